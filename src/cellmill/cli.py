@@ -1,0 +1,150 @@
+"""The command line: one sub-command for each rule of the workflow, and the two that make data.
+
+Every sub-command is a function of files: what it reads and writes are arguments, its options are the sections of
+config/config.yaml that the stage reads. The workflow passes those as `--options` (JSON); by hand `--config` with
+`--run` or `--corpus` reads them from the file. A stage is imported when it is called, so `--help` needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from cellmill import __version__
+from cellmill.config import OPTIONS, check_options, load_config
+from cellmill.errors import UserError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one sub-command. Exit codes: 0 done, 2 something the user can mend, 130 interrupted, 1 a bug."""
+    arguments = vars(_parser().parse_args(argv))
+    stage = arguments.pop("stage")
+    try:
+        if stage in OPTIONS:
+            arguments["options"] = _options(stage, arguments)
+        importlib.import_module(f"cellmill.stages.{stage}").run(**arguments)
+    except UserError as error:
+        print(f"cellmill {stage}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if os.environ.get("CELLMILL_TRACEBACK"):
+            raise
+        print(f"cellmill {stage}: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"cellmill {stage}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _options(stage: str, arguments: dict[str, Any]) -> Any:
+    text, config, name = arguments.pop("options"), arguments.pop("config"), arguments.pop("name", None)
+    if text is not None:
+        try:
+            sections = json.loads(text)
+        except ValueError as error:
+            raise UserError(f"--options: not valid JSON ({error})") from None
+        return check_options(OPTIONS[stage], sections, "--options")
+    pipeline = load_config(config)
+    known = {"report": {}, "preprocess": pipeline.corpora, "vocabulary": pipeline.corpora, "shard": pipeline.corpora}
+    owners = known.get(stage, pipeline.runs)
+    if owners and name is None and len(owners) == 1:
+        name = next(iter(owners))
+    if owners and name not in owners:
+        kind = "corpus" if owners is pipeline.corpora else "run"
+        raise UserError(f"--{kind} {name or ''}: {config} has {', '.join(owners)}".replace(" :", ":"))
+    return check_options(OPTIONS[stage], pipeline.section(stage, name), str(config))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="cellmill", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--version", action="version", version=f"cellmill {__version__}")
+    stages = parser.add_subparsers(dest="stage", required=True, metavar="STAGE")
+
+    demo = stages.add_parser("demo", help="write the demo data: 700 real PBMC")
+    demo.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
+
+    simulate = stages.add_parser("simulate", help="write simulated cells")
+    simulate.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
+    simulate.add_argument("--cells", type=int, default=2000)
+    simulate.add_argument("--genes", type=int, default=2000)
+    simulate.add_argument("--types", type=int, default=8, help="cell types, leaves of a tree")
+    simulate.add_argument("--batches", type=int, default=2)
+    simulate.add_argument("--perturbations", type=int, default=0, help="perturbed genes, beside the control")
+    simulate.add_argument("--seed", type=int, default=0)
+
+    preprocess = _stage(stages, "preprocess", "count, filter and name the cells of one dataset", "corpus")
+    preprocess.add_argument("--input", type=Path, required=True, help="the .h5ad with raw counts")
+    preprocess.add_argument("--counts", default="X", help="where they lie: X, raw or the name of a layer")
+    preprocess.add_argument("--dataset", required=True, help="name of the dataset")
+    preprocess.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
+    preprocess.add_argument("--report", type=Path, required=True, help="the QC report (.json) to write")
+
+    vocabulary = _stage(stages, "vocabulary", "the genes of a corpus, their medians, special tokens", "corpus")
+    vocabulary.add_argument("--cells", type=Path, nargs="+", required=True, help="preprocessed .h5ad files")
+    vocabulary.add_argument("--out", type=Path, required=True, help="vocabulary.tsv")
+
+    shard = _stage(stages, "shard", "train, val and test shards in rank order", "corpus")
+    shard.add_argument("--cells", type=Path, nargs="+", required=True, help="preprocessed .h5ad files")
+    shard.add_argument("--vocabulary", type=Path, required=True)
+    shard.add_argument("--out", type=Path, required=True, help="manifest.json; shards go beside it")
+
+    plan = _stage(stages, "plan", "memory, time and steps of a run, before anything is queued", "run")
+    plan.add_argument("--manifest", type=Path, required=True, help="of the shards")
+    plan.add_argument("--out", type=Path, required=True, help="plan.json")
+    _machine(plan)
+    plan.add_argument("--device", default="cpu", help="what each process computes on, such as h100")
+
+    train = _stage(stages, "train", "train a run, or go on with it", "run")
+    train.add_argument("--manifest", type=Path, required=True, help="of the shards")
+    train.add_argument("--out", type=Path, required=True, help="folder for checkpoints, metrics.jsonl, status.json")
+    train.add_argument("--init-from", type=Path, help="exported model that gives the first weights")
+    _machine(train)
+
+    consolidate = _stage(stages, "consolidate", "a checkpoint as a model that stands alone", "run")
+    consolidate.add_argument("--train", type=Path, required=True, help="folder of the training run")
+    consolidate.add_argument("--vocabulary", type=Path, required=True)
+    consolidate.add_argument("--out", type=Path, required=True, help="folder of the exported model")
+
+    embed = _stage(stages, "embed", "cells of a dataset through an exported model", "run")
+    embed.add_argument("--model", type=Path, required=True, help="folder of an exported model")
+    embed.add_argument("--input", type=Path, required=True, help=".h5ad, preprocessed or raw counts")
+    embed.add_argument("--counts", default="X", help="where the counts lie: X, raw or the name of a layer")
+    embed.add_argument("--out", type=Path, required=True, help="the .h5ad to write, with obsm['X_cellmill']")
+
+    evaluate = _stage(stages, "evaluate", "judge embeddings on held-out cells beside baselines", "run")
+    evaluate.add_argument("--model", type=Path, required=True, help="folder of the exported model")
+    evaluate.add_argument("--manifest", type=Path, required=True, help="of the shards it was trained on")
+    evaluate.add_argument("--cells", type=Path, nargs="+", required=True, help="preprocessed .h5ad files")
+    evaluate.add_argument("--embeddings", type=Path, nargs="+", required=True, help="one for each, in the same order")
+    evaluate.add_argument("--labels", nargs="+", required=True, help="obs column for each; '-' for none")
+    evaluate.add_argument("--out", type=Path, required=True, help="metrics.json")
+
+    report = _stage(stages, "report", "one page over all runs", None)
+    report.add_argument("--runs", type=Path, nargs="+", required=True, help="folders of runs")
+    report.add_argument("--corpora", type=Path, nargs="+", required=True, help="folders of corpora")
+    report.add_argument("--out", type=Path, required=True, help="index.html")
+    return parser
+
+
+def _stage(stages: Any, name: str, text: str, owner: str | None) -> argparse.ArgumentParser:
+    parser = stages.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.add_argument("--config", type=Path, default=Path("config/config.yaml"), help="(default: %(default)s)")
+    if owner is not None:
+        parser.add_argument(f"--{owner}", dest="name", help="its name in the configuration; needed if there are many")
+    parser.add_argument("--options", help="the stage's sections as JSON, in place of --config")
+    return parser
+
+
+def _machine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nodes", type=int, default=1, help="machines (default: %(default)s)")
+    parser.add_argument("--nproc-per-node", type=int, default=1, help="processes on each (default: %(default)s)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

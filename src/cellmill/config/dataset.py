@@ -1,0 +1,62 @@
+"""The dataset table: one row for each `.h5ad`, read with the csv module (pandas would cost a second per parse)."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from cellmill.config.section import Section
+from cellmill.errors import ConfigError
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
+
+
+class Dataset(Section):
+    """One row of the table; an empty cell is null."""
+
+    dataset: str = Field(pattern=f"^{NAME}$", description="Name, used in file names.")
+    path: str = Field(min_length=1, description="The .h5ad file, absolute or relative to where Snakemake runs.")
+    counts: str = Field("X", description="Where raw counts lie: X, raw, or the name of a layer.")
+    label: str | None = Field(
+        None, description="obs column that the probes predict; empty leaves the dataset out of them."
+    )
+    batch: str | None = Field(None, description="obs column of technical batches.")
+    source: str | None = Field(None, description="Where the data come from, for the report.")
+    licence: str | None = Field(None, description="Under what licence, for the report.")
+
+
+def read_datasets(table: Path) -> dict[str, Dataset]:
+    """Rows of a tab-separated table by name, in its order. Raises ConfigError naming the line."""
+    try:
+        with open(table, newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file, delimiter="\t")
+            header, rows = reader.fieldnames or [], [(reader.line_num, row) for row in reader]
+    except OSError as error:
+        raise ConfigError(f"{table}: {error.strerror}; it should be the table of datasets") from None
+    known = list(Dataset.model_fields)
+    if unknown := [name for name in header if name not in known]:
+        raise ConfigError(f"{table}: unknown column {unknown[0]!r}; there are: {', '.join(known)}")
+    datasets: dict[str, Dataset] = {}
+    for line, row in rows:
+        if None in row:
+            raise ConfigError(f"{table}, line {line}: more cells than the header has columns")
+        try:
+            dataset = Dataset(**{key: value for key, value in row.items() if value})
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise ConfigError(f"{table}, line {line}: {where}: {first['msg']}") from None
+        if dataset.dataset in datasets:
+            raise ConfigError(f"{table}, line {line}: dataset {dataset.dataset!r} is listed twice")
+        datasets[dataset.dataset] = dataset
+    if not datasets:
+        raise ConfigError(f"{table}: no datasets; add a row for each .h5ad file")
+    return datasets
+
+
+def is_name(text: str) -> bool:
+    """Whether `text` can name a corpus, run or dataset: it becomes part of a path."""
+    return re.fullmatch(NAME, text) is not None

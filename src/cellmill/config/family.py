@@ -1,0 +1,45 @@
+"""The torch-free half of a model family: its options, and what can be said of a model before it is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cellmill.config.section import Section
+
+if TYPE_CHECKING:
+    from cellmill.config.run import Tokens
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Numbers that a plan needs; counts are of elements or FLOPs, not bytes."""
+
+    parameters: int
+    """All trainable parameters."""
+    block_parameters: int
+    """Parameters of one block, the largest piece FSDP gathers at once, but for what lies outside the blocks."""
+    blocks: int
+    """Number of blocks."""
+    flops_per_token: float
+    """Forward and backward FLOPs of one token, attention left out."""
+    flops_per_token_pair: float
+    """Forward and backward FLOPs of attention for each (query, key) pair of a cell."""
+    activations_per_token: int
+    """Elements kept for the backward pass for each token, without activation checkpointing."""
+    activations_per_token_checkpointed: int
+    """The same with full activation checkpointing."""
+
+
+class FamilyConfig(Section):
+    """Base of every family's options."""
+
+    family: str
+
+    def check_tokens(self, tokens: Tokens) -> None:
+        """Raises ValueError when the family cannot be trained on such tokens."""
+        raise NotImplementedError
+
+    def size(self, n_genes: int, tokens: Tokens) -> ModelSize:
+        """What a model over a vocabulary of `n_genes` genes takes."""
+        raise NotImplementedError

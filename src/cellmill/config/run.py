@@ -1,0 +1,171 @@
+"""Sections of a run, from its tokens to its evaluation, and of the report."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
+
+from cellmill import registry
+from cellmill.config.family import FamilyConfig
+from cellmill.config.section import Section, explain
+
+
+class Tokens(Section):
+    """How a cell becomes tokens."""
+
+    tokenizer: Literal["rank", "binned", "continuous"] = Field(
+        "continuous",
+        description="Beside its gene a token carries: rank, its place in the cell ordered by count over corpus median; "
+        "binned, the quantile bin of its count within the cell; continuous, log(1 + counts per 10,000).",
+    )
+    max_tokens: int = Field(
+        2048, ge=1, description="A cell's tokens beyond so many, the lowest by rank value, are cut."
+    )
+    bins: int = Field(51, ge=2, description="Number of value bins of the binned tokenizer.")
+
+
+class Stream(Section):
+    """How shards are read: none of it changes which cells an epoch holds, all of it their order."""
+
+    lanes: int = Field(
+        8,
+        ge=1,
+        description="Independent streams of cells; a multiple of every data-parallel world size the run may use, "
+        "so that a global batch is the same cells in each.",
+    )
+    block_cells: int = Field(64, ge=1, description="Contiguous cells read at once.")
+    window_blocks: int = Field(16, ge=1, description="Blocks of one lane among which its cells are shuffled.")
+    io_threads: int = Field(4, ge=1, description="Threads that read blocks.")
+
+
+class Parallel(Section):
+    """How a model is laid out over processes; how many there are is the profile's business."""
+
+    strategy: Literal["ddp", "fsdp"] = Field("fsdp", description="DistributedDataParallel, or FSDP2.")
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = Field(
+        "HYBRID_SHARD",
+        description="What fsdp shards: all over all (ZeRO-3), gradients and optimizer (ZeRO-2), "
+        "all inside a group of shard_size and replicas between groups, or nothing. Not read by ddp.",
+    )
+    shard_size: int | None = Field(
+        None, ge=1, description="Processes in one HYBRID_SHARD group; null is the processes of one node."
+    )
+    precision: Literal["32-true", "bf16-mixed"] = Field("32-true", description="Number format of forward and backward.")
+    activation_checkpointing: Literal["full"] | None = Field(
+        None, description="full recomputes each block in the backward pass, for memory; null keeps activations."
+    )
+
+
+class Plan(Section):
+    """What is assumed of the machine before it is asked for."""
+
+    memory_gb: float | None = Field(
+        None, gt=0, description="Memory of one process's device; null looks the profile's device up."
+    )
+    memory_frac: float = Field(0.9, gt=0, le=1, description="Fraction of it a run may use.")
+    mfu_frac: float = Field(0.35, gt=0, le=1, description="Model FLOPs utilisation assumed for the hours.")
+
+
+class Train(Section):
+    """Optimisation, validation and checkpoints."""
+
+    steps: int | None = Field(None, ge=1, description="Optimizer steps; exactly one of steps and epochs is set.")
+    epochs: float | None = Field(None, gt=0, description="Passes over the training cells.")
+    global_batch: int = Field(256, ge=1, description="Cells per optimizer step, over all processes.")
+    token_budget: int = Field(
+        16_384, ge=1, description="Most tokens one process takes at once; a larger share of the batch is accumulated."
+    )
+    lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Course of lr after the warm-up.")
+    warmup_steps: int = Field(100, ge=0, description="Steps over which lr rises from 0.")
+    min_lr_frac: float = Field(0.1, ge=0, le=1, description="Fraction of lr that is left at the last step.")
+    weight_decay: float = Field(
+        0.1, ge=0, description="AdamW decay of matrices; norms, biases and embeddings have none."
+    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW decay of the first moment.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW decay of the second moment.")
+    clip_norm: float | None = Field(1.0, gt=0, description="Largest global gradient norm; null does not clip.")
+    seed: int = Field(0, ge=0, description="Seed of weights, order, masks and dropout.")
+    val_every_steps: int = Field(200, ge=1, description="Steps between validations; the last step always validates.")
+    val_cells: int | None = Field(None, ge=1, description="Validation cells used; null uses all.")
+    checkpoint_every_steps: int = Field(500, ge=1, description="Steps between checkpoints.")
+    checkpoint_every_min: float | None = Field(None, gt=0, description="Also a checkpoint after so many minutes.")
+    keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept, beside the best.")
+    log_every_steps: int = Field(10, ge=1, description="Steps between lines of metrics.jsonl.")
+    trackers: list[str] = Field(["jsonl"], description="Where metrics go.")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError(f"set one of steps and epochs, not {'both' if self.steps is not None else 'neither'}")
+        return self
+
+
+class Consolidate(Section):
+    """Which checkpoint is exported."""
+
+    checkpoint: Literal["best", "last"] = Field("best", description="best by validation loss, or the last one.")
+
+
+class Embed(Section):
+    """Cells through the exported model."""
+
+    token_budget: int = Field(16_384, ge=1, description="Most tokens in one forward pass.")
+    min_coverage_frac: float = Field(
+        0.3, ge=0, le=1, description="Smallest fraction of a dataset's counts that must fall on genes the model knows."
+    )
+
+
+class Evaluate(Section):
+    """The embedding judged on held-out cells, beside its baselines."""
+
+    datasets: list[str] | None = Field(None, description="Datasets to evaluate; null is those of the run's corpus.")
+    cells: Literal["heldout", "all"] = Field(
+        "heldout", description="heldout leaves out every cell the model was trained or validated on."
+    )
+    folds: int = Field(5, ge=2, description="Cross-validation folds of the probes.")
+    neighbors: int = Field(15, ge=1, description="k of the kNN probe.")
+    mask_frac: float = Field(0.15, gt=0, lt=1, description="Fraction of a cell's tokens hidden for reconstruction.")
+    seed: int = Field(0, ge=0, description="Seed of folds, masks, the untrained model and the UMAP.")
+
+
+class Report(Section):
+    """The page at the end."""
+
+    title: str = Field("cellmill report", description="Its heading.")
+
+
+def check_together(tokens: Tokens, stream: Stream, model: FamilyConfig, train: Train) -> None:
+    """Options of different sections that exclude each other. Raises ValueError naming both."""
+    model.check_tokens(tokens)
+    if tokens.max_tokens > train.token_budget:
+        raise ValueError(
+            f"tokens.max_tokens {tokens.max_tokens} is more than train.token_budget {train.token_budget}: "
+            "one cell would not fit; raise the budget or cut cells earlier"
+        )
+    if train.global_batch % stream.lanes:
+        raise ValueError(
+            f"train.global_batch {train.global_batch} is not a multiple of stream.lanes {stream.lanes}: "
+            "each lane gives an equal share"
+        )
+
+
+def _model_of_its_family(value: Any) -> Any:
+    if isinstance(value, FamilyConfig):
+        return value
+    if not isinstance(value, dict):
+        raise ValueError(f"a mapping with a `family` is wanted, not {value!r}")
+    family = value.get("family", "masked")
+    known = registry.names("model_config")
+    if family not in known:
+        raise ValueError(f"no model family is called {family!r}; there are: {', '.join(known)}")
+    model = registry.load("model_config", family)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:  # one nested in another would be reported as a paragraph
+        where, message = explain(error, model)
+        raise ValueError(f"{'.'.join(where)}: {message}" if where else message) from None
+
+
+Model = Annotated[SerializeAsAny[FamilyConfig], BeforeValidator(_model_of_its_family)]

@@ -1,0 +1,96 @@
+"""Files that are whole or not there: write beside, fsync, rename.
+
+Every artifact of the pipeline is written through here, so a killed process, a full disk or a lost node leaves
+the old file or none, never half of one. A folder's manifest is written last: its existence says that the rest
+is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cellmill.errors import DataError
+
+
+@contextmanager
+def atomic_path(final: Path) -> Iterator[Path]:
+    """A temporary path beside `final` to write to; becomes `final` (fsynced, renamed) when the block ends well.
+
+    The temporary keeps the suffix of `final`, since libraries choose a format by it. Removed when the block raises.
+    """
+    final = Path(final)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{final.stem}.", suffix=f".incomplete{final.suffix}", dir=final.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o666 & ~_umask())  # mkstemp makes 0600, which colleagues of the same group cannot read
+        fsync_file(temporary)
+        temporary.replace(final)
+        fsync_folder(final.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(final: Path, text: str) -> None:
+    """`text` as UTF-8 in `final`, atomically."""
+    with atomic_path(final) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(final: Path, value: Any) -> None:
+    """`value` as indented JSON in `final`, atomically. NaN is refused: it is not JSON."""
+    write_text(final, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The JSON in `path`. Raises DataError naming the file when it is missing or not JSON."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except ValueError as error:
+        raise DataError(f"{path}: not valid JSON ({error})") from None
+
+
+def sha256_file(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest(value: Any) -> str:
+    """Hexadecimal SHA-256 of a JSON-able value, independent of key order."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def fsync_file(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def fsync_folder(path: Path) -> None:
+    """Makes a rename inside `path` durable."""
+    fsync_file(path)
+
+
+def _umask() -> int:
+    # the umask can only be read by setting it; Linux also shows it here, without a race between threads
+    for line in Path("/proc/self/status").read_text().splitlines() if Path("/proc/self/status").exists() else ():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

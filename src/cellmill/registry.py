@@ -1,0 +1,35 @@
+"""Names a user may write in the configuration, and the object behind each.
+
+Built-ins are listed here by module path, so that listing or checking a name imports nothing. A package adds its
+own through the entry-point group `cellmill.<kind>`; it never replaces a built-in.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import entry_points
+from typing import Any
+
+from cellmill.errors import ConfigError
+
+BUILT_IN: dict[str, dict[str, str]] = {
+    "model_config": {"masked": "cellmill.models.masked.config:MaskedConfig"},
+    "model": {"masked": "cellmill.models.masked.model:MaskedModel"},
+    "tracker": {"jsonl": "cellmill.track.jsonl:JsonlTracker"},
+}
+
+
+def names(kind: str) -> list[str]:
+    """Every known name of `kind`, built-ins first."""
+    return [*BUILT_IN[kind], *(p.name for p in entry_points(group=f"cellmill.{kind}") if p.name not in BUILT_IN[kind])]
+
+
+def load(kind: str, name: str) -> Any:
+    """The object called `name`. Raises ConfigError listing what there is."""
+    if name in BUILT_IN[kind]:
+        module, attribute = BUILT_IN[kind][name].split(":")
+        return getattr(importlib.import_module(module), attribute)
+    for point in entry_points(group=f"cellmill.{kind}"):
+        if point.name == name:
+            return point.load()
+    raise ConfigError(f"no {kind.replace('_', ' ')} is called {name!r}; there are: {', '.join(names(kind))}")
