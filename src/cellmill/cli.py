@@ -21,7 +21,8 @@ from cellmill.errors import UserError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one sub-command. Exit codes: 0 done, 2 something the user can mend, 130 interrupted, 1 a bug."""
+    """Runs one sub-command. Exit codes: 0 done, 2 something the user can mend, 75 stopped with its state saved,
+    130 interrupted, 1 a bug."""
     arguments = vars(_parser().parse_args(argv))
     stage = arguments.pop("stage")
     try:
@@ -30,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         importlib.import_module(f"cellmill.stages.{stage}").run(**arguments)
     except UserError as error:
         print(f"cellmill {stage}: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except OSError as error:
         if os.environ.get("CELLMILL_TRACEBACK"):
             raise
@@ -102,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 
     train = _stage(stages, "train", "train a run, or go on with it", "run")
     train.add_argument("--manifest", type=Path, required=True, help="of the shards")
+    train.add_argument("--vocabulary", type=Path, required=True)
     train.add_argument("--out", type=Path, required=True, help="folder for checkpoints, metrics.jsonl, status.json")
     train.add_argument("--init-from", type=Path, help="exported model that gives the first weights")
     _machine(train)

@@ -2,7 +2,9 @@
 
 
 class UserError(Exception):
-    """Ends as one line on stderr and exit code 2, without a traceback."""
+    """Ends as one line on stderr and a non-zero exit, without a traceback."""
+
+    exit_code = 2
 
 
 class ConfigError(UserError):
@@ -11,3 +13,9 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """A file that is missing, damaged or not what it should be."""
+
+
+class Stopped(UserError):
+    """A run that was asked to stop, saved its state and can go on: nothing is wrong, but it is not done."""
+
+    exit_code = 75  # EX_TEMPFAIL: try again later

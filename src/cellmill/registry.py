@@ -15,7 +15,6 @@ from cellmill.errors import ConfigError
 BUILT_IN: dict[str, dict[str, str]] = {
     "model_config": {"masked": "cellmill.models.masked.config:MaskedConfig"},
     "model": {"masked": "cellmill.models.masked.model:MaskedModel"},
-    "tracker": {"jsonl": "cellmill.track.jsonl:JsonlTracker"},
 }
 
 

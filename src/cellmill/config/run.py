@@ -93,7 +93,6 @@ class Train(Section):
     checkpoint_every_min: float | None = Field(None, gt=0, description="Also a checkpoint after so many minutes.")
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept, beside the best.")
     log_every_steps: int = Field(10, ge=1, description="Steps between lines of metrics.jsonl.")
-    trackers: list[str] = Field(["jsonl"], description="Where metrics go.")
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:

@@ -1,0 +1,1 @@
+"""The `masked` family: a bidirectional encoder that fills in what is hidden."""

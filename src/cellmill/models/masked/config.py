@@ -6,8 +6,10 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from cellmill.config.family import FamilyConfig
+from cellmill.config.family import FamilyConfig, ModelSize
 from cellmill.config.run import Tokens
+
+N_SPECIAL = 2  # <pad> and <mask>: cellmill.data.vocabulary.SPECIAL, which a torch-free parse should not import
 
 
 class MaskedConfig(FamilyConfig):
@@ -39,3 +41,39 @@ class MaskedConfig(FamilyConfig):
                 "model.objective masked_value needs values, which tokens.tokenizer rank does not have; "
                 "choose binned or continuous, or masked_gene"
             )
+
+    @property
+    def ffn_width(self) -> int:
+        """Width inside the feed-forward layers."""
+        return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
+
+    def size(self, n_genes: int, tokens: Tokens) -> ModelSize:
+        """Exact counts of parameters, and of FLOPs as matrix products (a multiply-add is 2), three passes each."""
+        h, f, v = self.hidden, self.ffn_width, n_genes + N_SPECIAL
+        block = 4 * h * h + 4 * h + 2 * h * f + f + h + 4 * h
+        values = {
+            "continuous": 2 * h + h * h + h,
+            "binned": (tokens.bins + 1) * h,
+            "rank": tokens.max_tokens * h,
+        }[tokens.tokenizer]
+        if self.objective == "masked_gene":
+            classes, head = v, v  # the matrix is the gene embedding's; a bias is its own
+        else:
+            classes = tokens.bins if tokens.tokenizer == "binned" else 1
+            head = classes * h + classes + h
+        outside = v * h + values + 2 * h + h * h + 3 * h + head
+        products = self.layers * (4 * h * h + 2 * h * f) + self.mask_frac * (h * h + h * classes)
+        if tokens.tokenizer == "continuous":
+            products += h + h * h
+        # kept for the backward pass, elements a token: a block's input, two norms, q k v, attention, its projection,
+        # both sides of the GELU; outside, embeddings and the last norm; at targets, logits twice
+        kept_outside = 4 * h + round(self.mask_frac * (3 * h + 2 * classes))
+        return ModelSize(
+            parameters=self.layers * block + outside,
+            block_parameters=block,
+            blocks=self.layers,
+            flops_per_token=3 * 2 * products,
+            flops_per_token_pair=3 * 4 * h * self.layers,
+            activations_per_token=self.layers * (8 * h + 2 * f) + kept_outside,
+            activations_per_token_checkpointed=self.layers * h + 8 * h + 2 * f + kept_outside,
+        )

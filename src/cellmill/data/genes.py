@@ -1,0 +1,147 @@
+"""Gene names as Ensembl ids, the key of every table in cellmill.
+
+Symbols change: of the names in an older dataset some percent are previous symbols or aliases by now, so those are
+looked up too (GENCODE, HGNC and MGI; genes/README.md). Case counts: `Actb` is a mouse gene and `ACTB` a human one,
+and a dataset of the other organism must not pass. A name of several genes maps to none.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+ORGANISMS = ("human", "mouse")
+ID_COLUMNS = ("ensembl_id", "ensembl_ids", "ensembl_gene_id", "gene_ids", "gene_id", "feature_id", "ensembl")
+"""var columns looked into for Ensembl ids, in this order, when the name itself is none."""
+SYMBOL_COLUMNS = ("symbol", "gene_symbol", "feature_name", "gene_name", "gene_symbols")
+"""var columns looked into for symbols, where a gene's name is an id that the table lacks."""
+
+_IDS = {
+    organism: re.compile(rf"({prefix}\d{{11}})(?:\.\d+)?(?:_PAR_Y)?")
+    for organism, prefix in (("human", "ENSG"), ("mouse", "ENSMUSG"))
+}
+_OPEN_FRAME = re.compile(r"C[\dXY]+orf\d+")
+_EXAMPLES = 10
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How the genes of a dataset were named: numbers of var rows, and examples of those left without an id."""
+
+    organism: str | None
+    n_genes: int
+    id: int = 0
+    symbol: int = 0
+    previous: int = 0
+    alias: int = 0
+    ambiguous: int = 0
+    unmapped: int = 0
+    examples: tuple[str, ...] = ()
+
+    @property
+    def frac(self) -> float:
+        """Fraction of the genes that have an Ensembl id."""
+        return (self.id + self.symbol + self.previous + self.alias) / self.n_genes if self.n_genes else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, `frac` included, for a report."""
+        return asdict(self) | {"examples": list(self.examples), "frac": self.frac}
+
+
+class MappedGenes(NamedTuple):
+    """Names of the genes of a dataset, one entry for each var row."""
+
+    gene_ids: list[str]
+    """Ensembl id; empty where the name is unknown or belongs to several genes."""
+    symbols: list[str]
+    """Current symbol, or the id where a gene has none."""
+    is_mito: np.ndarray
+    """Whether the gene lies on the mitochondrial genome; bool."""
+    coverage: Coverage
+
+
+@dataclass(frozen=True)
+class _Table:
+    symbols: dict[str, str]  # symbol of an id
+    ids: dict[str, dict[str, str]]  # kind of name -> id of a name; empty for a name of several genes
+
+
+def map_genes(var_names: Sequence[str], var: pd.DataFrame, organism: str | None) -> MappedGenes:
+    """Ensembl ids and symbols of the genes of a dataset.
+
+    A gene is looked up by: its name, if that is an id (a version such as `.12` is cut); an id in a column of `var`
+    (`ID_COLUMNS`); its name as a current symbol, a previous symbol, an alias. Several genes may get the same id.
+    Without `organism` names are ids as they are.
+    """
+    names = [str(name) for name in var_names]
+    own = _column(var, SYMBOL_COLUMNS)
+    if organism is None:
+        symbols = [symbol or name for name, symbol in zip(names, own or names)]
+        return MappedGenes(names, symbols, _is_mito(symbols), Coverage(None, len(names), id=len(names)))
+    table, pattern = _table(organism), _IDS[organism]
+    columns = [values for column in ID_COLUMNS if (values := _column(var, (column,))) is not None]
+    gene_ids: list[str] = []
+    left: list[str] = []
+    symbols = []
+    tally = dict.fromkeys(("id", *table.ids, "ambiguous", "unmapped"), 0)
+    for row, name in enumerate(names):
+        gene, kind = _look_up(name, (values[row] for values in columns), table, pattern)
+        tally[kind] += 1
+        if not gene and len(left) < _EXAMPLES:
+            left.append(name)
+        gene_ids.append(gene)
+        symbols.append(table.symbols.get(gene) or (own[row] if own else "") or gene or name)
+    coverage = Coverage(organism, len(names), **tally, examples=tuple(left))
+    return MappedGenes(gene_ids, symbols, _is_mito(symbols), coverage)
+
+
+def gene_symbols(organism: str) -> dict[str, str]:
+    """Symbol of every Ensembl id of an organism, by ascending id; a gene without symbol has its id."""
+    return _table(organism).symbols
+
+
+def _look_up(name: str, columns: Iterable[str], table: _Table, pattern: re.Pattern[str]) -> tuple[str, str]:
+    for text in (name, *columns):
+        if match := pattern.fullmatch(text):
+            return match[1], "id"
+    for kind, ids in table.ids.items():
+        if name in ids:
+            gene = ids[name]
+            return gene, kind if gene else "ambiguous"
+    return "", "unmapped"
+
+
+def _column(var: pd.DataFrame, names: Sequence[str]) -> list[str] | None:
+    for name in names:
+        if name in var.columns:
+            return ["" if pd.isna(value) else str(value) for value in var[name]]
+    return None
+
+
+def _is_mito(symbols: list[str]) -> np.ndarray:
+    return np.array([symbol.startswith(("MT-", "mt-")) for symbol in symbols], dtype=bool)
+
+
+@cache
+def _table(organism: str) -> _Table:
+    symbols: dict[str, str] = {}
+    ids: dict[str, dict[str, str]] = {"symbol": {}, "previous": {}, "alias": {}}
+    with gzip.open(Path(__file__).parent / "genes" / f"{organism}.tsv.gz", "rt", encoding="utf-8") as file:
+        next(file)
+        for line in file:
+            gene, symbol, previous, aliases = line.rstrip("\n").split("\t")
+            symbols[gene] = symbol
+            # C1orf159 is often written C1ORF159
+            capitals = "|".join(n.upper() for n in (symbol, *previous.split("|")) if _OPEN_FRAME.fullmatch(n))
+            for kind, names in (("symbol", symbol), ("previous", previous), ("alias", aliases), ("alias", capitals)):
+                for name in names.split("|") if names else ():
+                    ids[kind][name] = gene if ids[kind].get(name, gene) == gene else ""
+    return _Table(symbols, ids)

@@ -1,0 +1,74 @@
+"""The order of genes inside a cell: by count over the gene's corpus median, highest first, ties by gene.
+
+Shards are written in this order once, and cells that are embedded on the fly go through the same function, so both
+give the same tokens bit for bit. The size of a cell's library scales all its values alike and plays no part. The
+key is float32 and never negative, so its bits sort as it does: one sort of (key bits, position) packed in 64 bits
+is exact for genes and counts of any width, and takes about a tenth of an argsort.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from cellmill.errors import DataError
+
+
+def inverse_medians(medians: np.ndarray) -> np.ndarray:
+    """One over each gene's corpus median, float32. Raises DataError for a median that is not above zero."""
+    bad = ~(np.isfinite(medians) & (medians > 0))
+    if bad.any():
+        raise DataError(
+            f"the vocabulary's median of gene {int(bad.argmax())} is {medians[bad.argmax()]:g}; "
+            "it must be above 0: make the vocabulary again"
+        )
+    return np.float32(1) / medians.astype(np.float32)
+
+
+def rank_order(genes: np.ndarray, counts: np.ndarray, inverse_median: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Genes (int32) and counts of one cell by count / median descending, ties by gene ascending."""
+    return rank_order_rows(np.array([0, len(genes)]), genes, counts, inverse_median)
+
+
+def rank_order_rows(
+    starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, inverse_median: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """`rank_order` of many cells at once.
+
+    Parameters
+    ----------
+    starts
+        `(cells + 1,)`, where each cell's genes start; the first is 0.
+    genes, counts
+        `(nonzeros,)`, in any order inside a cell, each gene at most once; at most 2**32 of them.
+    inverse_median
+        `(genes of the vocabulary,)` float32, see `inverse_medians`.
+
+    Returns
+    -------
+    genes as int32 and counts in their own dtype, both `(nonzeros,)`.
+    """
+    genes, counts = _by_gene(starts, genes.astype(np.int32, copy=False), counts)
+    key = counts.astype(np.float32) * inverse_median[genes]
+    packed = (~key.view(np.uint32)).astype(np.uint64) << np.uint64(32)
+    packed |= np.arange(len(genes), dtype=np.uint64)
+    edges = starts.tolist()
+    for start, stop in pairwise(edges):
+        packed[start:stop].sort()
+    place = (packed & np.uint64(0xFFFFFFFF)).view(np.int64)
+    return genes[place], counts[place]
+
+
+def _by_gene(starts: np.ndarray, genes: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Genes ascending in each cell: ties of the key are then broken by position."""
+    if len(genes) < 2:
+        return genes, counts
+    ascending = genes[1:] > genes[:-1]
+    borders = starts[1:-1]
+    ascending[borders[(borders > 0) & (borders < len(genes))] - 1] = True
+    if ascending.all():
+        return genes, counts
+    cell = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    place = np.lexsort((genes, cell))
+    return genes[place], counts[place]

@@ -1,0 +1,259 @@
+"""Quality control and gene names of one dataset, in two streaming passes over its counts.
+
+The first pass measures every cell and counts, over the cells that pass, in how many each gene is detected; that
+fixes which genes stay and how many values there will be, so that the second pass can write contiguous arrays.
+A cell is measured on the genes that have an Ensembl id: what a model will see of it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from cellmill.config.corpus import Preprocess
+from cellmill.data.cells import CountsReader, count_dtype, row_sums, select_columns, write_cells
+from cellmill.data.genes import ORGANISMS, Coverage, map_genes
+from cellmill.errors import DataError
+
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+BINS = 40  # of each histogram in the report
+DROPPED = ("no counts", "min_genes", "min_counts", "max_mito_frac", "no gene left")
+"""Why a cell goes: the first that holds. The last: all its genes were dropped by min_cells."""
+
+
+@dataclass(frozen=True)
+class Genes:
+    """The genes of a dataset under their ids: `target[j]` is the place of var row j, or -1."""
+
+    gene_ids: list[str]
+    symbols: list[str]
+    is_mito: np.ndarray
+    target: np.ndarray
+    coverage: Coverage
+    not_expression: int
+    summed: dict[str, list[str]]
+    """Names of the var rows of an id that has several; their counts are summed."""
+
+
+def preprocess(reader: CountsReader, options: Preprocess, out: Path) -> dict[str, Any]:
+    """Writes the cells and genes of `reader` that pass to `out`; gives the QC report, JSON-able.
+
+    Raises DataError when too few genes map, a column of `keep_obs` is absent, or nothing passes.
+    """
+    columns = _obs_columns(reader, options.keep_obs)
+    genes = name_genes(reader, options)
+    cells = _measure(reader, genes, options)
+    keep_gene = cells.detected >= max(options.min_cells, 1)
+    nnz = int(cells.detected[keep_gene].sum())
+    if nnz == 0:
+        raise DataError(f"{reader.path}: {_nothing_left(cells, keep_gene, options)}")
+    dtype = count_dtype(cells.largest)
+    ids = np.array(genes.gene_ids, dtype=object)[keep_gene]
+    var = pd.DataFrame({"symbol": np.array(genes.symbols, dtype=object)[keep_gene]}, index=pd.Index(ids))
+    var.index.name = "gene_id"
+
+    def kept_obs() -> pd.DataFrame:
+        frame = reader.obs.loc[cells.reason < 0, columns].copy()
+        for name in frame.select_dtypes("category"):
+            frame[name] = frame[name].cat.remove_unused_categories()
+        return frame
+
+    write_cells(out, kept_obs, var, _kept_rows(reader, genes, cells, keep_gene, options.row_block), nnz, dtype)
+    return _report(reader, options, genes, cells, keep_gene, nnz, dtype)
+
+
+def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
+    """Places of the genes of a dataset, in the order of its var. Raises DataError under `min_coverage_frac`."""
+    expression = np.ones(reader.n_vars, dtype=bool)
+    if "feature_types" in reader.var:  # antibodies and guides of 10x files: names such as CD3 would pass for genes
+        expression = reader.var["feature_types"].astype(str).to_numpy() == "Gene Expression"
+    rows = np.flatnonzero(expression)
+    names, var = [reader.var_names[row] for row in rows], reader.var.iloc[rows]
+    if not names:
+        raise DataError(f"{reader.path}: no gene: var['feature_types'] is nowhere 'Gene Expression'")
+    mapped = map_genes(names, var, options.organism)
+    _check_coverage(reader.path, options, mapped.coverage, names, var)
+    places: dict[str, int] = {}
+    target = np.full(reader.n_vars, -1, np.int32)
+    first, carriers = [], defaultdict(list)
+    for at, (row, gene) in enumerate(zip(rows, mapped.gene_ids)):
+        if not gene:
+            continue
+        if gene not in places:
+            places[gene] = len(places)
+            first.append(at)
+        carriers[gene].append(names[at])
+        target[row] = places[gene]
+    return Genes(
+        gene_ids=list(places),
+        symbols=[mapped.symbols[at] for at in first],
+        is_mito=mapped.is_mito[first],
+        target=target,
+        coverage=mapped.coverage,
+        not_expression=int((~expression).sum()),
+        summed={gene: rows for gene, rows in carriers.items() if len(rows) > 1},
+    )
+
+
+def _check_coverage(path: Path, options: Preprocess, coverage: Coverage, names: list[str], var: pd.DataFrame) -> None:
+    if coverage.frac >= options.min_coverage_frac and coverage.frac > 0:
+        return
+    found = round(coverage.frac * coverage.n_genes)
+    text = (
+        f"{path}: {found:,} of {coverage.n_genes:,} genes ({coverage.frac:.1%}) map to a {options.organism} Ensembl "
+        f"id, preprocess.min_coverage_frac is {options.min_coverage_frac:g}"
+    )
+    for other in ORGANISMS:
+        if other != options.organism and (frac := map_genes(names, var, other).coverage.frac) > coverage.frac:
+            raise DataError(f"{text}; {frac:.1%} map as {other}: set preprocess.organism to {other}")
+    unknown = ", ".join(repr(name) for name in coverage.examples[:3])
+    raise DataError(f"{text}; unknown are {unknown}: name genes by Ensembl id or symbol, or lower the threshold")
+
+
+@dataclass
+class _Cells:
+    n_genes: np.ndarray
+    n_counts: np.ndarray
+    mito_frac: np.ndarray
+    reason: np.ndarray  # index into DROPPED, -1 for a cell that stays
+    detected: np.ndarray  # kept cells in which each gene is detected
+    largest: int  # count of a kept cell
+
+
+def _measure(reader: CountsReader, genes: Genes, options: Preprocess) -> _Cells:
+    size, n = len(genes.gene_ids), reader.n_obs
+    cells = _Cells(
+        np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n), np.full(n, -1, np.int8), np.zeros(size, np.int64), 0
+    )
+    first = 0
+    for raw in reader.rows(options.row_block):
+        block = select_columns(raw, genes.target, size)
+        rows = slice(first, first + block.shape[0])
+        n_genes, n_counts = np.diff(block.indptr), row_sums(block)
+        mito = row_sums(block, block.data * genes.is_mito[block.indices])
+        cells.n_genes[rows], cells.n_counts[rows] = n_genes, n_counts
+        cells.mito_frac[rows] = mito / np.maximum(n_counts, 1)
+        checks = (
+            n_counts == 0,
+            n_genes < options.min_genes,
+            n_counts < options.min_counts,
+            cells.mito_frac[rows] > options.max_mito_frac,
+        )
+        cells.reason[rows] = np.select(checks, np.arange(len(checks)), -1)
+        kept = np.repeat(cells.reason[rows] < 0, n_genes)
+        cells.detected += np.bincount(block.indices[kept], minlength=size)
+        if kept.any():
+            cells.largest = max(cells.largest, int(block.data[kept].max()))
+        first += block.shape[0]
+    return cells
+
+
+def _kept_rows(
+    reader: CountsReader, genes: Genes, cells: _Cells, keep_gene: np.ndarray, row_block: int
+) -> Iterator[sp.csr_matrix]:
+    """The second pass. A cell that min_cells left without genes is found here and marked in `cells.reason`."""
+    places = np.where(keep_gene, np.cumsum(keep_gene) - 1, -1).astype(np.int32)
+    target = np.where(genes.target >= 0, places[genes.target], -1).astype(np.int32)
+    first = 0
+    for raw in reader.rows(row_block):
+        rows = slice(first, first + raw.shape[0])
+        block = select_columns(raw[np.flatnonzero(cells.reason[rows] < 0)], target, int(keep_gene.sum()))
+        empty = np.diff(block.indptr) == 0
+        if empty.any():
+            cells.reason[np.flatnonzero(cells.reason[rows] < 0)[empty] + first] = DROPPED.index("no gene left")
+            block = block[np.flatnonzero(~empty)]
+        first += raw.shape[0]
+        yield block
+
+
+def _obs_columns(reader: CountsReader, wanted: list[str] | None) -> list[str]:
+    known = [str(name) for name in reader.obs.columns]
+    for name in wanted or ():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known) or 'none'}"
+            raise DataError(f"{reader.path}: no obs column {name!r} (preprocess.keep_obs); {hint}")
+    return known if wanted is None else list(dict.fromkeys(wanted))
+
+
+def _tally(cells: _Cells) -> dict[str, int]:
+    return {name: int((cells.reason == number).sum()) for number, name in enumerate(DROPPED)}
+
+
+def _nothing_left(cells: _Cells, keep_gene: np.ndarray, options: Preprocess) -> str:
+    n, tally = len(cells.reason), _tally(cells)
+    if (cells.reason < 0).any():
+        kept = int((cells.reason < 0).sum())
+        return (
+            f"no gene of {len(keep_gene):,} is left after QC: none is detected in {options.min_cells} of the "
+            f"{kept:,} cells that pass; lower preprocess.min_cells"
+        )
+    if tally["no counts"] == n:
+        return f"no cell of {n:,} is left after QC: none has a count"
+    parts = [f"{name}{_limit(name, options)} drops {count:,}" for name, count in tally.items() if count]
+    first = max((name for name in DROPPED[1:4]), key=lambda name: tally[name])
+    way = "raise" if first == "max_mito_frac" else "lower"
+    return f"no cell of {n:,} is left after QC: {', '.join(parts)}; {way} preprocess.{first}"
+
+
+def _limit(name: str, options: Preprocess) -> str:
+    return f" {getattr(options, name):g}" if name in Preprocess.model_fields else ""
+
+
+def _report(
+    reader: CountsReader,
+    options: Preprocess,
+    genes: Genes,
+    cells: _Cells,
+    keep_gene: np.ndarray,
+    nnz: int,
+    dtype: np.dtype[Any],
+) -> dict[str, Any]:
+    measures = {"n_genes": cells.n_genes, "n_counts": cells.n_counts, "mito_frac": cells.mito_frac}
+    kept = cells.reason < 0
+    return {
+        "cells": {"in": reader.n_obs, "out": int(kept.sum()), "dropped": _tally(cells)},
+        "genes": {
+            "in": reader.n_vars,
+            "out": int(keep_gene.sum()),
+            "dropped": {
+                "not gene expression": genes.not_expression,
+                "no Ensembl id": genes.coverage.ambiguous + genes.coverage.unmapped,
+                "summed into another": int((genes.target >= 0).sum()) - len(genes.gene_ids),
+                "min_cells": int((~keep_gene).sum()),
+            },
+        },
+        "coverage": genes.coverage.as_json() | {"summed": dict(list(genes.summed.items())[:10])},
+        "nnz": nnz,
+        "dtype": dtype.name,
+        "quantiles": {
+            name: {
+                "before": [float(x) for x in np.quantile(values, QUANTILES)],
+                "after": [float(x) for x in np.quantile(values[kept], QUANTILES)],
+            }
+            for name, values in measures.items()
+        }
+        | {"at": list(QUANTILES)},
+        "histograms": {name: _histogram(values, kept, name != "mito_frac") for name, values in measures.items()},
+        "options": options.model_dump(mode="json"),
+    }
+
+
+def _histogram(values: np.ndarray, kept: np.ndarray, logarithmic: bool) -> dict[str, list[float] | list[int]]:
+    """Cells in each bin, before and after QC; edges on a log scale hold zeros in the first bin."""
+    if logarithmic:
+        edges = np.geomspace(1, max(float(values.max()), 2.0), BINS + 1)
+        values = np.maximum(values, 1)
+    else:
+        edges = np.linspace(0, max(float(values.max()), 0.05), BINS + 1)
+    edges[-1] = max(edges[-1], float(values.max()))  # the last edge may have lost a bit to rounding
+    before, after = np.histogram(values, edges)[0], np.histogram(values[kept], edges)[0]
+    return {"edges": edges.tolist(), "before": before.tolist(), "after": after.tolist()}

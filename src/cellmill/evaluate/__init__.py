@@ -1,0 +1,1 @@
+"""Embeddings of cells, and what they are worth beside plain baselines."""

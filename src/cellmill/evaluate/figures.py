@@ -1,0 +1,167 @@
+"""Figures of the report as SVG that lies inside the page.
+
+Text stays text and takes the page's font; ink and grid take the page's colours, so that a figure follows a dark
+scheme. The same numbers give the same bytes. Names of users are drawn as they are, never parsed as formulas.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+PALETTE = (
+    "#4e79a7", "#e08f45", "#5f9e6e", "#c85c5c", "#8a6fae", "#9c7a5b", "#d38bb4", "#7f8791", "#b3a63f", "#55a9b5",
+    "#2f4b7c", "#f2b66d", "#a3c98f", "#e79a94", "#bba8d6", "#c9ad92", "#6b4f3a", "#b9bec5", "#dcd57f", "#9fd3da",
+)  # fmt: skip
+"""Twenty quiet colours, told apart on light and dark ground; a twenty-first class begins again."""
+
+_INK, _GRID = "#010203", "#010204"  # stand for the page's colours, which matplotlib cannot name
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "cellmill",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.parse_math": False,
+    "axes.formatter.use_mathtext": False,
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": _GRID,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "axes.grid": True,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+}
+
+
+def loss_curve(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Training and validation loss over steps, from the lines of a metrics.jsonl."""
+    with mpl.rc_context(_STYLE):
+        figure, axes = _axes(5.4, 2.9)
+        train = [(line["step"], line["loss"]) for line in lines if _is_number(line.get("loss"))]
+        val = [(line["step"], line["val_loss"]) for line in lines if _is_number(line.get("val_loss"))]
+        if train:
+            axes.plot(*zip(*train), color=PALETTE[0], lw=1.2, alpha=0.75, label="train")
+        if val:
+            axes.plot(*zip(*val), color=PALETTE[1], lw=1.4, marker="o", ms=3.5, label="validation")
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss")
+        _legend_above(axes)
+        return _svg(figure)
+
+
+def compare_validation(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Validation loss of several runs over steps; the line of run i has colour i of PALETTE."""
+    with mpl.rc_context(_STYLE):
+        figure, axes = _axes(5.4, 2.9)
+        for number, lines in enumerate(runs.values()):
+            val = [(line["step"], line["val_loss"]) for line in lines if _is_number(line.get("val_loss"))]
+            if val:
+                axes.plot(*zip(*val), color=colour(number), lw=1.4, marker="o", ms=3)
+        axes.set_xlabel("step")
+        axes.set_ylabel("validation loss")
+        return _svg(figure)
+
+
+def histogram(edges: Sequence[float], before: Sequence[int], after: Sequence[int], name: str) -> str:
+    """Cells in each bin before QC (pale) and after it; a log axis where the edges are geometric."""
+    with mpl.rc_context(_STYLE):
+        figure, axes = _axes(3.3, 2.1)
+        axes.stairs(before, edges, fill=True, color=PALETTE[7], alpha=0.45)
+        axes.stairs(after, edges, fill=True, color=PALETTE[0], alpha=0.9)
+        if edges[0] > 0:
+            axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,g}")
+        axes.set_xlabel(name)
+        axes.set_ylabel("cells")
+        return _svg(figure)
+
+
+def probe_dots(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Accuracy of each row of a probe table, mean and standard deviation; the model's own rows are filled."""
+    with mpl.rc_context(_STYLE):
+        figure, axes = _axes(5.4, 0.75 + 0.27 * len(rows))
+        for place, row in enumerate(reversed(rows)):
+            own = row["kind"] != "baseline"
+            tint = PALETTE[0] if own else PALETTE[7]
+            axes.errorbar(
+                row["accuracy_mean"], place, xerr=row["accuracy_sd"], fmt="o", ms=6, color=tint, lw=1.4,
+                mfc=tint if own else "none",
+            )  # fmt: skip
+        axes.set_yticks(range(len(rows)), [row["name"] for row in reversed(rows)])
+        axes.set_ylim(-0.6, len(rows) - 0.4)
+        axes.set_xlim(0, 1.02)
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel("accuracy, mean and sd over folds")
+        return _svg(figure)
+
+
+def scatter(x: np.ndarray, y: np.ndarray, classes: np.ndarray) -> str:
+    """Cells at UMAP coordinates; a cell of class i (-1: none) has colour i of PALETTE. Points are one bitmap."""
+    with mpl.rc_context(_STYLE | {"axes.grid": False}):
+        figure, axes = _axes(4.6, 4.2)
+        tints = np.array([colour(int(number)) if number >= 0 else "#9aa0a6" for number in classes], dtype=object)
+        # a fixed shuffle: the class drawn last would cover the others
+        order = np.random.Generator(np.random.Philox(key=0)).permutation(len(x))
+        size = float(np.clip(9000 / max(len(x), 1), 2, 22))
+        axes.scatter(x[order], y[order], c=list(tints[order]), s=size, lw=0, alpha=0.85, rasterized=True)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.spines["bottom"].set_visible(False)
+        axes.set_xlabel("UMAP 1")
+        axes.set_ylabel("UMAP 2")
+        return _svg(figure)
+
+
+def colour(number: int) -> str:
+    """Colour of class or run `number`."""
+    return PALETTE[number % len(PALETTE)]
+
+
+def _axes(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.patch.set_alpha(0)
+    axes = figure.add_subplot()
+    axes.patch.set_alpha(0)
+    return figure, axes
+
+
+def _legend_above(axes: Axes) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
+
+
+def _svg(figure: Figure) -> str:
+    """The `<svg>` element alone: no prologue, no metadata, no address of a namespace."""
+    buffer = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(buffer, format="svg", dpi=160, metadata=nothing)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    text = text.replace(_INK, "currentColor").replace(_GRID, "var(--rule)")
+    width = round(figure.get_figwidth() * 96)
+    return text.replace("<svg", f'<svg role="img" style="max-width:{width}px"', 1)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and bool(np.isfinite(value))

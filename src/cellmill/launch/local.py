@@ -1,0 +1,85 @@
+"""Runs a job on this machine: one torchrun agent for each node, so that a layout of several can be tried on one.
+
+Agents run in a session of their own: Ctrl-C reaches this process alone, which hands a signal on to the *workers*.
+They save and end by themselves, and the agents with them. When this process dies, however it dies, the kernel ends
+the agents and those their workers, so nothing goes on training unseen.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+
+from cellmill.launch.job import Job
+from cellmill.launch.processes import children, die_with_parent, signal_all
+
+HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def run_local(job: Job, keep_open: int) -> int:
+    """Runs `job` to its end and returns the first non-zero exit code of an agent, or 0.
+
+    Parameters
+    ----------
+    keep_open
+        File descriptor the agents inherit: a lock it holds stays held until the last of them has ended.
+    """
+    port = free_port()
+    agents: list[subprocess.Popen[bytes]] = []
+    signals = 0
+
+    def hand_on(number: int, frame: object) -> None:
+        nonlocal signals
+        signals += 1
+        for agent in agents:
+            workers = children(agent.pid)
+            if signals > 1:
+                signal_all([*workers, agent.pid], signal.SIGKILL)  # asked twice: at once, without saving
+            else:
+                signal_all(workers or [agent.pid], signal.SIGTERM)
+
+    before = {number: signal.signal(number, hand_on) for number in HANDED_ON}
+    try:
+        for node in range(job.nodes):
+            agents.append(
+                subprocess.Popen(
+                    job.command(node, "127.0.0.1", port),
+                    env=_environment(job),
+                    pass_fds=(keep_open,),
+                    start_new_session=True,
+                    preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+                )
+            )
+        return _wait(agents)
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                agent.kill()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(agents: list[subprocess.Popen[bytes]]) -> int:
+    while any(agent.poll() is None for agent in agents):
+        if any(agent.poll() for agent in agents):  # one failed: the others would wait for it for ever
+            for agent in agents:
+                if agent.poll() is None:
+                    agent.terminate()
+        time.sleep(0.05)
+    return next((agent.returncode for agent in agents if agent.returncode), 0)
+
+
+def _environment(job: Job) -> dict[str, str]:
+    # as many threads as the machine has cores, over all processes: more would only wait for each other
+    threads = max(1, len(os.sched_getaffinity(0)) // (job.nodes * job.nproc_per_node))
+    return {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONUNBUFFERED": "1"}
+
+
+def free_port() -> int:
+    """A TCP port that was free on the loopback interface a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,39 @@
+"""The transformer block: pre-norm (Xiong et al. 2020), packed.
+
+Legend: T tokens of the batch, H hidden, h heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from cellmill.models.attention import attention
+from cellmill.models.keyed import keyed_dropout
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each after a norm and added to the residual stream."""
+
+    def __init__(self, hidden: int, heads: int, ffn_hidden: int, dropout: float, index: int) -> None:
+        super().__init__()
+        self.heads, self.dropout, self.index = heads, dropout, index
+        self.attention_norm = nn.LayerNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.out = nn.Linear(hidden, hidden)
+        self.ffn_norm = nn.LayerNorm(hidden)
+        self.up = nn.Linear(hidden, ffn_hidden)
+        self.down = nn.Linear(ffn_hidden, hidden)
+
+    def forward(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor, lengths: list[int], token_keys: torch.Tensor
+    ) -> torch.Tensor:
+        """(T, H) -> (T, H); `token_keys` (T,) int64 say what dropout drops."""
+        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).unbind(1)
+        attended = attention(q, k, v, cu_seqlens, lengths).flatten(1)
+        x = x + self._drop(self.out(attended), token_keys, 2 * self.index)
+        return x + self._drop(self.down(F.gelu(self.up(self.ffn_norm(x)))), token_keys, 2 * self.index + 1)
+
+    def _drop(self, x: torch.Tensor, token_keys: torch.Tensor, salt: int) -> torch.Tensor:
+        return keyed_dropout(x, self.dropout, token_keys, salt) if self.training and self.dropout else x

@@ -1,0 +1,168 @@
+"""An exported model: a folder that stands alone, and first weights that may come from one.
+
+    model.safetensors   full tensors
+    vocabulary.tsv      which gene each token is
+    config.json         family, architecture, tokenizer and digests; written last
+
+Nothing here unpickles anything.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from cellmill import registry
+from cellmill.config.family import FamilyConfig
+from cellmill.config.load import check_options
+from cellmill.config.run import Tokens
+from cellmill.data.vocabulary import SPECIAL, Vocabulary
+from cellmill.errors import ConfigError, DataError
+from cellmill.files import atomic_path, read_json
+from cellmill.models.family import Model
+from cellmill.parallel.materialize import plain_name
+
+FORMAT = 1
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}
+
+
+def write_safetensors(
+    path: Path,
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+    read: Callable[[str], torch.Tensor],
+) -> None:
+    """Writes a .safetensors file atomically, one tensor in memory at a time.
+
+    The library's own writer wants all tensors at once; the format is a JSON header and then the bytes
+    (safetensors README, "Format").
+
+    Parameters
+    ----------
+    shapes
+        dtype and shape of each tensor.
+    read
+        Gives the full CPU tensor of a name; called once for each.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, (dtype, shape) in shapes.items():
+        size = dtype.itemsize * torch.Size(shape).numel()
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with atomic_path(path) as temporary, open(temporary, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in shapes:
+            file.write(read(name).contiguous().flatten().view(torch.uint8).numpy().tobytes())
+
+
+def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
+    """The exported model in `folder`, on the CPU in eval mode, its vocabulary, and its config.json.
+
+    Raises DataError when a file is missing, damaged, or not of the same model as the others.
+    """
+    config = read_json(folder / "config.json")
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        raise DataError(f"{folder / 'config.json'}: not a model of format {FORMAT}; export it again (consolidate)")
+    vocabulary = Vocabulary.read(folder / "vocabulary.tsv")
+    if vocabulary.digest != config["vocabulary_digest"]:
+        raise DataError(
+            f"{folder / 'vocabulary.tsv'}: its digest is {vocabulary.digest[:12]}, the model was trained with "
+            f"{config['vocabulary_digest'][:12]}; export the model again (consolidate)"
+        )
+    model = build(config, vocabulary, "cpu")
+    tensors = dict(_read_tensors(folder / "model.safetensors"))
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if wrong := sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)):
+        name = wrong[0]
+        raise DataError(
+            f"{folder / 'model.safetensors'}: {name} is {found.get(name, 'missing')}, config.json says "
+            f"{expected.get(name, 'there is none')} ({len(wrong)} such tensors); export the model again (consolidate)"
+        )
+    model.load_state_dict(tensors, assign=True)
+    return model.eval(), vocabulary, config
+
+
+def build(config: dict[str, Any], vocabulary: Vocabulary, device: str) -> Model:
+    """The model that a config.json describes, with memory but without values."""
+    options: FamilyConfig = check_options(
+        registry.load("model_config", config["family"]), config["model"], "config.json: model"
+    )
+    tokens: Tokens = check_options(Tokens, config["tokens"], "config.json: tokens")
+    with torch.device("meta"):
+        model: Model = registry.load("model", config["family"])(options, vocabulary.n_genes, tokens)
+    return model.to_empty(device=device)
+
+
+def initial_tensors(
+    model: Model, seed: int, init_from: Path | None, vocabulary: Vocabulary
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """First value of every parameter, as (name, full CPU tensor), one at a time; the same on every rank.
+
+    A parameter's generator is seeded with (seed, CRC-32 of its name), so the values depend on no order and no layout.
+    With `init_from`, an exported model, its tensors take their place; in those with a row for each gene, rows are
+    found by Ensembl id, and genes it did not know keep their fresh values. Tensors it lacks (another objective's
+    head) stay fresh. Raises ConfigError when a shared tensor has another shape.
+    """
+    source = _Source(init_from) if init_from is not None else None
+    for name, parameter in model.named_parameters():
+        name = plain_name(name)
+        tensor = torch.empty(parameter.shape, dtype=parameter.dtype)
+        generator = torch.Generator().manual_seed(seed << 32 | crc32(name.encode()))
+        model.reset_parameter(name, tensor, generator)
+        if source is not None:
+            source.fill(name, tensor, vocabulary if name in model.gene_rows else None)
+        yield name, tensor
+
+
+class _Source:
+    """Tensors of an exported model, by name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.vocabulary = Vocabulary.read(folder / "vocabulary.tsv")
+        self.tensors = dict(_read_tensors(folder / "model.safetensors"))
+
+    def fill(self, name: str, tensor: torch.Tensor, vocabulary: Vocabulary | None) -> None:
+        """Overwrites `tensor` with the source's; by gene when a vocabulary is given."""
+        theirs = self.tensors.get(name)
+        if theirs is None:
+            return
+        if vocabulary is None:
+            self._check(name, theirs.shape, tensor.shape)
+            tensor.copy_(theirs)
+            return
+        self._check(name, theirs.shape[1:], tensor.shape[1:])
+        rows = torch.from_numpy(self.vocabulary.rows_of(vocabulary.gene_ids)).long()
+        known = (rows >= 0).nonzero().flatten()
+        special = len(SPECIAL)
+        tensor[:special] = theirs[:special]
+        tensor[known + special] = theirs[rows[known] + special]
+
+    def _check(self, name: str, theirs: torch.Size, ours: torch.Size) -> None:
+        if theirs != ours:
+            raise ConfigError(
+                f"init_from: {name} is {tuple(theirs)} in {self.folder}, {tuple(ours)} here; "
+                "give this run the same model and tokens sections"
+            )
+
+
+def _read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                yield name, file.get_tensor(name)
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; export the model first (consolidate)") from None
+    except SafetensorError as error:
+        raise DataError(f"{path}: damaged: {error}; export the model again (consolidate)") from None

@@ -1,0 +1,58 @@
+"""The contract of a model family: what the loop, the layouts and the export ask of any model.
+
+A family gives names and pure functions; it knows no process group, no mesh and no checkpoint. Its torch-free half is
+`cellmill.config.family.FamilyConfig`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from cellmill.models.batch import TensorBatch
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """Names that a layout needs."""
+
+    blocks: str
+    """Path of the ModuleList whose modules are sharded and recomputed one by one."""
+
+
+class Prepared(Protocol):
+    """A batch with its masks drawn: what `forward` takes."""
+
+    n_targets: torch.Tensor
+    """int64 scalar: over how many targets the loss is summed."""
+
+
+class Model(nn.Module):
+    """Base of every family's model. Built on the meta device: `__init__` computes no values."""
+
+    plan: ParallelPlan
+    gene_rows: frozenset[str] = frozenset()
+    """Parameters whose first dimension is the vocabulary's tokens: another vocabulary finds its genes in them."""
+
+    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> Any:
+        """Draws masks and targets: a pure function of (seed, step, cell, place in the cell), without parameters."""
+        raise NotImplementedError
+
+    def forward(self, prepared: Any) -> torch.Tensor:
+        """Loss summed over the targets, a float32 scalar. An empty batch gives 0 and zero gradients."""
+        raise NotImplementedError
+
+    def predict(self, prepared: Any) -> torch.Tensor:
+        """Predictions at the targets: (targets,) values, or (targets, classes) logits."""
+        raise NotImplementedError
+
+    def embed(self, batch: TensorBatch) -> torch.Tensor:
+        """(cells, hidden) float32: one vector for each cell, nothing masked."""
+        raise NotImplementedError
+
+    def reset_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        """Fills the full CPU tensor of the parameter `name` with its initial values."""
+        raise NotImplementedError

@@ -1,0 +1,120 @@
+"""The masked encoder: gene embedding plus value embedding, pre-norm blocks, predictions at masked tokens only.
+
+A token's place in the packed batch means nothing to it: genes are a set. Only the rank tokenizer has places, as its
+values. Logits exist at masked tokens alone: at 15 % masked and 20,000 genes they would otherwise be most of the work.
+
+Legend: T tokens of the batch, N targets, H hidden, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from cellmill.config.run import Tokens
+from cellmill.data.vocabulary import SPECIAL
+from cellmill.models.batch import TensorBatch, positions
+from cellmill.models.blocks import Block
+from cellmill.models.family import Model, ParallelPlan
+from cellmill.models.masked.config import MaskedConfig
+from cellmill.models.masked.objective import MaskedBatch, mask, unmasked
+
+
+class MaskedModel(Model):
+    """See the module.
+
+    Parameters
+    ----------
+    config
+        Architecture and objective.
+    n_genes
+        Genes of the vocabulary; special tokens come on top.
+    tokens
+        The tokenizer, which decides how values are embedded.
+    """
+
+    plan = ParallelPlan(blocks="blocks")
+    gene_rows = frozenset({"gene_embedding.weight", "gene_bias"})
+
+    def __init__(self, config: MaskedConfig, n_genes: int, tokens: Tokens) -> None:
+        super().__init__()
+        self.config, hidden = config, config.hidden
+        n_tokens = n_genes + len(SPECIAL)
+        self.gene_embedding = nn.Embedding(n_tokens, hidden)
+        self.value_embedding: nn.Module = {
+            "continuous": lambda: nn.Sequential(nn.Linear(1, hidden), nn.GELU(), nn.Linear(hidden, hidden)),
+            "binned": lambda: nn.Embedding(tokens.bins + 1, hidden),  # bins count from 1
+            "rank": lambda: nn.Embedding(tokens.max_tokens, hidden),
+        }[tokens.tokenizer]()
+        if config.objective == "masked_value":
+            self.hidden_value = nn.Parameter(torch.empty(hidden))
+        self.blocks = nn.ModuleList(
+            Block(hidden, config.heads, config.ffn_width, config.dropout, index) for index in range(config.layers)
+        )
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Sequential(nn.Linear(hidden, hidden), nn.GELU(), nn.LayerNorm(hidden))
+        if config.objective == "masked_gene":
+            self.gene_bias = nn.Parameter(torch.empty(n_tokens))  # the matrix is the gene embedding's
+        else:
+            self.value_out = nn.Linear(hidden, tokens.bins if tokens.tokenizer == "binned" else 1)
+        self.binned = tokens.tokenizer == "binned"
+
+    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> MaskedBatch:
+        """Hides a share of the tokens; see `objective`."""
+        return mask(batch, self.config.objective, self.config.mask_frac, seed, step)
+
+    def forward(self, prepared: MaskedBatch) -> torch.Tensor:
+        """Summed loss: cross-entropy of the gene or bin, or squared error of the value; float32 scalar."""
+        predicted = self.predict(prepared)
+        if predicted.ndim == 1:
+            return (predicted - prepared.answers).square().sum()
+        classes = prepared.answers - 1 if self.config.objective == "masked_value" else prepared.answers
+        return F.cross_entropy(predicted, classes, reduction="sum")
+
+    def predict(self, prepared: MaskedBatch) -> torch.Tensor:
+        """float32: (N,) values, (N, bins) logits of bins, or (N, V) logits of genes."""
+        state = self.head(self._encode(prepared)[prepared.targets])
+        if self.config.objective == "masked_gene":
+            return F.linear(state, self.gene_embedding.weight.to(state.dtype), self.gene_bias.to(state.dtype)).float()
+        out = self.value_out(state).float()
+        return out if self.binned else out.squeeze(-1)
+
+    def embed(self, batch: TensorBatch) -> torch.Tensor:
+        """(cells, H) float32: the mean over a cell's tokens of their last states."""
+        states = self._encode(unmasked(batch)).float()
+        cell, _ = positions(batch)
+        sums = states.new_zeros(len(batch.lengths), states.shape[1]).index_add(0, cell, states)
+        return sums / batch.cu_seqlens.diff()[:, None]
+
+    def _encode(self, prepared: MaskedBatch) -> torch.Tensor:
+        """(T, H): normed states of all tokens."""
+        x = self.gene_embedding(prepared.genes) + self._embed_values(prepared)
+        for block in self.blocks:
+            x = block(x, prepared.cu_seqlens, prepared.lengths, prepared.token_keys)
+        return self.norm(x)
+
+    def _embed_values(self, prepared: MaskedBatch) -> torch.Tensor:
+        """(T, H); the learned vector of a hidden value where it is hidden."""
+        if prepared.values.is_floating_point():
+            values = self.value_embedding(prepared.values[:, None].to(self.norm.weight.dtype))
+        else:
+            values = self.value_embedding(prepared.values)
+        if self.config.objective == "masked_gene":
+            return values
+        return torch.where(prepared.value_hidden[:, None], self.hidden_value.to(values.dtype), values)
+
+    def reset_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        """Normal(0, 0.02) for matrices, less where a block writes to the residual stream (Radford et al. 2019)."""
+        if name.endswith("norm.weight") or name == "head.2.weight":
+            tensor.fill_(1.0)
+        elif name.endswith("bias"):
+            tensor.zero_()
+        elif name == "value_embedding.0.weight":
+            tensor.normal_(0.0, 1.0, generator=generator)  # one input: its fan-in is 1
+        else:
+            into_residual = name.endswith(("out.weight", "down.weight")) and name.startswith("blocks.")
+            deviation = 0.02 / math.sqrt(2 * self.config.layers) if into_residual else 0.02
+            tensor.normal_(0.0, deviation, generator=generator)

@@ -1,0 +1,81 @@
+"""What is hidden from the masked encoder, and what it has to say there.
+
+A share `mask_frac` of a cell's tokens, and at least one, is drawn by a hash of (seed, step, cell, place), so a token
+is masked in every layout or in none. masked_gene hides which gene a token is and keeps its value; masked_value hides
+the value and keeps the gene. What is hidden is replaced before the model sees it, so it cannot leak.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cellmill.data.vocabulary import SPECIAL
+from cellmill.models.batch import TensorBatch, positions
+from cellmill.models.keyed import keyed_bits, threshold
+
+MASK_TOKEN = SPECIAL.index("<mask>")
+
+
+@dataclass(frozen=True)
+class MaskedBatch:
+    """A batch as the model sees it, and the answers."""
+
+    genes: torch.Tensor
+    """(tokens,) int64; `<mask>` where the gene is hidden."""
+    values: torch.Tensor
+    """(tokens,); 0 where the value is hidden."""
+    value_hidden: torch.Tensor
+    """(tokens,) bool."""
+    places: torch.Tensor
+    """(tokens,) int64, place in the cell."""
+    cu_seqlens: torch.Tensor
+    lengths: list[int]
+    token_keys: torch.Tensor
+    """(tokens,) int64, for dropout."""
+    targets: torch.Tensor
+    """(targets,) int64, ascending: which tokens are judged."""
+    answers: torch.Tensor
+    """(targets,): hidden genes (int64 token ids) or hidden values."""
+    n_targets: torch.Tensor
+
+
+def mask(batch: TensorBatch, objective: str, mask_frac: float, seed: int, step: int) -> MaskedBatch:
+    """Draws the mask of a batch; see the module."""
+    cell, place = positions(batch)
+    keys = keyed_bits(batch.cells[cell], seed, step, place)
+    lowest = torch.full((len(batch.lengths),), 2**63 - 1, device=keys.device).scatter_reduce(0, cell, keys, "amin")
+    masked = (keys < threshold(mask_frac)) | (keys == lowest[cell])
+    targets = masked.nonzero().flatten()
+    hides_gene = objective == "masked_gene"
+    return MaskedBatch(
+        genes=batch.genes.masked_fill(masked, MASK_TOKEN) if hides_gene else batch.genes,
+        values=batch.values if hides_gene else batch.values.masked_fill(masked, 0),
+        value_hidden=torch.zeros_like(masked) if hides_gene else masked,
+        places=place,
+        cu_seqlens=batch.cu_seqlens,
+        lengths=batch.lengths,
+        token_keys=keyed_bits(keys, 1),  # not the mask's own draw: what is dropped must not depend on it
+        targets=targets,
+        answers=(batch.genes if hides_gene else batch.values)[targets],
+        n_targets=torch.tensor(len(targets), device=keys.device),
+    )
+
+
+def unmasked(batch: TensorBatch) -> MaskedBatch:
+    """The batch with nothing hidden and nothing asked, for embeddings."""
+    _, place = positions(batch)
+    none = torch.zeros(0, dtype=torch.int64, device=place.device)
+    return MaskedBatch(
+        genes=batch.genes,
+        values=batch.values,
+        value_hidden=torch.zeros_like(place, dtype=torch.bool),
+        places=place,
+        cu_seqlens=batch.cu_seqlens,
+        lengths=batch.lengths,
+        token_keys=place,  # read by dropout alone, which is off
+        targets=none,
+        answers=none,
+        n_targets=torch.tensor(0, device=place.device),
+    )

@@ -1,0 +1,45 @@
+"""What devices can do at most: dense matrix products without sparsity, from the makers' data sheets. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cellmill.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Device:
+    """Peak of one device."""
+
+    memory_gb: float | None
+    """None where it is the machine's."""
+    bf16_flops: float | None
+    """FLOP/s; None where nothing is known."""
+    fp32_flops: float | None
+
+
+DEVICES = {
+    "cpu": Device(None, None, None),
+    "v100": Device(32, 125e12, 15.7e12),  # fp16 tensor cores; it has no bf16
+    "a100": Device(80, 312e12, 19.5e12),
+    "l40s": Device(48, 362e12, 91.6e12),
+    "h100": Device(80, 989e12, 67e12),
+    "h200": Device(141, 989e12, 67e12),
+    "b200": Device(180, 2250e12, 75e12),
+    "mi300x": Device(192, 1307e12, 163.4e12),
+}
+
+
+def device_named(name: str) -> Device:
+    """The device a profile names. Raises ConfigError listing those there are."""
+    if name not in DEVICES:
+        raise ConfigError(f"no device is called {name!r}; there are: {', '.join(DEVICES)}; it comes from the profile")
+    return DEVICES[name]
+
+
+def peak_flops(product: str, precision: str) -> float | None:
+    """FLOP/s of the device whose product name (such as "NVIDIA H100 80GB HBM3") holds a known one, else None."""
+    for name, device in DEVICES.items():
+        if name in product.lower():
+            return device.bf16_flops if precision == "bf16-mixed" else device.fp32_flops
+    return None

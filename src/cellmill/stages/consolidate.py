@@ -1,0 +1,113 @@
+"""consolidate: a sharded checkpoint as a model that stands alone: weights, configuration, vocabulary, model card.
+
+On a CPU, without any rank: each tensor is read from the checkpoint's shards, written, and dropped, so memory is that
+of the largest tensor. `config.json` is written last: its existence means the rest is there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from cellmill.config.options import ConsolidateOptions
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import DataError
+from cellmill.files import write_json, write_text
+from cellmill.models.export import FORMAT, write_safetensors
+from cellmill.train.checkpoint import CheckpointReader
+from cellmill.train.folder import Checkpoint, TrainFolder
+
+PREFIX = "model."
+
+
+def run(*, options: ConsolidateOptions, train: Path, vocabulary: Path, out: Path) -> None:
+    """Exports the best or last checkpoint of the training folder `train` into the folder `out`."""
+    checkpoint = _choose(TrainFolder(train), options.consolidate.checkpoint)
+    state = checkpoint.state()
+    genes = Vocabulary.read(vocabulary)
+    if genes.digest != state["vocabulary_digest"]:
+        raise DataError(
+            f"{vocabulary}: its digest is {genes.digest[:12]}, the checkpoint was trained with "
+            f"{state['vocabulary_digest'][:12]}; use the vocabulary it was trained with"
+        )
+    (out / "config.json").unlink(missing_ok=True)
+    reader = CheckpointReader(checkpoint.path)
+    shapes = {
+        name.removeprefix(PREFIX): (entry.properties.dtype, tuple(entry.size))
+        for name, entry in sorted(reader.read_metadata().state_dict_metadata.items())
+        if name.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
+    }
+    write_safetensors(out / "model.safetensors", shapes, lambda name: _read(checkpoint, name, *shapes[name]))
+    genes.write(out / "vocabulary.tsv")
+    config = _config(state, genes)
+    write_text(out / "README.md", model_card(config, sum(torch.Size(shape).numel() for _, shape in shapes.values())))
+    write_json(out / "config.json", config)
+    print(f"{out}: step {config['step']}, {len(shapes)} tensors", flush=True)
+
+
+def _choose(folder: TrainFolder, which: str) -> Checkpoint:
+    if which == "best":
+        return folder.best()
+    newest, _ = folder.newest_whole()
+    if newest is None:
+        raise DataError(f"{folder.checkpoint_folder}: no checkpoint; train the run first")
+    return newest
+
+
+def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    tensor = {PREFIX + name: torch.empty(shape, dtype=dtype)}
+    dcp.load(tensor, storage_reader=CheckpointReader(checkpoint.path), no_dist=True)
+    return tensor[PREFIX + name]
+
+
+def _config(state: dict[str, Any], genes: Vocabulary) -> dict[str, Any]:
+    options, progress = state["options"], state["progress"]
+    return {
+        "format": FORMAT,
+        "family": options["model"]["family"],
+        "model": options["model"],
+        "tokens": options["tokens"],
+        "n_genes": genes.n_genes,
+        "vocabulary_digest": genes.digest,
+        "fingerprint": state["fingerprint"],
+        "step": progress["step"],
+        "val_loss": progress["val_loss"],
+        "seed": options["train"]["seed"],
+    }
+
+
+def model_card(config: dict[str, Any], parameters: int) -> str:
+    """The export's README: what the model is, what it was trained on and for, and what it was not tested for."""
+    model = config["model"]
+    loss = "not validated" if config["val_loss"] is None else f"{config['val_loss']:.4f}"
+    shape = ", ".join(f"{key} {model[key]}" for key in model if key != "family" and model[key] is not None)
+    return f"""---
+library_name: cellmill
+tags: [single-cell, transcriptomics, {config["family"]}]
+---
+# A `{config["family"]}` single-cell model
+
+| | |
+|---|---|
+| parameters | {parameters:,} |
+| architecture | {shape} |
+| tokens | {config["tokens"]["tokenizer"]}, at most {config["tokens"]["max_tokens"]} a cell |
+| vocabulary | {config["n_genes"]:,} genes, digest `{config["vocabulary_digest"][:16]}` |
+| training data | fingerprint `{config["fingerprint"][:16]}` |
+| step | {config["step"]:,} |
+| validation loss | {loss} |
+
+Made by cellmill. Genes are Ensembl ids; raw counts go in.
+
+    cellmill embed --model . --input cells.h5ad --out embedded.h5ad
+
+writes the cells' embeddings to `obsm["X_cellmill"]`.
+
+## Limits
+The embedding was judged on the datasets that the run's `evaluate/metrics.json` names, beside baselines that it may
+lose to; read it before use. Nothing is known of other tissues, assays or species. Not for clinical use.
+"""

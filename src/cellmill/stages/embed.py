@@ -1,0 +1,36 @@
+"""embed: the cells of any dataset through an exported model, which is all it needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from cellmill.config.options import EmbedOptions
+from cellmill.config.run import Tokens
+from cellmill.data.cells import open_counts
+from cellmill.evaluate.embed import check_coverage, embed_cells, write_embedding
+from cellmill.files import sha256_file
+from cellmill.models.export import load_model
+
+
+def run(*, options: EmbedOptions, model: Path, input: Path, counts: str, out: Path) -> None:
+    """Writes obs and embeddings of the cells of `input`, preprocessed or raw, to `out` (.h5ad)."""
+    network, vocabulary, config = load_model(model)
+    network.to("cuda" if torch.cuda.is_available() else "cpu")
+    tokens = Tokens.model_validate(config["tokens"])
+    with open_counts(input, counts) as reader:
+        embedding = embed_cells(reader, network, vocabulary, tokens, options.embed.token_budget)
+        check_coverage(input, embedding, options.embed.min_coverage_frac)
+        about = {
+            "model_digest": sha256_file(model / "model.safetensors"),
+            "vocabulary_digest": vocabulary.digest,
+            "coverage_frac": embedding.coverage_frac,
+            "n_without_genes": embedding.n_without_genes,
+        }
+        write_embedding(out, reader.obs, embedding.vectors, about)
+    print(f"{input.stem}: {reader.n_obs:,} cells, {embedding.coverage_frac:.1%} of counts on known genes -> {out}")
+    if embedding.n_without_genes:
+        print(
+            f"{input.stem}: {embedding.n_without_genes:,} cells have no gene that the model knows: their rows are NaN"
+        )

@@ -1,0 +1,20 @@
+"""preprocess: one dataset's raw counts as cells that passed QC, under Ensembl ids, with a report of what went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cellmill.config.options import PreprocessOptions
+from cellmill.data.cells import open_counts
+from cellmill.data.preprocess import preprocess
+from cellmill.files import sha256_file, write_json
+
+
+def run(*, options: PreprocessOptions, input: Path, counts: str, dataset: str, out: Path, report: Path) -> None:
+    """Reads `counts` of `input`, writes the cells to `out` (.h5ad) and the QC figures to `report` (.json)."""
+    with open_counts(input, counts) as reader:
+        figures = preprocess(reader, options.preprocess, out)
+    source = {"file": input.name, "sha256": sha256_file(input), "bytes": input.stat().st_size, "counts": counts}
+    write_json(report, {"dataset": dataset, "source": source, **figures})
+    cells, genes = figures["cells"], figures["genes"]
+    print(f"{dataset}: {cells['out']:,} of {cells['in']:,} cells, {genes['out']:,} of {genes['in']:,} genes -> {out}")

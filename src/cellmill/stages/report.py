@@ -1,0 +1,148 @@
+"""report: one self-contained page over all runs and corpora. It reads what stages wrote and draws it; no number is
+computed here, and nothing on the page is fetched from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from cellmill import __version__
+from cellmill.config.options import ReportOptions
+from cellmill.errors import DataError
+from cellmill.evaluate import figures
+from cellmill.evaluate.collect import Corpus, Run, losses, read_corpus, read_run
+from cellmill.files import write_text
+
+MEASURES = {"n_genes": "genes of a cell", "n_counts": "counts of a cell", "mito_frac": "mitochondrial fraction"}
+
+
+def run(*, options: ReportOptions, runs: list[Path], corpora: list[Path], out: Path) -> None:
+    """Writes the page over the folders `runs` and `corpora` to `out` (index.html)."""
+    page = render(options.report.title, [read_run(path) for path in runs], [read_corpus(path) for path in corpora])
+    write_text(out, page)
+    print(f"report of {', '.join(path.resolve().name for path in runs)} -> {out}")
+
+
+def render(title: str, runs: list[Run], corpora: list[Corpus]) -> str:
+    """The page as HTML; whatever users named is escaped. Raises DataError when two runs or corpora share a name."""
+    for kind, names in (("runs", [r.name for r in runs]), ("corpora", [c.name for c in corpora])):
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise DataError(f"two {kind} are called {twice[0]!r}; give their folders different names")
+    environment = Environment(
+        loader=PackageLoader("cellmill", "stages"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters.update(number=number, flat=flat, short=short)
+    return environment.get_template("report.html").render(
+        title=title,
+        version=__version__,
+        runs=runs,
+        corpora=corpora,
+        losses={r.name: losses(r.evaluation) for r in runs},
+        seen={r.name: seen(r) for r in runs},
+        measures=MEASURES,
+        colour=figures.colour,
+        best=best_row,
+        figure=_Figures(runs),
+    )
+
+
+class _Figures:
+    """The figures of the page, each drawn when the template asks for it."""
+
+    def __init__(self, runs: list[Run]) -> None:
+        self._runs = runs
+
+    def loss(self, run: Run) -> Markup:
+        return Markup(figures.loss_curve(run.lines))
+
+    def validation(self) -> Markup:
+        return Markup(figures.compare_validation({r.name: r.lines for r in self._runs}))
+
+    def probe(self, rows: list[dict[str, Any]]) -> Markup:
+        return Markup(figures.probe_dots(rows))
+
+    def qc(self, histogram: Mapping[str, Any], name: str) -> Markup:
+        return Markup(figures.histogram(histogram["edges"], histogram["before"], histogram["after"], name))
+
+    def umap(self, rows: list[dict[str, str]], legend: list[dict[str, Any]]) -> Markup:
+        place = {entry["label"]: number for number, entry in enumerate(legend)}
+        classes = np.array([place.get(row["label"], -1) for row in rows])
+        x, y = (np.array([float(row[axis]) for row in rows]) for axis in ("x", "y"))
+        return Markup(figures.scatter(x, y, classes))
+
+    def legend(self, rows: list[dict[str, str]]) -> list[dict[str, Any]]:
+        """Labels of a UMAP, the most frequent first, with their colour and number of cells."""
+        tally: dict[str, int] = {}
+        for row in rows:
+            if row["label"]:
+                tally[row["label"]] = tally.get(row["label"], 0) + 1
+        ordered = sorted(tally.items(), key=lambda item: (-item[1], item[0]))
+        return [{"label": label, "n": n, "colour": figures.colour(i)} for i, (label, n) in enumerate(ordered)]
+
+
+def best_row(rows: list[dict[str, Any]]) -> str:
+    """Name of the row with the highest accuracy."""
+    return str(max(rows, key=lambda row: row["accuracy_mean"])["name"])
+
+
+def seen(run: Run) -> list[tuple[str, Any, Any]]:
+    """What was planned of a run beside what was seen: (what, planned, seen); None where it is not known."""
+    plan, status = run.plan or {}, run.status or {}
+    fastest = max((line["cells_per_s"] for line in run.lines if "cells_per_s" in line), default=None)
+    memory = max((line["memory_gb"] for line in run.lines if "memory_gb" in line), default=None)
+    waits = [line["data_wait_frac"] for line in run.lines if "data_wait_frac" in line]
+    wall_s = status.get("wall_s")
+    rows = [
+        ("steps", plan.get("steps"), status.get("step")),
+        ("hours", plan.get("hours"), None if wall_s is None else wall_s / 3600),
+        ("memory of a process, GB", _planned_memory(plan), memory),
+        ("cells", None, status.get("cells")),
+        ("processes", None, status.get("world_size")),
+        ("best cells/s", None, fastest),
+        ("data wait, fraction", None, sum(waits) / len(waits) if waits else None),
+    ]
+    return [row for row in rows if row[1] is not None or row[2] is not None]
+
+
+def _planned_memory(plan: Mapping[str, Any]) -> Any:
+    memory = plan.get("memory_gb", plan.get("memory"))
+    return memory.get("total") if isinstance(memory, Mapping) else memory
+
+
+def number(value: Any) -> str:
+    """A figure as it is printed: thousands set apart, four significant digits, a dash for none."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+    return str(value)
+
+
+def short(digest: Any) -> str:
+    """The first twelve characters of a digest."""
+    return str(digest)[:12]
+
+
+def flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Pairs of dotted key and value of nested options, in their order; a list is joined by commas."""
+    for key, item in value.items():
+        name = f"{prefix}{key}"
+        if isinstance(item, Mapping):
+            yield from flat(item, f"{name}.")
+        elif isinstance(item, list):
+            yield name, ", ".join(number(part) for part in item) or "none"
+        else:
+            yield name, item

@@ -1,0 +1,136 @@
+"""train: starts a run, or goes on with it from its newest whole checkpoint.
+
+Runs on the head of the job and imports no torch: what can be refused is refused here, in one line, before processes
+are started. The work of each process is `stages/worker.py`.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from cellmill import __version__
+from cellmill.config.options import TrainOptions
+from cellmill.config.run import check_together
+from cellmill.data.shards import Manifest
+from cellmill.errors import ConfigError, Stopped, UserError
+from cellmill.files import read_json, sha256_file, write_json
+from cellmill.launch.job import Job
+from cellmill.launch.local import run_local
+from cellmill.parallel.layout import layout
+from cellmill.train.folder import TrainFolder
+from cellmill.train.identity import changed_keys, check_data, identity
+
+
+def run(
+    *,
+    options: TrainOptions,
+    manifest: Path,
+    vocabulary: Path,
+    out: Path,
+    init_from: Path | None,
+    nodes: int,
+    nproc_per_node: int,
+) -> None:
+    """Trains in `out` until its status.json says done.
+
+    Raises Stopped when a signal ended it with its state saved; UserError when a process failed.
+    """
+    check_options(options, nodes, nproc_per_node)
+    fingerprint = Manifest.read(manifest).fingerprint
+    folder = TrainFolder(out)
+    with folder.locked() as lock:
+        belongs = identity(options.model_dump(mode="json"), _weights_digest(init_from))
+        if _is_done(folder, belongs, fingerprint):
+            print(f"{out}: this run is already done", flush=True)
+            return
+        record = {
+            "options": options.model_dump(mode="json"),
+            "identity": belongs,
+            "fingerprint": fingerprint,
+            "manifest": str(manifest),
+            "vocabulary": str(vocabulary),
+            "init_from": None if init_from is None else str(init_from),
+            "nodes": nodes,
+            "nproc_per_node": nproc_per_node,
+            "environment": environment(),
+        }
+        write_json(folder.path / "run.json", record)
+        (folder.path / "error.txt").unlink(missing_ok=True)
+        job = Job("cellmill.stages.worker", [str(folder.path)], nodes, nproc_per_node)
+        code = run_local(job, keep_open=lock)
+        _explain(folder, code)
+
+
+def check_options(options: TrainOptions, nodes: int, nproc_per_node: int) -> None:
+    """Raises ConfigError when sections exclude each other or do not fit the number of processes."""
+    for name, value in (("nodes", nodes), ("nproc-per-node", nproc_per_node)):
+        if value < 1:
+            raise ConfigError(f"--{name} {value}: at least 1 is wanted; it comes from the profile")
+    try:
+        check_together(options.tokens, options.stream, options.model, options.train)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    layout(options.parallel, nodes * nproc_per_node, nproc_per_node)
+
+
+def _is_done(folder: TrainFolder, belongs: dict[str, Any], fingerprint: str) -> bool:
+    """Whether nothing is left to do; sets the files of another configuration aside, refuses those of other data."""
+    checkpoint, damaged = folder.newest_whole(contents=False)
+    for line in damaged:
+        print(f"warning: {line}; going on from the one before it", file=sys.stderr, flush=True)
+    if checkpoint is None:
+        return False
+    state = checkpoint.state()
+    if changes := changed_keys(state["identity"], belongs):
+        aside = folder.set_aside()
+        print(f"the configuration changed ({'; '.join(changes)}): the earlier training is now in {aside}", flush=True)
+        return False
+    check_data(str(folder.path), state["fingerprint"], fingerprint)
+    if state["progress"]["step"] < state["steps"]:
+        (folder.path / "status.json").unlink(missing_ok=True)
+        return False
+    if not (folder.path / "status.json").exists():
+        write_json(folder.path / "status.json", status("done", state))
+    return True
+
+
+def status(name: str, state: dict[str, Any]) -> dict[str, Any]:
+    """What status.json and state.json say of a run."""
+    return {"state": name, "steps": state["steps"], "world_size": state["world_size"], **state["progress"]}
+
+
+def environment() -> dict[str, str]:
+    """Versions that a run's numbers may depend on."""
+    found = {"cellmill": __version__, "python": platform.python_version(), "machine": platform.machine()}
+    for package in ("torch", "numpy", "anndata", "h5py"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _weights_digest(model: Path | None) -> str | None:
+    return None if model is None else sha256_file(model / "model.safetensors")
+
+
+def _explain(folder: TrainFolder, code: int) -> None:
+    """Turns how the processes ended into an exception, or returns when the run is done."""
+    error = folder.path / "error.txt"
+    if error.exists():
+        raise UserError(error.read_text(encoding="utf-8").strip())
+    state_file = folder.path / "state.json"
+    state = read_json(state_file) if state_file.exists() else {"state": "starting", "step": 0}
+    if code == 0 and state["state"] == "done":
+        return
+    if code == 0 and state["state"] == "stopped":
+        raise Stopped(f"stopped at step {state['step']} of {state['steps']}, saved; run the same command to go on")
+    ended = f"signal {-code}" if code < 0 else f"exit code {code}"
+    raise UserError(
+        f"a process of {folder.path} ended with {ended} after step {state['step']}; its error is above; "
+        "run the same command to go on from the last checkpoint"
+    )

@@ -1,0 +1,197 @@
+"""What each process of a training does: data, model, layout and loop are put together here.
+
+Started by torchrun with the run's folder; everything else is in its run.json.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cellmill import registry
+from cellmill.config import check_options
+from cellmill.config.options import TrainOptions
+from cellmill.data.shards import Manifest
+from cellmill.data.stream import Stream
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import UserError
+from cellmill.files import read_json, write_json, write_text
+from cellmill.launch.processes import die_with_parent
+from cellmill.models.export import initial_tensors
+from cellmill.models.family import Model
+from cellmill.parallel.devices import peak_flops
+from cellmill.parallel.materialize import materialize
+from cellmill.parallel.mesh import Mesh, build_mesh
+from cellmill.parallel.wrap import Replica, checkpoint_activations, shard
+from cellmill.stages.train import status
+from cellmill.track.console import ConsoleTracker
+from cellmill.track.jsonl import JsonlTracker, cut_back
+from cellmill.track.tracker import Tracker
+from cellmill.train.checkpoint import Checkpoints
+from cellmill.train.folder import Checkpoint, TrainFolder
+from cellmill.train.loop import Progress, Trainer
+from cellmill.train.meter import Meter
+from cellmill.train.optimizer import build_optimizer
+from cellmill.train.stop import StopFlag
+
+
+def main(path: Path) -> None:
+    """Trains in the run folder `path`. Collective: every process torchrun started."""
+    stop = StopFlag()
+    device = _join()
+    folder = TrainFolder(path)
+    record = read_json(folder.path / "run.json")
+    options: TrainOptions = check_options(TrainOptions, record["options"], "run.json")
+    mesh = build_mesh(options.parallel, int(os.environ["LOCAL_WORLD_SIZE"]), device.type)
+    vocabulary = Vocabulary.read(Path(record["vocabulary"]))
+    model = build_model(options, vocabulary, record["init_from"], mesh, device)
+    replica = Replica(model, options.parallel, mesh)
+    optimizer = build_optimizer(model, options.train)
+    train_stream, val_stream = build_streams(options, Path(record["manifest"]), mesh)
+    steps = options.train.steps or max(1, round((options.train.epochs or 0) * train_stream.steps_per_epoch))
+
+    checkpoints = Checkpoints(folder, options.train.keep_checkpoints)
+    progress = resume(folder, checkpoints, model, optimizer, train_stream)
+    saved_with = {
+        "identity": record["identity"],
+        "fingerprint": record["fingerprint"],
+        "vocabulary_digest": vocabulary.digest,
+        "options": record["options"],
+        "steps": steps,
+        "world_size": dist.get_world_size(),
+    }
+    trainer = Trainer(
+        model=model,
+        replica=replica,
+        optimizer=optimizer,
+        mesh=mesh,
+        device=device,
+        train=options.train,
+        steps=steps,
+        size=options.model.size(vocabulary.n_genes, options.tokens),
+        train_stream=train_stream,
+        val_stream=val_stream,
+        checkpoints=checkpoints,
+        trackers=open_trackers(folder, steps, progress.step),
+        meter=Meter(device, _peak(device, options.parallel.precision), mesh.dp_world),
+        stop=stop,
+        progress=progress,
+        saved_with=saved_with,
+    )
+    write_state(folder, "running", progress, saved_with)
+    done = trainer.run()
+    for stream in (train_stream, val_stream):
+        if stream is not None:
+            stream.close()
+    for tracker in trainer.trackers:
+        tracker.close()
+    write_state(folder, "done" if done else "stopped", progress, saved_with)
+    dist.barrier()  # nobody leaves while another still needs it
+
+
+def _join() -> torch.device:
+    """Joins the process group and returns this process's device."""
+    torch.manual_seed(0)  # nothing draws from it: what is random here is keyed by seed and position
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+        return device
+    dist.init_process_group("gloo")
+    return torch.device("cpu")
+
+
+def build_model(
+    options: TrainOptions, vocabulary: Vocabulary, init_from: str | None, mesh: Mesh, device: torch.device
+) -> Model:
+    """The model, laid out over `mesh`, with its first weights."""
+    family = registry.load("model", options.model.family)
+    with torch.device("meta"):
+        model: Model = family(options.model, vocabulary.n_genes, options.tokens)
+    if options.parallel.activation_checkpointing == "full":
+        checkpoint_activations(model, model.plan.blocks)
+    shard(model, model.plan.blocks, options.parallel, mesh)
+    weights = None if init_from is None else Path(init_from)
+    materialize(model, device, initial_tensors(model, options.train.seed, weights, vocabulary))
+    return model
+
+
+def build_streams(options: TrainOptions, manifest: Path, mesh: Mesh) -> tuple[Stream, Stream | None]:
+    """Training cells, endlessly, and validation cells, if there are any."""
+    shared: dict[str, Any] = {
+        "tokens": options.tokens,
+        "stream": options.stream,
+        "global_batch": options.train.global_batch,
+        "token_budget": options.train.token_budget,
+        "rank": mesh.dp_rank,
+        "world": mesh.dp_world,
+        "seed": options.train.seed,
+    }
+    train = Stream(manifest, "train", **shared)
+    if Manifest.read(manifest).splits["val"].n_obs == 0:
+        return train, None
+    return train, Stream(manifest, "val", shuffle=False, max_cells=options.train.val_cells, **shared)
+
+
+def resume(
+    folder: TrainFolder, checkpoints: Checkpoints, model: Model, optimizer: torch.optim.Optimizer, stream: Stream
+) -> Progress:
+    """Loads the newest whole checkpoint, if there is one, and takes the curve and the stream back to its step."""
+    found: list[Checkpoint | None] = [None]
+    if dist.get_rank() == 0:
+        found[0], damaged = folder.newest_whole()
+        for line in damaged:
+            print(f"warning: {line}; going on from the one before it", file=sys.stderr, flush=True)
+    dist.broadcast_object_list(found)
+    progress = Progress()
+    if (checkpoint := found[0]) is not None:
+        checkpoints.load(checkpoint, model, optimizer)
+        progress = Progress(**checkpoint.state()["progress"])
+    epoch, step = divmod(progress.step, stream.steps_per_epoch)
+    stream.load_state_dict(stream.state_dict() | {"epoch": epoch, "step": step})
+    if dist.get_rank() == 0:
+        cut_back(folder.metrics, progress.step)
+        print(f"going on from step {progress.step}" if progress.step else "starting at step 0", flush=True)
+    dist.barrier()
+    return progress
+
+
+def open_trackers(folder: TrainFolder, steps: int, start: int) -> list[Tracker]:
+    """Rank 0's trackers; the others have none."""
+    if dist.get_rank() != 0:
+        return []
+    return [JsonlTracker(folder.metrics), ConsoleTracker(steps, start)]
+
+
+def _peak(device: torch.device, precision: str) -> float | None:
+    return peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+
+
+def write_state(folder: TrainFolder, name: str, progress: Progress, saved_with: dict[str, Any]) -> None:
+    """Rank 0 writes state.json, and status.json when all is done."""
+    if dist.get_rank() == 0:
+        value = status(name, {"progress": vars(progress), **saved_with})
+        write_json(folder.path / "state.json", value)
+        if name == "done":
+            write_json(folder.path / "status.json", value)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    run_folder = Path(sys.argv[1])
+    try:
+        main(run_folder)
+        dist.destroy_process_group()
+    except UserError as error:
+        write_text(run_folder / "error.txt", str(error))
+        os._exit(error.exit_code)  # other ranks may be in a collective that this one will never join
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)

@@ -1,0 +1,1 @@
+"""The training loop, its state on disk, and what is measured of it."""

@@ -1,0 +1,172 @@
+"""The folder of a training run: which checkpoints are whole, whose they are, and what a resume may build on.
+
+    status.json     written once, when the last step is done: what the workflow waits for
+    state.json      running, stopped or done, at which step: rewritten as training goes
+    run.json        the resolved options, digests and environment of the newest start
+    metrics.jsonl   the curve
+    checkpoints/step-00000100/    DCP files, state.json, and manifest.json with every file's size and SHA-256
+    superseded-…/   what an earlier configuration left; never deleted here
+
+A checkpoint is written as `….incomplete`, its manifest last, and then renamed. Torch-free, so that a launcher can
+refuse a run before it asks for a GPU.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cellmill.errors import DataError
+from cellmill.files import fsync_folder, read_json, sha256_file, write_json
+
+INCOMPLETE = ".incomplete"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One whole checkpoint on disk."""
+
+    path: Path
+    step: int
+
+    def state(self) -> dict[str, Any]:
+        """What was saved beside the tensors: progress, identity, fingerprint."""
+        return read_json(self.path / "state.json")
+
+    def verify(self, contents: bool = True) -> None:
+        """Raises DataError naming the first file that is missing, cut or changed; `contents` also hashes them."""
+        for name, expected in read_json(self.path / "manifest.json")["files"].items():
+            file = self.path / name
+            if not file.is_file():
+                raise DataError(f"{file}: is missing; the checkpoint is damaged")
+            if file.stat().st_size != expected["bytes"]:
+                raise DataError(
+                    f"{file}: has {file.stat().st_size} bytes, {expected['bytes']} were written; "
+                    "the checkpoint is damaged"
+                )
+            if contents and sha256_file(file) != expected["sha256"]:
+                raise DataError(f"{file}: its bytes changed since it was written (SHA-256); the checkpoint is damaged")
+
+
+class TrainFolder:
+    """The files of one training run under `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.metrics = self.path / "metrics.jsonl"
+        self.checkpoint_folder = self.path / "checkpoints"
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Complete checkpoints, oldest first."""
+        found = self.checkpoint_folder.glob("step-*/manifest.json")
+        whole = [path.parent for path in found if not path.parent.name.endswith(INCOMPLETE)]
+        return sorted((Checkpoint(path, int(path.name.removeprefix("step-"))) for path in whole), key=lambda c: c.step)
+
+    def newest_whole(self, contents: bool = True) -> tuple[Checkpoint | None, list[str]]:
+        """The newest undamaged checkpoint, and a line for each newer one that is damaged.
+
+        None when there is no checkpoint at all. Raises DataError when there are some and all are damaged: training
+        never begins again at step 0 on its own.
+        """
+        damaged: list[str] = []
+        for checkpoint in reversed(self.checkpoints()):
+            try:
+                checkpoint.verify(contents)
+                return checkpoint, damaged
+            except DataError as error:
+                damaged.append(str(error))
+        if damaged:
+            raise DataError(
+                f"{self.checkpoint_folder}: no checkpoint is whole ({damaged[0]}); "
+                f"restore one, or move the folder away to begin again at step 0"
+            )
+        return None, []
+
+    def best(self) -> Checkpoint:
+        """The checkpoint with the lowest validation loss as the newest one knows it; the newest if none was judged."""
+        newest, _ = self.newest_whole()
+        if newest is None:
+            raise DataError(f"{self.checkpoint_folder}: no checkpoint; train the run first")
+        best_step = newest.state()["progress"]["best_step"]
+        if best_step is None or best_step == newest.step:
+            return newest
+        for checkpoint in self.checkpoints():
+            if checkpoint.step == best_step:
+                checkpoint.verify()
+                return checkpoint
+        raise DataError(
+            f"{self.checkpoint_folder}: the best checkpoint, step {best_step}, is gone; "
+            "set consolidate.checkpoint: last"
+        )
+
+    def begin(self, step: int) -> Path:
+        """An empty folder to write the checkpoint of `step` to."""
+        path = self.checkpoint_folder / f"step-{step:08}{INCOMPLETE}"
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        return path
+
+    def finish(self, path: Path, keep: int) -> None:
+        """Makes the checkpoint in `path` (from `begin`) final, then removes those that are no longer wanted."""
+        files = {file.name: file for file in sorted(path.iterdir()) if file.name != "manifest.json"}
+        entries = {name: {"bytes": file.stat().st_size, "sha256": sha256_file(file)} for name, file in files.items()}
+        write_json(path / "manifest.json", {"files": entries})  # last: its existence means the rest is complete
+        final = path.with_name(path.name.removesuffix(INCOMPLETE))
+        shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step, written again after a resume
+        path.rename(final)
+        fsync_folder(final.parent)
+        self._prune(keep)
+
+    def _prune(self, keep: int) -> None:
+        whole = self.checkpoints()
+        kept = whole[-keep:]
+        wanted = {checkpoint.step for checkpoint in kept}
+        # a kept checkpoint may be resumed from, and then its best is the run's best
+        wanted |= {checkpoint.state()["progress"]["best_step"] for checkpoint in kept}
+        for checkpoint in whole:
+            if checkpoint.step not in wanted:
+                shutil.rmtree(checkpoint.path)
+
+    def set_aside(self) -> Path:
+        """Moves checkpoints, curve and status into a new `superseded-…` folder beside them, and returns it."""
+        number = 1 + sum(1 for _ in self.path.glob("superseded-*"))
+        aside = self.path / f"superseded-{number:03}"
+        aside.mkdir()
+        for name in ("status.json", "state.json", "run.json", "metrics.jsonl", "checkpoints"):
+            if (self.path / name).exists():
+                (self.path / name).rename(aside / name)
+        return aside
+
+    @contextmanager
+    def locked(self, wait_s: float = 60.0) -> Iterator[int]:
+        """The folder for this process alone; gives the lock's file descriptor, which children may inherit to hold it.
+
+        Raises DataError naming the holder when it is not free within `wait_s` seconds.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / "lock", "a+", encoding="utf-8") as file:
+            give_up = time.monotonic() + wait_s
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError:
+                    if time.monotonic() > give_up:
+                        file.seek(0)
+                        raise DataError(
+                            f"{self.path}: another training is running here ({file.read().strip() or 'unknown'}); "
+                            "stop it first, or give this run another name"
+                        ) from None
+                    time.sleep(0.2)
+            file.seek(0)
+            file.truncate()
+            file.write(f"process {os.getpid()} on {os.uname().nodename}")
+            file.flush()
+            yield file.fileno()

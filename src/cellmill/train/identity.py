@@ -1,0 +1,54 @@
+"""What a checkpoint belongs to: the options that define its numbers, the data, and where its weights came from.
+
+A run whose options changed begins afresh and the earlier one is set aside; a run whose *data* changed under it is
+refused, since nothing in the configuration says that this was meant. Options that only say how fast or how often
+(layout, token budget, checkpoints, logging) may change between resumes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cellmill.errors import ConfigError
+
+FREE = {
+    "stream": {"io_threads"},
+    "train": {
+        "token_budget",
+        "val_every_steps",
+        "val_cells",
+        "checkpoint_every_steps",
+        "checkpoint_every_min",
+        "keep_checkpoints",
+        "log_every_steps",
+    },
+}
+
+
+def identity(options: dict[str, Any], init_from: str | None) -> dict[str, Any]:
+    """The options that define a run's numbers, as {section.key: value}, from its resolved sections."""
+    values = {
+        f"{section}.{key}": value
+        for section in ("tokens", "stream", "model", "train")
+        for key, value in options[section].items()
+        if key not in FREE.get(section, ())
+    }
+    return values | {"init_from": init_from}
+
+
+def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """`key before -> now` for each option that differs."""
+    return [
+        f"{key} {before.get(key)} -> {now.get(key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+
+
+def check_data(folder: str, before: str, now: str) -> None:
+    """Raises ConfigError naming both fingerprints when the shards are not those the checkpoints were made from."""
+    if before != now:
+        raise ConfigError(
+            f"{folder}: its checkpoints were trained on data {before[:12]}, the shards are now {now[:12]}; "
+            "restore the shards, or move this folder away to train on the new ones"
+        )

@@ -1,0 +1,114 @@
+"""Checkpoints go from any layout to any layout, and a resumed run is the run left alone."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cellmill.errors import DataError
+from cellmill.train.checkpoint import CheckpointReader
+from cellmill.train.folder import TrainFolder
+from tests.distributed import cases
+from tests.distributed.conftest import options
+from tests.distributed.pool import Pool
+from tests.distributed.test_layouts import LAYOUTS
+
+
+@pytest.fixture(scope="module")
+def unbroken(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
+    return np.array(cases.curve(corpus, options(train={"steps": 8}), str(tmp_path_factory.mktemp("8")), 8))
+
+
+@pytest.fixture(scope="module")
+def half(pool: Pool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 8 steps in HYBRID_SHARD, with a checkpoint every 4."""
+    folder = tmp_path_factory.mktemp("half")
+    each = options(LAYOUTS["HYBRID_SHARD"], train={"steps": 8, "checkpoint_every_steps": 4})
+    pool.run("curve", corpus=corpus, options=each, folder=str(folder), steps=8)
+    shutil.rmtree(folder / "checkpoints" / "step-00000008")
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_hybrid_checkpoint_goes_on_in_every_layout(
+    pool: Pool, corpus: str, half: Path, unbroken: np.ndarray, tmp_path: Path, layout: str
+) -> None:
+    shutil.copytree(half, tmp_path / "run")
+    going_on = options(LAYOUTS[layout], train={"steps": 8})
+    curves = pool.run("curve", corpus=corpus, options=going_on, folder=str(tmp_path / "run"), steps=8, load=True)
+    np.testing.assert_allclose(np.array(curves[0])[-4:], unbroken[-4:], atol=5e-6, rtol=5e-6)
+
+
+def test_a_hybrid_checkpoint_goes_on_in_one_process(
+    alone: None, corpus: str, half: Path, unbroken: np.ndarray, tmp_path: Path
+) -> None:
+    shutil.copytree(half, tmp_path / "run")
+    curve = cases.curve(corpus, options(train={"steps": 8}), str(tmp_path / "run"), 8, load=True)
+    np.testing.assert_allclose(np.array(curve)[-4:], unbroken[-4:], atol=5e-6, rtol=5e-6)
+
+
+def test_resuming_in_the_same_layout_is_bitwise_the_run_left_alone(
+    pool: Pool, corpus: str, half: Path, tmp_path: Path
+) -> None:
+    same = options(LAYOUTS["HYBRID_SHARD"], train={"steps": 8})
+    whole = pool.run("curve", corpus=corpus, options=same, folder=str(tmp_path / "whole"), steps=8)
+    shutil.copytree(half, tmp_path / "run")
+    resumed = pool.run("curve", corpus=corpus, options=same, folder=str(tmp_path / "run"), steps=8, load=True)
+    assert resumed[0] == whole[0][-len(resumed[0]) :]
+    assert len(resumed[0]) == 4
+
+
+def test_a_planted_pickle_in_the_metadata_is_refused_and_not_run(half: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+
+    class Planted:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (eval, (f"open({str(trace)!r}, 'w').close()",))
+
+    shutil.copytree(half / "checkpoints" / "step-00000004", tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps(Planted()))
+    with pytest.raises(DataError, match=r"builtins\.eval has no place in checkpoint metadata"):
+        CheckpointReader(tmp_path / "checkpoint").read_metadata()
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
+def test_damage_is_named_and_the_checkpoint_before_it_is_used(half: Path, tmp_path: Path, damage: str) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(half, run)
+    shutil.copytree(run / "checkpoints" / "step-00000004", run / "checkpoints" / "step-00000006")
+    file = next((run / "checkpoints" / "step-00000006").glob("*.distcp"))
+    if damage == "truncate":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif damage == "flip":
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    else:
+        file.unlink()
+    found, damaged = TrainFolder(run).newest_whole()
+    assert found is not None
+    assert found.step == 4
+    assert len(damaged) == 1
+    assert str(file) in damaged[0]
+
+
+def test_when_every_checkpoint_is_damaged_the_run_stops(half: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(half, run)
+    next((run / "checkpoints" / "step-00000004").glob("*.distcp")).unlink()
+    with pytest.raises(DataError, match=r"no checkpoint is whole .* begin again at step 0"):
+        TrainFolder(run).newest_whole()
+
+
+def test_an_unfinished_checkpoint_is_not_one(half: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(half, run)
+    shutil.copytree(run / "checkpoints" / "step-00000004", run / "checkpoints" / "step-00000008.incomplete")
+    shutil.copytree(run / "checkpoints" / "step-00000004", run / "checkpoints" / "step-00000007")
+    (run / "checkpoints" / "step-00000007" / "manifest.json").unlink()
+    assert [checkpoint.step for checkpoint in TrainFolder(run).checkpoints()] == [4]

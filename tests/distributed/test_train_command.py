@@ -1,0 +1,191 @@
+"""`cellmill train` as a user runs it: real torchrun, real signals, real kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from cellmill.track.jsonl import read_lines
+from tests.distributed.conftest import options
+
+STEPS = 20
+
+
+def command(corpus: str, out: Path, opts: dict[str, Any], nodes: int = 1, nproc: int = 1) -> list[str]:
+    return [
+        *(sys.executable, "-m", "cellmill.cli", "train", "--options", json.dumps(opts), "--out", str(out)),
+        *("--manifest", f"{corpus}/shards/manifest.json", "--vocabulary", f"{corpus}/vocabulary.tsv"),
+        *("--nodes", str(nodes), "--nproc-per-node", str(nproc)),
+    ]
+
+
+def train(corpus: str, out: Path, opts: dict[str, Any], **machine: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(corpus, out, opts, **machine), capture_output=True, text=True, timeout=300)
+
+
+def start(corpus: str, out: Path, opts: dict[str, Any], **machine: int) -> subprocess.Popen[str]:
+    with open(out.with_suffix(".log"), "a") as log:
+        return subprocess.Popen(command(corpus, out, opts, **machine), stdout=log, stderr=log, text=True)
+
+
+def losses(out: Path) -> dict[int, float]:
+    lines = [line for line in read_lines(out / "metrics.jsonl") if "loss" in line]
+    assert len({line["step"] for line in lines}) == len(lines), "a step is in the curve twice"
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
+    give_up = time.monotonic() + 120
+    while not any(line["step"] >= step for line in read_lines(out / "metrics.jsonl")):
+        assert process.poll() is None, f"ended with {process.returncode} before step {step}"
+        assert time.monotonic() < give_up, f"no step {step} within 120 s"
+        time.sleep(0.02)
+
+
+def workers_of(out: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if "cellmill.stages.worker" in process.cmdline() and str(out) in process.cmdline():
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def none_left(out: Path, within_s: float = 20) -> bool:
+    give_up = time.monotonic() + within_s
+    while workers_of(out) and time.monotonic() < give_up:
+        time.sleep(0.1)
+    return not workers_of(out)
+
+
+def long_run(steps: int = 400) -> dict[str, Any]:
+    """Enough steps that a signal comes before the end."""
+    return options(train={"steps": steps, "checkpoint_every_steps": 10, "val_every_steps": 50})
+
+
+@pytest.fixture(scope="module")
+def one(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("one") / "train"
+    done = train(corpus, out, options(train={"steps": STEPS}))
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_hybrid_shard_on_two_nodes_of_two_ends_with_the_loss_of_one_process(
+    corpus: str, one: Path, tmp_path: Path
+) -> None:
+    four = options({"strategy": "fsdp", "sharding_strategy": "HYBRID_SHARD"}, train={"steps": STEPS})
+    done = train(corpus, tmp_path / "train", four, nodes=2, nproc=2)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "train" / "status.json").read_text())["world_size"] == 4
+    assert losses(tmp_path / "train")[STEPS] == pytest.approx(losses(one)[STEPS], abs=1e-5)
+
+
+def test_a_finished_run_says_so_and_exits_0(corpus: str, one: Path) -> None:
+    before = (one / "status.json").read_bytes()
+    again = train(corpus, one, options(train={"steps": STEPS}))
+    assert (again.returncode, again.stdout) == (0, f"{one}: this run is already done\n")
+    assert (one / "status.json").read_bytes() == before
+
+
+def test_a_run_killed_three_times_has_the_curve_of_one_left_alone(corpus: str, tmp_path: Path) -> None:
+    # the victim is the command itself, then a worker, then the agent between them
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    opts = long_run(300)
+    assert train(corpus, alone, opts).returncode == 0
+    chance = random.Random(time.time_ns())
+    reached = 0
+    for victim in ("command", "worker", "agent"):
+        process = start(corpus, killed, opts)
+        reached += chance.randint(5, 60)
+        wait_for_step(killed, reached, process)
+        worker = workers_of(killed)[0]
+        pid = {"command": process.pid, "worker": worker.pid, "agent": worker.parent().pid}[victim]
+        os.kill(pid, signal.SIGKILL)
+        process.wait(60)
+        assert none_left(killed), f"a worker lives on after its {victim} was killed"
+        assert not (killed / "status.json").exists()
+    done = train(corpus, killed, opts)
+    assert done.returncode == 0, done.stderr
+    assert losses(killed) == losses(alone)
+    assert json.loads((killed / "status.json").read_text())["best_val_loss"] == pytest.approx(
+        json.loads((alone / "status.json").read_text())["best_val_loss"], abs=0
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_saves_at_one_common_step_and_exits_75(corpus: str, tmp_path: Path, number: signal.Signals) -> None:
+    out = tmp_path / "train"
+    opts = options(train={"steps": 2000, "checkpoint_every_steps": 10_000, "val_every_steps": 10_000})
+    process = start(corpus, out, opts, nproc=2)
+    wait_for_step(out, 5, process)
+    process.send_signal(number)
+    assert process.wait(60) == 75
+    state = json.loads((out / "state.json").read_text())
+    assert state["state"] == "stopped"
+    assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{state['step']:08}"]
+    last = out.with_suffix(".log").read_text().splitlines()[-1]
+    assert last == (f"cellmill train: stopped at step {state['step']} of 2000, saved; run the same command to go on")
+    assert none_left(out)
+
+
+def test_another_configuration_sets_the_earlier_training_aside(corpus: str, tmp_path: Path) -> None:
+    out = tmp_path / "train"
+    assert train(corpus, out, options(train={"steps": 2})).returncode == 0
+    other = train(corpus, out, options(train={"steps": 2, "lr": 5e-3}))
+    assert other.returncode == 0, other.stderr
+    assert "the configuration changed (train.lr 0.01 -> 0.005): the earlier training is now in" in other.stdout
+    assert (out / "superseded-001" / "checkpoints" / "step-00000002" / "manifest.json").exists()
+
+
+def test_other_shards_under_a_checkpoint_are_refused_and_nothing_is_touched(corpus: str, tmp_path: Path) -> None:
+    out = tmp_path / "train"
+    assert train(corpus, out, options(train={"steps": 2})).returncode == 0
+    state = next(out.glob("checkpoints/*/state.json"))
+    saved = json.loads(state.read_text())
+    now = saved["fingerprint"]
+    state.write_text(json.dumps(saved | {"fingerprint": "0" * 64}))
+    manifest = state.parent / "manifest.json"
+    files = json.loads(manifest.read_text())
+    files["files"]["state.json"]["bytes"] = state.stat().st_size
+    manifest.write_text(json.dumps(files))
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != "lock"}
+    refused = train(corpus, out, options(train={"steps": 2}))
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        f"cellmill train: {out}: its checkpoints were trained on data 000000000000, the shards are now {now[:12]}; "
+        "restore the shards, or move this folder away to train on the new ones\n"
+    )
+    assert before == {
+        path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != "lock"
+    }
+
+
+def test_a_loss_that_is_not_finite_stops_with_one_line(corpus: str, tmp_path: Path) -> None:
+    out = tmp_path / "train"
+    opts = options(train={"steps": 50, "lr": 1e38, "warmup_steps": 0, "clip_norm": None})
+    done = train(corpus, out, opts)
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("cellmill train: loss ")
+    assert "lower train.lr (1e+38) or raise train.warmup_steps; the checkpoints before it are untouched" in last
+
+
+def test_a_layout_that_does_not_fit_is_refused_before_any_process_starts(corpus: str, tmp_path: Path) -> None:
+    done = train(corpus, tmp_path / "train", options({"shard_size": 3}), nproc=4)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "shard_size" in done.stderr
+    assert not (tmp_path / "train" / "run.json").exists()

@@ -1,0 +1,53 @@
+"""A corpus and an exported model with random weights, made through the same code as real ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cellmill.config.options import PreprocessOptions, ShardOptions, VocabularyOptions
+from cellmill.config.run import Tokens
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.files import write_json
+from cellmill.models.export import FORMAT, build, initial_tensors, write_safetensors
+from cellmill.models.masked.config import MaskedConfig
+from cellmill.stages import preprocess, shard, vocabulary
+
+SMALL = {"family": "masked", "hidden": 16, "layers": 2, "heads": 2}
+
+
+def make_corpus(folder: Path, raw: Path, **split: Any) -> dict[str, Path]:
+    """Paths of `cells`, `vocabulary` and `manifest` of a corpus of one raw dataset."""
+    cells, genes, manifest = folder / "cells" / raw.name, folder / "vocabulary.tsv", folder / "shards" / "manifest.json"
+    keep_all = PreprocessOptions.model_validate({"preprocess": {"min_genes": 0, "max_mito_frac": 1}})
+    preprocess.run(
+        options=keep_all, input=raw, counts="X", dataset=raw.stem, out=cells, report=cells.with_suffix(".json")
+    )
+    vocabulary.run(options=VocabularyOptions.model_validate({"vocabulary": {}}), cells=[cells], out=genes)
+    options = ShardOptions.model_validate({"shard": {"test_frac": 0.4} | split})
+    shard.run(options=options, cells=[cells], vocabulary=genes, out=manifest)
+    return {"cells": cells, "vocabulary": genes, "manifest": manifest}
+
+
+def export_model(
+    folder: Path, genes: Path, tokens: dict[str, Any] | None = None, seed: int = 0, **model: Any
+) -> Path:
+    """The folder of a small model over the vocabulary in `genes`, with the weights that `seed` gives."""
+    known = Vocabulary.read(genes)
+    config = {
+        "format": FORMAT,
+        "family": "masked",
+        "model": MaskedConfig.model_validate(SMALL | model).model_dump(mode="json"),
+        "tokens": Tokens.model_validate({"max_tokens": 64} | (tokens or {})).model_dump(mode="json"),
+        "n_genes": known.n_genes,
+        "vocabulary_digest": known.digest,
+        "fingerprint": "none",
+        "step": 0,
+    }
+    network = build(config, known, "cpu")
+    tensors = dict(initial_tensors(network, seed, None, known))
+    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    write_safetensors(folder / "model.safetensors", shapes, tensors.__getitem__)
+    known.write(folder / "vocabulary.tsv")
+    write_json(folder / "config.json", config)
+    return folder

@@ -1,0 +1,51 @@
+"""A corpus of a few hundred random cells on disk, for the tests of shards and stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from cellmill.config.corpus import Shard
+from cellmill.data.cells import count_dtype, write_cells
+from cellmill.data.preshuffle import write_shards
+from cellmill.data.shards import Manifest
+from cellmill.data.vocabulary import Vocabulary
+
+
+def random_counts(n_obs: int, n_vars: int, seed: int = 0, largest: int = 30) -> sp.csr_matrix:
+    """Counts with 1 to `n_vars // 2` genes a cell, all cells different."""
+    rng = np.random.default_rng(seed)
+    dense = np.zeros((n_obs, n_vars), np.uint32)
+    for row in dense:
+        genes = rng.choice(n_vars, rng.integers(1, n_vars // 2 + 1), replace=False)
+        row[genes] = rng.integers(1, largest + 1, len(genes))
+    return sp.csr_matrix(dense)
+
+
+def write_dataset(path: Path, counts: sp.csr_matrix, gene_ids: list[str], obs: dict[str, object] | None = None) -> Path:
+    """A preprocessed .h5ad."""
+    names = [f"cell{i}" for i in range(counts.shape[0])]
+    var = pd.DataFrame({"symbol": gene_ids}, index=gene_ids)
+    largest = int(counts.data.max(initial=0))
+    write_cells(path, pd.DataFrame(obs or {}, index=names), var, [counts], counts.nnz, count_dtype(largest))
+    return path
+
+
+def genes_named(n: int) -> list[str]:
+    return [f"ENSG{i:011d}" for i in range(n)]
+
+
+def vocabulary_of(gene_ids: list[str], seed: int = 1) -> Vocabulary:
+    medians = np.random.default_rng(seed).lognormal(0, 1, len(gene_ids)).astype(np.float32)
+    return Vocabulary(gene_ids, [f"g{i}" for i in range(len(gene_ids))], np.ones(len(gene_ids), np.int64), medians)
+
+
+def write_corpus(folder: Path, n_obs: int, n_vars: int = 40, seed: int = 0, **options: object) -> Manifest:
+    """Shards of one random dataset, all of it for training unless `options` of config `shard` say otherwise."""
+    ids = genes_named(n_vars)
+    path = write_dataset(folder / "cells" / "one.h5ad", random_counts(n_obs, n_vars, seed), ids)
+    shard = Shard(**({"val_frac": 0, "test_frac": 0, "cells_per_shard": 100} | options))
+    return write_shards([path], vocabulary_of(ids), shard, folder / "shards" / "manifest.json")

@@ -1,0 +1,220 @@
+"""An embedding depends on a cell's counts of the model's genes, and on nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+from cellmill.config.options import EmbedOptions
+from cellmill.config.run import Tokens
+from cellmill.data.cells import open_counts
+from cellmill.data.shards import Manifest
+from cellmill.data.tokens import Batch
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import DataError
+from cellmill.evaluate import embed as module
+from cellmill.evaluate.embed import pack, read_embedding, write_embedding
+from cellmill.files import sha256_file
+from cellmill.models.export import load_model
+from cellmill.stages import embed
+from tests.unit.exported import export_model, make_corpus
+
+TOKENIZERS = ["continuous", "binned", "rank"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> dict[str, Path]:
+    return make_corpus(tmp_path_factory.mktemp("corpus"), simulated)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, corpus: dict[str, Path]) -> Path:
+    return export_model(tmp_path_factory.mktemp("model"), corpus["vocabulary"])
+
+
+def _embed(model: Path, path: Path, token_budget: int = 16_384, min_coverage_frac: float = 0.3) -> ad.AnnData:
+    section = {"token_budget": token_budget, "min_coverage_frac": min_coverage_frac}
+    out = path.parent / "embedded" / path.name
+    embed.run(options=EmbedOptions.model_validate({"embed": section}), model=model, input=path, counts="X", out=out)
+    return ad.read_h5ad(out)
+
+
+def _vectors(model: Path, path: Path, **options: float) -> np.ndarray:
+    return np.asarray(_embed(model, path, **options).obsm["X_cellmill"])  # type: ignore[arg-type]
+
+
+def _written(adata: ad.AnnData, path: Path) -> Path:
+    adata.write_h5ad(path)
+    return path
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+def test_permuted_and_added_gene_columns_change_nothing(
+    tmp_path: Path, corpus: dict[str, Path], tokenizer: str
+) -> None:
+    objective = "masked_gene" if tokenizer == "rank" else "masked_value"
+    model = export_model(tmp_path / "model", corpus["vocabulary"], {"tokenizer": tokenizer}, objective=objective)
+    adata = ad.read_h5ad(corpus["cells"])
+    reference = _vectors(model, corpus["cells"])
+    assert reference.dtype == np.float32
+    assert reference.shape == (adata.n_obs, 16)
+    assert np.ptp(reference, axis=0).min() > 0  # cells differ
+    shuffled = adata[:, np.random.default_rng(0).permutation(adata.n_vars)].copy()
+    assert np.abs(_vectors(model, _written(shuffled, tmp_path / "a.h5ad")) - reference).max() < 1e-5
+    extra = ad.AnnData(sp.csr_matrix(np.full((adata.n_obs, 2), 7, np.uint16)), obs=adata.obs[[]])
+    extra.var_names = ["ENSG99999999991", "no such gene"]
+    wide = ad.concat([extra, adata], axis="var", merge="first")
+    assert (_vectors(model, _written(wide, tmp_path / "b.h5ad")) == reference).all()
+
+
+def test_a_missing_gene_that_no_cell_has_changes_nothing_and_others_only_their_cells(
+    tmp_path: Path, corpus: dict[str, Path], model: Path
+) -> None:
+    adata = ad.read_h5ad(corpus["cells"])
+    reference = _vectors(model, corpus["cells"])
+    dense = adata.X.toarray()  # type: ignore[union-attr]
+    gone = int(np.argmin((dense > 0).sum(axis=0)))
+    subset = _vectors(model, _written(adata[:, np.arange(adata.n_vars) != gone].copy(), tmp_path / "a.h5ad"))
+    without = dense[:, gone] == 0
+    assert np.abs(subset[without] - reference[without]).max() < 1e-5
+    assert (subset[~without] != reference[~without]).any(axis=1).all()
+
+
+def test_row_blocks_and_token_budgets_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, corpus: dict[str, Path], model: Path
+) -> None:
+    reference = _vectors(model, corpus["cells"])
+    monkeypatch.setattr(module, "ROW_BLOCK", 37)
+    for budget in (1, 100, 5000):
+        assert np.abs(_vectors(model, corpus["cells"], token_budget=budget) - reference).max() < 1e-5
+
+
+def test_symbols_dense_and_columnwise_matrices_give_the_same_as_the_preprocessed_file(
+    tmp_path: Path, corpus: dict[str, Path], model: Path
+) -> None:
+    adata = ad.read_h5ad(corpus["cells"])
+    reference = _vectors(model, corpus["cells"])
+    by_symbol = adata.copy()
+    by_symbol.var_names = by_symbol.var["symbol"].astype(str)
+    del by_symbol.var["symbol"]
+    if by_symbol.var_names.str.startswith("ENSG").all():
+        pytest.skip("the simulated genes have no symbols")
+    by_symbol.X = sp.csc_matrix(by_symbol.X)
+    assert (_vectors(model, _written(by_symbol, tmp_path / "a.h5ad")) == reference).all()
+    by_symbol.X = by_symbol.X.toarray().astype(np.float32)  # type: ignore[union-attr]
+    assert (_vectors(model, _written(by_symbol, tmp_path / "b.h5ad")) == reference).all()
+
+
+def test_tokens_made_on_the_fly_are_those_of_the_shards(corpus: dict[str, Path]) -> None:
+    from_file: dict[str, np.ndarray] = {}
+    manifest = Manifest.read(corpus["manifest"])
+    known = Vocabulary.read(corpus["vocabulary"])
+    with open_counts(corpus["cells"]) as reader:
+        places = module.place_genes(reader, known)
+        every, totals = np.ones(reader.n_obs, bool), np.zeros(2, np.int64)
+        for block in module.read_tokens(reader, places, known, Tokens(max_tokens=64), every, totals):
+            for at, cell in enumerate(block.cells):
+                span = slice(block.cu_seqlens[at], block.cu_seqlens[at + 1])
+                from_file[reader.obs.index[cell]] = block.genes[span]
+    checked = 0
+    for split in manifest.splits.values():
+        for shard in split.shards:
+            adata = ad.read_h5ad(manifest.shard_path(shard))
+            matrix = adata.X
+            for row, name in enumerate(adata.obs_names):
+                genes = matrix.indices[matrix.indptr[row] : matrix.indptr[row + 1]]  # type: ignore[union-attr]
+                assert (genes[:64] + 2 == from_file[name.partition(":")[2]]).all()
+                checked += 1
+    assert checked == len(from_file)
+
+
+def test_obs_is_kept_and_digests_say_where_vectors_come_from(corpus: dict[str, Path], model: Path) -> None:
+    embedded, cells = _embed(model, corpus["cells"]), ad.read_h5ad(corpus["cells"])
+    assert embedded.obs.equals(cells.obs)
+    assert embedded.X is None
+    about = embedded.uns["cellmill"]
+    assert about["model_digest"] == sha256_file(model / "model.safetensors")
+    assert about["vocabulary_digest"] == load_model(model)[1].digest
+    assert about["coverage_frac"] == 1.0
+    assert about["n_without_genes"] == 0
+
+
+def test_a_cell_without_known_genes_has_no_embedding_and_is_counted(
+    tmp_path: Path, corpus: dict[str, Path], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adata = ad.read_h5ad(corpus["cells"])[:20].copy()
+    dense = adata.X.toarray()  # type: ignore[union-attr]
+    dense[7] = 0
+    adata.X = sp.csr_matrix(dense)
+    embedded = _embed(model, _written(adata, tmp_path / "a.h5ad"))
+    nan = np.isnan(np.asarray(embedded.obsm["X_cellmill"]))
+    assert nan[7].all()
+    assert nan.sum() == nan.shape[1]
+    assert embedded.uns["cellmill"]["n_without_genes"] == 1
+    assert "a: 1 cells have no gene that the model knows: their rows are NaN\n" in capsys.readouterr().out
+
+
+def test_low_coverage_and_foreign_genes_are_refused_in_one_line(
+    tmp_path: Path, corpus: dict[str, Path], model: Path
+) -> None:
+    adata = ad.read_h5ad(corpus["cells"])
+    rest = adata[:, 5:].copy()
+    rest.var_names = [f"foreign {i}" for i in range(rest.n_vars)]
+    del rest.var["symbol"]
+    mixed = ad.concat([adata[:, :5], rest], axis="var", merge="first")
+    message = r"a\.h5ad: \d\.\d% of its counts fall on genes that the model knows, embed\.min_coverage_frac is 0\.3; "
+    with pytest.raises(DataError, match=message):
+        _embed(model, _written(mixed, tmp_path / "a.h5ad"))
+    assert not (tmp_path / "embedded" / "a.h5ad").exists()
+    assert _embed(model, tmp_path / "a.h5ad", min_coverage_frac=0).uns["cellmill"]["coverage_frac"] < 0.1
+    message = r"b\.h5ad: no genes in common with the model: its first is 'foreign 0', the model's 'ENSG\d+' \(.+\); "
+    with pytest.raises(DataError, match=message):
+        _embed(model, _written(rest, tmp_path / "b.h5ad"))
+
+
+def test_antibodies_are_not_taken_for_genes_of_the_same_name(
+    tmp_path: Path, corpus: dict[str, Path], model: Path
+) -> None:
+    adata = ad.read_h5ad(corpus["cells"])
+    reference = _vectors(model, corpus["cells"])
+    adata.var["feature_types"] = "Gene Expression"
+    protein = ad.AnnData(sp.csr_matrix(np.full((adata.n_obs, 1), 900, np.uint16)), obs=adata.obs[[]])
+    protein.var_names, protein.var["feature_types"] = [f"{adata.var_names[0]}.1"], "Antibody Capture"
+    both = ad.concat([adata, protein], axis="var", merge="first")
+    assert (_vectors(model, _written(both, tmp_path / "a.h5ad")) == reference).all()
+
+
+def test_parts_hold_every_cell_once_within_the_budget() -> None:
+    lengths = np.array([3, 9, 2, 2, 1, 30, 4])
+    cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    batch = Batch(np.arange(cu[-1], dtype=np.int32), np.arange(cu[-1], dtype=np.float32), cu, np.arange(7))
+    parts = list(pack(batch, 12))
+    assert [part.cells.tolist() for part in parts] == [[0, 1], [2, 3, 4], [5], [6]]
+    assert (np.concatenate([part.genes for part in parts]) == batch.genes).all()
+    assert all(part.cu_seqlens[0] == 0 and part.cu_seqlens[-1] == len(part.genes) for part in parts)
+    assert list(pack(Batch(batch.genes[:0], batch.values[:0], cu[:1], batch.cells[:0]), 12)) == []
+
+
+def test_embeddings_of_another_model_or_of_other_cells_are_refused(tmp_path: Path) -> None:
+    obs = ad.AnnData(np.zeros((3, 1))).obs
+    path = tmp_path / "e.h5ad"
+    write_embedding(path, obs, np.ones((3, 4), np.float32), {"model_digest": "a" * 64})
+    assert read_embedding(path, obs.index, "a" * 64).shape == (3, 4)
+    with pytest.raises(DataError, match=r"e\.h5ad: made by model a{12}, this one is b{12}; embed the dataset again$"):
+        read_embedding(path, obs.index, "b" * 64)
+    with pytest.raises(DataError, match=r"not of the same cells: 3 against 2, first differing at cell 3; embed the"):
+        read_embedding(path, obs.index[:2], "a" * 64)
+    with pytest.raises(DataError, match=r"not of the same cells: 3 against 3, first differing at cell 1; embed the"):
+        read_embedding(path, obs.index[::-1], "a" * 64)
+    with pytest.raises(DataError, match=r"gone\.h5ad: no such file; embed the dataset first$"):
+        read_embedding(tmp_path / "gone.h5ad", obs.index, "a" * 64)
+    plain = _written(ad.AnnData(np.zeros((3, 1))), tmp_path / "plain.h5ad")
+    with pytest.raises(DataError, match=r"plain\.h5ad: not an embedding of cellmill: it lacks obsm\['X_cellmill'\]"):
+        read_embedding(plain, obs.index, "a" * 64)
+    (tmp_path / "text.h5ad").write_text("no HDF5")
+    with pytest.raises(DataError, match=r"text\.h5ad: cannot be read: "):
+        read_embedding(tmp_path / "text.h5ad", obs.index, "a" * 64)

@@ -1,0 +1,103 @@
+"""Names to Ensembl ids: by id, column, symbol, previous symbol, alias, and never by a guess."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from cellmill.data import genes
+from cellmill.data.genes import gene_symbols, map_genes
+
+
+def ids(names: list[str], organism: str | None = "human", **columns: list[str]) -> list[str]:
+    return map_genes(names, pd.DataFrame(columns, index=names), organism).gene_ids
+
+
+def test_ids_are_taken_without_their_version() -> None:
+    assert ids(["ENSG00000139618", "ENSG00000139618.12", "ENSG00000182378.14_PAR_Y"]) == [
+        "ENSG00000139618",
+        "ENSG00000139618",
+        "ENSG00000182378",
+    ]
+    assert ids(["ENSMUSG00000041147.8"], "mouse") == ["ENSMUSG00000041147"]
+    assert ids(["ENSMUSG00000041147", "xENSG00000139618", "ENSG1", "ENSG00000139618-1"]) == [""] * 4
+
+
+@pytest.mark.parametrize("column", genes.ID_COLUMNS)
+def test_an_id_in_a_column_goes_before_the_name(column: str) -> None:
+    names = ["TP53", "whatever", "BRCA2"]
+    got = ids(names, **{column: ["ENSG00000000003", "ENSG00000000419.9", ""]})
+    assert got == ["ENSG00000000003", "ENSG00000000419", "ENSG00000139618"]
+
+
+def test_current_symbols_go_before_previous_ones_and_those_before_aliases() -> None:
+    mapped = map_genes(["BRCA2", "C10orf11", "FANCD1", "SEP15", "C10ORF11"], pd.DataFrame(index=range(5)), "human")
+    assert mapped.gene_ids[0] == mapped.gene_ids[2] == "ENSG00000139618"
+    assert mapped.gene_ids[1] == mapped.gene_ids[4] == "ENSG00000148655"
+    assert mapped.symbols == ["BRCA2", "LRMDA", "BRCA2", "SELENOF", "LRMDA"]
+    assert mapped.coverage.as_json() == {
+        "organism": "human",
+        "n_genes": 5,
+        "id": 0,
+        "symbol": 1,
+        "previous": 1 + (genes._table("human").ids["previous"].get("FANCD1") is not None),
+        "alias": 3 - (genes._table("human").ids["previous"].get("FANCD1") is not None),
+        "ambiguous": 0,
+        "unmapped": 0,
+        "examples": [],
+        "frac": 1.0,
+    }
+
+
+def test_a_name_of_several_genes_maps_to_none() -> None:
+    mapped = map_genes(["QARS", "no-such-gene", "TP53"], pd.DataFrame(index=range(3)), "human")
+    assert mapped.gene_ids[:2] == ["", ""]
+    assert (mapped.coverage.ambiguous, mapped.coverage.unmapped, mapped.coverage.symbol) == (1, 1, 1)
+    assert mapped.coverage.examples == ("QARS", "no-such-gene")
+    assert mapped.coverage.frac == pytest.approx(1 / 3)
+
+
+def test_an_approved_symbol_is_never_an_alias_of_another_gene() -> None:
+    for organism in genes.ORGANISMS:
+        table = genes._table(organism)
+        for kind in ("previous", "alias"):
+            wrong = {n for n, gene in table.ids[kind].items() if gene and n in table.ids["symbol"]}
+            assert not {n for n in wrong if table.ids["symbol"][n] not in ("", table.ids[kind][n])}
+
+
+def test_names_of_the_other_organism_do_not_map() -> None:
+    human = [symbol for symbol in list(gene_symbols("human").values())[:2000] if not symbol.startswith("ENSG")]
+    mouse = [symbol for symbol in list(gene_symbols("mouse").values())[:2000] if not symbol.startswith("ENSMUSG")]
+    assert map_genes(human, pd.DataFrame(index=human), "mouse").coverage.frac < 0.05
+    assert map_genes(mouse, pd.DataFrame(index=mouse), "human").coverage.frac < 0.05
+
+
+def test_mitochondrial_genes_are_known_by_symbol_even_under_ids() -> None:
+    names = ["ENSG00000198804", "MT-CO1", "ENSG00000139618", "MT1X"]
+    assert map_genes(names, pd.DataFrame(index=names), "human").is_mito.tolist() == [True, True, False, False]
+    assert map_genes(["mt-Co1", "Mtor"], pd.DataFrame(index=range(2)), "mouse").is_mito.tolist() == [True, False]
+    assert sum(symbol.startswith("MT-") for symbol in gene_symbols("human").values()) == 37
+    assert sum(symbol.startswith("mt-") for symbol in gene_symbols("mouse").values()) == 37
+
+
+def test_without_organism_names_are_ids_as_they_are() -> None:
+    mapped = map_genes(["a", "b"], pd.DataFrame({"symbol": ["MT-X", None]}, index=["a", "b"]), None)
+    assert (mapped.gene_ids, mapped.symbols, mapped.is_mito.tolist()) == (["a", "b"], ["MT-X", "b"], [True, False])
+    assert mapped.coverage.frac == 1.0
+
+
+def test_the_tables_are_sorted_whole_and_carry_no_time() -> None:
+    for organism, n_genes in (("human", 79_012), ("mouse", 78_317)):
+        path = Path(genes.__file__).parent / "genes" / f"{organism}.tsv.gz"
+        assert path.read_bytes()[4:8] == bytes(4)
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            rows = [line.rstrip("\n").split("\t") for line in file]
+        assert rows[0] == ["gene_id", "symbol", "previous", "aliases"]
+        assert {len(row) for row in rows} == {4}
+        found = [row[0] for row in rows[1:]]
+        assert found == sorted(set(found))
+        assert len(found) == n_genes
+        assert all(genes._IDS[organism].fullmatch(gene) for gene in found)

@@ -1,0 +1,212 @@
+"""QC and gene names: equal to a plain reference in any block size, and one line when nothing is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+
+from cellmill.config.options import PreprocessOptions
+from cellmill.errors import DataError
+from cellmill.files import read_json, sha256_file
+from cellmill.stages import preprocess as stage
+
+Make = Callable[..., Path]
+GENES = ["TP53", "MT-CO1", "BRCA2", "FANCD1", "ENSG00000000003.15", "nothing", "C10orf11", "DPM1"]
+IDS = ["ENSG00000141510", "ENSG00000198804", "ENSG00000139618", "ENSG00000000003", "ENSG00000148655", "ENSG00000000419"]
+
+
+def run(path: Path, out: Path, counts: str = "X", **options: Any) -> tuple[ad.AnnData, dict[str, Any]]:
+    loose = {"min_genes": 0, "min_cells": 0, "max_mito_frac": 1.0}
+    checked = PreprocessOptions.model_validate({"preprocess": loose | options})
+    report = out.with_suffix(".json")
+    stage.run(options=checked, input=path, counts=counts, dataset="d", out=out, report=report)
+    return ad.read_h5ad(out), read_json(report)
+
+
+@pytest.fixture
+def panel(make_h5ad: Make) -> Path:
+    random = np.random.default_rng(2)
+    matrix = random.poisson(1.2, (60, len(GENES))).astype(np.float32)
+    matrix[3] = 0
+    matrix[:, 7] = 0
+    matrix[8, 7] = 4
+    obs = pd.DataFrame(
+        {"label": pd.Categorical(["rare", *["a", "b"] * 29, "rare2"]), "age": np.arange(60.0)},
+        index=[f"cell_{i}" for i in range(60)],
+    )
+    return make_h5ad(sp.csr_matrix(matrix), genes=GENES, obs=obs)
+
+
+def reference(path: Path, options: dict[str, Any]) -> pd.DataFrame:
+    """The same filters on a dense frame."""
+    data = ad.read_h5ad(path)
+    frame = data.to_df().drop(columns="nothing")
+    frame["BRCA2"] += frame.pop("FANCD1")  # an alias
+    frame.columns = IDS
+    total, detected = frame.sum(axis=1), (frame > 0).sum(axis=1)
+    mito = frame["ENSG00000198804"] / total.clip(lower=1)
+    keep = (total >= max(1, options.get("min_counts", 1))) & (detected >= options.get("min_genes", 0))
+    frame = frame[keep & (mito <= options.get("max_mito_frac", 1))]
+    frame = frame.loc[:, (frame > 0).sum() >= max(1, options.get("min_cells", 0))]
+    return frame[frame.sum(axis=1) > 0]
+
+
+@pytest.mark.parametrize("row_block", [1, 7, 4096])
+@pytest.mark.parametrize(
+    "options", [{}, {"min_genes": 4}, {"min_counts": 9}, {"max_mito_frac": 0.2}, {"min_cells": 30, "min_genes": 3}]
+)
+def test_what_is_kept_equals_a_dense_reference(
+    panel: Path, tmp_path: Path, options: dict[str, Any], row_block: int
+) -> None:
+    got, report = run(panel, tmp_path / "out.h5ad", row_block=row_block, **options)
+    wanted = reference(panel, options)
+    pd.testing.assert_frame_equal(got.to_df(), wanted, check_dtype=False, check_names=False)
+    assert report["cells"] == {"in": 60, "out": len(wanted), "dropped": report["cells"]["dropped"]}
+    assert sum(report["cells"]["dropped"].values()) == 60 - len(wanted)
+    assert report["genes"]["in"] - sum(report["genes"]["dropped"].values()) == report["genes"]["out"] == wanted.shape[1]
+    assert report["nnz"] == int((wanted > 0).to_numpy().sum())
+
+
+def test_the_report_says_where_everything_went(panel: Path, tmp_path: Path) -> None:
+    got, report = run(panel, tmp_path / "out.h5ad", min_genes=2, min_cells=2)
+    assert report["dataset"] == "d"
+    assert report["source"] == {
+        "file": "raw.h5ad",
+        "sha256": sha256_file(panel),
+        "bytes": panel.stat().st_size,
+        "counts": "X",
+    }
+    assert report["cells"]["dropped"]["no counts"] == 1
+    assert report["genes"] == {
+        "in": 8,
+        "out": 5,
+        "dropped": {"not gene expression": 0, "no Ensembl id": 1, "summed into another": 1, "min_cells": 1},
+    }
+    assert report["coverage"]["examples"] == ["nothing"]
+    assert report["coverage"]["summed"] == {"ENSG00000139618": ["BRCA2", "FANCD1"]}
+    assert report["coverage"]["frac"] == 7 / 8
+    assert report["dtype"] == "uint16"
+    for name in ("n_genes", "n_counts", "mito_frac"):
+        histogram = report["histograms"][name]
+        assert (sum(histogram["before"]), sum(histogram["after"])) == (60, got.n_obs)
+        assert len(histogram["edges"]) == len(histogram["before"]) + 1
+    assert report["quantiles"]["at"][3] == 0.5
+    assert report["quantiles"]["n_counts"]["after"][3] > 0
+
+
+def test_ids_symbols_and_obs_are_kept(panel: Path, tmp_path: Path) -> None:
+    got, _ = run(panel, tmp_path / "out.h5ad", min_genes=1)
+    assert list(got.var_names) == IDS
+    assert got.var["symbol"].tolist() == ["TP53", "MT-CO1", "BRCA2", "TSPAN6", "LRMDA", "DPM1"]
+    source = ad.read_h5ad(panel).obs
+    pd.testing.assert_frame_equal(got.obs, source.drop(index="cell_3"))
+    got, _ = run(panel, tmp_path / "out.h5ad", min_counts=12, keep_obs=["label"])
+    assert list(got.obs) == ["label"]
+    assert set(got.obs["label"].cat.categories) == set(got.obs["label"])
+
+
+def test_a_cell_whose_genes_all_go_is_dropped_too(make_h5ad: Make, tmp_path: Path) -> None:
+    matrix = np.zeros((5, 3), np.float32)
+    matrix[:4, 0] = 1
+    matrix[4, 1] = 9
+    got, report = run(make_h5ad(matrix, genes=GENES[:3]), tmp_path / "out.h5ad", min_cells=2)
+    assert list(got.obs_names) == ["cell_0", "cell_1", "cell_2", "cell_3"]
+    assert report["cells"]["dropped"]["no gene left"] == 1
+
+
+def test_antibodies_are_no_genes(make_h5ad: Make, tmp_path: Path) -> None:
+    var = pd.DataFrame({"feature_types": ["Gene Expression", "Antibody Capture"]}, index=["CD4", "CD19"])
+    got, report = run(make_h5ad(np.ones((4, 2), np.float32), var=var), tmp_path / "out.h5ad")
+    assert got.var["symbol"].tolist() == ["CD4"]
+    assert report["genes"]["dropped"]["not gene expression"] == 1
+    var["feature_types"] = "Antibody Capture"
+    with pytest.raises(DataError, match=r"no gene: var\['feature_types'\] is nowhere 'Gene Expression'"):
+        run(make_h5ad(np.ones((4, 2), np.float32), var=var), tmp_path / "none.h5ad")
+    assert report["coverage"]["frac"] == 1.0
+
+
+def test_wide_counts_are_kept_in_32_bits(make_h5ad: Make, tmp_path: Path) -> None:
+    matrix = np.array([[40_000, 40_000]], np.float32)
+    got, report = run(make_h5ad(matrix, genes=["BRCA2", "FANCD1"]), tmp_path / "out.h5ad")
+    assert got.X.toarray().tolist() == [[80_000]]
+    assert report["dtype"] == "uint32"
+
+
+def test_low_coverage_names_the_other_organism_or_the_names(panel: Path, make_h5ad: Make, tmp_path: Path) -> None:
+    def message(path: Path, **options: Any) -> str:
+        with pytest.raises(DataError) as error:
+            run(path, tmp_path / "out.h5ad", **options)
+        return str(error.value)
+
+    assert message(panel, organism="mouse") == (
+        f"{panel}: 0 of 8 genes (0.0%) map to a mouse Ensembl id, preprocess.min_coverage_frac is 0.5; "
+        "87.5% map as human: set preprocess.organism to human"
+    )
+    odd = make_h5ad(np.ones((4, 3), np.float32), "odd.h5ad", genes=["TP53", "x1", "x2"])
+    assert message(odd) == (
+        f"{odd}: 1 of 3 genes (33.3%) map to a human Ensembl id, preprocess.min_coverage_frac is 0.5; "
+        "unknown are 'x1', 'x2': name genes by Ensembl id or symbol, or lower the threshold"
+    )
+    assert "0 of 3 genes" in message(odd, organism="mouse", min_coverage_frac=0)
+    assert run(odd, tmp_path / "odd_out.h5ad", organism=None)[0].n_vars == 3
+    assert not (tmp_path / "out.h5ad").exists()
+
+
+def test_an_absent_obs_column_is_named_with_the_nearest(panel: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        run(panel, tmp_path / "out.h5ad", keep_obs=["labels"])
+    assert str(error.value) == f"{panel}: no obs column 'labels' (preprocess.keep_obs); did you mean 'label'?"
+
+
+def test_nothing_left_names_the_filter_and_the_option(panel: Path, make_h5ad: Make, tmp_path: Path) -> None:
+    def message(path: Path, **options: Any) -> str:
+        with pytest.raises(DataError) as error:
+            run(path, tmp_path / "out.h5ad", **options)
+        assert not (tmp_path / "out.h5ad").exists()
+        assert not (tmp_path / "out.json").exists()
+        return str(error.value).removeprefix(f"{path}: ")
+
+    assert message(panel, min_genes=200) == (
+        "no cell of 60 is left after QC: no counts drops 1, min_genes 200 drops 59; lower preprocess.min_genes"
+    )
+    assert message(panel, min_counts=500) == (
+        "no cell of 60 is left after QC: no counts drops 1, min_counts 500 drops 59; lower preprocess.min_counts"
+    )
+    mito = make_h5ad(np.ones((4, 2), np.float32), "mito.h5ad", genes=["TP53", "MT-CO1"])
+    assert message(mito, max_mito_frac=0.2) == (
+        "no cell of 4 is left after QC: max_mito_frac 0.2 drops 4; raise preprocess.max_mito_frac"
+    )
+    assert message(mito, min_cells=5) == (
+        "no gene of 2 is left after QC: none is detected in 5 of the 4 cells that pass; lower preprocess.min_cells"
+    )
+    zeros = make_h5ad(np.zeros((4, 2), np.float32), "zeros.h5ad", genes=["TP53", "MT-CO1"])
+    assert message(zeros) == "no cell of 4 is left after QC: none has a count"
+
+
+@pytest.mark.parametrize(
+    ("name", "organism", "least"),
+    [
+        ("pbmc68k", "human", 0.98),
+        ("pbmc_cite", "human", 0.88),
+        ("pbmc_donor_a", "human", 0.90),
+        ("merfish_mouse", "mouse", 1.0),
+        ("papalexi", "human", 0.89),
+    ],
+)
+def test_real_datasets_reach_their_coverage(
+    shared: Callable[[str], Path], tmp_path: Path, name: str, organism: str, least: float
+) -> None:
+    path = shared(f"{name}.h5ad")
+    got, report = run(path, tmp_path / "out.h5ad", organism=organism)
+    assert report["coverage"]["frac"] >= least
+    source = ad.read_h5ad(path)
+    assert got.n_obs == source.n_obs
+    if organism == "mouse":  # every gene maps, so every count is still there
+        assert got.X.sum() == source.X.sum()

@@ -1,0 +1,192 @@
+"""The report says what the folders hold, escapes what users named, and loads nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cellmill.config.options import ReportOptions
+from cellmill.errors import DataError
+from cellmill.evaluate import figures
+from cellmill.evaluate.collect import losses, read_corpus, read_run
+from cellmill.stages import report
+
+EVIL = "<script>alert(1)"
+ROWS = [
+    ("embedding + logistic regression", "linear", 0.80),
+    ("embedding + kNN", "knn", 0.75),
+    ("all genes + logistic regression", "baseline", 0.84),
+]
+LOSS = "embedding + kNN loses to all genes + logistic regression by 0.090 accuracy (0.750 against 0.840)."
+
+
+def _write(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(value if isinstance(value, str) else json.dumps(value))
+
+
+def _run(folder: Path) -> Path:
+    rows = [
+        {"name": name, "kind": kind, "accuracy_mean": a, "accuracy_sd": 0.02, "macro_f1_mean": a - 0.1,
+         "macro_f1_sd": 0.03, "accuracy_folds": [a, a], "macro_f1_folds": [a, a], "not_converged": 0}
+        for name, kind, a in ROWS
+    ]  # fmt: skip
+    probe = {
+        "n_cells": 90, "classes": {EVIL: 50, "B $x_$": 40}, "dropped_classes": {"<b>few": 3}, "n_unlabelled": 2,
+        "n_left_out": 0, "folds": 5, "neighbors": 15, "rows": rows, "verdict": [LOSS],
+    }  # fmt: skip
+    filled = {"objective": "masked_value", "n_cells": 95, "r2_over_gene_mean": -0.012, "verdict": []}
+    shared = {"n_cells": 300, "n_scored": 95, "cells": "heldout", "n_without_genes": 0, "probe_skipped": None}
+    datasets = {
+        "pbmc": shared | {"label": "type", "probe": probe, "reconstruction": filled},
+        "bare": shared | {"label": None, "probe": None, "reconstruction": filled},
+    }
+    _write(folder / "plan.json", {"parameters": 1234567, "steps": 200, "hours": 0.5})
+    _write(folder / "train/status.json", {"state": "done", "step": 199, "cells": 6368, "best_val_loss": 0.4321})
+    _write(folder / "train/metrics.jsonl", '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n'
+           '{"step": 2, "val_loss": 1.6}\n{"step": 3, "lo')  # fmt: skip
+    _write(folder / "train/run.json", {"options": {"train": {"lr": 0.001}}, "environment": {"torch": "2.99.1"}})
+    _write(folder / "model/config.json", {"vocabulary_digest": "cafe" * 16})
+    _write(folder / "evaluate/metrics.json", {"model": {"digest": "beef" * 16}, "datasets": datasets})
+    _write(folder / "evaluate/umap.tsv", "dataset\tobs_name\tlabel\tx\ty\theldout\n"
+           f"pbmc\tc1\t{EVIL}\t0.5\t1\t1\npbmc\tc2\tB $x_$\t1\t2\t0\npbmc\tc3\t\t2\t2\t0\n")  # fmt: skip
+    return folder
+
+
+def _corpus(folder: Path) -> Path:
+    bins = {"edges": [1.0, 10.0, 100.0], "before": [5, 300], "after": [0, 300]}
+    _write(folder / "cells/pbmc.json", {
+        "dataset": EVIL, "source": {"file": "raw.h5ad", "sha256": "abcdef0123456789", "counts": "X"},
+        "cells": {"in": 305, "out": 300, "dropped": {"min_genes": 5, "no counts": 0}},
+        "genes": {"in": 1000, "out": 900}, "coverage": {"frac": 0.973},
+        "histograms": {"n_genes": bins, "mito_frac": bins | {"edges": [0, 0.1, 0.2]}},
+    })  # fmt: skip
+    _write(folder / "vocabulary.tsv", "token_id\tgene_id\tsymbol\tn_cells\tmedian\n0\t<pad>\t\t\t\n1\t<mask>\t\t\t\n"
+           "2\tENSG1\tA\t3\t1\n")  # fmt: skip
+    split = {"n_obs": 240, "nnz": 9999, "shards": [{"name": "train-0"}]}
+    _write(folder / "shards/manifest.json", {
+        "fingerprint": "f00d" * 16, "vocabulary": {"digest": "cafe" * 16}, "splits": {"train": split},
+    })  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> str:
+    out = tmp_path / "report" / "index.html"
+    runs = [_run(tmp_path / "runs" / "first"), _run(tmp_path / "runs" / EVIL)]
+    options = ReportOptions.model_validate({"report": {"title": f"Cells {EVIL}"}})
+    report.run(options=options, runs=runs, corpora=[_corpus(tmp_path / "corpora" / "pbmc")], out=out)
+    return out.read_text(encoding="utf-8")
+
+
+class _Page(HTMLParser):
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_loads_nothing_from_elsewhere(page: str) -> None:
+    assert not re.search(r"https?:|//[a-z]", page)
+    for tag, attributes in _Page(page).tags:
+        assert tag not in ("script", "link", "iframe", "img", "object", "embed"), attributes
+        for name in ("src", "href", "xlink:href"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:"))
+
+
+def test_whatever_users_named_is_escaped(page: str) -> None:
+    assert "<script" not in page
+    assert "<b>few" not in page
+    assert page.count("&lt;script&gt;alert(1)") > 5
+
+
+def test_the_page_says_what_the_folders_hold(page: str) -> None:
+    text = " ".join(_Page(page).text.split())
+    for wanted in (
+        "1,234,567", "6,368", "0.4321", "0.840", "0.800", LOSS, "Where models lose", "B $x_$", "<b>few (3)",
+        "2 cells have no label", "No label column is named for this dataset", "-0.012", "97.3 %", "min_genes: 5",
+        "a vocabulary of 1 genes", "240", "f00d" * 16, "cafe" * 16, "beef" * 16, "2.99.1", "train.lr", "raw.h5ad",
+        "3 cells, of which 1 are held out",
+    ):  # fmt: skip
+        assert wanted in text, wanted
+
+
+def test_the_best_row_and_the_rows_of_the_model_are_marked(page: str) -> None:
+    rows = re.findall(r'<tr class="([^"]*)">\s*<td>([^<]+?) ?<', page)
+    assert rows[:3] == [
+        ("own", "embedding + logistic regression"),
+        ("own", "embedding + kNN"),
+        (" best", "all genes + logistic regression"),
+    ]
+
+
+def test_the_same_folders_give_the_same_bytes(tmp_path: Path, page: str) -> None:
+    runs = [read_run(tmp_path / "runs" / "first"), read_run(tmp_path / "runs" / EVIL)]
+    assert report.render(f"Cells {EVIL}", runs, [read_corpus(tmp_path / "corpora" / "pbmc")]) == page
+
+
+def test_what_is_not_there_yet_is_said(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "corpus").mkdir()
+    text = _Page(report.render("r", [read_run(tmp_path / "run")], [read_corpus(tmp_path / "corpus")])).text
+    for wanted in ("not trained", "not evaluated", "nothing was logged yet", "not sharded", "No QC reports"):
+        assert wanted in text, wanted
+
+
+def test_a_torn_last_line_of_metrics_is_left_out(tmp_path: Path) -> None:
+    assert [line["step"] for line in read_run(_run(tmp_path / "run")).lines] == [1, 2, 2]
+
+
+def test_missing_folders_damaged_files_and_doubled_names_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"gone: no such folder; it should be the folder of a run$"):
+        read_run(tmp_path / "gone")
+    run = _run(tmp_path / "run")
+    with pytest.raises(DataError, match=r"^two runs are called 'run'; give their folders different names$"):
+        report.render("r", [read_run(run), read_run(run)], [])
+    _write(run / "evaluate/umap.tsv", "x\ty\n")
+    with pytest.raises(DataError, match=r"umap\.tsv: the columns should be dataset, obs_name, label, x, y, heldout;"):
+        read_run(run)
+    (run / "evaluate/umap.tsv").unlink()
+    _write(run / "plan.json", "{")
+    with pytest.raises(DataError, match=r"plan\.json: not valid JSON"):
+        read_run(run)
+
+
+def test_only_sentences_that_do_not_flatter_count_as_losses() -> None:
+    sentences = ["a beats b by 0.1 accuracy.", "a ties with b in accuracy (0.8).", "a is above b: no clear win.", LOSS]
+    evaluation = {"datasets": {"d": {"probe": {"verdict": sentences}, "reconstruction": None}}}
+    assert losses(evaluation) == [f"d: {text}" for text in sentences[1:]]
+    assert losses(None) == []
+
+
+def test_a_figure_is_one_svg_element_that_takes_the_colours_of_the_page() -> None:
+    svg = figures.loss_curve([{"step": 1, "loss": 2.0}, {"step": 2, "loss": float("nan")}, {"step": 2, "val_loss": 1}])
+    assert svg.startswith("<svg")
+    assert svg.rstrip().endswith("</svg>")
+    assert "currentColor" in svg
+    assert "var(--rule)" in svg
+    assert "#010203" not in svg
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (True, "yes"), (1234567, "1,234,567"), (0.123456, "0.1235"), (98765.4, "98,765"), ("x", "x")],
+)
+def test_figures_are_printed_short(value: Any, text: str) -> None:
+    assert report.number(value) == text
+
+
+def test_nested_options_are_flattened_with_dotted_keys() -> None:
+    assert list(report.flat({"a": {"b": 1, "c": []}, "d": [1, 2]})) == [("a.b", 1), ("a.c", "none"), ("d", "1, 2")]

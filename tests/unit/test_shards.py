@@ -1,0 +1,374 @@
+"""Shards open in anndata like any .h5ad, hold every cell in rank order, and are refused when damaged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import anndata as ad
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+from small_corpus import genes_named, random_counts, vocabulary_of, write_corpus, write_dataset
+
+from cellmill.config.corpus import Shard
+from cellmill.data.order import inverse_medians, rank_order
+from cellmill.data.preshuffle import write_shards
+from cellmill.data.shards import Manifest, open_shards, verify
+from cellmill.errors import DataError
+from cellmill.files import sha256_file
+
+
+def shard_files(manifest: Manifest) -> list[Path]:
+    return [manifest.shard_path(shard) for split in manifest.splits.values() for shard in split.shards]
+
+
+def two_datasets(folder: Path) -> tuple[list[Path], dict[str, sp.csr_matrix], list[str]]:
+    """Two datasets whose genes and obs columns overlap; the second has a gene the vocabulary lacks."""
+    ids = genes_named(30)
+    panels = {"a": ids[:25], "b": [*ids[:4:-1], "ENSG_unknown"]}
+    obs = {
+        "a": {"donor": pd.Categorical(["x", "y"] * 75), "age": np.arange(150), "ok": [True] * 150},
+        "b": {"donor": pd.Categorical(["y", None, "z"] * 30), "n": np.arange(90), "dataset": ["mine"] * 90},
+    }
+    counts = {name: random_counts(150 if name == "a" else 90, len(panel), ord(name)) for name, panel in panels.items()}
+    paths = [write_dataset(folder / "cells" / f"{name}.h5ad", counts[name], panels[name], obs[name]) for name in panels]
+    return paths, {name: _over(counts[name], panels[name], ids) for name in panels}, ids
+
+
+def _over(counts: sp.csr_matrix, panel: list[str], ids: list[str]) -> sp.csr_matrix:
+    """Counts over the vocabulary's genes."""
+    frame = pd.DataFrame(counts.toarray(), columns=panel)
+    return sp.csr_matrix(frame.reindex(columns=ids, fill_value=0).to_numpy())
+
+
+def test_every_cell_is_written_once_with_its_counts_names_and_obs_in_rank_order(tmp_path: Path) -> None:
+    paths, counts, ids = two_datasets(tmp_path)
+    vocabulary = vocabulary_of(ids)
+    options = Shard(cells_per_shard=64, val_frac=0.2, test_frac=0.2, seed=3)
+    manifest = write_shards(paths, vocabulary, options, tmp_path / "shards" / "manifest.json")
+    assert manifest == Manifest.read(manifest.path)
+    verify(manifest)
+    inverse, seen = inverse_medians(vocabulary.medians), set()
+    for split, entry in manifest.splits.items():
+        assert entry.n_obs == sum(shard.n_obs for shard in entry.shards) > 0
+        for shard, rows in zip(entry.shards, open_shards(manifest, split)):
+            cells = ad.read_h5ad(rows.path)
+            assert list(cells.var_names) == ids
+            assert cells.X.data.dtype == np.uint16
+            for place, name in enumerate(cells.obs_names):
+                dataset, cell = name.split(":")
+                original = counts[dataset][int(cell.removeprefix("cell"))]
+                start, stop = rows.indptr[place : place + 2]
+                genes, values = np.empty(stop - start, np.int32), np.empty(stop - start, np.uint16)
+                rows.read_genes(int(start), [genes])
+                rows.read_counts(int(start), [values])
+                wanted_genes, wanted = rank_order(original.indices, original.data, inverse)
+                np.testing.assert_array_equal(genes, wanted_genes)
+                np.testing.assert_array_equal(values, wanted)
+                np.testing.assert_array_equal(cells.X[place].toarray(), original.toarray())
+                seen.add(name)
+            assert (cells.obs["dataset"] == [name.split(":")[0] for name in cells.obs_names]).all()
+            assert shard.sha256 == sha256_file(rows.path)
+    assert len(seen) == 240 - sum(manifest.left_out.values())
+
+
+def test_obs_is_the_union_with_missing_as_missing(tmp_path: Path) -> None:
+    paths, _, ids = two_datasets(tmp_path)
+    options = Shard(val_frac=0, test_frac=0)
+    manifest = write_shards(paths, vocabulary_of(ids), options, tmp_path / "shards" / "manifest.json")
+    assert manifest.obs_columns == ["dataset", "donor", "age", "ok", "n", "dataset_original"]
+    obs = ad.read_h5ad(shard_files(manifest)[0]).obs
+    assert list(obs.columns) == manifest.obs_columns
+    a, b = (obs[obs["dataset"] == name] for name in "ab")
+    number = np.array([int(name.split(":cell")[1]) for name in a.index])
+    np.testing.assert_array_equal(a["age"], number)
+    np.testing.assert_array_equal(a["donor"], np.array(["x", "y"])[number % 2])
+    assert b["age"].isna().all()
+    assert a["n"].isna().all()
+    assert list(obs["donor"].cat.categories) == ["x", "y", "z"]
+    assert b["donor"].isna().sum() == sum(int(name.split(":cell")[1]) % 3 == 1 for name in b.index)
+    assert set(a["ok"].astype(str)) == {"True"}
+    assert b["ok"].isna().all()
+    assert (b["dataset_original"] == "mine").all()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    return write_corpus(tmp_path_factory.mktemp("corpus"), 250)
+
+
+def test_a_shard_opens_in_anndata_dense_by_columns_backed_joined_and_written_again(
+    corpus: Manifest, tmp_path: Path
+) -> None:
+    first, second = shard_files(corpus)[:2]
+    shard = ad.read_h5ad(first)
+    dense = shard.X.toarray()
+    canonical = shard.X.copy()
+    canonical.sort_indices()
+    np.testing.assert_array_equal(dense, canonical.toarray())
+    columns = [7, 0, 31]
+    np.testing.assert_array_equal(shard[:, columns].X.toarray(), dense[:, columns])
+    np.testing.assert_array_equal(shard[5:9, shard.var_names[:6]].X.toarray(), dense[5:9, :6])
+    backed = ad.read_h5ad(first, backed="r")
+    np.testing.assert_array_equal(backed[3:50].to_memory().X.toarray(), dense[3:50])
+    np.testing.assert_array_equal(backed[:, columns].to_memory().X.toarray(), dense[:, columns])
+    backed.file.close()
+    joined = ad.concat([shard, ad.read_h5ad(second)])
+    np.testing.assert_array_equal(joined.X[: len(dense)].toarray(), dense)
+    shard.write_h5ad(tmp_path / "again.h5ad", compression="gzip")
+    again = ad.read_h5ad(tmp_path / "again.h5ad")
+    np.testing.assert_array_equal(again.X.toarray(), dense)
+    np.testing.assert_array_equal(again.X.indices, shard.X.indices)
+    pd.testing.assert_frame_equal(again.obs, shard.obs)
+    np.testing.assert_allclose(shard.X.sum(axis=0), dense.sum(axis=0, keepdims=True))
+
+
+def test_operations_that_sort_rows_in_place_work_on_a_shard(corpus: Manifest) -> None:
+    # scipy's csr_sort_indices refuses an int64 indptr beside int32 indices, and rank order is not sorted
+    for change in (
+        lambda x: x.max(),
+        lambda x: x.sort_indices(),
+        lambda x: x.sum_duplicates(),
+        lambda x: x.max(axis=0),
+    ):
+        shard = ad.read_h5ad(shard_files(corpus)[0])
+        dense = shard.X.toarray()
+        change(shard.X)
+        np.testing.assert_array_equal(shard.X.toarray(), dense)
+
+
+def test_a_shard_is_contiguous_aligned_and_little_endian(tmp_path: Path) -> None:
+    manifest = write_corpus(tmp_path, 600, cells_per_shard=600)
+    with h5py.File(shard_files(manifest)[0]) as file:
+        for name, dtype in (("data", "<u2"), ("indices", "<i4"), ("indptr", "<i4")):
+            dataset = file["X"][name]
+            assert dataset.dtype == np.dtype(dtype)
+            assert dataset.chunks is None
+            if name != "indptr":
+                assert dataset.id.get_offset() % 4096 == 0
+
+
+def test_the_order_on_disk_is_shuffled_and_depends_on_the_seed_alone(tmp_path: Path) -> None:
+    names = {}
+    for folder, seed in (("one", 0), ("two", 0), ("three", 1)):
+        cells = [write_dataset(tmp_path / folder / "a.h5ad", random_counts(250, 40), genes_named(40))]
+        options = Shard(val_frac=0, test_frac=0, cells_per_shard=100, seed=seed)
+        manifest = write_shards(cells, vocabulary_of(genes_named(40)), options, tmp_path / folder / "manifest.json")
+        names[folder] = [n for path in shard_files(manifest) for n in ad.read_h5ad(path).obs_names], manifest
+    assert names["one"][0] == names["two"][0]
+    assert names["one"][1].fingerprint == names["two"][1].fingerprint
+    assert names["one"][0] != names["three"][0]
+    assert names["one"][1].fingerprint != names["three"][1].fingerprint
+    numbers = np.array([int(name.split(":cell")[1]) for name in names["one"][0]])
+    assert sorted(numbers) == list(range(250))
+    assert abs(np.corrcoef(numbers, np.arange(250))[0, 1]) < 0.2
+
+
+def test_the_same_shards_come_of_datasets_in_any_order(tmp_path: Path) -> None:
+    paths, _, ids = two_datasets(tmp_path)
+    made = [
+        write_shards(some, vocabulary_of(ids), Shard(), tmp_path / name / "manifest.json")
+        for name, some in (("x", paths), ("y", paths[::-1]))
+    ]
+    assert made[0].fingerprint == made[1].fingerprint
+
+
+def test_identical_cells_of_two_files_fall_into_one_split(tmp_path: Path) -> None:
+    counts, ids = random_counts(200, 30), genes_named(30)
+    order = np.random.default_rng(0).permutation(30)
+    paths = [
+        write_dataset(tmp_path / "a.h5ad", counts, ids),
+        write_dataset(tmp_path / "b.h5ad", counts[:, order].tocsr(), [ids[i] for i in order]),
+    ]
+    options = Shard(val_frac=0.2, test_frac=0.2)
+    manifest = write_shards(paths, vocabulary_of(ids), options, tmp_path / "shards" / "manifest.json")
+    for split in manifest.splits.values():
+        names = [n for shard in split.shards for n in ad.read_h5ad(manifest.shard_path(shard)).obs_names]
+        cells = {dataset: {n.split(":")[1] for n in names if n.startswith(dataset)} for dataset in "ab"}
+        assert cells["a"] == cells["b"]
+
+
+def test_a_column_splits_whole_values(tmp_path: Path) -> None:
+    ids = genes_named(20)
+    donors = [f"d{i % 8}" for i in range(200)]
+    path = write_dataset(tmp_path / "a.h5ad", random_counts(200, 20), ids, {"donor": pd.Categorical(donors)})
+    options = Shard(split_by="donor", val_frac=0.2, test_frac=0.2)
+    manifest = write_shards([path], vocabulary_of(ids), options, tmp_path / "shards" / "manifest.json")
+    frames = [ad.read_h5ad(path).obs["donor"].astype(str).unique() for path in shard_files(manifest)]
+    assert sorted(np.concatenate(frames)) == sorted(set(donors))
+    with pytest.raises(DataError, match=r"no obs column 'donr' .* did you mean 'donor'\?"):
+        write_shards([path], vocabulary_of(ids), Shard(split_by="donr"), tmp_path / "s2" / "manifest.json")
+    with pytest.raises(DataError, match="'dataset' has only the value 'a'"):
+        write_shards([path], vocabulary_of(ids), Shard(split_by="dataset"), tmp_path / "s2" / "manifest.json")
+    assert not (tmp_path / "s2").exists()
+
+
+def test_cells_without_a_gene_of_the_vocabulary_are_left_out_and_counted(tmp_path: Path) -> None:
+    dense = random_counts(60, 20).toarray()
+    dense[::10, :15] = 0
+    dense[::10, 19] = 4
+    path = write_dataset(tmp_path / "a.h5ad", sp.csr_matrix(dense), genes_named(20))
+    options = Shard(val_frac=0, test_frac=0)
+    few = int((dense[:, :15].sum(axis=1) == 0).sum())
+    manifest = write_shards([path], vocabulary_of(genes_named(15)), options, tmp_path / "shards" / "manifest.json")
+    assert manifest.left_out == {"a": few}
+    assert few >= 6
+    assert manifest.splits["train"].n_obs == 60 - few
+    with pytest.raises(DataError, match="none of 60 cells of the corpus has a gene of the vocabulary"):
+        write_shards([path], vocabulary_of(["ENSG_other"]), options, tmp_path / "none" / "manifest.json")
+
+
+def test_large_counts_are_kept_in_32_bits_and_the_manifest_says_so(tmp_path: Path) -> None:
+    counts = random_counts(100, 20)
+    counts.data[17] = 70_000
+    path = write_dataset(tmp_path / "a.h5ad", counts, genes_named(20))
+    options = Shard(val_frac=0, test_frac=0, cells_per_shard=64)
+    manifest = write_shards([path], vocabulary_of(genes_named(20)), options, tmp_path / "shards" / "manifest.json")
+    assert sorted(shard.dtype for shard in manifest.splits["train"].shards) == ["uint16", "uint32"]
+    assert max(ad.read_h5ad(path).X.max() for path in shard_files(manifest)) == 70_000
+
+
+def test_a_rerun_replaces_a_larger_shard_set(tmp_path: Path) -> None:
+    before = write_corpus(tmp_path, 350)
+    other = before.path.parent / "notes.h5ad"
+    other.write_text("mine")
+    after = write_corpus(tmp_path, 120)
+    assert {path.name for path in before.path.parent.iterdir()} == {
+        "manifest.json",
+        "notes.h5ad",
+        *(path.name for path in shard_files(after)),
+    }
+    assert len(shard_files(after)) < len(shard_files(before))
+    verify(after)
+
+
+def test_a_rerun_that_dies_leaves_no_manifest_that_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = write_corpus(tmp_path, 350)
+
+    def disk_is_full(path: Path) -> str:
+        if path.name == "train-00001.h5ad":
+            raise OSError(28, "No space left on device", str(path))
+        return sha256_file(path)
+
+    monkeypatch.setattr("cellmill.data.preshuffle.sha256_file", disk_is_full)
+    with pytest.raises(OSError, match="No space left"):
+        write_corpus(tmp_path, 350)
+    assert not manifest.path.exists()
+
+
+def rewrite(path: Path, **layout: object) -> None:
+    """X/indices of a shard written anew with another layout."""
+    with h5py.File(path, "a") as file:
+        values = file["X/indices"][:]
+        del file["X/indices"]
+        file["X"].create_dataset("indices", data=values, **layout)
+
+
+def grow(path: Path) -> None:
+    with h5py.File(path, "a") as file:
+        file["X/indptr"][-1] += 1
+
+
+def swap(path: Path) -> None:
+    shutil.copy(path.with_name("train-00002.h5ad"), path)
+
+
+def cut(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def widen(path: Path) -> None:
+    with h5py.File(path, "a") as file:
+        values = file["X/indices"][:].astype(np.int64)
+        del file["X/indices"]
+        file["X"].create_dataset("indices", data=values)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: rewrite(path, chunks=(64,)), "/X/indices is chunked"),
+        (lambda path: rewrite(path, chunks=(64,), compression="gzip"), "/X/indices is compressed or filtered"),
+        (widen, "/X/indices is <i8, not <i4"),
+        (cut, "truncated: .* bytes"),
+        (grow, "X/indptr does not fit"),
+        (swap, "cells 50, the manifest has 100: not the shard it lists"),
+        (lambda path: path.write_bytes(b"no"), "not an HDF5 file"),
+        (lambda path: path.unlink(), "no such shard"),
+    ],
+    ids=["chunked", "compressed", "int64", "truncated", "indptr", "swapped", "no hdf5", "gone"],
+)
+def test_a_damaged_shard_is_named_when_it_is_opened(
+    corpus: Manifest, tmp_path: Path, damage: object, message: str
+) -> None:
+    folder = tmp_path / "shards"
+    shutil.copytree(corpus.path.parent, folder)
+    manifest = Manifest.read(folder / "manifest.json")
+    assert callable(damage)
+    damage(folder / "train-00001.h5ad")
+    with pytest.raises(DataError, match=rf"train-00001\.h5ad.*{message}"):
+        open_shards(manifest, "train")
+    with pytest.raises(DataError, match=r"train-00001\.h5ad"):
+        verify(manifest)
+
+
+def test_one_changed_byte_in_the_middle_is_found_by_verify(corpus: Manifest, tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    shutil.copytree(corpus.path.parent, folder)
+    manifest, path = Manifest.read(folder / "manifest.json"), folder / "train-00000.h5ad"
+    with h5py.File(path, "a") as file:
+        file["X/data"][100] += 1
+    assert len(open_shards(manifest, "train")) == 3
+    with pytest.raises(DataError, match=r"train-00000\.h5ad: sha256 is [0-9a-f]{12}, the manifest has [0-9a-f]{12}"):
+        verify(manifest)
+
+
+def test_a_shard_cut_while_it_is_open_is_a_short_read_and_no_endless_wait(corpus: Manifest, tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    shutil.copytree(corpus.path.parent, folder)
+    rows = open_shards(Manifest.read(folder / "manifest.json"), "train")[0]
+    with open(rows.path, "r+b") as file:
+        file.truncate(2000)
+    with pytest.raises(DataError, match=r"train-00000\.h5ad: short read: .* truncated while open"):
+        rows.read_genes(0, [np.empty(rows.indptr[-1], np.int32)])
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"format": 2}, "format 2, this version reads 1"),
+        ({"seed": 9}, "its fingerprint is .* edited or damaged"),
+        ({"splits": {"train": {}}}, "not a shard manifest"),
+        ({"vocabulary": None, "fingerprint": "x"}, "edited or damaged"),
+    ],
+)
+def test_an_edited_manifest_is_refused(corpus: Manifest, tmp_path: Path, edit: dict, message: str) -> None:
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps(json.loads(corpus.path.read_text()) | edit))
+    with pytest.raises(DataError, match=rf"manifest\.json: .*{message}"):
+        Manifest.read(path)
+
+
+def test_an_empty_split_is_named(corpus: Manifest) -> None:
+    with pytest.raises(DataError, match=r"no cells in the val split \(there is: train\); raise shard\.val_frac"):
+        corpus.entry("val")
+
+
+def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
+    ids = genes_named(10)
+    paths = [write_dataset(tmp_path / folder / "a.h5ad", random_counts(20, 10), ids) for folder in "xy"]
+    with pytest.raises(DataError, match="two datasets have the same file name"):
+        write_shards(paths, vocabulary_of(ids), Shard(), tmp_path / "manifest.json")
+
+
+def test_cells_that_preprocess_did_not_write_are_refused(tmp_path: Path) -> None:
+    ids = genes_named(10)
+    cells = ad.AnnData(random_counts(80, 10), var=pd.DataFrame(index=ids))
+    cells.write_h5ad(tmp_path / "a.h5ad")
+    with pytest.raises(DataError, match=r"a\.h5ad: /X/indices is chunked"):
+        write_shards([tmp_path / "a.h5ad"], vocabulary_of(ids), Shard(), tmp_path / "shards" / "manifest.json")

@@ -1,0 +1,72 @@
+"""Simulated cells: the same for a seed, structured as they say, and made block by block."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from sklearn.decomposition import PCA
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import cross_val_score
+
+from cellmill.data.simulate import BLOCK, simulate
+from cellmill.errors import ConfigError
+from cellmill.files import sha256_file
+from cellmill.stages import simulate as stage
+
+
+def counts(**arguments: int) -> sp.csr_matrix:
+    return sp.vstack(list(simulate(**({"cells": 300, "genes": 200} | arguments)).blocks()))
+
+
+def test_the_seed_and_nothing_else_decides() -> None:
+    assert (counts(seed=3) != counts(seed=3)).nnz == 0
+    assert (counts(seed=3) != counts(seed=4)).nnz > 0
+    simulation = simulate(700, 100)
+    assert [b.shape[0] for b in simulation.blocks()] == [BLOCK, BLOCK, 700 - 2 * BLOCK]
+    first = [b.sum() for b in simulation.blocks()]
+    assert first == [b.sum() for b in simulation.blocks()]
+
+
+def test_the_file_is_counts_under_real_ids_with_every_column(simulated: Path, tmp_path: Path) -> None:
+    data = ad.read_h5ad(simulated)
+    assert data.shape == (600, 400)
+    assert data.X.dtype == np.uint16
+    assert list(data.obs) == ["cell_type", "batch", "donor", "perturbation"]
+    assert [len(data.obs[c].cat.categories) for c in data.obs] == [4, 2, 4, 4]
+    assert data.var_names.is_unique
+    assert data.var_names.str.fullmatch(r"ENSG\d{11}").all()
+    assert data.var["symbol"].str.startswith("MT-").sum() == 13
+    assert data.obs.groupby("donor", observed=True)["batch"].nunique().eq(1).all()
+    stage.run(out=tmp_path / "again.h5ad", cells=600, genes=400, types=4, batches=2, perturbations=3, seed=1)
+    assert sha256_file(tmp_path / "again.h5ad") == sha256_file(simulated)
+
+
+def test_types_can_be_told_apart_and_knocked_down_genes_are_low(simulated: Path) -> None:
+    data = ad.read_h5ad(simulated)
+    scaled = data.X.toarray() * (1e4 / data.X.sum(axis=1).A1[:, None])
+    components = PCA(20, random_state=0).fit_transform(np.log1p(scaled))
+    assert cross_val_score(LogisticRegression(max_iter=500), components, data.obs["cell_type"]).mean() > 0.8
+    control = (data.obs["perturbation"] == "control").to_numpy()
+    assert 0.4 < control.mean() < 0.6
+    for symbol in data.obs["perturbation"].cat.categories.drop("control"):
+        gene = scaled[:, data.var["symbol"] == symbol].ravel()
+        assert gene[(data.obs["perturbation"] == symbol).to_numpy()].mean() < 0.4 * gene[control].mean()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"cells": 0}, "--cells 0: from 1 to 2,147,483,648 are possible"),
+        ({"genes": 5}, "--genes 5: from 26 to"),
+        ({"types": 0}, "--types 0: from 1 to 1,000 are possible"),
+        ({"perturbations": 500}, "--perturbations 500: from 0 to 187 are possible"),
+        ({"seed": -1}, "--seed -1: from 0 to"),
+    ],
+)
+def test_impossible_numbers_are_refused(arguments: dict[str, int], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        simulate(**({"cells": 10, "genes": 200} | arguments))

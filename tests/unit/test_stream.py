@@ -1,0 +1,357 @@
+"""The stream's promises: every cell once, the same batches for any number of ranks, resume at any step, no hang."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pytest
+from small_corpus import genes_named, random_counts, vocabulary_of, write_corpus, write_dataset
+
+from cellmill.config.corpus import Shard
+from cellmill.config.run import Stream as StreamOptions
+from cellmill.config.run import Tokens
+from cellmill.data.epoch import Epoch, Layout, cut_batch, permutation
+from cellmill.data.preshuffle import write_shards
+from cellmill.data.shards import Manifest, open_shards
+from cellmill.data.stream import Stream
+from cellmill.data.tokens import Batch, tokenize
+from cellmill.errors import ConfigError, DataError
+
+CELLS = 533  # prime to everything: short blocks, short windows, a short last batch, lanes that differ by one
+OPTIONS = StreamOptions(lanes=8, block_cells=4, window_blocks=3, io_threads=2)
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    return write_corpus(tmp_path_factory.mktemp("stream"), CELLS)
+
+
+def stream_of(manifest: Manifest, rank: int = 0, world: int = 1, **changes: Any) -> Stream:
+    tokens = changes.pop("tokens", Tokens(max_tokens=12))
+    options = OPTIONS.model_copy(update=changes.pop("options", {}))
+    arguments = {"global_batch": 32, "token_budget": 60, "seed": 0} | changes
+    return Stream(manifest.path, "train", tokens, options, rank=rank, world=world, **arguments)
+
+
+def take(stream: Stream, steps: int) -> list[list[Batch]]:
+    try:
+        return list(islice(stream, steps))
+    finally:
+        stream.close()
+
+
+def cells_of(step: list[Batch]) -> list[int]:
+    return [int(cell) for batch in step for cell in batch.cells]
+
+
+def same(one: list[list[Batch]], other: list[list[Batch]]) -> bool:
+    fields = ("genes", "values", "cu_seqlens", "cells")
+    return [len(step) for step in one] == [len(step) for step in other] and all(
+        getattr(a, field).tobytes() == getattr(b, field).tobytes()
+        for x, y in zip(one, other)
+        for a, b in zip(x, y)
+        for field in fields
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_every_cell_is_seen_once_an_epoch_across_ranks(manifest: Manifest, world: int) -> None:
+    streams = [stream_of(manifest, rank, world) for rank in range(world)]
+    steps = streams[0].steps_per_epoch
+    assert {stream.steps_per_epoch for stream in streams} == {steps}
+    assert steps == -(-67 // 4)  # the longest lane has 67 of 533 cells and gives 4 to a batch
+    seen = [take(stream, 3 * steps) for stream in streams]
+    for epoch in range(3):
+        rows = (row[epoch * steps : (epoch + 1) * steps] for row in seen)
+        assert Counter(cell for row in rows for step in row for cell in cells_of(step)) == Counter(range(CELLS))
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_a_global_batch_is_the_same_cells_for_every_number_of_ranks(manifest: Manifest, world: int) -> None:
+    steps = 2 * stream_of(manifest).steps_per_epoch
+    alone = take(stream_of(manifest), steps)
+    together = [take(stream_of(manifest, rank, world), steps) for rank in range(world)]
+    for k in range(steps):
+        assert sorted(cells_of(alone[k])) == sorted(cell for row in together for cell in cells_of(row[k]))
+        assert len({len(row[k]) for row in together}) == 1, "ranks differ in their number of micro-batches"
+
+
+def test_a_micro_batch_keeps_to_the_token_budget_and_is_filled(manifest: Manifest) -> None:
+    for step in take(stream_of(manifest), 20):
+        sizes = [len(batch.genes) for batch in step]
+        assert max(sizes) <= 60
+        for batch, after in pairwise(step):
+            assert len(batch.genes) + int(after.cu_seqlens[1]) > 60
+
+
+def test_a_rank_without_cells_gets_empty_batches_and_as_many(tmp_path: Path) -> None:
+    manifest = write_corpus(tmp_path, 9)
+    rows = [take(stream_of(manifest, rank, 8, global_batch=8), 2) for rank in range(8)]
+    assert sorted(cell for row in rows for step in row for cell in cells_of(step)) == list(range(9))
+    last = [row[1] for row in rows]
+    assert [len(step) for step in last] == [1] * 8
+    assert sum(len(step[0].cells) == 0 for step in last) == 7
+    assert all(step[0].cu_seqlens.tolist() == [0] for step in last if not len(step[0].cells))
+
+
+@pytest.mark.parametrize("n_cells", [1, 2, 7, 8, 9, 33])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_tiny_corpora_lose_no_cell(tmp_path: Path, n_cells: int, shuffle: bool) -> None:
+    manifest = write_corpus(tmp_path, n_cells)
+    stream = stream_of(manifest, shuffle=shuffle)
+    steps = take(stream, stream.steps_per_epoch)
+    assert sorted(cell for step in steps for cell in cells_of(step)) == list(range(n_cells))
+
+
+def test_epochs_differ_and_so_do_seeds(manifest: Manifest) -> None:
+    stream = stream_of(manifest)
+    steps = stream.steps_per_epoch
+    both = [cells_of(step) for step in take(stream, 2 * steps)]
+    assert both[:steps] != both[steps:]
+    assert sorted(both[0]) != sorted(both[steps])
+    other = [cells_of(step) for step in take(stream_of(manifest, seed=1), steps)]
+    assert other != both[:steps]
+    assert [cells_of(step) for step in take(stream_of(manifest), steps)] == both[:steps]
+
+
+@pytest.mark.parametrize("tokenizer", ["rank", "binned", "continuous"])
+def test_tokens_are_those_of_the_cells_in_the_shards(manifest: Manifest, tokenizer: str) -> None:
+    tokens = Tokens(tokenizer=tokenizer, max_tokens=9, bins=5)
+    stream = stream_of(manifest, tokens=tokens)
+    wanted = {}
+    for rows in open_shards(manifest, "train"):
+        for start, stop in pairwise(rows.indptr):
+            genes, counts = np.empty(stop - start, np.int32), np.empty(stop - start, np.uint16)
+            rows.read_genes(int(start), [genes])
+            rows.read_counts(int(start), [counts])
+            wanted[len(wanted)] = tokenize(genes, counts, np.array([0, stop - start]), tokens)
+    for step in take(stream, stream.steps_per_epoch):
+        for batch in step:
+            assert (batch.cells.dtype, batch.cu_seqlens.dtype, batch.genes.dtype) == (np.int64, np.int32, np.int32)
+            for cell, a, b in zip(batch.cells, batch.cu_seqlens, batch.cu_seqlens[1:]):
+                genes, values, _ = wanted[int(cell)]
+                np.testing.assert_array_equal(batch.genes[a:b], genes)
+                np.testing.assert_array_equal(batch.values[a:b], values)
+
+
+def test_shards_of_different_count_types_stream_together(tmp_path: Path) -> None:
+    counts, ids = random_counts(100, 20), genes_named(20)
+    counts.data[5] = 70_000
+    path = write_dataset(tmp_path / "a.h5ad", counts, ids)
+    options = Shard(val_frac=0, test_frac=0, cells_per_shard=64)
+    manifest = write_shards([path], vocabulary_of(ids), options, tmp_path / "shards" / "manifest.json")
+    assert len({shard.dtype for shard in manifest.splits["train"].shards}) == 2
+    stream = stream_of(manifest, tokens=Tokens(max_tokens=50))
+    seen = Counter(cell for step in take(stream, stream.steps_per_epoch) for cell in cells_of(step))
+    assert seen == Counter(range(100))
+    values = [batch.values for step in take(stream_of(manifest, tokens=Tokens(max_tokens=50)), 4) for batch in step]
+    library = np.asarray(counts.sum(axis=1)).ravel()
+    assert np.concatenate(values).max() <= np.log1p(1e4) + 1e-5
+    assert np.isclose(
+        max(v.max() for v in values), np.log1p((counts.multiply(1e4 / library[:, None])).max()), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("at", [0, 1, 5, 16, 17, 18, 34, 40])
+def test_resuming_is_as_if_never_stopped_bit_for_bit(manifest: Manifest, at: int) -> None:
+    whole = take(stream_of(manifest), at + 20)
+    first = stream_of(manifest)
+    before = list(islice(first, at))
+    state = first.state_dict()
+    first.close()
+    assert (state["epoch"], state["step"]) == divmod(at, first.steps_per_epoch)
+    second = stream_of(manifest)
+    second.load_state_dict(state)
+    assert same(before + take(second, 20), whole)
+
+
+def test_going_on_after_a_pause_reads_nothing_twice(manifest: Manifest) -> None:
+    stream = stream_of(manifest)
+    parts = list(islice(stream, 7)) + list(islice(stream, 13))
+    stream.close()
+    assert same(parts, take(stream_of(manifest), 20))
+
+
+def test_resuming_with_another_number_of_ranks_gives_the_same_sets(manifest: Manifest) -> None:
+    whole = [sorted(cells_of(step)) for step in take(stream_of(manifest), 40)]
+    first = stream_of(manifest, 1, 2)
+    list(islice(first, 11))
+    state = first.state_dict()
+    first.close()
+    rows = []
+    for rank in range(4):
+        stream = stream_of(manifest, rank, 4)
+        stream.load_state_dict(state)
+        rows.append([cells_of(step) for step in take(stream, 29)])
+    assert [sorted(sum(parts, [])) for parts in zip(*rows)] == whole[11:]
+
+
+def test_state_of_other_data_or_another_order_is_refused_with_both_values(manifest: Manifest, tmp_path: Path) -> None:
+    state = stream_of(manifest).state_dict()
+    other = write_corpus(tmp_path, 100)
+    with pytest.raises(DataError, match=rf"{manifest.fingerprint}.*{other.fingerprint}"):
+        stream_of(other).load_state_dict(state)
+    for change, message in (
+        ({"seed": 4}, "train.seed is 4, the checkpoint was written with 0"),
+        ({"global_batch": 64}, "train.global_batch is 64, .* with 32"),
+        ({"options": {"lanes": 4}}, "stream.lanes is 4, .* with 8"),
+        ({"options": {"block_cells": 2}}, "stream.block_cells is 2, .* with 4"),
+        ({"options": {"window_blocks": 1}}, "stream.window_blocks is 1, .* with 3"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            stream_of(manifest, **change).load_state_dict(state)
+
+
+def test_validation_is_one_epoch_in_a_fixed_order_of_the_first_cells(manifest: Manifest) -> None:
+    stream = stream_of(manifest, shuffle=False, max_cells=150, seed=7)
+    assert stream.n_cells == 150
+    first, second = list(stream), list(stream)
+    stream.close()
+    assert len(first) == stream.steps_per_epoch
+    assert same(first, second)
+    assert sorted(cell for step in first for cell in cells_of(step)) == list(range(150))
+    assert same(first, take(stream_of(manifest, shuffle=False, max_cells=150, seed=8), 100))
+    some = stream_of(manifest, shuffle=False, max_cells=150)
+    next(iter(some))
+    assert same(take(some, 100), first)
+    everything = stream_of(manifest, shuffle=False, max_cells=10**6)
+    assert everything.n_cells == CELLS
+    everything.close()
+
+
+def test_more_ranks_than_cells_are_refused(tmp_path: Path) -> None:
+    manifest = write_corpus(tmp_path, 3)
+    with pytest.raises(ConfigError, match=r"4 ranks for 3 train cells of .*manifest\.json: use fewer processes"):
+        stream_of(manifest, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"world": 3}, "stream.lanes 8 is not a multiple of 3 data-parallel ranks"),
+        ({"global_batch": 12}, "train.global_batch 12 is not a multiple of stream.lanes 8"),
+        ({"token_budget": 11}, "tokens.max_tokens 12 is more than token_budget 11"),
+    ],
+)
+def test_numbers_that_do_not_divide_are_refused(manifest: Manifest, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        stream_of(manifest, **changes)
+
+
+def test_a_split_without_cells_is_named(manifest: Manifest) -> None:
+    with pytest.raises(DataError, match="no cells in the val split"):
+        Stream(manifest.path, "val", Tokens(), OPTIONS, global_batch=8, token_budget=4096, rank=0, world=1, seed=0)
+
+
+def threads() -> set[str]:
+    return {t.name for t in threading.enumerate() if t.name.startswith("cellmill")}
+
+
+def test_close_ends_every_thread_at_any_moment(manifest: Manifest) -> None:
+    for steps in (0, 1, 5):
+        stream = stream_of(manifest)
+        batches = iter(stream)
+        for _ in range(steps):
+            next(batches)
+        stream.close()
+        stream.close()
+        assert not threads()
+        assert next(batches, None) is None or steps == 0
+        with pytest.raises(RuntimeError, match="closed"):
+            next(iter(stream))
+
+
+def test_leaving_a_loop_ends_the_thread_that_reads_ahead(manifest: Manifest) -> None:
+    stream = stream_of(manifest)
+    for _ in stream:
+        break
+    time.sleep(0.2)
+    assert "cellmill-stream" not in threads()
+    stream.close()
+
+
+def test_what_fails_in_a_thread_is_raised_where_batches_are_taken(tmp_path: Path) -> None:
+    manifest = write_corpus(tmp_path, 400)
+    stream = stream_of(manifest)
+    batches = iter(stream)
+    next(batches)
+    for shard in manifest.splits["train"].shards:
+        with open(manifest.shard_path(shard), "r+b") as file:
+            file.truncate(100)
+    with pytest.raises(DataError, match=r"train-0000\d\.h5ad: short read"):
+        for _ in range(100):
+            next(batches)
+    stream.close()
+    assert not threads()
+
+
+def test_batches_are_not_overwritten_by_later_ones(manifest: Manifest) -> None:
+    stream = stream_of(manifest)
+    kept = list(islice(stream, 60))
+    stream.close()
+    assert same(kept, take(stream_of(manifest), 60))
+
+
+def test_a_window_smaller_than_a_lanes_share_is_fine(manifest: Manifest) -> None:
+    options = {"options": {"block_cells": 1, "window_blocks": 1}, "global_batch": 256}
+    stream = stream_of(manifest, **options)
+    seen = Counter(cell for step in take(stream, stream.steps_per_epoch) for cell in cells_of(step))
+    assert seen == Counter(range(CELLS))
+
+
+def test_donors_are_mixed_as_by_a_true_shuffle_though_the_file_is_sorted(tmp_path: Path) -> None:
+    n_donors, each, ids = 16, 128, genes_named(10)
+    rng = np.random.default_rng(0)
+    path = write_dataset(tmp_path / "a.h5ad", random_counts(n_donors * each, 10), ids)
+    options = Shard(val_frac=0, test_frac=0, cells_per_shard=512)
+    manifest = write_shards([path], vocabulary_of(ids), options, tmp_path / "shards" / "manifest.json")
+    names = _cell_numbers(manifest)
+    stream = stream_of(manifest, options={"block_cells": 16, "window_blocks": 4}, global_batch=64)
+    steps = take(stream, stream.steps_per_epoch)
+    found = np.mean([_entropy(names[cells_of(step)] // each) for step in steps])
+    true = np.mean([_entropy(rng.choice(n_donors * each, 64, replace=False) // each) for _ in range(200)])
+    assert abs(found - true) < 0.05
+
+
+def _cell_numbers(manifest: Manifest) -> np.ndarray:
+    """Of each cell of the split, its row in the dataset."""
+    shards = [ad.read_h5ad(manifest.shard_path(shard)) for shard in manifest.splits["train"].shards]
+    return np.array([int(name.split(":cell")[1]) for shard in shards for name in shard.obs_names])
+
+
+def _entropy(values: np.ndarray) -> float:
+    p = np.unique(values, return_counts=True)[1] / len(values)
+    return float(-(p * np.log2(p)).sum())
+
+
+def test_permutations_are_pinned_and_differ_by_every_part_of_their_position() -> None:
+    assert permutation(8, 0, 1, 0, 0).tolist() == [5, 3, 7, 2, 4, 1, 0, 6]
+    places = [(0, 1, 0, 0), (1, 1, 0, 0), (0, 2, 0, 0), (0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 0, 0, 1)]
+    assert len({tuple(permutation(50, *place)) for place in places}) == len(places)
+
+
+def test_lanes_differ_by_one_cell_at_most_and_windows_by_none_lost() -> None:
+    for sizes, lanes in (((100, 37, 5), 8), ((3,), 4), ((64,) * 9 + (1,), 4), ((1000,), 1)):
+        layout = Layout(sizes, lanes, block_cells=8, window_blocks=3, global_batch=lanes, seed=2, shuffle=True)
+        for number in (0, 1):
+            epoch = Epoch(layout, number)
+            assert sum(epoch.lane_cells) == sum(sizes)
+            assert max(epoch.lane_cells) - min(epoch.lane_cells) <= 1
+            for lane in range(lanes):
+                assert int(epoch.borders[lane][-1]) == epoch.lane_cells[lane]
+                for window in range(len(epoch.borders[lane]) - 1):
+                    width = int(epoch.borders[lane][window + 1] - epoch.borders[lane][window])
+                    assert int(epoch.window_runs(lane, window).n.sum()) == width
+                    assert sorted(epoch.window_order(lane, window)) == list(range(width))
+
+
+def test_cutting_is_greedy() -> None:
+    assert cut_batch(np.array([5, 5, 1, 9, 10, 2]), 10) == [0, 2, 4, 5, 6]
+    assert cut_batch(np.array([], int), 10) == [0]

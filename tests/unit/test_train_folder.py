@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+from pathlib import Path
+
+import pytest
+
+from cellmill.errors import ConfigError, DataError
+from cellmill.files import write_json
+from cellmill.track.jsonl import JsonlTracker, cut_back, read_lines
+from cellmill.train.folder import TrainFolder
+from cellmill.train.identity import changed_keys, check_data, identity
+
+
+def save(folder: TrainFolder, step: int, best_step: int | None, keep: int = 2) -> None:
+    path = folder.begin(step)
+    write_json(path / "state.json", {"progress": {"step": step, "best_step": best_step}})
+    (path / "tensors").write_bytes(bytes(range(step)))
+    folder.finish(path, keep)
+
+
+def steps(folder: TrainFolder) -> list[int]:
+    return [checkpoint.step for checkpoint in folder.checkpoints()]
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    folder = TrainFolder(tmp_path)
+    for step, best in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 2)):
+        save(folder, step, best)
+    assert steps(folder) == [2, 4, 5]
+    assert folder.best().step == 2
+
+
+def test_a_best_that_only_an_older_checkpoint_knows_is_kept_for_its_resume(tmp_path: Path) -> None:
+    folder = TrainFolder(tmp_path)
+    for step, best in ((1, 1), (2, 1), (3, 3)):
+        save(folder, step, best)
+    assert steps(folder) == [1, 2, 3]
+
+
+def test_without_validation_the_newest_is_the_best(tmp_path: Path) -> None:
+    folder = TrainFolder(tmp_path)
+    save(folder, 1, None)
+    save(folder, 2, None)
+    assert folder.best().step == 2
+
+
+def test_a_best_that_is_gone_is_an_error_with_a_way_out(tmp_path: Path) -> None:
+    folder = TrainFolder(tmp_path)
+    save(folder, 2, 1)
+    with pytest.raises(DataError, match=r"the best checkpoint, step 1, is gone; set consolidate\.checkpoint: last"):
+        folder.best()
+
+
+def test_no_checkpoint_is_said_plainly(tmp_path: Path) -> None:
+    assert TrainFolder(tmp_path).newest_whole() == (None, [])
+    with pytest.raises(DataError, match="no checkpoint; train the run first"):
+        TrainFolder(tmp_path).best()
+
+
+def test_what_an_earlier_configuration_left_is_moved_not_deleted(tmp_path: Path) -> None:
+    folder = TrainFolder(tmp_path)
+    save(folder, 3, 3)
+    folder.metrics.write_text('{"step": 1}\n')
+    assert folder.set_aside().name == "superseded-001"
+    save(folder, 4, 4)
+    assert folder.set_aside().name == "superseded-002"
+    assert steps(folder) == []
+    assert (tmp_path / "superseded-001" / "metrics.jsonl").exists()
+    assert (tmp_path / "superseded-001" / "checkpoints" / "step-00000003" / "tensors").read_bytes() == bytes([0, 1, 2])
+
+
+def _hold(path: str, ready: multiprocessing.synchronize.Event, done: multiprocessing.synchronize.Event) -> None:
+    with TrainFolder(Path(path)).locked():
+        ready.set()
+        done.wait(30)
+
+
+def test_two_trainings_do_not_share_a_folder(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready, done = context.Event(), context.Event()
+    holder = context.Process(target=_hold, args=(str(tmp_path), ready, done))
+    holder.start()
+    assert ready.wait(30)
+    expected = rf"{re.escape(str(tmp_path))}: another training is running here \(process {holder.pid} on .+\); stop it"
+    with pytest.raises(DataError, match=expected), TrainFolder(tmp_path).locked(wait_s=0.3):
+        pass
+    done.set()
+    holder.join()
+    with TrainFolder(tmp_path).locked(wait_s=5):
+        pass
+
+
+def test_the_curve_is_cut_back_to_the_checkpoint_and_a_torn_line_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    for step in range(1, 6):
+        tracker.log({"step": step, "loss": 1 / step})
+    tracker.close()
+    with open(path, "a") as file:
+        file.write('{"step": 6, "lo')
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 4, 5]
+    cut_back(path, 3)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": step, "loss": 1 / step} for step in (1, 2, 3)
+    ]
+
+
+def test_only_options_that_define_the_numbers_make_another_run() -> None:
+    options = {
+        "tokens": {"max_tokens": 64},
+        "stream": {"lanes": 8, "io_threads": 4},
+        "model": {"hidden": 8},
+        "parallel": {"strategy": "ddp"},
+        "train": {"lr": 0.1, "keep_checkpoints": 2, "token_budget": 100},
+    }
+    before = identity(options, None)
+    free = options | {"parallel": {"strategy": "fsdp"}, "train": {"lr": 0.1, "keep_checkpoints": 9, "token_budget": 7}}
+    assert changed_keys(before, identity(free, None)) == []
+    other = options | {"train": {"lr": 0.2, "keep_checkpoints": 2, "token_budget": 100}}
+    assert changed_keys(before, identity(other, "abc")) == ["init_from None -> abc", "train.lr 0.1 -> 0.2"]
+
+
+def test_changed_data_are_refused_with_both_fingerprints() -> None:
+    with pytest.raises(ConfigError, match="run: its checkpoints were trained on data aaaa, the shards are now bbbb; "):
+        check_data("run", "aaaa", "bbbb")

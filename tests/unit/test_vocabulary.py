@@ -1,0 +1,146 @@
+"""The vocabulary: medians against numpy, exact counts, one text, and refusals."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+
+from cellmill.config.options import VocabularyOptions
+from cellmill.data.vocabulary import SPECIAL, Medians, Vocabulary, build_vocabulary
+from cellmill.errors import DataError
+from cellmill.stages import vocabulary as stage
+
+Make = Callable[..., Path]
+
+
+def reference(*paths: Path) -> tuple[dict[str, int], dict[str, float]]:
+    """Cells and exact medians of each gene, with everything in memory."""
+    values: dict[str, list[float]] = {}
+    for path in paths:
+        data = ad.read_h5ad(path)
+        dense = data.X.toarray().astype(np.float64)
+        dense *= 1e4 / np.maximum(dense.sum(axis=1, keepdims=True), 1)
+        for gene, column in zip(data.var_names, dense.T):
+            values.setdefault(gene, []).extend(column[column > 0])
+    return {g: len(v) for g, v in values.items()}, {g: float(np.median(v)) for g, v in values.items() if v}
+
+
+def test_medians_are_within_half_a_percent_of_numpy() -> None:
+    random = np.random.default_rng(0)
+    medians, wanted = Medians(60), []
+    for gene in range(60):
+        values = np.clip(random.lognormal(random.uniform(-4, 6), 1, random.integers(1, 400)), 1e-3, 1e4)
+        medians.add(np.full(len(values), gene), values)
+        wanted.append(np.median(values))
+    np.testing.assert_allclose(medians.medians(), wanted, rtol=0.005)
+
+
+@pytest.mark.parametrize("value", [2.0**-10, 0.37, 1.0, 9_999.9, 1e4])
+def test_a_median_is_within_half_a_percent_at_the_ends_of_the_range(value: float) -> None:
+    medians = Medians(1)
+    medians.add(np.zeros(1, np.int64), np.array([value]))
+    assert medians.medians()[0] == pytest.approx(value, rel=0.005)
+
+
+def test_merged_medians_equal_those_of_one_pass_in_any_order() -> None:
+    random = np.random.default_rng(1)
+    genes, values = random.integers(0, 5, 900), random.lognormal(0, 2, 900)
+    whole, left, right = Medians(5), Medians(5), Medians(5)
+    whole.add(genes, values)
+    right.add(genes[::-2], values[::-2])
+    left.add(genes[-2::-2], values[-2::-2])
+    left.merge(right)
+    assert (left.medians() == whole.medians()).all()
+    assert (left.counts() == np.bincount(genes)).all()
+
+
+def test_cells_are_counted_exactly_over_files_and_medians_follow(simulated: Path, tmp_path: Path) -> None:
+    data = ad.read_h5ad(simulated)
+    paths = [tmp_path / "a.h5ad", tmp_path / "b.h5ad"]
+    data[:350, :300].copy().write_h5ad(paths[0])
+    data[350:, np.random.default_rng(0).permutation(400)[:320]].copy().write_h5ad(paths[1])
+    n_cells, medians = reference(*paths)
+    got = build_vocabulary(paths)
+    assert got.gene_ids == sorted(g for g, n in n_cells.items() if n)
+    assert got.n_cells.tolist() == [n_cells[g] for g in got.gene_ids]
+    np.testing.assert_allclose(got.medians, [medians[g] for g in got.gene_ids], rtol=0.005)
+    assert got.symbols == [data.var["symbol"][g] for g in got.gene_ids]
+    assert build_vocabulary(paths[::-1]).digest == got.digest
+
+
+def test_few_cells_and_too_many_genes_cut_the_vocabulary(simulated: Path) -> None:
+    n_cells, _ = reference(simulated)
+    assert build_vocabulary([simulated], min_cells=100).gene_ids == sorted(g for g, n in n_cells.items() if n >= 100)
+    top = sorted(n_cells, key=lambda g: (-n_cells[g], g))[:25]
+    assert build_vocabulary([simulated], max_genes=25).gene_ids == sorted(top)
+
+
+def test_the_file_holds_special_tokens_first_and_reads_back_the_same(simulated: Path, tmp_path: Path) -> None:
+    path = tmp_path / "vocabulary.tsv"
+    stage.run(options=VocabularyOptions.model_validate({"vocabulary": {}}), cells=[simulated], out=path)
+    table = pd.read_csv(path, sep="\t")
+    assert list(table.columns) == ["token_id", "gene_id", "symbol", "n_cells", "median"]
+    assert table["token_id"].tolist() == list(range(len(table)))
+    assert tuple(table["gene_id"][:2]) == SPECIAL
+    got = Vocabulary.read(path)
+    assert got.digest == hashlib.sha256(path.read_bytes()).hexdigest() == build_vocabulary([simulated]).digest
+    assert (got.medians == build_vocabulary([simulated]).medians).all()
+    assert got.n_tokens == got.n_genes + 2 == len(table)
+    assert got.rows_of([got.gene_ids[3], "unknown", got.gene_ids[0]]).tolist() == [3, -1, 0]
+
+
+def test_a_damaged_vocabulary_is_named_with_its_line(simulated: Path, tmp_path: Path) -> None:
+    path = tmp_path / "v.tsv"
+    build_vocabulary([simulated], max_genes=4).write(path)
+    text = path.read_text()
+    lines = text.splitlines(keepends=True)
+    for damaged, message in (
+        ("", "not a whole vocabulary: the columns should be token_id, gene_id, symbol, n_cells, median"),
+        (text[:-1], "not a whole vocabulary"),
+        ("".join(lines[:3]), "not a vocabulary: it has no genes, or one twice"),
+        ("".join(lines[:1] + lines[2:]), "line 2: token 0 should be here: <pad>"),
+        ("".join(lines[:4] + lines[5:]), "line 5: token 3 should be here: gene id, symbol, n_cells, median"),
+        (text.replace("\n4\t" + lines[5].split("\t")[1], "\n4\t" + lines[4].split("\t")[1]), "or one twice"),
+        (text.replace(lines[3].split("\t")[4], "nan\n"), "a median is not a positive number"),
+    ):
+        path.write_text(damaged)
+        with pytest.raises(DataError, match=message):
+            Vocabulary.read(path)
+    with pytest.raises(DataError, match=r"none\.tsv: no such file"):
+        Vocabulary.read(tmp_path / "none.tsv")
+
+
+def test_datasets_without_a_gene_in_common_are_refused(make_h5ad: Make) -> None:
+    ones = sp.csr_matrix(np.ones((3, 2), np.float32))
+    human = make_h5ad(ones, "human.h5ad", genes=["ENSG1", "ENSG2"])
+    mouse = make_h5ad(ones, "mouse.h5ad", genes=["ENSMUSG1", "ENSMUSG2"])
+    more = make_h5ad(ones, "more.h5ad", genes=["ENSG2", "ENSG3"])
+    with pytest.raises(DataError) as error:
+        build_vocabulary([human, more, mouse])
+    assert str(error.value) == (
+        f"{mouse}: no genes in common with the other datasets of the corpus (its first is ENSMUSG1); "
+        "is it of another organism? Give it a corpus of its own"
+    )
+    assert build_vocabulary([human, more]).n_genes == 3
+
+
+def test_an_empty_vocabulary_and_odd_names_are_refused(make_h5ad: Make) -> None:
+    ones = sp.csr_matrix(np.ones((3, 2), np.float32))
+    path = make_h5ad(ones, genes=["A", "B"])
+    with pytest.raises(DataError) as error:
+        build_vocabulary([path], min_cells=4)
+    assert str(error.value) == (
+        "no gene is left for the vocabulary: none of 2 is detected in 4 cells, the most are 3; "
+        "lower vocabulary.min_cells"
+    )
+    with pytest.raises(DataError, match="'A\\\\tB' cannot name a gene"):
+        build_vocabulary([make_h5ad(ones, genes=["A\tB", "C"])])
+    with pytest.raises(DataError, match="'<mask>' cannot name a gene"):
+        build_vocabulary([make_h5ad(ones, genes=["<mask>", "C"])])
