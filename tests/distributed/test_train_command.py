@@ -103,13 +103,13 @@ def test_a_finished_run_says_so_and_exits_0(corpus: str, one: Path) -> None:
 def test_a_run_killed_three_times_has_the_curve_of_one_left_alone(corpus: str, tmp_path: Path) -> None:
     # the victim is the command itself, then a worker, then the agent between them
     alone, killed = tmp_path / "alone", tmp_path / "killed"
-    opts = long_run(300)
+    opts = long_run(150)
     assert train(corpus, alone, opts).returncode == 0
     chance = random.Random(time.time_ns())
     reached = 0
     for victim in ("command", "worker", "agent"):
         process = start(corpus, killed, opts)
-        reached += chance.randint(5, 60)
+        reached += chance.randint(5, 40)
         wait_for_step(killed, reached, process)
         worker = workers_of(killed)[0]
         pid = {"command": process.pid, "worker": worker.pid, "agent": worker.parent().pid}[victim]

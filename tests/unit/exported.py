@@ -29,9 +29,7 @@ def make_corpus(folder: Path, raw: Path, **split: Any) -> dict[str, Path]:
     return {"cells": cells, "vocabulary": genes, "manifest": manifest}
 
 
-def export_model(
-    folder: Path, genes: Path, tokens: dict[str, Any] | None = None, seed: int = 0, **model: Any
-) -> Path:
+def export_model(folder: Path, genes: Path, tokens: dict[str, Any] | None = None, seed: int = 0, **model: Any) -> Path:
     """The folder of a small model over the vocabulary in `genes`, with the weights that `seed` gives."""
     known = Vocabulary.read(genes)
     config = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from cellmill.config.section import Section
 
@@ -29,12 +29,16 @@ class ModelSize:
     """Elements kept for the backward pass for each token, without activation checkpointing."""
     activations_per_token_checkpointed: int
     """The same with full activation checkpointing."""
+    logits_per_token: float
+    """Elements of logits for each token, on average; float32 in every precision, and once more as their gradient."""
 
 
 class FamilyConfig(Section):
     """Base of every family's options."""
 
     family: str
+    weight_keys: ClassVar[tuple[str, ...]] = ()
+    """Options that must be equal for the weights of one model to mean the same in another."""
 
     def check_tokens(self, tokens: Tokens) -> None:
         """Raises ValueError when the family cannot be trained on such tokens."""

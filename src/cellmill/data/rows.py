@@ -19,7 +19,7 @@ from cellmill.data.shards import RowFile
 
 @dataclass(frozen=True)
 class Step:
-    """What one global batch takes."""
+    """What one global batch takes; `genes` and `counts` are overwritten by the next step."""
 
     lengths: list[np.ndarray]
     """For each lane, genes of each of its cells; the same on every rank."""
@@ -60,6 +60,7 @@ class Rows:
         self._first_cell = np.concatenate([[0], np.cumsum(layout.shard_cells)])
         self._dtype = np.result_type(*(shard.dtype for shard in shards)) if with_counts else None
         self._max_genes = max_genes
+        self._buffer = _Buffer()  # of a step
         self._epochs: dict[int, Epoch] = {}
         self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="cellmill-read")
 
@@ -87,14 +88,21 @@ class Rows:
         own = [window for lane in sorted(self._own) for window in taken[lane]]
         lengths = [_joined([window.lengths for window in windows], np.int64) for windows in taken]
         read = _joined([np.diff(window.starts) for window in own], np.int64)
-        counts = [window.counts for window in own if window.counts is not None]
-        return Step(
-            lengths,
-            _joined([window.cells for window in own], np.int64),
-            np.concatenate([[0], np.cumsum(read)]),
-            _joined([window.genes for window in own], np.int32),
-            _joined(counts, self._dtype) if self._dtype is not None else None,
-        )
+        genes, counts = self._side_by_side(own)
+        cells = _joined([window.cells for window in own], np.int64)
+        return Step(lengths, cells, np.concatenate([[0], np.cumsum(read)]), genes, counts)
+
+    def _side_by_side(self, own: list[_Window]) -> tuple[np.ndarray, np.ndarray | None]:
+        if len(own) == 1:
+            return own[0].genes, own[0].counts
+        total = sum(len(window.genes) for window in own)
+        genes = self._buffer.genes(total)
+        np.concatenate([window.genes for window in own] or [genes], out=genes)
+        if self._dtype is None:
+            return genes, None
+        counts = self._buffer.counts(total, self._dtype)
+        np.concatenate([window.counts for window in own if window.counts is not None] or [counts], out=counts)
+        return genes, counts
 
     def _epoch(self, epoch: int) -> Epoch:
         if epoch not in self._epochs:

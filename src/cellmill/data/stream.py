@@ -80,8 +80,9 @@ class Stream:
             raise ConfigError(f"{world} ranks for {self.n_cells} {split} cells of {manifest}: use fewer processes")
         self._tokens, self._budget, self._rank, self._world = tokens, token_budget, rank, world
         rank_only = tokens.tokenizer == "rank"
+        self._shards = open_shards(opened, split)
         self._rows = Rows(
-            open_shards(opened, split),
+            self._shards,
             self._layout,
             list(range(rank, stream.lanes, world)),
             with_counts=not rank_only,
@@ -142,6 +143,8 @@ class Stream:
         self._closed = True
         self._stop_ahead()
         self._rows.close()
+        for shard in self._shards:
+            shard.close()
 
     def _stop_ahead(self) -> None:
         if self._ahead is not None:

@@ -96,13 +96,15 @@ def _places(lengths: np.ndarray) -> np.ndarray:
 
 
 def _log_counts(counts: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    some = np.flatnonzero(np.diff(starts))
+    if not len(some):
+        return np.empty(0, np.float32)
+    first = starts[:-1][some]
+    # no temporary as long as the tokens: giving such memory back and forth cost more than the sums
+    library = np.add.reduceat(counts, first, dtype=np.int64)
     values = counts.astype(np.float32)
-    total = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, dtype=np.int64, out=total[1:])
-    library = total[starts[1:]] - total[starts[:-1]]
-    scale = np.float32(PER_CELL) / np.maximum(library, 1).astype(np.float32)
-    edges = starts.tolist()
-    for start, stop, by in zip(edges, edges[1:], scale):
+    ends = [*first[1:].tolist(), len(values)]
+    for start, stop, by in zip(first.tolist(), ends, np.float32(PER_CELL) / library.astype(np.float32)):
         values[start:stop] *= by
     return np.log1p(values, out=values)
 

@@ -15,6 +15,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 PALETTE = (
     "#4e79a7", "#e08f45", "#5f9e6e", "#c85c5c", "#8a6fae", "#9c7a5b", "#d38bb4", "#7f8791", "#b3a63f", "#55a9b5",
@@ -61,6 +62,7 @@ def loss_curve(lines: Sequence[Mapping[str, Any]]) -> str:
             axes.plot(*zip(*val), color=PALETTE[1], lw=1.4, marker="o", ms=3.5, label="validation")
         axes.set_xlabel("step")
         axes.set_ylabel("loss")
+        _log_scale(axes, [value for _, value in train + val])
         _legend_above(axes)
         return _svg(figure)
 
@@ -139,6 +141,15 @@ def _axes(width: float, height: float) -> tuple[Figure, Axes]:
     axes = figure.add_subplot()
     axes.patch.set_alpha(0)
     return figure, axes
+
+
+def _log_scale(axes: Axes, values: Sequence[float]) -> None:
+    """A log axis where values span much: the first steps would flatten all that follows."""
+    if values and min(values) > 0 and max(values) > 5 * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
 
 
 def _legend_above(axes: Axes) -> None:

@@ -54,7 +54,7 @@ def _by_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[
 
 def attention_padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     """The same, padded to the longest cell with a mask: slow, obvious, the reference of tests and benchmarks."""
-    padded = [pad_sequence(x.split(lengths), batch_first=True).transpose(1, 2) for x in (q, k, v)]
+    q_, k_, v_ = (pad_sequence(x.split(lengths), batch_first=True).transpose(1, 2) for x in (q, k, v))
     inside = torch.arange(max(lengths), device=q.device) < torch.tensor(lengths, device=q.device)[:, None]
-    out = F.scaled_dot_product_attention(*padded, attn_mask=inside[:, None, None, :]).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q_, k_, v_, attn_mask=inside[:, None, None, :]).transpose(1, 2)
     return out[inside]

@@ -73,6 +73,8 @@ def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
     config = read_json(folder / "config.json")
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise DataError(f"{folder / 'config.json'}: not a model of format {FORMAT}; export it again (consolidate)")
+    if missing := [key for key in ("family", "model", "tokens", "vocabulary_digest") if key not in config]:
+        raise DataError(f"{folder / 'config.json'}: {missing[0]} is missing; export the model again (consolidate)")
     vocabulary = Vocabulary.read(folder / "vocabulary.tsv")
     if vocabulary.digest != config["vocabulary_digest"]:
         raise DataError(
@@ -109,7 +111,7 @@ def initial_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """First value of every parameter, as (name, full CPU tensor), one at a time; the same on every rank.
 
-    A parameter's generator is seeded with (seed, CRC-32 of its name), so the values depend on no order and no layout.
+    A parameter's generator is seeded with the CRC-32 of seed and name, so the values depend on no order and no layout.
     With `init_from`, an exported model, its tensors take their place; in those with a row for each gene, rows are
     found by Ensembl id, and genes it did not know keep their fresh values. Tensors it lacks (another objective's
     head) stay fresh. Raises ConfigError when a shared tensor has another shape.
@@ -118,7 +120,8 @@ def initial_tensors(
     for name, parameter in model.named_parameters():
         name = plain_name(name)
         tensor = torch.empty(parameter.shape, dtype=parameter.dtype)
-        generator = torch.Generator().manual_seed(seed << 32 | crc32(name.encode()))
+        # one 32-bit number from both: torch's CPU generator does not read the upper half of a seed
+        generator = torch.Generator().manual_seed(crc32(f"{seed}:{name}".encode()))
         model.reset_parameter(name, tensor, generator)
         if source is not None:
             source.fill(name, tensor, vocabulary if name in model.gene_rows else None)

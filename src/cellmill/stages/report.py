@@ -105,8 +105,8 @@ def seen(run: Run) -> list[tuple[str, Any, Any]]:
         ("steps", plan.get("steps"), status.get("step")),
         ("hours", plan.get("hours"), None if wall_s is None else wall_s / 3600),
         ("memory of a process, GB", _planned_memory(plan), memory),
-        ("cells", None, status.get("cells")),
-        ("processes", None, status.get("world_size")),
+        ("cells, with repetition", None, status.get("cells")),
+        ("processes", plan.get("world_size"), status.get("world_size")),
         ("best cells/s", None, fastest),
         ("data wait, fraction", None, sum(waits) / len(waits) if waits else None),
     ]
@@ -114,7 +114,7 @@ def seen(run: Run) -> list[tuple[str, Any, Any]]:
 
 
 def _planned_memory(plan: Mapping[str, Any]) -> Any:
-    memory = plan.get("memory_gb", plan.get("memory"))
+    memory = plan.get("memory_gb")
     return memory.get("total") if isinstance(memory, Mapping) else memory
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cellmill import __version__
+from cellmill.config import check_options
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import check_together
 from cellmill.data.shards import Manifest
@@ -39,7 +40,9 @@ def run(
 
     Raises Stopped when a signal ended it with its state saved; UserError when a process failed.
     """
-    check_options(options, nodes, nproc_per_node)
+    check_run(options, nodes, nproc_per_node)
+    if init_from is not None:
+        check_weights(options, init_from)
     fingerprint = Manifest.read(manifest).fingerprint
     folder = TrainFolder(out)
     with folder.locked() as lock:
@@ -65,7 +68,7 @@ def run(
         _explain(folder, code)
 
 
-def check_options(options: TrainOptions, nodes: int, nproc_per_node: int) -> None:
+def check_run(options: TrainOptions, nodes: int, nproc_per_node: int) -> None:
     """Raises ConfigError when sections exclude each other or do not fit the number of processes."""
     for name, value in (("nodes", nodes), ("nproc-per-node", nproc_per_node)):
         if value < 1:
@@ -75,6 +78,19 @@ def check_options(options: TrainOptions, nodes: int, nproc_per_node: int) -> Non
     except ValueError as error:
         raise ConfigError(str(error)) from None
     layout(options.parallel, nodes * nproc_per_node, nproc_per_node)
+
+
+def check_weights(options: TrainOptions, init_from: Path) -> None:
+    """Raises ConfigError when the exported model `init_from` is of another architecture or tokenizer."""
+    config = read_json(init_from / "config.json")
+    theirs = check_options(type(options.model), config["model"], f"{init_from / 'config.json'}: model")
+    pairs = [(f"model.{key}", getattr(theirs, key), getattr(options.model, key)) for key in options.model.weight_keys]
+    pairs.append(("tokens.tokenizer", config["tokens"]["tokenizer"], options.tokens.tokenizer))
+    for key, before, now in pairs:
+        if before != now:
+            raise ConfigError(
+                f"{key} is {now!r}, the model to start from ({init_from}) has {before!r}; make them equal"
+            )
 
 
 def _is_done(folder: TrainFolder, belongs: dict[str, Any], fingerprint: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,8 @@ N_SPECIAL = 2  # <pad> and <mask>: cellmill.data.vocabulary.SPECIAL, which a tor
 class MaskedConfig(FamilyConfig):
     """Architecture and objective of the masked encoder."""
 
+    weight_keys: ClassVar[tuple[str, ...]] = ("family", "hidden", "layers", "heads", "ffn_width")
+
     family: Literal["masked"] = Field(
         "masked", description="A pre-norm transformer encoder trained to fill in what is hidden."
     )
@@ -22,6 +24,12 @@ class MaskedConfig(FamilyConfig):
         "masked_value", description="What is hidden and predicted at masked tokens: which gene it is, or its value."
     )
     mask_frac: float = Field(0.15, gt=0, lt=1, description="Fraction of a cell's tokens that is masked, at least one.")
+    cell_loss_weight: float = Field(
+        1.0,
+        ge=0,
+        description="Weight of a second loss, in which the cell's embedding and what is visible of a masked token "
+        "predict the rest of it: it teaches the embedding what the cell expresses (scGPT's GEPC). 0 leaves it out.",
+    )
     hidden: int = Field(256, ge=8, description="Width of the residual stream.")
     layers: int = Field(4, ge=1, description="Transformer blocks.")
     heads: int = Field(4, ge=1, description="Attention heads; hidden must be a multiple of it.")
@@ -61,19 +69,29 @@ class MaskedConfig(FamilyConfig):
         else:
             classes = tokens.bins if tokens.tokenizer == "binned" else 1
             head = classes * h + classes + h
+        if self.cell_loss_weight:
+            head += 2 * h * h + 3 * h
         outside = v * h + values + 2 * h + h * h + 3 * h + head
-        products = self.layers * (4 * h * h + 2 * h * f) + self.mask_frac * (h * h + h * classes)
+        at_targets = h * h + h * classes
+        if self.cell_loss_weight:
+            at_targets += 2 * h * h + h * classes
+        products = self.layers * (4 * h * h + 2 * h * f) + self.mask_frac * at_targets
         if tokens.tokenizer == "continuous":
             products += h + h * h
-        # kept for the backward pass, elements a token: a block's input, two norms, q k v, attention, its projection,
-        # both sides of the GELU; outside, embeddings and the last norm; at targets, logits twice
-        kept_outside = 4 * h + round(self.mask_frac * (3 * h + 2 * classes))
+        # kept for the backward pass, elements a token: a block's input, two norms, q k v, attention before and after
+        # its cells are joined, its projection, both sides of the GELU; two masks where there is dropout. Outside, the
+        # last norm, both sides of the values' GELU, and the heads at targets. A test compares with what autograd keeps
+        kept = 9 * h + 2 * f + (2 * h if self.dropout else 0)
+        kept_outside = (3 * h if tokens.tokenizer == "continuous" else h) + round(
+            self.mask_frac * (11 if self.cell_loss_weight else 5) * h
+        )
         return ModelSize(
             parameters=self.layers * block + outside,
             block_parameters=block,
             blocks=self.layers,
             flops_per_token=3 * 2 * products,
             flops_per_token_pair=3 * 4 * h * self.layers,
-            activations_per_token=self.layers * (8 * h + 2 * f) + kept_outside,
-            activations_per_token_checkpointed=self.layers * h + 8 * h + 2 * f + kept_outside,
+            activations_per_token=self.layers * kept + kept_outside,
+            activations_per_token_checkpointed=self.layers * h + kept + kept_outside,
+            logits_per_token=self.mask_frac * classes * (2 if self.cell_loss_weight else 1),
         )

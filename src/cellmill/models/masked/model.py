@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from cellmill.config.run import Tokens
 from cellmill.data.vocabulary import SPECIAL
-from cellmill.models.batch import TensorBatch, positions
+from cellmill.models.batch import TensorBatch
 from cellmill.models.blocks import Block
 from cellmill.models.family import Model, ParallelPlan
 from cellmill.models.masked.config import MaskedConfig
@@ -56,6 +56,8 @@ class MaskedModel(Model):
         )
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Sequential(nn.Linear(hidden, hidden), nn.GELU(), nn.LayerNorm(hidden))
+        if config.cell_loss_weight:
+            self.cell_head = nn.Sequential(nn.Linear(2 * hidden, hidden), nn.GELU(), nn.LayerNorm(hidden))
         if config.objective == "masked_gene":
             self.gene_bias = nn.Parameter(torch.empty(n_tokens))  # the matrix is the gene embedding's
         else:
@@ -67,34 +69,47 @@ class MaskedModel(Model):
         return mask(batch, self.config.objective, self.config.mask_frac, seed, step)
 
     def forward(self, prepared: MaskedBatch) -> torch.Tensor:
-        """Summed loss: cross-entropy of the gene or bin, or squared error of the value; float32 scalar."""
-        predicted = self.predict(prepared)
+        """Summed loss, a float32 scalar: cross-entropy of the gene or bin, or squared error of the value.
+
+        With `cell_loss_weight`, the same of what the cell's embedding predicts (scGPT, Cui et al. 2024, GEPC).
+        """
+        inputs, states = self._encode(prepared)
+        loss = self._loss(self._out(self.head(states[prepared.targets])), prepared)
+        if self.config.cell_loss_weight:
+            cells = _mean_of_cells(states, prepared.cell, prepared.cu_seqlens).to(states.dtype)
+            asked = torch.cat([cells[prepared.cell[prepared.targets]], inputs[prepared.targets]], dim=-1)
+            loss = loss + self.config.cell_loss_weight * self._loss(self._out(self.cell_head(asked)), prepared)
+        return loss
+
+    def predict(self, prepared: MaskedBatch) -> torch.Tensor:
+        """float32: (N,) values, (N, bins) logits of bins, or (N, V) logits of genes."""
+        return self._out(self.head(self._encode(prepared)[1][prepared.targets]))
+
+    def embed(self, batch: TensorBatch) -> torch.Tensor:
+        """(cells, H) float32: the mean over a cell's tokens of their last states."""
+        prepared = unmasked(batch)
+        return _mean_of_cells(self._encode(prepared)[1], prepared.cell, prepared.cu_seqlens)
+
+    def _encode(self, prepared: MaskedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(T, H) each: what goes in, and the normed states of all tokens."""
+        x = inputs = self.gene_embedding(prepared.genes) + self._embed_values(prepared)
+        for block in self.blocks:
+            x = block(x, prepared.cu_seqlens, prepared.lengths, prepared.token_keys)
+        return inputs, self.norm(x)
+
+    def _out(self, states: torch.Tensor) -> torch.Tensor:
+        """(N, H) -> predictions as in `predict`."""
+        if self.config.objective == "masked_gene":
+            weight, bias = self.gene_embedding.weight, self.gene_bias
+            return F.linear(states, weight.to(states.dtype), bias.to(states.dtype)).float()
+        out = self.value_out(states).float()
+        return out if self.binned else out.squeeze(-1)
+
+    def _loss(self, predicted: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
         if predicted.ndim == 1:
             return (predicted - prepared.answers).square().sum()
         classes = prepared.answers - 1 if self.config.objective == "masked_value" else prepared.answers
         return F.cross_entropy(predicted, classes, reduction="sum")
-
-    def predict(self, prepared: MaskedBatch) -> torch.Tensor:
-        """float32: (N,) values, (N, bins) logits of bins, or (N, V) logits of genes."""
-        state = self.head(self._encode(prepared)[prepared.targets])
-        if self.config.objective == "masked_gene":
-            return F.linear(state, self.gene_embedding.weight.to(state.dtype), self.gene_bias.to(state.dtype)).float()
-        out = self.value_out(state).float()
-        return out if self.binned else out.squeeze(-1)
-
-    def embed(self, batch: TensorBatch) -> torch.Tensor:
-        """(cells, H) float32: the mean over a cell's tokens of their last states."""
-        states = self._encode(unmasked(batch)).float()
-        cell, _ = positions(batch)
-        sums = states.new_zeros(len(batch.lengths), states.shape[1]).index_add(0, cell, states)
-        return sums / batch.cu_seqlens.diff()[:, None]
-
-    def _encode(self, prepared: MaskedBatch) -> torch.Tensor:
-        """(T, H): normed states of all tokens."""
-        x = self.gene_embedding(prepared.genes) + self._embed_values(prepared)
-        for block in self.blocks:
-            x = block(x, prepared.cu_seqlens, prepared.lengths, prepared.token_keys)
-        return self.norm(x)
 
     def _embed_values(self, prepared: MaskedBatch) -> torch.Tensor:
         """(T, H); the learned vector of a hidden value where it is hidden."""
@@ -108,7 +123,7 @@ class MaskedModel(Model):
 
     def reset_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
         """Normal(0, 0.02) for matrices, less where a block writes to the residual stream (Radford et al. 2019)."""
-        if name.endswith("norm.weight") or name == "head.2.weight":
+        if name.endswith("norm.weight") or name in ("head.2.weight", "cell_head.2.weight"):
             tensor.fill_(1.0)
         elif name.endswith("bias"):
             tensor.zero_()
@@ -118,3 +133,10 @@ class MaskedModel(Model):
             into_residual = name.endswith(("out.weight", "down.weight")) and name.startswith("blocks.")
             deviation = 0.02 / math.sqrt(2 * self.config.layers) if into_residual else 0.02
             tensor.normal_(0.0, deviation, generator=generator)
+
+
+def _mean_of_cells(states: torch.Tensor, cell: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """(T, H) -> (cells, H) float32; `cell` (T,) is the number of each token's cell."""
+    lengths = cu_seqlens.diff()
+    sums = torch.zeros(len(lengths), states.shape[1], device=states.device).index_add(0, cell, states.float())
+    return sums / lengths.clamp(min=1)[:, None]  # a cell without tokens is zeros

@@ -28,8 +28,8 @@ class MaskedBatch:
     """(tokens,); 0 where the value is hidden."""
     value_hidden: torch.Tensor
     """(tokens,) bool."""
-    places: torch.Tensor
-    """(tokens,) int64, place in the cell."""
+    cell: torch.Tensor
+    """(tokens,) int64, number of the cell in the batch."""
     cu_seqlens: torch.Tensor
     lengths: list[int]
     token_keys: torch.Tensor
@@ -53,7 +53,7 @@ def mask(batch: TensorBatch, objective: str, mask_frac: float, seed: int, step: 
         genes=batch.genes.masked_fill(masked, MASK_TOKEN) if hides_gene else batch.genes,
         values=batch.values if hides_gene else batch.values.masked_fill(masked, 0),
         value_hidden=torch.zeros_like(masked) if hides_gene else masked,
-        places=place,
+        cell=cell,
         cu_seqlens=batch.cu_seqlens,
         lengths=batch.lengths,
         token_keys=keyed_bits(keys, 1),  # not the mask's own draw: what is dropped must not depend on it
@@ -65,13 +65,13 @@ def mask(batch: TensorBatch, objective: str, mask_frac: float, seed: int, step: 
 
 def unmasked(batch: TensorBatch) -> MaskedBatch:
     """The batch with nothing hidden and nothing asked, for embeddings."""
-    _, place = positions(batch)
+    cell, place = positions(batch)
     none = torch.zeros(0, dtype=torch.int64, device=place.device)
     return MaskedBatch(
         genes=batch.genes,
         values=batch.values,
         value_hidden=torch.zeros_like(place, dtype=torch.bool),
-        places=place,
+        cell=cell,
         cu_seqlens=batch.cu_seqlens,
         lengths=batch.lengths,
         token_keys=place,  # read by dropout alone, which is off

@@ -1,0 +1,39 @@
+# make demo    the whole line on 700 real PBMC, from nothing but Python and pip
+# make test    every test
+# make check   format, types, lint, generated files
+# PYTHON=…     another Python than python3, when .venv is made
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+# 2 workers: most tests wait on small processes of their own, each with one thread
+PYTEST_ARGS ?= -n 2 --dist loadgroup
+
+.PHONY: demo test check install
+
+demo: install
+	$(BIN)/snakemake --profile profiles/local
+	@echo
+	@echo "The report: $(CURDIR)/results/report/index.html"
+
+test: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/snakefmt --check Snakefile workflow
+	$(BIN)/snakemake --lint
+	$(BIN)/python -m cellmill.config.document --check
+
+install: $(STAMP)
+
+$(STAMP): envs/requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"cellmill needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}: try make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "$(PYTHON) has no venv module; on Debian: apt-get install python3-venv"; exit 1; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --requirement envs/requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $(STAMP)

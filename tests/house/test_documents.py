@@ -1,0 +1,153 @@
+"""What is written about the code is true of it: generated files, examples, commands, targets, the tree."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from cellmill.cli import _parser
+from cellmill.config import load_config
+from cellmill.config.document import SCHEMA, main
+from tests.house.rules import outputs, rules
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "config/README.md", "profiles/README.md"]
+EXAMPLES = sorted((ROOT / "config" / "examples").glob("*.yaml"))
+
+
+def lines_of_code(text: str) -> list[str]:
+    """Lines of fenced blocks, continued ones joined, and what stands between backticks in the prose."""
+    blocks = re.findall(r"^```[a-z]*\n(.*?)^```", text, re.M | re.S)
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    return [*"".join(blocks).replace("\\\n", " ").splitlines(), *re.findall(r"`([^`\n]+)`", prose)]
+
+
+def documented(program: str) -> list[tuple[str, list[str]]]:
+    """Every documented command of a program, as (document, words)."""
+    found = []
+    for name in DOCUMENTS:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        found += [(name, line) for line in lines_of_code(text) if line.split()[:1] == [program]]
+    for path in EXAMPLES:
+        text = path.read_text(encoding="utf-8")
+        joined = re.sub(r"\\\n#", " ", text)
+        found += [(path.name, line) for line in re.findall(rf"^#\s+({program} .*)$", joined, re.M)]
+    return [(name, shlex.split(line, comments=True)) for name, line in found]
+
+
+def test_generated_files_are_up_to_date() -> None:
+    assert main(["--root", str(ROOT), "--check"]) == 0
+
+
+def test_a_generated_file_that_differs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--root", str(tmp_path)]) == 0
+    (tmp_path / "config" / "README.md").write_text("stale")
+    assert main(["--root", str(tmp_path), "--check"]) == 1
+    message = "out of date: config/README.md; run python -m cellmill.config.document\n"
+    assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize("path", [ROOT / "config" / "config.yaml", *EXAMPLES], ids=lambda path: path.name)
+def test_the_configuration_is_accepted_by_the_program_and_by_the_schema(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    load_config(path.relative_to(ROOT))
+    schema = json.loads((ROOT / SCHEMA).read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(yaml.safe_load(path.read_text()), schema)
+
+
+def test_the_schema_refuses_what_the_program_refuses() -> None:
+    schema = json.loads((ROOT / SCHEMA).read_text())
+    good = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
+    for wrong in ({"trian": {}}, {"train": {"lrr": 1}}, {"train": {"lr": 0}}, {"tokens": {"tokenizer": "ranks"}}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(good | wrong, schema)
+
+
+def test_every_documented_cellmill_command_parses() -> None:
+    found = [(name, words[1:]) for name, words in documented("cellmill") if len(words) > 2]
+    assert len(found) > 4
+    for name, words in found:
+        assert parses(words), f"{name}: cellmill {' '.join(words)}"
+
+
+def parses(words: list[str]) -> bool:
+    try:
+        _parser().parse_args(words)
+    except SystemExit as ended:
+        return ended.code == 0
+    return True
+
+
+def test_every_documented_target_is_the_output_of_a_rule() -> None:
+    patterns = [re.compile(re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(output))) for output in outputs()]
+    targets = []
+    for name in DOCUMENTS:
+        code = " ".join(lines_of_code((ROOT / name).read_text(encoding="utf-8")))
+        targets += [(name, path) for path in re.findall(r"(?<!--report )\bresults/[^\s`]+\.\w+", code)]
+    assert len(targets) > 8
+    for name, target in targets:
+        assert any(pattern.fullmatch(target) for pattern in patterns), f"{name}: {target}"
+
+
+def test_documented_profiles_configurations_and_make_targets_exist() -> None:
+    for name, words in documented("snakemake"):
+        for flag in ("--profile", "--configfile"):
+            for value in [words[i + 1] for i, word in enumerate(words[:-1]) if word == flag]:
+                assert value in ("FILE", "local") or (ROOT / value).exists(), f"{name}: {flag} {value}"
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+    for name, words in documented("make"):
+        assert set(words[1:2]) <= {*targets, "PYTHON=python3.12"}, f"{name}: {' '.join(words)}"
+
+
+def test_every_stage_is_a_rule_a_command_and_a_row_of_the_readme() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    parsers = next(a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    stages = set(rules()) - {"all", "demo_data"}
+    assert stages == set(parsers.choices) - {"demo", "simulate"}
+    for stage in stages:
+        assert re.search(rf"^\| {stage} \|", text, re.M), f"README has no row for {stage}"
+
+
+def folders() -> set[str]:
+    """Folders of the repository with files that git knows or would take."""
+    listing = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(listing, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    files = [Path(line) for line in done.stdout.splitlines() if (ROOT / line).exists()]
+    return {str(folder) for file in files for folder in file.parents} - {"."}
+
+
+def test_the_tree_in_the_readme_is_the_tree() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = re.search(r"^## Tree\n+```\n(.*?)^```", text, re.M | re.S)
+    assert block
+    shown: set[str] = set()
+    stack: list[str] = []
+    for line in block[1].splitlines():
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        stack = [*stack[:depth], name.rstrip("/")]
+        path = "/".join(stack)
+        assert (ROOT / path).exists(), f"README shows {path}, which does not exist"
+        if name.endswith("/"):
+            shown.add(path)
+    assert folders() - shown == set(), "folders that README's tree does not show"
+
+
+def test_links_of_documents_lead_somewhere() -> None:
+    for name in [*DOCUMENTS, "CHANGELOG.md"]:
+        for link in re.findall(r"\]\(([^)#]+)\)", (ROOT / name).read_text(encoding="utf-8")):
+            if "://" not in link:
+                assert ((ROOT / name).parent / link).exists(), f"{name}: {link}"

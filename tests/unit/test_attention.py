@@ -1,0 +1,83 @@
+"""Packed attention is padded attention without the padding: values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cellmill.models.attention import attention, attention_padded
+
+LENGTHS = {
+    "uneven": [3, 17, 1, 8],
+    "equal": [6, 6, 6],
+    "runs of equal cells": [4, 4, 9, 9, 9, 2],
+    "one cell": [11],
+}
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+def _qkv(tokens: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(tokens, 3, 8, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+
+
+def _cu_seqlens(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_packed_attention_and_its_gradients_are_those_of_padded_attention(
+    lengths: list[int], dtype: torch.dtype
+) -> None:
+    packed, padded = _qkv(sum(lengths), dtype), _qkv(sum(lengths), dtype)
+    out = attention(*packed, _cu_seqlens(lengths), lengths)
+    expected = attention_padded(*padded, lengths)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    (out * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for ours, theirs in zip(packed, padded):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=4 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_the_padded_reference_is_softmax_attention_written_out() -> None:
+    lengths = [5, 2]
+    q, k, v = _qkv(7, torch.float32)
+    rows = []
+    for q_cell, k_cell, v_cell in zip(q.split(lengths), k.split(lengths), v.split(lengths)):
+        scores = torch.einsum("ihd,jhd->hij", q_cell, k_cell) / 8**0.5
+        rows.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v_cell))
+    torch.testing.assert_close(attention_padded(q, k, v, lengths), torch.cat(rows), atol=2e-6, rtol=2e-6)
+
+
+def test_a_cell_does_not_see_another() -> None:
+    lengths = [4, 6]
+    q, k, v = (x.detach() for x in _qkv(10, torch.float32))
+    before = attention(q, k, v, _cu_seqlens(lengths), lengths)
+    for x in (q, k, v):
+        x[4:] = 7.0
+    assert torch.equal(attention(q, k, v, _cu_seqlens(lengths), lengths)[:4], before[:4])
+
+
+def test_no_cells_give_no_tokens_and_gradients_of_no_tokens() -> None:
+    packed = _qkv(0, torch.float32)
+    out = attention(*packed, _cu_seqlens([]), [])
+    assert out.shape == (0, 3, 8)
+    out.sum().backward()
+    assert all(x.grad is not None for x in packed)
+
+
+def test_a_cell_without_tokens_among_others_changes_nothing() -> None:
+    q, k, v = _qkv(5, torch.float32)
+    with_empty = attention(q, k, v, _cu_seqlens([0, 2, 0, 3]), [0, 2, 0, 3])
+    assert torch.equal(with_empty, attention(q, k, v, _cu_seqlens([2, 3]), [2, 3]))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the variable-length kernel needs a GPU")
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_the_gpu_kernel_gives_what_padded_attention_gives(lengths: list[int]) -> None:
+    q, k, v = (x.detach().cuda() for x in _qkv(sum(lengths), torch.bfloat16))
+    out = attention(q, k, v, _cu_seqlens(lengths).cuda(), lengths)
+    torch.testing.assert_close(out, attention_padded(q, k, v, lengths), atol=2e-2, rtol=2e-2)

@@ -1,0 +1,160 @@
+"""The command line: help without torch, exit codes, and errors of one line."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cellmill import __version__
+from cellmill.cli import main
+from cellmill.config import OPTIONS
+from cellmill.errors import DataError, Stopped, UserError
+
+STAGES = (
+    "demo",
+    "simulate",
+    "preprocess",
+    "vocabulary",
+    "shard",
+    "plan",
+    "train",
+    "consolidate",
+    "embed",
+    "evaluate",
+    "report",
+)
+CONFIG = """
+corpora: {a: {table: TABLE}, b: {table: TABLE}}
+train: {steps: 1}
+runs: {one: {corpus: a}, two: {corpus: b}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "datasets.tsv").write_text("dataset\tpath\nsim\traw.h5ad\n")
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.replace("TABLE", str(tmp_path / "datasets.tsv")))
+    return path
+
+
+def shard(*arguments: str) -> int:
+    return main(["shard", "--cells", "none.h5ad", "--vocabulary", "none.tsv", "--out", "m.json", *arguments])
+
+
+def test_every_stage_is_a_module_and_its_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    listing = capsys.readouterr().out
+    for stage in STAGES:
+        assert stage in [line.split()[0] for line in listing.splitlines() if line.startswith("    ") and line.strip()]
+        with pytest.raises(SystemExit) as end:
+            main([stage, "--help"])
+        assert end.value.code == 0
+        text = capsys.readouterr().out
+        assert text.startswith(f"usage: cellmill {stage} ")
+        assert ("--options" in text) == (stage in OPTIONS)
+
+
+def test_help_imports_no_torch_no_pandas_and_no_hdf5() -> None:
+    lines = [
+        "import sys",
+        "from cellmill.cli import main",
+        f"for stage in {list(STAGES)}:",
+        "    try: main([stage, '--help'])",
+        "    except SystemExit: pass",
+        "print(sorted({'torch', 'pandas', 'anndata', 'h5py', 'scipy'} & set(sys.modules)))",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_installed_command_gives_its_version() -> None:
+    command = [str(Path(sys.executable).with_name("cellmill")), "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"cellmill {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["shrad"], ["shard"], ["simulate", "--out", "x", "--cells", "many"]])
+def test_a_command_that_is_wrong_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert "error: " in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "CONFIG"], "--corpus: CONFIG has a, b"),
+        (["--config", "CONFIG", "--corpus", "c"], "--corpus c: CONFIG has a, b"),
+        (["--config", "none.yaml"], "none.yaml: No such file or directory"),
+        (["--options", "{"], "--options: not valid JSON ("),
+        (["--options", "{}"], "--options: shard: is missing"),
+        (["--options", '{"shard": {"sede": 1}}'], "--options: shard: unknown key 'sede'; did you mean 'seed'?"),
+        (["--options", '{"shrad": {}}'], "--options: "),
+    ],
+)
+def test_options_that_are_wrong_are_one_line(
+    arguments: list[str], message: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shard(*(word.replace("CONFIG", str(config)) for word in arguments)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("cellmill shard: " + message.replace("CONFIG", str(config)))
+    assert error.count("\n") == 1
+
+
+def test_an_unknown_run_is_answered_with_those_there_are(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--config", str(config), "--run", "three", "--manifest", "m.json", "--out", "plan.json"]
+    assert main(command) == 2
+    assert capsys.readouterr().err == f"cellmill plan: --run three: {config} has one, two\n"
+
+
+def test_a_missing_input_is_named_in_one_line(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing, out = tmp_path / "none.h5ad", tmp_path / "cells.h5ad"
+    files = ["--input", str(missing), "--out", str(out), "--report", str(tmp_path / "report.json")]
+    assert main(["preprocess", "--config", str(config), "--corpus", "a", "--dataset", "sim", *files]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("cellmill preprocess: ")
+    assert str(missing) in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "line"),
+    [
+        (UserError("mend it"), 2, "cellmill simulate: mend it\n"),
+        (DataError("x.h5ad: cut"), 2, "cellmill simulate: x.h5ad: cut\n"),
+        (Stopped("stopped at step 3"), 75, "cellmill simulate: stopped at step 3\n"),
+        (
+            OSError(28, "No space left on device", "out.h5ad"),
+            2,
+            "cellmill simulate: out.h5ad: No space left on device\n",
+        ),
+        (KeyboardInterrupt(), 130, "cellmill simulate: interrupted\n"),
+    ],
+)
+def test_exit_codes_tell_what_can_be_mended_from_what_can_go_on(
+    raised: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(**arguments: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(importlib.import_module("cellmill.stages.simulate"), "run", run)
+    assert main(["simulate", "--out", "out.h5ad"]) == code
+    assert capsys.readouterr().err == line
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(**arguments: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(importlib.import_module("cellmill.stages.simulate"), "run", run)
+    with pytest.raises(ZeroDivisionError):
+        main(["simulate", "--out", "out.h5ad"])

@@ -1,0 +1,281 @@
+"""Configuration: defaults, overrides, and the one line a user gets for each way to write it wrong."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cellmill.config import OPTIONS, Pipeline, check_config, check_options, load_config
+from cellmill.config.dataset import read_datasets
+from cellmill.errors import ConfigError
+
+TREE = """
+corpora: {pbmc: {table: TABLE}}
+train: {epochs: 2, global_batch: 16}
+runs: {demo: {corpus: pbmc}}
+"""
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "datasets.tsv"
+    path.write_text("dataset\tpath\tlabel\nsim\traw.h5ad\tcell_type\nother\tother.h5ad\t\n")
+    return path
+
+
+@dataclasses.dataclass
+class Config:
+    """A small configuration; a call gives it checked, with sections replaced or, where they are mappings, updated."""
+
+    table: Path
+
+    def tree(self, **sections: Any) -> dict[str, Any]:
+        tree: dict[str, Any] = yaml.safe_load(TREE.replace("TABLE", str(self.table)))
+        for name, value in sections.items():
+            both = isinstance(value, dict) and isinstance(tree.get(name), dict)
+            tree[name] = tree[name] | value if both else value
+        return tree
+
+    def __call__(self, **sections: Any) -> Pipeline:
+        return check_config(self.tree(**sections))
+
+    def refused(self, **sections: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            self(**sections)
+        return str(caught.value)
+
+
+@pytest.fixture
+def config(table: Path) -> Config:
+    return Config(table)
+
+
+def test_a_run_has_every_section_with_its_defaults(config: Config) -> None:
+    run = config().runs["demo"]
+    assert (run.train.epochs, run.train.steps, run.train.lr) == (2, None, 1e-3)
+    assert (run.tokens.tokenizer, run.model.family, run.parallel.strategy) == ("continuous", "masked", "fsdp")
+    assert run.model.model_dump() == run.model.model_dump(mode="json")
+
+
+def test_a_run_overrides_single_keys_of_a_default_section(config: Config) -> None:
+    pipeline = config(
+        model={"hidden": 64, "layers": 2},
+        runs={"demo": {"corpus": "pbmc"}, "deep": {"corpus": "pbmc", "model": {"layers": 9}, "train": {"lr": 0.5}}},
+    )
+    plain, deep = pipeline.runs["demo"], pipeline.runs["deep"]
+    assert deep.model.model_dump() == plain.model.model_dump() | {"layers": 9}
+    assert deep.train.model_dump() == plain.train.model_dump() | {"lr": 0.5}
+
+
+def test_a_length_given_by_the_run_takes_the_place_of_the_default_one(config: Config) -> None:
+    train = config(runs={"demo": {"corpus": "pbmc", "train": {"steps": 7}}}).runs["demo"].train
+    assert (train.steps, train.epochs) == (7, None)
+
+
+def test_a_corpus_overrides_defaults_and_the_others_keep_them(config: Config, table: Path) -> None:
+    pipeline = config(
+        preprocess={"min_genes": 9}, corpora={"mouse": {"table": str(table), "preprocess": {"organism": "mouse"}}}
+    )
+    assert pipeline.corpora["mouse"].preprocess.organism == "mouse"
+    assert pipeline.corpora["mouse"].preprocess.min_genes == 9
+    assert pipeline.corpora["pbmc"].preprocess.organism == "human"
+
+
+@pytest.mark.parametrize(("text", "value"), [("3e-4", 3e-4), ("1E3", 1e3), ("5", 5.0)])
+def test_a_number_that_yaml_loads_as_text_is_a_number(config: Config, text: str, value: float) -> None:
+    assert config(train={"lr": text}).runs["demo"].train.lr == value
+
+
+def test_an_empty_section_has_its_defaults(config: Config) -> None:
+    assert config(model=None, report=None).runs["demo"].model == config().runs["demo"].model
+
+
+@pytest.mark.parametrize("stage", OPTIONS)
+def test_a_stage_is_handed_its_own_sections_and_takes_them_back_from_json(config: Config, stage: str) -> None:
+    pipeline = config()
+    name = "pbmc" if stage in ("preprocess", "vocabulary", "shard") else "demo"
+    sections = json.loads(json.dumps(pipeline.section(stage, name)))
+    assert set(sections) == set(OPTIONS[stage].model_fields)
+    options = check_options(OPTIONS[stage], sections, "--options")
+    assert options.model_dump(mode="json") == sections
+
+
+def test_a_run_is_evaluated_on_its_corpus_or_on_what_it_names(config: Config) -> None:
+    assert config().evaluated_on("demo") == ["sim", "other"]
+    assert config(evaluate={"datasets": ["other"]}).evaluated_on("demo") == ["other"]
+
+
+def test_a_corpus_is_made_of_the_datasets_it_names_in_the_order_of_the_table(config: Config, table: Path) -> None:
+    assert config().trained_on("pbmc") == ["sim", "other"]
+    named = {"pbmc": {"table": str(table), "datasets": ["other", "sim"]}}
+    assert config(corpora=named).trained_on("pbmc") == ["sim", "other"]
+    one = config(corpora={"pbmc": {"table": str(table), "datasets": ["other"]}})
+    assert one.trained_on("pbmc") == one.evaluated_on("demo") == ["other"]
+    assert list(one.datasets("pbmc")) == ["sim", "other"]
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "misspelt section": ({"trian": {}}, "unknown key 'trian'; did you mean 'train'?"),
+    "unknown section": (
+        {"zzz": {}},
+        "unknown key 'zzz'; there are: preprocess, vocabulary, shard, tokens, stream, model, parallel, plan, train, "
+        "consolidate, embed, evaluate, report, corpora, runs",
+    ),
+    "misspelt key": ({"train": {"lrr": 1}}, "train: unknown key 'lrr'; did you mean 'lr'?"),
+    "misspelt key of the model": ({"model": {"hiden": 32}}, "model: unknown key 'hiden'; did you mean 'hidden'?"),
+    "misspelt key of the report": ({"report": {"titel": "x"}}, "report: unknown key 'titel'; did you mean 'title'?"),
+    "misspelt key in a run": (
+        {"runs": {"demo": {"corpus": "pbmc", "train": {"lrr": 1}}}},
+        "runs.demo.train: unknown key 'lrr'; did you mean 'lr'?",
+    ),
+    "misspelt section in a run": (
+        {"runs": {"demo": {"corpus": "pbmc", "trian": {}}}},
+        "runs.demo: unknown key 'trian'; did you mean 'train'?",
+    ),
+    "out of range": ({"train": {"lr": -1}}, "train.lr: input should be greater than 0, not -1"),
+    "no number": (
+        {"train": {"lr": "fast"}},
+        "train.lr: input should be a valid number, unable to parse string as a number, not 'fast'",
+    ),
+    "yes for a number": ({"train": {"lr": True}}, "train.lr: a number is wanted, not yes/no"),
+    "no for a whole number": ({"tokens": {"bins": False}}, "tokens.bins: a number is wanted, not yes/no"),
+    "yes for a number that may be null": (
+        {"train": {"clip_norm": True}},
+        "train.clip_norm: a number is wanted, not yes/no",
+    ),
+    "half a step": (
+        {"train": {"warmup_steps": 1.5}},
+        "train.warmup_steps: input should be a valid integer, got a number with a fractional part, not 1.5",
+    ),
+    "no such choice": (
+        {"parallel": {"sharding_strategy": "FULL"}},
+        "parallel.sharding_strategy: input should be 'FULL_SHARD', 'SHARD_GRAD_OP', 'HYBRID_SHARD' or 'NO_SHARD', "
+        "not 'FULL'",
+    ),
+    "two lengths": ({"train": {"steps": 3}}, "train: set one of steps and epochs, not both"),
+    "no length": ({"train": {"epochs": None}}, "train: set one of steps and epochs, not neither"),
+    "no such family": ({"model": {"family": "foo"}}, "model: no model family is called 'foo'; there are: masked"),
+    "model is no mapping": ({"model": 3}, "model: a mapping is wanted, not 3"),
+    "section is a list": ({"train": [1]}, "train: a mapping is wanted, not [1]"),
+    "values of rank tokens": (
+        {"tokens": {"tokenizer": "rank"}},
+        "runs.demo: model.objective masked_value needs values, which tokens.tokenizer rank does not have; choose "
+        "binned or continuous, or masked_gene",
+    ),
+    "a cell beyond the budget": (
+        {"train": {"token_budget": 100}},
+        "runs.demo: tokens.max_tokens 2048 is more than train.token_budget 100: one cell would not fit; raise the "
+        "budget or cut cells earlier",
+    ),
+    "lanes do not divide": (
+        {"train": {"global_batch": 17}},
+        "runs.demo: train.global_batch 17 is not a multiple of stream.lanes 8: each lane gives an equal share",
+    ),
+    "nothing to train on": (
+        {"shard": {"val_frac": 0.6, "test_frac": 0.5}},
+        "shard: val_frac + test_frac = 1.1 leaves no cells to train on",
+    ),
+    "run without a corpus": ({"runs": {"demo": None}}, "runs.demo.corpus: is missing"),
+    "no such corpus": (
+        {"runs": {"demo": {"corpus": "lung"}}},
+        "runs.demo.corpus: no corpus 'lung'; there are: pbmc",
+    ),
+    "no such run to start from": (
+        {"runs": {"demo": {"corpus": "pbmc", "init_from": "big"}}},
+        "runs.demo.init_from: no run 'big'; there are: demo",
+    ),
+    "runs in a circle": (
+        {"runs": {"a": {"corpus": "pbmc", "init_from": "b"}, "b": {"corpus": "pbmc", "init_from": "a"}}},
+        "runs.a.init_from: a circle: a -> b -> a",
+    ),
+    "a name that is no folder": (
+        {"runs": {"a/b": {"corpus": "pbmc"}}},
+        "runs: 'a/b' must be letters, digits, '_', '.' and '-'; it names a folder",
+    ),
+    "no runs": ({"runs": None}, "runs: at least one is wanted, as a mapping of names"),
+    "a run that is a word": ({"runs": {"demo": "pbmc"}}, "runs.demo: a mapping is wanted, not 'pbmc'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_said_in_one_line(config: Config, case: str) -> None:
+    sections, message = WRONG[case]
+    assert config.refused(**copy.deepcopy(sections)) == f"config/config.yaml: {message}"
+
+
+def test_a_dataset_that_the_table_lacks_is_named_with_those_it_has(config: Config, table: Path) -> None:
+    end = f"no dataset 'nope' in {table}; there are: sim, other"
+    assert config.refused(evaluate={"datasets": ["nope"]}) == (
+        f"config/config.yaml: runs.demo.evaluate.datasets: {end}"
+    )
+    corpora = {"pbmc": {"table": str(table), "datasets": ["nope"]}}
+    assert config.refused(corpora=corpora) == f"config/config.yaml: corpora.pbmc.datasets: {end}"
+
+
+@pytest.mark.parametrize("tree", [None, [], "text"])
+def test_a_file_that_is_no_mapping_is_refused(tree: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^config/config\.yaml: a mapping of sections is wanted, not \w+$"):
+        check_config(tree)
+
+
+def test_a_file_that_is_missing_or_no_yaml_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    with pytest.raises(ConfigError) as missing:
+        load_config(path)
+    assert str(missing.value) == f"{path}: No such file or directory"
+    path.write_text("train: [1")
+    with pytest.raises(ConfigError) as broken:
+        load_config(path)
+    assert str(broken.value).startswith(f"{path}: not valid YAML: ")
+    assert "\n" not in str(broken.value)
+
+
+TABLES: dict[str, tuple[str, str]] = {
+    "empty": ("", ": no datasets; add a row for each .h5ad file"),
+    "header alone": ("dataset\tpath\n", ": no datasets; add a row for each .h5ad file"),
+    "unknown column": (
+        "dataset\tpth\na\tb\n",
+        ": unknown column 'pth'; there are: dataset, path, counts, label, batch, source, licence",
+    ),
+    "no path": ("dataset\tpath\na\t\n", ", line 2: path: Field required"),
+    "too many cells": ("dataset\tpath\na\tb\tc\n", ", line 2: more cells than the header has columns"),
+    "twice": ("dataset\tpath\na\tb\na\tc\n", ", line 3: dataset 'a' is listed twice"),
+    "a name that is a path": (
+        "dataset\tpath\na/b\tc\n",
+        ", line 2: dataset: String should match pattern '^[A-Za-z0-9][A-Za-z0-9_.-]*$'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_a_wrong_table_is_named_with_its_line(tmp_path: Path, case: str) -> None:
+    text, message = TABLES[case]
+    path = tmp_path / "table.tsv"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_datasets(path)
+    assert str(caught.value) == f"{path}{message}"
+
+
+def test_a_table_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_datasets(tmp_path / "none.tsv")
+    assert str(caught.value) == (f"{tmp_path}/none.tsv: No such file or directory; it should be the table of datasets")
+
+
+def test_empty_cells_of_the_table_are_the_defaults(table: Path) -> None:
+    datasets = read_datasets(table)
+    assert datasets["sim"].label == "cell_type"
+    assert (datasets["other"].label, datasets["other"].counts) == (None, "X")
+
+
+def test_a_checked_configuration_cannot_be_changed(config: Config) -> None:
+    train = config().runs["demo"].train
+    with pytest.raises(ValueError, match="frozen"):
+        train.lr = 1.0  # type: ignore[misc]

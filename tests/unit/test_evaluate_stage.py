@@ -1,0 +1,201 @@
+"""The stage: only cells the model never saw, the same numbers at every run, and one line for each thing amiss."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pytest
+
+from cellmill.config.options import EmbedOptions, EvaluateOptions
+from cellmill.data.shards import Manifest
+from cellmill.errors import ConfigError, DataError
+from cellmill.evaluate.collect import read_umap
+from cellmill.evaluate.heldout import held_out, seen_cells
+from cellmill.stages import embed, evaluate
+from tests.unit.exported import export_model, make_corpus
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("evaluate")
+    corpus = make_corpus(folder, simulated)
+    corpus["model"] = export_model(folder / "model", corpus["vocabulary"])
+    corpus["embedding"] = _embed(corpus["model"], corpus["cells"], folder / "embeddings" / "simulated.h5ad")
+    return corpus
+
+
+def _embed(model: Path, cells: Path, out: Path) -> Path:
+    embed.run(options=EmbedOptions.model_validate({"embed": {}}), model=model, input=cells, counts="X", out=out)
+    return out
+
+
+def _evaluate(corpus: dict[str, Path], out: Path, label: str = "cell_type", **options: Any) -> dict[str, Any]:
+    evaluate.run(
+        options=EvaluateOptions.model_validate({"evaluate": options}),
+        model=corpus["model"],
+        manifest=corpus["manifest"],
+        cells=[corpus["cells"]],
+        embeddings=[corpus["embedding"]],
+        labels=[label],
+        out=out,
+    )
+    return json.loads(out.read_text())
+
+
+def _changed(corpus: dict[str, Path], folder: Path, name: str = "simulated", **obs: Any) -> dict[str, Path]:
+    """The same cells under another file name or with other obs columns, and their embedding."""
+    adata = ad.read_h5ad(corpus["cells"])
+    for column, values in obs.items():
+        adata.obs[column] = values
+    cells = folder / f"{name}.h5ad"
+    adata.write_h5ad(cells)
+    return corpus | {"cells": cells, "embedding": _embed(corpus["model"], cells, folder / "embedded" / cells.name)}
+
+
+def test_only_cells_of_the_test_split_are_scored(corpus: dict[str, Path], tmp_path: Path) -> None:
+    manifest = Manifest.read(corpus["manifest"])
+    metrics = _evaluate(corpus, tmp_path / "metrics.json")
+    dataset = metrics["datasets"]["simulated"]
+    assert dataset["n_scored"] == manifest.splits["test"].n_obs
+    assert dataset["in_corpus"] is True
+    test = {
+        name.partition(":")[2]
+        for shard in manifest.splits["test"].shards
+        for name in ad.read_h5ad(manifest.shard_path(shard)).obs_names
+    }
+    assert {row["obs_name"] for row in read_umap(tmp_path / "umap.tsv") if row["heldout"] == "1"} == test
+    assert len(read_umap(tmp_path / "umap.tsv")) == dataset["n_cells"]
+    probe = dataset["probe"]
+    assert sum(probe["classes"].values()) == probe["n_cells"]
+    assert probe["n_cells"] + sum(probe["dropped_classes"].values()) == len(test)
+    assert metrics["fingerprint"] == manifest.fingerprint
+
+
+def test_the_same_files_give_the_same_numbers(corpus: dict[str, Path], tmp_path: Path) -> None:
+    _evaluate(corpus, tmp_path / "a" / "metrics.json")
+    _evaluate(corpus, tmp_path / "b" / "metrics.json")
+    for name in ("metrics.json", "umap.tsv"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_the_table_has_every_baseline_and_random_weights_are_no_better_than_untrained_ones(
+    corpus: dict[str, Path], tmp_path: Path
+) -> None:
+    probe = _evaluate(corpus, tmp_path / "metrics.json", seed=0)["datasets"]["simulated"]["probe"]
+    rows = {row["name"]: row for row in probe["rows"]}
+    assert list(rows) == [
+        "embedding + logistic regression",
+        "embedding + kNN",
+        "untrained + logistic regression",
+        "untrained + kNN",
+        "majority",
+        "PCA50 + logistic regression",
+        "PCA50 + kNN",
+        "all genes + logistic regression",
+    ]
+    # the model has the weights of seed 0, and so has the untrained one: they must come out alike
+    own, untrained = rows["embedding + logistic regression"], rows["untrained + logistic regression"]
+    assert own["accuracy_folds"] == untrained["accuracy_folds"]
+    assert "embedding + logistic regression ties with untrained + logistic regression" in " ".join(probe["verdict"])
+
+
+def test_all_cells_are_scored_when_asked_and_when_the_dataset_is_not_in_the_corpus(
+    corpus: dict[str, Path], tmp_path: Path
+) -> None:
+    dataset = _evaluate(corpus, tmp_path / "metrics.json", cells="all")["datasets"]["simulated"]
+    assert dataset["n_scored"] == dataset["n_cells"] == 600
+    other = _changed(corpus, tmp_path, "elsewhere")
+    dataset = _evaluate(other, tmp_path / "metrics.json")["datasets"]["elsewhere"]
+    assert dataset["n_scored"] == 600
+    assert dataset["in_corpus"] is False
+
+
+def test_a_dataset_without_label_is_reconstructed_and_drawn(corpus: dict[str, Path], tmp_path: Path) -> None:
+    dataset = _evaluate(corpus, tmp_path / "metrics.json", "-")["datasets"]["simulated"]
+    assert dataset["probe"] is None
+    assert dataset["label"] is None
+    assert dataset["reconstruction"]["n_targets"] > 0
+    assert {row["label"] for row in read_umap(tmp_path / "umap.tsv")} == {""}
+
+
+def test_the_fraction_hidden_is_the_one_asked_for(corpus: dict[str, Path], tmp_path: Path) -> None:
+    few = _evaluate(corpus, tmp_path / "a.json", "-", mask_frac=0.1)["datasets"]["simulated"]["reconstruction"]
+    many = _evaluate(corpus, tmp_path / "b.json", "-", mask_frac=0.5)["datasets"]["simulated"]["reconstruction"]
+    assert many["n_targets"] == pytest.approx(5 * few["n_targets"], rel=0.1)
+
+
+def test_rare_classes_and_missing_labels_are_left_out_by_name(
+    corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = np.array(["a", "b"], dtype=object)[np.arange(600) % 2]
+    labels[:3], labels[3:10] = "rare", None
+    changed = _changed(corpus, tmp_path, "elsewhere", mine=labels)
+    probe = _evaluate(changed, tmp_path / "metrics.json", "mine")["datasets"]["elsewhere"]["probe"]
+    assert probe["dropped_classes"] == {"rare": 3}
+    assert probe["n_unlabelled"] == 7
+    assert "elsewhere: mine: left out, with fewer cells than the 5 folds: rare 3\n" in capsys.readouterr().out
+
+
+def test_a_label_whose_scored_classes_are_all_too_small_is_skipped_with_the_reason(
+    corpus: dict[str, Path], tmp_path: Path
+) -> None:
+    labels = np.array(["common"] * 597 + ["rare"] * 3, dtype=object)
+    changed = _changed(corpus, tmp_path, "elsewhere", mine=labels)
+    dataset = _evaluate(changed, tmp_path / "metrics.json", "mine")["datasets"]["elsewhere"]
+    assert dataset["probe"] is None
+    assert dataset["probe_skipped"] == (
+        "1 classes of mine have the 5 scored cells that as many folds need; raise shard.test_frac or lower "
+        "evaluate.folds"
+    )
+
+
+def test_labels_that_cannot_be_probed_are_refused_in_one_line(corpus: dict[str, Path], tmp_path: Path) -> None:
+    message = r"no obs column 'cell_tipe' \(the dataset's label\); did you mean 'cell_type'\?$"
+    with pytest.raises(DataError, match=message):
+        _evaluate(corpus, tmp_path / "metrics.json", "cell_tipe")
+    changed = _changed(corpus, tmp_path, one="same", none=np.nan)
+    remedy = "a probe needs two: name another label, or none$"
+    with pytest.raises(DataError, match=f"obs column 'one' has one class, 'same'; {remedy}"):
+        _evaluate(changed, tmp_path / "metrics.json", "one")
+    with pytest.raises(DataError, match=f"obs column 'none' has no values; {remedy}"):
+        _evaluate(changed, tmp_path / "metrics.json", "none")
+    assert not (tmp_path / "metrics.json").exists()
+
+
+def test_embeddings_of_another_model_are_refused(corpus: dict[str, Path], tmp_path: Path) -> None:
+    other = export_model(tmp_path / "other", corpus["vocabulary"], hidden=32)
+    message = r"simulated\.h5ad: made by model \w{12}, this one is \w{12}; embed the dataset again$"
+    with pytest.raises(DataError, match=message):
+        _evaluate(corpus | {"model": other}, tmp_path / "metrics.json")
+
+
+def test_files_that_do_not_pair_up_are_refused(corpus: dict[str, Path], tmp_path: Path) -> None:
+    options = EvaluateOptions.model_validate({"evaluate": {}})
+    shared = {"options": options, "model": corpus["model"], "manifest": corpus["manifest"], "out": tmp_path / "m.json"}
+    with pytest.raises(ConfigError, match=r"^--cells names 1 files, --embeddings 1, --labels 2 columns; one of each"):
+        evaluate.run(cells=[corpus["cells"]], embeddings=[corpus["embedding"]], labels=["a", "b"], **shared)
+    with pytest.raises(ConfigError, match=r"^--cells: two files are called 'simulated'; "):
+        evaluate.run(cells=2 * [corpus["cells"]], embeddings=2 * [corpus["embedding"]], labels=["-", "-"], **shared)
+
+
+def test_a_corpus_without_held_out_cells_says_what_to_change(tmp_path: Path, simulated: Path) -> None:
+    corpus = make_corpus(tmp_path, simulated, test_frac=0)
+    corpus["model"] = export_model(tmp_path / "model", corpus["vocabulary"])
+    corpus["embedding"] = _embed(corpus["model"], corpus["cells"], tmp_path / "e.h5ad")
+    message = "no held-out cells: all 600 were trained or validated on; raise shard.test_frac, or set evaluate.cells to"
+    with pytest.raises(DataError, match=message):
+        _evaluate(corpus, tmp_path / "metrics.json")
+
+
+def test_seen_cells_are_those_of_train_and_val(corpus: dict[str, Path]) -> None:
+    manifest = Manifest.read(corpus["manifest"])
+    seen = seen_cells(manifest, ["simulated", "elsewhere"])
+    assert len(seen["simulated"]) == manifest.splits["train"].n_obs + manifest.splits["val"].n_obs
+    assert seen["elsewhere"] == set()
+    names = ad.read_h5ad(corpus["cells"]).obs_names
+    assert held_out(names, seen["simulated"]).sum() == manifest.splits["test"].n_obs
+    assert held_out(names, set()).all()

@@ -1,0 +1,265 @@
+"""Exported models: files that others read, the same values back, and a named error for whatever is damaged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from exported import export_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from cellmill.config.run import Tokens
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import ConfigError, DataError
+from cellmill.models.export import initial_tensors, load_model, write_safetensors
+from cellmill.models.masked.config import MaskedConfig
+from cellmill.models.masked.model import MaskedModel
+
+HIDDEN = 16
+REMEDY = "export the model again (consolidate)"
+
+
+def _vocabulary(rows: Iterable[int]) -> Vocabulary:
+    ids = [f"ENSG{row:011d}" for row in rows]
+    return Vocabulary(ids, [f"g{i}" for i in ids], np.ones(len(ids), np.int64), np.ones(len(ids), np.float32))
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    genes = tmp_path / "genes.tsv"
+    _vocabulary(range(30)).write(genes)
+    return export_model(tmp_path / "model", genes, seed=3)
+
+
+def _model(
+    n_genes: int, hidden: int = HIDDEN, objective: str = "masked_value", tokenizer: str = "continuous"
+) -> MaskedModel:
+    config = MaskedConfig.model_validate({"hidden": hidden, "layers": 2, "heads": 2, "objective": objective})
+    with torch.device("meta"):
+        return MaskedModel(config, n_genes, Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 64}))
+
+
+def _first(
+    n_genes: int, seed: int, init_from: Path | None, vocabulary: Vocabulary, **model: object
+) -> dict[str, torch.Tensor]:
+    return dict(initial_tensors(_model(n_genes, **model), seed, init_from, vocabulary))  # type: ignore[arg-type]
+
+
+def test_what_is_written_is_what_the_safetensors_library_reads(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "matrix": torch.randn(7, 5, generator=generator),
+        "odd bytes": torch.randn(3, generator=generator).to(torch.bfloat16),
+        "half": torch.randn(2, 2, generator=generator).half(),
+        "double": torch.randn(1, generator=generator).double(),
+        "whole": torch.arange(9).reshape(3, 3),
+        "small": torch.arange(4, dtype=torch.int32),
+        "yes": torch.tensor([True, False]),
+        "scalar": torch.tensor(2.5),
+        "none": torch.zeros(0, 4),
+        "turned": torch.randn(4, 6, generator=generator).t(),
+    }
+    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    read: list[str] = []
+
+    def give(name: str) -> torch.Tensor:
+        read.append(name)
+        return tensors[name]
+
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, shapes, give)
+    assert read == list(tensors)
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs.safetensors")
+    assert (tmp_path / "theirs.safetensors").stat().st_size == pytest.approx(path.stat().st_size, abs=64)
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def give(name: str) -> torch.Tensor:
+        raise RuntimeError("the disk is full")
+
+    with pytest.raises(RuntimeError):
+        write_safetensors(tmp_path / "model.safetensors", {"a": (torch.float32, (2,))}, give)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_exported_model_comes_back_bit_for_bit(exported: Path) -> None:
+    model, vocabulary, config = load_model(exported)
+    expected = _first(30, 3, None, vocabulary)
+    assert not model.training
+    assert vocabulary.digest == config["vocabulary_digest"]
+    found = dict(model.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert all(parameter.device.type == "cpu" for parameter in found.values())
+
+
+def _change(folder: Path, **changes: torch.Tensor | None) -> None:
+    tensors = load_file(folder / "model.safetensors") | changes
+    save_file({k: v for k, v in tensors.items() if v is not None}, folder / "model.safetensors")
+
+
+def _error(folder: Path) -> str:
+    with pytest.raises((DataError, ConfigError)) as error:
+        load_model(folder)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_missing_tensor_is_named(exported: Path) -> None:
+    _change(exported, **{"norm.weight": None})
+    assert _error(exported) == (
+        f"{exported}/model.safetensors: norm.weight is missing, config.json says (16,) (1 such tensors); {REMEDY}"
+    )
+
+
+def test_a_tensor_of_another_shape_is_named(exported: Path) -> None:
+    _change(exported, **{"norm.weight": torch.ones(8)})
+    assert _error(exported) == (
+        f"{exported}/model.safetensors: norm.weight is (8,), config.json says (16,) (1 such tensors); {REMEDY}"
+    )
+
+
+def test_a_tensor_that_does_not_belong_is_named(exported: Path) -> None:
+    _change(exported, extra=torch.ones(2))
+    assert _error(exported) == (
+        f"{exported}/model.safetensors: extra is (2,), config.json says there is none (1 such tensors); {REMEDY}"
+    )
+
+
+def test_another_vocabulary_is_refused_with_both_digests(exported: Path) -> None:
+    ours, theirs = _vocabulary(range(30)), _vocabulary(range(1, 31))
+    theirs.write(exported / "vocabulary.tsv")
+    assert _error(exported) == (
+        f"{exported}/vocabulary.tsv: its digest is {theirs.digest[:12]}, the model was trained with "
+        f"{ours.digest[:12]}; {REMEDY}"
+    )
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, -1])
+def test_a_truncated_file_is_refused(exported: Path, size: int) -> None:
+    path = exported / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:size])
+    message = _error(exported)
+    assert message.startswith(f"{path}: damaged: ")
+    assert message.endswith(f"; {REMEDY}")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model.safetensors", "no such file; export the model first (consolidate)"),
+        ("vocabulary.tsv", "no such file"),
+        ("config.json", "no such file"),
+    ],
+)
+def test_a_missing_file_is_named(exported: Path, name: str, message: str) -> None:
+    (exported / name).unlink()
+    assert _error(exported) == f"{exported / name}: {message}"
+
+
+def test_another_format_is_refused(exported: Path) -> None:
+    path = exported / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
+    assert _error(exported) == f"{path}: not a model of format 1; export it again (consolidate)"
+
+
+def test_an_unknown_option_in_config_json_is_named(exported: Path) -> None:
+    path = exported / "config.json"
+    config = json.loads(path.read_text())
+    config["model"]["hiden"] = 3
+    path.write_text(json.dumps(config))
+    assert _error(exported) == "config.json: model: unknown key 'hiden'; did you mean 'hidden'?"
+
+
+@pytest.mark.parametrize("key", ["vocabulary_digest", "family", "model", "tokens"])
+def test_a_config_json_that_lacks_a_key_is_refused(exported: Path, key: str) -> None:
+    path = exported / "config.json"
+    config = json.loads(path.read_text())
+    del config[key]
+    path.write_text(json.dumps(config))
+    assert _error(exported) == f"{path}: {key} is missing; {REMEDY}"
+
+
+def test_first_values_depend_on_name_and_seed_and_on_no_order() -> None:
+    vocabulary = _vocabulary(range(30))
+    first, again, other = (_first(30, seed, None, vocabulary) for seed in (0, 0, 1))
+    backwards = _model(30)
+    names = [name for name, _ in backwards.named_parameters()]
+    backwards.named_parameters = lambda: iter([(n, backwards.get_parameter(n)) for n in reversed(names)])  # type: ignore
+    reversed_order = dict(initial_tensors(backwards, 0, None, vocabulary))
+    assert list(reversed_order) == list(reversed(first))
+    for name, tensor in first.items():
+        assert torch.equal(tensor, again[name])
+        assert torch.equal(tensor, reversed_order[name])
+    random = [name for name, tensor in first.items() if tensor.unique().numel() > 1]
+    assert "gene_embedding.weight" in random
+    assert not any(torch.equal(first[name], other[name]) for name in random)
+    matrices = [first[name].flatten()[:64] for name in random if first[name].numel() >= 64]
+    assert not any(torch.equal(a, b) for i, a in enumerate(matrices) for b in matrices[:i])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [range(30), range(10, 20), range(40), range(29, -1, -1), [35, 3, 50, 0, 29]],
+    ids=["same", "subset", "superset", "permuted", "mixed"],
+)
+def test_rows_of_genes_follow_their_ensembl_ids(exported: Path, rows: Iterable[int]) -> None:
+    rows = list(rows)
+    vocabulary = _vocabulary(rows)
+    theirs = load_file(exported / "model.safetensors")
+    found, fresh = _first(len(rows), 8, exported, vocabulary), _first(len(rows), 8, None, vocabulary)
+    embedding = found["gene_embedding.weight"]
+    assert torch.equal(embedding[:2], theirs["gene_embedding.weight"][:2])
+    for place, row in enumerate(rows):
+        expected = theirs["gene_embedding.weight"][row + 2] if row < 30 else fresh["gene_embedding.weight"][place + 2]
+        assert torch.equal(embedding[place + 2], expected)
+    others = [name for name in found if name != "gene_embedding.weight"]
+    assert all(torch.equal(found[name], theirs[name]) for name in others)
+
+
+def test_what_the_other_model_lacks_stays_fresh(exported: Path) -> None:
+    vocabulary = _vocabulary(range(30))
+    theirs = load_file(exported / "model.safetensors")
+    found = _first(30, 8, exported, vocabulary, objective="masked_gene")
+    assert "gene_bias" not in theirs
+    assert torch.equal(found["gene_bias"], _first(30, 8, None, vocabulary, objective="masked_gene")["gene_bias"])
+    assert torch.equal(found["blocks.1.qkv.weight"], theirs["blocks.1.qkv.weight"])
+
+
+def test_a_model_of_another_width_is_refused(exported: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        _first(30, 0, exported, _vocabulary(range(30)), hidden=8)
+    assert str(error.value) == (
+        f"init_from: hidden_value is (16,) in {exported}, (8,) here; give this run the same model and tokens sections"
+    )
+
+
+def test_values_of_another_tokenizer_are_refused(exported: Path, tmp_path: Path) -> None:
+    genes = tmp_path / "genes.tsv"
+    binned = export_model(tmp_path / "binned", genes, tokens={"tokenizer": "binned", "bins": 9})
+    with pytest.raises(ConfigError) as error:
+        _first(30, 0, binned, Vocabulary.read(genes), tokenizer="rank", objective="masked_gene")
+    assert str(error.value) == (
+        f"init_from: value_embedding.weight is (10, 16) in {binned}, (64, 16) here; "
+        "give this run the same model and tokens sections"
+    )
+
+
+def test_medians_are_part_of_the_vocabulary_that_a_model_belongs_to(exported: Path) -> None:
+    vocabulary = Vocabulary.read(exported / "vocabulary.tsv")
+    replace(vocabulary, medians=vocabulary.medians * 2).write(exported / "vocabulary.tsv")
+    assert "its digest is" in _error(exported)

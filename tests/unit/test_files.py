@@ -1,0 +1,148 @@
+"""Files are whole or not there: killed writers, full disks, modes, and what a bad file says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cellmill.errors import DataError
+from cellmill.files import atomic_path, digest, read_json, sha256_file, write_json, write_text
+
+WRITER = """
+import resource, signal, sys, time
+from pathlib import Path
+from cellmill.files import atomic_path
+final, limit = Path(sys.argv[1]), int(sys.argv[2])
+if limit:  # as on a full disk, a write beyond it fails
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+with atomic_path(final) as path:
+    with open(path, "wb") as file:
+        file.write(b"x" * 100_000)
+    print("written", flush=True)
+    time.sleep(60)
+"""
+
+LIMITED = """
+import resource, signal, sys
+from cellmill.cli import main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def start_writer(final: Path, limit: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WRITER, str(final), str(limit)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("before", [None, "old"])
+def test_a_writer_that_is_killed_leaves_the_old_file_or_none(tmp_path: Path, before: str | None) -> None:
+    final = tmp_path / "out.bin"
+    if before is not None:
+        final.write_text(before)
+    with start_writer(final, 0) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "written\n"
+        writer.send_signal(signal.SIGKILL)
+    assert (final.read_text() if final.exists() else None) == before
+    left = [path.name for path in tmp_path.iterdir() if path != final]
+    assert len(left) == 1
+    assert left[0].startswith(".out.")
+    assert left[0].endswith(".incomplete.bin")
+
+
+@pytest.mark.parametrize("before", [None, "old"])
+def test_a_full_disk_leaves_the_old_file_or_none_and_nothing_beside_it(tmp_path: Path, before: str | None) -> None:
+    final = tmp_path / "out.bin"
+    if before is not None:
+        final.write_text(before)
+    writer = start_writer(final, 5_000)
+    _, error = writer.communicate(timeout=60)
+    assert writer.returncode == 1
+    assert "File too large" in error
+    assert [path.name for path in tmp_path.iterdir()] == ([] if before is None else ["out.bin"])
+    assert (final.read_text() if final.exists() else None) == before
+
+
+def test_a_full_disk_ends_a_stage_in_one_line_with_its_output_absent(tmp_path: Path) -> None:
+    out = tmp_path / "cells.h5ad"
+    command = [sys.executable, "-c", LIMITED, "simulate", "--out", str(out), "--cells", "500", "--genes", "300"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("cellmill simulate: ")
+    assert "File too large" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_in_the_block_keeps_the_old_file_and_leaves_nothing(tmp_path: Path) -> None:
+    final = tmp_path / "out.txt"
+    write_text(final, "old")
+
+    def half() -> None:
+        with atomic_path(final) as path:
+            path.write_text("half")
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        half()
+    assert final.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.txt"]
+
+
+def test_the_file_appears_only_when_the_block_ends_and_its_folder_is_made(tmp_path: Path) -> None:
+    final = tmp_path / "new" / "folder" / "out.h5ad"
+    with atomic_path(final) as path:
+        assert path.suffix == ".h5ad"
+        assert path.parent == final.parent
+        path.write_text("whole")
+        assert not final.exists()
+    assert final.read_text() == "whole"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_the_mode_is_that_of_any_file_under_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_text(tmp_path / "ours", "")
+        (tmp_path / "plain").touch()
+    finally:
+        os.umask(before)
+    ours, plain = (stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("ours", "plain"))
+    assert ours == plain == 0o666 & ~umask
+
+
+def test_json_comes_back_and_nan_is_refused(tmp_path: Path) -> None:
+    value = {"a": [1, 2.5, None], "é": {"b": True}}
+    write_json(tmp_path / "value.json", value)
+    assert read_json(tmp_path / "value.json") == value
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "value.json", {"loss": float("nan")})
+    assert read_json(tmp_path / "value.json") == value
+
+
+def test_json_that_is_missing_or_cut_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    with pytest.raises(DataError) as missing:
+        read_json(path)
+    assert str(missing.value) == f"{path}: no such file"
+    path.write_text(json.dumps({"steps": 10})[:-3])
+    with pytest.raises(DataError, match=r"plan\.json: not valid JSON \("):
+        read_json(path)
+
+
+def test_digests_are_of_bytes_and_of_values_in_any_key_order(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"cells" * 100_000)
+    assert sha256_file(tmp_path / "file") == hashlib.sha256(b"cells" * 100_000).hexdigest()
+    assert digest({"a": 1, "b": [1, 2]}) == digest({"b": [1, 2], "a": 1})
+    assert digest({"b": [1, 2]}) != digest({"b": [2, 1]})

@@ -1,0 +1,411 @@
+"""The masked encoder: what is hidden stays hidden, order and company of cells mean nothing, sizes are exact."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cellmill.config.family import ModelSize
+from cellmill.config.run import Tokens
+from cellmill.data.tokens import Batch, empty_batch
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.models.batch import TensorBatch, to_tensors
+from cellmill.models.export import initial_tensors
+from cellmill.models.masked.config import MaskedConfig
+from cellmill.models.masked.model import MaskedModel
+from cellmill.models.masked.objective import MaskedBatch
+from cellmill.parallel.materialize import materialize
+from cellmill.parallel.wrap import checkpoint_activations
+
+CPU = torch.device("cpu")
+N_GENES = 60
+KINDS = [
+    ("continuous", "masked_value"),
+    ("continuous", "masked_gene"),
+    ("binned", "masked_value"),
+    ("binned", "masked_gene"),
+    ("rank", "masked_gene"),
+]
+every_kind = pytest.mark.parametrize(("tokenizer", "objective"), KINDS)
+
+
+def _tokens(tokenizer: str) -> Tokens:
+    return Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 32, "bins": 7})
+
+
+def _model(tokenizer: str, objective: str, seed: int = 0, **options: Any) -> MaskedModel:
+    config = MaskedConfig.model_validate({"hidden": 16, "layers": 2, "heads": 2, "objective": objective} | options)
+    with torch.device("meta"):
+        model = MaskedModel(config, N_GENES, _tokens(tokenizer))
+    ids = [f"ENSG{i:011d}" for i in range(N_GENES)]
+    genes = Vocabulary(ids, ids, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
+    materialize(model, CPU, initial_tensors(model, seed, None, genes))
+    with torch.no_grad():  # larger weights than those of the start, so that what leaks is seen
+        for name, parameter in sorted(model.named_parameters()):
+            if "norm" not in name:
+                parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+    return model
+
+
+def _batch(tokenizer: str, lengths: tuple[int, ...] = (9, 14, 1, 14), seed: int = 0) -> Batch:
+    rng = np.random.default_rng(seed)
+    genes = [rng.permutation(N_GENES)[:n] + 2 for n in lengths]
+    values = {
+        "continuous": [rng.gamma(2, 1, n).astype(np.float32) for n in lengths],
+        "binned": [rng.integers(1, 8, n).astype(np.int32) for n in lengths],
+        "rank": [np.arange(n, dtype=np.int32) for n in lengths],
+    }[tokenizer]
+    cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
+    cells = np.arange(len(lengths), dtype=np.int64) * 101 + 5
+    return Batch(np.concatenate(genes).astype(np.int32), np.concatenate(values), cu_seqlens, cells)
+
+
+def _some_cells(batch: Batch, chosen: list[int]) -> Batch:
+    pieces = [slice(batch.cu_seqlens[i], batch.cu_seqlens[i + 1]) for i in chosen]
+    lengths = [piece.stop - piece.start for piece in pieces]
+    return Batch(
+        np.concatenate([batch.genes[piece] for piece in pieces]),
+        np.concatenate([batch.values[piece] for piece in pieces]),
+        np.cumsum([0, *lengths]).astype(np.int32),
+        batch.cells[chosen],
+    )
+
+
+def _tensors(tokenizer: str, **options: Any) -> TensorBatch:
+    return to_tensors(_batch(tokenizer, **options), CPU)
+
+
+def _said(model: MaskedModel, prepared: MaskedBatch) -> list[torch.Tensor]:
+    """Every prediction that the loss judges."""
+    said: list[torch.Tensor] = []
+    hook = model._loss
+
+    def listen(predicted: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
+        said.append(predicted)
+        return hook(predicted, prepared)
+
+    model._loss = listen  # type: ignore[method-assign]
+    model(prepared)
+    model._loss = hook  # type: ignore[method-assign]
+    return said
+
+
+@every_kind
+def test_what_is_hidden_changes_nothing_that_the_model_says(tokenizer: str, objective: str) -> None:
+    model, batch = _model(tokenizer, objective), _tensors(tokenizer)
+    prepared = model.prepare(batch, seed=1, step=2)
+    said = _said(model, prepared)
+    assert len(said) == 2  # by the token's state and by the cell's embedding
+    field = "genes" if objective == "masked_gene" else "values"
+    content = getattr(batch, field).clone()
+    content[prepared.targets] = content[prepared.targets] % 5 + 1
+    other = model.prepare(replace(batch, **{field: content}), seed=1, step=2)
+    assert torch.equal(other.targets, prepared.targets)
+    assert not torch.equal(other.answers, prepared.answers)
+    assert all(torch.equal(now, before) for now, before in zip(_said(model, other), said))
+
+
+@every_kind
+def test_what_is_not_hidden_changes_what_the_model_says(tokenizer: str, objective: str) -> None:
+    model, batch = _model(tokenizer, objective), _tensors(tokenizer)
+    prepared = model.prepare(batch, seed=1, step=2)
+    shown = next(place for place in range(len(batch.genes)) if place not in prepared.targets.tolist())
+    for field in ("genes", "values"):
+        content = getattr(batch, field).clone()
+        content[shown] = content[shown] % 5 + 1.5 if content.is_floating_point() else content[shown] % 5 + 1
+        other = model.prepare(replace(batch, **{field: content}), seed=1, step=2)
+        assert not torch.equal(model.predict(other), model.predict(prepared))
+    # at a target the half of the token that is not asked for is seen
+    kept = "values" if objective == "masked_gene" else "genes"
+    content = getattr(batch, kept).clone()
+    content[prepared.targets] = (content[prepared.targets] + 1) % 8
+    other = model.prepare(replace(batch, **{kept: content}), seed=1, step=2)
+    assert not torch.equal(model.predict(other), model.predict(prepared))
+
+
+def test_no_gradient_reaches_a_hidden_value() -> None:
+    model, batch = _model("continuous", "masked_value"), _tensors("continuous")
+    values = batch.values.clone().requires_grad_()
+    prepared = model.prepare(replace(batch, values=values), seed=0, step=0)
+    model.predict(prepared).square().sum().backward()
+    assert values.grad is not None
+    assert (values.grad[prepared.targets] == 0).all()
+    shown = torch.ones(len(values), dtype=torch.bool).index_fill(0, prepared.targets, False)
+    assert (values.grad[shown] != 0).any()
+
+
+@every_kind
+def test_masks_and_losses_are_the_same_in_any_batching_and_order(tokenizer: str, objective: str) -> None:
+    model, batch = _model(tokenizer, objective, dropout=0.3), _batch(tokenizer)
+
+    def loss_of(chosen: list[int]) -> tuple[float, int]:
+        prepared = model.prepare(to_tensors(_some_cells(batch, chosen), CPU), seed=3, step=4)
+        return model(prepared).item(), prepared.n_targets.item()
+
+    together = loss_of([0, 1, 2, 3])
+    parts = [loss_of([2]), loss_of([3, 0]), loss_of([1])]
+    assert sum(n for _, n in parts) == together[1]
+    np.testing.assert_allclose(sum(loss for loss, _ in parts), together[0], rtol=2e-6)
+
+
+def test_masks_depend_on_seed_step_and_cell_and_leave_no_cell_without_a_target() -> None:
+    model = _model("continuous", "masked_value")
+    batch = _tensors("continuous", lengths=(1, 2, 3, 40, 40, 60))
+
+    def targets(**keys: int) -> list[int]:
+        return model.prepare(batch, **keys).targets.tolist()
+
+    first = targets(seed=0, step=0)
+    assert first == targets(seed=0, step=0)
+    assert first != targets(seed=1, step=0)
+    assert first != targets(seed=0, step=1)
+    assert first != targets(seed=0, step=-1)
+    twins = replace(batch, cells=batch.cells + 1)
+    assert first != model.prepare(twins, seed=0, step=0).targets.tolist()
+    edges = batch.cu_seqlens.tolist()
+    for step in range(50):
+        chosen = np.array(targets(seed=0, step=step))
+        assert all(((chosen >= low) & (chosen < high)).any() for low, high in itertools.pairwise(edges))
+
+
+def test_a_share_of_mask_frac_is_hidden() -> None:
+    model, batch = _model("continuous", "masked_value", mask_frac=0.3), _tensors("continuous", lengths=(60,) * 40)
+    shares = [model.prepare(batch, seed=0, step=step).n_targets.item() / 2400 for step in range(20)]
+    assert abs(np.mean(shares) - 0.3) < 0.01
+
+
+def test_torchs_generator_is_left_alone() -> None:
+    model, batch = _model("continuous", "masked_value", dropout=0.2), _tensors("continuous")
+    state = torch.get_rng_state()
+    model(model.prepare(batch, seed=0, step=0)).backward()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("tokenizer", ["continuous", "binned"])
+def test_the_order_of_genes_in_a_cell_means_nothing(tokenizer: str) -> None:
+    model, batch = _model(tokenizer, "masked_value").eval(), _batch(tokenizer, lengths=(20, 30))
+    order = np.concatenate([np.random.default_rng(0).permutation(20), 20 + np.random.default_rng(1).permutation(30)])
+    shuffled = Batch(batch.genes[order], batch.values[order], batch.cu_seqlens, batch.cells)
+    with torch.no_grad():
+        ours, theirs = model.embed(to_tensors(batch, CPU)), model.embed(to_tensors(shuffled, CPU))
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_a_rank_token_knows_its_place() -> None:
+    model, batch = _model("rank", "masked_gene").eval(), _batch("rank", lengths=(20,))
+    reversed_genes = Batch(batch.genes[::-1].copy(), batch.values, batch.cu_seqlens, batch.cells)
+    with torch.no_grad():
+        ours, theirs = model.embed(to_tensors(batch, CPU)), model.embed(to_tensors(reversed_genes, CPU))
+    assert (ours - theirs).abs().max() > 1e-3
+
+
+@every_kind
+def test_the_loss_is_that_of_the_predictions(tokenizer: str, objective: str) -> None:
+    model = _model(tokenizer, objective, cell_loss_weight=0)
+    prepared = model.prepare(_tensors(tokenizer), seed=0, step=0)
+    said, loss = model.predict(prepared), model(prepared)
+    assert loss.dtype == said.dtype == torch.float32
+    assert loss.ndim == 0
+    assert prepared.n_targets.dtype == torch.int64
+    if said.ndim == 1:
+        expected = sum((a - b) ** 2 for a, b in zip(said.tolist(), prepared.answers.tolist()))
+    else:
+        rows = prepared.answers - (1 if objective == "masked_value" else 0)  # bins count from 1
+        expected = -said.log_softmax(1)[torch.arange(len(rows)), rows].sum().item()
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+@every_kind
+def test_the_cells_own_loss_is_a_weighted_second_one_that_leaks_nothing(tokenizer: str, objective: str) -> None:
+    batch, losses = _tensors(tokenizer), []
+    for weight in (0.0, 1.0, 3.0):
+        model = _model(tokenizer, objective, cell_loss_weight=weight)
+        losses.append(model(model.prepare(batch, seed=0, step=0)).item())
+    assert losses[1] - losses[0] > 0
+    assert losses[2] - losses[0] == pytest.approx(3 * (losses[1] - losses[0]), rel=1e-3)
+    # with the answers as they were, hidden content changes no loss: nothing of it is in what the model sees
+    prepared = model.prepare(batch, seed=0, step=0)
+    field = "genes" if objective == "masked_gene" else "values"
+    content = getattr(batch, field).clone()
+    content[prepared.targets] = content[prepared.targets] % 5 + 1
+    other = model.prepare(replace(batch, **{field: content}), seed=0, step=0)
+    assert model(replace(other, answers=prepared.answers)).item() == losses[2]
+
+
+@every_kind
+def test_the_cell_loss_judges_what_the_embedding_of_the_cell_predicts(tokenizer: str, objective: str) -> None:
+    model, twice = (_model(tokenizer, objective, cell_loss_weight=weight) for weight in (1, 2))
+    prepared = model.prepare(_tensors(tokenizer), seed=0, step=0)
+    by_token, by_cell = (model._loss(said, prepared).item() for said in _said(model, prepared))
+    assert model(prepared).item() == pytest.approx(by_token + by_cell, rel=1e-5)
+    assert twice(prepared).item() == pytest.approx(by_token + 2 * by_cell, rel=1e-5)
+    assert torch.equal(_said(model, prepared)[0], model.predict(prepared))
+
+
+@every_kind
+def test_an_embedding_is_the_mean_of_normed_states_and_the_same_in_any_batch(tokenizer: str, objective: str) -> None:
+    model, batch = _model(tokenizer, objective, dropout=0.5).eval(), _batch(tokenizer)
+    with torch.no_grad():
+        together = model.embed(to_tensors(batch, CPU))
+        apart = torch.cat([model.embed(to_tensors(_some_cells(batch, [i]), CPU)) for i in range(4)])
+    assert together.shape == (4, 16)
+    assert together.dtype == torch.float32
+    torch.testing.assert_close(together, apart, atol=2e-6, rtol=2e-6)
+
+
+def test_the_embedding_of_a_cell_without_tokens_is_finite() -> None:
+    model = _model("continuous", "masked_value").eval()
+    batch = _batch("continuous", lengths=(4, 3))
+    with_empty = Batch(batch.genes, batch.values, np.array([0, 4, 4, 7], np.int32), np.array([5, 7, 106]))
+    with torch.no_grad():
+        found = model.embed(to_tensors(with_empty, CPU))
+        torch.testing.assert_close(found[[0, 2]], model.embed(to_tensors(batch, CPU)))
+    assert torch.equal(found[1], torch.zeros(16))
+
+
+@every_kind
+def test_an_empty_batch_gives_zero_loss_and_a_zero_gradient_of_every_parameter(tokenizer: str, objective: str) -> None:
+    model = _model(tokenizer, objective, dropout=0.1)
+    prepared = model.prepare(to_tensors(empty_batch(_tokens(tokenizer)), CPU), seed=0, step=0)
+    loss = model(prepared)
+    assert (loss.item(), prepared.n_targets.item()) == (0.0, 0)
+    loss.backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    assert model.embed(to_tensors(empty_batch(_tokens(tokenizer)), CPU)).shape == (0, 16)
+
+
+@every_kind
+def test_every_parameter_is_trained(tokenizer: str, objective: str) -> None:
+    model = _model(tokenizer, objective)
+    model(model.prepare(_tensors(tokenizer), seed=0, step=0)).backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+@every_kind
+def test_the_size_of_the_options_is_that_of_the_model(tokenizer: str, objective: str) -> None:
+    for ffn_hidden, cell_loss_weight in ((None, 1.0), (24, 0.0)):
+        model = _model(tokenizer, objective, ffn_hidden=ffn_hidden, layers=3, cell_loss_weight=cell_loss_weight)
+        size = model.config.size(N_GENES, _tokens(tokenizer))
+        assert size.parameters == sum(p.numel() for p in model.parameters())
+        assert size.block_parameters == sum(p.numel() for p in model.blocks[0].parameters())
+        assert size.blocks == len(model.blocks)
+
+
+@every_kind
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.1}, {"cell_loss_weight": 0}], ids=str)
+def test_activations_are_what_the_size_says(
+    tokenizer: str, objective: str, recompute: bool, options: dict[str, float]
+) -> None:
+    hidden, layers = 64, 4
+    model = _model(tokenizer, objective, hidden=hidden, layers=layers, heads=2, **options)
+    size: ModelSize = model.config.size(N_GENES, _tokens(tokenizer))
+    expected = float(size.activations_per_token)
+    if recompute:
+        checkpoint_activations(model, "blocks")
+        # between the passes there is not yet the one block that is recomputed
+        block = (expected - size.activations_per_token_checkpointed + layers * hidden) / (layers - 1)
+        expected = size.activations_per_token_checkpointed - block
+    batch = _tensors(tokenizer, lengths=(30,) * 40)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}  # alive, or an address would be counted once for two tensors
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point() and storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(model.prepare(batch, seed=0, step=0))
+    found = sum(storage.nbytes() for storage in kept.values()) / 4 / len(batch.genes)
+    assert found - size.logits_per_token == pytest.approx(expected, rel=0.1)
+    loss.backward()
+
+
+def test_flops_are_those_of_the_published_formula() -> None:
+    cells, length, hidden, layers, genes = 4, 500, 64, 3, 1000
+    config = MaskedConfig(
+        hidden=hidden, layers=layers, heads=4, objective="masked_gene", mask_frac=0.15, cell_loss_weight=0
+    )
+    size = config.size(genes, Tokens(tokenizer="rank"))
+    found = cells * length * size.flops_per_token + cells * length**2 * size.flops_per_token_pair
+    tokens = cells * length
+    encoder = (24 * tokens * hidden**2 + 4 * cells * length**2 * hidden) * 3 * layers
+    head = 0.15 * (6 * tokens * hidden * (genes + 2) + 6 * tokens * hidden**2)
+    assert found == pytest.approx(encoder + head)
+
+
+@every_kind
+def test_autocast_to_bf16_stays_near_float32(tokenizer: str, objective: str) -> None:
+    model = _model(tokenizer, objective)
+    prepared = model.prepare(_tensors(tokenizer), seed=0, step=0)
+    exact = model(prepared)
+    with torch.autocast("cpu", torch.bfloat16):
+        near = model(prepared)
+    near.backward()
+    assert near.dtype == torch.float32
+    assert near.item() == pytest.approx(exact.item(), rel=0.05)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@every_kind
+def test_recomputed_activations_give_the_same_gradients_with_dropout(tokenizer: str, objective: str) -> None:
+    gradients = []
+    for recompute in (False, True):
+        model = _model(tokenizer, objective, dropout=0.2)
+        if recompute:
+            checkpoint_activations(model, "blocks")
+        model(model.prepare(_tensors(tokenizer), seed=0, step=5)).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients))
+
+
+def test_dropout_changes_with_the_step_and_is_off_in_eval() -> None:
+    model = _model("continuous", "masked_value", dropout=0.3)
+    batch = _tensors("continuous")
+    prepared = model.prepare(batch, seed=0, step=0)
+    dropped = model(prepared).item()
+    assert dropped == model(prepared).item()
+    still = _model("continuous", "masked_value").eval()
+    assert model.eval()(prepared).item() == still(prepared).item() != dropped
+    other = replace(prepared, token_keys=model.prepare(batch, seed=0, step=1).token_keys)
+    assert model.train()(other).item() != dropped
+
+
+def test_first_weights_depend_on_seed_and_name_alone() -> None:
+    def fresh(seed: int, layers: int) -> dict[str, torch.Tensor]:
+        with torch.device("meta"):
+            model = MaskedModel(MaskedConfig(hidden=16, layers=layers, heads=2), N_GENES, _tokens("continuous"))
+        ids = [f"ENSG{i:011d}" for i in range(N_GENES)]
+        genes = Vocabulary(ids, ids, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
+        return dict(initial_tensors(model, seed, None, genes))
+
+    first, other, deeper = fresh(0, 2), fresh(1, 2), fresh(0, 8)
+    assert all(torch.isfinite(tensor).all() for tensor in first.values())
+    assert torch.equal(first["gene_embedding.weight"], deeper["gene_embedding.weight"])
+    assert not torch.equal(first["gene_embedding.weight"], other["gene_embedding.weight"])
+    assert first["gene_embedding.weight"].std().item() == pytest.approx(0.02, rel=0.1)
+    assert deeper["blocks.0.out.weight"].std().item() == pytest.approx(0.02 / 4, rel=0.1)
+    assert (first["blocks.1.ffn_norm.weight"] == 1).all()
+    assert not first["blocks.1.up.bias"].any()
+
+
+@every_kind
+def test_a_few_steps_learn_one_batch(tokenizer: str, objective: str) -> None:
+    model = _model(tokenizer, objective)
+    prepared = model.prepare(_tensors(tokenizer), seed=0, step=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(60):
+        loss = model(prepared)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < 0.1 * losses[0]

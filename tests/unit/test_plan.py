@@ -1,0 +1,233 @@
+"""A plan says what a run takes, and refuses what cannot work in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_corpus import write_corpus
+
+from cellmill.cli import main
+from cellmill.config.options import PlanOptions
+from cellmill.data.shards import Manifest
+from cellmill.data.stream import Stream
+from cellmill.errors import ConfigError
+from cellmill.models.masked.model import MaskedModel
+from cellmill.stages import plan
+
+N_CELLS = 250
+SECTIONS: dict[str, Any] = {
+    "tokens": {"max_tokens": 16},
+    "stream": {"lanes": 8, "block_cells": 8, "window_blocks": 2},
+    "model": {"family": "masked", "hidden": 16, "layers": 2, "heads": 2},
+    "parallel": {},
+    "plan": {},
+    "train": {"steps": 20, "global_batch": 32, "token_budget": 64},
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    return write_corpus(tmp_path_factory.mktemp("plan"), N_CELLS)
+
+
+def _options(**changes: dict[str, Any]) -> PlanOptions:
+    return PlanOptions.model_validate({name: value | changes.get(name, {}) for name, value in SECTIONS.items()})
+
+
+def _plan(
+    corpus: Manifest, out: Path, *, nodes: int = 1, nproc: int = 1, device: str = "cpu", **changes: dict[str, Any]
+) -> dict[str, Any]:
+    plan.run(
+        options=_options(**changes),
+        manifest=corpus.path,
+        out=out / "plan.json",
+        nodes=nodes,
+        nproc_per_node=nproc,
+        device=device,
+    )
+    return json.loads((out / "plan.json").read_text())
+
+
+def _refused(corpus: Manifest, out: Path, **what: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        _plan(corpus, out, **what)
+    assert not (out / "plan.json").exists()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def _stream(corpus: Manifest, options: PlanOptions, rank: int = 0, world: int = 1) -> Stream:
+    return Stream(
+        corpus.path,
+        "train",
+        options.tokens,
+        options.stream,
+        global_batch=options.train.global_batch,
+        token_budget=options.train.token_budget,
+        rank=rank,
+        world=world,
+        seed=0,
+        shuffle=False,
+    )
+
+
+def test_steps_and_tokens_are_those_of_the_stream(corpus: Manifest, tmp_path: Path) -> None:
+    stream = _stream(corpus, _options())
+    tokens = sum(len(batch.genes) for step in stream for batch in step)
+    found = _plan(corpus, tmp_path, train={"steps": None, "epochs": 3})
+    assert found["steps_per_epoch"] == stream.steps_per_epoch == 8
+    assert (found["cells"], found["steps"], found["cells_seen"]) == (N_CELLS, 24, 3 * N_CELLS)
+    assert found["tokens"] == pytest.approx(3 * tokens)
+    assert found["tokens_per_cell"] == pytest.approx(tokens / N_CELLS)
+    assert found["tokens_per_step"] == pytest.approx(32 * tokens / N_CELLS)
+    stream.close()
+
+
+def test_steps_that_end_inside_an_epoch_see_its_first_cells(corpus: Manifest, tmp_path: Path) -> None:
+    assert _plan(corpus, tmp_path, train={"steps": 11})["cells_seen"] == N_CELLS + 3 * 32
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_micro_batches_are_near_those_of_the_stream(corpus: Manifest, tmp_path: Path, world: int) -> None:
+    stream = _stream(corpus, _options(), world=world)
+    counts = [len(step) for step in stream]
+    stream.close()
+    found = _plan(corpus, tmp_path, nproc=world)["micro_batches_per_step"]
+    assert found == pytest.approx(np.mean(counts), rel=0.1)
+
+
+def test_parameters_are_those_of_the_model(corpus: Manifest, tmp_path: Path) -> None:
+    options = _options()
+    model = MaskedModel(options.model, 40, options.tokens)  # type: ignore[arg-type]
+    found = _plan(corpus, tmp_path)
+    assert found["parameters"] == sum(p.numel() for p in model.parameters())
+    assert found["memory"]["total_bytes"] == sum(found["memory"]["parts_bytes"].values())
+    assert found["memory"]["parts_bytes"]["optimizer"] == 8 * found["parameters"]
+
+
+def test_flops_are_counted_with_the_lengths_of_the_cells(corpus: Manifest, tmp_path: Path) -> None:
+    options = _options()
+    lengths = plan.row_lengths(corpus, 16).astype(float)
+    size = options.model.size(40, options.tokens)
+    per_cell = size.flops_per_token * lengths.mean() + size.flops_per_token_pair * (lengths**2).mean()
+    found = _plan(corpus, tmp_path, device="h100", nproc=4)
+    assert found["flops_per_step"] == pytest.approx(32 * per_cell)
+    assert found["gpu_hours"] == pytest.approx(found["cells_seen"] * per_cell / (67e12 * 0.35) / 3600)
+    assert found["hours"] == pytest.approx(found["gpu_hours"] / 4)
+
+
+def test_bf16_has_another_peak_and_a_cpu_none(corpus: Manifest, tmp_path: Path) -> None:
+    exact = _plan(corpus, tmp_path, device="h100")
+    low = _plan(corpus, tmp_path, device="h100", parallel={"precision": "bf16-mixed"})
+    assert low["hours"] == pytest.approx(exact["hours"] * 67 / 989)
+    on_cpu = _plan(corpus, tmp_path)
+    assert (on_cpu["hours"], on_cpu["gpu_hours"]) == (None, None)
+
+
+def test_the_plan_is_printed_for_people(corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _plan(corpus, tmp_path, device="h100", nproc=4)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == [
+        "parameters",
+        "cells",
+        "steps",
+        "a step",
+        "processes",
+        "memory",
+        "hours",
+    ]
+    assert lines[4] == "processes   4 x h100, HYBRID_SHARD (1 replicas of 4 shards), 32-true"
+    assert "of 72.00 GB on each: parameters" in lines[5]
+
+
+def test_a_machine_is_shared_by_its_processes(corpus: Manifest, tmp_path: Path) -> None:
+    one, two = (_plan(corpus, tmp_path, nproc=n)["memory"]["device_bytes"] for n in (1, 2))
+    assert one == pytest.approx(2 * two, rel=1e-6)
+    assert _plan(corpus, tmp_path, nproc=2, plan={"memory_gb": 3})["memory"]["limit_bytes"] == 2_700_000_000
+
+
+@pytest.mark.parametrize(
+    ("world", "message"),
+    [
+        (
+            3,
+            "stream.lanes 8 is not a multiple of 3 processes: use 2 of them (the profile), "
+            "or stream.lanes 3 with train.global_batch 33",
+        ),
+        (
+            16,
+            "stream.lanes 8 is not a multiple of 16 processes: use 8 of them (the profile), or stream.lanes 16",
+        ),
+    ],
+)
+def test_processes_that_cannot_share_the_lanes_are_refused(
+    corpus: Manifest, tmp_path: Path, world: int, message: str
+) -> None:
+    assert _refused(corpus, tmp_path, nproc=world) == message
+
+
+def test_more_processes_than_cells_are_refused(corpus: Manifest, tmp_path: Path) -> None:
+    message = _refused(corpus, tmp_path, nodes=64, nproc=8, stream={"lanes": 512}, train={"global_batch": 512})
+    assert message == f"512 processes for 250 train cells of {corpus.path}: use fewer processes"
+
+
+def test_an_unknown_device_is_refused_with_those_there_are(corpus: Manifest, tmp_path: Path) -> None:
+    assert _refused(corpus, tmp_path, device="h10").startswith("no device is called 'h10'; there are: cpu, v100, ")
+
+
+def test_impossible_numbers_of_processes_are_refused(corpus: Manifest, tmp_path: Path) -> None:
+    assert _refused(corpus, tmp_path, nodes=0) == "--nodes 0: at least 1 is wanted; it comes from the profile"
+
+
+def test_options_that_exclude_each_other_are_refused(corpus: Manifest, tmp_path: Path) -> None:
+    message = _refused(corpus, tmp_path, tokens={"max_tokens": 65})
+    assert message.startswith("tokens.max_tokens 65 is more than train.token_budget 64")
+
+
+# 59 million parameters: under ddp 1.18 GB with gradients, moments and buckets, and 0.22 GB of activations
+BIG = {"model": {"hidden": 768, "layers": 8, "heads": 8}, "train": {"token_budget": 512, "global_batch": 256}}
+
+
+@pytest.mark.parametrize(
+    ("memory_gb", "remedy"),
+    [
+        (1.5, "set parallel.activation_checkpointing to full"),
+        (1.345, "set parallel.activation_checkpointing to full and lower train.token_budget to 256"),
+        (0.6, "set parallel.activation_checkpointing to full and use fsdp with parallel.sharding_strategy FULL_SHARD"),
+        (0.01, "use a device with more memory (the profile) or a smaller model"),
+    ],
+)
+def test_a_run_that_does_not_fit_is_refused_with_what_would_help(
+    corpus: Manifest, tmp_path: Path, memory_gb: float, remedy: str
+) -> None:
+    whole = _plan(corpus, tmp_path, nproc=4, parallel={"strategy": "ddp"}, **BIG)["memory"]
+    (tmp_path / "plan.json").unlink()
+    message = _refused(corpus, tmp_path, nproc=4, parallel={"strategy": "ddp"}, plan={"memory_gb": memory_gb}, **BIG)
+    assert message.startswith(f"needs {whole['total_bytes'] / 1e9:.2f} GB on each process, ")
+    assert f"but cpu has {memory_gb * 0.9:.2f} GB to use (90% of {memory_gb:.2f} GB): {remedy}" in message
+
+
+def test_what_is_proposed_does_fit(corpus: Manifest, tmp_path: Path) -> None:
+    limit = {"memory_gb": 1.5}
+    assert "activation_checkpointing to full" in _refused(
+        corpus, tmp_path, nproc=4, parallel={"strategy": "ddp"}, plan=limit, **BIG
+    )
+    parallel = {"strategy": "ddp", "activation_checkpointing": "full"}
+    assert _plan(corpus, tmp_path, nproc=4, parallel=parallel, plan=limit, **BIG)["memory"]["total_bytes"] < 1.35e9
+
+
+def test_the_command_ends_in_one_line_and_exit_code_2(
+    corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(
+        [
+            *("plan", "--options", json.dumps(SECTIONS), "--manifest", str(corpus.path)),
+            *("--out", str(tmp_path / "plan.json"), "--nproc-per-node", "3"),
+        ]
+    )
+    assert code == 2
+    assert capsys.readouterr().err.startswith("cellmill plan: stream.lanes 8 is not a multiple of 3 processes")

@@ -1,0 +1,109 @@
+"""A pipeline in a folder of its own: the repository's Snakefile on a few hundred simulated cells and a tiny model."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cellmill.cli import main
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIG = """
+corpora: {sim: {table: config/datasets.tsv}}
+preprocess: {min_genes: 5, min_cells: 1}
+shard: {cells_per_shard: 100, val_frac: 0.15, test_frac: 0.4}
+tokens: {max_tokens: 64}
+stream: {lanes: 4, block_cells: 8, window_blocks: 4}
+model: {hidden: 16, layers: 1, heads: 2}
+train: {steps: 12, global_batch: 16, token_budget: 2048, warmup_steps: 2, log_every_steps: 4, val_every_steps: 6}
+evaluate: {folds: 3, neighbors: 5}
+runs: {tiny: {corpus: sim}}
+"""
+
+
+@dataclass
+class Project:
+    """A folder with config/ and data/, and the snakemake of this Python."""
+
+    folder: Path
+
+    def command(self, *arguments: str, profile: str | None = "profiles/local") -> list[str]:
+        words = [sys.executable, "-m", "snakemake", "--snakefile", str(REPOSITORY / "Snakefile")]
+        words += ["--profile", str(REPOSITORY / profile)] if profile else ["--cores", "2"]
+        return [*words, *arguments]
+
+    def snakemake(self, *arguments: str, profile: str | None = "profiles/local") -> subprocess.CompletedProcess[str]:
+        """What a user sees of a `snakemake` call, as one text in `stdout`."""
+        return subprocess.run(
+            self.command(*arguments, profile=profile),
+            cwd=self.folder,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+
+    def jobs(self, *arguments: str) -> dict[str, int]:
+        """How many jobs of each rule would run, the rule `all` aside."""
+        done = self.snakemake("--dry-run", *arguments)
+        assert done.returncode == 0, done.stdout
+        if "Job stats:" not in done.stdout:
+            assert "Nothing to be done" in done.stdout, done.stdout
+            return {}
+        table = done.stdout.split("Job stats:")[1].split("total")[0]
+        return {name: int(n) for name, n in re.findall(r"^(\w+) +(\d+)$", table, re.M) if name != "all"}
+
+    def write_config(self, name: str = "config.yaml", **sections: Any) -> str:
+        """Writes config/`name`: the small one, with keys of some sections changed."""
+        tree = copy.deepcopy(yaml.safe_load(CONFIG))
+        for section, values in sections.items():
+            tree[section] = tree.get(section, {}) | values
+        path = self.folder / "config" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(yaml.safe_dump(tree, sort_keys=False))
+        return f"config/{name}"
+
+
+@pytest.fixture(scope="session")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """240 simulated cells x 150 genes of 3 types."""
+    path = tmp_path_factory.mktemp("cells") / "sim.h5ad"
+    assert main(f"simulate --out {path} --cells 240 --genes 150 --types 3 --batches 2 --seed 1".split()) == 0
+    return path
+
+
+def make_project(folder: Path, cells: Path) -> Project:
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "sim.h5ad").symlink_to(cells)
+    project = Project(folder)
+    project.write_config()
+    (folder / "config" / "datasets.tsv").write_text(
+        "dataset\tpath\tlabel\tsource\tlicence\nsim\tdata/sim.h5ad\tcell_type\tsimulated\tCC0-1.0\n"
+    )
+    return project
+
+
+@pytest.fixture
+def project(tmp_path: Path, cells: Path) -> Project:
+    """A fresh one, where nothing has run."""
+    return make_project(tmp_path / "project", cells)
+
+
+@pytest.fixture(scope="session")
+def done(tmp_path_factory: pytest.TempPathFactory, cells: Path) -> tuple[Project, str]:
+    """One where everything has run, and what was printed meanwhile. Tests leave it as it is."""
+    project = make_project(tmp_path_factory.mktemp("done") / "project", cells)
+    run = project.snakemake()
+    assert run.returncode == 0, run.stdout
+    return project, run.stdout

@@ -1,0 +1,76 @@
+# Datasets to a corpus: counted, filtered and named cells, a vocabulary, shards.
+
+
+rule demo_data:
+    output:
+        "data/demo/pbmc68k.h5ad",
+    log:
+        "logs/demo/pbmc68k.log",
+    benchmark:
+        "results/benchmarks/demo/pbmc68k.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    shell:
+        "cellmill demo --out {output:q} 2>&1 | tee -i {log:q}"
+
+
+rule preprocess:
+    input:
+        lambda wildcards: dataset_of(wildcards).path,
+    output:
+        cells="results/corpora/{corpus}/cells/{dataset}.h5ad",
+        report=report(
+            "results/corpora/{corpus}/cells/{dataset}.json",
+            caption="../report/preprocess.rst",
+            category="Data",
+            labels={"corpus": "{corpus}", "what": "quality control of {dataset}"},
+        ),
+    log:
+        "logs/preprocess/{corpus}.{dataset}.log",
+    benchmark:
+        "results/benchmarks/preprocess/{corpus}.{dataset}.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    params:
+        options=options("preprocess"),
+        counts=lambda wildcards: dataset_of(wildcards).counts,
+    shell:
+        "cellmill preprocess --options {params.options:q} --dataset {wildcards.dataset:q}"
+        " --input {input:q} --counts {params.counts:q} --out {output.cells:q} --report {output.report:q}"
+        " 2>&1 | tee -i {log:q}"
+
+
+rule vocabulary:
+    input:
+        cells_of_corpus,
+    output:
+        "results/corpora/{corpus}/vocabulary.tsv",
+    log:
+        "logs/vocabulary/{corpus}.log",
+    benchmark:
+        "results/benchmarks/vocabulary/{corpus}.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    params:
+        options=options("vocabulary"),
+    shell:
+        "cellmill vocabulary --options {params.options:q} --cells {input:q} --out {output:q} 2>&1 | tee -i {log:q}"
+
+
+rule shard:
+    input:
+        cells=cells_of_corpus,
+        vocabulary="results/corpora/{corpus}/vocabulary.tsv",
+    output:
+        "results/corpora/{corpus}/shards/manifest.json",
+    log:
+        "logs/shard/{corpus}.log",
+    benchmark:
+        "results/benchmarks/shard/{corpus}.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    params:
+        options=options("shard"),
+    shell:
+        "cellmill shard --options {params.options:q} --cells {input.cells:q} --vocabulary {input.vocabulary:q}"
+        " --out {output:q} 2>&1 | tee -i {log:q}"

@@ -1,0 +1,53 @@
+# An exported model, and nothing else of its run, judged on cells.
+
+
+rule embed:
+    input:
+        weights="results/runs/{run}/model/model.safetensors",
+        config="results/runs/{run}/model/config.json",
+        vocabulary="results/runs/{run}/model/vocabulary.tsv",
+        cells=lambda wildcards: f"{corpus_of(wildcards)}/cells/{wildcards.dataset}.h5ad",
+    output:
+        "results/runs/{run}/embeddings/{dataset}.h5ad",
+    log:
+        "logs/embed/{run}.{dataset}.log",
+    benchmark:
+        "results/benchmarks/embed/{run}.{dataset}.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    threads: 4
+    params:
+        options=options("embed"),
+    shell:
+        'cellmill embed --options {params.options:q} --model "$(dirname {input.weights:q})" --input {input.cells:q}'
+        " --out {output:q} 2>&1 | tee -i {log:q}"
+
+
+rule evaluate:
+    input:
+        weights="results/runs/{run}/model/model.safetensors",
+        manifest=lambda wildcards: f"{corpus_of(wildcards)}/shards/manifest.json",
+        cells=evaluated("{corpus}/cells/{dataset}.h5ad"),
+        embeddings=evaluated("results/runs/{run}/embeddings/{dataset}.h5ad"),
+    output:
+        metrics=report(
+            "results/runs/{run}/evaluate/metrics.json",
+            caption="../report/evaluate.rst",
+            category="Runs",
+            labels={"run": "{run}", "what": "evaluation"},
+        ),
+        umap="results/runs/{run}/evaluate/umap.tsv",
+    log:
+        "logs/evaluate/{run}.log",
+    benchmark:
+        "results/benchmarks/evaluate/{run}.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    threads: 4
+    params:
+        options=options("evaluate"),
+        labels=label_columns,
+    shell:
+        'cellmill evaluate --options {params.options:q} --model "$(dirname {input.weights:q})"'
+        " --manifest {input.manifest:q} --cells {input.cells:q} --embeddings {input.embeddings:q}"
+        " --labels {params.labels:q} --out {output.metrics:q} 2>&1 | tee -i {log:q}"

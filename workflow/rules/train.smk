@@ -1,0 +1,90 @@
+# A run: planned, trained, exported. `nodes`, `nproc_per_node` and `device` come from the profile (set-resources), so
+# that another machine reruns nothing.
+
+
+localrules:
+    train,
+
+
+rule plan:
+    input:
+        lambda wildcards: f"{corpus_of(wildcards)}/shards/manifest.json",
+    output:
+        report(
+            "results/runs/{run}/plan.json",
+            caption="../report/plan.rst",
+            category="Runs",
+            labels={"run": "{run}", "what": "plan"},
+        ),
+    log:
+        "logs/plan/{run}.log",
+    benchmark:
+        "results/benchmarks/plan/{run}.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    resources:
+        nodes=1,
+        nproc_per_node=1,
+        device="cpu",
+    params:
+        options=options("plan"),
+    shell:
+        "cellmill plan --options {params.options:q} --manifest {input:q} --out {output:q} --nodes {resources.nodes:q}"
+        " --nproc-per-node {resources.nproc_per_node:q} --device {resources.device:q} 2>&1 | tee -i {log:q}"
+
+
+# Only status.json is an output: Snakemake deletes the outputs of a job that failed, and the checkpoints beside it are
+# what a run goes on from. It starts its processes itself, so it stays where Snakemake runs.
+rule train:
+    input:
+        manifest=lambda wildcards: f"{corpus_of(wildcards)}/shards/manifest.json",
+        vocabulary=lambda wildcards: f"{corpus_of(wildcards)}/vocabulary.tsv",
+        plan=ancient("results/runs/{run}/plan.json"),  # must be there and have agreed; its numbers change no training
+        parent=parent_model,
+    output:
+        "results/runs/{run}/train/status.json",
+    log:
+        "logs/train/{run}.log",
+    benchmark:
+        "results/benchmarks/train/{run}.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    resources:
+        nodes=1,
+        nproc_per_node=1,
+    params:
+        options=options("train"),
+        parent=parent_argument,
+    shell:
+        # Snakemake sets these to the threads of the rule; the launcher divides the cores among the processes
+        "unset OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS;"
+        " cellmill train --options {params.options:q} --manifest {input.manifest:q} --vocabulary {input.vocabulary:q}"
+        ' --out "$(dirname {output:q})" {params.parent:q} --nodes {resources.nodes:q}'
+        " --nproc-per-node {resources.nproc_per_node:q} 2>&1 | tee -ia {log:q}"
+
+
+rule consolidate:
+    input:
+        status="results/runs/{run}/train/status.json",
+        vocabulary=lambda wildcards: f"{corpus_of(wildcards)}/vocabulary.tsv",
+    output:
+        weights="results/runs/{run}/model/model.safetensors",
+        config="results/runs/{run}/model/config.json",
+        vocabulary="results/runs/{run}/model/vocabulary.tsv",
+        card=report(
+            "results/runs/{run}/model/README.md",
+            caption="../report/consolidate.rst",
+            category="Runs",
+            labels={"run": "{run}", "what": "model card"},
+        ),
+    log:
+        "logs/consolidate/{run}.log",
+    benchmark:
+        "results/benchmarks/consolidate/{run}.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    params:
+        options=options("consolidate"),
+    shell:
+        'cellmill consolidate --options {params.options:q} --train "$(dirname {input.status:q})"'
+        ' --vocabulary {input.vocabulary:q} --out "$(dirname {output.weights:q})" 2>&1 | tee -i {log:q}'
