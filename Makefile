@@ -31,7 +31,7 @@ check: install
 install: $(STAMP)
 
 $(STAMP): envs/requirements.lock pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"cellmill needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}: try make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("cellmill needs Python 3.11 or newer, and $(PYTHON) is %d.%d: try make PYTHON=python3.12" % sys.version_info[:2])'
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "$(PYTHON) has no venv module; on Debian: apt-get install python3-venv"; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --requirement envs/requirements.lock

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from cellmill.cli import main
 from cellmill.track.jsonl import read_lines
 from tests.distributed.conftest import options
 
@@ -189,3 +192,32 @@ def test_a_layout_that_does_not_fit_is_refused_before_any_process_starts(corpus:
     assert done.stderr.count("\n") == 1
     assert "shard_size" in done.stderr
     assert not (tmp_path / "train" / "run.json").exists()
+
+
+def test_a_damaged_shard_is_named_before_training(corpus: str, tmp_path: Path) -> None:
+    copy = tmp_path / "corpus"
+    shutil.copytree(corpus, copy)
+    shard = next((copy / "shards").glob("train*.h5ad"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    done = train(str(copy), tmp_path / "train", options(train={"steps": 2}))
+    assert done.returncode == 2
+    assert re.fullmatch(rf"cellmill train: {shard}: sha256 is \w{{12}}, the manifest has \w{{12}}: .+\n", done.stderr)
+    assert not (tmp_path / "train" / "checkpoints").exists()
+
+
+def test_starting_from_another_architecture_is_refused(corpus: str, one: Path, tmp_path: Path) -> None:
+    model, out = tmp_path / "model", tmp_path / "train"
+    exported = ["consolidate", "--options", '{"consolidate": {}}', "--train", str(one), "--out", str(model)]
+    assert main([*exported, "--vocabulary", f"{corpus}/vocabulary.tsv"]) == 0
+    begin = ["--init-from", str(model)]
+    same = subprocess.run([*command(corpus, out, options(train={"steps": 2})), *begin], capture_output=True, text=True)
+    assert same.returncode == 0, same.stderr
+    assert losses(out)[1] < losses(one)[1] / 2, "the first loss is that of fresh weights"
+    other = options(model={"heads": 2}, train={"steps": 2})
+    refused = subprocess.run([*command(corpus, tmp_path / "other", other), *begin], capture_output=True, text=True)
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        f"cellmill train: model.heads is 2, the model to start from ({model}) has 4; make them equal\n",
+    )

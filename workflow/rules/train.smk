@@ -39,7 +39,9 @@ rule train:
     input:
         manifest=lambda wildcards: f"{corpus_of(wildcards)}/shards/manifest.json",
         vocabulary=lambda wildcards: f"{corpus_of(wildcards)}/vocabulary.tsv",
-        plan=ancient("results/runs/{run}/plan.json"),  # must be there and have agreed; its numbers change no training
+        # must have agreed. Not ancient(): Snakemake would then overlook train's own changed options whenever plan reruns.
+        # A training whose options are the same finds itself done.
+        plan="results/runs/{run}/plan.json",
         parent=parent_model,
     output:
         "results/runs/{run}/train/status.json",
@@ -60,7 +62,7 @@ rule train:
         "unset OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS;"
         " cellmill train --options {params.options:q} --manifest {input.manifest:q} --vocabulary {input.vocabulary:q}"
         ' --out "$(dirname {output:q})" {params.parent:q} --nodes {resources.nodes:q}'
-        " --nproc-per-node {resources.nproc_per_node:q} 2>&1 | tee -ia {log:q}"
+        " --nproc-per-node {resources.nproc_per_node:q} 2>&1 | tee -i {log:q}"
 
 
 rule consolidate:

@@ -6,6 +6,7 @@ of the largest tensor. `config.json` is written last: its existence means the re
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,9 @@ def _choose(folder: TrainFolder, which: str) -> Checkpoint:
 
 def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     tensor = {PREFIX + name: torch.empty(shape, dtype=dtype)}
-    dcp.load(tensor, storage_reader=CheckpointReader(checkpoint.path), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is wanted here
+        dcp.load(tensor, storage_reader=CheckpointReader(checkpoint.path), no_dist=True)
     return tensor[PREFIX + name]
 
 

@@ -142,7 +142,8 @@ def check_lanes(options: PlanOptions, world: int) -> None:
     else:
         other = f"stream.lanes {world} with train.global_batch {max(1, round(batch / world)) * world}"
     raise ConfigError(
-        f"stream.lanes {lanes} is not a multiple of {world} processes: use {processes} of them (the profile), or {other}"
+        f"stream.lanes {lanes} is not a multiple of {world} processes: "
+        f"use {processes} of them (the profile), or {other}"
     )
 
 

@@ -16,7 +16,7 @@ from cellmill import __version__
 from cellmill.config import check_options
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import check_together
-from cellmill.data.shards import Manifest
+from cellmill.data.shards import Manifest, verify
 from cellmill.errors import ConfigError, Stopped, UserError
 from cellmill.files import read_json, sha256_file, write_json
 from cellmill.launch.job import Job
@@ -43,17 +43,19 @@ def run(
     check_run(options, nodes, nproc_per_node)
     if init_from is not None:
         check_weights(options, init_from)
-    fingerprint = Manifest.read(manifest).fingerprint
+    shards = Manifest.read(manifest)
     folder = TrainFolder(out)
     with folder.locked() as lock:
         belongs = identity(options.model_dump(mode="json"), _weights_digest(init_from))
-        if _is_done(folder, belongs, fingerprint):
+        if _is_done(folder, belongs, shards.fingerprint):
             print(f"{out}: this run is already done", flush=True)
             return
+        if not folder.checkpoints():
+            verify(shards, ("train", "val"))  # every byte, once; a resume trusts what was whole at the start
         record = {
             "options": options.model_dump(mode="json"),
             "identity": belongs,
-            "fingerprint": fingerprint,
+            "fingerprint": shards.fingerprint,
             "manifest": str(manifest),
             "vocabulary": str(vocabulary),
             "init_from": None if init_from is None else str(init_from),

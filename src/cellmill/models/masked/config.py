@@ -80,11 +80,12 @@ class MaskedConfig(FamilyConfig):
             products += h + h * h
         # kept for the backward pass, elements a token: a block's input, two norms, q k v, attention before and after
         # its cells are joined, its projection, both sides of the GELU; two masks where there is dropout. Outside, the
-        # last norm, both sides of the values' GELU, and the heads at targets. A test compares with what autograd keeps
+        # last norm, both sides of the values' GELU, the states whose mean a cell is, and the heads at targets. A test
+        # compares with what autograd keeps
         kept = 9 * h + 2 * f + (2 * h if self.dropout else 0)
-        kept_outside = (3 * h if tokens.tokenizer == "continuous" else h) + round(
-            self.mask_frac * (11 if self.cell_loss_weight else 5) * h
-        )
+        of_values = 2 * h if tokens.tokenizer == "continuous" else 0
+        of_cells = h + round(5 * h * self.mask_frac) if self.cell_loss_weight else 0
+        kept_outside = h + of_values + of_cells + round(4 * h * self.mask_frac)
         return ModelSize(
             parameters=self.layers * block + outside,
             block_parameters=block,
