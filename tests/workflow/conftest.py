@@ -54,9 +54,9 @@ class Project:
             timeout=300,
         )
 
-    def jobs(self, *arguments: str) -> dict[str, int]:
+    def jobs(self, *arguments: str, profile: str | None = "profiles/local") -> dict[str, int]:
         """How many jobs of each rule would run, the rule `all` aside."""
-        done = self.snakemake("--dry-run", *arguments)
+        done = self.snakemake("--dry-run", *arguments, profile=profile)
         assert done.returncode == 0, done.stdout
         if "Job stats:" not in done.stdout:
             assert "Nothing to be done" in done.stdout, done.stdout

@@ -74,16 +74,18 @@ class MaskedModel(Model):
         With `cell_loss_weight`, the same of what the cell's embedding predicts (scGPT, Cui et al. 2024, GEPC).
         """
         inputs, states = self._encode(prepared)
-        loss = self._loss(self._out(self.head(states[prepared.targets])), prepared)
+        loss = self._loss(self._out(self.head(states[prepared.targets]), prepared), prepared)
         if self.config.cell_loss_weight:
             cells = _mean_of_cells(states, prepared.cell, prepared.cu_seqlens).to(states.dtype)
             asked = torch.cat([cells[prepared.cell[prepared.targets]], inputs[prepared.targets]], dim=-1)
-            loss = loss + self.config.cell_loss_weight * self._loss(self._out(self.cell_head(asked)), prepared)
+            loss = loss + self.config.cell_loss_weight * self._loss(
+                self._out(self.cell_head(asked), prepared), prepared
+            )
         return loss
 
     def predict(self, prepared: MaskedBatch) -> torch.Tensor:
         """float32: (N,) values, (N, bins) logits of bins, or (N, V) logits of genes."""
-        return self._out(self.head(self._encode(prepared)[1][prepared.targets]))
+        return self._out(self.head(self._encode(prepared)[1][prepared.targets]), prepared)
 
     def embed(self, batch: TensorBatch) -> torch.Tensor:
         """(cells, H) float32: the mean over a cell's tokens of their last states."""
@@ -97,13 +99,13 @@ class MaskedModel(Model):
             x = block(x, prepared.cu_seqlens, prepared.lengths, prepared.token_keys)
         return inputs, self.norm(x)
 
-    def _out(self, states: torch.Tensor) -> torch.Tensor:
+    def _out(self, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
         """(N, H) -> predictions as in `predict`."""
         if self.config.objective == "masked_gene":
             weight, bias = self.gene_embedding.weight, self.gene_bias
             return F.linear(states, weight.to(states.dtype), bias.to(states.dtype)).float()
         out = self.value_out(states).float()
-        return out if self.binned else out.squeeze(-1)
+        return out if self.binned else out.squeeze(-1) + prepared.center[prepared.cell[prepared.targets]]
 
     def _loss(self, predicted: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
         if predicted.ndim == 1:
@@ -114,7 +116,10 @@ class MaskedModel(Model):
     def _embed_values(self, prepared: MaskedBatch) -> torch.Tensor:
         """(T, H); the learned vector of a hidden value where it is hidden."""
         if prepared.values.is_floating_point():
-            values = self.value_embedding(prepared.values[:, None].to(self.norm.weight.dtype))
+            # in log(1 + counts per 10,000) of detected genes the depth of sequencing is the loudest thing: a cell's
+            # values are taken from their mean, or the embedding would be about that (98 % of it was)
+            values = (prepared.values - prepared.center[prepared.cell])[:, None]
+            values = self.value_embedding(values.to(self.norm.weight.dtype))
         else:
             values = self.value_embedding(prepared.values)
         if self.config.objective == "masked_gene":
@@ -129,6 +134,9 @@ class MaskedModel(Model):
             tensor.zero_()
         elif name == "value_embedding.0.weight":
             tensor.normal_(0.0, 1.0, generator=generator)  # one input: its fan-in is 1
+        elif name == "value_embedding.2.weight":
+            # values then begin as loud as genes, which are 0.02; at 0.02 here they would drown them 20 times
+            tensor.normal_(0.0, 0.02 / math.sqrt(self.config.hidden), generator=generator)
         else:
             into_residual = name.endswith(("out.weight", "down.weight")) and name.startswith("blocks.")
             deviation = 0.02 / math.sqrt(2 * self.config.layers) if into_residual else 0.02

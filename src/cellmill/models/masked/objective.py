@@ -28,6 +28,8 @@ class MaskedBatch:
     """(tokens,); 0 where the value is hidden."""
     value_hidden: torch.Tensor
     """(tokens,) bool."""
+    center: torch.Tensor
+    """(cells,) float32: mean of a cell's visible continuous values; 0 for other tokens."""
     cell: torch.Tensor
     """(tokens,) int64, number of the cell in the batch."""
     cu_seqlens: torch.Tensor
@@ -53,6 +55,7 @@ def mask(batch: TensorBatch, objective: str, mask_frac: float, seed: int, step: 
         genes=batch.genes.masked_fill(masked, MASK_TOKEN) if hides_gene else batch.genes,
         values=batch.values if hides_gene else batch.values.masked_fill(masked, 0),
         value_hidden=torch.zeros_like(masked) if hides_gene else masked,
+        center=_center(batch, cell, torch.ones_like(masked) if hides_gene else ~masked),
         cell=cell,
         cu_seqlens=batch.cu_seqlens,
         lengths=batch.lengths,
@@ -71,6 +74,7 @@ def unmasked(batch: TensorBatch) -> MaskedBatch:
         genes=batch.genes,
         values=batch.values,
         value_hidden=torch.zeros_like(place, dtype=torch.bool),
+        center=_center(batch, cell, torch.ones_like(place, dtype=torch.bool)),
         cell=cell,
         cu_seqlens=batch.cu_seqlens,
         lengths=batch.lengths,
@@ -79,3 +83,12 @@ def unmasked(batch: TensorBatch) -> MaskedBatch:
         answers=none,
         n_targets=torch.tensor(0, device=place.device),
     )
+
+
+def _center(batch: TensorBatch, cell: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """(cells,) float32; from what is visible alone, so that it tells nothing of the rest."""
+    center = torch.zeros(len(batch.lengths), device=cell.device)
+    if not batch.values.is_floating_point():
+        return center
+    sums = center.index_add(0, cell, batch.values * visible)
+    return sums / center.index_add(0, cell, visible.float()).clamp(min=1)
