@@ -83,6 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     preprocess.add_argument("--input", type=Path, required=True, help="the .h5ad with raw counts")
     preprocess.add_argument("--counts", default="X", help="where they lie: X, raw or the name of a layer")
     preprocess.add_argument("--dataset", required=True, help="name of the dataset")
+    preprocess.add_argument("--source", default="", help="where the data come from, for the report")
+    preprocess.add_argument("--licence", default="", help="under what licence, for the report")
     preprocess.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
     preprocess.add_argument("--report", type=Path, required=True, help="the QC report (.json) to write")
 

@@ -34,9 +34,12 @@ rule preprocess:
     params:
         options=options("preprocess"),
         counts=lambda wildcards: dataset_of(wildcards).counts,
+        source=lambda wildcards: dataset_of(wildcards).source or "",
+        licence=lambda wildcards: dataset_of(wildcards).licence or "",
     shell:
         "cellmill preprocess --options {params.options:q} --dataset {wildcards.dataset:q}"
-        " --input {input:q} --counts {params.counts:q} --out {output.cells:q} --report {output.report:q}"
+        " --input {input:q} --counts {params.counts:q} --source {params.source:q} --licence {params.licence:q}"
+        " --out {output.cells:q} --report {output.report:q}"
         " 2>&1 | tee -i {log:q}"
 
 

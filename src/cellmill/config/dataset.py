@@ -23,7 +23,6 @@ class Dataset(Section):
     label: str | None = Field(
         None, description="obs column that the probes predict; empty leaves the dataset out of them."
     )
-    batch: str | None = Field(None, description="obs column of technical batches.")
     source: str | None = Field(None, description="Where the data come from, for the report.")
     licence: str | None = Field(None, description="Under what licence, for the report.")
 

@@ -10,11 +10,22 @@ from cellmill.data.preprocess import preprocess
 from cellmill.files import sha256_file, write_json
 
 
-def run(*, options: PreprocessOptions, input: Path, counts: str, dataset: str, out: Path, report: Path) -> None:
+def run(
+    *,
+    options: PreprocessOptions,
+    input: Path,
+    counts: str,
+    dataset: str,
+    source: str = "",
+    licence: str = "",
+    out: Path,
+    report: Path,
+) -> None:
     """Reads `counts` of `input`, writes the cells to `out` (.h5ad) and the QC figures to `report` (.json)."""
     with open_counts(input, counts) as reader:
         figures = preprocess(reader, options.preprocess, out)
-    source = {"file": input.name, "sha256": sha256_file(input), "bytes": input.stat().st_size, "counts": counts}
-    write_json(report, {"dataset": dataset, "source": source, **figures})
+    origin = {"file": input.name, "sha256": sha256_file(input), "bytes": input.stat().st_size, "counts": counts}
+    origin |= {"source": source, "licence": licence}
+    write_json(report, {"dataset": dataset, "source": origin, **figures})
     cells, genes = figures["cells"], figures["genes"]
     print(f"{dataset}: {cells['out']:,} of {cells['in']:,} cells, {genes['out']:,} of {genes['in']:,} genes -> {out}")
