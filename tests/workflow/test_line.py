@@ -167,8 +167,7 @@ def test_a_wrong_table_is_one_line_and_an_exit_code(project: Project) -> None:
     refused = project.snakemake("--dry-run")
     assert refused.returncode == 1
     assert last_lines(refused.stdout) == [
-        "cellmill: config/datasets.tsv: unknown column 'pth'; "
-        "there are: dataset, path, counts, label, source, licence"
+        "cellmill: config/datasets.tsv: unknown column 'pth'; there are: dataset, path, counts, label, source, licence"
     ]
 
 
