@@ -153,13 +153,15 @@ def test_another_configuration_sets_the_earlier_training_aside(corpus: str, tmp_
     assert (out / "superseded-001" / "checkpoints" / "step-00000002" / "manifest.json").exists()
 
 
-def test_other_shards_under_a_checkpoint_are_refused_and_nothing_is_touched(corpus: str, tmp_path: Path) -> None:
+def test_other_shards_under_an_unfinished_training_are_refused_and_nothing_is_touched(
+    corpus: str, tmp_path: Path
+) -> None:
     out = tmp_path / "train"
     assert train(corpus, out, options(train={"steps": 2})).returncode == 0
     state = next(out.glob("checkpoints/*/state.json"))
     saved = json.loads(state.read_text())
     now = saved["fingerprint"]
-    state.write_text(json.dumps(saved | {"fingerprint": "0" * 64}))
+    state.write_text(json.dumps(saved | {"fingerprint": "0" * 64, "steps": 99}))
     manifest = state.parent / "manifest.json"
     files = json.loads(manifest.read_text())
     files["files"]["state.json"]["bytes"] = state.stat().st_size

@@ -243,12 +243,13 @@ TABLES: dict[str, tuple[str, str]] = {
         "dataset\tpth\na\tb\n",
         ": unknown column 'pth'; there are: dataset, path, counts, label, source, licence",
     ),
-    "no path": ("dataset\tpath\na\t\n", ", line 2: path: Field required"),
+    "no path": ("dataset\tpath\na\t\n", ", line 2: path: is missing"),
     "too many cells": ("dataset\tpath\na\tb\tc\n", ", line 2: more cells than the header has columns"),
+    "not text": ("dataset\tpath\n\udcff\tb\n", ": not UTF-8 text; save it as tab-separated UTF-8"),
     "twice": ("dataset\tpath\na\tb\na\tc\n", ", line 3: dataset 'a' is listed twice"),
     "a name that is a path": (
         "dataset\tpath\na/b\tc\n",
-        ", line 2: dataset: String should match pattern '^[A-Za-z0-9][A-Za-z0-9_.-]*$'",
+        ", line 2: dataset: string should match pattern '^[A-Za-z0-9][A-Za-z0-9_.-]*$', not 'a/b'",
     ),
 }
 
@@ -257,7 +258,7 @@ TABLES: dict[str, tuple[str, str]] = {
 def test_a_wrong_table_is_named_with_its_line(tmp_path: Path, case: str) -> None:
     text, message = TABLES[case]
     path = tmp_path / "table.tsv"
-    path.write_text(text)
+    path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError) as caught:
         read_datasets(path)
     assert str(caught.value) == f"{path}{message}"

@@ -50,7 +50,7 @@ class Shard(Section):
     )
     val_frac: float = Field(0.1, ge=0, lt=1, description="Fraction of cells (or of split_by's values) for validation.")
     test_frac: float = Field(0.1, ge=0, lt=1, description="Fraction held out for evaluation.")
-    seed: int = Field(0, ge=0, description="Seed of the split and of the order on disk.")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of the split and of the order on disk.")
 
     @model_validator(mode="after")
     def _something_is_left_to_train_on(self) -> Self:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from cellmill.config.section import Section
+from cellmill.config.section import Section, explain
 from cellmill.errors import ConfigError
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
@@ -35,6 +35,8 @@ def read_datasets(table: Path) -> dict[str, Dataset]:
             header, rows = reader.fieldnames or [], [(reader.line_num, row) for row in reader]
     except OSError as error:
         raise ConfigError(f"{table}: {error.strerror}; it should be the table of datasets") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{table}: not UTF-8 text; save it as tab-separated UTF-8") from None
     known = list(Dataset.model_fields)
     if unknown := [name for name in header if name not in known]:
         raise ConfigError(f"{table}: unknown column {unknown[0]!r}; there are: {', '.join(known)}")
@@ -45,9 +47,8 @@ def read_datasets(table: Path) -> dict[str, Dataset]:
         try:
             dataset = Dataset(**{key: value for key, value in row.items() if value})
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise ConfigError(f"{table}, line {line}: {where}: {first['msg']}") from None
+            where, message = explain(error, Dataset)
+            raise ConfigError(f"{table}, line {line}: {'.'.join(where)}: {message}") from None
         if dataset.dataset in datasets:
             raise ConfigError(f"{table}, line {line}: dataset {dataset.dataset!r} is listed twice")
         datasets[dataset.dataset] = dataset

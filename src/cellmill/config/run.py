@@ -86,7 +86,7 @@ class Train(Section):
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW decay of the first moment.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW decay of the second moment.")
     clip_norm: float | None = Field(1.0, gt=0, description="Largest global gradient norm; null does not clip.")
-    seed: int = Field(0, ge=0, description="Seed of weights, order, masks and dropout.")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of weights, order, masks and dropout.")
     val_every_steps: int = Field(200, ge=1, description="Steps between validations; the last step always validates.")
     val_cells: int | None = Field(None, ge=1, description="Validation cells used; null uses all.")
     checkpoint_every_steps: int = Field(500, ge=1, description="Steps between checkpoints.")
@@ -126,7 +126,7 @@ class Evaluate(Section):
     folds: int = Field(5, ge=2, description="Cross-validation folds of the probes.")
     neighbors: int = Field(15, ge=1, description="k of the kNN probe.")
     mask_frac: float = Field(0.15, gt=0, lt=1, description="Fraction of a cell's tokens hidden for reconstruction.")
-    seed: int = Field(0, ge=0, description="Seed of folds, masks, the untrained model and the UMAP.")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of folds, masks, the untrained model and the UMAP.")
 
 
 class Report(Section):

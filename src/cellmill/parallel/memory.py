@@ -66,7 +66,7 @@ def memory_per_rank(
     else:
         share, gradients = whole, FLOAT32 * whole
         gathered = 2 * whole if low else 0  # autocast keeps the weights it casts until the backward pass
-        communication = FLOAT32 * whole if world > 1 else 0  # DistributedDataParallel's buckets
+        communication = 0  # DistributedDataParallel's buckets are the gradients themselves
         element = AUTOCAST_ACTIVATION if low else ACTIVATION["32-true"]
     return Memory(
         parameters=FLOAT32 * share,

@@ -68,7 +68,9 @@ class Replica(nn.Module):
         device = next(model.parameters()).device
         if parallel.strategy == "ddp" and mesh.dp_world > 1:
             ids = [device.index] if device.type == "cuda" else None
-            self.outer = DistributedDataParallel(model, device_ids=ids, process_group=mesh.dp_group)
+            self.outer = DistributedDataParallel(
+                model, device_ids=ids, process_group=mesh.dp_group, gradient_as_bucket_view=True
+            )
             self.scale = float(mesh.dp_world)  # DDP averages; undone here so that gradients are sums
         sharded = isinstance(model, FSDPModule)
         self.autocast = parallel.precision == "bf16-mixed" and not sharded

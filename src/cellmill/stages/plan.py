@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cellmill.config.options import PlanOptions, TrainOptions
-from cellmill.config.run import Parallel, Train
+from cellmill.config.run import Parallel
 from cellmill.data.epoch import Layout as EpochLayout
 from cellmill.data.epoch import cut_batch
 from cellmill.data.shards import Manifest, open_shards
@@ -23,7 +23,8 @@ from cellmill.files import write_json
 from cellmill.parallel.devices import Device, device_named
 from cellmill.parallel.layout import layout
 from cellmill.parallel.memory import Memory, memory_per_rank
-from cellmill.stages.train import check_run
+from cellmill.stages.checks import check_run
+from cellmill.train.schedule import total_steps
 
 GB = 1e9
 SAMPLED_STEPS = 64  # over which micro-batches are counted: shards are preshuffled, so any stretch is like another
@@ -32,13 +33,9 @@ SAMPLED_STEPS = 64  # over which micro-batches are counted: shards are preshuffl
 def run(*, options: PlanOptions, manifest: Path, out: Path, nodes: int, nproc_per_node: int, device: str) -> None:
     """Writes plan.json to `out` and prints it as a table. Raises ConfigError when the run cannot work."""
     known = device_named(device)
-    check_run(_train_options(options), nodes, nproc_per_node)
-    world = nodes * nproc_per_node
-    check_lanes(options, world)
-    opened = Manifest.read(manifest)
+    opened, world = Manifest.read(manifest), nodes * nproc_per_node
+    check_run(_train_options(options), nodes, nproc_per_node, opened.splits["train"].n_obs)
     lengths = row_lengths(opened, options.tokens.max_tokens)
-    if len(lengths) < world:
-        raise ConfigError(f"{world} processes for {len(lengths)} train cells of {manifest}: use fewer processes")
     work = measure_work(options, lengths, world, int(opened.vocabulary["n_genes"]))
     limit = memory_limit(options, known, nproc_per_node)
     memory = check_memory(options, work, limit, nodes, nproc_per_node, device)
@@ -90,11 +87,6 @@ def row_lengths(manifest: Manifest, max_tokens: int) -> np.ndarray:
     return np.concatenate(lengths)
 
 
-def total_steps(train: Train, steps_per_epoch: int) -> int:
-    """Optimizer steps of a whole run."""
-    return train.steps or max(1, round((train.epochs or 0) * steps_per_epoch))
-
-
 def measure_work(options: PlanOptions, lengths: np.ndarray, world: int, n_genes: int) -> Work:
     """Steps, tokens and micro-batches, from the lengths of the training cells."""
     train, stream, cells = options.train, options.stream, len(lengths)
@@ -128,23 +120,6 @@ def count_micro_batches(lengths: np.ndarray, global_batch: int, token_budget: in
         ranks = [batch[at : at + share] for at in range(0, len(batch), share)]
         counts.append(max(len(cut_batch(rank, token_budget)) - 1 for rank in ranks))
     return counts
-
-
-def check_lanes(options: PlanOptions, world: int) -> None:
-    """Raises ConfigError when the processes cannot share the lanes evenly, with the nearest numbers that work."""
-    lanes, batch = options.stream.lanes, options.train.global_batch
-    if lanes % world == 0:
-        return
-    processes = min((n for n in range(1, lanes + 1) if lanes % n == 0), key=lambda n: abs(n - world))
-    dividing = [n for n in range(world, batch + 1, world) if batch % n == 0]
-    if dividing:
-        other = f"stream.lanes {min(dividing, key=lambda n: abs(n - lanes))}"
-    else:
-        other = f"stream.lanes {world} with train.global_batch {max(1, round(batch / world)) * world}"
-    raise ConfigError(
-        f"stream.lanes {lanes} is not a multiple of {world} processes: "
-        f"use {processes} of them (the profile), or {other}"
-    )
 
 
 def memory_limit(options: PlanOptions, device: Device, nproc_per_node: int) -> Limit:

@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from cellmill import __version__
-from cellmill.config import check_options
 from cellmill.config.options import TrainOptions
-from cellmill.config.run import check_together
 from cellmill.data.shards import Manifest, verify
-from cellmill.errors import ConfigError, Stopped, UserError
+from cellmill.errors import Stopped, UserError
 from cellmill.files import read_json, sha256_file, write_json
 from cellmill.launch.job import Job
 from cellmill.launch.local import run_local
-from cellmill.parallel.layout import layout
+from cellmill.stages.checks import check_run, check_weights
 from cellmill.train.folder import TrainFolder
 from cellmill.train.identity import changed_keys, check_data, identity
 
@@ -40,10 +38,10 @@ def run(
 
     Raises Stopped when a signal ended it with its state saved; UserError when a process failed.
     """
-    check_run(options, nodes, nproc_per_node)
+    shards = Manifest.read(manifest)
+    check_run(options, nodes, nproc_per_node, shards.splits["train"].n_obs)
     if init_from is not None:
         check_weights(options, init_from)
-    shards = Manifest.read(manifest)
     folder = TrainFolder(out)
     with folder.locked() as lock:
         belongs = identity(options.model_dump(mode="json"), _weights_digest(init_from))
@@ -70,31 +68,6 @@ def run(
         _explain(folder, code)
 
 
-def check_run(options: TrainOptions, nodes: int, nproc_per_node: int) -> None:
-    """Raises ConfigError when sections exclude each other or do not fit the number of processes."""
-    for name, value in (("nodes", nodes), ("nproc-per-node", nproc_per_node)):
-        if value < 1:
-            raise ConfigError(f"--{name} {value}: at least 1 is wanted; it comes from the profile")
-    try:
-        check_together(options.tokens, options.stream, options.model, options.train)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    layout(options.parallel, nodes * nproc_per_node, nproc_per_node)
-
-
-def check_weights(options: TrainOptions, init_from: Path) -> None:
-    """Raises ConfigError when the exported model `init_from` is of another architecture or tokenizer."""
-    config = read_json(init_from / "config.json")
-    theirs = check_options(type(options.model), config["model"], f"{init_from / 'config.json'}: model")
-    pairs = [(f"model.{key}", getattr(theirs, key), getattr(options.model, key)) for key in options.model.weight_keys]
-    pairs.append(("tokens.tokenizer", config["tokens"]["tokenizer"], options.tokens.tokenizer))
-    for key, before, now in pairs:
-        if before != now:
-            raise ConfigError(
-                f"{key} is {now!r}, the model to start from ({init_from}) has {before!r}; make them equal"
-            )
-
-
 def _is_done(folder: TrainFolder, belongs: dict[str, Any], fingerprint: str) -> bool:
     """Whether nothing is left to do; sets the files of another configuration aside, refuses those of other data."""
     checkpoint, damaged = folder.newest_whole(contents=False)
@@ -107,8 +80,12 @@ def _is_done(folder: TrainFolder, belongs: dict[str, Any], fingerprint: str) -> 
         aside = folder.set_aside()
         print(f"the configuration changed ({'; '.join(changes)}): the earlier training is now in {aside}", flush=True)
         return False
+    finished = state["progress"]["step"] >= state["steps"]
+    if finished and state["fingerprint"] != fingerprint:
+        print(f"the data changed: the finished training is now in {folder.set_aside()}", flush=True)
+        return False
     check_data(str(folder.path), state["fingerprint"], fingerprint)
-    if state["progress"]["step"] < state["steps"]:
+    if not finished:
         (folder.path / "status.json").unlink(missing_ok=True)
         return False
     if not (folder.path / "status.json").exists():

@@ -38,6 +38,7 @@ from cellmill.train.folder import Checkpoint, TrainFolder
 from cellmill.train.loop import Progress, Trainer
 from cellmill.train.meter import Meter
 from cellmill.train.optimizer import build_optimizer
+from cellmill.train.schedule import total_steps
 from cellmill.train.stop import StopFlag
 
 
@@ -54,7 +55,7 @@ def main(path: Path) -> None:
     replica = Replica(model, options.parallel, mesh)
     optimizer = build_optimizer(model, options.train)
     train_stream, val_stream = build_streams(options, Path(record["manifest"]), mesh)
-    steps = options.train.steps or max(1, round((options.train.epochs or 0) * train_stream.steps_per_epoch))
+    steps = total_steps(options.train, train_stream.steps_per_epoch)
 
     checkpoints = Checkpoints(folder, options.train.keep_checkpoints)
     progress = resume(folder, checkpoints, model, optimizer, train_stream)

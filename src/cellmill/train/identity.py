@@ -1,7 +1,7 @@
 """What a checkpoint belongs to: the options that define its numbers, the data, and where its weights came from.
 
-A run whose options changed begins afresh and the earlier one is set aside; a run whose *data* changed under it is
-refused, since nothing in the configuration says that this was meant. Options that only say how fast or how often
+A run whose options changed begins afresh and the earlier one is set aside, and so does a finished one whose data
+changed; an *unfinished* one whose data changed under it is refused, since nothing says that this was meant. Options that only say how fast or how often
 (layout, token budget, checkpoints, logging) may change between resumes.
 """
 

@@ -1,10 +1,15 @@
-"""Learning rate as a pure function of the step: resuming needs no scheduler state."""
+"""How long a run is, and its learning rate as a pure function of the step: resuming needs no scheduler state."""
 
 from __future__ import annotations
 
 import math
 
 from cellmill.config.run import Train
+
+
+def total_steps(train: Train, steps_per_epoch: int) -> int:
+    """Optimizer steps of the whole run."""
+    return train.steps or max(1, round((train.epochs or 0) * steps_per_epoch))
 
 
 def learning_rate(train: Train, step: int, steps: int) -> float:
