@@ -105,7 +105,7 @@ def seen(run: Run) -> list[tuple[str, Any, Any]]:
         ("steps", plan.get("steps"), status.get("step")),
         ("hours", plan.get("hours"), None if wall_s is None else wall_s / 3600),
         ("memory of a process, GB", _planned_memory(plan), memory),
-        ("cells, with repetition", None, status.get("cells")),
+        ("cells, with repetition", plan.get("cells_seen"), status.get("cells")),
         ("processes", plan.get("world_size"), status.get("world_size")),
         ("best cells/s", None, fastest),
         ("data wait, fraction", None, sum(waits) / len(waits) if waits else None),
@@ -113,9 +113,9 @@ def seen(run: Run) -> list[tuple[str, Any, Any]]:
     return [row for row in rows if row[1] is not None or row[2] is not None]
 
 
-def _planned_memory(plan: Mapping[str, Any]) -> Any:
-    memory = plan.get("memory_gb")
-    return memory.get("total") if isinstance(memory, Mapping) else memory
+def _planned_memory(plan: Mapping[str, Any]) -> float | None:
+    """GB of tensors; what is seen on a CPU is the whole process, libraries included."""
+    return plan["memory"]["total_bytes"] / 1e9 if "memory" in plan else None
 
 
 def number(value: Any) -> str:

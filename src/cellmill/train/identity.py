@@ -1,8 +1,8 @@
 """What a checkpoint belongs to: the options that define its numbers, the data, and where its weights came from.
 
 A run whose options changed begins afresh and the earlier one is set aside, and so does a finished one whose data
-changed; an *unfinished* one whose data changed under it is refused, since nothing says that this was meant. Options that only say how fast or how often
-(layout, token budget, checkpoints, logging) may change between resumes.
+changed; an *unfinished* one whose data changed under it is refused, since nothing says that this was meant. Options
+that only say how fast or how often (layout, token budget, checkpoints, logging) may change between resumes.
 """
 
 from __future__ import annotations
