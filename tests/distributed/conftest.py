@@ -63,7 +63,7 @@ def options(parallel: dict[str, Any] | None = None, **overrides: dict[str, Any])
             "steps": 6,
             "global_batch": 16,
             "token_budget": 4096,
-            "lr": 1e-2,
+            "lr": 1e-3,
             "warmup_steps": 2,
             "clip_norm": 0.5,
             "log_every_steps": 1,

@@ -149,7 +149,7 @@ def test_another_configuration_sets_the_earlier_training_aside(corpus: str, tmp_
     assert train(corpus, out, options(train={"steps": 2})).returncode == 0
     other = train(corpus, out, options(train={"steps": 2, "lr": 5e-3}))
     assert other.returncode == 0, other.stderr
-    assert "the configuration changed (train.lr 0.01 -> 0.005): the earlier training is now in" in other.stdout
+    assert "the configuration changed (train.lr 0.001 -> 0.005): the earlier training is now in" in other.stdout
     assert (out / "superseded-001" / "checkpoints" / "step-00000002" / "manifest.json").exists()
 
 

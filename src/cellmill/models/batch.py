@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
 from cellmill.data.tokens import Batch
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -25,22 +28,31 @@ class TensorBatch:
     """Tokens of each cell, known to Python, so that nothing waits for a device to learn them."""
 
 
-def to_tensors(batch: Batch, device: torch.device) -> TensorBatch:
-    """`batch` on `device`; copies to a GPU go through pinned memory and do not wait."""
-
-    def move(array: torch.Tensor) -> torch.Tensor:
-        if device.type == "cuda":
-            return array.pin_memory().to(device, non_blocking=True)
-        return array.to(device)
-
+def to_tensors(batch: Batch, device: torch.device = CPU) -> TensorBatch:
+    """`batch` as tensors on `device`."""
     values = torch.from_numpy(batch.values)
-    return TensorBatch(
-        genes=move(torch.from_numpy(batch.genes).long()),
-        values=move(values if values.is_floating_point() else values.long()),
-        cu_seqlens=move(torch.from_numpy(batch.cu_seqlens)),
-        cells=move(torch.from_numpy(batch.cells)),
+    tensors = TensorBatch(
+        genes=torch.from_numpy(batch.genes).long(),
+        values=values if values.is_floating_point() else values.long(),
+        cu_seqlens=torch.from_numpy(batch.cu_seqlens),
+        cells=torch.from_numpy(batch.cells),
         lengths=(batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).tolist(),
     )
+    return on_device(tensors, device)
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """A dataclass with its CPU tensors on `device`; copies to a GPU go through pinned memory and do not wait."""
+    if device.type == "cpu":
+        return value
+    tensors = {
+        field.name: getattr(value, field.name)
+        for field in fields(value)
+        if isinstance(getattr(value, field.name), torch.Tensor)
+    }
+    if device.type == "cuda":
+        tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+    return replace(value, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
 
 def positions(batch: TensorBatch) -> tuple[torch.Tensor, torch.Tensor]:

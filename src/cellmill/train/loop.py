@@ -20,7 +20,7 @@ from cellmill.config.run import Train
 from cellmill.data.stream import Stream
 from cellmill.data.tokens import Batch
 from cellmill.errors import UserError
-from cellmill.models.batch import TensorBatch, to_tensors
+from cellmill.models.batch import TensorBatch, on_device, to_tensors
 from cellmill.models.family import Model
 from cellmill.parallel.clip import clip_grad_norm
 from cellmill.parallel.mesh import Mesh
@@ -112,12 +112,12 @@ class Trainer:
     def _step(self, batches: Iterator[list[Batch]]) -> Report:
         """One optimizer step."""
         began = time.perf_counter()
-        micro_batches = [to_tensors(batch, self.device) for batch in next(batches)]
+        micro_batches = [to_tensors(batch) for batch in next(batches)]
         self.meter.waited_s += time.perf_counter() - began
         step, lr = self.progress.step, learning_rate(self.train, self.progress.step, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        prepared = [self.model.prepare(batch, seed=self.train.seed, step=step) for batch in micro_batches]
+        prepared = [self._prepare(batch, step) for batch in micro_batches]
         targets = self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum())
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, inputs in enumerate(prepared):
@@ -132,6 +132,10 @@ class Trainer:
         own = torch.tensor([self.stop.received is not None, self._due(), *self._work(micro_batches)])
         values = self.mesh.sum(torch.cat([(loss / targets)[None], own.to(self.device, torch.float64)]))
         return Report(step + 1, values, norm.detach(), lr)
+
+    def _prepare(self, batch: TensorBatch, step: int) -> Any:
+        """Masks drawn on the CPU, where counting them makes nobody wait, then moved to the device."""
+        return on_device(self.model.prepare(batch, seed=self.train.seed, step=step), self.device)
 
     def _work(self, batches: list[TensorBatch]) -> tuple[int, int, float]:
         """Cells, tokens and FLOPs of this process's share of a step."""
@@ -190,7 +194,7 @@ class Trainer:
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         for micro_batches in stream:
             for batch in micro_batches:
-                prepared = self.model.prepare(to_tensors(batch, self.device), seed=self.train.seed, step=VALIDATION)
+                prepared = self._prepare(to_tensors(batch), VALIDATION)
                 totals[0] += self.replica(prepared)
                 totals[1] += prepared.n_targets
         self.replica.train()
