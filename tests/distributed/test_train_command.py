@@ -216,7 +216,7 @@ def test_starting_from_another_architecture_is_refused(corpus: str, one: Path, t
     begin = ["--init-from", str(model)]
     same = subprocess.run([*command(corpus, out, options(train={"steps": 2})), *begin], capture_output=True, text=True)
     assert same.returncode == 0, same.stderr
-    assert losses(out)[1] < losses(one)[1] / 2, "the first loss is that of fresh weights"
+    assert losses(out)[1] < 0.9 * losses(one)[1], "the first loss is that of fresh weights"
     other = options(model={"heads": 2}, train={"steps": 2})
     refused = subprocess.run([*command(corpus, tmp_path / "other", other), *begin], capture_output=True, text=True)
     assert (refused.returncode, refused.stderr) == (

@@ -82,6 +82,8 @@ def test_the_report_says_where_everything_went(panel: Path, tmp_path: Path) -> N
         "sha256": sha256_file(panel),
         "bytes": panel.stat().st_size,
         "counts": "X",
+        "source": "",
+        "licence": "",
     }
     assert report["cells"]["dropped"]["no counts"] == 1
     assert report["genes"] == {
