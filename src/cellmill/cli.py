@@ -51,6 +51,8 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
         except ValueError as error:
             raise UserError(f"--options: not valid JSON ({error})") from None
         return check_options(OPTIONS[stage], sections, "--options")
+    if stage == "embed" and name is None:  # an exported model stands alone: no configuration has to be there
+        return check_options(OPTIONS[stage], {"embed": {}}, "embed")
     pipeline = load_config(config)
     known = {"report": {}, "preprocess": pipeline.corpora, "vocabulary": pipeline.corpora, "shard": pipeline.corpora}
     owners = known.get(stage, pipeline.runs)
@@ -58,7 +60,8 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
         name = next(iter(owners))
     if owners and name not in owners:
         kind = "corpus" if owners is pipeline.corpora else "run"
-        raise UserError(f"--{kind} {name or ''}: {config} has {', '.join(owners)}".replace(" :", ":"))
+        asked = f"no {kind} is called {name!r}" if name else f"--{kind} is wanted"
+        raise UserError(f"{asked}: {config} has {', '.join(owners)}")
     return check_options(OPTIONS[stage], pipeline.section(stage, name), str(config))
 
 
@@ -72,12 +75,17 @@ def _parser() -> argparse.ArgumentParser:
 
     simulate = stages.add_parser("simulate", help="write simulated cells")
     simulate.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
-    simulate.add_argument("--cells", type=int, default=2000)
-    simulate.add_argument("--genes", type=int, default=2000)
-    simulate.add_argument("--types", type=int, default=8, help="cell types, leaves of a tree")
-    simulate.add_argument("--batches", type=int, default=2)
+    simulate.add_argument("--cells", type=int, default=2000, help="cells (default: %(default)s)")
+    simulate.add_argument(
+        "--genes",
+        type=int,
+        default=2000,
+        help="genes, the first protein-coding of the human table (default: %(default)s)",
+    )
+    simulate.add_argument("--types", type=int, default=8, help="cell types, leaves of a tree (default: %(default)s)")
+    simulate.add_argument("--batches", type=int, default=2, help="technical batches (default: %(default)s)")
     simulate.add_argument("--perturbations", type=int, default=0, help="perturbed genes, beside the control")
-    simulate.add_argument("--seed", type=int, default=0)
+    simulate.add_argument("--seed", type=int, default=0, help="of everything drawn (default: %(default)s)")
 
     preprocess = _stage(stages, "preprocess", "count, filter and name the cells of one dataset", "corpus")
     preprocess.add_argument("--input", type=Path, required=True, help="the .h5ad with raw counts")
@@ -124,6 +132,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = _stage(stages, "evaluate", "judge embeddings on held-out cells beside baselines", "run")
     evaluate.add_argument("--model", type=Path, required=True, help="folder of the exported model")
     evaluate.add_argument("--manifest", type=Path, required=True, help="of the shards it was trained on")
+    evaluate.add_argument(
+        "--ancestors", type=Path, nargs="*", default=[], help="manifests of the runs its first weights came from"
+    )
     evaluate.add_argument("--cells", type=Path, nargs="+", required=True, help="preprocessed .h5ad files")
     evaluate.add_argument("--embeddings", type=Path, nargs="+", required=True, help="one for each, in the same order")
     evaluate.add_argument("--labels", nargs="+", required=True, help="obs column for each; '-' for none")

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from cellmill.cli import main
+from cellmill.files import sha256_file
 from cellmill.track.jsonl import read_lines
 from tests.distributed.conftest import options
 
@@ -164,7 +165,7 @@ def test_other_shards_under_an_unfinished_training_are_refused_and_nothing_is_to
     state.write_text(json.dumps(saved | {"fingerprint": "0" * 64, "steps": 99}))
     manifest = state.parent / "manifest.json"
     files = json.loads(manifest.read_text())
-    files["files"]["state.json"]["bytes"] = state.stat().st_size
+    files["files"]["state.json"] = {"bytes": state.stat().st_size, "sha256": sha256_file(state)}
     manifest.write_text(json.dumps(files))
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != "lock"}
     refused = train(corpus, out, options(train={"steps": 2}))
@@ -222,4 +223,31 @@ def test_starting_from_another_architecture_is_refused(corpus: str, one: Path, t
     assert (refused.returncode, refused.stderr) == (
         2,
         f"cellmill train: model.heads is 2, the model to start from ({model}) has 4; make them equal\n",
+    )
+
+
+def test_shards_that_change_between_two_starts_are_found(corpus: str, tmp_path: Path) -> None:
+    copy, out = tmp_path / "corpus", tmp_path / "train"
+    shutil.copytree(corpus, copy)
+    opts = options(train={"steps": 4, "checkpoint_every_steps": 2})
+    assert train(str(copy), out, opts).returncode == 0
+    (out / "status.json").unlink()
+    shutil.rmtree(out / "checkpoints" / "step-00000004")
+    shard = next((copy / "shards").glob("train*.h5ad"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    done = train(str(copy), out, opts)
+    assert done.returncode == 2
+    assert f"{shard}: sha256 is" in done.stderr
+
+
+def test_a_vocabulary_of_other_shards_is_refused(corpus: str, tmp_path: Path) -> None:
+    copy = tmp_path / "corpus"
+    shutil.copytree(corpus, copy)
+    lines = (copy / "vocabulary.tsv").read_text().splitlines(keepends=True)
+    (copy / "vocabulary.tsv").write_text("".join(lines[:-1]))
+    done = train(str(copy), tmp_path / "train", options(train={"steps": 2}))
+    assert done.returncode == 2
+    assert re.fullmatch(
+        rf"cellmill train: {copy}/vocabulary.tsv: its digest is \w{{12}}, the shards were made with \w{{12}}; .+\n",
+        done.stderr,
     )

@@ -8,7 +8,7 @@ from typing import Any
 from cellmill.config.options import PreprocessOptions, ShardOptions, VocabularyOptions
 from cellmill.config.run import Tokens
 from cellmill.data.vocabulary import Vocabulary
-from cellmill.files import write_json
+from cellmill.files import sha256_file, write_json
 from cellmill.models.export import FORMAT, build, initial_tensors, write_safetensors
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.stages import preprocess, shard, vocabulary
@@ -47,5 +47,5 @@ def export_model(folder: Path, genes: Path, tokens: dict[str, Any] | None = None
     shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     write_safetensors(folder / "model.safetensors", shapes, tensors.__getitem__)
     known.write(folder / "vocabulary.tsv")
-    write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config | {"weights_sha256": sha256_file(folder / "model.safetensors")})
     return folder

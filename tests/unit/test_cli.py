@@ -91,8 +91,8 @@ def test_a_command_that_is_wrong_exits_with_2(arguments: list[str], capsys: pyte
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config", "CONFIG"], "--corpus: CONFIG has a, b"),
-        (["--config", "CONFIG", "--corpus", "c"], "--corpus c: CONFIG has a, b"),
+        (["--config", "CONFIG"], "--corpus is wanted: CONFIG has a, b"),
+        (["--config", "CONFIG", "--corpus", "c"], "no corpus is called 'c': CONFIG has a, b"),
         (["--config", "none.yaml"], "none.yaml: No such file or directory"),
         (["--options", "{"], "--options: not valid JSON ("),
         (["--options", "{}"], "--options: shard: is missing"),
@@ -112,7 +112,7 @@ def test_options_that_are_wrong_are_one_line(
 def test_an_unknown_run_is_answered_with_those_there_are(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "--config", str(config), "--run", "three", "--manifest", "m.json", "--out", "plan.json"]
     assert main(command) == 2
-    assert capsys.readouterr().err == f"cellmill plan: --run three: {config} has one, two\n"
+    assert capsys.readouterr().err == f"cellmill plan: no run is called 'three': {config} has one, two\n"
 
 
 def test_a_missing_input_is_named_in_one_line(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,8 +158,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "parallel.sharding_strategy: input should be 'FULL_SHARD', 'SHARD_GRAD_OP', 'HYBRID_SHARD' or 'NO_SHARD', "
         "not 'FULL'",
     ),
-    "two lengths": ({"train": {"steps": 3}}, "train: set one of steps and epochs, not both"),
-    "no length": ({"train": {"epochs": None}}, "train: set one of steps and epochs, not neither"),
+    "two lengths": ({"train": {"steps": 3}}, "train: set one of steps and epochs and the other to null, not both"),
+    "endless": ({"train": {"epochs": float("inf")}}, "train.epochs: input should be a finite number, not inf"),
+    "no length": ({"train": {"epochs": None}}, "train: set one of steps and epochs and the other to null, not neither"),
     "no such family": ({"model": {"family": "foo"}}, "model: no model family is called 'foo'; there are: masked"),
     "model is no mapping": ({"model": 3}, "model: a mapping is wanted, not 3"),
     "section is a list": ({"train": [1]}, "train: a mapping is wanted, not [1]"),

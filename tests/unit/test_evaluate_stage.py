@@ -193,7 +193,7 @@ def test_a_corpus_without_held_out_cells_says_what_to_change(tmp_path: Path, sim
 
 def test_seen_cells_are_those_of_train_and_val(corpus: dict[str, Path]) -> None:
     manifest = Manifest.read(corpus["manifest"])
-    seen = seen_cells(manifest, ["simulated", "elsewhere"])
+    seen = seen_cells([manifest, manifest], ["simulated", "elsewhere"])
     assert len(seen["simulated"]) == manifest.splits["train"].n_obs + manifest.splits["val"].n_obs
     assert seen["elsewhere"] == set()
     names = ad.read_h5ad(corpus["cells"]).obs_names

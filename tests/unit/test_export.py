@@ -263,3 +263,12 @@ def test_medians_are_part_of_the_vocabulary_that_a_model_belongs_to(exported: Pa
     vocabulary = Vocabulary.read(exported / "vocabulary.tsv")
     replace(vocabulary, medians=vocabulary.medians * 2).write(exported / "vocabulary.tsv")
     assert "its digest is" in _error(exported)
+
+
+def test_a_changed_byte_of_the_weights_is_found(exported: Path) -> None:
+    weights = exported / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-3] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(DataError, match=r"model\.safetensors: its SHA-256 is \w{12}, config\.json has \w{12}: damaged"):
+        load_model(exported)

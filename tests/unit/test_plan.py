@@ -111,7 +111,7 @@ def test_parameters_are_those_of_the_model(corpus: Manifest, tmp_path: Path) -> 
 
 def test_flops_are_counted_with_the_lengths_of_the_cells(corpus: Manifest, tmp_path: Path) -> None:
     options = _options()
-    lengths = plan.row_lengths(corpus, 16).astype(float)
+    lengths = np.minimum(plan.detected_genes(corpus), 16).astype(float)
     size = options.model.size(40, options.tokens)
     per_cell = size.flops_per_token * lengths.mean() + size.flops_per_token_pair * (lengths**2).mean()
     found = _plan(corpus, tmp_path, device="h100", nproc=4)
@@ -129,7 +129,7 @@ def test_bf16_has_another_peak_and_a_cpu_none(corpus: Manifest, tmp_path: Path) 
 
 
 def test_the_plan_is_printed_for_people(corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _plan(corpus, tmp_path, device="h100", nproc=4)
+    _plan(corpus, tmp_path, device="h100", nproc=4, train={"warmup_steps": 2})
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines] == [
         "parameters",
@@ -142,6 +142,18 @@ def test_the_plan_is_printed_for_people(corpus: Manifest, tmp_path: Path, capsys
     ]
     assert lines[4] == "processes   4 x h100, HYBRID_SHARD (1 replicas of 4 shards), 32-true"
     assert "of 72.00 GB on each: parameters" in lines[5]
+
+
+def test_cells_that_are_cut_and_a_warm_up_without_end_are_said(
+    corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = _plan(corpus, tmp_path, tokens={"max_tokens": 2}, train={"warmup_steps": 20})
+    detected = plan.detected_genes(corpus)
+    assert found["genes_per_cell"] == pytest.approx(detected.mean())
+    assert found["cut_cells_frac"] == pytest.approx((detected > 2).mean())
+    lines = capsys.readouterr().out.splitlines()
+    assert f"2 tokens each of {detected.mean():,.0f} genes: tokens.max_tokens cuts" in lines[1]
+    assert lines[-1] == "warning     train.warmup_steps 20 leaves no step at the peak learning rate"
 
 
 def test_a_machine_is_shared_by_its_processes(corpus: Manifest, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,36 @@ def test_a_best_that_only_an_older_checkpoint_knows_is_kept_for_its_resume(tmp_p
     for step, best in ((1, 1), (2, 1), (3, 3)):
         save(folder, step, best)
     assert steps(folder) == [1, 2, 3]
+
+
+def test_a_damaged_checkpoint_is_put_aside_and_never_outlives_a_whole_one(tmp_path: Path) -> None:
+    folder = TrainFolder(tmp_path)
+    save(folder, 10, 10)
+    save(folder, 20, 10)
+    (tmp_path / "checkpoints" / "step-00000020" / "state.json").unlink()
+    found, damaged = folder.newest_whole()
+    assert found is not None
+    assert (found.step, len(damaged)) == (10, 1)
+    folder.set_damaged_aside(found.step)
+    save(folder, 15, 10, keep=1)
+    assert steps(folder) == [10, 15]
+    assert (tmp_path / "checkpoints" / "step-00000020.damaged").is_dir()
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"files": 3}'])
+def test_a_manifest_that_is_none_is_damage(tmp_path: Path, text: str) -> None:
+    folder = TrainFolder(tmp_path)
+    save(folder, 1, 1)
+    (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").write_text(text)
+    with pytest.raises(DataError, match=r"manifest\.json: is not a checkpoint's manifest"):
+        folder.newest_whole()
+
+
+def test_a_copy_beside_the_checkpoints_is_not_one(tmp_path: Path) -> None:
+    folder = TrainFolder(tmp_path)
+    save(folder, 1, 1)
+    shutil.copytree(tmp_path / "checkpoints" / "step-00000001", tmp_path / "checkpoints" / "step-00000001-backup")
+    assert steps(folder) == [1]
 
 
 def test_without_validation_the_newest_is_the_best(tmp_path: Path) -> None:

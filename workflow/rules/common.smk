@@ -85,6 +85,15 @@ def parent_argument(wildcards):
     return [word for path in parent_model(wildcards) for word in ("--init-from", str(Path(path).parent))]
 
 
+def ancestor_manifests(wildcards):
+    """Manifests of the runs that this one's first weights came from: their cells are not held out either."""
+    manifests, run = [], pipeline.runs[wildcards.run]
+    while run.init_from is not None:
+        run = pipeline.runs[run.init_from]
+        manifests.append(f"results/corpora/{run.corpus}/shards/manifest.json")
+    return manifests
+
+
 def reported_corpora():
     """Corpora that a run uses, in the order of the configuration."""
     used = {run.corpus for run in pipeline.runs.values()}

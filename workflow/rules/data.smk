@@ -34,11 +34,12 @@ rule preprocess:
     params:
         options=options("preprocess"),
         counts=lambda wildcards: dataset_of(wildcards).counts,
+        # `--source=…`: Snakemake quotes an empty text as nothing, and the option would take the next word
         source=lambda wildcards: dataset_of(wildcards).source or "",
         licence=lambda wildcards: dataset_of(wildcards).licence or "",
     shell:
         "cellmill preprocess --options {params.options:q} --dataset {wildcards.dataset:q}"
-        " --input {input:q} --counts {params.counts:q} --source {params.source:q} --licence {params.licence:q}"
+        " --input {input:q} --counts {params.counts:q} --source={params.source:q} --licence={params.licence:q}"
         " --out {output.cells:q} --report {output.report:q}"
         " 2>&1 | tee -i {log:q}"
 

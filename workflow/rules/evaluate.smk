@@ -27,6 +27,7 @@ rule evaluate:
     input:
         weights="results/runs/{run}/model/model.safetensors",
         manifest=lambda wildcards: f"{corpus_of(wildcards)}/shards/manifest.json",
+        ancestors=ancestor_manifests,
         cells=evaluated("{corpus}/cells/{dataset}.h5ad"),
         embeddings=evaluated("results/runs/{run}/embeddings/{dataset}.h5ad"),
     output:
@@ -49,5 +50,5 @@ rule evaluate:
         labels=label_columns,
     shell:
         'cellmill evaluate --options {params.options:q} --model "$(dirname {input.weights:q})"'
-        " --manifest {input.manifest:q} --cells {input.cells:q} --embeddings {input.embeddings:q}"
+        " --manifest {input.manifest:q} --ancestors {input.ancestors:q} --cells {input.cells:q} --embeddings {input.embeddings:q}"
         " --labels {params.labels:q} --out {output.metrics:q} 2>&1 | tee -i {log:q}"

@@ -18,7 +18,10 @@ class Dataset(Section):
     """One row of the table; an empty cell is null."""
 
     dataset: str = Field(pattern=f"^{NAME}$", description="Name, used in file names.")
-    path: str = Field(min_length=1, description="The .h5ad file, absolute or relative to where Snakemake runs.")
+    path: str = Field(
+        pattern=r"^[^{}<>\r\n]+$",  # Snakemake reads braces and angles in an input as wildcards
+        description="The .h5ad file, absolute or relative to where Snakemake runs; without braces and < >.",
+    )
     counts: str = Field("X", description="Where raw counts lie: X, raw, or the name of a layer.")
     label: str | None = Field(
         None, description="obs column that the probes predict; empty leaves the dataset out of them."

@@ -69,7 +69,7 @@ def _line(where: list[str], message: str) -> str:
 def _as_written(where: list[str], tree: dict[str, Any]) -> list[str]:
     """A default that every run inherits is reported where it was written: at the top, not in the run."""
     if len(where) > 2 and where[0] in ("corpora", "runs") and where[2] in tree:
-        here: Any = tree[where[0]][where[1]]
+        here: Any = {str(name): entry for name, entry in tree[where[0]].items()}.get(where[1])
         for part in where[2:]:
             if not isinstance(here, dict) or part not in here:
                 return where[2:]

@@ -70,9 +70,11 @@ class Plan(Section):
 class Train(Section):
     """Optimisation, validation and checkpoints."""
 
-    steps: int | None = Field(None, ge=1, description="Optimizer steps; exactly one of steps and epochs is set.")
-    epochs: float | None = Field(None, gt=0, description="Passes over the training cells.")
-    global_batch: int = Field(256, ge=1, description="Cells per optimizer step, over all processes.")
+    steps: int | None = Field(
+        None, ge=1, le=10**9, description="Optimizer steps; exactly one of steps and epochs is set."
+    )
+    epochs: float | None = Field(None, gt=0, le=10**6, description="Passes over the training cells.")
+    global_batch: int = Field(256, ge=1, le=10**7, description="Cells per optimizer step, over all processes.")
     token_budget: int = Field(
         16_384, ge=1, description="Most tokens one process takes at once; a larger share of the batch is accumulated."
     )
@@ -97,7 +99,8 @@ class Train(Section):
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
-            raise ValueError(f"set one of steps and epochs, not {'both' if self.steps is not None else 'neither'}")
+            both = "both" if self.steps is not None else "neither"
+            raise ValueError(f"set one of steps and epochs and the other to null, not {both}")
         return self
 
 

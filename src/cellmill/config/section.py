@@ -1,6 +1,7 @@
 """The shape every configuration section has: frozen, no unknown keys, a sentence for each field.
 
-YAML as Snakemake loads it gives `3e-4` as a string, so numbers are accepted as text; a yes/no is not a number.
+YAML as Snakemake loads it gives `3e-4` as a string, so numbers are accepted as text, and so is `null` where null is
+allowed; a yes/no is not a number.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 class Section(BaseModel):
     """Base of every section; see the fields' descriptions for meaning, unit and default."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -24,7 +25,13 @@ class Section(BaseModel):
             annotation = cls.model_fields[info.field_name].annotation
             if annotation in (int, float, int | None, float | None):
                 raise ValueError("a number is wanted, not yes/no")
+        if value == "null" and info.field_name is not None and cls._may_be_null(info.field_name):
+            return None  # what Snakemake makes of `--config 'train={clip_norm: null}'`
         return value
+
+    @classmethod
+    def _may_be_null(cls, field: str) -> bool:
+        return type(None) in get_args(cls.model_fields[field].annotation)
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> tuple[list[str], str]:

@@ -87,8 +87,12 @@ class CountsReader:
         for first in range(0, self.n_obs, block):
             last = min(first + block, self.n_obs)
             with self._reading():
-                parts = [sp.csr_matrix(self._matrix[a : min(a + step, last)]) for a in range(first, last, step)]
+                parts = [sp.csr_matrix(self._dense(a, min(a + step, last))) for a in range(first, last, step)]
             yield parts[0] if len(parts) == 1 else sp.vstack(parts, format="csr")
+
+    def _dense(self, first: int, last: int) -> np.ndarray:
+        rows = self._matrix[first:last]
+        return rows.astype(np.float32) if rows.dtype == np.float16 else rows  # scipy has no sparse float16
 
     def _csc_rows(self, block: int) -> Iterator[sp.csr_matrix]:
         bucket = block * -(-_CSC_ROWS // block)

@@ -7,8 +7,6 @@ are taken at once changes nothing but rounding. A cell without any known gene ha
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +16,15 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import torch
+from anndata.io import write_elem
 
 from cellmill.config.run import Tokens
-from cellmill.data.cells import CountsReader, row_sums, select_columns
+from cellmill.data.cells import CountsReader, create_h5, row_sums, select_columns
 from cellmill.data.genes import ORGANISMS, map_genes
 from cellmill.data.order import inverse_medians, rank_order_rows
 from cellmill.data.tokens import Batch, tokenize
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
-from cellmill.files import atomic_path
 from cellmill.models.batch import to_tensors
 from cellmill.models.family import Model
 
@@ -159,12 +157,8 @@ def check_coverage(path: Path, embedding: Embedding, min_coverage_frac: float) -
 def write_embedding(path: Path, obs: pd.DataFrame, vectors: np.ndarray, about: dict[str, Any]) -> None:
     """An .h5ad without X: `obs` as it is, obsm["X_cellmill"] and uns["cellmill"]. Atomic; OSError names `path`."""
     adata = ad.AnnData(obs=obs, obsm={KEY: vectors}, uns={"cellmill": about})
-    with atomic_path(path) as temporary:
-        try:
-            adata.write_h5ad(temporary)
-        except (OSError, RuntimeError) as error:  # HDF5 tells a full disk in a paragraph of its own
-            code = getattr(error, "errno", None) or (errno.ENOSPC if "No space left" in str(error) else errno.EIO)
-            raise OSError(code, os.strerror(code), str(path)) from None
+    with create_h5(path) as file:  # anndata's own writer crashes the interpreter when the disk is full
+        write_elem(file, "/", adata)
 
 
 def read_embedding(path: Path, names: pd.Index, model_digest: str) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""Which cells a model has never seen: those that are in no training or validation shard of its corpus."""
+"""Which cells a model has never seen: those that are in no training or validation shard of its corpus, nor of those
+that the run its first weights came from was trained on."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from cellmill.data.shards import Manifest
 from cellmill.errors import DataError
 
 
-def seen_cells(manifest: Manifest, datasets: Iterable[str]) -> dict[str, set[str]]:
-    """obs names, by dataset, of the cells that were trained or validated on; empty for one outside the corpus."""
+def seen_cells(manifests: Iterable[Manifest], datasets: Iterable[str]) -> dict[str, set[str]]:
+    """obs names, by dataset, of the cells that were trained or validated on; empty for one outside the corpora."""
     seen: dict[str, set[str]] = {name: set() for name in datasets}
-    for split in ("train", "val"):
-        for shard in manifest.splits[split].shards:
+    for manifest in manifests:
+        for shard in (shard for split in ("train", "val") for shard in manifest.splits[split].shards):
             path = manifest.shard_path(shard)
             try:
                 with h5py.File(path, "r") as file:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import time
 
+from cellmill.errors import Stopped
 from cellmill.launch.job import Job
 from cellmill.launch.processes import children, die_with_parent, signal_all
 
@@ -21,6 +22,8 @@ HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 
 def run_local(job: Job, keep_open: int) -> int:
     """Runs `job` to its end and returns the first non-zero exit code of an agent, or 0.
+
+    Raises Stopped when signals ended it without its state being saved.
 
     Parameters
     ----------
@@ -53,7 +56,12 @@ def run_local(job: Job, keep_open: int) -> int:
                     preexec_fn=lambda: die_with_parent(signal.SIGTERM),
                 )
             )
-        return _wait(agents)
+        code = _wait(agents)
+        if signals > 1:
+            raise Stopped("ended at once at the second signal; run the same command to go on from the last checkpoint")
+        if signals and code:
+            raise Stopped("ended by a signal before it could save; run the same command to go on")
+        return code
     finally:
         for agent in agents:
             if agent.poll() is None:

@@ -25,7 +25,7 @@ from cellmill.config.load import check_options
 from cellmill.config.run import Tokens
 from cellmill.data.vocabulary import SPECIAL, Vocabulary
 from cellmill.errors import ConfigError, DataError
-from cellmill.files import atomic_path, read_json
+from cellmill.files import atomic_path, read_json, sha256_file
 from cellmill.models.family import Model
 from cellmill.parallel.materialize import plain_name
 
@@ -73,8 +73,12 @@ def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
     config = read_json(folder / "config.json")
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise DataError(f"{folder / 'config.json'}: not a model of format {FORMAT}; export it again (consolidate)")
-    if missing := [key for key in ("family", "model", "tokens", "vocabulary_digest") if key not in config]:
+    if missing := [
+        key for key in ("family", "model", "tokens", "vocabulary_digest", "weights_sha256") if key not in config
+    ]:
         raise DataError(f"{folder / 'config.json'}: {missing[0]} is missing; export the model again (consolidate)")
+    if wrong := [key for key in ("family", "vocabulary_digest", "weights_sha256") if not isinstance(config[key], str)]:
+        raise DataError(f"{folder / 'config.json'}: {wrong[0]} is not a text; export the model again (consolidate)")
     vocabulary = Vocabulary.read(folder / "vocabulary.tsv")
     if vocabulary.digest != config["vocabulary_digest"]:
         raise DataError(
@@ -90,6 +94,11 @@ def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
         raise DataError(
             f"{folder / 'model.safetensors'}: {name} is {found.get(name, 'missing')}, config.json says "
             f"{expected.get(name, 'there is none')} ({len(wrong)} such tensors); export the model again (consolidate)"
+        )
+    if (digest := sha256_file(folder / "model.safetensors")) != config["weights_sha256"]:
+        raise DataError(
+            f"{folder / 'model.safetensors'}: its SHA-256 is {digest[:12]}, config.json has "
+            f"{config['weights_sha256'][:12]}: damaged, or another model's; export the model again (consolidate)"
         )
     model.load_state_dict(tensors, assign=True)
     return model.eval(), vocabulary, config

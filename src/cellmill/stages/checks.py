@@ -7,7 +7,9 @@ from pathlib import Path
 from cellmill.config import check_options
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import check_together
-from cellmill.errors import ConfigError
+from cellmill.data.shards import Manifest
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import ConfigError, DataError
 from cellmill.files import read_json
 from cellmill.parallel.layout import layout
 
@@ -22,10 +24,20 @@ def check_run(options: TrainOptions, nodes: int, nproc_per_node: int, train_cell
     except ValueError as error:
         raise ConfigError(str(error)) from None
     world = nodes * nproc_per_node
-    layout(options.parallel, world, nproc_per_node)
-    _check_lanes(options, world)
     if train_cells < world:
         raise ConfigError(f"{world} processes for {train_cells} training cells: use fewer processes (the profile)")
+    layout(options.parallel, world, nproc_per_node)
+    _check_lanes(options, world)
+
+
+def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
+    """Raises DataError when a vocabulary is not the one the shards were made with: tokens would be other genes."""
+    digest = Vocabulary.read(vocabulary).digest
+    if digest != shards.vocabulary["digest"]:
+        raise DataError(
+            f"{vocabulary}: its digest is {digest[:12]}, the shards were made with "
+            f"{shards.vocabulary['digest'][:12]}; give their vocabulary, or make the shards again"
+        )
 
 
 def check_weights(options: TrainOptions, init_from: Path) -> None:

@@ -6,6 +6,7 @@ of the largest tensor. `config.json` is written last: its existence means the re
 
 from __future__ import annotations
 
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from cellmill.config.options import ConsolidateOptions
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
-from cellmill.files import write_json, write_text
+from cellmill.files import sha256_file, write_json, write_text
 from cellmill.models.export import FORMAT, write_safetensors
 from cellmill.train.checkpoint import CheckpointReader
 from cellmill.train.folder import Checkpoint, TrainFolder
@@ -44,16 +45,18 @@ def run(*, options: ConsolidateOptions, train: Path, vocabulary: Path, out: Path
     }
     write_safetensors(out / "model.safetensors", shapes, lambda name: _read(checkpoint, name, *shapes[name]))
     genes.write(out / "vocabulary.tsv")
-    config = _config(state, genes)
+    config = _config(state, genes) | {"weights_sha256": sha256_file(out / "model.safetensors")}
     write_text(out / "README.md", model_card(config, sum(torch.Size(shape).numel() for _, shape in shapes.values())))
     write_json(out / "config.json", config)
     print(f"{out}: step {config['step']}, {len(shapes)} tensors", flush=True)
 
 
 def _choose(folder: TrainFolder, which: str) -> Checkpoint:
+    newest, damaged = folder.newest_whole()
+    for line in damaged:
+        print(f"warning: {line}; the one before it is exported", file=sys.stderr, flush=True)
     if which == "best":
         return folder.best()
-    newest, _ = folder.newest_whole()
     if newest is None:
         raise DataError(f"{folder.checkpoint_folder}: no checkpoint; train the run first")
     return newest
@@ -77,6 +80,7 @@ def _config(state: dict[str, Any], genes: Vocabulary) -> dict[str, Any]:
         "n_genes": genes.n_genes,
         "vocabulary_digest": genes.digest,
         "fingerprint": state["fingerprint"],
+        "init_from": state["init_from"],
         "step": progress["step"],
         "val_loss": progress["val_loss"],
         "seed": options["train"]["seed"],
@@ -101,6 +105,7 @@ tags: [single-cell, transcriptomics, {config["family"]}]
 | tokens | {config["tokens"]["tokenizer"]}, at most {config["tokens"]["max_tokens"]} a cell |
 | vocabulary | {config["n_genes"]:,} genes, digest `{config["vocabulary_digest"][:16]}` |
 | training data | fingerprint `{config["fingerprint"][:16]}` |
+| first weights | {config["init_from"] or "fresh"} |
 | step | {config["step"]:,} |
 | validation loss | {loss} |
 

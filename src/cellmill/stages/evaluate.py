@@ -21,6 +21,7 @@ from __future__ import annotations
 import csv
 import difflib
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,13 @@ def run(
     embeddings: list[Path],
     labels: list[str],
     out: Path,
+    ancestors: Sequence[Path] = (),
 ) -> None:
-    """Writes metrics.json to `out` and umap.tsv beside it. `labels` are obs columns, '-' for none."""
+    """Writes metrics.json to `out` and umap.tsv beside it.
+
+    `labels` are obs columns, '-' for none. `ancestors` are the manifests of the runs that the first weights came
+    from: what those were trained on is not held out either.
+    """
     names = _dataset_names(cells, embeddings, labels)
     shards = Manifest.read(manifest)
     network, vocabulary, config = load_model(model)
@@ -83,7 +89,7 @@ def run(
             "give the shards that the model was trained on"
         )
     digest, subject = sha256_file(model / "model.safetensors"), _subject(network, vocabulary, config, shards, options)
-    seen = seen_cells(shards, names)
+    seen = seen_cells([shards, *map(Manifest.read, ancestors)], names)
     datasets: dict[str, Any] = {}
     points: list[tuple[Any, ...]] = []
     for name, path, embedding, label in zip(names, cells, embeddings, labels):

@@ -35,12 +35,16 @@ def run(*, options: PlanOptions, manifest: Path, out: Path, nodes: int, nproc_pe
     known = device_named(device)
     opened, world = Manifest.read(manifest), nodes * nproc_per_node
     check_run(_train_options(options), nodes, nproc_per_node, opened.splits["train"].n_obs)
-    lengths = row_lengths(opened, options.tokens.max_tokens)
+    detected = detected_genes(opened)
+    lengths = np.minimum(detected, options.tokens.max_tokens)
     work = measure_work(options, lengths, world, int(opened.vocabulary["n_genes"]))
     limit = memory_limit(options, known, nproc_per_node)
     memory = check_memory(options, work, limit, nodes, nproc_per_node, device)
     plan = describe(options, work, memory, nodes, nproc_per_node)
     plan["device"] = device
+    plan["genes_per_cell"] = float(detected.mean())
+    plan["cut_cells_frac"] = float((detected > lengths).mean())
+    plan["warmup_steps"] = options.train.warmup_steps
     plan["memory"] |= {"limit_bytes": limit.usable, "device_bytes": limit.whole}
     plan |= hours(options, known, work, world)
     plan["fingerprint"] = opened.fingerprint
@@ -78,11 +82,11 @@ class Limit:
     usable: int
 
 
-def row_lengths(manifest: Manifest, max_tokens: int) -> np.ndarray:
-    """(cells,) int64: tokens of each training cell, in the order of the shards."""
+def detected_genes(manifest: Manifest) -> np.ndarray:
+    """(cells,) int64: genes of the vocabulary detected in each training cell, in the order of the shards."""
     lengths = []
     for shard in open_shards(manifest, "train"):
-        lengths.append(np.minimum(np.diff(shard.indptr), max_tokens))
+        lengths.append(np.diff(shard.indptr).astype(np.int64))
         shard.close()
     return np.concatenate(lengths)
 
@@ -248,12 +252,15 @@ def table(plan: dict[str, Any]) -> str:
     memory, sizes = plan["memory"], plan["layout"]
     kind = "ddp" if sizes["strategy"] == "ddp" else sizes["sharding_strategy"]
     parts = ", ".join(f"{name} {_gb(n)}" for name, n in memory["parts_bytes"].items() if n)
-    time = "unknown: no peak is known for this device" if plan["hours"] is None else f"{plan['hours']:,.1f}"
+    time = "unknown: no peak is known for this device"
     if plan["hours"] is not None:
-        time += f", {plan['gpu_hours']:,.1f} GPU hours at {plan['mfu_frac']:.0%} of the peak"
+        time = f"{plan['hours']:,.3g}, {plan['gpu_hours']:,.3g} GPU hours at {plan['mfu_frac']:.0%} of the peak"
+    cut = ""
+    if plan["cut_cells_frac"]:
+        cut = f" of {plan['genes_per_cell']:,.0f} genes: tokens.max_tokens cuts {plan['cut_cells_frac']:.0%} of them"
     rows = {
         "parameters": f"{plan['parameters']:,} over {plan['n_genes']:,} genes",
-        "cells": f"{plan['cells']:,} for training, {plan['tokens_per_cell']:,.0f} tokens each",
+        "cells": f"{plan['cells']:,} for training, {plan['tokens_per_cell']:,.0f} tokens each{cut}",
         "steps": f"{plan['steps']:,} ({plan['steps_per_epoch']:,} an epoch), {plan['tokens']:,.0f} tokens in all",
         "a step": f"{plan['tokens_per_step']:,.0f} tokens in {plan['micro_batches_per_step']:.1f} micro-batches a "
         f"process, {plan['flops_per_step']:.3g} FLOPs",
@@ -262,6 +269,8 @@ def table(plan: dict[str, Any]) -> str:
         "memory": f"{_gb(memory['total_bytes'])} of {_gb(memory['limit_bytes'])} on each: {parts}",
         "hours": time,
     }
+    if plan["warmup_steps"] >= plan["steps"]:
+        rows["warning"] = f"train.warmup_steps {plan['warmup_steps']} leaves no step at the peak learning rate"
     return "\n".join(f"{name:<12}{value}" for name, value in rows.items())
 
 

@@ -28,4 +28,7 @@ def run(
     origin |= {"source": source, "licence": licence}
     write_json(report, {"dataset": dataset, "source": origin, **figures})
     cells, genes = figures["cells"], figures["genes"]
+    dropped = ", ".join(f"{reason} {n:,}" for reason, n in cells["dropped"].items() if n)
     print(f"{dataset}: {cells['out']:,} of {cells['in']:,} cells, {genes['out']:,} of {genes['in']:,} genes -> {out}")
+    if dropped:
+        print(f"{dataset}: cells dropped: {dropped}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 import sys
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from cellmill.errors import Stopped, UserError
 from cellmill.files import read_json, sha256_file, write_json
 from cellmill.launch.job import Job
 from cellmill.launch.local import run_local
-from cellmill.stages.checks import check_run, check_weights
+from cellmill.stages.checks import check_run, check_vocabulary, check_weights
 from cellmill.train.folder import TrainFolder
 from cellmill.train.identity import changed_keys, check_data, identity
 
@@ -40,6 +41,7 @@ def run(
     """
     shards = Manifest.read(manifest)
     check_run(options, nodes, nproc_per_node, shards.splits["train"].n_obs)
+    check_vocabulary(vocabulary, shards)
     if init_from is not None:
         check_weights(options, init_from)
     folder = TrainFolder(out)
@@ -48,8 +50,7 @@ def run(
         if _is_done(folder, belongs, shards.fingerprint):
             print(f"{out}: this run is already done", flush=True)
             return
-        if not folder.checkpoints():
-            verify(shards, ("train", "val"))  # every byte, once; a resume trusts what was whole at the start
+        _verify_once(folder, shards)
         record = {
             "options": options.model_dump(mode="json"),
             "identity": belongs,
@@ -62,15 +63,18 @@ def run(
             "environment": environment(),
         }
         write_json(folder.path / "run.json", record)
-        (folder.path / "error.txt").unlink(missing_ok=True)
-        job = Job("cellmill.stages.worker", [str(folder.path)], nodes, nproc_per_node)
-        code = run_local(job, keep_open=lock)
-        _explain(folder, code)
+        with tempfile.TemporaryDirectory(prefix="cellmill-") as elsewhere:  # the run's own disk may be the trouble
+            error = Path(elsewhere) / "error.txt"
+            job = Job("cellmill.stages.worker", [str(folder.path), str(error)], nodes, nproc_per_node)
+            code = run_local(job, keep_open=lock)
+            _explain(folder, code, error)
 
 
 def _is_done(folder: TrainFolder, belongs: dict[str, Any], fingerprint: str) -> bool:
     """Whether nothing is left to do; sets the files of another configuration aside, refuses those of other data."""
     checkpoint, damaged = folder.newest_whole(contents=False)
+    if checkpoint is not None and checkpoint.state()["progress"]["step"] >= checkpoint.state()["steps"]:
+        checkpoint, damaged = folder.newest_whole()  # nothing will read it again before it is declared done
     for line in damaged:
         print(f"warning: {line}; going on from the one before it", file=sys.stderr, flush=True)
     if checkpoint is None:
@@ -113,9 +117,19 @@ def _weights_digest(model: Path | None) -> str | None:
     return None if model is None else sha256_file(model / "model.safetensors")
 
 
-def _explain(folder: TrainFolder, code: int) -> None:
+def _verify_once(folder: TrainFolder, shards: Manifest) -> None:
+    """Hashes every byte of the shards, unless their files are those that were hashed before. Raises DataError."""
+    paths = [shards.shard_path(shard) for split in ("train", "val") for shard in shards.splits[split].shards]
+    stamps = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths if path.exists()}
+    record, now = folder.path / "verified.json", {"fingerprint": shards.fingerprint, "files": stamps}
+    if record.exists() and read_json(record) == now:
+        return
+    verify(shards, ("train", "val"))
+    write_json(record, now)
+
+
+def _explain(folder: TrainFolder, code: int, error: Path) -> None:
     """Turns how the processes ended into an exception, or returns when the run is done."""
-    error = folder.path / "error.txt"
     if error.exists():
         raise UserError(error.read_text(encoding="utf-8").strip())
     state_file = folder.path / "state.json"

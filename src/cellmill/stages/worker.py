@@ -1,6 +1,7 @@
 """What each process of a training does: data, model, layout and loop are put together here.
 
-Started by torchrun with the run's folder; everything else is in its run.json.
+Started by torchrun with the run's folder, where run.json has everything else, and a file for the one line that
+tells the user what went wrong.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def main(path: Path) -> None:
         "fingerprint": record["fingerprint"],
         "vocabulary_digest": vocabulary.digest,
         "options": record["options"],
+        "init_from": record["init_from"],
         "steps": steps,
         "world_size": dist.get_world_size(),
     }
@@ -119,6 +121,9 @@ def build_model(
         checkpoint_activations(model, model.plan.blocks)
     shard(model, model.plan.blocks, options.parallel, mesh)
     weights = None if init_from is None else Path(init_from)
+    if weights is not None and dist.get_rank() == 0:
+        known = int((Vocabulary.read(weights / "vocabulary.tsv").rows_of(vocabulary.gene_ids) >= 0).sum())
+        print(f"first weights from {weights}: it knows {known:,} of {vocabulary.n_genes:,} genes", flush=True)
     materialize(model, device, initial_tensors(model, options.train.seed, weights, vocabulary))
     return model
 
@@ -149,6 +154,8 @@ def resume(
         found[0], damaged = folder.newest_whole()
         for line in damaged:
             print(f"warning: {line}; going on from the one before it", file=sys.stderr, flush=True)
+        if damaged and found[0] is not None:
+            folder.set_damaged_aside(found[0].step)
     dist.broadcast_object_list(found)
     progress = Progress()
     if (checkpoint := found[0]) is not None:
@@ -185,13 +192,14 @@ def write_state(folder: TrainFolder, name: str, progress: Progress, saved_with: 
 
 if __name__ == "__main__":
     die_with_parent()
-    run_folder = Path(sys.argv[1])
+    run_folder, error_file = Path(sys.argv[1]), Path(sys.argv[2])
     try:
         main(run_folder)
         dist.destroy_process_group()
-    except UserError as error:
-        write_text(run_folder / "error.txt", str(error))
-        os._exit(error.exit_code)  # other ranks may be in a collective that this one will never join
+    except (UserError, OSError) as error:
+        text = str(error) if isinstance(error, UserError) else f"{error.filename or run_folder}: {error.strerror}"
+        write_text(error_file, text)
+        os._exit(2)  # other ranks may be in a collective that this one will never join
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

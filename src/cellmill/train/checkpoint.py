@@ -133,6 +133,7 @@ class Checkpoints:
 
     def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Tensors of `checkpoint` into the model and its optimizer, whatever layout either has."""
+        CheckpointReader(checkpoint.path).read_metadata()  # DCP would bury its error under one of its own
         model_state, optimizer_state = get_state_dict(model, optimizer, options=FLAT)
         tensors = {"model": model_state, "optimizer": _tensors_of(optimizer_state)}
         dcp.load(tensors, storage_reader=CheckpointReader(checkpoint.path), process_group=self._group)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ from cellmill.errors import DataError
 from cellmill.files import fsync_folder, read_json, sha256_file, write_json
 
 INCOMPLETE = ".incomplete"
+DAMAGED = ".damaged"
+SMALL = ("state.json", ".metadata")  # hashed even where hashing tensors would take too long
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,20 @@ class Checkpoint:
         """What was saved beside the tensors: progress, identity, fingerprint."""
         return read_json(self.path / "state.json")
 
+    def best_step(self) -> int | None:
+        """The step that was best when it was saved; None if none was judged, or if it cannot be read."""
+        try:
+            best: int | None = self.state()["progress"]["best_step"]
+            return best
+        except (DataError, KeyError, TypeError):
+            return None
+
     def verify(self, contents: bool = True) -> None:
-        """Raises DataError naming the first file that is missing, cut or changed; `contents` also hashes them."""
-        for name, expected in read_json(self.path / "manifest.json")["files"].items():
+        """Raises DataError naming the first file that is missing, cut or changed; `contents` hashes the tensors too."""
+        manifest = read_json(self.path / "manifest.json")
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+            raise DataError(f"{self.path / 'manifest.json'}: is not a checkpoint's manifest; the checkpoint is damaged")
+        for name, expected in manifest["files"].items():
             file = self.path / name
             if not file.is_file():
                 raise DataError(f"{file}: is missing; the checkpoint is damaged")
@@ -51,7 +65,7 @@ class Checkpoint:
                     f"{file}: has {file.stat().st_size} bytes, {expected['bytes']} were written; "
                     "the checkpoint is damaged"
                 )
-            if contents and sha256_file(file) != expected["sha256"]:
+            if (contents or name in SMALL) and sha256_file(file) != expected["sha256"]:
                 raise DataError(f"{file}: its bytes changed since it was written (SHA-256); the checkpoint is damaged")
 
 
@@ -66,8 +80,16 @@ class TrainFolder:
     def checkpoints(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first."""
         found = self.checkpoint_folder.glob("step-*/manifest.json")
-        whole = [path.parent for path in found if not path.parent.name.endswith(INCOMPLETE)]
+        whole = [path.parent for path in found if re.fullmatch(r"step-\d{8,}", path.parent.name)]
         return sorted((Checkpoint(path, int(path.name.removeprefix("step-"))) for path in whole), key=lambda c: c.step)
+
+    def set_damaged_aside(self, step: int) -> None:
+        """Renames checkpoints later than `step`, which a resume from there found damaged: they must not be counted."""
+        for checkpoint in self.checkpoints():
+            if checkpoint.step > step:
+                aside = checkpoint.path.with_name(checkpoint.path.name + DAMAGED)
+                shutil.rmtree(aside, ignore_errors=True)
+                checkpoint.path.rename(aside)
 
     def newest_whole(self, contents: bool = True) -> tuple[Checkpoint | None, list[str]]:
         """The newest undamaged checkpoint, and a line for each newer one that is damaged.
@@ -129,7 +151,7 @@ class TrainFolder:
         kept = whole[-keep:]
         wanted = {checkpoint.step for checkpoint in kept}
         # a kept checkpoint may be resumed from, and then its best is the run's best
-        wanted |= {checkpoint.state()["progress"]["best_step"] for checkpoint in kept}
+        wanted |= {checkpoint.best_step() for checkpoint in kept}
         for checkpoint in whole:
             if checkpoint.step not in wanted:
                 shutil.rmtree(checkpoint.path)

@@ -59,6 +59,9 @@ class Report:
     values: torch.Tensor
     norm: torch.Tensor
     lr: float
+    waited_s: float
+    ended: float
+    """When its last call returned, so that rates do not depend on when it is read."""
 
 
 @dataclass
@@ -113,7 +116,7 @@ class Trainer:
         """One optimizer step."""
         began = time.perf_counter()
         micro_batches = [to_tensors(batch) for batch in next(batches)]
-        self.meter.waited_s += time.perf_counter() - began
+        waited_s = time.perf_counter() - began
         step, lr = self.progress.step, learning_rate(self.train, self.progress.step, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -131,7 +134,7 @@ class Trainer:
         self.progress.step += 1
         own = torch.tensor([self.stop.received is not None, self._due(), *self._work(micro_batches)])
         values = self.mesh.sum(torch.cat([(loss / targets)[None], own.to(self.device, torch.float64)]))
-        return Report(step + 1, values, norm.detach(), lr)
+        return Report(step + 1, values, norm.detach(), lr, waited_s, time.perf_counter())
 
     def _prepare(self, batch: TensorBatch, step: int) -> Any:
         """Masks drawn on the CPU, where counting them makes nobody wait, then moved to the device."""
@@ -162,8 +165,11 @@ class Trainer:
         self.meter.cells += round(cells)
         self.meter.tokens += round(tokens)
         self.meter.flops += flops
+        self.meter.waited_s += report.waited_s
         if report.step % self.train.log_every_steps == 0 or report.step in (1, self.steps):
-            self._log({"step": report.step, "loss": loss, "lr": report.lr, "grad_norm": norm, **self.meter.read()})
+            self._log(
+                {"step": report.step, "loss": loss, "lr": report.lr, "grad_norm": norm, **self.meter.read(report.ended)}
+            )
         return stop > 0, due > 0
 
     def _pause(self, save: bool, validate: bool) -> None:
@@ -178,7 +184,7 @@ class Trainer:
             state = {"progress": asdict(self.progress), **self.saved_with}
             self.checkpoints.save(self.model, self.optimizer, step, state)
             self._saved_at = time.perf_counter()
-        self.meter.read()  # neither validation nor the copy of a checkpoint counts as training
+        self.meter.read(time.perf_counter())  # neither validation nor the copy of a checkpoint counts as training
 
     def _validation_is_owed(self) -> bool:
         # one that a stop left out is made up for on resume, so that the curve is that of a run left alone

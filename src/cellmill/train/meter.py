@@ -30,9 +30,8 @@ class Meter:
     waited_s: float = 0.0
     since: float = field(default_factory=time.perf_counter)
 
-    def read(self) -> dict[str, float]:
-        """Rates over all processes since the last reading, and this process's memory; starts a new window."""
-        now = time.perf_counter()
+    def read(self, now: float) -> dict[str, float]:
+        """Rates over all processes from the last reading to `now`, and this process's memory; starts a new window."""
         wall = max(now - self.since, 1e-9)
         line = {
             "cells_per_s": self.cells / wall,
