@@ -149,7 +149,7 @@ class TrainFolder:
     def _prune(self, keep: int) -> None:
         whole = self.checkpoints()
         kept = whole[-keep:]
-        wanted = {checkpoint.step for checkpoint in kept}
+        wanted: set[int | None] = {checkpoint.step for checkpoint in kept}
         # a kept checkpoint may be resumed from, and then its best is the run's best
         wanted |= {checkpoint.best_step() for checkpoint in kept}
         for checkpoint in whole:
