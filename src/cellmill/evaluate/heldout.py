@@ -1,5 +1,8 @@
 """Which cells a model has never seen: those that are in no training or validation shard of its corpus, nor of those
-that the run its first weights came from was trained on."""
+that the run its first weights came from was trained on.
+
+A cell is known by its dataset and its name: the same cells under another dataset's name are not recognised.
+"""
 
 from __future__ import annotations
 
