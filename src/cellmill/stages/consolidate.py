@@ -80,7 +80,7 @@ def _config(state: dict[str, Any], genes: Vocabulary) -> dict[str, Any]:
         "n_genes": genes.n_genes,
         "vocabulary_digest": genes.digest,
         "fingerprint": state["fingerprint"],
-        "init_from": state["init_from"],
+        "init_from": state.get("init_from"),
         "step": progress["step"],
         "val_loss": progress["val_loss"],
         "seed": options["train"]["seed"],
