@@ -89,7 +89,7 @@ def make_project(folder: Path, cells: Path) -> Project:
     project = Project(folder)
     project.write_config()
     (folder / "config" / "datasets.tsv").write_text(
-        "dataset\tpath\tlabel\tsource\tlicence\nsim\tdata/sim.h5ad\tcell_type\tsimulated\tCC0-1.0\n"
+        "dataset\tpath\tlabel\tsource\nsim\tdata/sim.h5ad\tcell_type\t\n"  # what is not known is empty or left out
     )
     return project
 
