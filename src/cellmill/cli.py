@@ -17,7 +17,10 @@ from typing import Any
 
 from cellmill import __version__
 from cellmill.config import OPTIONS, check_options, load_config
+from cellmill.config.machine import Machine
 from cellmill.errors import UserError
+
+_HOW_MANY = ("nodes", "nproc_per_node")  # of the machine's options, those that plan reads too
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,6 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if stage in OPTIONS:
             arguments["options"] = _options(stage, arguments)
+        if "nodes" in arguments:
+            given = {name: arguments.pop(name) for name in Machine.model_fields if name in arguments}
+            arguments["machine"] = check_options(Machine, given, "the machine (profile, set-resources)")
         importlib.import_module(f"cellmill.stages.{stage}").run(**arguments)
     except UserError as error:
         print(f"cellmill {stage}: {error}", file=sys.stderr)
@@ -117,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--out", type=Path, required=True, help="folder for checkpoints, metrics.jsonl, status.json")
     train.add_argument("--init-from", type=Path, help="exported model that gives the first weights")
     _machine(train)
+    _cluster(train)
 
     consolidate = _stage(stages, "consolidate", "a checkpoint as a model that stands alone", "run")
     consolidate.add_argument("--train", type=Path, required=True, help="folder of the training run")
@@ -157,8 +164,21 @@ def _stage(stages: Any, name: str, text: str, owner: str | None) -> argparse.Arg
 
 
 def _machine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nodes", type=int, default=1, help="machines (default: %(default)s)")
-    parser.add_argument("--nproc-per-node", type=int, default=1, help="processes on each (default: %(default)s)")
+    for name in _HOW_MANY:
+        field = Machine.model_fields[name]
+        parser.add_argument(_flag(name), default=field.default, help=f"{field.description} (default: %(default)s)")
+
+
+def _cluster(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("where it runs", "the profile's `set-resources: train:`, one flag for each key")
+    for name, field in Machine.model_fields.items():
+        if name not in _HOW_MANY:
+            text = f"{field.description} (default: {field.default or 'none'})".replace("%", "%%")
+            group.add_argument(_flag(name), default=field.default, help=text)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 if __name__ == "__main__":

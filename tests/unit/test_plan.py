@@ -11,6 +11,7 @@ import pytest
 from small_corpus import write_corpus
 
 from cellmill.cli import main
+from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.data.shards import Manifest
 from cellmill.data.stream import Stream
@@ -45,8 +46,7 @@ def _plan(
         options=_options(**changes),
         manifest=corpus.path,
         out=out / "plan.json",
-        nodes=nodes,
-        nproc_per_node=nproc,
+        machine=Machine(nodes=str(nodes), nproc_per_node=nproc),
         device=device,
     )
     return json.loads((out / "plan.json").read_text())
@@ -189,10 +189,6 @@ def test_more_processes_than_cells_are_refused(corpus: Manifest, tmp_path: Path)
 
 def test_an_unknown_device_is_refused_with_those_there_are(corpus: Manifest, tmp_path: Path) -> None:
     assert _refused(corpus, tmp_path, device="h10").startswith("no device is called 'h10'; there are: cpu, v100, ")
-
-
-def test_impossible_numbers_of_processes_are_refused(corpus: Manifest, tmp_path: Path) -> None:
-    assert _refused(corpus, tmp_path, nodes=0) == "--nodes 0: at least 1 is wanted; it comes from the profile"
 
 
 def test_options_that_exclude_each_other_are_refused(corpus: Manifest, tmp_path: Path) -> None:

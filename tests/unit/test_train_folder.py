@@ -115,7 +115,8 @@ def test_two_trainings_do_not_share_a_folder(tmp_path: Path) -> None:
     holder = context.Process(target=_hold, args=(str(tmp_path), ready, done))
     holder.start()
     assert ready.wait(30)
-    expected = rf"{re.escape(str(tmp_path))}: another training is running here \(process {holder.pid} on .+\); stop it"
+    where = re.escape(str(tmp_path))
+    expected = rf"{where}: another training is running here \(process {holder.pid} of .+ on .+\); stop it"
     with pytest.raises(DataError, match=expected), TrainFolder(tmp_path).locked(wait_s=0.3):
         pass
     done.set()

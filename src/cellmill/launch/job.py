@@ -18,7 +18,7 @@ class Job:
     nodes: int
     nproc_per_node: int
 
-    def command(self, node_rank: int, address: str, port: int) -> list[str]:
+    def command(self, node_rank: int, address: str, port: int, signals_to_handle: str = SIGNALS_TO_HANDLE) -> list[str]:
         """The agent of one node; node 0 is at `address`."""
         return [
             sys.executable,
@@ -30,7 +30,7 @@ class Job:
             f"--master-addr={address}",
             f"--master-port={port}",
             "--max-restarts=0",
-            f"--signals-to-handle={SIGNALS_TO_HANDLE}",
+            f"--signals-to-handle={signals_to_handle}",
             "--module",
             self.module,
             *self.arguments,

@@ -16,9 +16,6 @@ from cellmill.parallel.layout import layout
 
 def check_run(options: TrainOptions, nodes: int, nproc_per_node: int, train_cells: int) -> None:
     """Raises ConfigError when sections exclude each other or do not fit the number of processes or cells."""
-    for name, value in (("nodes", nodes), ("nproc-per-node", nproc_per_node)):
-        if value < 1:
-            raise ConfigError(f"--{name} {value}: at least 1 is wanted; it comes from the profile")
     try:
         check_together(options.tokens, options.stream, options.model, options.train)
     except ValueError as error:

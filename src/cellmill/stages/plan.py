@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions, TrainOptions
 from cellmill.config.run import Parallel
 from cellmill.data.epoch import Layout as EpochLayout
@@ -30,11 +31,14 @@ GB = 1e9
 SAMPLED_STEPS = 64  # over which micro-batches are counted: shards are preshuffled, so any stretch is like another
 
 
-def run(*, options: PlanOptions, manifest: Path, out: Path, nodes: int, nproc_per_node: int, device: str) -> None:
+def run(*, options: PlanOptions, manifest: Path, out: Path, machine: Machine, device: str) -> None:
     """Writes plan.json to `out` and prints it as a table. Raises ConfigError when the run cannot work."""
     known = device_named(device)
-    opened, world = Manifest.read(manifest), nodes * nproc_per_node
-    check_run(_train_options(options), nodes, nproc_per_node, opened.splits["train"].n_obs)
+    opened, nproc_per_node = Manifest.read(manifest), machine.nproc_per_node
+    for nodes in machine.node_counts:
+        check_run(_train_options(options), nodes, nproc_per_node, opened.splits["train"].n_obs)
+    nodes = machine.node_counts[0]  # of a range the fewest: a process then holds the most
+    world = nodes * nproc_per_node
     detected = detected_genes(opened)
     lengths = np.minimum(detected, options.tokens.max_tokens)
     work = measure_work(options, lengths, world, int(opened.vocabulary["n_genes"]))

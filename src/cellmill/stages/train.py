@@ -6,20 +6,26 @@ are started. The work of each process is `stages/worker.py`.
 
 from __future__ import annotations
 
+import os
 import platform
+import shutil
 import sys
 import tempfile
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from cellmill import __version__
+from cellmill.config.machine import Machine
 from cellmill.config.options import TrainOptions
 from cellmill.data.shards import Manifest, verify
 from cellmill.errors import Stopped, UserError
 from cellmill.files import read_json, sha256_file, write_json
+from cellmill.launch.allocation import run_allocation
 from cellmill.launch.job import Job
 from cellmill.launch.local import run_local
+from cellmill.launch.slurm import RunFiles, SlurmLauncher
 from cellmill.stages.checks import check_run, check_vocabulary, check_weights
 from cellmill.train.folder import TrainFolder
 from cellmill.train.identity import changed_keys, check_data, identity
@@ -32,42 +38,90 @@ def run(
     vocabulary: Path,
     out: Path,
     init_from: Path | None,
-    nodes: int,
-    nproc_per_node: int,
+    machine: Machine,
 ) -> None:
     """Trains in `out` until its status.json says done.
 
     Raises Stopped when a signal ended it with its state saved; UserError when a process failed.
     """
     shards = Manifest.read(manifest)
-    check_run(options, nodes, nproc_per_node, shards.splits["train"].n_obs)
+    for nodes in machine.node_counts:
+        check_run(options, nodes, machine.nproc_per_node, shards.splits["train"].n_obs)
     check_vocabulary(vocabulary, shards)
     if init_from is not None:
         check_weights(options, init_from)
     folder = TrainFolder(out)
-    with folder.locked() as lock:
-        belongs = identity(options.model_dump(mode="json"), _weights_digest(init_from))
-        if _is_done(folder, belongs, shards.fingerprint):
-            print(f"{out}: this run is already done", flush=True)
-            return
-        _verify_once(folder, shards)
-        record = {
+    with folder.locked(follows=machine.launcher == "slurm") as lock:
+        record: dict[str, Any] = {
             "options": options.model_dump(mode="json"),
-            "identity": belongs,
+            "identity": identity(options.model_dump(mode="json"), _weights_digest(init_from)),
             "fingerprint": shards.fingerprint,
             "manifest": str(manifest),
             "vocabulary": str(vocabulary),
             "init_from": None if init_from is None else str(init_from),
-            "nodes": nodes,
-            "nproc_per_node": nproc_per_node,
+            "nodes": machine.nodes,
+            "nproc_per_node": machine.nproc_per_node,
             "environment": environment(),
         }
-        write_json(folder.path / "run.json", record)
-        with tempfile.TemporaryDirectory(prefix="cellmill-") as elsewhere:  # the run's own disk may be the trouble
+        launcher = _slurm_launcher(folder, machine)
+        if launcher is None or not _is_living(launcher, folder, record):
+            if _is_done(folder, record["identity"], shards.fingerprint):
+                print(f"{out}: this run is already done", flush=True)
+                return
+            _verify_once(folder, shards)
+            write_json(folder.path / "run.json", record)
+            if folder.state() == "done":  # of a training that was set aside, or lost its checkpoints
+                (folder.path / "state.json").unlink()
+        if launcher is not None and machine.launcher == "slurm":
+            launcher.run(partial(_job, folder, machine))
+        else:
+            _run_here(folder, machine, lock)
+
+
+def _job(folder: TrainFolder, machine: Machine, elsewhere: Path) -> Job:
+    """What is run on each node; the line of an error goes to `elsewhere`."""
+    arguments = [str(folder.path), str(elsewhere / "error.txt")]
+    return Job("cellmill.stages.worker", arguments, machine.node_counts[-1], machine.nproc_per_node)
+
+
+def _slurm_launcher(folder: TrainFolder, machine: Machine) -> SlurmLauncher | None:
+    """The launcher, when jobs are to be submitted or some were before."""
+    if machine.launcher != "slurm" and not (folder.path / "jobs").exists():
+        return None
+    if machine.launcher != "slurm" and shutil.which("squeue") is None:
+        return None
+    return SlurmLauncher(folder.path, machine, RunFiles(folder.state, folder.saved_step))
+
+
+def _is_living(launcher: SlurmLauncher, folder: TrainFolder, record: dict[str, Any]) -> bool:
+    """Whether a job of this run is queued or running. Raises UserError when it is not one this command may follow."""
+    job = launcher.living()
+    if job is None:
+        return False
+    if launcher.machine.launcher != "slurm" and os.environ.get("SLURM_JOB_ID") != job.job_id:
+        raise UserError(
+            f"{folder.path}: job {job.job_id} of this run is {job.state.lower()}; follow it with launcher slurm, or "
+            f"end it with `scancel {job.job_id}`"
+        )
+    before = read_json(folder.path / "run.json")
+    if changes := changed_keys(before["identity"], record["identity"]):
+        raise UserError(
+            f"{folder.path}: job {job.job_id} is training with another configuration ({'; '.join(changes)}); end it "
+            f"with `scancel {job.job_id}`, or change the configuration back"
+        )
+    check_data(str(folder.path), before["fingerprint"], record["fingerprint"])
+    return True
+
+
+def _run_here(folder: TrainFolder, machine: Machine, lock: int) -> None:
+    """Trains on this machine, or in the allocation this process is in."""
+    with tempfile.TemporaryDirectory(prefix="cellmill-") as elsewhere:  # the run's own disk may be the trouble
+        if machine.launcher == "allocation":
+            code, error = run_allocation(partial(_job, folder, machine), machine, folder.path)
+        else:
             error = Path(elsewhere) / "error.txt"
-            job = Job("cellmill.stages.worker", [str(folder.path), str(error)], nodes, nproc_per_node)
-            code = run_local(job, keep_open=lock)
-            _explain(folder, code, error)
+            code = run_local(_job(folder, machine, Path(elsewhere)), keep_open=lock)
+        _explain(folder, code, error)
 
 
 def _is_done(folder: TrainFolder, belongs: dict[str, Any], fingerprint: str) -> bool:

@@ -7,6 +7,7 @@ tells the user what went wrong.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -41,6 +42,8 @@ from cellmill.train.meter import Meter
 from cellmill.train.optimizer import build_optimizer
 from cellmill.train.schedule import total_steps
 from cellmill.train.stop import StopFlag
+
+LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|tcpstore", re.IGNORECASE)
 
 
 def main(path: Path) -> None:
@@ -190,17 +193,37 @@ def write_state(folder: TrainFolder, name: str, progress: Progress, saved_with: 
             write_json(folder.path / "status.json", value)
 
 
+def complain(error: BaseException, folder: Path) -> str | None:
+    """The one line that tells the user what went wrong; None when it is another process's fault."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and not isinstance(error, ConnectionError):
+        return f"{error.filename or folder}: {error.strerror or error}"
+    text = " ".join(str(error).split())
+    if isinstance(error, ConnectionError | dist.DistError) or LOST_PEER.search(text):
+        return None  # a process or node that this one waited for has gone: whoever went first says why, if it could
+    rank = os.environ.get("RANK", "?")
+    where = os.uname().nodename
+    return f"rank {rank} on {where}: {type(error).__name__}: {text[:300]}; its traceback is in the log"
+
+
 if __name__ == "__main__":
     die_with_parent()
     run_folder, error_file = Path(sys.argv[1]), Path(sys.argv[2])
     try:
         main(run_folder)
         dist.destroy_process_group()
-    except (UserError, OSError) as error:
-        text = str(error) if isinstance(error, UserError) else f"{error.filename or run_folder}: {error.strerror}"
-        write_text(error_file, text)
-        os._exit(2)  # other ranks may be in a collective that this one will never join
-    except BaseException:
-        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(0)  # Python's own way out makes signals deadly again, and one may come twice
+    except BaseException as error:
+        expected = isinstance(error, UserError | OSError)
+        if not expected:
+            traceback.print_exc()
+        line = complain(error, run_folder)
+        try:
+            if line is not None:
+                write_text(error_file, line)
+        except OSError:  # the shared folder is full, perhaps: the log is what is left
+            print(line, file=sys.stderr)
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(2 if expected else 1)  # other ranks may be in a collective that this one will never join

@@ -5,6 +5,7 @@
     run.json        the resolved options, digests and environment of the newest start
     metrics.jsonl   the curve
     checkpoints/step-00000100/    DCP files, state.json, and manifest.json with every file's size and SHA-256
+    jobs/           submissions to a cluster, see launch/jobs.py
     superseded-…/   what an earlier configuration left; never deleted here
 
 A checkpoint is written as `….incomplete`, its manifest last, and then renamed. Torch-free, so that a launcher can
@@ -14,15 +15,18 @@ refuse a run before it asks for a GPU.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import pwd
 import re
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from cellmill.errors import DataError
 from cellmill.files import fsync_folder, read_json, sha256_file, write_json
@@ -76,6 +80,15 @@ class TrainFolder:
         self.path = Path(path)
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoint_folder = self.path / "checkpoints"
+
+    def state(self) -> str:
+        """running, stopped or done, by state.json; nothing when it never began."""
+        file = self.path / "state.json"
+        return str(read_json(file)["state"]) if file.exists() else ""
+
+    def saved_step(self) -> int:
+        """Step of the newest complete checkpoint; 0 without one."""
+        return max((checkpoint.step for checkpoint in self.checkpoints()), default=0)
 
     def checkpoints(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first."""
@@ -167,28 +180,94 @@ class TrainFolder:
         return aside
 
     @contextmanager
-    def locked(self, wait_s: float = 60.0) -> Iterator[int]:
+    def locked(self, wait_s: float = 60.0, follows: bool = False) -> Iterator[int]:
         """The folder for this process alone; gives the lock's file descriptor, which children may inherit to hold it.
 
         Raises DataError naming the holder when it is not free within `wait_s` seconds.
+
+        Parameters
+        ----------
+        follows
+            This process only follows a training that runs elsewhere: another of that kind on this host, left over
+            from a workflow that was killed, is asked to let go.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._make()
         with open(self.path / "lock", "a+", encoding="utf-8") as file:
-            give_up = time.monotonic() + wait_s
+            give_up, asked = time.monotonic() + wait_s, False
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except OSError:
+                    holder = Holder.read(file)
+                    if follows and holder.follows and not asked and holder.holds(self.path / "lock"):
+                        os.kill(holder.pid, signal.SIGUSR1)
+                        asked = True
                     if time.monotonic() > give_up:
-                        file.seek(0)
                         raise DataError(
-                            f"{self.path}: another training is running here ({file.read().strip() or 'unknown'}); "
+                            f"{self.path}: another training is running here ({holder.text}); "
                             "stop it first, or give this run another name"
                         ) from None
                     time.sleep(0.2)
-            file.seek(0)
-            file.truncate()
-            file.write(f"process {os.getpid()} on {os.uname().nodename}")
-            file.flush()
+            Holder.of_this_process(follows).write(file)
             yield file.fileno()
+
+    def _make(self) -> None:
+        """The folder, for this user alone: a resume reads what lies here. Raises DataError naming its owner."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        owner = self.path.stat().st_uid
+        if owner != os.getuid():
+            raise DataError(
+                f"{self.path}: this run belongs to {_user(owner)}; give yours another name, or use a checkout of "
+                "your own"
+            )
+        self.path.chmod(0o700)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds the lock, as the lock file says."""
+
+    pid: int = 0
+    host: str = ""
+    user: str = ""
+    follows: bool = False
+
+    @classmethod
+    def of_this_process(cls, follows: bool) -> Holder:
+        return cls(os.getpid(), os.uname().nodename, _user(os.getuid()), follows)
+
+    @classmethod
+    def read(cls, file: TextIO) -> Holder:
+        file.seek(0)
+        try:
+            return cls(**json.loads(file.read()))
+        except (ValueError, TypeError):  # of an earlier version, or just being written
+            return cls()
+
+    def write(self, file: TextIO) -> None:
+        file.seek(0)
+        file.truncate()
+        json.dump(asdict(self), file)
+        file.flush()
+
+    @property
+    def text(self) -> str:
+        """Process, user and host, for a message."""
+        return f"process {self.pid} of {self.user} on {self.host}" if self.pid else "by an unknown process"
+
+    def holds(self, lock: Path) -> bool:
+        """Whether that process is of this host and has the lock file open: a number alone may be another's by now."""
+        if self.host != os.uname().nodename:
+            return False
+        try:
+            return any(link.resolve() == lock.resolve() for link in Path(f"/proc/{self.pid}/fd").iterdir())
+        except OSError:
+            return False
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
