@@ -66,8 +66,13 @@ class JobRecord:
         return self
 
     def now(self, state: str, reason: str = "", ended: bool = False) -> JobRecord:
-        """The record with a new state, written."""
-        return replace(self, state=state, reason=reason, ended_at=time.time() if ended else None).write()
+        """The record with a new state, written where there is room: a full disk must not hide how the job ended."""
+        record = replace(self, state=state, reason=reason, ended_at=time.time() if ended else None)
+        try:
+            record.write()
+        except OSError as error:
+            print(f"warning: {self.path / 'job.json'}: {error.strerror}", flush=True)
+        return record
 
 
 class Jobs:

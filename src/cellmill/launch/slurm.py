@@ -120,9 +120,8 @@ class SlurmLauncher:
                 fruitless = 0 if saved > before else fruitless + 1
                 if fruitless == FRUITLESS_JOBS:
                     raise UserError(
-                        f"{fruitless} jobs in a row ended without a new checkpoint, the last one because {why}: raise "
-                        f"runtime or save_within_s in the profile, or save more often (train.checkpoint_every_min); "
-                        f"its log: {ended.log}"
+                        f"{fruitless} jobs in a row ended without a new checkpoint; {why}; where jobs were too short, "
+                        "raise runtime or save_within_s in the profile, or save more often (train.checkpoint_every_min)"
                     )
                 say(f"{why}; going on from step {saved} with another job")
                 record = None
@@ -283,6 +282,8 @@ class SlurmLauncher:
             raise UserError(f"{self.train}: no space left ({free} bytes); make room and run the same command {where}")
         if ended.state in ANOTHER:
             return f"job {ended.job_id} ended with {ended.state}"
+        if ended.state == "FAILED" and not ended.log.exists():
+            return f"job {ended.job_id} ended with FAILED and left no log (is {ended.path} seen by the nodes?)"
         if ended.state == "FAILED":  # no process says why: it, or its node, was lost
             return f"job {ended.job_id} ended with FAILED and no process says why, log: {ended.log}"
         raise UserError(f"the job ended with {ended.state} and the training is not done {where}")

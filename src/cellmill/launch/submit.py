@@ -38,8 +38,9 @@ def submit(job: Job, machine: Machine, folder: Path, name: str) -> str:
 
     Raises Unreachable when SLURM may be tried again, UserError when it refuses.
     """
-    if "%" in str(folder.resolve()):
-        raise UserError(f"{folder.resolve()}: SLURM reads % in a path as a placeholder; use a folder without one")
+    path = str(folder.resolve())
+    if "%" in path or "\\" in path:
+        raise UserError(f"{path}: SLURM gives % and \\ in a log's path a meaning of its own; use a folder without them")
     try:
         with clean_env():  # nothing of a job that this process may itself be in
             return str(_executor(machine, folder, name).submit(node_task(job, machine, folder)).job_id)

@@ -1,0 +1,64 @@
+"""The cluster that the tests of this folder share. One exists at a time, so they all run in one worker of pytest-xdist.
+
+Where SLURM is not installed they are skipped with the names of the packages; CELLMILL_REQUIRE_CLUSTER=1, as in CI,
+makes that a failure.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.rig import Rig, missing
+from tests.distributed.conftest import corpus
+
+__all__ = ["corpus"]
+
+_started: list[Rig] = []
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker for all, and accounting last: the cluster is then changed once."""
+    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in here:
+        item.add_marker(pytest.mark.xdist_group("cluster"))
+    ordered = sorted(here, key=lambda item: "rig_with_accounting" in getattr(item, "fixturenames", ()))
+    places = [index for index, item in enumerate(items) if item in set(here)]
+    for index, item in zip(places, ordered):
+        items[index] = item
+
+
+@pytest.fixture(scope="module")
+def rig(_end: None) -> Rig:
+    """Four nodes without accounting: squeue alone knows of jobs."""
+    return _rig(accounting=False)
+
+
+@pytest.fixture(scope="module")
+def rig_with_accounting(_end: None) -> Rig:
+    """The same with slurmdbd on MariaDB, so that sacct works."""
+    return _rig(accounting=True)
+
+
+@pytest.fixture(scope="session")
+def _end() -> Iterator[None]:
+    yield
+    while _started:
+        _started.pop().stop()
+
+
+def _rig(accounting: bool) -> Rig:
+    if _started and _started[0].accounting == accounting:
+        return _started[0]
+    why = missing(accounting)
+    if why is not None:
+        if os.environ.get("CELLMILL_REQUIRE_CLUSTER") == "1":
+            pytest.fail(f"no test cluster: {why}")
+        pytest.skip(why)
+    while _started:
+        _started.pop().stop()
+    _started.append(Rig(accounting=accounting).start())
+    return _started[0]

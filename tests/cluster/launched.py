@@ -1,0 +1,135 @@
+"""A training started through SLURM, as a test handles it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cellmill.track.jsonl import read_lines
+from tests.distributed.conftest import options
+
+HYBRID = {"strategy": "fsdp", "sharding_strategy": "HYBRID_SHARD"}
+
+
+def run_options(steps: int, **train: Any) -> dict[str, Any]:
+    """A small run of so many steps, some 100 ms each with four processes on two cores."""
+    length = {"steps": steps, "checkpoint_every_steps": 10, "val_every_steps": 10_000, "global_batch": 64}
+    return options(HYBRID, model={"hidden": 48, "layers": 3}, train=length | train)
+
+
+def words(corpus: str, out: Path, opts: dict[str, Any], **machine: Any) -> list[str]:
+    """`cellmill train` as an argument list; keys of `machine` are its flags."""
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in machine.items()]
+    return [
+        *(sys.executable, "-m", "cellmill.cli", "train", "--options", json.dumps(opts), "--out", str(out)),
+        *("--manifest", f"{corpus}/shards/manifest.json", "--vocabulary", f"{corpus}/vocabulary.tsv", *flags),
+    ]
+
+
+def on_slurm(**changes: Any) -> dict[str, Any]:
+    """Two nodes of two processes on the partition gpu-a100; `changes` override."""
+    machine = {
+        "launcher": "slurm",
+        "nodes": 2,
+        "nproc_per_node": 2,
+        "slurm_partition": "gpu-a100",
+        "gpus_per_node": "a100:2",
+        "mem_mb": 3000,
+        "cpus_per_task": 4,
+        "runtime": 5,
+        "save_within_s": 30,
+        "poll_s": 0.5,
+    }
+    return machine | changes
+
+
+@dataclass
+class Launched:
+    """A launcher process, its run folder and what it printed."""
+
+    process: subprocess.Popen[bytes]
+    train: Path
+    log: Path
+
+    @classmethod
+    def start(
+        cls,
+        corpus: str,
+        train: Path,
+        opts: dict[str, Any],
+        environment: dict[str, str],
+        log: Path | None = None,
+        **machine: Any,
+    ) -> Launched:
+        """Starts it in a process group of its own, as a terminal does. Its log is appended to."""
+        train.parent.mkdir(parents=True, exist_ok=True)
+        log = log or train.parent / "printed.log"
+        with open(log, "ab") as file:
+            process = subprocess.Popen(
+                words(corpus, train, opts, **machine),
+                stdout=file,
+                stderr=file,
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+                start_new_session=True,
+            )
+        return cls(process, train, log)
+
+    @property
+    def printed(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def last_line(self) -> str:
+        """The line a user reads at the end."""
+        return self.printed.rstrip().rsplit("\n", 1)[-1]
+
+    def end(self, within_s: float = 240) -> int:
+        """Its exit code."""
+        try:
+            return self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise AssertionError(f"did not end within {within_s} s:\n{self.printed}") from None
+
+    def wait_for_step(self, step: int) -> None:
+        """Returns when so many steps are in the curve."""
+        wait_for(lambda: self.step() >= step, 120, lambda: self.printed)
+
+    def wait_for_print(self, text: str) -> None:
+        """Returns when `text` was printed."""
+        wait_for(lambda: text in self.printed, 120, lambda: self.printed)
+
+    def step(self) -> int:
+        """Of the last line of the curve."""
+        return max((line["step"] for line in read_lines(self.train / "metrics.jsonl")), default=0)
+
+    def losses(self) -> dict[int, float]:
+        """Loss of each step; no step is in the curve twice."""
+        lines = [line for line in read_lines(self.train / "metrics.jsonl") if "loss" in line]
+        assert len({line["step"] for line in lines}) == len(lines), "a step is in the curve twice"
+        return {line["step"]: line["loss"] for line in lines}
+
+    def job_ids(self) -> list[str]:
+        """Of its submissions, oldest first."""
+        return re.findall(r"submitted job (\d+)", self.printed)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Its job.json files, oldest first."""
+        return [json.loads(path.read_text()) for path in sorted(self.train.glob("jobs/*/job.json"))]
+
+
+def wait_for(condition: Callable[[], Any], within_s: float, show: Callable[[], str] = str) -> None:
+    """Returns when `condition` holds; fails with what `show` gives."""
+    give_up = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < give_up, f"not within {within_s} s: {show()}"
+        time.sleep(0.1)

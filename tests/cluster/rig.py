@@ -1,0 +1,361 @@
+"""A real SLURM on one host: slurmctld, four slurmd, and where asked MariaDB and slurmdbd; no systemd.
+
+As root with veth each node is in a network and UTS namespace of its own, so torchrun crosses a network and a node can
+be killed; otherwise all share the loopback interface. Where cgroup v1 is mounted for writing, processes are tracked and
+memory is enforced with it, as production clusters do: signals then reach the task process alone.
+
+    python -m tests.cluster.rig start [--accounting]     prints what to export
+    python -m tests.cluster.rig stop
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+TEMPLATES = Path(__file__).parent / "config"
+COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "squeue", "srun")
+PACKAGES = "slurm-wlm slurmctld slurmd slurm-client munge iproute2"
+ACCOUNTING_PACKAGES = "slurmdbd slurm-wlm-mysql-plugin mariadb-server"
+NODES, CPUS, MEMORY_MB, GPUS = 4, 8, 8000, 2
+BRIDGE, NETWORK, MARK = "br-cellmill", "10.251.0", "# cellmill test cluster"
+CGROUPS = ("freezer", "memory", "cpuset", "devices", "cpuacct", "cpu,cpuacct")
+
+
+class RigError(Exception):
+    """The rig did not come up; the message has the log."""
+
+
+def missing(accounting: bool = False) -> str | None:
+    """Why no rig can be started here, with the packages to install; None when it can."""
+    paths = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+    for command in COMMANDS + (("slurmdbd", "mariadbd") if accounting else ()):
+        if shutil.which(command, path=paths) is None:
+            packages = f"{PACKAGES} {ACCOUNTING_PACKAGES}" if accounting else PACKAGES
+            return f"{command} is not installed (apt-get install --no-install-recommends {packages})"
+    if accounting and os.getuid() != 0:
+        return "accounting needs root, for MariaDB's user"
+    return None
+
+
+class Rig:
+    """One cluster at a time: node1 and node2 with gpu-a100, node3 and node4 with gpu-h100, all of them in cpu.
+
+    `small` is a file system of 2 MB that every node sees; None without root.
+    """
+
+    def __init__(self, folder: Path = Path("/var/tmp/cellmill-test-cluster"), accounting: bool = False) -> None:
+        self.folder, self.accounting = folder, accounting
+        root = os.getuid() == 0
+        self.namespaces = root and shutil.which("ip") is not None
+        self.cgroups = root and all(
+            os.access(f"/sys/fs/cgroup/{name}/tasks", os.W_OK) for name in ("freezer", "memory")
+        )
+        self.small = folder / "small" if root else None
+        self.config = folder / "etc" / "slurm.conf"
+        self.environment = {"SLURM_CONF": str(self.config)}
+
+    def start(self) -> Rig:
+        """Starts everything and waits until all nodes are idle. Raises RigError."""
+        self.stop()
+        for name in ("etc", "state", "spool", "log", "dev", "small"):
+            (self.folder / name).mkdir(parents=True)
+        self.folder.chmod(0o755)
+        if self.small is not None:
+            call("mount", "-t", "tmpfs", "-o", "size=2m,mode=777", "tmpfs", str(self.small))
+        self._write_config()
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        munge = [f"--{name}={self.folder}/munge.{name}" for name in ("socket",)]
+        files = [f"--key-file={key}", f"--pid-file={self.folder}/munged.pid", f"--seed-file={self.folder}/munge.seed"]
+        call("munged", "--force", *munge, *files, f"--log-file={self.folder}/log/munged.log", "--num-threads=2")
+        if self.namespaces:
+            self._network()
+        if self.accounting:
+            self._database()
+        self.start_controller()
+        for number in range(1, NODES + 1):
+            self.start_node(f"node{number}", wait=False)
+        self._until(lambda: self._idle() == NODES, "nodes are not idle", "slurmctld")
+        return self
+
+    def stop(self) -> None:
+        """Ends what `start` began, also of a rig that was left behind, and removes every trace of it."""
+        if (self.folder / "munged.pid").exists() and self.config.exists():
+            subprocess.run(["scancel", "-u", getpass.getuser()], env=self._env(), capture_output=True, timeout=20)
+            wait(lambda: not self.squeue(), 5)
+        for pattern in ("slurmd-*.pid", "slurmctld.pid", "slurmdbd.pid", "mysql/mariadbd.pid", "munged.pid"):
+            end(self.folder.glob(pattern))
+        for number in range(1, NODES + 1):
+            for pid in self._pids_in(f"node{number}"):
+                os.kill(pid, signal.SIGKILL)
+            if Path(f"/run/netns/{namespace(f'node{number}')}").exists():
+                call("ip", "netns", "del", namespace(f"node{number}"))
+        if Path(f"/sys/class/net/{BRIDGE}").exists():
+            call("ip", "link", "del", BRIDGE)
+        if self.cgroups:
+            for path in sorted(Path("/sys/fs/cgroup").glob("*/slurm*/**/"), reverse=True):
+                if path.is_dir():
+                    subprocess.run(["rmdir", str(path)], capture_output=True)
+        for name in ("slurm.conf", "gres.conf", "cgroup.conf"):
+            link = Path("/etc/slurm") / name
+            if link.is_symlink() and str(self.folder) in os.readlink(link):
+                link.unlink()
+        hosts = Path("/etc/hosts")
+        if MARK in hosts.read_text():
+            hosts.write_text("".join(line for line in hosts.read_text().splitlines(True) if MARK not in line))
+        if self.small is not None and os.path.ismount(self.small):
+            call("umount", "-l", str(self.small))
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def call(self, *command: str, check: bool = True) -> str:
+        """Output of a SLURM command."""
+        done = subprocess.run(command, env=self._env(), capture_output=True, text=True, timeout=60)
+        assert not check or done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+        return done.stdout
+
+    def squeue(self) -> list[str]:
+        """A line for each living job: number, state, name."""
+        return self.call("squeue", "-h", "-o", "%i %T %j", check=False).splitlines()
+
+    def node_state(self, node: str) -> str:
+        """sinfo's word for a node."""
+        return self.call("sinfo", "-h", "-n", node, "-p", "cpu", "-o", "%T").strip()
+
+    def kill_node(self, node: str) -> None:
+        """Kills all that runs on a node at once, its slurmd with it."""
+        assert self.namespaces, "a node can be killed only where nodes have namespaces"
+        for pid in self._pids_in(node):
+            os.kill(pid, signal.SIGKILL)
+
+    def start_node(self, node: str, wait: bool = True) -> None:
+        """Starts a node's slurmd, and waits until it answers."""
+        command = ["slurmd", "-N", node, "-f", str(self.config)]
+        if self.namespaces:
+            # not `ip netns exec`: that mounts /sys anew, and slurmd needs /sys/fs/cgroup
+            inside = f"mount --bind '{self.folder}/etc/hosts' /etc/hosts && hostname {node} && exec {' '.join(command)}"
+            enter = ["nsenter", f"--net=/run/netns/{namespace(node)}", "unshare", "--uts", "--mount"]
+            command = [*enter, "bash", "-c", inside]
+        call(*command, env=self._env())
+        if wait:
+            self._until(
+                lambda: self.node_state(node) in ("idle", "mixed", "allocated"), f"{node} is not up", "slurmctld"
+            )
+
+    def start_controller(self) -> None:
+        call("slurmctld", "-f", str(self.config), env=self._env())
+
+    def stop_controller(self) -> None:
+        end([self.folder / "slurmctld.pid"])
+
+    def _idle(self) -> int:
+        return self.call("sinfo", "-h", "-N", "-p", "cpu", "-o", "%T", check=False).split().count("idle")
+
+    def _env(self) -> dict[str, str]:
+        paths = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+        return os.environ | self.environment | {"PATH": paths}
+
+    def _until(self, condition: Callable[[], bool], what: str, log: str) -> None:
+        if not wait(condition, 40):
+            text = (self.folder / "log" / f"{log}.log").read_text(errors="replace")[-2000:]
+            raise RigError(f"{what} after 40 s; the end of {log}.log:\n{text}")
+
+    def _address(self, number: int) -> str:
+        return f"{NETWORK}.{10 + number}" if self.namespaces else "127.0.0.1"
+
+    def _write_config(self) -> None:
+        host, controller = socket.gethostname(), f"{NETWORK}.1" if self.namespaces else "127.0.0.1"
+        nodes = []
+        for number in range(1, NODES + 1):
+            kind = "a100" if number < 3 else "h100"
+            where = f"node{number}" if self.namespaces else host
+            port = 16828 if self.namespaces else 17100 + number
+            nodes.append(
+                f"NodeName=node{number} NodeHostname={where} NodeAddr={self._address(number)} Port={port} CPUs={CPUS} "
+                f"RealMemory={MEMORY_MB} Gres=gpu:{kind}:{GPUS} Feature={kind} State=UNKNOWN"
+            )
+        for number in range(GPUS):
+            file = self.folder / "dev" / f"nvidia{number}"
+            # a device must be a character device where a container lets us make one
+            if subprocess.run(["mknod", str(file), "c", "195", str(number)], capture_output=True).returncode:
+                file.touch()
+        values = {
+            "FOLDER": str(self.folder),
+            "USER": getpass.getuser(),
+            "HOST": host,
+            "ADDRESS": controller,
+            "NODES": "\n".join(nodes),
+            "TRACK": "cgroup" if self.cgroups else "linuxproc",
+            "TASK": "cgroup" if self.cgroups else "none",
+            "ACCOUNTING": self._accounting_lines(controller),
+        }
+        names = ["slurm.conf", "gres.conf", "cgroup.conf", *(["slurmdbd.conf"] if self.accounting else [])]
+        for name in names:
+            text = (TEMPLATES / name).read_text()
+            text = re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], text)
+            (self.folder / "etc" / name).write_text(text)
+            (self.folder / "etc" / name).chmod(0o600 if name == "slurmdbd.conf" else 0o644)
+        # the executor plugin's jobs forget SLURM_CONF, and find the cluster at the usual place
+        if os.access("/etc", os.W_OK):
+            Path("/etc/slurm").mkdir(exist_ok=True)
+            for name in ("slurm.conf", "gres.conf", "cgroup.conf"):
+                link = Path("/etc/slurm") / name
+                if link.exists() and not link.is_symlink():
+                    raise RigError(f"{link} is there already: a real cluster's?")
+                link.unlink(missing_ok=True)
+                link.symlink_to(self.folder / "etc" / name)
+        lines = [f"{controller} {host}", *(f"{self._address(n)} node{n}" for n in range(1, NODES + 1))]
+        (self.folder / "etc" / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
+        if os.access("/etc/hosts", os.W_OK):
+            with open("/etc/hosts", "a") as file:
+                file.writelines(f"{line} {MARK}\n" for line in lines)
+
+    def _accounting_lines(self, controller: str) -> str:
+        if not self.accounting:
+            return "AccountingStorageType=accounting_storage/none"
+        return (
+            f"AccountingStorageType=accounting_storage/slurmdbd\nAccountingStorageHost={controller}\n"
+            f"AccountingStoragePort=16829\nAccountingStoragePass={self.folder}/munge.socket\n"
+            "AccountingStorageTRES=gres/gpu"
+        )
+
+    def _network(self) -> None:
+        call("ip", "link", "add", BRIDGE, "type", "bridge")
+        call("ip", "addr", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
+        call("ip", "link", "set", BRIDGE, "up")
+        for number in range(1, NODES + 1):
+            space, outside = namespace(f"node{number}"), f"vcm{number}"
+            call("ip", "netns", "add", space)
+            call("ip", "link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", space)
+            call("ip", "link", "set", outside, "master", BRIDGE, "up")
+            call("ip", "-n", space, "addr", "add", f"{self._address(number)}/24", "dev", "eth0")
+            call("ip", "-n", space, "link", "set", "eth0", "up")
+            call("ip", "-n", space, "link", "set", "lo", "up")
+
+    def _database(self) -> None:
+        data = self.folder / "mysql"
+        data.mkdir()
+        shutil.chown(data, "mysql")
+        connect = ["mariadb", "-S", f"{data}/s.sock"]
+        call(
+            *("mariadb-install-db", "--user=mysql", f"--datadir={data}", "--auth-root-authentication-method=socket"),
+            *("--skip-test-db",),
+        )
+        with open(self.folder / "log" / "mariadbd.log", "w") as log:
+            subprocess.Popen(
+                [
+                    *("mariadbd", "--no-defaults", "--user=mysql", f"--datadir={data}", f"--socket={data}/s.sock"),
+                    *(f"--pid-file={data}/mariadbd.pid", "--port=13316", f"--bind-address={self._controller()}"),
+                    *("--innodb-buffer-pool-size=64M", "--innodb-log-file-size=16M"),
+                ],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=self._env(),
+            )
+        up = ["mariadb-admin", "-S", f"{data}/s.sock", "ping"]
+        self._until(lambda: subprocess.run(up, capture_output=True).returncode == 0, "no database", "mariadbd")
+        call(
+            *connect,
+            "-e",
+            "create user slurm@'%' identified by 'slurm'; grant all on slurm_acct.* to slurm@'%';",
+        )
+        call("slurmdbd", env=self._env())
+        listed = ["sacctmgr", "-n", "list", "cluster"]
+        self._until(
+            lambda: subprocess.run(listed, env=self._env(), capture_output=True).returncode == 0,
+            "slurmdbd does not answer",
+            "slurmdbd",
+        )
+        for words in (
+            ["add", "cluster", "cellmill"],
+            ["add", "account", "lab", "Description=lab", "Organization=lab"],
+            ["add", "user", getpass.getuser(), "Account=lab"],
+        ):
+            subprocess.run(["sacctmgr", "-i", *words], env=self._env(), capture_output=True, timeout=60)
+
+    def _controller(self) -> str:
+        return f"{NETWORK}.1" if self.namespaces else "127.0.0.1"
+
+    def _pids_in(self, node: str) -> list[int]:
+        if not Path(f"/run/netns/{namespace(node)}").exists():
+            return []
+        listed = subprocess.run(["ip", "netns", "pids", namespace(node)], capture_output=True, text=True)
+        return [int(pid) for pid in listed.stdout.split()]
+
+
+def namespace(node: str) -> str:
+    return f"cm-{node}"
+
+
+def call(*command: str, env: dict[str, str] | None = None) -> None:
+    """Runs a command. Raises RigError with what it printed."""
+    paths = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+    env = env or os.environ | {"PATH": paths}
+    done = subprocess.run(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode:
+        raise RigError(f"{' '.join(command)}: {done.stdout.strip()}")
+
+
+def wait(condition: Callable[[], bool], within_s: float) -> bool:
+    """Whether `condition` came to hold."""
+    give_up = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def end(pid_files: object) -> None:
+    """TERM, then after 3 s KILL, for the processes of these pid files."""
+    pids = []
+    for file in pid_files:  # type: ignore[attr-defined]
+        if file.exists() and file.read_text().strip().isdigit():
+            pids.append(int(file.read_text()))
+    for number, within_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 2.0)):
+        for pid in filter(living, pids):
+            os.kill(pid, number)
+        if wait(lambda: not any(map(living, pids)), within_s):
+            return
+
+
+def living(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.cluster.rig", description=__doc__)
+    parser.add_argument("what", choices=["start", "stop"])
+    parser.add_argument("--accounting", action="store_true")
+    arguments = parser.parse_args()
+    rig = Rig(accounting=arguments.accounting)
+    if arguments.what == "stop":
+        rig.stop()
+        return
+    why = missing(arguments.accounting)
+    if why is not None:
+        sys.exit(why)
+    rig.start()
+    print("".join(f"export {name}={value}\n" for name, value in rig.environment.items()), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What goes wrong in a job ends the launcher with one line: what, where its log is, what to change. All at once, as the
+runs of one workflow do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.launched import Launched, on_slurm, run_options
+from tests.cluster.rig import Rig
+
+ENDED = r" \(job \d+, log: {train}/jobs/001/\d+_0_log.out\)"
+
+
+def one_node(partition: str, **changes: Any) -> dict[str, Any]:
+    return on_slurm(
+        nodes=1, slurm_partition=partition, gpus_per_node="", cpus_per_task=2, **{"mem_mb": 1500, **changes}
+    )
+
+
+@pytest.fixture(scope="module")
+def failed(rig: Rig, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Launched]]:
+    """A run of each kind, ended."""
+    folder = tmp_path_factory.mktemp("failed")
+    raising = {
+        "PYTHONPATH": str(Path(__file__).parent / "raising"),
+        "RAISE_WHEN_THERE": str(folder / "raises" / "train" / "metrics.jsonl"),
+    }
+    runs = {
+        "raises": start(corpus, folder / "raises", rig, raising, one_node("gpu-a100")),
+        "nan": start(corpus, folder / "nan", rig, {}, one_node("gpu-h100"), lr=1e38, warmup_steps=0, clip_norm=None),
+        "refused": start(corpus, folder / "refused", rig, {}, one_node("no-such-partition")),
+        "never": start(corpus, folder / "never", rig, {}, one_node("gpu-h100", runtime=600)),
+    }
+    if rig.cgroups:
+        runs["memory"] = start(corpus, folder / "memory", rig, {}, one_node("gpu-a100", mem_mb=200))
+    if rig.small is not None:
+        runs["full"] = start(corpus, rig.small / "full", rig, {}, one_node("gpu-a100"), checkpoint_every_steps=1)
+    yield runs
+    for run in runs.values():
+        if run.process.poll() is None:
+            run.process.terminate()
+            run.process.wait(30)
+
+
+def start(corpus: str, folder: Path, rig: Rig, more: dict[str, str], machine: dict[str, Any], **train: Any) -> Launched:
+    log = Path(corpus) / f"{folder.name}.log"  # not in the run's folder, which may be full
+    return Launched.start(
+        corpus, folder / "train", run_options(300, **train), rig.environment | more, log=log, **machine
+    )
+
+
+def last_line(run: Launched) -> str:
+    assert run.end() == 2, run.printed
+    assert len(run.job_ids()) <= 1, "an error was tried again"
+    return run.last_line
+
+
+def ends(run: Launched, pattern: str) -> None:
+    where = ENDED.format(train=re.escape(str(run.train)))
+    assert re.fullmatch(f"cellmill train: {pattern}{where}", last_line(run)), run.printed
+
+
+def test_a_rank_that_raises_is_named_with_its_node(failed: dict[str, Launched]) -> None:
+    ends(failed["raises"], r"rank 1 on node1: ValueError: planted bug; its traceback is in the log")
+    assert 'raise ValueError("planted\\nbug")' in failed["raises"].printed
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(failed: dict[str, Launched]) -> None:
+    ends(
+        failed["nan"],
+        r"loss (nan|inf|-inf) and gradient norm (nan|inf|\S+) at step \d+: lower train.lr \(1e\+38\) or raise "
+        "train.warmup_steps; the checkpoints before it are untouched",
+    )
+
+
+def test_a_job_killed_for_memory_says_which_key_to_change(failed: dict[str, Launched]) -> None:
+    if "memory" not in failed:
+        pytest.skip("memory limits need root and a writable cgroup v1")
+    ends(
+        failed["memory"],
+        r"node\d: a process was killed because the node's memory for this job was used up; raise set-resources: train: "
+        "mem_mb in the profile, or lower train.token_budget",
+    )
+
+
+def test_a_full_shared_folder_is_named(failed: dict[str, Launched]) -> None:
+    if "full" not in failed:
+        pytest.skip("a small file system needs root")
+    line = last_line(failed["full"])
+    assert str(failed["full"].train) in line
+    assert re.search("[Nn]o space left", line), failed["full"].printed
+
+
+def test_what_sbatch_refuses_is_said_in_its_words_and_leaves_no_job(failed: dict[str, Launched]) -> None:
+    run = failed["refused"]
+    assert last_line(run) == (
+        "cellmill train: sbatch refused the job: invalid partition specified: no-such-partition Batch job submission "
+        "failed: Invalid partition name specified; what is asked for is in the profile, set-resources: train"
+    )
+    assert list((run.train / "jobs").iterdir()) == []
+
+
+def test_a_job_that_can_never_start_says_why_while_it_waits(failed: dict[str, Launched]) -> None:
+    run = failed["never"]
+    run.wait_for_print("PENDING (PartitionTimeLimit)")
+    assert re.search(
+        r"^job \d+: PENDING \(PartitionTimeLimit\): runtime 600 min is more than the partition allows: lower it in the "
+        "profile$",
+        run.printed,
+        re.M,
+    )
+    run.process.terminate()
+    assert run.end(20) == 75

@@ -1,0 +1,242 @@
+"""`cellmill train --launcher slurm` on a real SLURM: whatever ends a job or the launcher, the loss curve is that of a
+run left alone, and there are never two jobs of one run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.launched import Launched, on_slurm, run_options, wait_for, words
+from tests.cluster.rig import Rig
+
+STEPS = 120
+
+
+@pytest.fixture(scope="module")
+def alone(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The curve of four processes on one machine that nothing disturbed."""
+    train = tmp_path_factory.mktemp("alone") / "train"
+    left = Launched.start(corpus, train, run_options(STEPS), {}, nodes=2, nproc_per_node=2)
+    assert left.end() == 0, left.printed
+    return left.losses()
+
+
+def same_curve(launched: Launched, alone: dict[int, float]) -> None:
+    assert launched.losses() == pytest.approx(alone, abs=1e-5)
+
+
+def test_a_run_longer_than_its_time_limit_is_a_chain_of_jobs_with_one_curve(
+    rig: Rig, corpus: str, alone: dict[int, float], tmp_path: Path
+) -> None:
+    # SLURM's shortest limit is a minute: asked to save 43 s before it, each job has some 17 s, start included
+    folder = tmp_path / 'it\'s a "run" $(touch pwned); of mine' / "train"
+    run = Launched.start(corpus, folder, run_options(STEPS), rig.environment, **on_slurm(runtime=1, save_within_s=43))
+    assert run.end() == 0, run.printed
+    assert len(run.job_ids()) > 1, run.printed
+    assert [record["state"] for record in run.records()] == ["COMPLETED"] * len(run.job_ids())
+    assert "stopped and saved before its time limit or a preemption; going on from step" in run.printed
+    same_curve(run, alone)
+
+
+def test_a_preempted_run_saves_in_its_grace_time_and_goes_on_with_the_same_curve(
+    rig: Rig, corpus: str, alone: dict[int, float], tmp_path: Path
+) -> None:
+    run = Launched.start(corpus, tmp_path / "run" / "train", run_options(STEPS), rig.environment, **on_slurm())
+    run.wait_for_step(15)
+    rig.call(
+        "sbatch", "-p", "gpu-a100-high", "-N", "2", "--exclusive", "-t", "1", "-o", "/dev/null", "--wrap", "sleep 2"
+    )
+    run.wait_for_print("SIGUSR2: saving")
+    at = run.step()
+    assert run.end() == 0, run.printed
+    again = [int(step) for step in re.findall(r"going on from step (\d+)$", run.printed, re.M)]
+    assert again, run.printed
+    assert again[0] >= at, "what was trained before the preemption was trained again"
+    same_curve(run, alone)
+
+
+def test_runs_whose_node_dies_go_on_with_what_is_left_or_when_it_is_back_with_the_same_curve(
+    rig: Rig, corpus: str, alone: dict[int, float], tmp_path: Path
+) -> None:
+    for node in ("node1", "node2", "node3", "node4"):
+        wait_for(lambda node=node: rig.node_state(node) == "idle", 60)
+    elastic = Launched.start(
+        corpus, tmp_path / "elastic" / "train", run_options(STEPS), rig.environment, **on_slurm(nodes="1-2")
+    )
+    h100 = on_slurm(slurm_partition="gpu-h100", gpus_per_node="h100:2")
+    fixed = Launched.start(corpus, tmp_path / "fixed" / "train", run_options(STEPS), rig.environment, **h100)
+    elastic.wait_for_step(25)
+    fixed.wait_for_step(25)
+    rig.kill_node("node2")
+    rig.kill_node("node4")
+    try:
+        wait_for(lambda: rig.node_state("node4").startswith("down"), 60)
+        rig.start_node("node4")
+        assert elastic.end() == 0, elastic.printed
+    finally:
+        rig.start_node("node2")
+    assert fixed.end() == 0, fixed.printed
+    assert re.search(r"RUNNING on node\[1-2\]\n.*RUNNING on node1\n", elastic.printed, re.S), elastic.printed
+    for run in (elastic, fixed):
+        assert "going on from step" in run.printed
+        same_curve(run, alone)
+
+
+def test_a_launcher_that_was_killed_is_followed_by_one_that_attaches_and_takes_over(
+    rig: Rig, corpus: str, alone: dict[int, float], tmp_path: Path
+) -> None:
+    train = tmp_path / "run" / "train"
+    first = Launched.start(corpus, train, run_options(STEPS), rig.environment, **on_slurm())
+    first.wait_for_step(5)
+    first.process.kill()
+    first.process.wait()
+    assert len(rig.squeue()) == 1
+    # this one is what a workflow that was killed leaves behind, the next what its successor starts
+    orphan = Launched.start(corpus, train, run_options(STEPS), rig.environment, **on_slurm())
+    orphan.wait_for_print("attached to job")
+    other = Launched.start(corpus, train, run_options(STEPS, lr=2e-3), rig.environment, **on_slurm())
+    assert (orphan.end(30), other.end(30)) == (75, 2), other.printed
+    assert re.search(
+        r"job \d+ is training with another configuration \(train.lr 0.001 -> 0.002\); end it", other.printed
+    )
+    second = Launched.start(corpus, train, run_options(STEPS), rig.environment, **on_slurm())
+    second.wait_for_print("attached to job")
+    assert len(rig.squeue()) == 1
+    assert second.end() == 0, second.printed
+    assert len(second.job_ids()) == 1, "a second job was submitted"
+    same_curve(second, alone)
+
+
+def test_a_job_that_was_submitted_and_not_recorded_is_adopted(rig: Rig, corpus: str, tmp_path: Path) -> None:
+    # the launcher dies at the worst moment: sbatch has answered and nothing was written yet
+    killer = wrapper(tmp_path / "bin", "sbatch", '"$REAL" "$@" > "$0.out"; kill -9 $PPID; cat "$0.out"')
+    train, opts = tmp_path / "run" / "train", run_options(8)
+    first = Launched.start(corpus, train, opts, rig.environment | killer, **on_slurm())
+    assert first.end(60) == -signal.SIGKILL
+    assert not first.records()
+    assert len(rig.squeue()) == 1
+    second = Launched.start(corpus, train, opts, rig.environment, **on_slurm())
+    assert second.end() == 0, second.printed
+    assert re.search(r"job \d+ was submitted and not recorded: adopted by its name", second.printed)
+    assert second.job_ids() == []
+    assert second.step() == 8
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_group_cancels_the_job_and_leaves_a_checkpoint_and_no_process(
+    rig: Rig, corpus: str, tmp_path: Path, number: signal.Signals
+) -> None:
+    run = Launched.start(corpus, tmp_path / "run" / "train", run_options(5000), rig.environment, **on_slurm())
+    run.wait_for_step(5)
+    os.killpg(run.process.pid, number)
+    assert run.end(15) == 75, run.printed
+    assert re.fullmatch(
+        r"cellmill train: cancelled job \d+; saved at step \d+; run the same command to go on", run.last_line
+    )
+    saved = int(re.findall(r"saved at step (\d+)", run.last_line)[0])
+    assert saved >= 5
+    assert (run.train / "checkpoints" / f"step-{saved:08}" / "manifest.json").exists()
+    assert rig.squeue() == []
+    wait_for(lambda: not processes_of(run.train), 5, lambda: str(processes_of(run.train)))
+
+
+def test_a_lost_terminal_loses_no_job(rig: Rig, corpus: str, tmp_path: Path) -> None:
+    run = Launched.start(corpus, tmp_path / "run" / "train", run_options(5000), rig.environment, **on_slurm())
+    run.wait_for_print("RUNNING on node[1-2]")
+    os.killpg(run.process.pid, signal.SIGHUP)
+    assert run.end(15) == 75
+    assert "goes on without this process; run the same command to follow it again" in run.last_line
+    (job,) = rig.squeue()
+    rig.call("scancel", job.split()[0])
+    wait_for(lambda: not rig.squeue(), 30)
+
+
+def test_the_queue_may_fail_for_a_while(rig: Rig, corpus: str, tmp_path: Path) -> None:
+    # sbatch answers the second time, and its first answer was lost after the job was accepted: one job, not two
+    lost = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+    flaky = wrapper(
+        tmp_path / "bin",
+        "sbatch",
+        f'if [ ! -e "$0.1" ]; then touch "$0.1"; echo "{lost}" >&2; exit 1; fi\n'
+        f'if [ ! -e "$0.2" ]; then touch "$0.2"; "$REAL" "$@" >/dev/null; echo "{lost}" >&2; exit 1; fi\n'
+        'touch "$0.3"; exec "$REAL" "$@"',
+    )
+    run = Launched.start(corpus, tmp_path / "run" / "train", run_options(STEPS), rig.environment | flaky, **on_slurm())
+    run.wait_for_step(5)
+    assert not (tmp_path / "bin" / "sbatch.3").exists(), "a second job was submitted"
+    assert len(rig.squeue()) == 1
+    rig.stop_controller()
+    run.wait_for_print("warning: no usable answer from the queue (squeue: ")
+    rig.start_controller()
+    assert run.end() == 0, run.printed
+    assert f"warning: sbatch: {lost.removeprefix('sbatch: error: ')}; trying again\n" in run.printed
+    assert "the queue answers again\n" in run.printed
+    assert "was submitted and not recorded: adopted by its name" in run.printed
+
+
+def test_inside_an_allocation_the_nodes_of_the_allocation_are_used(rig: Rig, corpus: str, tmp_path: Path) -> None:
+    train = tmp_path / "run" / "train"
+    machine = {"launcher": "allocation", "nodes": 2, "nproc_per_node": 1, "mem_mb": 1000, "cpus_per_task": 2}
+    inside = words(corpus, train, run_options(8), **machine)
+    done = subprocess.run(
+        ["salloc", "-p", "gpu-h100", "-N", "2", "--mem=3000", "-c", "4", "-t", "5", *inside],
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | rig.environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 8/8" in done.stdout
+    assert '"world_size": 2' in (train / "status.json").read_text()
+    outside = subprocess.run(
+        words(corpus, tmp_path / "other" / "train", run_options(8), **machine), capture_output=True, text=True
+    )
+    assert outside.stderr == (
+        "cellmill train: launcher allocation: this is not inside a SLURM job; start it with salloc or sbatch\n"
+    )
+
+
+def test_what_a_run_leaves_is_for_its_user_alone_and_holds_no_secret(rig: Rig, corpus: str, tmp_path: Path) -> None:
+    run = Launched.start(
+        corpus,
+        tmp_path / "run" / "train",
+        run_options(4),
+        rig.environment | {"WANDB_API_KEY": "planted-secret"},
+        **on_slurm(nodes=1, nproc_per_node=1, slurm_partition="gpu-h100", gpus_per_node="h100:1"),
+    )
+    assert run.end() == 0, run.printed
+    for folder in (run.train, run.train / "jobs", run.train / "jobs" / "001"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    files = [path for path in run.train.parent.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert not [path for path in files if b"planted-secret" in path.read_bytes()]
+
+
+def wrapper(folder: Path, name: str, script: str) -> dict[str, str]:
+    """A shell script in the place of a SLURM command, `$REAL`, first on the PATH that is returned."""
+    folder.mkdir()
+    path = folder / name
+    path.write_text(f"#!/bin/bash\nREAL={shutil.which(name)}\n{script}\n")
+    path.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def processes_of(train: Path) -> list[str]:
+    """Agents and workers of a run, on every node of the rig: all nodes share this machine's process table."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(train) in command and "cellmill.stages.worker" in command:
+            found.append(command)
+    return found
