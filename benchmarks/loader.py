@@ -36,10 +36,11 @@ from cellmill.config.run import Stream as StreamOptions
 from cellmill.config.run import Tokens
 from cellmill.data.cells import write_cells
 from cellmill.data.epoch import Layout
+from cellmill.data.manifest import Manifest
 from cellmill.data.order import inverse_medians, rank_order_rows
 from cellmill.data.preshuffle import write_shards
 from cellmill.data.rows import Rows
-from cellmill.data.shards import Manifest, open_shards
+from cellmill.data.shards import open_shards
 from cellmill.data.stream import Stream
 from cellmill.data.vocabulary import Vocabulary
 

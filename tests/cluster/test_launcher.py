@@ -17,7 +17,7 @@ import pytest
 from tests.cluster.launched import Launched, on_slurm, run_options, wait_for, words
 from tests.cluster.rig import Rig
 
-STEPS = 120
+STEPS = 80
 
 
 @pytest.fixture(scope="module")

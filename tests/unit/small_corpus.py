@@ -10,8 +10,8 @@ import scipy.sparse as sp
 
 from cellmill.config.corpus import Shard
 from cellmill.data.cells import count_dtype, write_cells
+from cellmill.data.manifest import Manifest
 from cellmill.data.preshuffle import write_shards
-from cellmill.data.shards import Manifest
 from cellmill.data.vocabulary import Vocabulary
 
 

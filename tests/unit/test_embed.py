@@ -12,7 +12,7 @@ import scipy.sparse as sp
 from cellmill.config.options import EmbedOptions
 from cellmill.config.run import Tokens
 from cellmill.data.cells import open_counts
-from cellmill.data.shards import Manifest
+from cellmill.data.manifest import Manifest
 from cellmill.data.tokens import Batch
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cellmill.config.options import EmbedOptions, EvaluateOptions
-from cellmill.data.shards import Manifest
+from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.collect import read_umap
 from cellmill.evaluate.heldout import held_out, seen_cells

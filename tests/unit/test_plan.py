@@ -13,7 +13,7 @@ from small_corpus import write_corpus
 from cellmill.cli import main
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
-from cellmill.data.shards import Manifest
+from cellmill.data.manifest import Manifest
 from cellmill.data.stream import Stream
 from cellmill.errors import ConfigError
 from cellmill.models.masked.model import MaskedModel

@@ -12,7 +12,7 @@ import torch
 
 from cellmill.config.run import Tokens
 from cellmill.data.cells import open_counts
-from cellmill.data.shards import Manifest
+from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.evaluate import embed
 from cellmill.evaluate.reconstruct import TrainTokens, judge_genes, judge_values, read_train_tokens, reconstruct

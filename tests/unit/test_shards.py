@@ -15,9 +15,10 @@ import scipy.sparse as sp
 from small_corpus import genes_named, random_counts, vocabulary_of, write_corpus, write_dataset
 
 from cellmill.config.corpus import Shard
+from cellmill.data.manifest import Manifest, verify
 from cellmill.data.order import inverse_medians, rank_order
 from cellmill.data.preshuffle import write_shards
-from cellmill.data.shards import Manifest, open_shards, verify
+from cellmill.data.shards import open_shards
 from cellmill.errors import DataError
 from cellmill.files import sha256_file
 

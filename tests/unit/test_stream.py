@@ -18,8 +18,9 @@ from cellmill.config.corpus import Shard
 from cellmill.config.run import Stream as StreamOptions
 from cellmill.config.run import Tokens
 from cellmill.data.epoch import Epoch, Layout, cut_batch, permutation
+from cellmill.data.manifest import Manifest
 from cellmill.data.preshuffle import write_shards
-from cellmill.data.shards import Manifest, open_shards
+from cellmill.data.shards import open_shards
 from cellmill.data.stream import Stream
 from cellmill.data.tokens import Batch, tokenize
 from cellmill.errors import ConfigError, DataError

@@ -13,7 +13,8 @@ import pytest
 import scipy.sparse as sp
 
 from cellmill.config.options import VocabularyOptions
-from cellmill.data.vocabulary import SPECIAL, Medians, Vocabulary, build_vocabulary
+from cellmill.data.corpus import Medians, build_vocabulary
+from cellmill.data.vocabulary import SPECIAL, Vocabulary
 from cellmill.errors import DataError
 from cellmill.stages import vocabulary as stage
 

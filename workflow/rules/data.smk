@@ -1,6 +1,10 @@
 # Datasets to a corpus: counted, filtered and named cells, a vocabulary, shards.
 
 
+localrules:
+    demo_data,  # copies a small file
+
+
 rule demo_data:
     output:
         "data/demo/pbmc68k.h5ad",

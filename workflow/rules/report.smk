@@ -1,6 +1,10 @@
 # One page over all runs.
 
 
+localrules:
+    report,  # a second over small files
+
+
 rule report:
     input:
         plans=expand("results/runs/{run}/plan.json", run=pipeline.runs),

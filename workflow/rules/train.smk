@@ -3,6 +3,7 @@
 
 
 localrules:
+    plan,  # arithmetic of a second; what it refuses is refused before anything is queued
     train,
 
 

@@ -23,8 +23,9 @@ import scipy.sparse as sp
 from cellmill.config.corpus import Shard as ShardOptions
 from cellmill.data.cells import count_dtype, open_counts, select_columns, write_cells
 from cellmill.data.epoch import SHARDS, permutation
+from cellmill.data.manifest import Manifest, ShardEntry, SplitEntry
 from cellmill.data.order import inverse_medians, rank_order_rows
-from cellmill.data.shards import Manifest, RowFile, ShardEntry, SplitEntry
+from cellmill.data.shards import RowFile
 from cellmill.data.split import SPLITS, hash_cells, hash_genes, require_column, split_by_content, split_by_value
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError

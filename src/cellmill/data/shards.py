@@ -1,4 +1,4 @@
-"""Shards: .h5ad files whose rows are in rank order and can be read by offset, and the manifest that binds them.
+"""Shards: .h5ad files whose rows are in rank order and can be read by offset, as they are opened and read.
 
 X is spec CSR, contiguous, unfiltered and little-endian, so any scverse tool opens a shard, and a block of cells is
 one `preadv` at a known offset: no HDF5 call, no lock, no copy between. pread and not mmap: cold 85k against 40k cells
@@ -11,133 +11,17 @@ from __future__ import annotations
 import os
 import re
 import resource
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import h5py
 import numpy as np
 
-from cellmill.data.split import SPLITS
+from cellmill.data.manifest import REMEDY, Manifest, ShardEntry
 from cellmill.errors import DataError
-from cellmill.files import digest, read_json, sha256_file, write_json
 
-FORMAT = 1
 IOV_MAX = 1024  # buffers of one preadv; POSIX promises 16, Linux has had 1,024 since 2.4
-_REMEDY = "make the shards again (the `shard` stage)"
-
-
-@dataclass(frozen=True)
-class ShardEntry:
-    """What the manifest says of one shard."""
-
-    name: str
-    n_obs: int
-    nnz: int
-    dtype: str
-    """Of the counts: uint16, or uint32 where a count is larger."""
-    sha256: str
-    """Of the file."""
-    content: str
-    """SHA-256 of cells, genes and counts alone: the same whatever library wrote the file."""
-
-
-@dataclass(frozen=True)
-class SplitEntry:
-    """What the manifest says of one split."""
-
-    n_obs: int
-    nnz: int
-    shards: tuple[ShardEntry, ...]
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """manifest.json: written last, so its existence says that the shards beside it are complete."""
-
-    path: Path
-    fingerprint: str
-    """Of everything that defines the data: cells, order, split and vocabulary; not of paths or library versions."""
-    vocabulary: dict[str, Any]
-    """`digest`, `n_genes`, and `medians_digest`, of the medians that the order came from."""
-    seed: int
-    split: dict[str, Any]
-    """`by`, `val_frac`, `test_frac`."""
-    obs_columns: list[str]
-    left_out: dict[str, int]
-    """By dataset, cells in which no gene of the vocabulary is detected."""
-    splits: dict[str, SplitEntry]
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """The manifest in a file. Raises DataError when it is missing, malformed, edited or of another format."""
-        path = Path(path)
-        tree = read_json(path)
-        try:
-            found = tree["format"]
-            if found != FORMAT:
-                raise DataError(f"{path}: manifest of format {found!r}, this version reads {FORMAT}; {_REMEDY}")
-            splits = {
-                name: SplitEntry(s["n_obs"], s["nnz"], tuple(ShardEntry(**shard) for shard in s["shards"]))
-                for name, s in tree["splits"].items()
-            }
-            fields = ("fingerprint", "vocabulary", "seed", "split", "obs_columns", "left_out")
-            manifest = cls(path=path, splits=splits, **{name: tree[name] for name in fields})
-            expected = manifest.expected_fingerprint()
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{path}: not a shard manifest ({type(error).__name__}: {error}); {_REMEDY}") from None
-        if manifest.fingerprint != expected:
-            raise DataError(
-                f"{path}: its fingerprint is {manifest.fingerprint[:12]}, its entries give {expected[:12]}: "
-                f"it was edited or damaged; {_REMEDY}"
-            )
-        return manifest
-
-    def write(self) -> None:
-        """Writes the file, atomically."""
-        tree = {"format": FORMAT} | asdict(self)
-        del tree["path"]
-        write_json(self.path, tree)
-
-    def expected_fingerprint(self) -> str:
-        """The fingerprint that the other fields give."""
-        splits = {
-            name: [[shard.n_obs, shard.nnz, shard.content] for shard in split.shards]
-            for name, split in self.splits.items()
-        }
-        what = {"format": FORMAT, "vocabulary": self.vocabulary, "seed": self.seed, "split": self.split}
-        return digest(what | {"splits": splits})
-
-    def entry(self, split: str) -> SplitEntry:
-        """The split called `split`. Raises DataError when the manifest has none, or it has no cells."""
-        if split not in self.splits or not self.splits[split].n_obs:
-            have = ", ".join(name for name in SPLITS if name in self.splits and self.splits[name].n_obs)
-            raise DataError(f"{self.path}: no cells in the {split} split (there is: {have}); raise shard.{split}_frac")
-        return self.splits[split]
-
-    def shard_path(self, shard: ShardEntry) -> Path:
-        return self.path.parent / shard.name
-
-
-def verify(manifest: Manifest, splits: Iterable[str] = SPLITS, threads: int = 4) -> None:
-    """Hashes every byte of the shards of `splits`. Raises DataError naming the first whose sha256 is not as recorded.
-
-    About 1 GB/s a thread where the processor has SHA instructions: for the start of training, not for every open.
-    """
-    shards = [shard for split in splits if split in manifest.splits for shard in manifest.splits[split].shards]
-    paths = [manifest.shard_path(shard) for shard in shards]
-    for path in paths:
-        if not path.is_file():
-            raise DataError(f"{path}: no such shard, the manifest lists it; {_REMEDY}")
-    with ThreadPoolExecutor(threads) as pool:
-        for path, shard, found in zip(paths, shards, pool.map(sha256_file, paths)):
-            if found != shard.sha256:
-                raise DataError(
-                    f"{path}: sha256 is {found[:12]}, the manifest has {shard.sha256[:12]}: "
-                    f"the shard is damaged or was changed; {_REMEDY}"
-                )
 
 
 class RowFile:
@@ -153,7 +37,7 @@ class RowFile:
             with _open(self.path) as file:
                 x = file["X"]
                 if x.attrs.get("encoding-type") != "csr_matrix":
-                    raise DataError(f"{self.path}: X is no csr_matrix; {_REMEDY}")
+                    raise DataError(f"{self.path}: X is no csr_matrix; {REMEDY}")
                 self.n_obs, self.n_vars = (int(n) for n in x.attrs["shape"])
                 self.indptr: np.ndarray = x["indptr"][:].astype(np.int64)
                 self._indices_at = self._offset(x["indices"], ("<i4",))
@@ -164,7 +48,7 @@ class RowFile:
         except (KeyError, AttributeError, TypeError, ValueError) as error:
             raise DataError(f"{self.path}: not a shard: {error}") from None
         except OSError as error:
-            raise DataError(f"{self.path}: cannot be read: {' '.join(str(error).split())}; {_REMEDY}") from None
+            raise DataError(f"{self.path}: cannot be read: {' '.join(str(error).split())}; {REMEDY}") from None
         self._fd = os.open(self.path, os.O_RDONLY)
         try:
             self._check_bytes(ends)
@@ -200,39 +84,39 @@ class RowFile:
             if read != wanted:
                 raise DataError(
                     f"{self.path}: short read: {read:,} of {wanted:,} bytes at {offset:,}; "
-                    f"the shard was truncated while open; {_REMEDY}"
+                    f"the shard was truncated while open; {REMEDY}"
                 )
             offset += wanted
 
     def _offset(self, dataset: h5py.Dataset, dtypes: tuple[str, ...]) -> int:
         name = f"{self.path}: {dataset.name}"
         if dataset.compression or dataset.shuffle or dataset.fletcher32 or dataset.scaleoffset:
-            raise DataError(f"{name} is compressed or filtered, but rows are read by offset; {_REMEDY}")
+            raise DataError(f"{name} is compressed or filtered, but rows are read by offset; {REMEDY}")
         if dataset.chunks is not None:
-            raise DataError(f"{name} is chunked, but rows are read by offset; {_REMEDY}")
+            raise DataError(f"{name} is chunked, but rows are read by offset; {REMEDY}")
         if dataset.dtype not in [np.dtype(d) for d in dtypes]:
-            raise DataError(f"{name} is {dataset.dtype.str}, not {' or '.join(dtypes)}; {_REMEDY}")
+            raise DataError(f"{name} is {dataset.dtype.str}, not {' or '.join(dtypes)}; {REMEDY}")
         offset = dataset.id.get_offset()
         if offset is None and dataset.size:
-            raise DataError(f"{name} has no offset in the file (virtual, external or never written); {_REMEDY}")
+            raise DataError(f"{name} has no offset in the file (virtual, external or never written); {REMEDY}")
         return offset or 0
 
     def _check_indptr(self, n_indices: int, n_data: int) -> None:
         p = self.indptr
         if len(p) != self.n_obs + 1 or p[0] or p[-1] != n_indices or n_indices != n_data or (np.diff(p) < 0).any():
-            raise DataError(f"{self.path}: X/indptr does not fit X/indices and X/data: damaged; {_REMEDY}")
+            raise DataError(f"{self.path}: X/indptr does not fit X/indices and X/data: damaged; {REMEDY}")
 
     def _check_bytes(self, ends: list[tuple[np.ndarray, np.ndarray]]) -> None:
         size, nnz = os.fstat(self._fd).st_size, int(self.indptr[-1])
         needed = max(self._indices_at + 4 * nnz, self._data_at + self.dtype.itemsize * nnz)
         if size < needed:
-            raise DataError(f"{self.path}: truncated: {size:,} of at least {needed:,} bytes; {_REMEDY}")
+            raise DataError(f"{self.path}: truncated: {size:,} of at least {needed:,} bytes; {REMEDY}")
         for read, (first, last) in zip((self.read_genes, self.read_counts), ends):
             found = np.empty_like(first), np.empty_like(last)
             read(0, [found[0]])
             read(nnz - 1, [found[1]])
             if (found[0], found[1]) != (first, last):
-                raise DataError(f"{self.path}: HDF5 and a read by offset differ: damaged; {_REMEDY}")
+                raise DataError(f"{self.path}: HDF5 and a read by offset differ: damaged; {REMEDY}")
 
 
 def open_shards(manifest: Manifest, split: str) -> list[RowFile]:
@@ -248,21 +132,21 @@ def _open_shard(manifest: Manifest, shard: ShardEntry) -> RowFile:
     wanted = (shard.n_obs, shard.nnz, shard.dtype, manifest.vocabulary["n_genes"])
     for what, here, there in zip(("cells", "nonzeros", "counts of type", "genes"), found, wanted):
         if here != there:
-            raise DataError(f"{rows.path}: {what} {here}, the manifest has {there}: not the shard it lists; {_REMEDY}")
+            raise DataError(f"{rows.path}: {what} {here}, the manifest has {there}: not the shard it lists; {REMEDY}")
     return rows
 
 
 def _open(path: Path) -> h5py.File:
     if not path.is_file():
-        raise DataError(f"{path}: no such shard; {_REMEDY}")
+        raise DataError(f"{path}: no such shard; {REMEDY}")
     try:
         return h5py.File(path, "r")
     except OSError as error:
         if "truncated" in str(error):
             stored = re.search(r"stored_eof = (\d+)", str(error))
             of = f" of {int(stored[1]):,}" if stored else ""
-            raise DataError(f"{path}: truncated: {path.stat().st_size:,}{of} bytes; {_REMEDY}") from None
-        raise DataError(f"{path}: not an HDF5 file, or a damaged one; {_REMEDY}") from None
+            raise DataError(f"{path}: truncated: {path.stat().st_size:,}{of} bytes; {REMEDY}") from None
+        raise DataError(f"{path}: not an HDF5 file, or a damaged one; {REMEDY}") from None
 
 
 def _allow_open_files(n: int) -> None:

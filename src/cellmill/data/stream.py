@@ -18,8 +18,9 @@ import numpy as np
 from cellmill.config.run import Stream as StreamOptions
 from cellmill.config.run import Tokens
 from cellmill.data.epoch import Layout, cut_batch
+from cellmill.data.manifest import Manifest
 from cellmill.data.rows import Rows, Step
-from cellmill.data.shards import Manifest, open_shards
+from cellmill.data.shards import open_shards
 from cellmill.data.tokens import Batch, empty_batch, tokenize
 from cellmill.errors import ConfigError, DataError
 

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from anndata.io import read_elem
 
-from cellmill.data.shards import Manifest
+from cellmill.data.manifest import Manifest
 from cellmill.errors import DataError
 
 

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from cellmill.config.run import Tokens
 from cellmill.data.cells import CountsReader
-from cellmill.data.shards import Manifest, open_shards
+from cellmill.data.manifest import Manifest
+from cellmill.data.shards import open_shards
 from cellmill.data.tokens import tokenize
 from cellmill.data.vocabulary import SPECIAL, Vocabulary
 from cellmill.evaluate.embed import pack, place_genes, read_tokens

@@ -88,7 +88,6 @@ def _executor(machine: Machine, folder: Path, name: str) -> SlurmExecutor:
         **{key: value for key, value in given.items() if value},
         job_name=name,
         nodes=machine.node_counts[0],
-        ntasks_per_node=1,
         cpus_per_task=machine.cpus,
         mem=f"{machine.mem_mb}M" if machine.mem_mb else "0",
         time=machine.runtime,
@@ -96,8 +95,9 @@ def _executor(machine: Machine, folder: Path, name: str) -> SlurmExecutor:
         wckey=None,  # some sites refuse a key they do not know
         stderr_to_stdout=True,
         setup=[f"module load {shlex.join(machine.modules.split())}"] if machine.modules else None,
-        # a task that fails must not leave the others waiting for it
-        srun_args=[f"--cpus-per-task={machine.cpus}", "--kill-on-bad-exit=1"],
+        # one task per node is said here alone: sbatch, told so, gives a range of nodes its smallest number.
+        # A task that fails must not leave the others waiting for it.
+        srun_args=["--ntasks-per-node=1", f"--cpus-per-task={machine.cpus}", "--kill-on-bad-exit=1"],
         additional_parameters=more,
     )
     return executor

@@ -7,7 +7,7 @@ from pathlib import Path
 from cellmill.config import check_options
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import check_together
-from cellmill.data.shards import Manifest
+from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import read_json

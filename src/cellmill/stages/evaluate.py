@@ -34,7 +34,7 @@ import torch
 from cellmill.config.options import EvaluateOptions
 from cellmill.config.run import Evaluate, Tokens
 from cellmill.data.cells import CountsReader, open_counts
-from cellmill.data.shards import Manifest
+from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.collect import UMAP_COLUMNS

@@ -18,7 +18,8 @@ from cellmill.config.options import PlanOptions, TrainOptions
 from cellmill.config.run import Parallel
 from cellmill.data.epoch import Layout as EpochLayout
 from cellmill.data.epoch import cut_batch
-from cellmill.data.shards import Manifest, open_shards
+from cellmill.data.manifest import Manifest
+from cellmill.data.shards import open_shards
 from cellmill.errors import ConfigError
 from cellmill.files import write_json
 from cellmill.parallel.devices import Device, device_named

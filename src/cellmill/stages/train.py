@@ -19,7 +19,7 @@ from typing import Any
 from cellmill import __version__
 from cellmill.config.machine import Machine
 from cellmill.config.options import TrainOptions
-from cellmill.data.shards import Manifest, verify
+from cellmill.data.manifest import Manifest, verify
 from cellmill.errors import Stopped, UserError
 from cellmill.files import read_json, sha256_file, write_json
 from cellmill.launch.allocation import run_allocation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cellmill.config.options import VocabularyOptions
-from cellmill.data.vocabulary import build_vocabulary
+from cellmill.data.corpus import build_vocabulary
 
 
 def run(*, options: VocabularyOptions, cells: list[Path], out: Path) -> None:

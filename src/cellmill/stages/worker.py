@@ -19,7 +19,7 @@ import torch.distributed as dist
 from cellmill import registry
 from cellmill.config import check_options
 from cellmill.config.options import TrainOptions
-from cellmill.data.shards import Manifest
+from cellmill.data.manifest import Manifest
 from cellmill.data.stream import Stream
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import UserError

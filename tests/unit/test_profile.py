@@ -1,0 +1,253 @@
+"""A profile is read as Snakemake reads it: its own parser is the reference."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from snakemake.cli import parse_set_resources
+from snakemake.profiles import ProfileConfigFileParser
+
+from cellmill.cli import _cluster, _machine
+from cellmill.config.load import check_options
+from cellmill.config.machine import Machine
+from cellmill.config.profile import find_profile, read_profile, snakemake_finds
+from cellmill.errors import ConfigError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to stand in, with no profile of this user or site in reach."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CONFIG_DIRS", f"{tmp_path / 'site'}:/etc/xdg")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def write(text: str, place: str = "profiles/one/config.yaml") -> Path:
+    path = Path(place)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def write_train(**train: Any) -> Path:
+    return write(yaml.safe_dump({"set-resources": {"train": train}}, sort_keys=False))
+
+
+def as_snakemake(path: Path) -> dict[str, Any]:
+    """The resources of train that Snakemake makes of a profile, on a rule of one thread."""
+    with open(path, encoding="utf-8") as file:
+        given = ProfileConfigFileParser().parse(file)["set-resources"]
+    found = parse_set_resources(given)["train"]
+    asked: dict[str, Any] = {"wildcards": {}, "input": [], "attempt": 1, "threads": 1, "rulename": "train"}
+    return {name: value.evaluate(**asked, async_run=None).value for name, value in found.items()}
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"nodes": 2, "nproc_per_node": 8, "slurm_partition": "gpu-a100", "gpus_per_node": "a100:4"},
+        {"nodes": "2", "nproc_per_node": "4", "qos": "12", "slurm_account": "'7'", "mem_mb": 0},
+        {"nodes": "'1-2'", "slurm_partition": "gpu-a,gpu-b", "constraint": "a100&ib", "interface": "ib0"},
+        {"runtime": "2h"},
+        {"runtime": "1.5 hours"},
+        {"runtime": "90"},
+        {"runtime": "90 min"},
+        {"runtime": "2d"},
+        {"runtime": 1.5},
+        {"runtime": "'3h'"},
+        {"runtime": "30 * 4"},
+        {"runtime": "30 * attempt"},
+        {"mem": "8G"},
+        {"mem": "1.5 TB"},
+        {"mem": "16 GiB"},
+        {"mem": 4000},
+        {"mem_mib": 4096},
+        {"mem_mb": "threads * 2000"},
+        {"mem_mb": "attempt * 4000 // 3"},
+        {"poll_s": 2.5},
+        {"modules": "cuda/12.4 nccl", "sbatch_options": "exclude=node7 exclusive"},
+        {"modules": "cuda/12.4", "container": "/images/x.sif", "gres": "gpu:h100:4"},
+        {"slurm_partition": "a100-2g.10gb", "constraint": "[a|b]", "qos": "long", "slurm_account": "p1.sub"},
+        {"slurm_account": "$CELLMILL_TEST_ACCOUNT", "container": "~/x.sif"},
+        {"constraint": "(a100|h100)&nvlink", "on_interrupt": "detach"},
+    ],
+    ids=str,
+)
+def test_values_are_those_that_snakemake_gives_the_rule(train: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CELLMILL_TEST_ACCOUNT", "lab")
+    path = write_train(**train)
+    assert read_profile("one").train == as_snakemake(path)
+
+
+def test_a_list_of_assignments_is_a_mapping_too() -> None:
+    path = write("set-resources:\n- train:nodes=2\n- train:runtime=2h\n- plan:nodes=2\n- train:slurm_partition=gpu-a\n")
+    found = read_profile("one")
+    assert found.train == as_snakemake(path) == {"nodes": 2, "runtime": 120, "slurm_partition": "gpu-a"}
+    assert found.plan == {"nodes": 2}
+
+
+def test_the_machine_is_what_the_rule_train_is_called_with(alone: Path) -> None:
+    """Through a real Snakefile: defaults of the profile, then the rule's own, then set-resources."""
+    profile = {
+        "cores": 2,
+        "default-resources": {"slurm_partition": "cpu", "slurm_account": "lab", "runtime": 5, "interface": "eth0"},
+        "set-threads": {"train": 2},
+        "set-resources": {
+            "plan": {"nproc_per_node": 2, "device": "a100"},
+            "train": {
+                "launcher": "slurm",
+                "nodes": "'1-2'",
+                "nproc_per_node": 2,
+                "slurm_partition": "gpu-a100",
+                "gpus_per_node": "a100:2",
+                "runtime": "2h",
+                "mem": "3 GB",
+                "cpus_per_task": "threads * 2",
+                "modules": "cuda/12.4 nccl",
+                "sbatch_options": "exclude=node7 exclusive",
+                "poll_s": 2,
+            },
+        },
+    }
+    write(yaml.safe_dump(profile))
+    (alone / "config").mkdir()
+    for name in ("config.yaml", "datasets.tsv"):
+        (alone / "config" / name).write_text((REPOSITORY / "config" / name).read_text())
+    words = [sys.executable, "-m", "snakemake", "--snakefile", str(REPOSITORY / "Snakefile"), "--dry-run", "-p"]
+    done = subprocess.run([*words, "--profile", "profiles/one"], capture_output=True, text=True, timeout=120)
+    called = [line for line in (done.stdout + done.stderr).splitlines() if " cellmill train " in line]
+    assert len(called) == 1, done.stdout + done.stderr
+    flags = shlex.split(
+        called[0].partition(" cellmill train ")[2].partition(" 2>&1")[0].replace('"$(', "").replace(')"', "")
+    )
+    parser = ArgumentParser()
+    _machine(parser)
+    _cluster(parser)
+    given = vars(parser.parse_known_args(flags)[0])
+    assert read_profile("one").machine() == check_options(Machine, given, "the rule's flags")
+
+
+def test_what_default_resources_says_of_a_site_does_not_reach_a_training() -> None:
+    write(
+        "default-resources: {slurm_partition: cpu, slurm_account: lab, runtime: 5}\nset-resources: {train: {qos: x}}\n"
+    )
+    found = read_profile("one")
+    assert found.unread() == ["slurm_partition", "slurm_account"]
+    assert found.machine() == Machine(qos="x")
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ({"nodes": "1-2"}, "nodes: Snakemake reads '1-2' as -1; write \"'1-2'\", in both quotes"),
+        ({"nodes": -1}, "nodes: -1 is negative"),
+        (
+            {"slurm_partition": "all"},
+            "slurm_partition: Snakemake reads 'all' as Python; write \"'all'\", in both quotes, for a text",
+        ),
+        (
+            {"mem_mb": "input.size_mb"},
+            "mem_mb: Snakemake reads 'input.size_mb' as Python; write \"'input.size_mb'\", in both quotes, for a text",
+        ),
+        ({"runtime": "1-00:00:00"}, "runtime: a time such as 90 (minutes) or 2h is wanted, not '1-00:00:00'"),
+        ({"mem": "lots"}, "mem: a size such as 16000 (MB) or 16G is wanted, not 'lots'"),
+        ({"mem_mb": "8G"}, "mem_mb: a number without quotes is wanted, not '8G'; `mem: 16G` takes a unit"),
+        ({"mem_mb": "0"}, "mem_mb: a number without quotes is wanted, not '0'; `mem: 16G` takes a unit"),
+        ({"mem": "8G", "mem_mb": 8000}, "mem_mb is given twice, in two units"),
+    ],
+)
+def test_a_value_that_is_another_to_snakemake_is_named(train: dict[str, Any], message: str) -> None:
+    write_train(**train)
+    with pytest.raises(ConfigError) as error:
+        read_profile("one")
+    assert str(error.value) == f"profiles/one/config.yaml: set-resources: train: {message}"
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ({"partition": "gpu"}, "unknown key 'partition'; did you mean 'slurm_partition'?"),
+        ({"nodes": 0}, "nodes: a number such as 2 or a range such as 1-2 is wanted, not '0'"),
+        (
+            {"slurm_account": "lab; rm -rf $HOME/x"},
+            "slurm_account: 'lab; rm -rf {HOME}/x' has a character that no SLURM value needs: letters, digits and "
+            ". , : + = @ / * & | ( ) [ ] ! % - _ are allowed",
+        ),
+    ],
+)
+def test_a_machine_that_is_none_is_one_line_with_the_key(alone: Path, train: dict[str, Any], message: str) -> None:
+    write_train(**train)
+    with pytest.raises(ConfigError) as error:
+        read_profile("one").machine()
+    line = message.replace("{HOME}", str(alone))
+    assert str(error.value) == f"profiles/one/config.yaml: set-resources: train: {line}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n", "a profile is a mapping of Snakemake's options, not list"),
+        ("a: [\n", "not valid YAML: "),
+        ("__use_yte__: true\n", "__use_yte__: templates are not read here; give a profile without them"),
+        ("set-resources: {train: 4}\n", "set-resources: a mapping of rules, each a mapping of resources, is wanted"),
+        ("set-resources: [train=4]\n", "set-resources: entries are rule:resource=value, not ['train=4']"),
+        ("default-resources: 4\n", "default-resources: a mapping is wanted, not 4"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_one_line(text: str, message: str) -> None:
+    write(text)
+    with pytest.raises(ConfigError, match=r"^profiles/one/config\.yaml: ") as error:
+        read_profile("one")
+    assert str(error.value).startswith(f"profiles/one/config.yaml: {message}")
+    assert "\n" not in str(error.value)
+
+
+def test_a_name_is_looked_for_beside_the_pipeline_and_then_where_snakemake_looks(alone: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        find_profile("one")
+    places = f"profiles/one, one, {alone}/home/snakemake/one, {alone}/site/snakemake/one"
+    assert str(error.value) == f"no profile is called 'one': none of {places} is one, or holds config.yaml"
+    for place in ("site/snakemake/one", "home/snakemake/one", "one", "profiles/one"):
+        path = write("cores: 1\n", f"{place}/config.yaml")
+        assert find_profile("one").resolve() == path.resolve()
+        if place != "profiles/one":
+            assert snakemake_finds("one").resolve() == path.resolve()
+    assert snakemake_finds("one") == Path("one/config.yaml"), "Snakemake does not look into profiles/"
+
+
+def test_a_path_is_taken_as_it_is_and_the_newest_file_that_this_snakemake_may_read(alone: Path) -> None:
+    write("cores: 1\n", "x/mine.yaml")
+    assert read_profile("x/mine.yaml").name == "mine"
+    for name in ("config.yaml", "config.v8+.yaml", "profile.v9+.yaml", "profile.v99+.yaml"):
+        write("cores: 1\n", f"site profiles/big/{name}")
+    found = read_profile("site profiles/big")
+    assert (found.name, found.path) == ("big", Path("site profiles/big/profile.v9+.yaml"))
+
+
+def test_a_default_profile_that_loads_itself_wins_key_by_key() -> None:
+    write("set-resources: {train: {nodes: 4, qos: long}}\nset-threads: {train: 4}\n")
+    over = write("set-resources: {train: {nodes: 1}}\n", "profiles/default/config.yaml")
+    found = read_profile("one")
+    assert (found.train, found.over) == ({"nodes": 1}, over)
+
+
+def test_the_profiles_of_this_repository_are_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    names = sorted(path.parent.name for path in Path("profiles").glob("*/config.yaml"))
+    assert "local" in names
+    for name in names:
+        found = read_profile(name)
+        machine = found.machine()
+        assert str(found.plan.get("nodes", 1)) == machine.nodes, name
+        assert found.plan.get("nproc_per_node", 1) == machine.nproc_per_node, name
