@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """A test that is skipped without a reason fails: nobody would know what was not tested."""
+    outcome: Any = yield
+    report = outcome.get_result()
+    reason = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else "Skipped: -"
+    if not reason.removeprefix("Skipped: ").strip():
+        report.outcome, report.longrepr = "failed", f"{item.nodeid} was skipped without a reason"
 
 
 @pytest.fixture(scope="session")

@@ -151,6 +151,31 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--runs", type=Path, nargs="+", required=True, help="folders of runs")
     report.add_argument("--corpora", type=Path, nargs="+", required=True, help="folders of corpora")
     report.add_argument("--out", type=Path, required=True, help="index.html")
+
+    profiles = stages.add_parser("profiles", help="link the profiles where Snakemake looks")
+    profiles.add_argument("what", choices=["install"])
+    profiles.add_argument(
+        "--from", dest="source", type=Path, default=Path("profiles"), help="folder of profiles (default: %(default)s)"
+    )
+
+    preflight = stages.add_parser(
+        "preflight",
+        help="go, or why not, before a big run is queued",
+        description="Checks a profile's machine against the configuration, asks SLURM, and tries the nodes.",
+    )
+    preflight.add_argument("--profile", required=True, help="its name, or the path of its folder or file")
+    preflight.add_argument("--config", type=Path, default=Path("config/config.yaml"), help="(default: %(default)s)")
+    preflight.add_argument("--no-job", action="store_true", help="do not try the nodes")
+    preflight.add_argument(
+        "--wait-min", type=float, default=30, help="minutes the job may wait in the queue (default: %(default)s)"
+    )
+    preflight.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results/preflight"),
+        help="folder, shared with the nodes, for NAME.json and the job (default: %(default)s)",
+    )
+    _looking_after(stages)
     return parser
 
 
@@ -161,6 +186,25 @@ def _stage(stages: Any, name: str, text: str, owner: str | None) -> argparse.Arg
         parser.add_argument(f"--{owner}", dest="name", help="its name in the configuration; needed if there are many")
     parser.add_argument("--options", help="the stage's sections as JSON, in place of --config")
     return parser
+
+
+def _looking_after(stages: Any) -> None:
+    """The commands for runs that are queued, running or over."""
+    texts = {
+        "status": "where each run stands",
+        "attach": "follow the log of a run's job until it ends",
+        "cancel": "end a run, its state saved",
+        "logs": "what a run printed",
+    }
+    for name, text in texts.items():
+        parser = stages.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if name == "status":
+            parser.add_argument("runs", nargs="*", metavar="RUN", help="names of runs (default: all)")
+        else:
+            parser.add_argument("run", metavar="RUN", help="its name")
+        parser.add_argument("--results", type=Path, default=Path("results"), help="folder (default: %(default)s)")
+        if name == "logs":
+            parser.add_argument("--follow", action="store_true", help="go on as long as it runs")
 
 
 def _machine(parser: argparse.ArgumentParser) -> None:

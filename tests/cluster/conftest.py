@@ -14,8 +14,9 @@ import pytest
 
 from tests.cluster.rig import Rig, missing
 from tests.distributed.conftest import corpus
+from tests.workflow.conftest import cells
 
-__all__ = ["corpus"]
+__all__ = ["cells", "corpus"]
 
 _started: list[Rig] = []
 

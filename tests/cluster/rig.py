@@ -134,10 +134,12 @@ class Rig:
         return self.call("sinfo", "-h", "-n", node, "-p", "cpu", "-o", "%T").strip()
 
     def kill_node(self, node: str) -> None:
-        """Kills all that runs on a node at once, its slurmd with it."""
+        """Kills all that runs on a node at once, its slurmd with it, and spares the controller half a minute of finding
+        out."""
         assert self.namespaces, "a node can be killed only where nodes have namespaces"
         for pid in self._pids_in(node):
             os.kill(pid, signal.SIGKILL)
+        self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
 
     def start_node(self, node: str, wait: bool = True) -> None:
         """Starts a node's slurmd, and waits until it answers."""

@@ -19,6 +19,7 @@ from cellmill.config.document import SCHEMA, main
 from tests.house.rules import outputs, rules
 
 ROOT = Path(__file__).resolve().parents[2]
+LOOKING_AFTER = {"profiles", "preflight", "status", "attach", "cancel", "logs"}
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "config/README.md", "profiles/README.md"]
 EXAMPLES = sorted((ROOT / "config" / "examples").glob("*.yaml"))
 
@@ -96,6 +97,7 @@ def test_every_documented_target_is_the_output_of_a_rule() -> None:
         code = " ".join(lines_of_code((ROOT / name).read_text(encoding="utf-8")))
         targets += [(name, path) for path in re.findall(r"(?<!--report )\bresults/[^\s`]+\.\w+", code)]
     assert len(targets) > 8
+    patterns.append(re.compile(r"results/runs/[^/]+/train/cost\.json"))  # beside the output of train
     for name, target in targets:
         assert any(pattern.fullmatch(target) for pattern in patterns), f"{name}: {target}"
 
@@ -104,7 +106,8 @@ def test_documented_profiles_configurations_and_make_targets_exist() -> None:
     for name, words in documented("snakemake"):
         for flag in ("--profile", "--configfile"):
             for value in [words[i + 1] for i, word in enumerate(words[:-1]) if word == flag]:
-                assert value in ("FILE", "local") or (ROOT / value).exists(), f"{name}: {flag} {value}"
+                linked = flag == "--profile" and (ROOT / "profiles" / value).exists()
+                assert value == "FILE" or linked or (ROOT / value).exists(), f"{name}: {flag} {value}"
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
     for name, words in documented("make"):
         assert set(words[1:2]) <= {*targets, "PYTHON=python3.12"}, f"{name}: {' '.join(words)}"
@@ -114,7 +117,7 @@ def test_every_stage_is_a_rule_a_command_and_a_row_of_the_readme() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     parsers = next(a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
     stages = set(rules()) - {"all", "demo_data"}
-    assert stages == set(parsers.choices) - {"demo", "simulate"}
+    assert stages == set(parsers.choices) - {"demo", "simulate"} - LOOKING_AFTER
     for stage in stages:
         assert re.search(rf"^\| {stage} \|", text, re.M), f"README has no row for {stage}"
 
@@ -151,3 +154,10 @@ def test_links_of_documents_lead_somewhere() -> None:
         for link in re.findall(r"\]\(([^)#]+)\)", (ROOT / name).read_text(encoding="utf-8")):
             if "://" not in link:
                 assert ((ROOT / name).parent / link).exists(), f"{name}: {link}"
+
+
+def test_every_test_the_readme_names_exists() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "README.md").read_text(encoding="utf-8")))
+    sources = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) > 10
+    assert not [name for name in named if f"def {name}(" not in sources]

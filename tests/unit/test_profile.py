@@ -27,7 +27,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to stand in, with no profile of this user or site in reach."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
     monkeypatch.setenv("XDG_CONFIG_DIRS", f"{tmp_path / 'site'}:/etc/xdg")
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
@@ -216,9 +216,9 @@ def test_a_file_that_is_no_profile_is_one_line(text: str, message: str) -> None:
 def test_a_name_is_looked_for_beside_the_pipeline_and_then_where_snakemake_looks(alone: Path) -> None:
     with pytest.raises(ConfigError) as error:
         find_profile("one")
-    places = f"profiles/one, one, {alone}/home/snakemake/one, {alone}/site/snakemake/one"
+    places = f"profiles/one, one, {alone}/user/snakemake/one, {alone}/site/snakemake/one"
     assert str(error.value) == f"no profile is called 'one': none of {places} is one, or holds config.yaml"
-    for place in ("site/snakemake/one", "home/snakemake/one", "one", "profiles/one"):
+    for place in ("site/snakemake/one", "user/snakemake/one", "one", "profiles/one"):
         path = write("cores: 1\n", f"{place}/config.yaml")
         assert find_profile("one").resolve() == path.resolve()
         if place != "profiles/one":

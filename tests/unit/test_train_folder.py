@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import re
 import shutil
+import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -158,3 +161,37 @@ def test_only_options_that_define_the_numbers_make_another_run() -> None:
 def test_changed_data_are_refused_with_both_fingerprints() -> None:
     with pytest.raises(ConfigError, match="run: its checkpoints were trained on data aaaa, the shards are now bbbb; "):
         check_data("run", "aaaa", "bbbb")
+
+
+def test_another_user_s_run_is_refused_with_its_owner_s_name() -> None:
+    if os.getuid() != 0:
+        pytest.skip("acting as a second user needs root")
+    with tempfile.TemporaryDirectory() as shared:
+        os.chmod(shared, 0o755)
+        with TrainFolder(Path(shared) / "train").locked():
+            pass
+        assert stat.S_IMODE((Path(shared) / "train").stat().st_mode) == 0o700
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.setuid(65534)
+            try:
+                with TrainFolder(Path(shared) / "train").locked():
+                    os.write(writer, b"locked")
+            except DataError as error:
+                os.write(writer, str(error).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        said = os.read(reader, 1000).decode()
+        assert said == (
+            f"{shared}/train: this run belongs to root; give yours another name, or use a checkout of your own"
+        )
+
+
+def test_a_lock_of_another_host_is_not_asked_to_let_go(tmp_path: Path) -> None:
+    folder = TrainFolder(tmp_path)
+    with folder.locked():
+        (tmp_path / "lock").write_text(json.dumps({"pid": 1, "host": "login2", "user": "ada", "follows": True}))
+        expected = r"another training is running here \(process 1 of ada on login2\); stop it first"
+        with pytest.raises(DataError, match=expected), TrainFolder(tmp_path).locked(wait_s=0.3, follows=True):
+            pass

@@ -1,4 +1,7 @@
 # Datasets to a corpus: counted, filtered and named cells, a vocabulary, shards.
+#
+# Memory and minutes are what a job asks a cluster for when no profile says otherwise: more than the work needs, with
+# room for the two snakemakes that a job of the SLURM plugin holds besides. The image is used with `--sdm apptainer`.
 
 
 localrules:
@@ -35,6 +38,11 @@ rule preprocess:
         "results/benchmarks/preprocess/{corpus}.{dataset}.tsv"
     conda:
         "../../envs/cellmill.yaml"
+    container:
+        "envs/cellmill.sif"
+    resources:
+        mem_mb=8000,
+        runtime=120,
     params:
         options=options("preprocess"),
         counts=lambda wildcards: dataset_of(wildcards).counts,
@@ -59,6 +67,11 @@ rule vocabulary:
         "results/benchmarks/vocabulary/{corpus}.tsv"
     conda:
         "../../envs/cellmill.yaml"
+    container:
+        "envs/cellmill.sif"
+    resources:
+        mem_mb=4000,
+        runtime=60,
     params:
         options=options("vocabulary"),
     shell:
@@ -77,6 +90,11 @@ rule shard:
         "results/benchmarks/shard/{corpus}.tsv"
     conda:
         "../../envs/cellmill.yaml"
+    container:
+        "envs/cellmill.sif"
+    resources:
+        mem_mb=16000,
+        runtime=240,
     params:
         options=options("shard"),
     shell:

@@ -15,7 +15,12 @@ rule embed:
         "results/benchmarks/embed/{run}.{dataset}.tsv"
     conda:
         "../../envs/cellmill.yaml"
+    container:
+        "envs/cellmill.sif"
     threads: 4
+    resources:
+        mem_mb=32000,
+        runtime=240,
     params:
         options=options("embed"),
     shell:
@@ -44,7 +49,12 @@ rule evaluate:
         "results/benchmarks/evaluate/{run}.tsv"
     conda:
         "../../envs/cellmill.yaml"
+    container:
+        "envs/cellmill.sif"
     threads: 4
+    resources:
+        mem_mb=32000,
+        runtime=240,
     params:
         options=options("evaluate"),
         labels=label_columns,

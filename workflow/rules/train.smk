@@ -50,9 +50,11 @@ rule train:
         "logs/train/{run}.log",
     benchmark:
         "results/benchmarks/train/{run}.tsv"
+    retries: 0  # it goes on by itself after what is no fault of its own, and an error would come again
     conda:
         "../../envs/cellmill.yaml"
-    resources:  # the options of cellmill train of these names
+    resources:
+        # the options of cellmill train of these names
         launcher="local",
         nodes=1,
         nproc_per_node=1,

@@ -56,15 +56,13 @@ class NodeTask:
 
     def __call__(self) -> str:
         step = Step()
-        job = Job(self.module, self.arguments, step.num_nodes, self.nproc_per_node)
-        command = job.command(step.node, step.hostnames[0], self.port, signals_to_handle="SIGQUIT")
         attempt = None
         if step.node == 0:
             (Path(self.folder) / "error.txt").unlink(missing_ok=True)  # of the attempt before
             attempt = Attempt.start(self, step)
         out_of_memory = oom_kills()
         stop = HandOn()
-        agent = subprocess.Popen(command, env=self.environment(), preexec_fn=_deaf)
+        agent = subprocess.Popen(self.command(step), env=self.environment(), preexec_fn=_deaf)
         code = None
         while code is None:
             try:
@@ -83,6 +81,11 @@ class NodeTask:
         if code:
             raise NodeFailed(f"torchrun ended with exit code {code}")
         return "ended"
+
+    def command(self, step: Step) -> list[str]:
+        """The agent of the node this is; the first node's store listens."""
+        job = Job(self.module, self.arguments, step.num_nodes, self.nproc_per_node)
+        return job.command(step.node, step.hostnames[0], self.port, signals_to_handle="SIGQUIT")
 
     def environment(self) -> dict[str, str]:
         """What the agent and its workers see."""

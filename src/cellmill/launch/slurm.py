@@ -18,6 +18,7 @@ from pathlib import Path
 
 from cellmill.config.machine import Machine
 from cellmill.errors import Stopped, UserError
+from cellmill.launch.cancel import cancel_job
 from cellmill.launch.job import Job
 from cellmill.launch.jobs import JobRecord, Jobs
 from cellmill.launch.queue import GONE, UNKNOWN, Queue, QueueError
@@ -30,7 +31,6 @@ ANOTHER = frozenset({"TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED"
 FRUITLESS_JOBS = 3  # so many jobs in a row without a new checkpoint: something is wrong that a rerun does not mend
 PATIENCE_S = 3600  # how long a queue that gives no answer is waited for
 SETTLE_S = 60  # how long a shared folder may take to show what a node wrote
-CANCEL_S = 60
 TICK_S = 1.0
 _HINTS = {
     "PartitionTimeLimit": "runtime {runtime} min is more than the partition allows: lower it in the profile",
@@ -240,16 +240,7 @@ class SlurmLauncher:
             )
         say(f"cancelling job {record.job_id}")
         signals.again = False
-        complaint, give_up, queue = self.queue.cancel(record.job_id), time.monotonic() + CANCEL_S, Queue(TICK_S)
-        while (state := queue.state(record.job_id)).alive or state.name == UNKNOWN:
-            if time.monotonic() > give_up or signals.again:
-                raise UserError(
-                    f"job {record.job_id} was asked to end and has not yet ({complaint or state.name}); "
-                    f"`scancel {record.job_id}` asks again"
-                )
-            if complaint:
-                complaint = self.queue.cancel(record.job_id)
-            signals.wait(TICK_S)
+        state = cancel_job(record.job_id, wait=signals.wait, impatient=lambda: signals.again)
         record.now(state.name, state.reason, ended=True)
         raise Stopped(
             f"cancelled job {record.job_id}; saved at step {self.files.saved_step()}; run the same command to go on"

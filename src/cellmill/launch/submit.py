@@ -24,7 +24,7 @@ from cellmill.launch.node import NodeTask
 _TRANSIENT = re.compile(
     "unable to contact slurm controller|socket timed out|temporarily unable|connection refused|connection reset|"
     "communication (connection )?failure|zero bytes were transmitted|try again|timed? ?out|"
-    "slurm_receive_msg|unexpected message received|resource temporarily unavailable",
+    "slurm_receive_msg|unexpected message received|could not make sense of sbatch output",
     re.IGNORECASE,
 )
 

@@ -16,19 +16,31 @@ from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
 from cellmill.evaluate import figures
 from cellmill.evaluate.collect import Corpus, Run, losses, read_corpus, read_run
-from cellmill.files import write_text
+from cellmill.files import read_json, write_text
+from cellmill.launch.cost import span
 
 MEASURES = {"n_genes": "genes of a cell", "n_counts": "counts of a cell", "mito_frac": "mitochondrial fraction"}
 
 
 def run(*, options: ReportOptions, runs: list[Path], corpora: list[Path], out: Path) -> None:
     """Writes the page over the folders `runs` and `corpora` to `out` (index.html)."""
-    page = render(options.report.title, [read_run(path) for path in runs], [read_corpus(path) for path in corpora])
+    costs = {path.resolve().name: read_cost(path) for path in runs}
+    page = render(
+        options.report.title, [read_run(path) for path in runs], [read_corpus(path) for path in corpora], costs
+    )
     write_text(out, page)
     print(f"report of {', '.join(path.resolve().name for path in runs)} -> {out}")
 
 
-def render(title: str, runs: list[Run], corpora: list[Corpus]) -> str:
+def read_cost(run: Path) -> dict[str, Any] | None:
+    """cost.json of the run in a folder; None where no training has ended yet."""
+    file = run / "train" / "cost.json"
+    return read_json(file) if file.exists() else None
+
+
+def render(
+    title: str, runs: list[Run], corpora: list[Corpus], costs: Mapping[str, dict[str, Any] | None] | None = None
+) -> str:
     """The page as HTML; whatever users named is escaped. Raises DataError when two runs or corpora share a name."""
     for kind, names in (("runs", [r.name for r in runs]), ("corpora", [c.name for c in corpora])):
         if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -40,7 +52,7 @@ def render(title: str, runs: list[Run], corpora: list[Corpus]) -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters.update(number=number, flat=flat, short=short)
+    environment.filters.update(number=number, flat=flat, short=short, span=lapse, percent=percent)
     return environment.get_template("report.html").render(
         title=title,
         version=__version__,
@@ -48,6 +60,7 @@ def render(title: str, runs: list[Run], corpora: list[Corpus]) -> str:
         corpora=corpora,
         losses={r.name: losses(r.evaluation) for r in runs},
         seen={r.name: seen(r) for r in runs},
+        costs={r.name: cost for r in runs if (cost := (costs or {}).get(r.name))},
         measures=MEASURES,
         colour=figures.colour,
         best=best_row,
@@ -129,6 +142,16 @@ def number(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
     return str(value)
+
+
+def lapse(seconds: float | None) -> str:
+    """A length of time in its largest unit; a dash where it is not known."""
+    return "–" if seconds is None else span(seconds)
+
+
+def percent(fraction: float | None) -> str:
+    """A fraction as whole percent; a dash where it is not known."""
+    return "–" if fraction is None else f"{100 * fraction:.0f} %"
 
 
 def short(digest: Any) -> str:

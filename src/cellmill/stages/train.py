@@ -27,6 +27,7 @@ from cellmill.launch.job import Job
 from cellmill.launch.local import run_local
 from cellmill.launch.slurm import RunFiles, SlurmLauncher
 from cellmill.stages.checks import check_run, check_vocabulary, check_weights
+from cellmill.stages.spent import accounted, write_cost
 from cellmill.train.folder import TrainFolder
 from cellmill.train.identity import changed_keys, check_data, identity
 
@@ -66,16 +67,18 @@ def run(
         launcher = _slurm_launcher(folder, machine)
         if launcher is None or not _is_living(launcher, folder, record):
             if _is_done(folder, record["identity"], shards.fingerprint):
+                write_cost(folder.path, show=False)  # its launcher may have been killed before the end
                 print(f"{out}: this run is already done", flush=True)
                 return
             _verify_once(folder, shards)
             write_json(folder.path / "run.json", record)
             if folder.state() == "done":  # of a training that was set aside, or lost its checkpoints
                 (folder.path / "state.json").unlink()
-        if launcher is not None and machine.launcher == "slurm":
-            launcher.run(partial(_job, folder, machine))
-        else:
-            _run_here(folder, machine, lock)
+        with accounted(folder.path, machine):
+            if launcher is not None and machine.launcher == "slurm":
+                launcher.run(partial(_job, folder, machine))
+            else:
+                _run_here(folder, machine, lock)
 
 
 def _job(folder: TrainFolder, machine: Machine, elsewhere: Path) -> Job:

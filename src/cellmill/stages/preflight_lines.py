@@ -1,0 +1,34 @@
+"""One line of a preflight's answer: ok, no, or ? where nothing stands in the way and nothing is certain either."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+TRAIN = "set-resources: train:"
+"""Where the profile has the keys that remedies name."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check, its figure, and for a `no` the key to change."""
+
+    verdict: Literal["ok", "no", "?"]
+    what: str
+    figure: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.verdict:<3} {self.what}: {self.figure}{f'; {self.remedy}' if self.remedy else ''}"
+
+
+def ok(what: str, figure: str) -> Check:
+    return Check("ok", what, figure)
+
+
+def no(what: str, figure: str, remedy: str = "") -> Check:
+    return Check("no", what, figure, remedy)
+
+
+def doubt(what: str, figure: str, remedy: str = "") -> Check:
+    return Check("?", what, figure, remedy)

@@ -1,0 +1,37 @@
+"""profiles install: links the profiles of a checkout where Snakemake looks for a bare name, so that
+`snakemake --profile slurm` works as written. What is there and not a link of this checkout is never touched.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from cellmill.errors import DataError
+
+
+def run(*, what: str, source: Path) -> None:
+    """Links every profile in `source`. Raises DataError before anything is linked when a name is taken."""
+    profiles = sorted(path.parent.resolve() for path in source.glob("*/config.yaml"))
+    if not profiles:
+        raise DataError(f"{source}: has no profiles; run this at the root of a checkout, or say --from FOLDER")
+    target = user_profiles()
+    links = {target / profile.name: profile for profile in profiles}
+    for link, profile in links.items():
+        if os.path.lexists(link) and link.resolve() != profile:
+            where = f"a link to {link.resolve()}" if link.is_symlink() else "not a link"
+            raise DataError(
+                f"{link}: is there already and {where}; remove it, or use --profile {source}/{profile.name}"
+            )
+    target.mkdir(parents=True, exist_ok=True)
+    for link, profile in links.items():
+        if not link.is_symlink():
+            link.symlink_to(profile)
+        print(f"snakemake --profile {profile.name}   {link} -> {profile}")
+    print(f"to undo: rm {' '.join(str(link) for link in links)}")
+
+
+def user_profiles() -> Path:
+    """Where Snakemake looks for a user's profiles on Linux (XDG base directories)."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "snakemake"

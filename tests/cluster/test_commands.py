@@ -1,0 +1,97 @@
+"""status, attach, logs and cancel beside a training on a real SLURM, with and without a launcher that follows it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.cluster.launched import Launched, on_slurm, run_options, wait_for
+from tests.cluster.rig import Rig
+
+
+def cellmill(rig: Rig, stage: str, results: Path) -> subprocess.Popen[str]:
+    """The command for the run called one."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "cellmill.cli", stage, "one", "--results", str(results)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | rig.environment,
+    )
+
+
+def printed(rig: Rig, stage: str, results: Path) -> str:
+    return cellmill(rig, stage, results).communicate(timeout=60)[0]
+
+
+def test_a_training_is_seen_followed_and_cancelled_with_and_without_its_launcher(
+    rig: Rig, corpus: str, tmp_path: Path
+) -> None:
+    results = tmp_path / "results"
+    train, opts = results / "runs" / "one" / "train", run_options(5000, checkpoint_every_steps=4)
+    first = Launched.start(corpus, train, opts, rig.environment, **on_slurm(nproc_per_node=1))
+    first.wait_for_step(6)
+    (job_id,) = first.job_ids()
+    attached = cellmill(rig, "attach", results)
+    table = printed(rig, "status", results)
+    assert re.search(
+        rf"^one  running  +\d+/5000 +[\d.]+  {job_id} +RUNNING +\S+ (h|min|s) +\d+ +\d+ s ago$", table, re.M
+    ), table
+    first.process.kill()
+    first.process.wait()
+    assert "step 1/5000" in printed(rig, "logs", results)
+    done = printed(rig, "cancel", results)
+    assert re.fullmatch(
+        rf"cancelling job {job_id}\ncancelled job {job_id}; saved at step \d+; train goes on from there\n", done
+    ), done
+    saved = int(re.findall(r"saved at step (\d+)", done)[0])
+    assert saved >= 6
+    followed = attached.communicate(timeout=30)[0]
+    assert attached.returncode == 75
+    assert re.search(rf"^following job {job_id}, its log: .*\njob {job_id}: RUNNING\n", followed), followed
+    assert "step 1/5000" in followed
+    assert followed.endswith(f"cellmill attach: job {job_id} ended with CANCELLED; saved at step {saved}\n")
+    assert [record["state"] for record in first.records()] == ["CANCELLED"], "nobody else could record it"
+    assert f"one  stopped  {saved}/5000" in printed(rig, "status", results)
+
+    # the next one waits in the queue, and its launcher follows it
+    again = Launched.start(
+        corpus, train, opts, rig.environment, **on_slurm(nproc_per_node=1, sbatch_options="begin=now+300")
+    )
+    again.wait_for_print("PENDING (BeginTime)")
+    table = printed(rig, "status", results)
+    assert re.search(rf"^one  queued  +{saved}/5000 .* PENDING \(BeginTime\) ", table, re.M), table
+    second = again.job_ids()[-1]
+    assert f"cancelled job {second}; saved at step {saved}" in printed(rig, "cancel", results)
+    assert again.end(15) == 75
+    assert again.last_line.startswith(f"cellmill train: job {second} was cancelled by somebody else")
+    wait_for(lambda: not rig.squeue(), 5)
+    assert "one: no job is queued or running" in printed(rig, "attach", results)
+
+    cost = json.loads((train / "cost.json").read_text())
+    assert cost["source"] == "own files"
+    ran, waited = cost["jobs"]
+    assert (ran["gpus"], ran["processes"], ran["nodes"], ran["cpus"]) == (4, 2, 2, 8)
+    assert (waited["state"], waited["elapsed_s"]) == ("CANCELLED", 0)
+    assert 0.1 < cost["totals"]["training_efficiency_frac"] < 1
+    assert re.search(
+        r"^0.0\d+ GPU-hours in 2 jobs, waited \d+ s in the queue, \d+ % of it training$", again.printed, re.M
+    )
+
+
+def test_a_training_on_this_machine_is_cancelled_with_its_state_saved(rig: Rig, corpus: str, tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    run = Launched.start(corpus, results / "runs" / "one" / "train", run_options(5000), {}, nproc_per_node=1)
+    run.wait_for_step(3)
+    assert "one  running  " in printed(rig, "status", results)
+    done = printed(rig, "cancel", results)
+    assert re.search(
+        rf"^ended process {run.process.pid}; saved at step [1-9]\d*; train goes on from there$", done, re.M
+    )
+    assert run.end(15) == 75
+    assert "one  stopped  " in printed(rig, "status", results)
+    assert re.search(r"^[\d.]+ core-hours in 1 start on this machine, \d+ % of it training$", run.printed, re.M)

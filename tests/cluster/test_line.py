@@ -1,0 +1,115 @@
+"""The whole line through `snakemake --profile slurm`: stages as jobs of the executor plugin, training through the
+launcher on two nodes of two processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cluster.rig import Rig
+from tests.workflow.conftest import REPOSITORY, Project, make_project
+
+SECRET = "planted-key-of-a-tracker"
+
+
+@pytest.fixture(scope="module")
+def line(rig: Rig, cells: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
+    """A project that was run through SLURM, and what Snakemake printed. A space in the folder's name is as much as the
+    plugin bears: a quote makes its jobs fail."""
+    if not Path("/etc/slurm/slurm.conf").exists():
+        pytest.skip("the executor plugin's jobs look for the cluster in /etc/slurm, which this user cannot write")
+    project = make_project(tmp_path_factory.mktemp("line") / "the line", cells)
+    write_profile(project.folder / "profiles" / "slurm", rig)
+    done = subprocess.run(
+        project.command(profile=str(project.folder / "profiles" / "slurm")),
+        cwd=project.folder,
+        env=os.environ | rig.environment | {"OMP_NUM_THREADS": "1", "WANDB_API_KEY": SECRET},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout
+    return project, done.stdout
+
+
+def write_profile(folder: Path, rig: Rig) -> None:
+    """profiles/slurm as shipped, filled in for the test cluster: its partitions, small memory, quick polls."""
+    profile: dict[str, Any] = yaml.safe_load((REPOSITORY / "profiles" / "slurm" / "config.yaml").read_text())
+    profile |= {
+        "latency-wait": 10,
+        "retries": 0,
+        "slurm-init-seconds-before-status-checks": 1,
+        "seconds-between-status-checks": 1,
+        "slurm-status-command": "sacct" if rig.accounting else "squeue",
+        "default-resources": {"slurm_partition": "cpu", "mem_mb": 1500, "runtime": 10},
+    }
+    resources = profile["set-resources"]
+    for stage in ("preprocess", "shard", "embed", "evaluate"):
+        resources[stage] |= {"mem_mb": 1500, "runtime": 10}
+    resources["plan"] |= {"nodes": "2", "nproc_per_node": 2, "device": "cpu"}
+    resources["train"] |= {
+        "nodes": "2",
+        "nproc_per_node": 2,
+        "gpus_per_node": "a100:2",
+        "slurm_partition": "gpu-a100",
+        "mem_mb": 3000,
+        "cpus_per_task": 4,
+        "runtime": 10,
+        "poll_s": 1,
+    }
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(profile))
+
+
+def test_every_stage_was_a_job_and_the_training_one_of_two_nodes(line: tuple[Project, str], rig: Rig) -> None:
+    project, printed = line
+    assert (project.folder / "results" / "report" / "index.html").exists()
+    record = json.loads((project.folder / "results/runs/tiny/train/jobs/001/job.json").read_text())
+    attempt = json.loads((project.folder / "results/runs/tiny/train/jobs/001/attempt-000.json").read_text())
+    assert (attempt["hosts"], attempt["processes"], record["state"]) == (["node1", "node2"], 4, "COMPLETED")
+    for stage in ("preprocess", "vocabulary", "shard", "consolidate", "embed", "evaluate"):
+        assert list((project.folder / ".snakemake" / "slurm_logs").glob(f"rule_{stage}*")) or stage in printed
+
+
+def test_the_loss_is_that_of_four_processes_on_one_machine(line: tuple[Project, str], tmp_path: Path) -> None:
+    project, _ = line
+    here = project.folder / "results" / "runs" / "tiny" / "train"
+    recorded = json.loads((here / "run.json").read_text())
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "cellmill.cli", "train", "--options", json.dumps(recorded["options"])),
+            *("--manifest", recorded["manifest"], "--vocabulary", recorded["vocabulary"], "--out", str(tmp_path)),
+            *("--nodes", "2", "--nproc-per-node", "2"),
+        ],
+        cwd=project.folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    on_cluster, on_one = (json.loads((path / "status.json").read_text()) for path in (here, tmp_path))
+    assert on_cluster["world_size"] == on_one["world_size"] == 4
+    for key in ("train_loss", "val_loss"):
+        assert on_cluster[key] == pytest.approx(on_one[key], abs=1e-5)
+
+
+def test_a_secret_in_the_environment_is_in_no_file(line: tuple[Project, str]) -> None:
+    project, printed = line
+    assert SECRET not in printed
+    files = [path for path in project.folder.rglob("*") if path.is_file()]
+    assert len(files) > 40
+    assert [str(path) for path in files if SECRET.encode() in path.read_bytes()] == []
+
+
+def test_the_same_command_finds_nothing_to_do_on_another_machine(line: tuple[Project, str]) -> None:
+    project, _ = line
+    assert project.jobs("--set-resources", "train:nproc_per_node=1", "train:runtime=7", profile="profiles/local") == {}

@@ -1,0 +1,245 @@
+"""logs, attach and cancel on files and real processes; a real SLURM is in tests/cluster/test_commands.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cellmill.cli import main
+from tests.unit.test_status import RUNNING, checkpoint, command, hold, holders, job, results, run_of, squeue
+
+__all__ = ["holders", "results"]
+
+
+class Command:
+    """A command as a user starts it, with the PATH of the test; what it prints goes to a file."""
+
+    def __init__(self, results: Path, *words: str) -> None:
+        self.file = results.parent / f"printed-{'-'.join(words)}"
+        with open(self.file, "w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "cellmill.cli", *words, "--results", str(results)],
+                stdout=file,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"TMPDIR": str(results.parent / "tmp")},
+                start_new_session=True,
+            )
+
+    def wait_for(self, text: str) -> None:
+        give_up = time.monotonic() + 20
+        while text not in self.file.read_text():
+            assert time.monotonic() < give_up, self.file.read_text()
+            time.sleep(0.05)
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit code, what it printed, and its error."""
+        error = self.process.communicate(timeout=20)[1]
+        return self.process.returncode, self.file.read_text(), error
+
+
+def local_log(results: Path, name: str, text: str) -> Path:
+    path = results.parent / "logs" / "train" / f"{name}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def logs(results: Path, capsys: pytest.CaptureFixture[str], name: str = "one") -> str:
+    main(["logs", name, "--results", str(results)])
+    return "".join(capsys.readouterr())
+
+
+def test_the_log_is_that_of_the_newest_training(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = run_of(results, "one")
+    beside = results.parent / "logs/train/one.log"
+    assert logs(results, capsys) == f"cellmill logs: one: no log: it has no job, and {beside} does not exist\n"
+    record = job(train)
+    assert logs(results, capsys) == (
+        f"cellmill logs: one: job 41 (PENDING) has no log yet; it will be {record.path}/41_0_log.out\n"
+    )
+    local_log(results, "one", "job 41: PENDING (Resources)\n")
+    assert logs(results, capsys) == "job 41: PENDING (Resources)\n"
+    record.log.write_text("of the first job\n")
+    assert logs(results, capsys) == "of the first job\n"
+    job(train, 2).log.write_text("of the second job\n")
+    assert logs(results, capsys) == "of the second job\n"
+    (train / "local.json").write_text(json.dumps([{"started_at": time.time(), "ended_at": None, "how": None}]))
+    assert logs(results, capsys) == "job 41: PENDING (Resources)\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(results: Path) -> None:
+    run_of(results, "one")
+    local_log(results, "one", "a line\n" * 100_000)
+    words = [sys.executable, "-m", "cellmill.cli", "logs", "one", "--results", str(results)]
+    reading = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert reading.stdout is not None
+    assert reading.stdout.readline() == "a line\n"
+    reading.stdout.close()
+    assert reading.stderr is not None
+    assert (reading.wait(20), reading.stderr.read()) == (0, "")
+
+
+def test_a_local_training_is_followed_until_its_lock_is_free(
+    results: Path, holders: list[subprocess.Popen[str]]
+) -> None:
+    train = run_of(results, "one", state=RUNNING)
+    log = local_log(results, "one", "step 100/600\n")
+    process = hold(train, holders)
+    checkpoint(train, 100)
+    following = [Command(results, "logs", "one", "--follow"), Command(results, "attach", "one")]
+    for line in ("step 100/600\n", "step 200/600\n"):
+        for each in following:
+            each.wait_for(line)
+        with open(log, "a") as file:
+            file.write("step 200/600\n" if line == "step 100/600\n" else "the end\n")
+    process.kill()
+    assert following[0].end() == (0, "step 100/600\nstep 200/600\nthe end\n", "")
+    code, attached, told = following[1].end()
+    first, rest = attached.split("\n", 1)
+    assert re.fullmatch(rf"following process {process.pid} of \S+ on \S+, its log: {log}; Ctrl-C ends .* only", first)
+    assert rest == "step 100/600\nstep 200/600\nthe end\n"
+    assert (code, told) == (75, "cellmill attach: the training ended; saved at step 100\n")
+
+
+def test_a_job_is_followed_to_its_end_and_says_how_it_ended(results: Path) -> None:
+    train = run_of(results, "one", state=RUNNING)
+    record = job(train)
+    answer = results.parent / "answer"
+    answer.write_text(f"41|PENDING|Priority||{record.name}\n")
+    command(results, "squeue", f"/bin/cat {answer}")
+    attached = Command(results, "attach", "one")
+    attached.wait_for("PENDING")
+    answer.write_text(f"41|RUNNING|None|node1|{record.name}\n")
+    record.log.write_text("step 1/2\nstep 2/2\n")
+    before = (record.path / "job.json").read_bytes()
+    attached.wait_for("step 2/2")
+    (train / "state.json").write_text(json.dumps(RUNNING | {"state": "done"}))
+    answer.write_text(f"41|COMPLETED|None||{record.name}\n")
+    code, printed, told = attached.end()
+    assert printed == (
+        f"following job 41, its log: {record.log}; Ctrl-C ends the following only\njob 41: PENDING (Priority)\n"
+        "job 41: RUNNING\nstep 1/2\nstep 2/2\njob 41 ended with COMPLETED: the training is done\n"
+    )
+    assert (code, told) == (0, "")
+    assert (record.path / "job.json").read_bytes() == before, "attach changes no file"
+    assert not (train / "lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "error", "code", "line"),
+    [
+        ("FAILED", "node1: out of memory", 2, "job 41 ended with FAILED: node1: out of memory"),
+        ("FAILED", "", 2, "job 41 ended with FAILED; saved at step 100; `cellmill logs one` has what it printed"),
+        ("TIMEOUT", "", 75, "job 41 ended with TIMEOUT; saved at step 100"),
+    ],
+)
+def test_a_job_that_does_not_end_well_is_said(results: Path, word: str, error: str, code: int, line: str) -> None:
+    train = run_of(results, "one", state=RUNNING)
+    checkpoint(train, 100)
+    record = job(train)
+    answer = results.parent / "answer"
+    answer.write_text(f"41|RUNNING|None|node1|{record.name}\n")
+    command(results, "squeue", f"/bin/cat {answer}")
+    attached = Command(results, "attach", "one")
+    attached.wait_for("job 41: RUNNING")
+    if error:
+        (record.path / "error.txt").write_text(error)
+    answer.write_text(f"41|{word}|None||{record.name}\n")
+    ended, _, told = attached.end()
+    assert (ended, told) == (code, f"cellmill attach: {line}\n")
+
+
+def test_ctrl_c_ends_the_following_and_not_the_job(results: Path) -> None:
+    record = job(run_of(results, "one"))
+    squeue(results, f"41|RUNNING|None|node1|{record.name}")
+    command(results, "scancel", "echo no >&2; exit 1")
+    attached = Command(results, "attach", "one")
+    attached.wait_for("job 41: RUNNING")
+    os.killpg(attached.process.pid, signal.SIGINT)
+    code, printed, told = attached.end()
+    assert (code, told) == (0, "")
+    assert printed.endswith("\nnot following any more; job 41 goes on\n")
+
+
+@pytest.mark.parametrize("stage", ["attach", "cancel"])
+def test_where_nothing_lives_that_is_said_in_a_line(
+    results: Path, capsys: pytest.CaptureFixture[str], stage: str
+) -> None:
+    record = job(run_of(results, "one"), ended_at=time.time(), state="COMPLETED")
+    squeue(results, f"41|COMPLETED|None||{record.name}")
+    assert main([stage, "one", "--results", str(results)]) == 0
+    assert capsys.readouterr().out == "one: no job is queued or running, and no training runs on this machine\n"
+    command(results, "squeue", "echo down >&2; exit 1")
+    assert main([stage, "one", "--results", str(results)]) == 2
+    assert capsys.readouterr().err == (f"cellmill {stage}: the queue gave no usable answer (squeue: down); try again\n")
+
+
+def test_a_job_is_cancelled_and_its_end_waited_for(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = run_of(results, "one", state=RUNNING)
+    checkpoint(train, 100)
+    record = job(train, state="RUNNING")
+    answer = results.parent / "answer"
+    answer.write_text(f"41|RUNNING|None|node1|{record.name}\n")
+    command(results, "squeue", f"/bin/cat {answer}")
+    ending = f"(/bin/sleep 1.5; echo '41|CANCELLED|None||{record.name}' > {answer}) > /dev/null 2>&1 &"
+    command(results, "scancel", f'echo "$@" >> {results.parent}/scancelled; {ending}')
+    assert main(["cancel", "one", "--results", str(results)]) == 0
+    assert capsys.readouterr().out == (
+        "cancelling job 41\ncancelled job 41; saved at step 100; train goes on from there\n"
+    )
+    assert (results.parent / "scancelled").read_text() == "41\n"
+    written = json.loads((record.path / "job.json").read_text())
+    assert (written["state"], written["ended_at"] is not None) == ("CANCELLED", True)
+
+
+def test_a_job_that_was_not_recorded_is_cancelled_too(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = job(run_of(results, "one"))
+    (record.path / "job.json").unlink()
+    answer = results.parent / "answer"
+    answer.write_text(f"41|PENDING|Priority||{record.name}\n")
+    command(results, "squeue", f"/bin/cat {answer}")
+    command(results, "scancel", f": > {answer}")
+    assert main(["cancel", "one", "--results", str(results)]) == 0
+    assert "cancelled job 41; saved at step 0" in capsys.readouterr().out
+    assert not (record.path / "job.json").exists()
+
+
+def test_a_training_on_this_machine_is_asked_to_end(
+    results: Path, holders: list[subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = run_of(results, "one", state=RUNNING)
+    process = hold(train, holders)
+    assert main(["cancel", "one", "--results", str(results)]) == 0
+    assert process.wait(5) == -signal.SIGTERM
+    printed = capsys.readouterr().out
+    assert re.fullmatch(
+        rf"asking process {process.pid} of \S+ on \S+ to save and end\n"
+        rf"ended process {process.pid}; saved at step 0; train goes on from there\n",
+        printed,
+    )
+
+
+def test_a_training_on_another_host_is_left_alone_and_the_host_named(
+    results: Path, holders: list[subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = run_of(results, "one", state=RUNNING)
+    process = hold(train, holders)
+    holder = json.loads((train / "lock").read_text())
+    with open(train / "lock", "r+") as file:  # the same file: another would not be locked
+        file.truncate()
+        json.dump(holder | {"host": "login7"}, file)
+    assert main(["cancel", "one", "--results", str(results)]) == 2
+    assert capsys.readouterr().err == (
+        f"cellmill cancel: {train}: is trained by process {process.pid} of {holder['user']} on login7: run cellmill "
+        "cancel on login7\n"
+    )
+    assert process.poll() is None

@@ -1,0 +1,855 @@
+"""preflight says go, or why not: exact lines, on real processes and on SLURM commands that answer as a test wants."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cellmill.cli import main
+from cellmill.config.machine import Machine
+from cellmill.launch.once import End
+from cellmill.stages.preflight_lines import Check
+from cellmill.stages.preflight_nodes import (
+    judge_allreduce,
+    judge_clocks,
+    judge_disk,
+    judge_end,
+    judge_folder,
+    judge_gpus,
+    judge_interface,
+    judge_version,
+    locked,
+    node_file,
+)
+from cellmill.stages.preflight_site import gpu_request
+from cellmill.stages.preflight_worker import bus_gb_per_s, busiest
+
+CONFIG = """
+corpora: {sim: {table: datasets.tsv}}
+preprocess: {min_genes: 5}
+tokens: {max_tokens: 32}
+stream: {lanes: 48}
+model: {hidden: 16, layers: 1, heads: 2}
+train: {steps: 4, global_batch: 48, token_budget: 2048}
+runs: {tiny: {corpus: sim, parallel: {strategy: ddp}}, wide: {corpus: sim}}
+"""
+# as `sinfo -h -a -N -o %N|%P|%a|%l|%T|%c|%m|%G|%f` answers
+SINFO = """
+n1|gpu|up|2-00:00:00|idle|32|250000|gpu:a100:4(S:0-1),nvme:1|a100,ib
+n2|gpu|up|2-00:00:00|mixed|32|250000|gpu:a100:4(S:0-1),nvme:1|a100,ib
+n3|gpu|up|2-00:00:00|allocated|16|120000|gpu:a100:2|a100
+n4|gpu|up|2-00:00:00|drained|32|250000|gpu:a100:4|a100,ib
+n5|gpu|up|2-00:00:00|idle*|32|250000|gpu:a100:4|a100,ib
+c1|cpu*|up|infinite|idle~|8|16000|(null)|(null)
+c2|cpu*|up|infinite|down|8|16000|(null)|(null)
+c1|short|up|30:00|idle|8|16000|(null)|(null)
+h1|new|inact|1:00:00|idle|64|500000|gpu:8|h100
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, simulated: Path) -> Path:
+    """A folder to stand in, with a configuration of two runs on simulated cells."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    (tmp_path / "datasets.tsv").write_text(f"dataset\tpath\nsim\t{simulated}\n")
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A function that puts SLURM commands on PATH, and no other program: each prints its text, or complains."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+
+    def add(**answers: str | tuple[str, int]) -> None:
+        for name, answer in answers.items():
+            text, code = answer if isinstance(answer, tuple) else (answer, 0)
+            (folder / f"{name}.txt").write_text(text.lstrip("\n"))
+            to = "" if code == 0 else " >&2"
+            script = (
+                f'while IFS= read -r line; do printf "%s\\n" "$line"; done < {folder}/{name}.txt{to}\nexit {code}\n'
+            )
+            (folder / name).write_text(f"#!/bin/sh\n{script}")
+            (folder / name).chmod(0o755)
+
+    add(
+        sinfo=SINFO,
+        # sbatch --test-only speaks on stderr, whatever it says
+        sbatch="",
+        srun="",
+        squeue="",
+        scancel="",
+        sacct="",
+        sacctmgr="lab||normal,long\nlab2||short\n",
+    )
+    said = "sbatch: Job 7 to start at 2031-02-03T04:05:06 using 4 processors on nodes n[1-2] in partition gpu"
+    (folder / "sbatch").write_text(f'#!/bin/sh\necho "{said}" >&2\n')
+    return add
+
+
+def write_profile(name: str = "one", plan: dict[str, Any] | None = None, **train: Any) -> str:
+    """A profile whose plan is of the same machine; gives its folder."""
+    same = {key: train[key] for key in ("nodes", "nproc_per_node") if key in train}
+    tree = {"set-resources": {"plan": same | (plan or {}), "train": train}}
+    path = Path("profiles") / name / "config.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(tree))
+    return str(path.parent)
+
+
+def slurm(**changes: Any) -> dict[str, Any]:
+    """What a profile asks of the fake cluster; it has it."""
+    machine = {
+        "launcher": "slurm",
+        "nodes": 2,
+        "nproc_per_node": 4,
+        "slurm_partition": "gpu",
+        "gpus_per_node": "a100:4",
+        "runtime": 600,
+    }
+    return machine | changes
+
+
+def preflight(capsys: pytest.CaptureFixture[str], profile: str, *more: str) -> tuple[int, list[str], str]:
+    """Exit code, lines, and the last word of a refusal."""
+    code = main(["preflight", "--profile", profile, "--config", "config.yaml", *more])
+    captured = capsys.readouterr()
+    return code, captured.out.splitlines(), captured.err.rstrip("\n")
+
+
+def run_here(*words: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "cellmill.cli", "preflight", "--config", "config.yaml", *words]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        start_new_session=True,
+    )
+
+
+def test_two_agents_of_two_processes_on_this_machine_are_tried_and_it_is_go(project: Path) -> None:
+    profile = write_profile(nodes=2, nproc_per_node=2)
+    process = run_here("--profile", profile)
+    printed, complaints = process.communicate(timeout=240)
+    assert process.returncode == 0, printed + complaints
+    lines = printed.splitlines()
+    host = os.uname().nodename
+    python = ".".join(map(str, sys.version_info[:3]))
+    cores = len(os.sched_getaffinity(0))
+    wanted = [
+        r"ok  profile: profiles/one/config\.yaml: launcher local, 2 x 2 processes",
+        rf"ok  launcher: local: 4 processes on this machine's {cores} cores",
+        r"ok  run tiny: fits 4 processes: 4 replicas, cells not counted yet",
+        r"ok  run wide: fits 4 processes: 2 replicas of 2 shards, cells not counted yet",
+        r"ok  genes of sim: 400 of 400 \(100\.0%\) have a human Ensembl id",
+        r"ok  job: its processes ran",
+        rf"ok  shared folder: {host} read what this machine wrote, and it what they wrote",
+        rf"(ok |\? ) write speed: [\d,]+ MB/s with fsync on {host}, the slowest.*",
+        rf"ok  python: {python} on {host}, {python} here",
+        rf"ok  cellmill: (\S+) on {host}, \1 here",
+        rf"ok  torch: \S+ on {host}",
+        r"ok  GPUs: none asked for and none there: processes compute on CPU cores",
+        rf"ok  all-reduce in a node: [\d.]+ GB/s bus bandwidth on {host}, the slowest, 16 MB by gloo",
+        r"ok  all-reduce between nodes: [\d.]+ GB/s bus bandwidth over lo, 16 MB by gloo",
+        r"go",
+    ]
+    if "GPUs: none asked" not in printed:
+        pytest.skip("this machine has GPUs, and the lines are of CPU cores")
+    assert len(lines) == len(wanted), printed
+    for line, pattern in zip(lines, wanted):
+        assert re.fullmatch(pattern, line), f"{line!r} is not {pattern!r}"
+    record = json.loads(Path("results/preflight/one.json").read_text())
+    assert record["go"] is True
+    assert [check["verdict"] for check in record["checks"]].count("no") == 0
+    assert [node["host"] for node in record["nodes"]] == [host, host]
+    assert record["allreduce"]["between"] > 0
+    assert stat.S_IMODE(Path("results/preflight/one").stat().st_mode) == 0o700
+    assert stat.S_IMODE(Path("results/preflight/one/jobs/001").stat().st_mode) == 0o700
+    assert not list(Path("results").rglob("written-*")), "what was written to measure is gone"
+
+
+def test_processes_that_cannot_meet_are_no_go_with_what_one_of_them_said(project: Path) -> None:
+    process = run_here("--profile", write_profile(nproc_per_node=2), GLOO_SOCKET_IFNAME="nope0")
+    printed, complaints = process.communicate(timeout=240)
+    assert process.returncode == 2, printed + complaints
+    if "by nccl" in printed:
+        pytest.skip("this machine has GPUs, and NCCL does not read the variable")
+    said = [line for line in printed.splitlines() if line.startswith("no ")]
+    assert len(said) == 1, printed
+    assert re.fullmatch(
+        rf"no  job: rank [01] on {os.uname().nodename}: RuntimeError: .*nope0.*; "
+        r"set-resources: train: interface, modules or container may be wrong",
+        said[0],
+    )
+    assert complaints.splitlines()[-1] == "cellmill preflight: no go: 1 reason"
+
+
+def test_an_interrupt_ends_every_process_and_is_told_apart(project: Path) -> None:
+    process = run_here("--profile", write_profile(nproc_per_node=2))
+    head = Path("results/preflight/one/jobs/001/head.json")
+    give_up = time.monotonic() + 60
+    while not head.exists() and time.monotonic() < give_up:
+        time.sleep(0.05)
+    time.sleep(0.5)  # its agents are being started
+    process.send_signal(signal.SIGINT)
+    printed, complaints = process.communicate(timeout=60)
+    assert process.returncode == 130, printed + complaints
+    assert complaints.splitlines()[-1] == "cellmill preflight: interrupted"
+    give_up = time.monotonic() + 10
+    while (left := workers_in(project)) and time.monotonic() < give_up:
+        time.sleep(0.1)
+    assert not left
+
+
+def workers_in(folder: Path) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if "preflight_worker" in words and str(folder) in words:
+            found.append(words)
+    return found
+
+
+def test_the_head_imports_no_torch() -> None:
+    code = "import sys, cellmill.stages.preflight; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_one_preflight_of_a_profile_at_a_time(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = write_profile(nproc_per_node=1)
+    folder = Path("results/preflight/one")
+    folder.mkdir(parents=True)
+    with locked(folder):
+        code, lines, last = preflight(capsys, profile)
+    who = f"process {os.getpid()} on {os.uname().nodename}"
+    assert f"no  job: results/preflight/one: another preflight of this profile is at it ({who})" in lines
+    assert (code, last) == (2, "cellmill preflight: no go: 1 reason")
+
+
+def test_a_cluster_that_has_what_is_asked_for_is_go_and_says_what_it_has(
+    project: Path, commands: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = write_profile(
+        plan={"device": "a100"},
+        **slurm(mem_mb=200_000, cpus_per_task=32, constraint="a100&ib", slurm_account="lab", qos="long"),
+    )
+    code, lines, last = preflight(capsys, profile, "--no-job")
+    assert lines == [
+        "ok  profile: profiles/one/config.yaml: launcher slurm, 2 x 4 processes",
+        "ok  commands: sbatch, srun, squeue, scancel",
+        "ok  accounting: sacct answers",
+        "ok  partition: gpu is up",
+        "ok  time limit: gpu allows 2880 min, asked are 600",
+        "ok  nodes: 3 of the 5 nodes of gpu are up, asked are 2",
+        "ok  GPUs: 2 nodes of gpu have them, asked are 4 x a100 on each of 2",
+        "ok  memory: 2 nodes of gpu have 250000 MB, asked are 200000",
+        "ok  CPUs: 2 nodes of gpu have 32, asked are 32",
+        "ok  constraint: 2 nodes of gpu are a100&ib, asked are 2",
+        "ok  start: SLURM expects 2031-02-03 04:05:06 on n[1-2]",
+        "ok  account: lab is one of yours",
+        "ok  qos: long is one of yours",
+        "ok  run tiny: fits 8 processes: 8 replicas, cells not counted yet",
+        "ok  run wide: fits 8 processes: 2 replicas of 4 shards, cells not counted yet",
+        "ok  genes of sim: 400 of 400 (100.0%) have a human Ensembl id",
+        "?   job: not tried (--no-job): what the nodes are is not known",
+        "go",
+    ]
+    assert (code, last) == (0, "")
+    record = json.loads(Path("results/preflight/one.json").read_text())
+    assert (record["go"], record["machine"]["constraint"]) == (True, "a100&ib")
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"slurm_partition": "gpus"},
+            "no  partition: there is no 'gpus'; set-resources: train: slurm_partition: one of cpu, gpu, new, short",
+        ),
+        (
+            {"slurm_partition": "gpu,gpus"},
+            "no  partition: there is no 'gpus'; set-resources: train: slurm_partition: one of cpu, gpu, new, short",
+        ),
+        ({"slurm_partition": "new"}, "no  partition: new is inact; set-resources: train: slurm_partition: another"),
+        (
+            {"runtime": "3d"},
+            "no  time limit: gpu allows 2880 min, asked are 4320; set-resources: train: runtime: 2880",
+        ),
+        (
+            {"nodes": 4},
+            "no  nodes: 3 of the 5 nodes of gpu are up, asked are 4; set-resources: train: nodes: 3, or another "
+            "slurm_partition",
+        ),
+        (
+            {"nodes": 3},
+            "no  GPUs: nodes of gpu have 2 x a100 and 4 x a100, asked are 4 x a100 on each of 3: 2 nodes have enough; "
+            "set-resources: train: gpus_per_node, or another slurm_partition",
+        ),
+        (
+            {"gpus_per_node": "h100:4"},
+            "no  GPUs: nodes of gpu have 2 x a100 and 4 x a100, asked are 4 x h100 on each of 2: 0 nodes have enough; "
+            "set-resources: train: gpus_per_node, or another slurm_partition",
+        ),
+        (
+            {"gpus_per_node": "", "gres": "gpu:a100:8,nvme:1", "nproc_per_node": 1},
+            "no  GPUs: nodes of gpu have 2 x a100 and 4 x a100, asked are 8 x a100 on each of 2: 0 nodes have enough; "
+            "set-resources: train: gres, or another slurm_partition",
+        ),
+        (
+            {"slurm_partition": "cpu", "nodes": 1},
+            "no  GPUs: cpu has none, asked are 4 x a100 on each of 1: 0 nodes have enough; set-resources: train: "
+            "gpus_per_node, or another slurm_partition",
+        ),
+        (
+            {"mem_mb": 300_000},
+            "no  memory: 2 nodes of gpu have 250000 MB, asked are 300000; set-resources: train: mem_mb: 250000, or 0 "
+            "for all of it",
+        ),
+        (
+            {"cpus_per_task": 64},
+            "no  CPUs: 2 nodes of gpu have 32, asked are 64; set-resources: train: cpus_per_task: 32",
+        ),
+        (
+            {"constraint": "a100&nvlink"},
+            "no  constraint: no node of gpu is 'nvlink': there are a100, ib; set-resources: train: constraint",
+        ),
+        (
+            {"gpus_per_node": 2, "nproc_per_node": 2, "nodes": 3, "constraint": "ib"},
+            "no  constraint: 2 nodes of gpu are ib, asked are 3; set-resources: train: constraint or nodes",
+        ),
+        (
+            {"gpus_per_node": "a100:2"},
+            "no  processes: 4 on each node for 2 GPUs; set-resources: train: nproc_per_node: 2",
+        ),
+        (
+            {"nproc_per_node": 2},
+            "?   processes: 2 on each node leave 2 of 4 GPUs idle; set-resources: train: nproc_per_node: 4",
+        ),
+        (
+            {"gpus_per_node": ""},
+            "?   GPUs: nodes of gpu have 2 x a100 and 4 x a100, and none is asked for; set-resources: train: "
+            "gpus_per_node: a100:4, if the runs are to use them",
+        ),
+        ({"constraint": "[a100|ib]"}, "ok  constraint: gpu has nodes that are a100, ib"),
+        ({"slurm_partition": "", "gpus_per_node": "", "nodes": 1, "nproc_per_node": 4}, "ok  partition: cpu is up"),
+        # one that fits is enough
+        (
+            {"slurm_partition": "short,cpu", "gpus_per_node": "", "nodes": 1},
+            "ok  time limit: cpu allows any time, asked are 600",
+        ),
+        (
+            {"slurm_account": "lba"},
+            "?   account: lba is not one of yours: there are lab, lab2; set-resources: train: slurm_account",
+        ),
+        (
+            {"slurm_account": "lab2", "qos": "long"},
+            "?   qos: long is not one of yours: there are short; set-resources: train: qos",
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_cluster_lacks_is_one_line_with_the_key(
+    project: Path, commands: Callable[..., None], capsys: pytest.CaptureFixture[str], changes: dict[str, Any], line: str
+) -> None:
+    code, lines, last = preflight(capsys, write_profile(plan={"device": "a100"}, **slurm(**changes)), "--no-job")
+    assert line in lines, "\n".join(lines)
+    refusals = [each for each in lines if each.startswith("no ")]
+    assert len(refusals) == int(line.startswith("no ")), "\n".join(lines)
+    assert (code, last) == ((2, "cellmill preflight: no go: 1 reason") if refusals else (0, ""))
+
+
+@pytest.mark.parametrize(
+    ("answers", "changes", "wanted"),
+    [
+        (
+            {"sinfo": ("slurm_load_partitions: Unable to contact slurm controller\n", 1)},
+            {},
+            ["?   partition: not known: sinfo: slurm_load_partitions: Unable to contact slurm controller"],
+        ),
+        ({"sinfo": "Hello\n"}, {}, ["?   partition: not known: sinfo answered 'Hello'"]),
+        (
+            {"sinfo": "n1|gpu|up|soon|idle|32|250000|gpu:4|x\n"},
+            {},
+            ["?   partition: not known: sinfo gives the time limit 'soon'"],
+        ),
+        (
+            {"sinfo": SINFO.replace("cpu*", "cpu")},
+            {"slurm_partition": ""},
+            [
+                "no  partition: there is no default one; set-resources: train: slurm_partition: one of cpu, gpu, new, "
+                "short"
+            ],
+        ),
+        (
+            {
+                "sbatch": (
+                    "sbatch: error: Invalid qos specification\nallocation failure: Invalid qos specification\n",
+                    1,
+                )
+            },
+            {"qos": "gold", "slurm_account": "lab"},
+            [
+                "no  start: sbatch refuses the job: Invalid qos specification allocation failure: Invalid qos "
+                "specification; change set-resources: train",
+                "ok  account: lab is one of yours",
+                "no  qos: gold is not one of yours: there are long, normal; set-resources: train: qos",
+            ],
+        ),
+        (
+            {"sbatch": ("sbatch: error: Batch job submission failed: Unable to contact slurm controller\n", 1)},
+            {},
+            [
+                "?   start: no estimate: sbatch --test-only: error: Batch job submission failed: Unable to contact "
+                "slurm controller"
+            ],
+        ),
+        (
+            {"sacct": ("Slurm accounting storage is disabled\n", 1), "sacctmgr": ("sacctmgr: no\n", 1)},
+            {"slurm_account": "lab"},
+            [
+                "?   accounting: none (sacct: Slurm accounting storage is disabled): the cost of a run comes from its "
+                "own files",
+                "?   account: not known: sacctmgr: no",
+            ],
+        ),
+        (
+            {"sacctmgr": "\n"},
+            {"slurm_account": "lab", "qos": "x"},
+            [
+                "?   account: lab is not one of yours: there are none; set-resources: train: slurm_account",
+                "?   qos: x is not one of yours: there are none; set-resources: train: qos",
+            ],
+        ),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_an_answer_that_says_nothing_is_a_doubt_and_a_refusal_is_given_word_for_word(
+    project: Path,
+    commands: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    answers: dict[str, Any],
+    changes: dict[str, Any],
+    wanted: list[str],
+) -> None:
+    commands(**answers)
+    code, lines, _ = preflight(capsys, write_profile(plan={"device": "a100"}, **slurm(**changes)), "--no-job")
+    for line in wanted:
+        assert line in lines, "\n".join(lines)
+    refusals = [line for line in lines if line.startswith("no ")]
+    assert refusals == [line for line in wanted if line.startswith("no ")]
+    assert code == (2 if refusals else 0)
+
+
+def test_commands_that_are_missing_are_named_and_the_configuration_is_judged_all_the_same(
+    project: Path, commands: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("sbatch", "scancel"):
+        (project / "bin" / name).unlink()
+    code, lines, last = preflight(
+        capsys, write_profile(plan={"device": "a100"}, **slurm(nproc_per_node=5, gpus_per_node="a100:5"))
+    )
+    misfit = (
+        "stream.lanes 48 is not a multiple of 10 processes: use 8 of them (the profile), or stream.lanes 10 with "
+        "train.global_batch 50; set-resources: train: nodes, nproc_per_node"
+    )
+    assert lines == [
+        "ok  profile: profiles/one/config.yaml: launcher slurm, 2 x 5 processes",
+        "no  commands: sbatch, scancel are not on PATH; run this on a login node of the cluster, or set-resources: "
+        "train: launcher: local or allocation",
+        f"no  run tiny: {misfit}",
+        f"no  run wide: {misfit}",
+        "ok  genes of sim: 400 of 400 (100.0%) have a human Ensembl id",
+        "?   job: not tried: the profile has to change first",
+    ]
+    assert (code, last) == (2, "cellmill preflight: no go: 3 reasons")
+    assert json.loads(Path("results/preflight/one.json").read_text())["go"] is False
+
+
+def test_every_number_of_nodes_of_a_range_must_fit(
+    project: Path, commands: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = slurm(nodes="'2-3'", gpus_per_node="", nproc_per_node=3)
+    code, lines, _ = preflight(capsys, write_profile(plan={"device": "a100"}, **machine), "--no-job")
+    assert "ok  nodes: 3 of the 5 nodes of gpu are up, asked are 2-3" in lines
+    assert [line for line in lines if line.startswith("no  run tiny: stream.lanes 48 is not a multiple of 9 processes")]
+    assert code == 2
+
+
+def test_an_allocation_must_be_there_and_large_enough(
+    project: Path,
+    commands: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    profile = write_profile(launcher="allocation", nodes=4, nproc_per_node=2)
+    wanted = {
+        None: "no  launcher: allocation: this is not inside a SLURM job; use salloc or sbatch, or set-resources: "
+        "train: launcher: slurm",
+        "2": "no  launcher: allocation: job 5 has 2 nodes, asked are 4; set-resources: train: nodes: 2, or a larger "
+        "job",
+        "4": "ok  launcher: allocation: job 5 has 4 nodes, asked are 4",
+    }
+    for nodes, line in wanted.items():
+        if nodes is not None:
+            monkeypatch.setenv("SLURM_JOB_ID", "5")
+            monkeypatch.setenv("SLURM_JOB_NUM_NODES", nodes)
+        code, lines, _ = preflight(capsys, profile, "--no-job")
+        assert line in lines
+        assert code == (0 if line.startswith("ok") else 2)
+
+
+def test_a_profile_that_is_no_machine_is_the_only_reason(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines, last = preflight(capsys, write_profile(partition="gpu"))
+    assert lines == [
+        "no  profile: profiles/one/config.yaml: set-resources: train: unknown key 'partition'; did you mean "
+        "'slurm_partition'?"
+    ]
+    assert (code, last) == (2, "cellmill preflight: no go: 1 reason")
+    code, lines, last = preflight(capsys, write_profile(plan={"device": "a1000"}))
+    assert lines[0].startswith("no  profile: no device is called 'a1000'; there are: cpu, ")
+
+
+def test_a_plan_of_another_machine_and_a_name_that_snakemake_does_not_find_are_told(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_profile(plan={"nodes": 2}, nproc_per_node=2)
+    Path("profiles/one/config.yaml").write_text(
+        "default-resources: {slurm_partition: cpu}\nset-resources: {plan: {nodes: 2}, train: {nproc_per_node: 2}}\n"
+    )
+    code, lines, last = preflight(capsys, "one", "--no-job")
+    assert lines[1:5] == [
+        "?   profile's name: snakemake --profile one does not find it; `cellmill profiles install` links it, or give "
+        "profiles/one",
+        "?   default-resources: slurm_partition does not reach a training, whose rule has its own; write it under "
+        "set-resources: train too",
+        "no  plan's nodes: 2, a training has 1; set-resources: plan: nodes: 1",
+        "no  plan's nproc_per_node: 1, a training has 2; set-resources: plan: nproc_per_node: 2",
+    ]
+    assert (code, last) == (2, "cellmill preflight: no go: 2 reasons")
+    other = project / "home" / "snakemake" / "one" / "config.yaml"
+    other.parent.mkdir(parents=True)
+    other.write_text("cores: 1\n")
+    _, lines, _ = preflight(capsys, "one", "--no-job")
+    assert lines[1] == f"?   profile's name: snakemake --profile one reads {other}; give profiles/one"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--profile", "none"], "cellmill preflight: no profile is called 'none': none of profiles/none, none, "),
+        (["--profile", "one", "--wait-min", "0"], "cellmill preflight: --wait-min 0: a number of minutes above 0 is"),
+        (["--profile", "one", "--wait-min", "nan"], "cellmill preflight: --wait-min nan: a number of minutes above 0"),
+    ],
+)
+def test_what_cannot_be_begun_is_one_line(
+    project: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    write_profile()
+    assert main(["preflight", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(message)
+    assert error.count("\n") == 1
+
+
+def test_a_configuration_that_is_wrong_is_a_reason(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "config.yaml").write_text(CONFIG.replace("lanes", "lane"))
+    code, lines, _ = preflight(capsys, write_profile(), "--no-job")
+    assert "no  configuration: config.yaml: stream: unknown key 'lane'; did you mean 'lanes'?" in lines
+    assert code == 2
+
+
+def test_genes_are_counted_without_reading_a_count(
+    project: Path, make_h5ad: Callable[..., Path], counts: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mouse = make_h5ad(counts, "mouse.h5ad", genes=["Actb", "Gapdh", *(f"nothing{j}" for j in range(35))])
+    odd = make_h5ad(counts, "odd.h5ad", genes=["ACTB", "GAPDH", "CD4", *(f"nothing{j}" for j in range(34))])
+    table = f"dataset\tpath\nsim\tnone.h5ad\nmouse\t{mouse}\nodd\t{odd}\n"
+    (project / "datasets.tsv").write_text(table)
+    (project / "config.yaml").write_text(CONFIG + "evaluate: {datasets: [odd]}\nembed: {min_coverage_frac: 0.9}\n")
+    code, lines, _ = preflight(capsys, write_profile(), "--no-job")
+    genes = [line for line in lines if "genes of" in line]
+    assert genes == [
+        "?   genes of sim: none.h5ad is not there yet",
+        f"no  genes of mouse: {mouse}: 0 of 37 genes (0.0%) map to a human Ensembl id, preprocess.min_coverage_frac is "
+        "0.5; 5.4% map as mouse: set preprocess.organism to mouse",
+        f"no  genes of odd: {odd}: 3 of 37 genes (8.1%) map to a human Ensembl id, preprocess.min_coverage_frac is "
+        "0.5; unknown are 'nothing0', 'nothing1', 'nothing2': name genes by Ensembl id or symbol, or lower the "
+        "threshold",
+    ]
+    assert code == 2
+    # a vocabulary that has two of the genes and one that they lack
+    folder = project / "results" / "corpora" / "sim"
+    folder.mkdir(parents=True)
+    rows = ["<pad>\t\t0\t0", "<mask>\t\t0\t0", "ENSG00000010610\tCD4\t5\t1.0", "ENSG00000075624\tACTB\t5\t1.0"]
+    rows += ["ENSG00000999999\tX\t5\t1.0"]
+    header = "token_id\tgene_id\tsymbol\tn_cells\tmedian\n"
+    text = header + "".join(f"{token}\t{row}\n" for token, row in enumerate(rows))
+    (folder / "vocabulary.tsv").write_text(text)
+    (project / "datasets.tsv").write_text(f"dataset\tpath\nodd\t{odd}\n")
+    loose = CONFIG.replace("min_genes: 5", "min_genes: 5, min_coverage_frac: 0.05")
+    for threshold, start in ((0.9, "?   "), (0.6, "ok  ")):
+        (project / "config.yaml").write_text(loose + f"embed: {{min_coverage_frac: {threshold}}}\n")
+        code, lines, _ = preflight(capsys, write_profile(), "--no-job")
+        line = next(line for line in lines if "genes of" in line)
+        figure = "genes of odd: 3 of 37 (8.1%) have a human Ensembl id; of the vocabulary's 3 genes it has 2 (66.7%)"
+        doubt = ", a smaller fraction than embed.min_coverage_frac 0.9, which is of counts, and judged when cells "
+        doubt += "are embedded"
+        assert line == start + figure + (doubt if threshold == 0.9 else "")
+        assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("machine", "request_"),
+    [
+        ({}, ("", 0)),
+        ({"gpus_per_node": 4}, ("", 4)),
+        ({"gpus_per_node": "h100:4"}, ("h100", 4)),
+        ({"gres": "gpu:h100:4"}, ("h100", 4)),
+        ({"gres": "gpu:4"}, ("", 4)),
+        ({"gres": "gpu"}, ("", 1)),
+        ({"gres": "gpu:h100"}, ("h100", 1)),
+        ({"gres": "nvme:2,gpu:h100:8(S:0-1)"}, ("h100", 8)),
+        ({"gres": "nvme:2"}, ("", 0)),
+    ],
+    ids=str,
+)
+def test_gpus_asked_for_are_read_in_every_form(machine: dict[str, Any], request_: tuple[str, int]) -> None:
+    assert gpu_request(Machine(**machine)) == request_
+
+
+def node(host: str = "n1", **changes: Any) -> dict[str, Any]:
+    """What a node says of itself."""
+    facts = {
+        "host": host,
+        "python": "3.11.7",
+        "cellmill": "0.1.0",
+        "torch": "2.13.0",
+        "cuda": "12.8",
+        "nccl": "2.27.5",
+        "driver": "570.1",
+        "gpus": ["NVIDIA A100-SXM4-80GB"] * 4,
+        "interfaces": ["eth0", "ib0", "lo"],
+        "written_bytes": 64 << 20,
+        "write_s": 0.0671088640,
+        "write_error": None,
+        "token": "t",
+        "head_time": 1000.0,
+        "time": 1000.5,
+    }
+    return facts | changes
+
+
+def text(checks: Check | Any) -> list[str]:
+    return [str(check) for check in ([checks] if isinstance(checks, Check) else checks)]
+
+
+def test_versions_that_differ_are_named_with_their_nodes() -> None:
+    nodes = [node("n1"), node("n2"), node("n3", torch="2.12.1", nccl=None)]
+    remedy = "set-resources: train: modules or container, or sbatch_options: exclude=n3"
+    assert text(judge_version("torch", nodes, None)) == [f"no  torch: 2.13.0 on n1, n2; 2.12.1 on n3; {remedy}"]
+    assert text(judge_version("nccl", nodes, None)) == [f"no  NCCL: 2.27.5 on n1, n2; none on n3; {remedy}"]
+    assert text(judge_version("cuda", nodes, None)) == ["ok  CUDA: 12.8 on n1, n2, n3"]
+    assert text(judge_version("cuda", [node(cuda=None)], None)) == []
+    assert text(judge_version("driver", [node(f"n{i}") for i in range(9)], None)) == ["ok  driver: 570.1 on 9 nodes"]
+
+
+def test_cellmill_must_be_this_one_and_python_of_the_same_minor() -> None:
+    nodes = [node()]
+    remedy = "set-resources: train: modules or container; or this environment"
+    assert text(judge_version("cellmill", nodes, "0.1.1")) == [f"no  cellmill: 0.1.0 on n1, 0.1.1 here; {remedy}"]
+    assert text(judge_version("python", nodes, "3.11.9")) == ["ok  python: 3.11.7 on n1, 3.11.9 here"]
+    assert text(judge_version("python", nodes, "3.12.7")) == [f"no  python: 3.11.7 on n1, 3.12.7 here; {remedy}"]
+
+
+def test_gpus_are_counted_and_compared_with_the_plan() -> None:
+    machine = Machine(nproc_per_node=4, gpus_per_node="4")
+    nodes = [node("n1"), node("n2")]
+    assert text(judge_gpus(machine, "a100", nodes)) == ["ok  GPUs: 4 x NVIDIA A100-SXM4-80GB on n1, n2"]
+    assert text(judge_gpus(machine, "h100", nodes)) == [
+        "?   GPUs: 4 x NVIDIA A100-SXM4-80GB on n1, n2, and the plan is made for h100; set-resources: plan: device"
+    ]
+    assert text(judge_gpus(machine, "a100", [node("n1"), node("n2", gpus=["NVIDIA H100"] * 4)])) == [
+        "?   GPUs: 4 x NVIDIA A100-SXM4-80GB and NVIDIA H100 on n1, n2: the slowest sets the pace; set-resources: "
+        "train: constraint or gpus_per_node: one type"
+    ]
+    assert text(judge_gpus(machine, "a100", [node("n1"), node("n2", gpus=["NVIDIA A100"])])) == [
+        "no  GPUs: n2 shows 1 to 4 processes; set-resources: train: gpus_per_node: 4, or nproc_per_node: 1"
+    ]
+    assert text(judge_gpus(machine, "a100", [node(gpus=[], cuda=None, torch="2.13.0+cpu")])) == [
+        "no  GPUs: torch 2.13.0+cpu on n1 is built without CUDA; install a build with it, or set-resources: train: "
+        "modules or container with one"
+    ]
+    assert text(judge_gpus(Machine(), "cpu", [node(gpus=[])])) == [
+        "ok  GPUs: none asked for and none there: processes compute on CPU cores"
+    ]
+
+
+def test_a_folder_that_is_not_shared_names_the_nodes(tmp_path: Path) -> None:
+    assert text(judge_folder([node("n1"), node("n2", token=None)], "t")) == [
+        "no  shared folder: n2 did not see what this machine had written and fsynced; work in a folder that every node "
+        "mounts, or set-resources: train: sbatch_options: exclude=n2"
+    ]
+    assert text(judge_folder([node("n1"), node("n2")], "t")) == [
+        "ok  shared folder: n1, n2 read what this machine wrote, and it what they wrote"
+    ]
+
+
+def test_write_speed_is_that_of_the_slowest_node() -> None:
+    assert text(judge_disk([node("n1"), node("n2", write_s=0.134217728)])) == [
+        "ok  write speed: 500 MB/s with fsync on n2, the slowest"
+    ]
+    assert text(judge_disk([node(write_s=6.7108864)])) == [
+        "?   write speed: 10 MB/s with fsync on n1: checkpoints take long; work in a faster folder"
+    ]
+    assert text(judge_disk([node(write_s=None, write_error="No space left on device")])) == [
+        "no  write speed: n1 cannot write 64 MB here: No space left on device; make room, or work in another folder"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("time_", "line"),
+    [
+        (1000.5, "ok  clock: n1, n2 within 1.0 s of this machine"),
+        (
+            1064.5,
+            "?   clock: n2 is at least 63.0 s ahead of this machine, and Snakemake compares times of files; have it "
+            "set, or set-resources: train: sbatch_options: exclude=n2",
+        ),
+        (
+            995.5,
+            "?   clock: n2 is at least 4.5 s behind this machine, and Snakemake compares times of files; have it set, "
+            "or set-resources: train: sbatch_options: exclude=n2",
+        ),
+    ],
+)
+def test_a_clock_is_told_to_be_wrong_only_where_that_is_certain(time_: float, line: str) -> None:
+    seen = {node_file(0): 1001.5, node_file(1): 1001.5}
+    assert text(judge_clocks([node("n1"), node("n2", time=time_)], seen)) == [line]
+
+
+def test_an_interface_that_a_node_lacks_is_named() -> None:
+    nodes = [node("n1"), node("n2", interfaces=["eth0", "lo"])]
+    for fine in ("", "eth0", "eth", "=eth0", "ib1,eth0", "^lo"):
+        assert text(judge_interface(fine, nodes)) == []
+    assert text(judge_interface("ib0", nodes)) == [
+        "no  interface: n2 has no ib0: there are eth0, lo; set-resources: train: interface"
+    ]
+
+
+def allreduce(**changes: Any) -> dict[str, Any]:
+    inside = [{"host": "n1", "bus_gb_per_s": 231.2}, {"host": "n2", "bus_gb_per_s": 229.96}]
+    found = {"backend": "nccl", "bytes": 256 << 20, "inside": inside, "between": 21.337}
+    return found | {"interfaces": {"n1": "mlx5_0", "n2": "mlx5_0"}} | changes
+
+
+def test_bandwidth_is_told_with_what_carried_it() -> None:
+    nodes = [node("n1"), node("n2")]
+    assert text(judge_allreduce("", nodes, allreduce())) == [
+        "ok  all-reduce in a node: 230 GB/s bus bandwidth on n2, the slowest, 256 MB by nccl",
+        "ok  all-reduce between nodes: 21.3 GB/s bus bandwidth over mlx5_0, 256 MB by nccl",
+    ]
+    slow = allreduce(between=1.1, interfaces={"n1": "eth0", "n2": "eth0"})
+    assert text(judge_allreduce("", nodes, slow))[1] == (
+        "?   all-reduce between nodes: 1.1 GB/s bus bandwidth over eth0, 256 MB by nccl, though there is ib0; "
+        "set-resources: train: interface: ib0"
+    )
+    assert text(judge_allreduce("ib0", nodes, slow))[1] == (
+        "?   all-reduce between nodes: 1.1 GB/s bus bandwidth over eth0, 256 MB by nccl: slow for GPUs; set-resources: "
+        "train: interface: that of the fast network"
+    )
+    one = allreduce(inside=[{"host": "n1", "bus_gb_per_s": None}], between=None, interfaces={"n1": None})
+    assert text(judge_allreduce("", nodes, one)) == ["ok  all-reduce: nothing to measure for one process; nccl works"]
+
+
+def test_what_carried_the_bytes_to_other_nodes_is_not_what_processes_of_one_node_used() -> None:
+    assert busiest({"lo": 900, "eth0": 300, "ib0": 20}, 100) == "eth0"
+    assert busiest({"lo": 900, "eth0": 30}, 100) == "lo", "all nodes are this machine"
+    assert busiest({"lo": 9, "eth0": 30, "mlx5_0": 700, "mlx5_1": 700}, 100) == "mlx5_0"
+    assert busiest({"lo": 9, "eth0": 30}, 100) is None
+    assert busiest({}, 100) is None
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
+    # all_reduce_perf prints busbw = algbw * 2(n-1)/n; 2^30 bytes in 8 ms over 8 are 134.2 and 234.9 GB/s
+    assert bus_gb_per_s(1 << 30, 0.008, 8) == pytest.approx(134.217728 * 1.75)
+    assert bus_gb_per_s(1_000_000_000, 1.0, 2) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("end", "hosts", "whole", "line"),
+    [
+        (
+            {"state": "COMPLETED", "queued_s": 4.4},
+            ["n1", "n2"],
+            True,
+            "ok  job: job 7 ran on n[1-2] after 4 s in the queue",
+        ),
+        (
+            {"state": "FAILED"},
+            ["n1"],
+            False,
+            "no  shared folder: n2 left nothing here (log: FOLDER/log); work in a folder that every node mounts, or "
+            "set-resources: train: sbatch_options: exclude=n2",
+        ),
+        (
+            {"state": "LAUNCH_FAILED", "lost": ("0-1", "Slurmd could not connect IO")},
+            [],
+            False,
+            "no  shared folder: n1,n2 could not start: Slurmd could not connect IO (log: FOLDER/log); work in a folder "
+            "that every node mounts, or set-resources: train: sbatch_options: exclude=n1,n2",
+        ),
+        (
+            {"state": "FAILED"},
+            [],
+            False,
+            "no  job: job 7 ended with FAILED on n[1-2] before any process wrote a word: No module named 'torch' (log: "
+            "FOLDER/log); work in a folder that the nodes mount; set-resources: train: modules, container or mem_mb "
+            "may be wrong",
+        ),
+        (
+            {"state": "TIMEOUT"},
+            ["n1", "n2"],
+            False,
+            "no  job: job 7 ended with TIMEOUT on n[1-2] before its processes had met (log: FOLDER/log); "
+            "set-resources: train: interface: one that connects the nodes",
+        ),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_job_that_failed_says_how_far_it_came(
+    tmp_path: Path, commands: Callable[..., None], end: dict[str, Any], hosts: list[str], whole: bool, line: str
+) -> None:
+    commands(scontrol="n1\nn2\n")
+    (tmp_path / "log").write_text("srun: n1\nNo module named 'torch'\n\n")
+    ended = End(path=tmp_path, job_id="7", nodes="n[1-2]", log=tmp_path / "log", **end)
+    assert text(judge_end(ended, hosts, whole)) == [line.replace("FOLDER", str(tmp_path))]
+
+
+def test_what_a_process_said_of_its_end_is_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "error.txt").write_text("rank 3 on n1: RuntimeError: no\n")
+    ended = End(path=tmp_path, state="FAILED")
+    assert text(judge_end(ended, ["n1"], False)) == [
+        "no  job: rank 3 on n1: RuntimeError: no; set-resources: train: interface, modules or container may be wrong"
+    ]

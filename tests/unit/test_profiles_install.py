@@ -1,0 +1,61 @@
+"""`cellmill profiles install`, and Snakemake finding by name what it linked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cellmill.cli import main
+
+NAMES = ["local", "slurm", "slurm-a100", "slurm-h100"]
+
+
+def install(root: Path) -> int:
+    return main(["profiles", "install", "--from", str(root / "profiles")])
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    return tmp_path / ".config" / "snakemake"
+
+
+def test_snakemake_finds_a_linked_profile_by_its_name(root: Path, home: Path, tmp_path: Path) -> None:
+    assert install(root) == 0
+    assert sorted(path.name for path in home.iterdir()) == NAMES
+    code = "import sys; from snakemake.cli import get_profile_dir; print(get_profile_dir('slurm')[1])"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ.copy(), capture_output=True, text=True, check=True
+    )
+    assert Path(found.stdout.strip()).resolve() == root / "profiles" / "slurm" / "config.yaml"
+
+
+def test_installing_again_changes_nothing(root: Path, home: Path) -> None:
+    assert (install(root), install(root)) == (0, 0)
+    assert sorted(path.name for path in home.iterdir()) == NAMES
+
+
+@pytest.mark.parametrize("kind", ["folder", "another link", "dangling link"])
+def test_what_is_there_and_not_ours_is_left_alone(
+    root: Path, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    home.mkdir(parents=True)
+    if kind == "folder":
+        (home / "slurm").mkdir()
+    else:
+        (home / "slurm").symlink_to(tmp_path if kind == "another link" else tmp_path / "nowhere")
+    assert install(root) == 2
+    assert capsys.readouterr().err.startswith(f"cellmill profiles: {home / 'slurm'}: is there already and ")
+    assert [path.name for path in home.iterdir()] == ["slurm"], "others were linked before the refusal"
+
+
+def test_without_profiles_it_says_where_to_stand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profiles", "install", "--from", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"cellmill profiles: {tmp_path}: has no profiles; run this at the root of a checkout, or say --from FOLDER\n"
+    )

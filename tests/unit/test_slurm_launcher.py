@@ -1,0 +1,260 @@
+"""The launcher against a queue that answers what is scripted: refusals, silence, nonsense, jobs that vanish."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cellmill.config.machine import Machine
+from cellmill.errors import Stopped, UserError
+from cellmill.launch import queue as queue_module
+from cellmill.launch.job import Job
+from cellmill.launch.slurm import RunFiles, SlurmLauncher
+
+SUBMITTED = [0, "Submitted batch job 7\n", ""]
+NONE: list[Any] = [0, "", ""]
+
+
+def listed(state: str, reason: str = "None", job: int = 7) -> list[Any]:
+    return [0, f"{job}|{state}|{reason}|node1|{{name}}\n", ""]
+
+
+class Scripted:
+    """A launcher, a scripted SLURM, and the files of a run that end as told."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **machine: Any) -> None:
+        self.fake, self.train = folder / "fake", folder / "runs" / "a" / "train"
+        (self.fake / "bin").mkdir(parents=True)
+        self.train.mkdir(parents=True)
+        for name in ("sbatch", "squeue", "sacct", "scancel", "srun"):
+            shutil.copy(Path(__file__).parent / "fake_slurm.py", self.fake / "bin" / name)
+            (self.fake / "bin" / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{self.fake / 'bin'}:/usr/bin:/bin")
+        monkeypatch.setenv("FAKE_SLURM", str(self.fake))
+        monkeypatch.setattr("tempfile.tempdir", str(folder))  # the shared answer of one test is not another's
+        self.machine = Machine(launcher="slurm", poll_s=0.05, **machine)
+        self.states = ["running"]
+        self.steps = [0]
+
+    def answers(self, **answers: list[list[Any]]) -> None:
+        (self.fake / "answers.json").write_text(
+            json.dumps({"sacct": [[1, "", "Slurm accounting storage is disabled"]], **answers})
+        )
+
+    def run(self) -> None:
+        files = RunFiles(lambda: self._next(self.states), lambda: self._next(self.steps))
+        SlurmLauncher(self.train, self.machine, files).run(lambda folder: Job("some.module", [str(folder)], 1, 1))
+
+    def calls(self, program: str) -> list[str]:
+        return [line for line in (self.fake / "calls").read_text().splitlines() if line.startswith(program)]
+
+    @staticmethod
+    def _next(values: list[Any]) -> Any:
+        return values.pop(0) if len(values) > 1 else values[0]
+
+
+@pytest.fixture
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scripted:
+    return Scripted(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Batch job submission failed: Invalid account or account/partition combination specified",
+        "Batch job submission failed: Requested node configuration is not available",
+        "Batch job submission failed: Job violates accounting/QOS policy (job submit limit)",
+    ],
+)
+def test_a_rejected_job_is_said_in_sbatch_s_words_and_tried_once(scripted: Scripted, said: str) -> None:
+    scripted.answers(squeue=[NONE], sbatch=[[1, "", f"sbatch: error: {said}\n"]])
+    with pytest.raises(
+        UserError, match=re.escape(f"sbatch refused the job: {said}; what is asked for is in the profile")
+    ):
+        scripted.run()
+    assert len(scripted.calls("sbatch")) == 1
+    assert list((scripted.train / "jobs").iterdir()) == []
+
+
+def test_a_held_job_is_waited_for_and_says_how_it_is_released(
+    scripted: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = listed("PENDING", "JobHeldUser")
+    scripted.answers(squeue=[NONE, NONE, held, held, listed("RUNNING"), listed("COMPLETED")], sbatch=[SUBMITTED])
+    scripted.states = ["done"]
+    scripted.run()
+    printed = capsys.readouterr().out
+    assert "job 7: PENDING (JobHeldUser): held: `scontrol release 7` lets it go on\n" in printed
+    assert printed.count("JobHeldUser") == 1
+    assert printed.endswith("job 7: RUNNING on node1\njob 7: COMPLETED\n")
+
+
+def test_a_job_that_vanishes_is_followed_by_another_when_the_files_say_that_it_is_not_done(
+    scripted: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = [0, "Submitted batch job 8\n", ""]
+    scripted.answers(
+        squeue=[NONE, NONE, listed("RUNNING"), NONE, NONE, NONE, NONE, NONE, listed("COMPLETED", job=8)],
+        sbatch=[SUBMITTED, again],
+    )
+    scripted.states, scripted.steps = ["running", "done"], [0, 5]
+    scripted.run()
+    printed = capsys.readouterr().out
+    assert "job 7 ended with GONE; going on from step 5 with another job\n" in printed
+    assert len(scripted.calls("sbatch")) == 2
+
+
+def test_jobs_that_vanish_again_and_again_are_given_up(scripted: Scripted) -> None:
+    scripted.answers(squeue=[NONE], sbatch=[SUBMITTED])
+    with pytest.raises(
+        UserError, match=r"^3 jobs in a row ended without a new checkpoint; job 7 ended with GONE; where"
+    ):
+        scripted.run()
+    assert len(scripted.calls("sbatch")) == 3
+
+
+def test_accounting_is_asked_when_the_queue_has_forgotten_a_job(scripted: Scripted) -> None:
+    scripted.answers(squeue=[NONE], sbatch=[SUBMITTED], sacct=[[0, "CANCELLED by 0\n", ""]])
+    with pytest.raises(Stopped, match="job 7 was cancelled by somebody else; run the same command to go on"):
+        scripted.run()
+
+
+@pytest.mark.parametrize(
+    ("nonsense", "shown"),
+    [
+        ([1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"], "squeue: slurm_load"),
+        ([0, "<html>504 Gateway Time-out</html>\n", ""], "squeue answered '<html>504"),
+        ([0, "7|FLYING|None|node1|{name}\n", ""], "squeue answered '7|FLYING|None"),
+        ([{"sleep": 3}, "", ""], "squeue: no answer within 1 s"),
+    ],
+)
+def test_silence_and_nonsense_are_waited_out_and_never_taken_for_an_end(
+    scripted: Scripted,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    nonsense: list[Any],
+    shown: str,
+) -> None:
+    monkeypatch.setattr(queue_module, "ANSWER_WITHIN_S", 1)
+    first = [] if isinstance(nonsense[0], dict) else [nonsense]
+    scripted.answers(
+        squeue=[*first, NONE, listed("RUNNING"), nonsense, nonsense, listed("RUNNING"), listed("COMPLETED")],
+        sbatch=[SUBMITTED],
+    )
+    scripted.states = ["done"]
+    scripted.run()
+    printed = capsys.readouterr().out
+    assert f"warning: no usable answer from the queue ({shown}" in printed
+    assert "the queue answers again\n" in printed
+    assert len(scripted.calls("sbatch")) == 1
+
+
+def test_sbatch_that_does_not_answer_is_tried_again_but_not_when_the_job_is_there(
+    scripted: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = [1, "", "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation\n"]
+    scripted.answers(
+        squeue=[NONE, NONE, listed("RUNNING"), listed("RUNNING"), listed("COMPLETED")],
+        sbatch=[lost, [0, "what?\n", ""], SUBMITTED],
+    )
+    scripted.states = ["done"]
+    scripted.run()
+    printed = capsys.readouterr().out
+    assert len(scripted.calls("sbatch")) == 2, "the second answer was lost, the job was not"
+    assert "Socket timed out on send/recv operation; trying again\n" in printed
+    assert "job 7 was submitted and not recorded: adopted by its name\n" in printed
+
+
+def test_the_batch_script_asks_for_what_the_profile_says_and_quotes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted = Scripted(
+        tmp_path / "it's a folder",
+        monkeypatch,
+        nodes="2-4",
+        nproc_per_node=8,
+        slurm_partition="gpu,gpu-long",
+        slurm_account="lab_7",
+        qos="high",
+        constraint="nvlink&ib",
+        reservation="workshop",
+        gpus_per_node="h100:8",
+        runtime=90,
+        mem_mb=0,
+        modules="cuda/12.4 nccl",
+        sbatch_options="exclude=node7 exclusive",
+        save_within_s=300,
+    )
+    scripted.answers(squeue=[NONE, NONE, listed("COMPLETED")], sbatch=[SUBMITTED])
+    scripted.states = ["done"]
+    scripted.run()
+    folder = str(scripted.train / "jobs" / "001").replace("'", "'\"'\"'")
+    script = (scripted.fake / "script.sh").read_text()
+    name = (scripted.fake / "name").read_text()
+    assert re.fullmatch(r"cellmill-a-[0-9a-f]{12}\.001", name)
+    python = re.search(r"(\S+) -u -m submitit", script)
+    assert python
+    assert (
+        script
+        == f"""#!/bin/bash
+
+# Parameters
+#SBATCH --account=lab_7
+#SBATCH --constraint='nvlink&ib'
+#SBATCH --cpus-per-task=16
+#SBATCH --exclude=node7
+#SBATCH --exclusive
+#SBATCH --gpus-per-node=h100:8
+#SBATCH --job-name={name}
+#SBATCH --mem=0
+#SBATCH --nodes=2-4
+#SBATCH --open-mode=append
+#SBATCH --output='{folder}/%j_0_log.out'
+#SBATCH --partition=gpu,gpu-long
+#SBATCH --qos=high
+#SBATCH --requeue
+#SBATCH --reservation=workshop
+#SBATCH --signal=USR2@300
+#SBATCH --time=90
+
+# setup
+module load cuda/12.4 nccl
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --unbuffered --output '{folder}/%j_%t_log.out' --ntasks-per-node=1 --cpus-per-task=16 --kill-on-bad-exit=1 \
+{python[1]} -u -m submitit.core._submit '{folder}'
+"""
+    )
+    for path in (scripted.train / "jobs", scripted.train / "jobs" / "001"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+def test_without_slurm_the_launcher_says_where_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = Scripted(tmp_path, monkeypatch)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(
+        UserError, match=r"^sbatch is not on PATH: run this on a login node of the cluster, or set launcher"
+    ):
+        scripted.run()
+
+
+def test_a_folder_whose_name_slurm_would_change_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = Scripted(tmp_path / "100%jobs", monkeypatch)
+    scripted.answers(squeue=[NONE])
+    with pytest.raises(UserError, match=r"SLURM gives % and .+ a meaning of its own; use a folder without them"):
+        scripted.run()
+
+
+def test_many_launchers_share_one_look_at_the_queue(scripted: Scripted) -> None:
+    scripted.answers(squeue=[listed("RUNNING")])
+    (scripted.fake / "name").write_text("cellmill-a-0.001")
+    queues = [queue_module.Queue(poll_s=60) for _ in range(50)]
+    assert {queue.state("7").name for queue in queues} == {"RUNNING"}
+    assert len(scripted.calls("squeue")) == 1

@@ -1,0 +1,266 @@
+"""The table of runs: what each state is said from, and that it needs neither SLURM nor whole files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cellmill.cli import main
+from cellmill.launch.jobs import JobRecord, Jobs
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from cellmill.train.folder import TrainFolder
+with TrainFolder(Path(sys.argv[1])).locked(follows=len(sys.argv) > 2):
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty results folder; PATH has only tmp_path/bin, and SLURM's answers are kept in tmp_path."""
+    for name in ("bin", "tmp", "results/runs"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    return tmp_path / "results"
+
+
+@pytest.fixture
+def holders() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that hold a lock, ended with the test."""
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def hold(train: Path, holders: list[subprocess.Popen[str]], follows: bool = False) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", HOLD, str(train), *(["follows"] if follows else [])]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    holders.append(process)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "locked\n"
+    return process
+
+
+def command(results: Path, name: str, script: str) -> None:
+    """A SLURM command that does this."""
+    path = results.parent / "bin" / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def squeue(results: Path, *lines: str) -> None:
+    text = "".join(f"{line}\n" for line in lines)
+    command(results, "squeue", f"/bin/cat <<'END'\n{text}END")
+
+
+def run_of(results: Path, name: str, **files: Any) -> Path:
+    """The training folder of a run with these JSON files."""
+    train = results / "runs" / name / "train"
+    train.mkdir(parents=True)
+    for file, value in files.items():
+        (train / f"{file}.json").write_text(json.dumps(value))
+    return train
+
+
+def curve(train: Path, *lines: dict[str, Any], age_s: float = 125) -> None:
+    path = train / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    os.utime(path, (time.time() - age_s, time.time() - age_s))
+
+
+def job(train: Path, number: int = 1, **changes: Any) -> JobRecord:
+    """A submission; its name is the one SLURM is asked for."""
+    folder = train / "jobs" / f"{number:03}"
+    folder.mkdir(parents=True)
+    value: dict[str, Any] = {
+        "path": folder,
+        "job_id": str(40 + number),
+        "name": f"{Jobs(train).name}.{number:03}",
+        "submitted_at": time.time() - 300,
+        "nodes": "2",
+        "nproc_per_node": 4,
+        "gpus_per_node": 4,
+        "cpus_per_node": 8,
+        "slurm_partition": "gpu",
+        "runtime": 60,
+        "state": "PENDING",
+    }
+    return JobRecord(**(value | changes)).write()
+
+
+def checkpoint(train: Path, step: int) -> None:
+    path = train / "checkpoints" / f"step-{step:08}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text("{}")
+    (path / "state.json").write_text(json.dumps({"steps": 600, "progress": {"step": step, "cells": 64 * step}}))
+
+
+RUNNING = {"state": "running", "step": 100, "steps": 600, "cells": 6400}
+
+
+def status(results: Path, capsys: pytest.CaptureFixture[str], *runs: str) -> str:
+    assert main(["status", *runs, "--results", str(results)]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_table_says_where_each_run_stands(
+    results: Path, holders: list[subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (results / "runs" / "a-new" / "train").mkdir(parents=True)
+    done = run_of(results, "b-done", status={"state": "done"}, state=RUNNING | {"state": "done", "step": 600})
+    curve(done, {"step": 600, "loss": 0.51234}, age_s=7300)
+    here = run_of(results, "c-here", state=RUNNING)
+    curve(here, *({"step": s, "loss": 1 / s, "cells_per_s": 32.0} for s in range(200, 241, 10)), {"step": 240})
+    checkpoint(here, 200)
+    hold(here, holders)
+    killed = run_of(results, "d-killed", state=RUNNING)
+    curve(killed, {"step": 130, "loss": 0.25, "cells_per_s": 32.0})
+    broken = {"started_at": time.time() - 60, "ended_at": time.time(), "how": "FAILED"}
+    run_of(results, "e-broken", local=[broken], state=RUNNING | {"step": 0})
+    waiting = job(run_of(results, "f-waits"))
+    on = run_of(results, "g-on", state=RUNNING)
+    curve(on, {"step": 300, "loss": 0.125, "cells_per_s": 640.0})
+    job(on, ended_at=1.0, state="TIMEOUT")
+    second = job(on, 2, state="PENDING")
+    failed = job(run_of(results, "h-failed"), job_id="77", ended_at=time.time(), state="FAILED")
+    (failed.path / "error.txt").write_text("node1: out of memory")
+    job(run_of(results, "i-cancelled"), job_id="78", ended_at=time.time(), state="CANCELLED")
+    squeue(
+        results,
+        f"41|PENDING|Resources||{waiting.name}",
+        f"42|RUNNING|None|node[1-2]|{second.name}",
+        "43|RUNNING|None|node3|somebody's own",
+    )
+    assert "\n" + status(results, capsys) == TABLE
+
+
+def test_a_queue_that_does_not_answer_is_said_and_the_record_shown(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job(run_of(results, "one"), state="RUNNING")
+    head = "run  state    step  loss  job  slurm    left  saved  last line\n"
+    row = "one  running     -     -  41   RUNNING     -      -          -\n"
+    assert status(results, capsys) == head + row + "squeue is not on PATH: jobs are shown as last recorded\n"
+    command(results, "squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    assert status(results, capsys) == head + row + (
+        "the queue gave no usable answer (squeue: slurm_load_jobs error: Unable to contact slurm controller): jobs are "
+        "shown as last recorded\n"
+    )
+    command(results, "squeue", "echo '<html>503</html>'")
+    assert "(squeue answered '<html>503</html>')" in status(results, capsys)
+
+
+def test_a_job_that_ended_while_nobody_followed_is_asked_for(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = job(run_of(results, "one", state=RUNNING), state="RUNNING")
+    squeue(results, f"41|TIMEOUT|TimeLimit||{record.name}")
+    assert "one  stopped  100/600     -  41   TIMEOUT (TimeLimit)" in status(results, capsys)
+    squeue(results)
+    assert "one  stopped  100/600     -  41   GONE" in status(results, capsys)
+    command(results, "sacct", "echo FAILED")
+    assert "one  failed  100/600     -  41   FAILED" in status(results, capsys)
+    assert json.loads((record.path / "job.json").read_text())["state"] == "RUNNING", "status changes no file"
+
+
+def test_a_job_that_was_not_recorded_is_found_by_its_name(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = run_of(results, "one")
+    (train / "jobs" / "001").mkdir(parents=True)
+    squeue(results, f"55|PENDING|Priority||{Jobs(train).name}.001")
+    assert "one  queued     -     -  55   PENDING (Priority)" in status(results, capsys)
+
+
+def test_an_allocation_that_goes_on_is_not_a_run_that_does(
+    results: Path, holders: list[subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = run_of(results, "one", state=RUNNING)
+    job(train, state="RUNNING")
+    squeue(results, "41|RUNNING|None|node1|interactive")
+    assert "one  stopped  100/600     -  41   GONE (the allocation goes on)" in status(results, capsys)
+    hold(train, holders)
+    assert "one  running  100/600     -  41   RUNNING" in status(results, capsys)
+
+
+def test_a_launcher_between_two_jobs_counts_as_queued(
+    results: Path, holders: list[subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = run_of(results, "one", state=RUNNING)
+    job(train, state="TIMEOUT", ended_at=time.time())
+    hold(train, holders, follows=True)
+    assert "one  queued  100/600     -  41   TIMEOUT" in status(results, capsys)
+
+
+def test_one_damaged_run_hides_no_other(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_of(results, "bad")
+    (results / "runs/bad/train/state.json").write_text('{"state": "run')
+    run_of(results, "odd", state=[1])
+    run_of(results, "well", state=RUNNING)
+    printed = status(results, capsys).splitlines()
+    assert [line.split()[:2] for line in printed[1:4]] == [["bad", "?"], ["odd", "?"], ["well", "stopped"]]
+    assert printed[4].startswith(f"bad: {results}/runs/bad/train/state.json: not valid JSON (")
+    assert printed[5].startswith("odd: its files are not as cellmill writes them (TypeError: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("three", "'three': no such run; {runs} has one, two"),
+        ("../one", "'../one': a run's name is wanted, not a path; {runs} has one, two"),
+        ("one/train", "'one/train': a run's name is wanted, not a path; {runs} has one, two"),
+        ("..", "'..': no such run; {runs} has one, two"),
+    ],
+)
+@pytest.mark.parametrize("stage", ["status", "attach", "cancel", "logs"])
+def test_a_name_that_is_no_run_is_answered_with_those_there_are(
+    results: Path, capsys: pytest.CaptureFixture[str], stage: str, name: str, message: str
+) -> None:
+    run_of(results, "one")
+    run_of(results, "two")
+    assert main([stage, name, "--results", str(results)]) == 2
+    said = message.replace("{runs}", str(results / "runs"))
+    assert capsys.readouterr().err == f"cellmill {stage}: {said}\n"
+
+
+def test_results_that_are_none_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--results", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err == (
+        f"cellmill status: {tmp_path}/none/runs: no such folder; --results should be the results folder of a workflow\n"
+    )
+
+
+def test_no_run_yet_is_said(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(results, capsys) == f"{results}/runs: no run yet\n"
+
+
+def test_the_commands_load_nothing_heavy() -> None:
+    heavy = ("torch", "pandas", "numpy", "scipy", "anndata", "submitit")
+    names = ", ".join(f"cellmill.stages.{name}" for name in ("status", "attach", "cancel", "logs"))
+    code = f"import cellmill.cli, {names}, sys; print(*[name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "\n"
+
+
+TABLE = """
+run          state         step      loss  job  slurm                  left  saved  last line
+a-new        not begun        -         -  -    -                         -      -          -
+b-done       done       600/600    0.5123  -    -                         -      -  2.0 h ago
+c-here       running    240/600  0.004167  -    -                    12 min    200  2 min ago
+d-killed     stopped    130/600      0.25  -    -                         -      -  2 min ago
+e-broken     failed       0/600         -  -    -                         -      -          -
+f-waits      queued           -         -  41   PENDING (Resources)       -      -          -
+g-on         running    300/600     0.125  42   RUNNING                30 s      -  2 min ago
+h-failed     failed           -         -  77   FAILED                    -      -          -
+i-cancelled  stopped          -         -  78   CANCELLED                 -      -          -
+"""
