@@ -178,6 +178,9 @@ def test_where_nothing_lives_that_is_said_in_a_line(
     squeue(results, f"41|COMPLETED|None||{record.name}")
     assert main([stage, "one", "--results", str(results)]) == 0
     assert capsys.readouterr().out == "one: no job is queued or running, and no training runs on this machine\n"
+    (results.parent / "bin" / "squeue").unlink()
+    assert main([stage, "one", "--results", str(results)]) == 0
+    assert capsys.readouterr().out.startswith("one: no job is queued or running")
     command(results, "squeue", "echo down >&2; exit 1")
     assert main([stage, "one", "--results", str(results)]) == 2
     assert capsys.readouterr().err == (f"cellmill {stage}: the queue gave no usable answer (squeue: down); try again\n")
@@ -217,6 +220,7 @@ def test_a_training_on_this_machine_is_asked_to_end(
     results: Path, holders: list[subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     train = run_of(results, "one", state=RUNNING)
+    job(train, ended_at=1.0, state="TIMEOUT")  # of a cluster that is not here any more: nobody asks it
     process = hold(train, holders)
     assert main(["cancel", "one", "--results", str(results)]) == 0
     assert process.wait(5) == -signal.SIGTERM

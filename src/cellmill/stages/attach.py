@@ -25,13 +25,13 @@ PATIENCE_S = 3600  # how long a queue that gives no answer is waited for
 def run(*, run: str, results: Path) -> None:
     """Follows the job of `run`. Raises Stopped when it stopped with its state saved, UserError when it failed."""
     train = folder_of(results, run)
-    queue = Queue(TICK_S)
+    queue, holder = Queue(TICK_S), holder_of(train)
+    here = holder is not None and not holder.follows  # then no job of this run lives
     try:
-        line = next(iter(living_jobs(train, queue)), None)
+        line = None if here else next(iter(living_jobs(train, queue)), None)
     except QueueError as error:
         raise UserError(f"the queue gave no usable answer ({error}); try again") from None
-    holder = holder_of(train)
-    if line is None and (holder is None or holder.follows):
+    if line is None and not here:
         print(f"{run}: no job is queued or running, and no training runs on this machine")
         return
     what = f"job {line.job_id}" if line is not None else "the training"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cellmill.errors import UserError
 from cellmill.launch.cancel import cancel_job
-from cellmill.launch.queue import Queue, QueueError
+from cellmill.launch.queue import Line, Queue, QueueError
 from cellmill.stages.runs import folder_of, holder_of, living_jobs, record_of
 from cellmill.train.folder import Holder, TrainFolder
 
@@ -21,10 +21,14 @@ TICK_S = 0.2
 def run(*, run: str, results: Path) -> None:
     """Cancels the job of `run`, or ends its training on this machine. Raises UserError when it cannot."""
     train = folder_of(results, run)
-    ended = _cancel_jobs(train)
     holder = holder_of(train)
-    if holder is not None and (not ended or not holder.follows):
-        ended.append(_end_process(train, holder))
+    if holder is not None and not holder.follows:  # then no job of this run lives
+        ended = [_end_process(train, holder)]
+    else:
+        ended = _cancel_jobs(train)
+        holder = holder_of(train)
+        if holder is not None and not ended:  # a launcher that is about to submit
+            ended = [_end_process(train, holder)]
     if not ended:
         print(f"{run}: no job is queued or running, and no training runs on this machine")
         return
@@ -33,20 +37,24 @@ def run(*, run: str, results: Path) -> None:
 
 def _cancel_jobs(train: Path) -> list[str]:
     """Ends the run's jobs; what was done."""
+    done: list[str] = []
+    while lines := _living(train):  # its launcher may just have submitted the next one
+        for line in lines:
+            print(f"cancelling job {line.job_id}", flush=True)
+            state = cancel_job(line.job_id)
+            if _let_go(train):  # else its launcher follows on, and records the end itself
+                record = record_of(train, line)
+                if record is not None and record.ended_at is None:
+                    record.now(state.name, state.reason, ended=True)
+            done.append(f"cancelled job {line.job_id}")
+    return done
+
+
+def _living(train: Path) -> list[Line]:
     try:
-        lines = living_jobs(train, Queue(1.0))
+        return living_jobs(train, Queue(1.0))
     except QueueError as error:
         raise UserError(f"the queue gave no usable answer ({error}); try again") from None
-    done = []
-    for line in lines:
-        print(f"cancelling job {line.job_id}", flush=True)
-        state = cancel_job(line.job_id)
-        if _let_go(train):  # else its launcher follows on, and records the end itself
-            record = record_of(train, line)
-            if record is not None and record.ended_at is None:
-                record.now(state.name, state.reason, ended=True)
-        done.append(f"cancelled job {line.job_id}")
-    return done
 
 
 def _let_go(train: Path) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,9 @@ def holder_of(train: Path) -> Holder | None:
 def living_jobs(train: Path, queue: Queue) -> list[Line]:
     """Jobs of this run that SLURM has, recorded or not. Raises QueueError without an answer."""
     jobs = Jobs(train)
-    return queue.named(f"{jobs.name}.") if jobs.path.is_dir() else []
+    if not jobs.path.is_dir() or (shutil.which("squeue") is None and not is_open(train)):
+        return []
+    return queue.named(f"{jobs.name}.")
 
 
 def is_open(train: Path) -> bool:
