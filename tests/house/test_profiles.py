@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from cellmill.config.machine import Machine
 from tests.house.rules import rules
 
 ROOT = Path(__file__).resolve().parents[2]
+HERE = {"all", "demo_data", "plan", "train", "report"}  # run where Snakemake runs
 PROFILES = sorted((ROOT / "profiles").glob("*/config.yaml"))
 
 
@@ -23,8 +27,11 @@ def keys_in_tables() -> set[str]:
     return {key for row in rows for key in re.findall(r"`([^`]+)`", row)}
 
 
-def keys_of(profile: dict[str, Any]) -> set[str]:
+def keys_of(text: str) -> set[str]:
+    """Every key of a profile, also those that stand there as a comment to be filled in."""
+    profile: dict[str, Any] = yaml.safe_load(text)
     found = set(profile) | set(profile.get("default-resources", {}))
+    found |= set(re.findall(r"^ *# ([a-z][a-z_-]+): ", text, re.M))
     for resources in profile["set-resources"].values():
         found |= set(resources)
     return found
@@ -33,8 +40,36 @@ def keys_of(profile: dict[str, Any]) -> set[str]:
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.parent.name)
 def test_every_key_of_a_profile_is_explained_and_commented(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert keys_of(yaml.safe_load(text)) <= keys_in_tables()
+    assert keys_of(text) <= keys_in_tables()
     assert text.count("#") > 8
+
+
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.parent.name)
+def test_snakemake_knows_every_key_and_hands_the_machine_on_as_written(path: Path, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "config", tmp_path / "config")
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "-n"]
+    done = subprocess.run(
+        [*command, "--profile", str(path.parent)], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    resources = re.findall(r"^(?:local)?rule train:\n(?:    .*\n)*?    resources: (.*)$", done.stdout, re.M)
+    assert resources, done.stdout
+    handed_on = dict(part.split("=", 1) for part in resources[0].split(", "))
+    for key, value in yaml.safe_load(path.read_text(encoding="utf-8"))["set-resources"]["train"].items():
+        assert handed_on[key] == str(value), key
+
+
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.parent.name)
+def test_no_profile_has_what_is_known_to_go_wrong(path: Path) -> None:
+    profile = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert "software-env" not in profile["rerun-triggers"], "another environment would train everything again"
+    assert not (ROOT / "profiles" / "default").exists(), "it would load itself and win over --profile key by key"
+    if profile.get("executor") == "slurm":
+        assert profile["slurm-status-command"] == "squeue", "sacct is there without accounting too, and never answers"
+        assert profile["slurm-logdir"].startswith(".snakemake/"), "the plugin deletes old logs under it"
+        for stage in set(rules()) - HERE:
+            assert {"mem_mb", "runtime"} <= set(profile["set-resources"][stage]), f"{stage} may not fit its job"
+    for stage, resources in profile["set-resources"].items():
+        assert "gpu" not in resources or resources["tasks_per_gpu"] == 0, f"{stage} would run once per GPU"
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.parent.name)

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from cellmill.cli import main
+from cellmill.launch.queue import Queue
+from cellmill.stages.attach import JobLives
 from tests.unit.test_status import RUNNING, checkpoint, command, hold, holders, job, results, run_of, squeue
 
 __all__ = ["holders", "results"]
@@ -158,6 +160,30 @@ def test_a_job_that_does_not_end_well_is_said(results: Path, word: str, error: s
     assert (ended, told) == (code, f"cellmill attach: {line}\n")
 
 
+def test_slurm_is_asked_more_rarely_the_longer_a_job_is_followed(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = results.parent / "calls"
+    command(results, "squeue", f"echo asked >> {calls}; echo '41|RUNNING|None|node1|cellmill-one.001'")
+    lives = JobLives("41", Queue(0))
+
+    def asked(seconds: float) -> int:
+        calls.write_text("")
+        give_up = time.monotonic() + seconds
+        while time.monotonic() < give_up:
+            assert lives()
+            time.sleep(0.05)
+        return len(calls.read_text().split())
+
+    assert asked(0.5) > 2
+    lives._began -= 8  # a second between two looks
+    assert 1 <= asked(2.2) <= 3
+    lives._began -= 1000
+    assert asked(1.5) <= 2
+    assert asked(1.0) == 0, "the next look is ten seconds away"
+    assert capsys.readouterr().out == "job 41: RUNNING\n"
+
+
 def test_ctrl_c_ends_the_following_and_not_the_job(results: Path) -> None:
     record = job(run_of(results, "one"))
     squeue(results, f"41|RUNNING|None|node1|{record.name}")
@@ -176,11 +202,12 @@ def test_where_nothing_lives_that_is_said_in_a_line(
 ) -> None:
     record = job(run_of(results, "one"), ended_at=time.time(), state="COMPLETED")
     squeue(results, f"41|COMPLETED|None||{record.name}")
-    assert main([stage, "one", "--results", str(results)]) == 0
-    assert capsys.readouterr().out == "one: no job is queued or running, and no training runs on this machine\n"
+    line = "one: no job is queued or running, and no training runs on this machine\n"
+    # there is nothing left to cancel, as was wanted; there is nothing to attach to
+    expected = (0, line, "") if stage == "cancel" else (2, "", f"cellmill attach: {line}")
+    assert (main([stage, "one", "--results", str(results)]), *capsys.readouterr()) == expected
     (results.parent / "bin" / "squeue").unlink()
-    assert main([stage, "one", "--results", str(results)]) == 0
-    assert capsys.readouterr().out.startswith("one: no job is queued or running")
+    assert (main([stage, "one", "--results", str(results)]), *capsys.readouterr()) == expected
     command(results, "squeue", "echo down >&2; exit 1")
     assert main([stage, "one", "--results", str(results)]) == 2
     assert capsys.readouterr().err == (f"cellmill {stage}: the queue gave no usable answer (squeue: down); try again\n")

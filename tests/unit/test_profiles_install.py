@@ -54,6 +54,35 @@ def test_what_is_there_and_not_ours_is_left_alone(
     assert [path.name for path in home.iterdir()] == ["slurm"], "others were linked before the refusal"
 
 
+def test_a_folder_that_is_the_checkouts_own_is_not_linked_into_itself(root: Path, home: Path) -> None:
+    home.parent.mkdir()
+    home.symlink_to(root / "profiles")
+    assert install(root) == 0
+    assert not any(path.is_symlink() for path in (root / "profiles").iterdir())
+
+
+def test_what_to_remove_is_a_command_also_with_a_space_in_it(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "my settings"))
+    assert install(root) == 0
+    undo = capsys.readouterr().out.splitlines()[-1].removeprefix("to undo: ")
+    subprocess.run(["sh", "-c", undo], check=True)
+    assert list((tmp_path / "my settings" / "snakemake").iterdir()) == []
+    assert (root / "profiles" / "slurm" / "config.yaml").exists()
+
+
+def test_a_profile_called_default_is_refused(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "profiles" / "default").mkdir(parents=True)
+    (tmp_path / "profiles" / "default" / "config.yaml").write_text("cores: 1\n")
+    assert install(tmp_path) == 2
+    assert capsys.readouterr().err == (
+        f"cellmill profiles: {tmp_path}/profiles/default: Snakemake loads a profile of that name by itself, over "
+        "--profile key by key; rename it\n"
+    )
+    assert not home.exists()
+
+
 def test_without_profiles_it_says_where_to_stand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profiles", "install", "--from", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (

@@ -207,11 +207,15 @@ def test_one_damaged_run_hides_no_other(results: Path, capsys: pytest.CaptureFix
     run_of(results, "bad")
     (results / "runs/bad/train/state.json").write_text('{"state": "run')
     run_of(results, "odd", state=[1])
+    run_of(results, "old", local=[{"started_at": 1.0}])
     run_of(results, "well", state=RUNNING)
     printed = status(results, capsys).splitlines()
-    assert [line.split()[:2] for line in printed[1:4]] == [["bad", "?"], ["odd", "?"], ["well", "stopped"]]
-    assert printed[4].startswith(f"bad: {results}/runs/bad/train/state.json: not valid JSON (")
-    assert printed[5].startswith("odd: its files are not as cellmill writes them (TypeError: ")
+    states = [["bad", "?"], ["odd", "?"], ["old", "?"], ["well", "stopped"]]
+    assert [line.split()[:2] for line in printed[1:5]] == states
+    assert printed[5].startswith(f"bad: {results}/runs/bad/train/state.json: not valid JSON (")
+    file = results / "runs/odd/train/state.json"
+    assert printed[6] == f"odd: {file}: is not a run's state; the next start writes it anew"
+    assert printed[7] == "old: its files are not as cellmill writes them (KeyError: 'how')"
 
 
 @pytest.mark.parametrize(
@@ -253,14 +257,14 @@ def test_the_commands_load_nothing_heavy() -> None:
 
 
 TABLE = """
-run          state         step      loss  job  slurm                  left  saved  last line
-a-new        not begun        -         -  -    -                         -      -          -
-b-done       done       600/600    0.5123  -    -                         -      -  2.0 h ago
-c-here       running    240/600  0.004167  -    -                    12 min    200  2 min ago
-d-killed     stopped    130/600      0.25  -    -                         -      -  2 min ago
-e-broken     failed       0/600         -  -    -                         -      -          -
-f-waits      queued           -         -  41   PENDING (Resources)       -      -          -
-g-on         running    300/600     0.125  42   RUNNING                30 s      -  2 min ago
-h-failed     failed           -         -  77   FAILED                    -      -          -
-i-cancelled  stopped          -         -  78   CANCELLED                 -      -          -
+run          state                step      loss  job  slurm                  left  saved  last line
+a-new        not begun               -         -  -    -                         -      -          -
+b-done       done              600/600    0.5123  -    -                         -      -  2.0 h ago
+c-here       running           240/600  0.004167  -    -                    12 min    200  2 min ago
+d-killed     stopped (killed)  130/600      0.25  -    -                         -      -  2 min ago
+e-broken     failed              0/600         -  -    -                         -      -          -
+f-waits      queued                  -         -  41   PENDING (Resources)       -      -          -
+g-on         running           300/600     0.125  42   RUNNING                30 s      -  2 min ago
+h-failed     failed                  -         -  77   FAILED                    -      -          -
+i-cancelled  stopped                 -         -  78   CANCELLED                 -      -          -
 """

@@ -131,7 +131,8 @@ class Machine(Section):
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if not re.fullmatch(r"[1-9]\d{0,5}(-[1-9]\d{0,5})?", self.nodes) or not self.node_counts:
-            raise ValueError(f"nodes: a number such as 2 or a range such as 1-2 is wanted, not {self.nodes!r}")
+            quotes = """; in a profile a range has both quotes: "'2-4'\"""" if self.nodes.startswith("-") else ""
+            raise ValueError(f"nodes: a number such as 2 or a range such as 1-2 is wanted, not {self.nodes!r}{quotes}")
         if len(self.node_counts) > 1 and self.launcher != "slurm":
             raise ValueError(f"nodes: a range such as {self.nodes} needs launcher slurm, not {self.launcher}")
         if self.gpus_per_node and self.gres:

@@ -19,15 +19,22 @@ from cellmill.errors import UserError
 from cellmill.launch.job import Job
 from cellmill.launch.jobs import JobRecord, Jobs
 from cellmill.launch.node import write_task
+from cellmill.launch.processes import die_with_parent
 from cellmill.launch.submit import node_task
 
 STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def run_allocation(job: Callable[[Path], Job], machine: Machine, train: Path) -> tuple[int, Path]:
+def run_allocation(job: Callable[[Path], Job], machine: Machine, train: Path, keep_open: int) -> tuple[int, Path]:
     """Runs the job `job` gives for a folder to its end. Returns srun's exit code and the file an error is left in.
 
-    A signal is handed to the workers, who save. Raises UserError outside an allocation.
+    A signal is handed to the workers, who save; so is the end of this process, however it ends. Raises UserError
+    outside an allocation.
+
+    Parameters
+    ----------
+    keep_open
+        File descriptor srun inherits: a lock it holds stays held until the training has ended.
     """
     job_id = os.environ.get("SLURM_JOB_ID")
     if job_id is None:
@@ -49,7 +56,12 @@ def run_allocation(job: Callable[[Path], Job], machine: Machine, train: Path) ->
         runtime=machine.runtime,
     ).now("RUNNING")
     # a session of its own: Ctrl-C reaches this process alone
-    step = subprocess.Popen(_srun(machine, folder / "task.json"), start_new_session=True)
+    step = subprocess.Popen(
+        _srun(machine, folder / "task.json"),
+        start_new_session=True,
+        pass_fds=(keep_open,),
+        preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+    )
     before = {number: signal.signal(number, lambda *_: step.send_signal(signal.SIGUSR2)) for number in STOPPED_BY}
     try:
         code = step.wait()

@@ -90,8 +90,8 @@ class Jobs:
         return [_read(path) for path in self._folders() if (path / "job.json").exists()]
 
     def newest(self) -> JobRecord | None:
-        """The last recorded submission."""
-        records = self.all()
+        """The last recorded submission of this folder; a copy of another has records that are not its own."""
+        records = [record for record in self.all() if record.name.startswith(f"{self.name}.")]
         return records[-1] if records else None
 
     def unrecorded(self, name: str) -> Path | None:
@@ -124,8 +124,10 @@ class Jobs:
 
 
 def _read(folder: Path) -> JobRecord:
-    value = read_json(folder / "job.json")
+    file = folder / "job.json"
     try:
-        return JobRecord(path=folder, **value)
-    except TypeError as error:
-        raise DataError(f"{folder / 'job.json'}: is not a job's record ({error}); remove it if no job runs") from None
+        return JobRecord(path=folder, **read_json(file))
+    except (DataError, TypeError):
+        raise DataError(
+            f"{file}: is not a job's record; remove the file: a job that still lives is then found by its name"
+        ) from None

@@ -16,6 +16,7 @@ from pathlib import Path
 from cellmill.config.machine import Machine
 from cellmill.errors import Stopped, UserError
 from cellmill.launch.allocation import run_allocation
+from cellmill.launch.cancel import cancel_job
 from cellmill.launch.job import Job
 from cellmill.launch.jobs import JobRecord, Jobs
 from cellmill.launch.local import run_local
@@ -24,7 +25,6 @@ from cellmill.launch.signals import Signals, blocked
 from cellmill.launch.submit import Unreachable, submit
 
 PATIENCE_S = 120  # how long a controller that gives no answer is waited for: nobody's training hangs on it
-CANCEL_S = 60
 TICK_S = 1.0
 _NOT_LAUNCHED = re.compile(
     r"^srun: error: (?:tasks? ([\d,-]+):? launch failed|task launch for \S+ failed on node (\S+)): (.*)$",
@@ -70,7 +70,7 @@ def run_once(job: Callable[[Path], Job], machine: Machine, folder: Path, keep_op
         with Signals() as signals:
             return _Submission(machine, folder, signals).run(job, wait_s)
     if machine.launcher == "allocation":
-        code, error = run_allocation(job, machine, folder)
+        code, error = run_allocation(job, machine, folder, keep_open)
         return End(error.parent, "COMPLETED" if code == 0 else "FAILED")
     path, _ = Jobs(folder).new()
     try:
@@ -186,16 +186,7 @@ class _Submission:
 
     def _cancel(self, job_id: str, record: JobRecord | None = None) -> None:
         """Cancels a job and waits until it is over. Raises UserError when it does not end."""
-        complaint, give_up, queue = self.queue.cancel(job_id), time.monotonic() + CANCEL_S, Queue(TICK_S)
-        while (state := queue.state(job_id)).alive or state.name == UNKNOWN:
-            if time.monotonic() > give_up:
-                raise UserError(
-                    f"job {job_id} was asked to end and has not yet ({complaint or state.name}); "
-                    f"`scancel {job_id}` asks again"
-                )
-            if complaint:
-                complaint = self.queue.cancel(job_id)
-            time.sleep(TICK_S / 2)
+        state = cancel_job(job_id)
         if record is not None:
             record.now(state.name, state.reason, ended=True)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from submitit.helpers import clean_env
 
 from cellmill.config.machine import Machine
-from cellmill.launch.submit import _TRANSIENT, _executor
+from cellmill.launch.submit import TRANSIENT, batch_executor
 
 ANSWER_WITHIN_S = 60
 _DOWN = {"down", "drain", "drained", "draining", "fail", "failing", "future", "maint", "unknown", "error", "blocked"}
@@ -119,7 +119,7 @@ def estimate(machine: Machine) -> str:
     The batch script asks for what a training's would. Raises Refused with SLURM's words, SiteError without an answer.
     """
     with tempfile.TemporaryDirectory(prefix="cellmill-") as name, clean_env():
-        executor = _executor(machine, Path(name), "cellmill-preflight")
+        executor = batch_executor(machine, Path(name), "cellmill-preflight")
         script = Path(name) / "test.sh"
         script.write_text(executor._make_submission_file_text("true", "preflight"), encoding="utf-8")
         done = _run(["sbatch", "--test-only", str(script)])
@@ -129,7 +129,7 @@ def estimate(machine: Machine) -> str:
         if match is None:
             raise SiteError(f"sbatch --test-only answered {said[:80]!r}")
         return f"{match[1].replace('T', ' ')}{f' on {match[2]}' if match[2] else ''}"
-    if _TRANSIENT.search(said):
+    if TRANSIENT.search(said):
         raise SiteError(f"sbatch --test-only: {said[:200]}")
     raise Refused(said.replace("error: ", "")[:300])
 

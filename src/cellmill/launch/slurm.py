@@ -77,6 +77,9 @@ class SlurmLauncher:
                     "allocation in the profile"
                 )
 
+        if self.machine.container and not Path(self.machine.container).exists():
+            raise UserError(f"{self.machine.container}: no such image; container in the profile is the path of one")
+
     def living(self) -> JobRecord | None:
         """The job of this run that SLURM still has, recorded or not."""
         newest = self.jobs.newest()

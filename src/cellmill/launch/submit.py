@@ -21,7 +21,7 @@ from cellmill.errors import UserError
 from cellmill.launch.job import Job
 from cellmill.launch.node import NodeTask
 
-_TRANSIENT = re.compile(
+TRANSIENT = re.compile(
     "unable to contact slurm controller|socket timed out|temporarily unable|connection refused|connection reset|"
     "communication (connection )?failure|zero bytes were transmitted|try again|timed? ?out|"
     "slurm_receive_msg|unexpected message received|could not make sense of sbatch output",
@@ -43,10 +43,10 @@ def submit(job: Job, machine: Machine, folder: Path, name: str) -> str:
         raise UserError(f"{path}: SLURM gives % and \\ in a log's path a meaning of its own; use a folder without them")
     try:
         with clean_env():  # nothing of a job that this process may itself be in
-            return str(_executor(machine, folder, name).submit(node_task(job, machine, folder)).job_id)
+            return str(batch_executor(machine, folder, name).submit(node_task(job, machine, folder)).job_id)
     except (FailedJobError, FailedSubmissionError) as error:
         said = _complaint(error)
-        if _TRANSIENT.search(said):
+        if TRANSIENT.search(said):
             raise Unreachable(said) from None
         raise UserError(
             f"sbatch refused the job: {said}; what is asked for is in the profile, set-resources: train"
@@ -67,7 +67,8 @@ def node_task(job: Job, machine: Machine, folder: Path) -> NodeTask:
     )
 
 
-def _executor(machine: Machine, folder: Path, name: str) -> SlurmExecutor:
+def batch_executor(machine: Machine, folder: Path, name: str) -> SlurmExecutor:
+    """What writes and submits the batch script of a job."""
     python = None
     if machine.container:
         python = f"apptainer exec --nv {shlex.quote(str(Path(machine.container).resolve()))} python3"

@@ -18,12 +18,14 @@ from cellmill.stages.runs import TAIL_BYTES, folder_of, holder_of, living_jobs, 
 from cellmill.train.folder import Holder, TrainFolder
 
 TICK_S = 1.0
+ASK_EVERY_S = 10.0  # of a job that is followed for long: the queue is everybody's
 SETTLE_S = 10  # how long a shared folder may take to show what a node wrote
 PATIENCE_S = 3600  # how long a queue that gives no answer is waited for
 
 
 def run(*, run: str, results: Path) -> None:
-    """Follows the job of `run`. Raises Stopped when it stopped with its state saved, UserError when it failed."""
+    """Follows the job of `run`. Raises Stopped when it stopped with its state saved, UserError when it failed or when
+    nothing lives."""
     train = folder_of(results, run)
     queue, holder = Queue(TICK_S), holder_of(train)
     here = holder is not None and not holder.follows  # then no job of this run lives
@@ -32,8 +34,7 @@ def run(*, run: str, results: Path) -> None:
     except QueueError as error:
         raise UserError(f"the queue gave no usable answer ({error}); try again") from None
     if line is None and not here:
-        print(f"{run}: no job is queued or running, and no training runs on this machine")
-        return
+        raise UserError(f"{run}: no job is queued or running, and no training runs on this machine")
     what = f"job {line.job_id}" if line is not None else "the training"
     try:
         if line is not None:
@@ -80,13 +81,18 @@ def _follow_job(train: Path, line: Line, queue: Queue) -> str:
 
 
 class JobLives:
-    """Whether a job lives; says each change of its state."""
+    """Whether a job lives; says each change of its state. SLURM is asked each second at first, then more rarely."""
 
     def __init__(self, job_id: str, queue: Queue) -> None:
         self.job_id, self.queue = job_id, queue
         self.word, self._shown, self._gone, self._silent_since = "", "", 0, 0.0
+        self._began, self._ask_at = time.monotonic(), 0.0
 
     def __call__(self) -> bool:
+        now = time.monotonic()
+        if now < self._ask_at:
+            return True
+        self._ask_at = now + min(ASK_EVERY_S, (now - self._began) / 10)
         state = self.queue.state(self.job_id)
         if state.name == UNKNOWN:
             return self._silent()

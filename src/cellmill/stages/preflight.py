@@ -112,12 +112,12 @@ def check_profile(machine: Machine, profile: Profile, asked: str) -> Iterator[Ch
         plans = str(profile.plan.get(key, 1))
         if plans != trains:
             yield no(f"plan's {key}", f"{plans}, a training has {trains}", f"set-resources: plan: {key}: {trains}")
-    gpus, processes = gpu_request(machine)[1], machine.nproc_per_node
+    gpus, each = gpu_request(machine)[1], machine.nproc_per_node
     remedy = f"{TRAIN} nproc_per_node: {gpus}"
-    if gpus and processes > gpus:
-        yield no("processes", f"{processes} on each node for {gpus} GPUs", remedy)
-    elif gpus > processes:
-        yield doubt("processes", f"{processes} on each node leave {gpus - processes} of {gpus} GPUs idle", remedy)
+    if gpus and each > gpus:
+        yield no("processes", f"{each} on each node for {gpus} GPUs", remedy)
+    elif gpus > each:
+        yield doubt("processes", f"{each} on each node leave {gpus - each} of {gpus} GPUs idle", remedy)
 
 
 def check_configuration(machine: Machine, config: Path) -> Iterator[Check]:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 from cellmill.errors import DataError
@@ -15,6 +16,10 @@ def run(*, what: str, source: Path) -> None:
     profiles = sorted(path.parent.resolve() for path in source.glob("*/config.yaml"))
     if not profiles:
         raise DataError(f"{source}: has no profiles; run this at the root of a checkout, or say --from FOLDER")
+    if any(profile.name == "default" for profile in profiles):
+        raise DataError(
+            f"{source}/default: Snakemake loads a profile of that name by itself, over --profile key by key; rename it"
+        )
     target = user_profiles()
     links = {target / profile.name: profile for profile in profiles}
     for link, profile in links.items():
@@ -25,13 +30,13 @@ def run(*, what: str, source: Path) -> None:
             )
     target.mkdir(parents=True, exist_ok=True)
     for link, profile in links.items():
-        if not link.is_symlink():
+        if not os.path.lexists(link):
             link.symlink_to(profile)
         print(f"snakemake --profile {profile.name}   {link} -> {profile}")
-    print(f"to undo: rm {' '.join(str(link) for link in links)}")
+    print(f"to undo: rm {shlex.join(map(str, links))}")
 
 
 def user_profiles() -> Path:
     """Where Snakemake looks for a user's profiles on Linux (XDG base directories)."""
-    base = os.environ.get("XDG_CONFIG_HOME")
+    base = os.environ.get("XDG_CONFIG_HOME", "").strip()
     return (Path(base) if base else Path.home() / ".config") / "snakemake"

@@ -12,7 +12,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from cellmill.errors import UserError
+from cellmill.errors import DataError, UserError
 from cellmill.files import read_json
 from cellmill.launch.jobs import JobRecord, Jobs
 from cellmill.launch.queue import Line, Queue
@@ -106,6 +106,8 @@ def progress_of(train: Path) -> dict[str, Any]:
     folder, found = TrainFolder(train), {}
     if (train / "state.json").exists():
         found = read_json(train / "state.json")
+        if not isinstance(found, dict):
+            raise DataError(f"{train / 'state.json'}: is not a run's state; the next start writes it anew")
     checkpoints = folder.checkpoints()
     if checkpoints and checkpoints[-1].step > found.get("step", 0):
         saved = checkpoints[-1].state()

@@ -1,6 +1,6 @@
 """status: where each run stands, in one table. Reads small files, asks the queue once; needs neither SLURM nor torch.
 
-`running` is said of a run that SLURM runs or whose lock is held, not of one whose files merely say so.
+`running` is said of a run that SLURM runs or whose lock is held; where files merely say so, it was killed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ RIGHT = {"step", "loss", "left", "saved", "last line"}
 WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 STOPPED = {"COMPLETED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED", "DEADLINE", GONE}
 """Ends after which the same command goes on."""
+KILLED = "stopped (killed)"
+"""On this machine, without a chance to save: it goes on from its last checkpoint."""
 
 
 def run(*, runs: list[str], results: Path) -> None:
@@ -123,7 +125,7 @@ def job_of(train: Path, queue: Answer, held: bool) -> tuple[str, JobState | None
 
 
 def state_of(train: Path, slurm: JobState | None, held: bool, follows: bool) -> str:
-    """not begun, queued, running, stopped, done or failed."""
+    """not begun, queued, running, stopped, stopped (killed), done or failed."""
     if (train / "status.json").exists() or TrainFolder(train).state() == "done":
         return "done"
     if held and not follows:
@@ -135,9 +137,11 @@ def state_of(train: Path, slurm: JobState | None, held: bool, follows: bool) -> 
     newest, local = Jobs(train).newest(), read_local(train)
     here = bool(local) and (newest is None or local[-1]["started_at"] > newest.submitted_at)
     if here:
-        return "failed" if local[-1]["how"] == "FAILED" else "stopped"
+        return {"FAILED": "failed", None: KILLED, "KILLED": KILLED}.get(local[-1]["how"], "stopped")
     if newest is not None:
         return "failed" if _failed(newest, slurm) else "stopped"
+    if TrainFolder(train).state() == "running":
+        return KILLED
     return "stopped" if (train / "state.json").exists() or TrainFolder(train).saved_step() else "not begun"
 
 

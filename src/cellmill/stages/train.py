@@ -101,7 +101,9 @@ def _is_living(launcher: SlurmLauncher, folder: TrainFolder, record: dict[str, A
     job = launcher.living()
     if job is None:
         return False
-    if launcher.machine.launcher != "slurm" and os.environ.get("SLURM_JOB_ID") != job.job_id:
+    if launcher.machine.launcher == "allocation" and os.environ.get("SLURM_JOB_ID") == job.job_id:
+        return False  # the allocation lives on; what was started in it has ended, or the lock would be held
+    if launcher.machine.launcher != "slurm":
         raise UserError(
             f"{folder.path}: job {job.job_id} of this run is {job.state.lower()}; follow it with launcher slurm, or "
             f"end it with `scancel {job.job_id}`"
@@ -120,7 +122,7 @@ def _run_here(folder: TrainFolder, machine: Machine, lock: int) -> None:
     """Trains on this machine, or in the allocation this process is in."""
     with tempfile.TemporaryDirectory(prefix="cellmill-") as elsewhere:  # the run's own disk may be the trouble
         if machine.launcher == "allocation":
-            code, error = run_allocation(partial(_job, folder, machine), machine, folder.path)
+            code, error = run_allocation(partial(_job, folder, machine), machine, folder.path, lock)
         else:
             error = Path(elsewhere) / "error.txt"
             code = run_local(_job(folder, machine, Path(elsewhere)), keep_open=lock)

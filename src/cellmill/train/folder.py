@@ -82,9 +82,11 @@ class TrainFolder:
         self.checkpoint_folder = self.path / "checkpoints"
 
     def state(self) -> str:
-        """running, stopped or done, by state.json; nothing when it never began."""
-        file = self.path / "state.json"
-        return str(read_json(file)["state"]) if file.exists() else ""
+        """running, stopped or done, by state.json; nothing when it never began, or when that file is damaged."""
+        try:
+            return str(read_json(self.path / "state.json")["state"])
+        except (DataError, KeyError, TypeError):
+            return ""
 
     def saved_step(self) -> int:
         """Step of the newest complete checkpoint; 0 without one."""
