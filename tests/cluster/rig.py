@@ -51,17 +51,20 @@ def missing(accounting: bool = False) -> str | None:
 class Rig:
     """One cluster at a time: node1 and node2 with gpu-a100, node3 and node4 with gpu-h100, all of them in cpu.
 
-    `small` is a file system of 2 MB that every node sees; None without root.
+    `small` is a file system of 2 MB that every node sees; None where none can be mounted. CELLMILL_RIG=loopback does
+    without namespaces where they could be had.
     """
 
     def __init__(self, folder: Path = Path("/var/tmp/cellmill-test-cluster"), accounting: bool = False) -> None:
         self.folder, self.accounting = folder, accounting
         root = os.getuid() == 0
-        self.namespaces = root and shutil.which("ip") is not None
+        self.namespaces = root and os.environ.get("CELLMILL_RIG") != "loopback" and can_isolate()
         self.cgroups = root and all(
             os.access(f"/sys/fs/cgroup/{name}/tasks", os.W_OK) for name in ("freezer", "memory")
         )
-        self.small = folder / "small" if root else None
+        self.small = (
+            folder / "small" if root and can("unshare", "--mount", "mount", "-t", "tmpfs", "x", "/mnt") else None
+        )
         self.config = folder / "etc" / "slurm.conf"
         self.environment = {"SLURM_CONF": str(self.config)}
 
@@ -296,6 +299,22 @@ class Rig:
             return []
         listed = subprocess.run(["ip", "netns", "pids", namespace(node)], capture_output=True, text=True)
         return [int(pid) for pid in listed.stdout.split()]
+
+
+def can(*command: str) -> bool:
+    """Whether a command works here: a container's root may lack the right."""
+    try:
+        return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL).returncode == 0
+    except OSError:
+        return False
+
+
+def can_isolate() -> bool:
+    """Whether nodes can have namespaces joined by a bridge."""
+    bridge = "ip link add cm-try type bridge && ip link add cm-a type veth peer name cm-b"
+    return can("unshare", "--net", "--uts", "--mount", "sh", "-c", f"{bridge} && ip link set cm-a master cm-try") and (
+        os.access("/run", os.W_OK)
+    )
 
 
 def namespace(node: str) -> str:

@@ -208,7 +208,8 @@ def test_trainings_on_this_machine_are_noted_however_they_end(tmp_path: Path, no
     assert jobs[0]["cpu_s"] >= 0.2
     assert jobs[3]["elapsed_s"] == pytest.approx(30)
     assert (jobs[0]["processes"], jobs[0]["cpus"]) == (2, len(os.sched_getaffinity(0)))
-    assert sentence(found).endswith("-hours in 5 starts on this machine, 10 % of it training")
+    share = 100 * 3.0 / sum(job["elapsed_s"] for job in jobs)
+    assert sentence(found).endswith(f"-hours in 5 starts on this machine, {share:.0f} % of it training")
 
 
 def test_a_run_that_never_began_cost_nothing_and_leaves_no_file(

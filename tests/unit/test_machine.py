@@ -60,11 +60,23 @@ def test_impossible_machines_are_refused_in_one_line(given: dict[str, Any], mess
 
 
 @pytest.mark.parametrize(
-    ("given", "gpus"), [("", 0), ("4", 4), ("h100:8", 8), ("gpu:a100:2", 2), ("gpu:a100:2(S:0-1)", 2), ("gpu", 1)]
+    ("given", "gpus"),
+    [
+        ({"gpus_per_node": "4"}, 4),
+        ({"gpus_per_node": "h100:8"}, 8),
+        ({"gpus_per_node": "h100"}, 1),
+        ({"gres": "gpu:4"}, 4),
+        ({"gres": "gpu:a100:2"}, 2),
+        ({"gres": "gpu:a100:2(S:0-1)"}, 2),
+        ({"gres": "gpu:h100"}, 1),
+        ({"gres": "gpu"}, 1),
+        ({"gres": "gpu:h100:4,nvme:1"}, 4),
+        ({"gres": "nvme:1"}, 0),
+        ({}, 0),
+    ],
 )
-def test_gpus_are_counted_however_they_are_asked_for(given: str, gpus: int) -> None:
-    assert Machine(gpus_per_node=given).gpus == gpus
-    assert Machine(gres=given).gpus == gpus
+def test_gpus_are_counted_however_they_are_asked_for(given: dict[str, str], gpus: int) -> None:
+    assert Machine(**given).gpus == gpus
 
 
 def test_numbers_of_nodes_come_as_text_or_number_and_ranges_give_each() -> None:

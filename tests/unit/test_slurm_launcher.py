@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import stat
@@ -16,6 +17,7 @@ from cellmill.errors import Stopped, UserError
 from cellmill.launch import queue as queue_module
 from cellmill.launch.job import Job
 from cellmill.launch.slurm import RunFiles, SlurmLauncher
+from cellmill.launch.tail import Tail
 
 SUBMITTED = [0, "Submitted batch job 7\n", ""]
 NONE: list[Any] = [0, "", ""]
@@ -130,7 +132,7 @@ def test_accounting_is_asked_when_the_queue_has_forgotten_a_job(scripted: Script
     [
         ([1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"], "squeue: slurm_load"),
         ([0, "<html>504 Gateway Time-out</html>\n", ""], "squeue answered '<html>504"),
-        ([0, "7|FLYING|None|node1|{name}\n", ""], "squeue answered '7|FLYING|None"),
+        ([0, "7|FLYING|None|node1|{name}\n", ""], "squeue gives job 7 a state that is not known: FLYING"),
         ([{"sleep": 3}, "", ""], "squeue: no answer within 1 s"),
     ],
 )
@@ -258,3 +260,104 @@ def test_many_launchers_share_one_look_at_the_queue(scripted: Scripted) -> None:
     queues = [queue_module.Queue(poll_s=60) for _ in range(50)]
     assert {queue.state("7").name for queue in queues} == {"RUNNING"}
     assert len(scripted.calls("squeue")) == 1
+
+
+def test_a_task_that_cannot_be_launched_ends_the_job_instead_of_letting_the_others_wait(
+    scripted: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = scripted.train / "jobs" / "001" / "7_0_log.out"
+    failed = "srun: error: task 1 launch failed: Slurmd could not connect IO\n"
+    begins = "submitit INFO - Starting with JobEnvironment(job_id=7)\n"
+    scripted.answers(
+        squeue=[
+            NONE,
+            NONE,
+            listed("RUNNING"),
+            listed("RUNNING"),
+            listed("CANCELLED"),
+            NONE,
+            listed("COMPLETED", job=8),
+        ],
+        sbatch=[SUBMITTED, [0, "Submitted batch job 8\n", ""]],
+        scancel=[[0, "", ""]],
+    )
+    scripted.states, scripted.steps = ["running", "done"], [0, 5]
+    submitted = scripted.fake / "bin" / "sbatch"
+    writes = f"open({str(log)!r}, 'w').write({begins + failed!r})"
+    submitted.write_text(submitted.read_text().replace("sys.exit(code)", f"{writes}\nsys.exit(code)"))
+    scripted.run()
+    printed = capsys.readouterr().out
+    assert "srun: task 1 launch failed: Slurmd could not connect IO: the other tasks would wait for it" in printed
+    assert len(scripted.calls("scancel")) == 1
+    assert "job 7 ended with LAUNCH_FAILED; going on from step 5 with another job\n" in printed
+
+
+def test_a_launch_that_failed_before_the_job_was_queued_again_counts_no_more(tmp_path: Path) -> None:
+    begins = "submitit INFO - Starting with JobEnvironment(job_id=7)\n"
+    failed = "srun: error: task 1 launch failed: Slurmd could not connect IO\n"
+    log = tmp_path / "log"
+    log.write_text(begins + failed + begins + "step 1/10\n")
+    tail = Tail(log)
+    tail.copy()
+    assert tail.not_launched == ""
+    with open(log, "a") as file:
+        file.write(failed)
+    tail.copy()
+    assert tail.not_launched == "task 1 launch failed: Slurmd could not connect IO"
+
+
+def noting(file: Path) -> str:
+    """Python that writes the environment it has to `file`, and goes on importing."""
+    return f"import os\nopen({str(file)!r}, 'a').write(str(dict(os.environ)))\nimport fcntl"
+
+
+def test_what_the_environment_says_to_squeue_and_scancel_hides_no_job(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SQUEUE_PARTITION", "SQUEUE_NAMES", "SCANCEL_STATE", "SACCT_FORMAT"):
+        monkeypatch.setenv(name, "other")
+    monkeypatch.setenv("LOGNAME", "somebody")
+    seen = scripted.fake / "seen"
+    for program in ("squeue", "scancel"):
+        path = scripted.fake / "bin" / program
+        text = path.read_text()
+        path.write_text(text.replace("import fcntl", noting(seen), 1))
+    scripted.answers(squeue=[listed("RUNNING")], scancel=[[0, "", ""]])
+    queue = queue_module.Queue(poll_s=1)
+    assert queue.state("7").name == "RUNNING"
+    queue.cancel("7")
+    assert not re.search("SQUEUE_|SCANCEL_|SACCT_", seen.read_text())
+    assert scripted.calls("squeue") == [f"squeue -a -h -t all -u {os.getuid()} -o %i|%T|%r|%N|%j"]
+
+
+def test_arrays_heterogeneous_jobs_and_states_of_other_jobs_are_passed_over() -> None:
+    answer = "1_3|RUNNING|None|n|a\n4+0|RUNNING|None|n|b\n5|FLYING|None|n|c\n6|RUNNING|None|n|odd | name\n"
+    found = queue_module.parse(answer)
+    assert [(line.job_id, line.state.name, line.name) for line in found] == [
+        ("5", "UNKNOWN", "c"),
+        ("6", "RUNNING", "odd | name"),
+    ]
+
+
+def test_a_queue_in_trouble_is_not_asked_by_everybody(scripted: Scripted) -> None:
+    scripted.answers(squeue=[[1, "", "slurm_load_jobs error: Unable to contact slurm controller"]])
+    queues = [queue_module.Queue(poll_s=60) for _ in range(20)]
+    assert {queue.state("7").name for queue in queues} == {"UNKNOWN"}
+    assert len(scripted.calls("squeue")) == 1
+
+
+def test_a_job_is_submitted_to_the_cluster_that_is_asked_about_it(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", "/etc/other/slurm.conf")
+    monkeypatch.setenv("SLURM_JOB_ID", "99")
+    seen = scripted.fake / "seen"
+    path = scripted.fake / "bin" / "sbatch"
+    text = path.read_text()
+    path.write_text(text.replace("import fcntl", noting(seen), 1))
+    scripted.answers(squeue=[NONE, NONE, listed("COMPLETED")], sbatch=[SUBMITTED])
+    scripted.states = ["done"]
+    scripted.run()
+    assert "'SLURM_CONF': '/etc/other/slurm.conf'" in seen.read_text()
+    assert "SLURM_JOB_ID" not in seen.read_text()
+    assert os.environ["SLURM_JOB_ID"] == "99"

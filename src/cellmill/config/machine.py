@@ -125,8 +125,9 @@ class Machine(Section):
     @property
     def gpus(self) -> int:
         """GPUs asked for on each node."""
-        found = re.search(r"(\d+)$", (self.gpus_per_node or self.gres).partition("(")[0])
-        return int(found[1]) if found else int(bool(self.gpus_per_node or self.gres))
+        asked = re.sub(r"\([^)]*\)", "", (self.gpus_per_node and f"gpu:{self.gpus_per_node}") or self.gres)
+        parts = [part.split(":") for part in asked.split(",") if part.split(":")[0] == "gpu"]
+        return sum(int(part[-1]) if part[-1].isdigit() else 1 for part in parts)
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:

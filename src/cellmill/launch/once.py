@@ -7,7 +7,6 @@ one of whose tasks srun could not launch: the others would wait for it until the
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,13 +22,10 @@ from cellmill.launch.local import run_local
 from cellmill.launch.queue import GONE, UNKNOWN, Queue, QueueError
 from cellmill.launch.signals import Signals, blocked
 from cellmill.launch.submit import Unreachable, submit
+from cellmill.launch.tail import NOT_LAUNCHED
 
 PATIENCE_S = 120  # how long a controller that gives no answer is waited for: nobody's training hangs on it
 TICK_S = 1.0
-_NOT_LAUNCHED = re.compile(
-    r"^srun: error: (?:tasks? ([\d,-]+):? launch failed|task launch for \S+ failed on node (\S+)): (.*)$",
-    re.IGNORECASE | re.MULTILINE,
-)
 
 
 class StillQueued(UserError):
@@ -195,7 +191,7 @@ def _lost_tasks(log: Path) -> tuple[str, str] | None:
     """What srun says, in the log of task 0, of tasks that it could not launch."""
     try:
         with open(log, encoding="utf-8", errors="replace") as file:
-            match = _NOT_LAUNCHED.search(file.read(1 << 16))
+            match = NOT_LAUNCHED.search(file.read(1 << 16))
     except OSError:  # not there yet
         return None
     return None if match is None else (match[1] or match[2], match[3].strip())

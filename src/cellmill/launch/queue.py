@@ -7,7 +7,6 @@ is older than the poll interval. An answer that makes no sense, or none, is UNKN
 from __future__ import annotations
 
 import fcntl
-import getpass
 import hashlib
 import json
 import os
@@ -19,6 +18,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 GONE = "GONE"
 """SLURM knows the job no longer."""
@@ -55,6 +55,7 @@ ENDED = {
     "LAUNCH_FAILED",
 }
 ANSWER_WITHIN_S = 60
+_FILTERS = ("SQUEUE_", "SCANCEL_", "SACCT_")
 _LINE = re.compile(r"(\d+)\|([A-Z_]+)\|([^|]*)\|([^|]*)\|(.*)")
 
 
@@ -99,11 +100,17 @@ class Queue:
         except QueueError as error:
             self.trouble = str(error)
             return JobState(UNKNOWN)
+        if found is not None and found.name == UNKNOWN:
+            self.trouble = f"squeue gives job {job_id} a state that is not known: {found.reason}"
         return found or self._from_accounting(job_id)
 
     def named(self, prefix: str) -> list[Line]:
         """Living jobs whose name begins with `prefix`, as of now. Raises QueueError without a usable answer."""
-        return [line for line in self._lines(0) if line.name.startswith(prefix) and line.state.alive]
+        found = [line for line in self._lines(0) if line.name.startswith(prefix)]
+        for line in found:
+            if line.state.name == UNKNOWN:
+                raise QueueError(f"squeue gives job {line.job_id} a state that is not known: {line.state.reason}")
+        return [line for line in found if line.state.alive]
 
     def cancel(self, job_id: str) -> str:
         """Cancels a job; what scancel complained about, or nothing."""
@@ -127,11 +134,14 @@ def parse(answer: str) -> list[Line]:
     lines = []
     for text in answer.splitlines():
         match = _LINE.fullmatch(text.strip())
-        if match is None or match[2] not in ALIVE | ENDED:
-            if re.match(r"\d+_", text.strip()):  # an array's task: not ours
-                continue
+        if match is not None:
+            number, word, reason, nodes, name = match.groups()
+            if word in ALIVE | ENDED:
+                lines.append(Line(number, JobState(word, "" if reason == "None" else reason, nodes), name))
+            else:
+                lines.append(Line(number, JobState(UNKNOWN, word), name))
+        elif not re.match(r"\d+[_+]", text.strip()):  # a task of an array, a part of a heterogeneous job: not ours
             raise QueueError(f"squeue answered {text.strip()[:80]!r}")
-        lines.append(Line(match[1], JobState(match[2], "" if match[3] == "None" else match[3], match[4]), match[5]))
     return lines
 
 
@@ -142,26 +152,35 @@ def _shared_answer(max_age_s: float) -> str:
     where = f"{os.environ.get('SLURM_CONF')} {shutil.which('squeue')}"  # two clusters must not answer for each other
     file = folder / f"squeue-{hashlib.sha256(where.encode()).hexdigest()[:12]}.json"
     if max_age_s > 0 and (kept := _kept(file, max_age_s)) is not None:
-        return kept
+        return _usable(kept)
     asked = time.time()
     with open(file.with_suffix(".lock"), "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         # somebody may have asked while we waited for the lock
-        if (kept := _kept(file, max(max_age_s, time.time() - asked))) is not None:
-            return kept
-        began = time.time()
-        answer = _ask()
-        temporary = file.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps({"asked_at": began, "answer": answer}))
-        temporary.replace(file)
-        return answer
+        kept = _kept(file, max(max_age_s, time.time() - asked))
+        if kept is None:
+            kept = {"asked_at": time.time(), "answer": "", "trouble": ""}
+            try:
+                kept["answer"] = _ask()
+            except QueueError as error:  # kept as well: a controller in trouble is not asked by everybody
+                kept["trouble"] = str(error)
+            temporary = file.with_suffix(f".{os.getpid()}")
+            temporary.write_text(json.dumps(kept))
+            temporary.replace(file)
+    return _usable(kept)
 
 
-def _kept(file: Path, max_age_s: float) -> str | None:
+def _usable(kept: dict[str, Any]) -> str:
+    if kept["trouble"]:
+        raise QueueError(kept["trouble"])
+    return str(kept["answer"])
+
+
+def _kept(file: Path, max_age_s: float) -> dict[str, Any] | None:
     try:
         kept = json.loads(file.read_text())
         young = 0 <= time.time() - kept["asked_at"] < max_age_s
-        return str(kept["answer"]) if young else None
+        return kept if young and {"answer", "trouble"} <= set(kept) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -179,7 +198,8 @@ def _own_folder() -> Path | None:
 
 
 def _ask() -> str:
-    output, error, code = _call(["squeue", "-h", "-t", "all", "-u", getpass.getuser(), "-o", "%i|%T|%r|%N|%j"])
+    # by number, since a name may be set by the environment; -a: partitions may be hidden
+    output, error, code = _call(["squeue", "-a", "-h", "-t", "all", "-u", str(os.getuid()), "-o", "%i|%T|%r|%N|%j"])
     if code != 0:
         raise QueueError(f"squeue: {' '.join(error.split())[:200] or f'exit code {code}'}")
     return output
@@ -187,10 +207,18 @@ def _ask() -> str:
 
 def _call(command: list[str]) -> tuple[str, str, int]:
     """Output, error and exit code of a SLURM command; 127 when it is not there, 124 when it does not answer."""
+    # what a user set there filters answers: a job that lives would seem to be gone, or not be cancelled
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_FILTERS)}
     try:
         # a session of its own: Ctrl-C at the terminal must not cut an answer short
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=ANSWER_WITHIN_S, start_new_session=True
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=ANSWER_WITHIN_S,
+            start_new_session=True,
+            env=environment,
         )
     except FileNotFoundError:
         return "", f"{command[0]}: not on PATH", 127

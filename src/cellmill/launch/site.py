@@ -13,10 +13,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from submitit.helpers import clean_env
-
 from cellmill.config.machine import Machine
-from cellmill.launch.submit import TRANSIENT, batch_executor
+from cellmill.launch.submit import TRANSIENT, batch_executor, outside_any_job
 
 ANSWER_WITHIN_S = 60
 _DOWN = {"down", "drain", "drained", "draining", "fail", "failing", "future", "maint", "unknown", "error", "blocked"}
@@ -118,7 +116,7 @@ def estimate(machine: Machine) -> str:
 
     The batch script asks for what a training's would. Raises Refused with SLURM's words, SiteError without an answer.
     """
-    with tempfile.TemporaryDirectory(prefix="cellmill-") as name, clean_env():
+    with tempfile.TemporaryDirectory(prefix="cellmill-") as name, outside_any_job():
         executor = batch_executor(machine, Path(name), "cellmill-preflight")
         script = Path(name) / "test.sh"
         script.write_text(executor._make_submission_file_text("true", "preflight"), encoding="utf-8")

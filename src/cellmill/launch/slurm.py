@@ -70,7 +70,7 @@ class SlurmLauncher:
     def __post_init__(self) -> None:
         self.jobs = Jobs(self.train)
         self.queue = Queue(self.machine.poll_s)
-        for command in ("sbatch", "squeue", "scancel"):
+        for command in ("sbatch", "srun", "squeue", "scancel"):
             if shutil.which(command) is None:
                 raise UserError(
                     f"{command} is not on PATH: run this on a login node of the cluster, or set launcher to local or "
@@ -80,7 +80,7 @@ class SlurmLauncher:
         if self.machine.container and not Path(self.machine.container).exists():
             raise UserError(f"{self.machine.container}: no such image; container in the profile is the path of one")
 
-    def living(self) -> JobRecord | None:
+    def living(self, signals: Signals | None = None) -> JobRecord | None:
         """The job of this run that SLURM still has, recorded or not."""
         newest = self.jobs.newest()
         if newest is not None and newest.ended_at is None:
@@ -88,7 +88,7 @@ class SlurmLauncher:
             if state.alive or state.name == UNKNOWN:
                 return newest
             newest.now(state.name, state.reason, ended=True)
-        for line in self._named():
+        for line in self._named(signals):
             for record in self.jobs.all():
                 if record.job_id == line[0]:
                     return record
@@ -108,7 +108,7 @@ class SlurmLauncher:
         Raises Stopped when it was cancelled or let go of, UserError when training or SLURM refuses.
         """
         with Signals() as signals:
-            record, fruitless = self.living(), 0
+            record, fruitless = self.living(signals), 0
             if record is not None:
                 say(f"attached to job {record.job_id}; its log: {record.log}")
             for _ in range(self.machine.max_jobs):
@@ -133,7 +133,7 @@ class SlurmLauncher:
             "in the profile"
         )
 
-    def _named(self) -> list[tuple[str, str]]:
+    def _named(self, signals: Signals | None) -> list[tuple[str, str]]:
         """Id and name of the living jobs of this run; waits for an answer. Raises UserError when none comes."""
         give_up, told = time.monotonic() + PATIENCE_S, False
         while True:
@@ -145,7 +145,13 @@ class SlurmLauncher:
                 if not told:
                     say(f"warning: no usable answer from the queue ({error}); waiting for one")
                     told = True
-                time.sleep(min(5.0, self.machine.poll_s))
+            wait = min(5.0, self.machine.poll_s)
+            if signals is None:
+                time.sleep(wait)
+                continue
+            signals.wait(wait)
+            if signals.asked:
+                raise Stopped("interrupted while the queue gave no usable answer; run the same command to go on")
 
     def _adopt(self, job_id: str, name: str, folder: Path) -> JobRecord:
         for pickled in folder.glob("*.pkl"):
@@ -191,7 +197,7 @@ class SlurmLauncher:
             signals.wait(min(10.0, 5 * self.machine.poll_s))
             if signals.asked:
                 raise Stopped("interrupted before a job was submitted")
-            accepted = self.living()
+            accepted = self.living(signals)
             if accepted is not None:
                 return accepted
 
@@ -219,6 +225,10 @@ class SlurmLauncher:
                 if text != shown:
                     say(text)
                     shown, record = text, record.now(state.name, state.reason)
+                if state.name == "RUNNING" and tail.not_launched:
+                    say(f"srun: {tail.not_launched}: the other tasks would wait for it until the time limit")
+                    cancel_job(record.job_id, wait=signals.wait)
+                    return record.now("LAUNCH_FAILED", ended=True)
                 if not state.alive and gone != 1:  # GONE is asked twice: a controller may just be starting
                     tail.copy()
                     return record.now(state.name, state.reason, ended=True)

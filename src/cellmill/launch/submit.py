@@ -6,9 +6,12 @@ numbers, in a folder only this user can enter.
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,7 @@ def submit(job: Job, machine: Machine, folder: Path, name: str) -> str:
     if "%" in path or "\\" in path:
         raise UserError(f"{path}: SLURM gives % and \\ in a log's path a meaning of its own; use a folder without them")
     try:
-        with clean_env():  # nothing of a job that this process may itself be in
+        with outside_any_job():
             return str(batch_executor(machine, folder, name).submit(node_task(job, machine, folder)).job_id)
     except (FailedJobError, FailedSubmissionError) as error:
         said = _complaint(error)
@@ -51,6 +54,15 @@ def submit(job: Job, machine: Machine, folder: Path, name: str) -> str:
         raise UserError(
             f"sbatch refused the job: {said}; what is asked for is in the profile, set-resources: train"
         ) from None
+
+
+@contextmanager
+def outside_any_job() -> Iterator[None]:
+    """Hides the job this process may itself be in from what it starts, but not which cluster is meant."""
+    cluster = {name: os.environ[name] for name in ("SLURM_CONF", "SLURM_CLUSTERS") if name in os.environ}
+    with clean_env():
+        os.environ.update(cluster)
+        yield
 
 
 def node_task(job: Job, machine: Machine, folder: Path) -> NodeTask:

@@ -52,8 +52,10 @@ def holder_of(train: Path) -> Holder | None:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # let go at once, when the file is closed
-        except OSError:
+        except BlockingIOError:
             return Holder.read(file)
+        except OSError:  # a file system without locks: nobody can hold one
+            return None
         return None
 
 

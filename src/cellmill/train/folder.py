@@ -200,7 +200,7 @@ class TrainFolder:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                except OSError:
+                except BlockingIOError:
                     holder = Holder.read(file)
                     if follows and holder.follows and not asked and holder.holds(self.path / "lock"):
                         os.kill(holder.pid, signal.SIGUSR1)
