@@ -21,6 +21,7 @@ __all__ = ["cells", "corpus"]
 _started: list[Rig] = []
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One worker for all, and accounting last: the cluster is then changed once."""
     here = [item for item in items if Path(__file__).parent in item.path.parents]

@@ -11,6 +11,7 @@ memory is enforced with it, as production clusters do: signals then reach the ta
 from __future__ import annotations
 
 import argparse
+import fcntl
 import getpass
 import os
 import re
@@ -22,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 TEMPLATES = Path(__file__).parent / "config"
 COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "squeue", "srun")
@@ -57,6 +59,7 @@ class Rig:
 
     def __init__(self, folder: Path = Path("/var/tmp/cellmill-test-cluster"), accounting: bool = False) -> None:
         self.folder, self.accounting = folder, accounting
+        self._lock: TextIO | None = None
         root = os.getuid() == 0
         self.namespaces = root and os.environ.get("CELLMILL_RIG") != "loopback" and can_isolate()
         self.cgroups = root and all(
@@ -69,8 +72,9 @@ class Rig:
         self.environment = {"SLURM_CONF": str(self.config)}
 
     def start(self) -> Rig:
-        """Starts everything and waits until all nodes are idle. Raises RigError."""
-        self.stop()
+        """Starts everything and waits until all nodes are idle. Raises RigError, also where a test run has one."""
+        self._own()
+        self._clear()
         for name in ("etc", "state", "spool", "log", "dev", "small"):
             (self.folder / name).mkdir(parents=True)
         self.folder.chmod(0o755)
@@ -95,6 +99,12 @@ class Rig:
 
     def stop(self) -> None:
         """Ends what `start` began, also of a rig that was left behind, and removes every trace of it."""
+        self._clear()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _clear(self) -> None:
         if (self.folder / "munged.pid").exists() and self.config.exists():
             subprocess.run(["scancel", "-u", getpass.getuser()], env=self._env(), capture_output=True, timeout=20)
             wait(lambda: not self.squeue(), 5)
@@ -163,6 +173,15 @@ class Rig:
 
     def stop_controller(self) -> None:
         end([self.folder / "slurmctld.pid"])
+
+    def _own(self) -> None:
+        """Two test runs would end each other's cluster; the lock falls with the process."""
+        if self._lock is None:
+            self._lock = open(f"{self.folder}.lock", "w")  # noqa: SIM115
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RigError(f"another test run uses the cluster in {self.folder}; one at a time") from None
 
     def _idle(self) -> int:
         return self.call("sinfo", "-h", "-N", "-p", "cpu", "-o", "%T", check=False).split().count("idle")
