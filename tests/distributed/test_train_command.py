@@ -50,8 +50,9 @@ def losses(out: Path) -> dict[int, float]:
 
 def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
     give_up = time.monotonic() + 120
+    log = out.with_suffix(".log")
     while not any(line["step"] >= step for line in read_lines(out / "metrics.jsonl")):
-        assert process.poll() is None, f"ended with {process.returncode} before step {step}"
+        assert process.poll() is None, f"ended with {process.returncode} before step {step}:\n{log.read_text()}"
         assert time.monotonic() < give_up, f"no step {step} within 120 s"
         time.sleep(0.02)
 
@@ -185,7 +186,7 @@ def test_a_loss_that_is_not_finite_stops_with_one_line(corpus: str, tmp_path: Pa
     done = train(corpus, out, opts)
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("cellmill train: loss ")
+    assert last.startswith("cellmill train: loss "), done.stderr
     assert "lower train.lr (1e+38) or raise train.warmup_steps; the checkpoints before it are untouched" in last
 
 

@@ -30,7 +30,6 @@ def run_local(job: Job, keep_open: int) -> int:
     keep_open
         File descriptor the agents inherit: a lock it holds stays held until the last of them has ended.
     """
-    port = free_port()
     agents: list[subprocess.Popen[bytes]] = []
     signals = 0
 
@@ -45,11 +44,12 @@ def run_local(job: Job, keep_open: int) -> int:
                 signal_all(workers or [agent.pid], signal.SIGTERM)
 
     before = {number: signal.signal(number, hand_on) for number in HANDED_ON}
+    reserved = reserve_port()
     try:
         for node in range(job.nodes):
             agents.append(
                 subprocess.Popen(
-                    job.command(node, "127.0.0.1", port),
+                    job.command(node, "127.0.0.1", reserved.getsockname()[1]),
                     env=_environment(job),
                     pass_fds=(keep_open,),
                     start_new_session=True,
@@ -63,6 +63,7 @@ def run_local(job: Job, keep_open: int) -> int:
             raise Stopped("ended by a signal before it could save; run the same command to go on")
         return code
     finally:
+        reserved.close()
         for agent in agents:
             if agent.poll() is None:
                 agent.kill()
@@ -86,8 +87,13 @@ def _environment(job: Job) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONUNBUFFERED": "1"}
 
 
-def free_port() -> int:
-    """A TCP port that was free on the loopback interface a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def reserve_port() -> socket.socket:
+    """A socket bound to a free TCP port of the loopback interface; its holder keeps the port from being given away.
+
+    A port that was merely found free can be somebody else's by the time the agent has imported torch. As long as nobody
+    listens, Linux lets whoever asks for this very port with SO_REUSEADDR, as torch's store does, bind it too.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
