@@ -14,7 +14,7 @@ from cellmill.launch.local import reserve_port
 def test_a_reserved_port_is_open_to_the_store_and_to_nobody_else() -> None:
     with reserve_port() as held, socket.socket() as other:
         port = held.getsockname()[1]
-        for host in ("127.0.0.1", ""):
+        for host in ("127.0.0.1", "127.0.0.2", ""):
             with pytest.raises(OSError, match="Address already in use"):
                 other.bind((host, port))
         server = TCPStore("127.0.0.1", port, 1, True, timedelta(seconds=10), multi_tenant=True)

@@ -88,12 +88,13 @@ def _environment(job: Job) -> dict[str, str]:
 
 
 def reserve_port() -> socket.socket:
-    """A socket bound to a free TCP port of the loopback interface; its holder keeps the port from being given away.
+    """A socket bound to a TCP port that is free on all interfaces; its holder keeps the port from being given away.
 
-    A port that was merely found free can be somebody else's by the time the agent has imported torch. As long as nobody
+    Of all, since torch's store listens on all: gloo may listen on another than the loopback. A port that was merely
+    found free can be somebody else's by the time the agent has imported torch. As long as nobody
     listens, Linux lets whoever asks for this very port with SO_REUSEADDR, as torch's store does, bind it too.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
+    held.bind(("", 0))
     return held
