@@ -145,6 +145,21 @@ def test_a_signal_saves_at_one_common_step_and_exits_75(corpus: str, tmp_path: P
     assert none_left(out)
 
 
+def test_a_signal_to_one_of_a_tensor_parallel_group_stops_all_at_one_step(corpus: str, tmp_path: Path) -> None:
+    out = tmp_path / "train"
+    opts = options({"tp": 2, "sequence_parallel": True}, train={"steps": 2000, "checkpoint_every_steps": 10_000})
+    process = start(corpus, out, opts, nproc=2)
+    wait_for_step(out, 3, process)
+    second = next(worker for worker in workers_of(out) if worker.environ().get("RANK") == "1")
+    second.send_signal(signal.SIGUSR2)
+    assert process.wait(60) == 75
+    assert json.loads((out / "state.json").read_text())["state"] == "stopped"
+    assert none_left(out)
+    log = out.with_suffix(".log").read_text()
+    assert "unwaited" not in log, log
+    assert "redistributing" not in log, log
+
+
 def test_another_configuration_sets_the_earlier_training_aside(corpus: str, tmp_path: Path) -> None:
     out = tmp_path / "train"
     assert train(corpus, out, options(train={"steps": 2})).returncode == 0

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from cellmill.config.run import Parallel, Tokens
+from cellmill.config.family import FamilyConfig
+from cellmill.config.layout import Layout, layout
+from cellmill.config.run import Parallel, Stream, Tokens, Train, check_together
 from cellmill.errors import ConfigError
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.parallel.devices import DEVICES, device_named, peak_flops
-from cellmill.parallel.layout import Layout, layout
 from cellmill.parallel.memory import Memory, memory_per_rank
 
-SIZE = MaskedConfig(hidden=64, layers=6, heads=4, objective="masked_gene").size(2000, Tokens(max_tokens=512))
+CONFIG, TOKENS = MaskedConfig(hidden=64, layers=6, heads=4, objective="masked_gene"), Tokens(max_tokens=512)
+SIZE = CONFIG.size(2000, TOKENS)
 
 
 def _memory(world: int, tokens: int = 4096, micro_batches: int = 1, **options: Any) -> Memory:
@@ -33,6 +35,11 @@ def _memory(world: int, tokens: int = 4096, micro_batches: int = 1, **options: A
         ({"sharding_strategy": "HYBRID_SHARD"}, 8, 4, Layout(2, 4)),
         ({"sharding_strategy": "HYBRID_SHARD"}, 1, 1, Layout(1, 1)),
         ({"sharding_strategy": "HYBRID_SHARD", "shard_size": 2}, 8, 8, Layout(4, 2)),
+        ({"strategy": "ddp", "tp": 2}, 8, 4, Layout(4, 1, 2)),
+        ({"sharding_strategy": "FULL_SHARD", "tp": 8}, 8, 4, Layout(1, 1, 8)),
+        ({"sharding_strategy": "HYBRID_SHARD", "tp": 2}, 16, 8, Layout(2, 4, 2)),
+        ({"sharding_strategy": "HYBRID_SHARD", "tp": 8}, 16, 4, Layout(2, 1, 8)),
+        ({"sharding_strategy": "HYBRID_SHARD", "tp": 2, "shard_size": 2}, 8, 8, Layout(2, 2, 2)),
     ],
 )
 def test_the_layout_of_each_strategy(options: dict[str, Any], world: int, local_world: int, expected: Layout) -> None:
@@ -45,6 +52,75 @@ def test_a_group_size_that_does_not_divide_is_refused_with_one_that_does() -> No
     assert str(error.value) == (
         "parallel.shard_size 4 does not divide 6 processes; 3 does, or change nodes and nproc_per_node in the profile"
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "local_world", "message"),
+    [
+        (
+            {"tp": 3},
+            8,
+            8,
+            "parallel.tp 3 does not divide 8 processes; 2 does, or change nodes and nproc_per_node in the profile",
+        ),
+        (
+            {"tp": 4},
+            12,
+            6,
+            "parallel.tp 4 cuts nodes of 6 processes; 3 fits, or set parallel.shard_size",
+        ),
+        (
+            {"tp": 2, "shard_size": 8},
+            12,
+            12,
+            "parallel.shard_size 8 does not divide the 6 groups of tp 2 in 12 processes; 6 does, "
+            "or change nodes and nproc_per_node in the profile",
+        ),
+    ],
+)
+def test_a_product_that_cannot_be_is_refused_with_the_nearest_that_can(
+    options: dict[str, Any], world: int, local_world: int, message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        layout(Parallel.model_validate(options), world, local_world)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "message"),
+    [
+        ({"heads": 6, "hidden": 48}, {"tp": 4}, "parallel.tp 4 does not divide model.heads 6; 3 does"),
+        ({"ffn_hidden": 63}, {"tp": 2}, "parallel.tp 2 does not divide model.ffn_hidden 63; 1 does"),
+        (
+            {},
+            {"sequence_parallel": True},
+            "parallel.sequence_parallel is read with tensor parallel alone: set parallel.tp, or no",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_cut_so_is_refused(
+    model: dict[str, Any], parallel: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match="parallel") as error:
+        _check(MaskedConfig.model_validate(model), parallel)
+    assert str(error.value) == message
+
+
+def test_a_family_that_names_nothing_to_cut_is_refused_with_tensor_parallel() -> None:
+    class Plain(MaskedConfig):
+        def cut_by_tp(self) -> dict[str, int]:
+            return FamilyConfig.cut_by_tp(self)
+
+    _check(Plain(), {})
+    with pytest.raises(ValueError, match="does not say") as error:
+        _check(Plain(), {"tp": 2})
+    assert str(error.value) == (
+        "parallel.tp 2: the family masked does not say what tensor parallel may cut; set it to 1"
+    )
+
+
+def _check(model: FamilyConfig, parallel: dict[str, Any]) -> None:
+    check_together(Tokens(), Stream(), model, Parallel.model_validate(parallel), Train(steps=1))
 
 
 @pytest.mark.parametrize(
@@ -81,6 +157,18 @@ def test_full_shard_divides_what_is_kept_by_the_processes() -> None:
         assert (found.parameters, found.gradients, found.optimizer) == (4 * share, 4 * share, 8 * share)
         outside = SIZE.parameters - 6 * SIZE.block_parameters
         assert found.gathered == 4 * (outside + 2 * SIZE.block_parameters)
+
+
+def test_tensor_parallel_divides_what_it_cuts_and_a_share_of_tokens_the_stream() -> None:
+    def memory(**options: Any) -> Memory:
+        parallel = Parallel.model_validate({"strategy": "ddp"} | options)
+        size = CONFIG.size(2000, TOKENS, parallel.tp, parallel.sequence_parallel)
+        return memory_per_rank(size, parallel, layout(parallel, 4, 4), 4096, 1)
+
+    whole, cut, shared = memory(), memory(tp=4), memory(tp=4, sequence_parallel=True)
+    assert cut.parameters == shared.parameters < whole.parameters / 3.3  # all but norms, two biases and heads
+    assert cut.logits == pytest.approx(whole.logits / 4)
+    assert shared.activations < cut.activations < 0.7 * whole.activations
 
 
 def test_strategies_are_ordered_by_what_they_spare() -> None:
@@ -133,7 +221,7 @@ def test_devices_are_known_by_the_name_of_the_profile_and_of_the_product() -> No
 
 def test_layout_and_memory_do_not_import_torch() -> None:
     code = (
-        "import sys, cellmill.parallel.layout, cellmill.parallel.memory, cellmill.stages.plan;"
+        "import sys, cellmill.config.layout, cellmill.parallel.memory, cellmill.stages.plan;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -14,7 +14,7 @@ from cellmill.config.family import ModelSize
 from cellmill.config.run import Tokens
 from cellmill.data.tokens import Batch, empty_batch
 from cellmill.data.vocabulary import Vocabulary
-from cellmill.models.batch import TensorBatch, to_tensors
+from cellmill.models.batch import TensorBatch, padded, to_tensors
 from cellmill.models.export import initial_tensors
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.masked.model import MaskedModel
@@ -364,6 +364,27 @@ def test_recomputed_activations_give_the_same_gradients_with_dropout(tokenizer: 
         model(model.prepare(_tensors(tokenizer), seed=0, step=5)).backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients))
+
+
+@every_kind
+def test_padding_changes_no_loss_and_no_gradient(tokenizer: str, objective: str) -> None:
+    found = []
+    for multiple in (1, 8):
+        model, batch = _model(tokenizer, objective, dropout=0.2), padded(_tensors(tokenizer), multiple)
+        assert len(batch.genes) % multiple == 0
+        prepared = model.prepare(batch, seed=0, step=3)
+        loss = model(prepared)
+        loss.backward()
+        found.append((prepared.n_targets, loss, *(p.grad for p in model.parameters())))
+    for ours, theirs in zip(*found):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+    none = to_tensors(empty_batch(_tokens(tokenizer)), CPU)
+    assert padded(none, 8) is none
+
+
+def test_what_tensor_parallel_cuts_is_in_the_model() -> None:
+    names = {name for name, _ in _model("continuous", "masked_value").named_modules()}
+    assert {name.replace("*", "0") for name in MaskedModel.plan.tensor} <= names
 
 
 def test_dropout_changes_with_the_step_and_is_off_in_eval() -> None:

@@ -60,6 +60,11 @@ def _refused(corpus: Manifest, out: Path, **what: Any) -> str:
     return str(error.value)
 
 
+def _refused_alone(corpus: Manifest, out: Path, **what: Any) -> str:
+    (out / "plan.json").unlink(missing_ok=True)
+    return _refused(corpus, out, **what)
+
+
 def _stream(corpus: Manifest, options: PlanOptions, rank: int = 0, world: int = 1) -> Stream:
     return Stream(
         corpus.path,
@@ -142,6 +147,20 @@ def test_the_plan_is_printed_for_people(corpus: Manifest, tmp_path: Path, capsys
     ]
     assert lines[4] == "processes   4 x h100, HYBRID_SHARD (1 replicas of 4 shards), 32-true"
     assert "of 72.00 GB on each: parameters" in lines[5]
+
+
+def test_tensor_parallel_shares_the_cells_of_its_group(
+    corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = _plan(corpus, tmp_path, nproc=2, parallel={"strategy": "ddp"})
+    cut = _plan(corpus, tmp_path, nproc=4, parallel={"strategy": "ddp", "tp": 2})
+    for same in ("parameters", "flops_per_step", "micro_batches_per_step", "tokens_per_step", "steps"):
+        assert cut[same] == one[same]
+    assert cut["memory"]["total_bytes"] < one["memory"]["total_bytes"]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("processes")]
+    assert lines[1] == "processes   4 x cpu, ddp (2 replicas of 1 shards x tp 2), 32-true"
+    message = _refused_alone(corpus, tmp_path, nproc=12, parallel={"tp": 2})
+    assert message.startswith("stream.lanes 8 is not a multiple of 6 groups of tp 2: use 4 of them (the profile)")
 
 
 def test_cells_that_are_cut_and_a_warm_up_without_end_are_said(

@@ -9,6 +9,8 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 from cellmill.config import check_config
+from cellmill.config.layout import layout
+from cellmill.config.machine import Machine
 from cellmill.errors import ConfigError
 
 # the cellmill of this Python, also where its environment is not activated
@@ -35,6 +37,17 @@ def options(stage):
         return json.dumps(pipeline.section(stage, name))
 
     return section
+
+
+def plan_options(wildcards, resources):
+    """`options("plan")`, when the profile's processes can be laid out so: what cannot be is refused by `snakemake -n`."""
+    machine = Machine(nodes=resources.nodes, nproc_per_node=resources.nproc_per_node)
+    try:
+        for nodes in machine.node_counts:
+            layout(pipeline.runs[wildcards.run].parallel, nodes * machine.nproc_per_node, machine.nproc_per_node)
+    except ConfigError as error:
+        raise WorkflowError(f"run {wildcards.run}: {error}")
+    return options("plan")(wildcards)
 
 
 def dataset_of(wildcards):

@@ -11,9 +11,16 @@ if TYPE_CHECKING:
     from cellmill.config.run import Tokens
 
 
+WEIGHTS_FORMAT = 2
+"""What the numbers in a parameter mean; it grows when the same names and shapes come to mean something else.
+
+1: rows of `qkv` are all queries, then all keys, then all values. 2: those of each head are together.
+"""
+
+
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers that a plan needs; counts are of elements or FLOPs, not bytes."""
+    """Numbers that a plan needs, for one tensor-parallel process; counts are of elements or FLOPs, not bytes."""
 
     parameters: int
     """All trainable parameters."""
@@ -44,6 +51,10 @@ class FamilyConfig(Section):
         """Raises ValueError when the family cannot be trained on such tokens."""
         raise NotImplementedError
 
-    def size(self, n_genes: int, tokens: Tokens) -> ModelSize:
-        """What a model over a vocabulary of `n_genes` genes takes."""
+    def cut_by_tp(self) -> dict[str, int]:
+        """What tensor parallel cuts and must divide, by the option's name; empty where it cuts nothing."""
+        return {}
+
+    def size(self, n_genes: int, tokens: Tokens, tp: int = 1, sequence_parallel: bool = False) -> ModelSize:
+        """What one of `tp` tensor-parallel processes holds of a model over `n_genes` genes; all of it where tp is 1."""
         raise NotImplementedError

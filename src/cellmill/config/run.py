@@ -49,7 +49,15 @@ class Parallel(Section):
         "all inside a group of shard_size and replicas between groups, or nothing. Not read by ddp.",
     )
     shard_size: int | None = Field(
-        None, ge=1, description="Processes in one HYBRID_SHARD group; null is the processes of one node."
+        None,
+        ge=1,
+        description="Processes in one HYBRID_SHARD group; null is the processes of one node, divided by tp.",
+    )
+    tp: int = Field(
+        1, ge=1, description="Tensor parallel: processes that share each matrix and the cells; best inside a node."
+    )
+    sequence_parallel: bool = Field(
+        False, description="Tensor-parallel processes also share the tokens between matrices, for memory."
     )
     precision: Literal["32-true", "bf16-mixed"] = Field("32-true", description="Number format of forward and backward.")
     activation_checkpointing: Literal["full"] | None = Field(
@@ -138,9 +146,10 @@ class Report(Section):
     title: str = Field("cellmill report", description="Its heading.")
 
 
-def check_together(tokens: Tokens, stream: Stream, model: FamilyConfig, train: Train) -> None:
+def check_together(tokens: Tokens, stream: Stream, model: FamilyConfig, parallel: Parallel, train: Train) -> None:
     """Options of different sections that exclude each other. Raises ValueError naming both."""
     model.check_tokens(tokens)
+    _check_tensor_parallel(model, parallel)
     if tokens.max_tokens > train.token_budget:
         raise ValueError(
             f"tokens.max_tokens {tokens.max_tokens} is more than train.token_budget {train.token_budget}: "
@@ -151,6 +160,28 @@ def check_together(tokens: Tokens, stream: Stream, model: FamilyConfig, train: T
             f"train.global_batch {train.global_batch} is not a multiple of stream.lanes {stream.lanes}: "
             "each lane gives an equal share"
         )
+
+
+def _check_tensor_parallel(model: FamilyConfig, parallel: Parallel) -> None:
+    tp = parallel.tp
+    if tp == 1:
+        if parallel.sequence_parallel:
+            raise ValueError("parallel.sequence_parallel is read with tensor parallel alone: set parallel.tp, or no")
+        return
+    cut = model.cut_by_tp()
+    if not cut:
+        raise ValueError(
+            f"parallel.tp {tp}: the family {model.family} does not say what tensor parallel may cut; set it to 1"
+        )
+    possible = [n for n in range(1, min(cut.values()) + 1) if not any(size % n for size in cut.values())]
+    for name, size in cut.items():
+        if size % tp:
+            raise ValueError(f"parallel.tp {tp} does not divide {name} {size}; {nearest(tp, possible)} does")
+
+
+def nearest(wanted: int, possible: list[int]) -> int:
+    """The number of `possible` that is nearest to `wanted`; of two, the smaller."""
+    return min(possible, key=lambda n: (abs(n - wanted), n))
 
 
 def _model_of_its_family(value: Any) -> Any:

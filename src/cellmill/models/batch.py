@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cellmill.data.tokens import Batch
+from cellmill.data.vocabulary import SPECIAL
 
 CPU = torch.device("cpu")
 
@@ -39,6 +40,24 @@ def to_tensors(batch: Batch, device: torch.device = CPU) -> TensorBatch:
         lengths=(batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).tolist(),
     )
     return on_device(tensors, device)
+
+
+def padded(batch: TensorBatch, multiple: int) -> TensorBatch:
+    """`batch` with as many `<pad>` tokens, as a last cell of their own, as make its tokens a multiple of `multiple`.
+
+    They attend to each other alone and are never targets, so they change no loss and no gradient.
+    """
+    more = -len(batch.genes) % multiple
+    if not more:
+        return batch
+    pad = batch.genes.new_full((more,), SPECIAL.index("<pad>"))
+    return TensorBatch(
+        genes=torch.cat([batch.genes, pad]),
+        values=torch.cat([batch.values, batch.values.new_zeros(more)]),
+        cu_seqlens=torch.cat([batch.cu_seqlens, batch.cu_seqlens[-1:] + more]),
+        cells=torch.cat([batch.cells, batch.cells.new_full((1,), -1)]),
+        lengths=[*batch.lengths, more],
+    )
 
 
 def on_device(value: Any, device: torch.device) -> Any:

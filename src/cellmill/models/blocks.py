@@ -13,12 +13,24 @@ from cellmill.models.attention import attention
 from cellmill.models.keyed import keyed_dropout
 
 
+class Entry(nn.Module):
+    """Where tokens enter the blocks: a name for layouts in which each process goes on with some of them."""
+
+    def forward(self, x: torch.Tensor, token_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(T, H) and (T,), as they are."""
+        return x, token_keys
+
+
 class Block(nn.Module):
-    """Attention and feed-forward, each after a norm and added to the residual stream."""
+    """Attention and feed-forward, each after a norm and added to the residual stream.
+
+    Rows of `qkv` are those of the first head's query, key and value, then of the second's: any slice of whole heads
+    is a smaller layer of the same kind, so heads may be fewer here than in the model.
+    """
 
     def __init__(self, hidden: int, heads: int, ffn_hidden: int, dropout: float, index: int) -> None:
         super().__init__()
-        self.heads, self.dropout, self.index = heads, dropout, index
+        self.head_width, self.dropout, self.index = hidden // heads, dropout, index
         self.attention_norm = nn.LayerNorm(hidden)
         self.qkv = nn.Linear(hidden, 3 * hidden)
         self.out = nn.Linear(hidden, hidden)
@@ -29,8 +41,8 @@ class Block(nn.Module):
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor, lengths: list[int], token_keys: torch.Tensor
     ) -> torch.Tensor:
-        """(T, H) -> (T, H); `token_keys` (T,) int64 say what dropout drops."""
-        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).unbind(1)
+        """(T, H) -> (T, H); `token_keys` (T,) int64 say what dropout drops. T may be a share of the batch's tokens."""
+        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, 3, self.head_width)).unbind(2)
         attended = attention(q, k, v, cu_seqlens, lengths).flatten(1)
         x = x + self._drop(self.out(attended), token_keys, 2 * self.index)
         return x + self._drop(self.down(F.gelu(self.up(self.ffn_norm(x)))), token_keys, 2 * self.index + 1)

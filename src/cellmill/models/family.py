@@ -6,13 +6,15 @@ A family gives names and pure functions; it knows no process group, no mesh and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from cellmill.models.batch import TensorBatch
+from cellmill.parallel.tensor import Style
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class ParallelPlan:
 
     blocks: str
     """Path of the ModuleList whose modules are sharded and recomputed one by one."""
+    tensor: Mapping[str, Style] = field(default_factory=dict)
+    """What tensor parallel does to modules, by their paths, in which `*` is any block; none where it is not offered."""
 
 
 class Prepared(Protocol):

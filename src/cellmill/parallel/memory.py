@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from cellmill.config.family import ModelSize
+from cellmill.config.layout import Layout
 from cellmill.config.run import Parallel
-from cellmill.parallel.layout import Layout
 
 FLOAT32 = 4
 ACTIVATION = {"32-true": 4.0, "bf16-mixed": 2.0}
@@ -50,16 +50,17 @@ def memory_per_rank(
 
     Parameters
     ----------
+    size
+        Of what one tensor-parallel process holds.
     micro_tokens
         Tokens of the largest micro-batch.
     micro_batches
         Most micro-batches of one optimizer step.
     """
-    world = layout.dp_replicate * layout.dp_shard
     whole, low = size.parameters, parallel.precision == "bf16-mixed"
     checkpointed = parallel.activation_checkpointing == "full"
     kept = size.activations_per_token_checkpointed if checkpointed else size.activations_per_token
-    sharded = parallel.strategy == "fsdp" and world > 1
+    sharded = layout.dp > 1 and (parallel.strategy == "fsdp" or layout.tp > 1)  # as parallel.wrap has it
     if sharded:
         share, gradients, gathered, communication = _fsdp(size, parallel, layout, micro_batches)
         element = ACTIVATION[parallel.precision]
@@ -89,7 +90,7 @@ def _fsdp(size: ModelSize, parallel: Parallel, layout: Layout, micro_batches: in
         gradients += FLOAT32 * whole  # reduced with the last micro-batch only
     element = 2 if parallel.precision == "bf16-mixed" else FLOAT32
     # the root's weights stay for the backward pass; a block's go, but the next is fetched while one computes
-    reshards = parallel.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
+    reshards = parallel.strategy == "fsdp" and parallel.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
     gathered = outside + min(2, size.blocks) * block if reshards else whole
     # one piece is reduced, in float32, while the gradients of the next are made
     in_flight = (element + FLOAT32) * (max(outside, block) + block)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
+from cellmill.config.layout import layout
 from cellmill.config.run import Parallel
-from cellmill.parallel.layout import layout
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
@@ -28,6 +29,8 @@ class Mesh:
     dp_world: int
     dp_group: dist.ProcessGroup
     """All processes that read different cells of the same step."""
+    sharers: int
+    """Processes that read the same cells: tensor-parallel ones."""
 
     @property
     def fsdp(self) -> DeviceMesh:
@@ -37,20 +40,33 @@ class Mesh:
         return self.devices["dp_shard"]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, summed in place over the data-parallel processes. Collective: every rank."""
-        if self.dp_world > 1:
-            dist.all_reduce(tensor, group=self.dp_group)
+        """`tensor`, summed in place over all processes, what several have alike once. Collective: every rank.
+
+        Over all, not over those that read different cells: each process must get the same number to the last bit, and
+        learn of a signal that only one of them got, or they would part ways.
+        """
+        if self.dp_world * self.sharers > 1:
+            dist.all_reduce(tensor)
+        if self.sharers > 1:
+            tensor.div_(self.sharers) if tensor.is_floating_point() else tensor.floor_divide_(self.sharers)
         return tensor
 
 
 def build_mesh(parallel: Parallel, local_world: int, device_type: str) -> Mesh:
     """The mesh of the initialised default process group. Collective: every rank.
 
-    Raises ConfigError when the number of processes does not fit the sharding strategy.
+    Raises ConfigError when the number of processes does not fit the strategy or tp.
     """
     world = dist.get_world_size()
     sizes = layout(parallel, world, local_world)
-    devices = init_device_mesh(device_type, (1, sizes.dp_replicate, sizes.dp_shard, 1), mesh_dim_names=AXES)
+    devices = init_device_mesh(device_type, (1, sizes.dp_replicate, sizes.dp_shard, sizes.tp), mesh_dim_names=AXES)
+    if sizes.tp > 1:
+        devices["dp_shard", "tp"]._flatten("shard_tp")  # DTensor then sums a norm over both at once
     data = devices["dp_replicate", "dp_shard"]
     flat = data._flatten("dp")
-    return Mesh(devices, flat.get_local_rank(), flat.size(), flat.get_group())
+    return Mesh(devices, flat.get_local_rank(), flat.size(), flat.get_group(), sizes.tp)
+
+
+def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:
+    """The mesh a tensor is spread over; None for one that each process has whole."""
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None

@@ -33,14 +33,15 @@ def checkpoint_activations(model: nn.Module, blocks: str) -> None:
 def shard(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) -> None:
     """Applies FSDP2 to each block and then to the root. In place, on the meta device or after.
 
-    One process alone is left as it is: there is nothing to shard.
+    One process alone is left as it is: there is nothing to shard. So is ddp, but with tensor parallel, whose tensors
+    DistributedDataParallel does not take: FSDP2 that shards nothing stands in for it.
     """
-    if parallel.strategy != "fsdp" or mesh.dp_world == 1:
+    if mesh.dp_world == 1 or (parallel.strategy == "ddp" and mesh.sharers == 1):
         return
     policy = MixedPrecisionPolicy()
     if parallel.precision == "bf16-mixed":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    reshard = RESHARD[parallel.sharding_strategy]
+    reshard = parallel.strategy == "fsdp" and RESHARD[parallel.sharding_strategy]
     for block in cast(nn.ModuleList, model.get_submodule(blocks)):
         fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
     # the root's parameters are wanted again as soon as the backward pass begins
@@ -64,9 +65,10 @@ class Replica(nn.Module):
         super().__init__()
         self.core = model
         self.scale = 1.0
+        self.token_multiple = parallel.tp if parallel.sequence_parallel else 1
         self.outer: nn.Module = model
         device = next(model.parameters()).device
-        if parallel.strategy == "ddp" and mesh.dp_world > 1:
+        if parallel.strategy == "ddp" and mesh.dp_world > 1 and mesh.sharers == 1:
             ids = [device.index] if device.type == "cuda" else None
             self.outer = DistributedDataParallel(
                 model, device_ids=ids, process_group=mesh.dp_group, gradient_as_bucket_view=True

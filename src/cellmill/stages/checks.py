@@ -5,26 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 from cellmill.config import check_options
+from cellmill.config.family import WEIGHTS_FORMAT
+from cellmill.config.layout import Layout, layout
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import check_together
 from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import read_json
-from cellmill.parallel.layout import layout
 
 
 def check_run(options: TrainOptions, nodes: int, nproc_per_node: int, train_cells: int) -> None:
     """Raises ConfigError when sections exclude each other or do not fit the number of processes or cells."""
     try:
-        check_together(options.tokens, options.stream, options.model, options.train)
+        check_together(options.tokens, options.stream, options.model, options.parallel, options.train)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    world = nodes * nproc_per_node
-    if train_cells < world:
-        raise ConfigError(f"{world} processes for {train_cells} training cells: use fewer processes (the profile)")
-    layout(options.parallel, world, nproc_per_node)
-    _check_lanes(options, world)
+    sizes = layout(options.parallel, nodes * nproc_per_node, nproc_per_node)
+    if train_cells < sizes.dp:
+        raise ConfigError(f"{_sharers(sizes)} for {train_cells} training cells: use fewer processes (the profile)")
+    _check_lanes(options, sizes)
 
 
 def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
@@ -40,6 +40,10 @@ def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
 def check_weights(options: TrainOptions, init_from: Path) -> None:
     """Raises ConfigError when the exported model `init_from` is of another architecture or tokenizer."""
     config = read_json(init_from / "config.json")
+    if config["format"] != WEIGHTS_FORMAT:
+        raise ConfigError(
+            f"{init_from}: a model of format {config['format']}, this version's are of {WEIGHTS_FORMAT}; train it again"
+        )
     theirs = check_options(type(options.model), config["model"], f"{init_from / 'config.json'}: model")
     pairs = [(f"model.{key}", getattr(theirs, key), getattr(options.model, key)) for key in options.model.weight_keys]
     pairs.append(("tokens.tokenizer", config["tokens"]["tokenizer"], options.tokens.tokenizer))
@@ -50,9 +54,9 @@ def check_weights(options: TrainOptions, init_from: Path) -> None:
             )
 
 
-def _check_lanes(options: TrainOptions, world: int) -> None:
+def _check_lanes(options: TrainOptions, sizes: Layout) -> None:
     """Raises ConfigError when the processes cannot share the lanes evenly, with the nearest numbers that work."""
-    lanes, batch = options.stream.lanes, options.train.global_batch
+    lanes, batch, world = options.stream.lanes, options.train.global_batch, sizes.dp
     if lanes % world == 0:
         return
     processes = min((n for n in range(1, lanes + 1) if lanes % n == 0), key=lambda n: abs(n - world))
@@ -62,6 +66,11 @@ def _check_lanes(options: TrainOptions, world: int) -> None:
     else:
         other = f"stream.lanes {world} with train.global_batch {max(1, round(batch / world)) * world}"
     raise ConfigError(
-        f"stream.lanes {lanes} is not a multiple of {world} processes: "
+        f"stream.lanes {lanes} is not a multiple of {_sharers(sizes)}: "
         f"use {processes} of them (the profile), or {other}"
     )
+
+
+def _sharers(sizes: Layout) -> str:
+    """What shares the cells, in words."""
+    return f"{sizes.dp} processes" if sizes.tp == 1 else f"{sizes.dp} groups of tp {sizes.tp}"

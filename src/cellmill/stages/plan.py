@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from cellmill.config.layout import layout
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions, TrainOptions
 from cellmill.config.run import Parallel
@@ -23,7 +24,6 @@ from cellmill.data.shards import open_shards
 from cellmill.errors import ConfigError
 from cellmill.files import write_json
 from cellmill.parallel.devices import Device, device_named
-from cellmill.parallel.layout import layout
 from cellmill.parallel.memory import Memory, memory_per_rank
 from cellmill.stages.checks import check_run
 from cellmill.train.schedule import total_steps
@@ -40,9 +40,10 @@ def run(*, options: PlanOptions, manifest: Path, out: Path, machine: Machine, de
         check_run(_train_options(options), nodes, nproc_per_node, opened.splits["train"].n_obs)
     nodes = machine.node_counts[0]  # of a range the fewest: a process then holds the most
     world = nodes * nproc_per_node
+    sizes = layout(options.parallel, world, nproc_per_node)
     detected = detected_genes(opened)
     lengths = np.minimum(detected, options.tokens.max_tokens)
-    work = measure_work(options, lengths, world, int(opened.vocabulary["n_genes"]))
+    work = measure_work(options, lengths, sizes.dp, int(opened.vocabulary["n_genes"]))
     limit = memory_limit(options, known, nproc_per_node)
     memory = check_memory(options, work, limit, nodes, nproc_per_node, device)
     plan = describe(options, work, memory, nodes, nproc_per_node)
@@ -97,7 +98,7 @@ def detected_genes(manifest: Manifest) -> np.ndarray:
 
 
 def measure_work(options: PlanOptions, lengths: np.ndarray, world: int, n_genes: int) -> Work:
-    """Steps, tokens and micro-batches, from the lengths of the training cells."""
+    """Steps, tokens and micro-batches, from the lengths of the training cells, of which `world` take each a share."""
     train, stream, cells = options.train, options.stream, len(lengths)
     epoch = EpochLayout(
         (cells,), stream.lanes, stream.block_cells, stream.window_blocks, train.global_batch, train.seed, True
@@ -143,12 +144,13 @@ def memory_limit(options: PlanOptions, device: Device, nproc_per_node: int) -> L
 
 def need(options: PlanOptions, work: Work, nodes: int, nproc_per_node: int) -> Memory:
     """Memory of each process of a run with these options."""
-    world = nodes * nproc_per_node
-    share = -(-work.cells_per_step // world)
+    parallel = options.parallel
+    sizes = layout(parallel, nodes * nproc_per_node, nproc_per_node)
+    share = -(-work.cells_per_step // sizes.dp)
     return memory_per_rank(
-        options.model.size(work.n_genes, options.tokens),
-        options.parallel,
-        layout(options.parallel, world, nproc_per_node),
+        options.model.size(work.n_genes, options.tokens, parallel.tp, parallel.sequence_parallel),
+        parallel,
+        sizes,
         min(options.train.token_budget, share * work.longest),
         work.most_micro_batches,
     )
@@ -193,6 +195,13 @@ def remedy(options: PlanOptions, work: Work, limit: Limit, nodes: int, nproc_per
         if need(options, work, nodes, nproc_per_node).total <= limit.usable:
             return " and ".join(changes)
     options = options.model_copy(update={"parallel": everything})
+    cut = options.model.cut_by_tp().values()
+    for tp in range(everything.tp + 1, nproc_per_node + 1 if cut else 0):
+        if nproc_per_node % tp or any(size % tp for size in cut):
+            continue
+        spread = everything.model_copy(update={"tp": tp, "sequence_parallel": True})
+        if need(options.model_copy(update={"parallel": spread}), work, nodes, nproc_per_node).total <= limit.usable:
+            return " and ".join([*changes, f"set parallel.tp to {tp} with parallel.sequence_parallel"])
     for more in (nodes * 2**k for k in range(1, 8)):
         if need(options, work, more, nproc_per_node).total <= limit.usable:
             return " and ".join([*changes, f"use {more} nodes (the profile)"])
@@ -260,6 +269,7 @@ def table(plan: dict[str, Any]) -> str:
     time = "unknown: no peak is known for this device"
     if plan["hours"] is not None:
         time = f"{plan['hours']:,.3g}, {plan['gpu_hours']:,.3g} GPU hours at {plan['mfu_frac']:.0%} of the peak"
+    tensor = "" if sizes["tp"] == 1 else f" x tp {sizes['tp']}"
     cut = ""
     if plan["cut_cells_frac"]:
         cut = f" of {plan['genes_per_cell']:,.0f} genes: tokens.max_tokens cuts {plan['cut_cells_frac']:.0%} of them"
@@ -270,7 +280,7 @@ def table(plan: dict[str, Any]) -> str:
         "a step": f"{plan['tokens_per_step']:,.0f} tokens in {plan['micro_batches_per_step']:.1f} micro-batches a "
         f"process, {plan['flops_per_step']:.3g} FLOPs",
         "processes": f"{plan['world_size']} x {plan['device']}, {kind} "
-        f"({sizes['dp_replicate']} replicas of {sizes['dp_shard']} shards), {sizes['precision']}",
+        f"({sizes['dp_replicate']} replicas of {sizes['dp_shard']} shards{tensor}), {sizes['precision']}",
         "memory": f"{_gb(memory['total_bytes'])} of {_gb(memory['limit_bytes'])} on each: {parts}",
         "hours": time,
     }

@@ -30,6 +30,7 @@ from cellmill.models.family import Model
 from cellmill.parallel.devices import peak_flops
 from cellmill.parallel.materialize import materialize
 from cellmill.parallel.mesh import Mesh, build_mesh
+from cellmill.parallel.tensor import cut_tensors
 from cellmill.parallel.wrap import Replica, checkpoint_activations, shard
 from cellmill.stages.train import status
 from cellmill.track.console import ConsoleTracker
@@ -85,7 +86,7 @@ def main(path: Path) -> None:
         val_stream=val_stream,
         checkpoints=checkpoints,
         trackers=open_trackers(folder, steps, progress.step),
-        meter=Meter(device, _peak(device, options.parallel.precision), mesh.dp_world),
+        meter=Meter(device, _peak(device, options.parallel.precision), dist.get_world_size()),
         stop=stop,
         progress=progress,
         saved_with=saved_with,
@@ -120,6 +121,7 @@ def build_model(
     family = registry.load("model", options.model.family)
     with torch.device("meta"):
         model: Model = family(options.model, vocabulary.n_genes, options.tokens)
+    cut_tensors(model, model.plan.tensor, options.parallel, mesh)
     if options.parallel.activation_checkpointing == "full":
         checkpoint_activations(model, model.plan.blocks)
     shard(model, model.plan.blocks, options.parallel, mesh)

@@ -20,7 +20,7 @@ from cellmill.config.run import Train
 from cellmill.data.stream import Stream
 from cellmill.data.tokens import Batch
 from cellmill.errors import UserError
-from cellmill.models.batch import TensorBatch, on_device, to_tensors
+from cellmill.models.batch import TensorBatch, on_device, padded, to_tensors
 from cellmill.models.family import Model
 from cellmill.parallel.clip import clip_grad_norm
 from cellmill.parallel.mesh import Mesh
@@ -138,6 +138,7 @@ class Trainer:
 
     def _prepare(self, batch: TensorBatch, step: int) -> Any:
         """Masks drawn on the CPU, where counting them makes nobody wait, then moved to the device."""
+        batch = padded(batch, self.replica.token_multiple)
         return on_device(self.model.prepare(batch, seed=self.train.seed, step=step), self.device)
 
     def _work(self, batches: list[TensorBatch]) -> tuple[int, int, float]:

@@ -10,18 +10,20 @@ import torch
 from torch import nn
 
 from cellmill.config.run import Train
+from cellmill.parallel.mesh import mesh_of
 
 
 def build_optimizer(model: nn.Module, train: Train) -> torch.optim.AdamW:
     """AdamW over the trainable parameters of `model`, after it was laid out and materialised."""
     decayed = decayed_parameters(model)
-    groups: list[list[nn.Parameter]] = [[], []]
+    # a group for each mesh too: the fused step takes no list of tensors that lie on different ones
+    groups: dict[tuple[float, object], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups[name not in decayed].append(parameter)
-    decays = (train.weight_decay, 0.0)
+            decay = train.weight_decay if name in decayed else 0.0
+            groups.setdefault((decay, mesh_of(parameter)), []).append(parameter)
     return torch.optim.AdamW(
-        [{"params": group, "weight_decay": decay} for group, decay in zip(groups, decays) if group],
+        [{"params": group, "weight_decay": decay} for (decay, _), group in groups.items()],
         lr=train.lr,
         betas=(train.beta1, train.beta2),
         fused=True,

@@ -55,10 +55,14 @@ class MaskedConfig(FamilyConfig):
         """Width inside the feed-forward layers."""
         return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
 
-    def size(self, n_genes: int, tokens: Tokens) -> ModelSize:
+    def cut_by_tp(self) -> dict[str, int]:
+        """Attention by whole heads, feed-forward by its width; the vocabulary may be cut anywhere."""
+        return {"model.heads": self.heads, "model.ffn_hidden": self.ffn_width}
+
+    def size(self, n_genes: int, tokens: Tokens, tp: int = 1, sequence_parallel: bool = False) -> ModelSize:
         """Exact counts of parameters, and of FLOPs as matrix products (a multiply-add is 2), three passes each."""
         h, f, v = self.hidden, self.ffn_width, n_genes + N_SPECIAL
-        block = 4 * h * h + 4 * h + 2 * h * f + f + h + 4 * h
+        block = (4 * h * h + 3 * h + 2 * h * f + f) // tp + 2 * h + 4 * h
         values = {
             "continuous": 2 * h + h * h + h,
             "binned": (tokens.bins + 1) * h,
@@ -66,23 +70,26 @@ class MaskedConfig(FamilyConfig):
         }[tokens.tokenizer]
         if self.objective == "masked_gene":
             classes, head = v, v  # the matrix is the gene embedding's; a bias is its own
+            own_classes = classes / tp
         else:
             classes = tokens.bins if tokens.tokenizer == "binned" else 1
-            head = classes * h + classes + h
+            own_classes, head = classes, classes * h + classes + h
         if self.cell_loss_weight:
             head += 2 * h * h + 3 * h
-        outside = v * h + values + 2 * h + h * h + 3 * h + head
-        at_targets = h * h + h * classes
+        outside = -(-v // tp) * h + values + 2 * h + h * h + 3 * h + head
+        at_targets = h * h + h * own_classes
         if self.cell_loss_weight:
-            at_targets += 2 * h * h + h * classes
-        products = self.layers * (4 * h * h + 2 * h * f) + self.mask_frac * at_targets
+            at_targets += 2 * h * h + h * own_classes
+        products = self.layers * (4 * h * h + 2 * h * f) / tp + self.mask_frac * at_targets
         if tokens.tokenizer == "continuous":
             products += h + h * h
         # kept for the backward pass, elements a token: a block's input, two norms, q k v, attention before and after
         # its cells are joined, its projection, both sides of the GELU; two masks where there is dropout. Outside, the
         # last norm, both sides of the values' GELU, the states whose mean a cell is, and the heads at targets. A test
         # compares with what autograd keeps
-        kept = 9 * h + 2 * f + (2 * h if self.dropout else 0)
+        stream = h // tp if sequence_parallel else h
+        # norms go into cut matrices, for which the tokens of all are put together
+        kept = (2 + (2 if self.dropout else 0)) * stream + 2 * h + (5 * h + 2 * f) // tp
         of_values = 2 * h if tokens.tokenizer == "continuous" else 0
         of_cells = h + round(5 * h * self.mask_frac) if self.cell_loss_weight else 0
         kept_outside = h + of_values + of_cells + round(4 * h * self.mask_frac)
@@ -91,8 +98,8 @@ class MaskedConfig(FamilyConfig):
             block_parameters=block,
             blocks=self.layers,
             flops_per_token=3 * 2 * products,
-            flops_per_token_pair=3 * 4 * h * self.layers,
+            flops_per_token_pair=3 * 4 * h * self.layers / tp,
             activations_per_token=self.layers * kept + kept_outside,
-            activations_per_token_checkpointed=self.layers * h + kept + kept_outside,
-            logits_per_token=self.mask_frac * classes * (2 if self.cell_loss_weight else 1),
+            activations_per_token_checkpointed=self.layers * stream + kept + kept_outside,
+            logits_per_token=self.mask_frac * own_classes * (2 if self.cell_loss_weight else 1),
         )

@@ -12,15 +12,15 @@ import math
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from cellmill.config.run import Tokens
 from cellmill.data.vocabulary import SPECIAL
 from cellmill.models.batch import TensorBatch
-from cellmill.models.blocks import Block
+from cellmill.models.blocks import Block, Entry
 from cellmill.models.family import Model, ParallelPlan
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.masked.objective import MaskedBatch, mask, unmasked
+from cellmill.parallel.vocabulary import embed_tokens, token_logits, token_loss
 
 
 class MaskedModel(Model):
@@ -36,7 +36,20 @@ class MaskedModel(Model):
         The tokenizer, which decides how values are embedded.
     """
 
-    plan = ParallelPlan(blocks="blocks")
+    plan = ParallelPlan(
+        blocks="blocks",
+        tensor={
+            "gene_embedding": "vocabulary",
+            "entry": "enter",
+            "blocks.*.attention_norm": "norm",
+            "blocks.*.qkv": "columns",
+            "blocks.*.out": "rows",
+            "blocks.*.ffn_norm": "norm",
+            "blocks.*.up": "columns",
+            "blocks.*.down": "rows",
+            "norm": "leave",
+        },
+    )
     gene_rows = frozenset({"gene_embedding.weight", "gene_bias"})
 
     def __init__(self, config: MaskedConfig, n_genes: int, tokens: Tokens) -> None:
@@ -51,6 +64,7 @@ class MaskedModel(Model):
         }[tokens.tokenizer]()
         if config.objective == "masked_value":
             self.hidden_value = nn.Parameter(torch.empty(hidden))
+        self.entry = Entry()
         self.blocks = nn.ModuleList(
             Block(hidden, config.heads, config.ffn_width, config.dropout, index) for index in range(config.layers)
         )
@@ -94,16 +108,16 @@ class MaskedModel(Model):
 
     def _encode(self, prepared: MaskedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(T, H) each: what goes in, and the normed states of all tokens."""
-        x = inputs = self.gene_embedding(prepared.genes) + self._embed_values(prepared)
+        inputs = embed_tokens(prepared.genes, self.gene_embedding.weight) + self._embed_values(prepared)
+        x, token_keys = self.entry(inputs, prepared.token_keys)
         for block in self.blocks:
-            x = block(x, prepared.cu_seqlens, prepared.lengths, prepared.token_keys)
+            x = block(x, prepared.cu_seqlens, prepared.lengths, token_keys)
         return inputs, self.norm(x)
 
     def _out(self, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
         """(N, H) -> predictions as in `predict`."""
         if self.config.objective == "masked_gene":
-            weight, bias = self.gene_embedding.weight, self.gene_bias
-            return F.linear(states, weight.to(states.dtype), bias.to(states.dtype)).float()
+            return token_logits(states, self.gene_embedding.weight, self.gene_bias)
         out = self.value_out(states).float()
         return out if self.binned else out.squeeze(-1) + prepared.center[prepared.cell[prepared.targets]]
 
@@ -111,7 +125,7 @@ class MaskedModel(Model):
         if predicted.ndim == 1:
             return (predicted - prepared.answers).square().sum()
         classes = prepared.answers - 1 if self.config.objective == "masked_value" else prepared.answers
-        return F.cross_entropy(predicted, classes, reduction="sum")
+        return token_loss(predicted, classes)
 
     def _embed_values(self, prepared: MaskedBatch) -> torch.Tensor:
         """(T, H); the learned vector of a hidden value where it is hidden."""
