@@ -18,8 +18,7 @@ from cellmill.models.batch import to_tensors
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.vocabulary import embed_tokens, token_logits, token_loss
-from cellmill.parallel.wrap import Replica
-from cellmill.stages.worker import build_model, build_streams
+from cellmill.stages.worker import build_model, build_replica, build_streams
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.folder import TrainFolder
 from cellmill.train.loop import Progress, Trainer
@@ -58,7 +57,7 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
     lines = Lines()
     made = Trainer(
         model=model,
-        replica=Replica(model, parsed.parallel, mesh),
+        replica=build_replica(model, parsed.parallel, mesh),
         optimizer=build_optimizer(model, parsed.train),
         mesh=mesh,
         device=DEVICE,
@@ -131,7 +130,7 @@ def held(corpus: str, options: dict[str, Any]) -> dict[str, float]:
     own = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in made.model.named_parameters()}
     weights = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
     batch = next(iter(made.train_stream))[0]
-    prepared = made._prepare(to_tensors(batch), 0)
+    prepared = made._prepare([to_tensors(batch)], 0)[0]
     kept: dict[int, torch.UntypedStorage] = {}  # alive, or an address would be counted once for two tensors
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,7 @@ def test_a_group_size_that_does_not_divide_is_refused_with_one_that_does() -> No
             {"tp": 2, "shard_size": 8},
             12,
             12,
-            "parallel.shard_size 8 does not divide the 6 groups of tp 2 in 12 processes; 6 does, "
+            "parallel.shard_size 8 does not divide 6 groups that share cells (pp 1 x tp 2); 6 does, "
             "or change nodes and nproc_per_node in the profile",
         ),
     ],

@@ -369,17 +369,21 @@ def test_recomputed_activations_give_the_same_gradients_with_dropout(tokenizer: 
 @every_kind
 def test_padding_changes_no_loss_and_no_gradient(tokenizer: str, objective: str) -> None:
     found = []
-    for multiple in (1, 8):
-        model, batch = _model(tokenizer, objective, dropout=0.2), padded(_tensors(tokenizer), multiple)
-        assert len(batch.genes) % multiple == 0
+    for more in (0, 8, 700):
+        batch = _tensors(tokenizer)
+        length = len(batch.genes) + more
+        model, batch = _model(tokenizer, objective, dropout=0.2), padded(batch, length)
+        assert (len(batch.genes), sum(batch.lengths), int(batch.cu_seqlens[-1])) == (length,) * 3
+        assert torch.equal(batch.cu_seqlens.diff(), torch.tensor(batch.lengths))
         prepared = model.prepare(batch, seed=0, step=3)
         loss = model(prepared)
         loss.backward()
         found.append((prepared.n_targets, loss, *(p.grad for p in model.parameters())))
-    for ours, theirs in zip(*found):
-        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+    for ours, *others in zip(*found):
+        for theirs in others:
+            torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
     none = to_tensors(empty_batch(_tokens(tokenizer)), CPU)
-    assert padded(none, 8) is none
+    assert padded(none, 0) is none
 
 
 def test_what_tensor_parallel_cuts_is_in_the_model() -> None:

@@ -55,6 +55,10 @@ class FamilyConfig(Section):
         """What tensor parallel cuts and must divide, by the option's name; empty where it cuts nothing."""
         return {}
 
+    def cut_by_pp(self) -> dict[str, int]:
+        """The blocks that a pipeline deals out, by the option's name; empty where it cuts nothing."""
+        return {}
+
     def size(self, n_genes: int, tokens: Tokens, tp: int = 1, sequence_parallel: bool = False) -> ModelSize:
         """What one of `tp` tensor-parallel processes holds of a model over `n_genes` genes; all of it where tp is 1."""
         raise NotImplementedError

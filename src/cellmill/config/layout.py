@@ -15,6 +15,7 @@ class Layout:
     dp_replicate: int
     dp_shard: int
     tp: int = 1
+    pp: int = 1
 
     @property
     def dp(self) -> int:
@@ -25,32 +26,43 @@ class Layout:
 def layout(parallel: Parallel, world: int, local_world: int) -> Layout:
     """The layout of `world` processes, `local_world` of them on each node.
 
-    Raises ConfigError when tp or shard_size does not divide the processes, or shard_size is set where nothing reads it.
+    Raises ConfigError when pp, tp or shard_size does not divide the processes, or shard_size is set where nothing
+    reads it.
     """
-    strategy, tp = parallel.sharding_strategy, parallel.tp
-    if world % tp:
-        raise ConfigError(
-            f"parallel.tp {tp} does not divide {world} processes; {nearest(tp, _divisors(world))} does, "
-            "or change nodes and nproc_per_node in the profile"
-        )
-    data = world // tp
+    strategy, tp, pp = parallel.sharding_strategy, parallel.tp, parallel.pp
+    _check_divides("pp", pp, world, f"{world} processes")
+    stage = world // pp
+    _check_divides("tp", tp, stage, f"{world} processes" if pp == 1 else f"the {stage} processes of each of pp {pp}")
+    data = stage // tp
     if parallel.strategy == "ddp" or strategy == "NO_SHARD":
-        sizes = Layout(data, 1, tp)
+        sizes = Layout(data, 1, tp, pp)
     elif strategy == "HYBRID_SHARD":
-        size = _of_a_node(tp, local_world) if parallel.shard_size is None else parallel.shard_size
-        if data % size:
-            groups = f"{world} processes" if tp == 1 else f"the {data} groups of tp {tp} in {world} processes"
-            raise ConfigError(
-                f"parallel.shard_size {size} does not divide {groups}; {nearest(size, _divisors(data))} does, "
-                "or change nodes and nproc_per_node in the profile"
-            )
-        sizes = Layout(data // size, size, tp)
+        size = min(_of_a_node(tp, local_world), data) if parallel.shard_size is None else parallel.shard_size
+        share = "processes" if tp * pp == 1 else f"groups that share cells (pp {pp} x tp {tp})"
+        _check_divides("shard_size", size, data, f"{data} {share}")
+        sizes = Layout(data // size, size, tp, pp)
     else:
-        sizes = Layout(1, data, tp)
+        sizes = Layout(1, data, tp, pp)
     if parallel.shard_size is not None and (parallel.strategy == "ddp" or strategy != "HYBRID_SHARD"):
         name = "strategy ddp" if parallel.strategy == "ddp" else f"sharding_strategy {strategy}"
         raise ConfigError(f"parallel.shard_size is read by HYBRID_SHARD alone, not by {name}; set it to null")
     return sizes
+
+
+def fewest_micro_batches(parallel: Parallel) -> int:
+    """A step has at least so many, and a multiple of `pp`: what the schedule can be filled with."""
+    if parallel.pp == 1:
+        return 1
+    wanted = 2 * parallel.stages if parallel.microbatches is None else max(parallel.microbatches, parallel.stages)
+    return -(-wanted // parallel.pp) * parallel.pp
+
+
+def _check_divides(name: str, size: int, number: int, what: str) -> None:
+    if number % size:
+        raise ConfigError(
+            f"parallel.{name} {size} does not divide {what}; {nearest(size, _divisors(number))} does, "
+            "or change nodes and nproc_per_node in the profile"
+        )
 
 
 def _of_a_node(tp: int, local_world: int) -> int:

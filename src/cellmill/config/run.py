@@ -59,10 +59,28 @@ class Parallel(Section):
     sequence_parallel: bool = Field(
         False, description="Tensor-parallel processes also share the tokens between matrices, for memory."
     )
+    pp: int = Field(
+        1, ge=1, description="Pipeline parallel: processes that hold some of the blocks each; best between nodes."
+    )
+    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"] = Field(
+        "1F1B",
+        description="Order in which a pipeline takes its micro-batches; the last four give each process two stages.",
+    )
+    microbatches: int | None = Field(
+        None,
+        ge=1,
+        description="Fewest micro-batches a pipeline is filled with each step, for a smaller share of idle time; null "
+        "is twice the stages. train.token_budget may ask for more.",
+    )
     precision: Literal["32-true", "bf16-mixed"] = Field("32-true", description="Number format of forward and backward.")
     activation_checkpointing: Literal["full"] | None = Field(
         None, description="full recomputes each block in the backward pass, for memory; null keeps activations."
     )
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.pp * (1 if self.pp == 1 or self.schedule in ("GPipe", "1F1B") else 2)
 
 
 class Plan(Section):
@@ -150,6 +168,7 @@ def check_together(tokens: Tokens, stream: Stream, model: FamilyConfig, parallel
     """Options of different sections that exclude each other. Raises ValueError naming both."""
     model.check_tokens(tokens)
     _check_tensor_parallel(model, parallel)
+    _check_pipeline(model, parallel)
     if tokens.max_tokens > train.token_budget:
         raise ValueError(
             f"tokens.max_tokens {tokens.max_tokens} is more than train.token_budget {train.token_budget}: "
@@ -177,6 +196,27 @@ def _check_tensor_parallel(model: FamilyConfig, parallel: Parallel) -> None:
     for name, size in cut.items():
         if size % tp:
             raise ValueError(f"parallel.tp {tp} does not divide {name} {size}; {nearest(tp, possible)} does")
+
+
+def _check_pipeline(model: FamilyConfig, parallel: Parallel) -> None:
+    if parallel.pp == 1:
+        for name in ("schedule", "microbatches"):
+            if getattr(parallel, name) != Parallel.model_fields[name].default:
+                raise ValueError(f"parallel.{name} is read with a pipeline alone: set parallel.pp, or leave it out")
+        return
+    blocks = model.cut_by_pp()
+    if not blocks:
+        raise ValueError(
+            f"parallel.pp {parallel.pp}: the family {model.family} does not say where a pipeline may cut it; "
+            "set it to 1"
+        )
+    for name, size in blocks.items():
+        if size < parallel.stages:
+            most = size * parallel.pp // parallel.stages
+            raise ValueError(
+                f"parallel.pp {parallel.pp} with schedule {parallel.schedule} makes {parallel.stages} stages of {name} "
+                f"{size}: each needs one; " + (f"pp {most} fits" if most > 1 else "1F1B makes fewer, or set pp to 1")
+            )
 
 
 def nearest(wanted: int, possible: list[int]) -> int:

@@ -16,9 +16,9 @@ from cellmill.models.keyed import keyed_dropout
 class Entry(nn.Module):
     """Where tokens enter the blocks: a name for layouts in which each process goes on with some of them."""
 
-    def forward(self, x: torch.Tensor, token_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(T, H) and (T,), as they are."""
-        return x, token_keys
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(T, …), as it is."""
+        return x
 
 
 class Block(nn.Module):

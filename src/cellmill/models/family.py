@@ -25,11 +25,17 @@ class ParallelPlan:
     """Path of the ModuleList whose modules are sharded and recomputed one by one."""
     tensor: Mapping[str, Style] = field(default_factory=dict)
     """What tensor parallel does to modules, by their paths, in which `*` is any block; none where it is not offered."""
+    begin: tuple[str, ...] = ()
+    """Modules and parameters that `Model.begin` reads; none where the model is not offered in stages."""
+    finish: tuple[str, ...] = ()
+    """Those that `Model.finish` reads. What both read is kept by the first and by the last stage of a pipeline."""
 
 
 class Prepared(Protocol):
     """A batch with its masks drawn: what `forward` takes."""
 
+    lengths: list[int]
+    """Tokens of each cell."""
     n_targets: torch.Tensor
     """int64 scalar: over how many targets the loss is summed."""
 
@@ -38,6 +44,8 @@ class Model(nn.Module):
     """Base of every family's model. Built on the meta device: `__init__` computes no values."""
 
     plan: ParallelPlan
+    width: int
+    """H, of what goes from block to block."""
     gene_rows: frozenset[str] = frozenset()
     """Parameters whose first dimension is the vocabulary's tokens: another vocabulary finds its genes in them."""
 
@@ -47,6 +55,18 @@ class Model(nn.Module):
 
     def forward(self, prepared: Any) -> torch.Tensor:
         """Loss summed over the targets, a float32 scalar. An empty batch gives 0 and zero gradients."""
+        return self.finish(self.through(self.begin(prepared), prepared), prepared)
+
+    def begin(self, prepared: Any) -> torch.Tensor:
+        """(T, H): what enters the first block."""
+        raise NotImplementedError
+
+    def through(self, x: torch.Tensor, prepared: Any) -> torch.Tensor:
+        """(T, H) -> (T, H): through those blocks that are here, a stage of a pipeline having some of them."""
+        raise NotImplementedError
+
+    def finish(self, x: torch.Tensor, prepared: Any) -> torch.Tensor:
+        """From what leaves the last block, (T, H), to the loss as in `forward`."""
         raise NotImplementedError
 
     def predict(self, prepared: Any) -> torch.Tensor:

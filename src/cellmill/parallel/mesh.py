@@ -30,7 +30,17 @@ class Mesh:
     dp_group: dist.ProcessGroup
     """All processes that read different cells of the same step."""
     sharers: int
-    """Processes that read the same cells: tensor-parallel ones."""
+    """Processes that read the same cells: tensor-parallel ones and those of a pipeline."""
+
+    @property
+    def pp(self) -> DeviceMesh:
+        """The processes of this one's pipeline, in the order of its stages."""
+        return self.devices["pp"]
+
+    @property
+    def tensors_cut(self) -> bool:
+        """Whether parameters are cut by tensor parallel, which DistributedDataParallel does not take."""
+        return self.devices["tp"].size() > 1
 
     @property
     def fsdp(self) -> DeviceMesh:
@@ -59,12 +69,14 @@ def build_mesh(parallel: Parallel, local_world: int, device_type: str) -> Mesh:
     """
     world = dist.get_world_size()
     sizes = layout(parallel, world, local_world)
-    devices = init_device_mesh(device_type, (1, sizes.dp_replicate, sizes.dp_shard, sizes.tp), mesh_dim_names=AXES)
+    devices = init_device_mesh(
+        device_type, (sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.tp), mesh_dim_names=AXES
+    )
     if sizes.tp > 1:
         devices["dp_shard", "tp"]._flatten("shard_tp")  # DTensor then sums a norm over both at once
     data = devices["dp_replicate", "dp_shard"]
     flat = data._flatten("dp")
-    return Mesh(devices, flat.get_local_rank(), flat.size(), flat.get_group(), sizes.tp)
+    return Mesh(devices, flat.get_local_rank(), flat.size(), flat.get_group(), sizes.tp * sizes.pp)
 
 
 def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:

@@ -38,7 +38,7 @@ vocabulary
 norm
     Between two cut matrices: with sequence parallel, over this process's tokens.
 enter
-    A module that hands on (tokens, width) and (tokens,): with sequence parallel, each process's share of them.
+    A module that hands on what it is given, (tokens, …): with sequence parallel, each process's share of it.
 leave
     The first module that needs all tokens again.
 """
@@ -52,7 +52,8 @@ def cut_tensors(model: nn.Module, styles: Mapping[str, Style], parallel: Paralle
     if parallel.tp == 1:
         return
     known = _tokens_shared() if parallel.sequence_parallel else _tokens_whole()
-    plan = {name: known[style] for name, style in styles.items() if style in known}
+    here = {name for name, _ in model.named_children()}  # a stage of a pipeline has not all of them
+    plan = {name: known[style] for name, style in styles.items() if style in known and name.split(".")[0] in here}
     parallelize_module(model, mesh.devices["tp"], plan, src_data_rank=None)
 
 
@@ -67,7 +68,7 @@ def _tokens_shared() -> dict[Style, ParallelStyle]:
         "rows": RowwiseParallel(output_layouts=share),
         "vocabulary": _Vocabulary(),
         "norm": SequenceParallel(sequence_dim=0, use_local_output=True),
-        "enter": PrepareModuleOutput(output_layouts=(whole, whole), desired_output_layouts=(share, share)),
+        "enter": PrepareModuleOutput(output_layouts=(whole,), desired_output_layouts=(share,)),
         "leave": PrepareModuleInput(input_layouts=(share,), desired_input_layouts=(whole,), use_local_output=True),
     }
 

@@ -6,7 +6,7 @@ targets before the backward pass, which is exact however unevenly targets fall o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import cast
 
@@ -25,9 +25,10 @@ RESHARD = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "NO
 def checkpoint_activations(model: nn.Module, blocks: str) -> None:
     """Makes each block of the ModuleList called `blocks` recompute its activations. In place; names stay the same."""
     modules = cast(nn.ModuleList, model.get_submodule(blocks))
-    for index, block in enumerate(modules):
+    for name, block in modules.named_children():
         # no RNG state to keep: dropout is keyed by position, so recomputation is exact without it
-        modules[index] = checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT, preserve_rng_state=False)
+        wrapped = checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT, preserve_rng_state=False)
+        modules.register_module(name, wrapped)
 
 
 def shard(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) -> None:
@@ -41,7 +42,8 @@ def shard(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) -> None
     policy = MixedPrecisionPolicy()
     if parallel.precision == "bf16-mixed":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    reshard = parallel.strategy == "fsdp" and RESHARD[parallel.sharding_strategy]
+    # a pipeline needs a stage's weights for many micro-batches at once: gathered anew for each they would cost too much
+    reshard = parallel.strategy == "fsdp" and RESHARD[parallel.sharding_strategy] and parallel.pp == 1
     for block in cast(nn.ModuleList, model.get_submodule(blocks)):
         fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
     # the root's parameters are wanted again as soon as the backward pass begins
@@ -53,7 +55,7 @@ def shard(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) -> None
 
 
 class Replica(nn.Module):
-    """What the loop calls: the laid-out model, with the same three manners in every layout.
+    """What the loop calls: the laid-out model, with the same manners in every layout.
 
     Parameters
     ----------
@@ -78,14 +80,36 @@ class Replica(nn.Module):
         self.autocast = parallel.precision == "bf16-mixed" and not sharded
         self.device_type = device.type
 
-    def forward(self, *inputs: object) -> torch.Tensor:
-        """The model's loss sum, a float32 scalar."""
+    def forward(self, prepared: object) -> torch.Tensor:
+        """The model's loss sum over a micro-batch, a float32 scalar."""
         with torch.autocast(self.device_type, torch.bfloat16) if self.autocast else nullcontext():
-            return self.outer(*inputs)
+            return self.outer(prepared)
+
+    def padded_lengths(self, tokens: Sequence[int]) -> list[int]:
+        """To how many tokens each micro-batch of a step is padded: what sequence parallel must share is divisible."""
+        return [-(-n // self.token_multiple) * self.token_multiple for n in tokens]
+
+    @torch.no_grad()
+    def loss(self, micro_batches: Sequence[object]) -> torch.Tensor:
+        """Loss summed over this process's micro-batches, a float64 scalar. Collective: every rank, as many."""
+        return torch.stack([self(prepared).double() for prepared in micro_batches]).sum()
+
+    def forward_backward(self, micro_batches: Sequence[object], targets: torch.Tensor) -> torch.Tensor:
+        """Gradients of a step's loss: the sum over this process's micro-batches, divided by all `targets` of the step.
+
+        Returns that share of the loss, a float64 scalar. Gradients are reduced over processes with the last
+        micro-batch only. Collective: every rank, with as many micro-batches.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=targets.device)
+        for index, prepared in enumerate(micro_batches):
+            with self._micro_step(last=index == len(micro_batches) - 1):
+                loss = self(prepared)
+                (loss * (self.scale / targets)).backward()
+            total += loss.detach()
+        return total / targets
 
     @contextmanager
-    def micro_step(self, last: bool) -> Iterator[None]:
-        """Gradients are reduced over processes only in the last micro-step of a step."""
+    def _micro_step(self, last: bool) -> Iterator[None]:
         if isinstance(self.outer, DistributedDataParallel) and not last:
             with self.outer.no_sync():
                 yield

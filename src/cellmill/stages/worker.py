@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from cellmill import registry
 from cellmill.config import check_options
+from cellmill.config.layout import fewest_micro_batches
 from cellmill.config.options import TrainOptions
+from cellmill.config.run import Parallel
 from cellmill.data.manifest import Manifest
 from cellmill.data.stream import Stream
 from cellmill.data.vocabulary import Vocabulary
@@ -30,6 +33,8 @@ from cellmill.models.family import Model
 from cellmill.parallel.devices import peak_flops
 from cellmill.parallel.materialize import materialize
 from cellmill.parallel.mesh import Mesh, build_mesh
+from cellmill.parallel.pipeline import Pipeline
+from cellmill.parallel.stages import Stages, keep_stage, stages_of
 from cellmill.parallel.tensor import cut_tensors
 from cellmill.parallel.wrap import Replica, checkpoint_activations, shard
 from cellmill.stages.train import status
@@ -57,7 +62,7 @@ def main(path: Path) -> None:
     mesh = build_mesh(options.parallel, int(os.environ["LOCAL_WORLD_SIZE"]), device.type)
     vocabulary = Vocabulary.read(Path(record["vocabulary"]))
     model = build_model(options, vocabulary, record["init_from"], mesh, device)
-    replica = Replica(model, options.parallel, mesh)
+    replica = build_replica(model, options.parallel, mesh)
     optimizer = build_optimizer(model, options.train)
     train_stream, val_stream = build_streams(options, Path(record["manifest"]), mesh)
     steps = total_steps(options.train, train_stream.steps_per_epoch)
@@ -116,21 +121,38 @@ def _join() -> torch.device:
 
 def build_model(
     options: TrainOptions, vocabulary: Vocabulary, init_from: str | None, mesh: Mesh, device: torch.device
-) -> Model:
-    """The model, laid out over `mesh`, with its first weights."""
-    family = registry.load("model", options.model.family)
-    with torch.device("meta"):
-        model: Model = family(options.model, vocabulary.n_genes, options.tokens)
-    cut_tensors(model, model.plan.tensor, options.parallel, mesh)
-    if options.parallel.activation_checkpointing == "full":
-        checkpoint_activations(model, model.plan.blocks)
-    shard(model, model.plan.blocks, options.parallel, mesh)
+) -> Model | Stages:
+    """The model, laid out over `mesh`, with its first weights; of a pipeline the stages of this process."""
     weights = None if init_from is None else Path(init_from)
     if weights is not None and dist.get_rank() == 0:
         known = int((Vocabulary.read(weights / "vocabulary.tsv").rows_of(vocabulary.gene_ids) >= 0).sum())
         print(f"first weights from {weights}: it knows {known:,} of {vocabulary.n_genes:,} genes", flush=True)
-    materialize(model, device, initial_tensors(model, options.train.seed, weights, vocabulary))
+    parallel = options.parallel
+    numbers = stages_of(mesh.pp.get_local_rank(), parallel)
+    parts = {number: _build_stage(options, vocabulary, number, mesh) for number in numbers}
+    for part in parts.values():
+        materialize(part, device, initial_tensors(part, options.train.seed, weights, vocabulary))
+    return parts[0] if parallel.pp == 1 else Stages(parts, parallel.stages)
+
+
+def _build_stage(options: TrainOptions, vocabulary: Vocabulary, stage: int, mesh: Mesh) -> Model:
+    """One stage, laid out, on the meta device; the whole model where there is no pipeline."""
+    parallel = options.parallel
+    family = registry.load("model", options.model.family)
+    with torch.device("meta"):
+        model: Model = family(options.model, vocabulary.n_genes, options.tokens)
+    if parallel.pp > 1:
+        keep_stage(model, stage, parallel.stages)
+    cut_tensors(model, model.plan.tensor, parallel, mesh)
+    if parallel.activation_checkpointing == "full":
+        checkpoint_activations(model, model.plan.blocks)
+    shard(model, model.plan.blocks, parallel, mesh)
     return model
+
+
+def build_replica(model: Model | Stages, parallel: Parallel, mesh: Mesh) -> Replica | Pipeline:
+    """What runs a step of the laid-out model."""
+    return Pipeline(model, parallel, mesh) if isinstance(model, Stages) else Replica(model, parallel, mesh)
 
 
 def build_streams(options: TrainOptions, manifest: Path, mesh: Mesh) -> tuple[Stream, Stream | None]:
@@ -142,6 +164,8 @@ def build_streams(options: TrainOptions, manifest: Path, mesh: Mesh) -> tuple[St
         "token_budget": options.train.token_budget,
         "rank": mesh.dp_rank,
         "world": mesh.dp_world,
+        "fewest": fewest_micro_batches(options.parallel),
+        "multiple": options.parallel.pp,
         "seed": options.train.seed,
     }
     train = Stream(manifest, "train", **shared)
@@ -151,7 +175,7 @@ def build_streams(options: TrainOptions, manifest: Path, mesh: Mesh) -> tuple[St
 
 
 def resume(
-    folder: TrainFolder, checkpoints: Checkpoints, model: Model, optimizer: torch.optim.Optimizer, stream: Stream
+    folder: TrainFolder, checkpoints: Checkpoints, model: nn.Module, optimizer: torch.optim.Optimizer, stream: Stream
 ) -> Progress:
     """Loads the newest whole checkpoint, if there is one, and takes the curve and the stream back to its step."""
     found: list[Checkpoint | None] = [None]

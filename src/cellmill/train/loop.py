@@ -24,6 +24,8 @@ from cellmill.models.batch import TensorBatch, on_device, padded, to_tensors
 from cellmill.models.family import Model
 from cellmill.parallel.clip import clip_grad_norm
 from cellmill.parallel.mesh import Mesh
+from cellmill.parallel.pipeline import Pipeline
+from cellmill.parallel.stages import Stages
 from cellmill.parallel.wrap import Replica
 from cellmill.track.tracker import Tracker
 from cellmill.train.checkpoint import Checkpoints
@@ -68,8 +70,8 @@ class Report:
 class Trainer:
     """Everything a training needs, and `run`. Collective: every rank makes one and calls it."""
 
-    model: Model
-    replica: Replica
+    model: Model | Stages
+    replica: Replica | Pipeline
     optimizer: torch.optim.Optimizer
     mesh: Mesh
     device: torch.device
@@ -120,26 +122,23 @@ class Trainer:
         step, lr = self.progress.step, learning_rate(self.train, self.progress.step, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        prepared = [self._prepare(batch, step) for batch in micro_batches]
+        prepared = self._prepare(micro_batches, step)
         targets = self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum())
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index, inputs in enumerate(prepared):
-            with self.replica.micro_step(last=index == len(prepared) - 1):
-                loss_sum = self.replica(inputs)
-                (loss_sum * (self.replica.scale / targets)).backward()
-            loss += loss_sum.detach()
-        norm = clip_grad_norm(self.model.parameters(), self.train.clip_norm)
+        loss = self.replica.forward_backward(prepared, targets)
+        norm = clip_grad_norm(self.model, self.train.clip_norm, self.mesh.pp)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
         own = torch.tensor([self.stop.received is not None, self._due(), *self._work(micro_batches)])
-        values = self.mesh.sum(torch.cat([(loss / targets)[None], own.to(self.device, torch.float64)]))
+        values = self.mesh.sum(torch.cat([loss[None], own.to(self.device, torch.float64)]))
         return Report(step + 1, values, norm.detach(), lr, waited_s, time.perf_counter())
 
-    def _prepare(self, batch: TensorBatch, step: int) -> Any:
+    def _prepare(self, batches: list[TensorBatch], step: int) -> list[Any]:
         """Masks drawn on the CPU, where counting them makes nobody wait, then moved to the device."""
-        batch = padded(batch, self.replica.token_multiple)
-        return on_device(self.model.prepare(batch, seed=self.train.seed, step=step), self.device)
+        lengths = self.replica.padded_lengths([len(batch.genes) for batch in batches])
+        made = [padded(batch, length) for batch, length in zip(batches, lengths)]
+        draw = self.model.prepare
+        return [on_device(draw(batch, seed=self.train.seed, step=step), self.device) for batch in made]
 
     def _work(self, batches: list[TensorBatch]) -> tuple[int, int, float]:
         """Cells, tokens and FLOPs of this process's share of a step."""
@@ -200,10 +199,9 @@ class Trainer:
         self.replica.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         for micro_batches in stream:
-            for batch in micro_batches:
-                prepared = self._prepare(to_tensors(batch), VALIDATION)
-                totals[0] += self.replica(prepared)
-                totals[1] += prepared.n_targets
+            prepared = self._prepare([to_tensors(batch) for batch in micro_batches], VALIDATION)
+            totals[0] += self.replica.loss(prepared)
+            totals[1] += torch.stack([p.n_targets for p in prepared]).sum()
         self.replica.train()
         loss_sum, targets = self.mesh.sum(totals).tolist()
         self.progress.val_loss, self.progress.val_step = loss_sum / targets, self.progress.step

@@ -59,6 +59,10 @@ class MaskedConfig(FamilyConfig):
         """Attention by whole heads, feed-forward by its width; the vocabulary may be cut anywhere."""
         return {"model.heads": self.heads, "model.ffn_hidden": self.ffn_width}
 
+    def cut_by_pp(self) -> dict[str, int]:
+        """Between any two blocks."""
+        return {"model.layers": self.layers}
+
     def size(self, n_genes: int, tokens: Tokens, tp: int = 1, sequence_parallel: bool = False) -> ModelSize:
         """Exact counts of parameters, and of FLOPs as matrix products (a multiply-add is 2), three passes each."""
         h, f, v = self.hidden, self.ffn_width, n_genes + N_SPECIAL
