@@ -158,9 +158,24 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 def parameters_after(corpus: str, options: dict[str, Any], folder: str, steps: int) -> dict[str, bytes]:
     """Every full parameter after `steps` steps, as this rank sees it."""
+    return dict(all_parameters_after(corpus, options, folder, steps))
+
+
+def all_parameters_after(corpus: str, options: dict[str, Any], folder: str, steps: int) -> list[tuple[str, bytes]]:
+    """The same as pairs: a process may have two copies of one parameter."""
     made, _ = trainer(corpus, options, folder, steps)
     made.run()
     made.train_stream.close()
     if made.val_stream is not None:
         made.val_stream.close()
-    return {plain_name(name): full(p).numpy().tobytes() for name, p in made.model.named_parameters()}
+    return [(plain_name(name), full(p).numpy().tobytes()) for name, p in made.model.named_parameters()]
+
+
+def validation(corpus: str, options: dict[str, Any], folder: str) -> float:
+    """Validation loss before any step."""
+    made, lines = trainer(corpus, options, folder, 1)
+    made._validate(made.val_stream)
+    made.train_stream.close()
+    assert made.val_stream is not None
+    made.val_stream.close()
+    return float(lines.lines[-1]["val_loss"])

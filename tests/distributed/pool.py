@@ -9,43 +9,59 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 
 class Pool:
-    """`world` processes that wait for work; `run` is the only thing to call."""
+    """`world` processes that wait for work; `run` is the only thing to call. After a failure they are new ones."""
 
     def __init__(self, world: int, local_world: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        rendezvous = tempfile.mktemp(prefix="cellmill-pool-")
+        self.world, self.local_world = world, local_world
         self.pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, local_world, rendezvous, theirs), daemon=True)
-            process.start()
-            self.pipes.append(ours)
-            self.processes.append(process)
+        self.processes: list[Any] = []
 
     def run(self, case: str, **arguments: Any) -> list[Any]:
         """Results of `cases.<case>(**arguments)` by rank. Raises AssertionError with a rank's traceback."""
+        if not self.processes:
+            self._start()
         for pipe in self.pipes:
             pipe.send((case, arguments))
-        answers = []
-        for rank, pipe in enumerate(self.pipes):
-            assert pipe.poll(180), f"rank {rank} did not answer {case} within 180 s"
-            answers.append(pipe.recv())
-        for rank, (ok, answer) in enumerate(answers):
-            assert ok, f"rank {rank} in {case}:\n{answer}"
-        return [answer for _, answer in answers]
+        answers: dict[int, Any] = {}
+        failed: dict[int, str] = {}
+        waiting, within_s = dict(zip(self.pipes, range(self.world))), 180.0
+        while waiting and (ready := wait(list(waiting), within_s)):
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                ok, answer = pipe.recv()  # type: ignore[union-attr]
+                (answers if ok else failed)[rank] = answer
+            within_s = 5.0 if failed else within_s  # the others may wait for this one for ever
+        if waiting or failed:
+            self.close()
+        for rank, text in sorted(failed.items()):
+            raise AssertionError(f"rank {rank} in {case}:\n{text}")
+        assert not waiting, f"ranks {sorted(waiting.values())} did not answer {case} within {within_s:g} s"
+        return [answers[rank] for rank in range(self.world)]
 
     def close(self) -> None:
-        for pipe in self.pipes:
-            pipe.send(None)
         for process in self.processes:
-            process.join(10)
             process.kill()
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        self.pipes, self.processes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        rendezvous = tempfile.mktemp(prefix="cellmill-pool-")
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.world, self.local_world, rendezvous, theirs), daemon=True
+            )
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
 
 
 def _serve(rank: int, world: int, local_world: int, rendezvous: str, pipe: Connection) -> None:

@@ -40,6 +40,11 @@ def _memory(world: int, tokens: int = 4096, micro_batches: int = 1, **options: A
         ({"sharding_strategy": "HYBRID_SHARD", "tp": 2}, 16, 8, Layout(2, 4, 2)),
         ({"sharding_strategy": "HYBRID_SHARD", "tp": 8}, 16, 4, Layout(2, 1, 8)),
         ({"sharding_strategy": "HYBRID_SHARD", "tp": 2, "shard_size": 2}, 8, 8, Layout(2, 2, 2)),
+        ({"strategy": "ddp", "pp": 4}, 8, 4, Layout(2, 1, 1, 4)),
+        ({"sharding_strategy": "FULL_SHARD", "pp": 2}, 8, 4, Layout(1, 4, 1, 2)),
+        ({"sharding_strategy": "HYBRID_SHARD", "pp": 2}, 16, 4, Layout(2, 4, 1, 2)),
+        ({"sharding_strategy": "HYBRID_SHARD", "pp": 4}, 8, 4, Layout(1, 2, 1, 4)),
+        ({"sharding_strategy": "HYBRID_SHARD", "pp": 2, "tp": 2}, 32, 8, Layout(2, 4, 2, 2)),
     ],
 )
 def test_the_layout_of_each_strategy(options: dict[str, Any], world: int, local_world: int, expected: Layout) -> None:
@@ -64,6 +69,26 @@ def test_a_group_size_that_does_not_divide_is_refused_with_one_that_does() -> No
             "parallel.tp 3 does not divide 8 processes; 2 does, or change nodes and nproc_per_node in the profile",
         ),
         (
+            {"pp": 3},
+            8,
+            8,
+            "parallel.pp 3 does not divide 8 processes; 2 does, or change nodes and nproc_per_node in the profile",
+        ),
+        (
+            {"pp": 2, "tp": 3},
+            8,
+            8,
+            "parallel.tp 3 does not divide the 4 processes of each of pp 2; 2 does, "
+            "or change nodes and nproc_per_node in the profile",
+        ),
+        (
+            {"pp": 2, "tp": 2, "shard_size": 3},
+            16,
+            8,
+            "parallel.shard_size 3 does not divide 4 groups of tp 2 x pp 2; 2 does, "
+            "or change nodes and nproc_per_node in the profile",
+        ),
+        (
             {"tp": 4},
             12,
             6,
@@ -73,7 +98,7 @@ def test_a_group_size_that_does_not_divide_is_refused_with_one_that_does() -> No
             {"tp": 2, "shard_size": 8},
             12,
             12,
-            "parallel.shard_size 8 does not divide 6 groups that share cells (pp 1 x tp 2); 6 does, "
+            "parallel.shard_size 8 does not divide 6 groups of tp 2; 6 does, "
             "or change nodes and nproc_per_node in the profile",
         ),
     ],
@@ -96,6 +121,32 @@ def test_a_product_that_cannot_be_is_refused_with_the_nearest_that_can(
             {"sequence_parallel": True},
             "parallel.sequence_parallel is read with tensor parallel alone: set parallel.tp, or no",
         ),
+        (
+            {"layers": 6},
+            {"pp": 4, "schedule": "ZBV"},
+            "parallel.pp 4 with schedule ZBV makes 8 stages of model.layers 6: each needs one; pp 3 fits",
+        ),
+        (
+            {"layers": 3},
+            {"pp": 4},
+            "parallel.pp 4 with schedule 1F1B makes 4 stages of model.layers 3: each needs one; pp 3 fits",
+        ),
+        (
+            {"layers": 3},
+            {"pp": 2, "schedule": "DualPipeV"},
+            "parallel.pp 2 with schedule DualPipeV makes 4 stages of model.layers 3: each needs one; "
+            "1F1B makes fewer, or set pp to 1",
+        ),
+        (
+            {},
+            {"schedule": "ZBV"},
+            "parallel.schedule is read with a pipeline alone: set parallel.pp, or leave it out",
+        ),
+        (
+            {},
+            {"microbatches": 8},
+            "parallel.microbatches is read with a pipeline alone: set parallel.pp, or leave it out",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_cut_so_is_refused(
@@ -106,12 +157,20 @@ def test_a_model_that_cannot_be_cut_so_is_refused(
     assert str(error.value) == message
 
 
-def test_a_family_that_names_nothing_to_cut_is_refused_with_tensor_parallel() -> None:
+def test_a_family_that_names_nothing_to_cut_is_refused_with_tensor_parallel_and_pipelines() -> None:
     class Plain(MaskedConfig):
         def cut_by_tp(self) -> dict[str, int]:
             return FamilyConfig.cut_by_tp(self)
 
+        def cut_by_pp(self) -> dict[str, int]:
+            return FamilyConfig.cut_by_pp(self)
+
     _check(Plain(), {})
+    with pytest.raises(ValueError, match="does not say") as error:
+        _check(Plain(), {"pp": 2})
+    assert str(error.value) == (
+        "parallel.pp 2: the family masked does not say where a pipeline may cut it; set it to 1"
+    )
     with pytest.raises(ValueError, match="does not say") as error:
         _check(Plain(), {"tp": 2})
     assert str(error.value) == (

@@ -22,6 +22,11 @@ class Layout:
         """Processes that read different cells, but for those that share them."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def shared(self) -> str:
+        """How processes share the same cells, as words to append: ` x tp 2`, ` x pp 4`; empty where they do not."""
+        return "".join(f" x {name} {size}" for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1)
+
 
 def layout(parallel: Parallel, world: int, local_world: int) -> Layout:
     """The layout of `world` processes, `local_world` of them on each node.
@@ -38,8 +43,10 @@ def layout(parallel: Parallel, world: int, local_world: int) -> Layout:
         sizes = Layout(data, 1, tp, pp)
     elif strategy == "HYBRID_SHARD":
         size = min(_of_a_node(tp, local_world), data) if parallel.shard_size is None else parallel.shard_size
-        share = "processes" if tp * pp == 1 else f"groups that share cells (pp {pp} x tp {tp})"
-        _check_divides("shard_size", size, data, f"{data} {share}")
+        groups = Layout(data, 1, tp, pp)
+        _check_divides(
+            "shard_size", size, data, f"{data} " + (f"groups of{groups.shared[2:]}" if tp * pp > 1 else "processes")
+        )
         sizes = Layout(data // size, size, tp, pp)
     else:
         sizes = Layout(1, data, tp, pp)

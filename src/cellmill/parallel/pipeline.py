@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from cellmill.config.run import Parallel
 from cellmill.parallel.mesh import Mesh
-from cellmill.parallel.stages import Stages, copies
+from cellmill.parallel.stages import Stages, copies, process_of
 
 SCHEDULES = {"ZBV": "ZBVZeroBubble"}
 """Names of torch's schedules, where they differ from ours."""
@@ -51,6 +51,7 @@ class Pipeline(nn.Module):
         for number, part in zip(stages.numbers, stages.parts):
             # a hook of FSDP runs around it, as around the forward that it replaces
             part.forward = _Forward(part, number, self)  # type: ignore[assignment]
+        self.width = int(stages.parts[0].width)  # type: ignore[arg-type]
         self._schedules: dict[tuple[int, int], Any] = {}
         self._prepared: Sequence[Any] = ()
         self._factor: torch.Tensor | float = 1.0
@@ -65,23 +66,57 @@ class Pipeline(nn.Module):
         """As `Replica.forward_backward`. Processes without the last stage return 0, those with it as much more as
         processes share its cells. Collective: every rank.
         """
-        return self._run(micro_batches, train=True, factor=1 / targets) / targets
+        self._begin(micro_batches)
+        self._factor = 1 / targets
+        schedule = self._schedule(len(micro_batches), sum(micro_batches[0].lengths))
+        schedule.step(target=torch.arange(len(micro_batches)), return_outputs=False)
+        self._join_copies()
+        return self._loss * self.parallel.pp / targets
 
     @torch.no_grad()
     def loss(self, micro_batches: Sequence[Any]) -> torch.Tensor:
-        """As `Replica.loss`; what processes return is as in `forward_backward`. Collective: every rank."""
-        return self._run(micro_batches, train=False, factor=1.0)
+        """As `Replica.loss`; what processes return is as in `forward_backward`. Collective: every rank.
 
-    def _run(self, micro_batches: Sequence[Any], train: bool, factor: torch.Tensor | float) -> torch.Tensor:
-        self._prepared, self._factor = micro_batches, factor
-        self._loss.zero_()
-        schedule = self._schedule(len(micro_batches), sum(micro_batches[0].lengths))
-        step = schedule.step if train else schedule.eval
-        step(target=torch.arange(len(micro_batches)), **({"return_outputs": False} if train else {}))
-        if train:
-            self._join_copies()
-        self._prepared = ()
+        Forward alone: stage after stage, each with all micro-batches (torch's V-shaped schedules cannot).
+        """
+        self._begin(micro_batches)
+        sent: list[dist.Work] = []
+        own: list[torch.Tensor] = []
+        for number, part in zip(self.stages.numbers, self.stages.parts):
+            own, inputs = [], own
+            for chunk in range(len(micro_batches)):
+                part.forward.chunk = chunk  # type: ignore[union-attr]
+                out = part(*self._received(number, chunk, inputs))
+                if number == self.parallel.stages - 1:
+                    continue
+                if (peer := self._process_of(number + 1)) is None:
+                    own.append(out)
+                else:
+                    sent.append(dist.isend(out, peer, group=self.group))
+        for work in sent:
+            work.wait()
         return self._loss * self.parallel.pp
+
+    def _received(self, number: int, chunk: int, own: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What the stage before made of a micro-batch."""
+        if number == 0:
+            return ()
+        peer = self._process_of(number - 1)
+        if peer is None:
+            return (own[chunk],)
+        tokens = sum(self._prepared[chunk].lengths)
+        x = torch.empty(tokens // self.sharers, self.width, dtype=self.dtype, device=self.device)
+        dist.recv(x, peer, group=self.group)
+        return (x,)
+
+    def _process_of(self, stage: int) -> int | None:
+        """Global rank of the process that has `stage`; None for this one."""
+        rank = process_of(stage, self.parallel)
+        return None if stage in self.stages.numbers else dist.get_global_rank(self.group, rank)
+
+    def _begin(self, micro_batches: Sequence[Any]) -> None:
+        self._prepared = micro_batches
+        self._loss.zero_()
 
     def _schedule(self, micro_batches: int, tokens: int) -> Any:
         """torch's schedule for so many micro-batches of so many tokens: its buffers are of that shape."""
@@ -100,8 +135,7 @@ class Pipeline(nn.Module):
         return self._schedules[key]
 
     def _stage(self, number: int, part: nn.Module, tokens: int) -> PipelineStage:
-        model: Any = part
-        sent = torch.empty(tokens // self.sharers, model.width, dtype=self.dtype, device="meta", requires_grad=True)
+        sent = torch.empty(tokens // self.sharers, self.width, dtype=self.dtype, device="meta", requires_grad=True)
         last = number == self.parallel.stages - 1
         return _Stage(
             part,
@@ -111,6 +145,9 @@ class Pipeline(nn.Module):
             input_args=() if number == 0 else (sent,),
             output_args=(torch.empty(1, device="meta", requires_grad=True) if last else sent,),
             group=self.group,
+            # one weight in several products, as the vocabulary in both losses, cannot be split from their inputs'
+            # gradients: the last stage does both at once
+            dw_builder=(lambda: _nothing) if last else None,
         )
 
     def _join_copies(self) -> None:
@@ -133,6 +170,10 @@ class Pipeline(nn.Module):
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
             own.add_(other)  # a + b is b + a to the last bit: the copies stay equal
+
+
+def _nothing() -> None:
+    pass
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
@@ -167,4 +208,4 @@ class _Forward:
                 return x
             loss = part.finish(x, prepared)
         pipeline._loss += loss.detach()
-        return loss[None]
+        return loss[None].clone()  # a view would lose FSDP's hook

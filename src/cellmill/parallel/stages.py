@@ -26,6 +26,11 @@ def stages_of(rank: int, parallel: Parallel) -> list[int]:
     return [rank, second]
 
 
+def process_of(stage: int, parallel: Parallel) -> int:
+    """Which process of a pipeline has a stage."""
+    return next(rank for rank in range(parallel.pp) if stage in stages_of(rank, parallel))
+
+
 def blocks_of(stage: int, stages: int, blocks: int) -> range:
     """Which blocks a stage has. What does not divide goes to the middle: the ends have the embedding and the loss."""
     each, more = divmod(blocks, stages)

@@ -43,9 +43,9 @@ def shard(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) -> None
     if parallel.precision == "bf16-mixed":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # a pipeline needs a stage's weights for many micro-batches at once: gathered anew for each they would cost too much
-    reshard = parallel.strategy == "fsdp" and RESHARD[parallel.sharding_strategy] and parallel.pp == 1
+    again = parallel.strategy == "fsdp" and RESHARD[parallel.sharding_strategy] and parallel.pp == 1
     for block in cast(nn.ModuleList, model.get_submodule(blocks)):
-        fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=again)
     # the root's parameters are wanted again as soon as the backward pass begins
     fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
     for module in _fsdp_modules(model):
@@ -118,6 +118,15 @@ class Replica(nn.Module):
             self.core.set_is_last_backward(last)
             self.core.set_requires_gradient_sync(last)
         yield
+
+
+def reshard(model: nn.Module) -> None:
+    """Lets go of weights that FSDP gathered and a pass without a backward pass left whole. No communication.
+
+    Before that `named_parameters` gives the whole ones, which no optimizer knows.
+    """
+    for module in _fsdp_modules(model):
+        module.reshard()
 
 
 def _fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:

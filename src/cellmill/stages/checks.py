@@ -73,4 +73,4 @@ def _check_lanes(options: TrainOptions, sizes: Layout) -> None:
 
 def _sharers(sizes: Layout) -> str:
     """What shares the cells, in words."""
-    return f"{sizes.dp} processes" if sizes.tp == 1 else f"{sizes.dp} groups of tp {sizes.tp}"
+    return f"{sizes.dp} groups of{sizes.shared[2:]}" if sizes.shared else f"{sizes.dp} processes"

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cellmill.config.layout import layout
+from cellmill.config.layout import Layout, layout
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions, TrainOptions
 from cellmill.config.run import Parallel
@@ -269,7 +269,7 @@ def table(plan: dict[str, Any]) -> str:
     time = "unknown: no peak is known for this device"
     if plan["hours"] is not None:
         time = f"{plan['hours']:,.3g}, {plan['gpu_hours']:,.3g} GPU hours at {plan['mfu_frac']:.0%} of the peak"
-    tensor = "" if sizes["tp"] == 1 else f" x tp {sizes['tp']}"
+    shared = Layout(sizes["dp_replicate"], sizes["dp_shard"], sizes["tp"], sizes["pp"]).shared
     cut = ""
     if plan["cut_cells_frac"]:
         cut = f" of {plan['genes_per_cell']:,.0f} genes: tokens.max_tokens cuts {plan['cut_cells_frac']:.0%} of them"
@@ -280,7 +280,7 @@ def table(plan: dict[str, Any]) -> str:
         "a step": f"{plan['tokens_per_step']:,.0f} tokens in {plan['micro_batches_per_step']:.1f} micro-batches a "
         f"process, {plan['flops_per_step']:.3g} FLOPs",
         "processes": f"{plan['world_size']} x {plan['device']}, {kind} "
-        f"({sizes['dp_replicate']} replicas of {sizes['dp_shard']} shards{tensor}), {sizes['precision']}",
+        f"({sizes['dp_replicate']} replicas of {sizes['dp_shard']} shards{shared}), {sizes['precision']}",
         "memory": f"{_gb(memory['total_bytes'])} of {_gb(memory['limit_bytes'])} on each: {parts}",
         "hours": time,
     }

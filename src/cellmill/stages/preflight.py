@@ -150,8 +150,9 @@ def _check_run(machine: Machine, pipeline: Pipeline, name: str) -> Check:
     known = "cells not counted yet" if cells is None else f"{cells:,} training cells"
     replicas = f"{sizes.dp_replicate} {'replica' if sizes.dp_replicate == 1 else 'replicas'}"
     shards = "" if sizes.dp_shard == 1 else f" of {sizes.dp_shard} shards"
-    tensor = "" if sizes.tp == 1 else f" x tp {sizes.tp}"
-    return ok(what, f"fits {world} {'process' if world == 1 else 'processes'}: {replicas}{shards}{tensor}, {known}")
+    return ok(
+        what, f"fits {world} {'process' if world == 1 else 'processes'}: {replicas}{shards}{sizes.shared}, {known}"
+    )
 
 
 def _check_genes(pipeline: Pipeline, corpus: str) -> Iterator[Check]:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from cellmill.errors import DataError
 from cellmill.files import write_json
 from cellmill.parallel.materialize import plain_name
+from cellmill.parallel.wrap import reshard
 from cellmill.train.folder import Checkpoint, TrainFolder
 
 DCP_CLASSES = {
@@ -153,6 +154,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
     State that is not there yet begins as zeros. What is left out (lr, betas) is set from the configuration.
     """
+    reshard(model)
     own = _by_name(model)
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     states = {
