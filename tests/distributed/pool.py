@@ -5,6 +5,7 @@ A test hands a function of `cases.py` by name to every rank and gets each rank's
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -73,12 +74,19 @@ def _serve(rank: int, world: int, local_world: int, rendezvous: str, pipe: Conne
     from tests.distributed import cases
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    number = 0
     while (work := pipe.recv()) is not None:
         case, arguments = work
+        # a world for each case: a mesh's groups, and gloo's threads for each, would else pile up
+        store = f"{rendezvous}-{number}"
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        number += 1
         try:
             answer = True, getattr(cases, case)(**arguments)
         except BaseException:
             answer = False, traceback.format_exc()
+        if answer[0]:  # after a failure the others may be in a collective; all are started anew
+            gc.collect()
+            dist.barrier()
+            dist.destroy_process_group()
         pipe.send(answer)
-    dist.destroy_process_group()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -101,3 +103,25 @@ def test_even_micro_batches_are_the_smallest_that_so_many_do_with() -> None:
         assert len(borders) - 1 <= most
         largest = max(int(lengths[a:b].sum()) for a, b in pairwise(borders))
         assert largest == lengths.max() or len(cut_batch(lengths, largest - 1)) - 1 > most
+
+
+def test_three_billion_parameters_are_built_without_their_memory() -> None:
+    program = """
+import resource, torch
+from cellmill.config.run import Tokens
+from cellmill.models.masked.config import MaskedConfig
+from cellmill.models.masked.model import MaskedModel
+from cellmill.parallel.stages import keep_stage
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with torch.device("meta"):
+    model = MaskedModel(MaskedConfig(hidden=2560, layers=40, heads=20), 20_000, Tokens())
+parameters = sum(p.numel() for p in model.parameters())
+keep_stage(model, 1, 4)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(parameters, sum(p.numel() for p in model.parameters()), after - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    parameters, of_a_stage, grown_kb = map(int, done.stdout.split())
+    assert parameters > 3e9
+    assert of_a_stage == pytest.approx(parameters / 4, rel=0.1)
+    assert grown_kb < 100_000
