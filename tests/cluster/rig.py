@@ -6,6 +6,8 @@ memory is enforced with it, as production clusters do: signals then reach the ta
 
     python -m tests.cluster.rig start [--accounting]     prints what to export
     python -m tests.cluster.rig stop
+
+One cluster at a time: two test runs exclude each other, but one that was started by hand is replaced.
 """
 
 from __future__ import annotations
