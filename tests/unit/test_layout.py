@@ -202,8 +202,12 @@ def test_bf16_halves_activations_and_gathered_weights_but_not_what_is_kept() -> 
 
 
 def test_activation_checkpointing_keeps_one_block_and_the_inputs_of_all() -> None:
-    kept, recomputed = (_memory(1, activation_checkpointing=how).activations for how in (None, "full"))
+    kept, chosen, recomputed = (
+        _memory(1, activation_checkpointing=how).activations for how in (None, "selective", "full")
+    )
     assert recomputed < kept / 3
+    assert 2 * recomputed < chosen < 0.75 * kept
+    assert chosen == 4 * SIZE.activations_per_token_selective * 4096
     assert recomputed == 4 * SIZE.activations_per_token_checkpointed * 4096
 
 

@@ -73,8 +73,10 @@ class Parallel(Section):
         "is twice the stages. train.token_budget may ask for more.",
     )
     precision: Literal["32-true", "bf16-mixed"] = Field("32-true", description="Number format of forward and backward.")
-    activation_checkpointing: Literal["full"] | None = Field(
-        None, description="full recomputes each block in the backward pass, for memory; null keeps activations."
+    activation_checkpointing: Literal["full", "selective"] | None = Field(
+        None,
+        description="full recomputes each block in the backward pass, for memory; selective only what is cheap: all "
+        "but products of matrices and attention; null keeps activations.",
     )
 
     @property

@@ -58,8 +58,11 @@ def memory_per_rank(
         Most micro-batches of one optimizer step.
     """
     whole, low = size.parameters, parallel.precision == "bf16-mixed"
-    checkpointed = parallel.activation_checkpointing == "full"
-    kept = size.activations_per_token_checkpointed if checkpointed else size.activations_per_token
+    kept = {
+        None: size.activations_per_token,
+        "selective": size.activations_per_token_selective,
+        "full": size.activations_per_token_checkpointed,
+    }[parallel.activation_checkpointing]
     sharded = layout.dp > 1 and (parallel.strategy == "fsdp" or layout.tp > 1)  # as parallel.wrap has it
     if sharded:
         share, gradients, gathered, communication = _fsdp(size, parallel, layout, micro_batches)

@@ -1,4 +1,4 @@
-"""A model laid out over a mesh: activation checkpointing, then DistributedDataParallel or FSDP2, block by block.
+"""A model laid out over a mesh by DistributedDataParallel or FSDP2, block by block.
 
 Gradients are *summed* over data-parallel processes, never averaged: the loss is divided by the global count of its
 targets before the backward pass, which is exact however unevenly targets fall on processes.
@@ -12,7 +12,6 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,15 +19,6 @@ from cellmill.config.run import Parallel
 from cellmill.parallel.mesh import Mesh
 
 RESHARD = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "NO_SHARD": False}
-
-
-def checkpoint_activations(model: nn.Module, blocks: str) -> None:
-    """Makes each block of the ModuleList called `blocks` recompute its activations. In place; names stay the same."""
-    modules = cast(nn.ModuleList, model.get_submodule(blocks))
-    for name, block in modules.named_children():
-        # no RNG state to keep: dropout is keyed by position, so recomputation is exact without it
-        wrapped = checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT, preserve_rng_state=False)
-        modules.register_module(name, wrapped)
 
 
 def shard(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) -> None:

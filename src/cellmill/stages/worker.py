@@ -34,9 +34,10 @@ from cellmill.parallel.devices import peak_flops
 from cellmill.parallel.materialize import materialize
 from cellmill.parallel.mesh import Mesh, build_mesh
 from cellmill.parallel.pipeline import Pipeline
+from cellmill.parallel.recompute import checkpoint_activations
 from cellmill.parallel.stages import Stages, keep_stage, stages_of
 from cellmill.parallel.tensor import cut_tensors
-from cellmill.parallel.wrap import Replica, checkpoint_activations, shard
+from cellmill.parallel.wrap import Replica, shard
 from cellmill.stages.train import status
 from cellmill.track.console import ConsoleTracker
 from cellmill.track.jsonl import JsonlTracker, cut_back
@@ -144,8 +145,8 @@ def _build_stage(options: TrainOptions, vocabulary: Vocabulary, stage: int, mesh
     if parallel.pp > 1:
         keep_stage(model, stage, parallel.stages)
     cut_tensors(model, model.plan.tensor, parallel, mesh)
-    if parallel.activation_checkpointing == "full":
-        checkpoint_activations(model, model.plan.blocks)
+    if parallel.activation_checkpointing is not None:
+        checkpoint_activations(model, model.plan.blocks, parallel.activation_checkpointing)
     shard(model, model.plan.blocks, parallel, mesh)
     return model
 
