@@ -79,6 +79,12 @@ class Parallel(Section):
         "but products of matrices and attention; null keeps activations.",
     )
 
+    cpu_offload: Literal["full", "optimizer"] | None = Field(
+        None,
+        description="What is kept in the host's memory: optimizer, AdamW's moments, and its step is the CPU's; full, "
+        "parameters and gradients too, which needs strategy fsdp and two data-parallel processes or more.",
+    )
+
     @property
     def stages(self) -> int:
         """Stages of the pipeline."""
@@ -171,6 +177,8 @@ def check_together(tokens: Tokens, stream: Stream, model: FamilyConfig, parallel
     model.check_tokens(tokens)
     _check_tensor_parallel(model, parallel)
     _check_pipeline(model, parallel)
+    if parallel.cpu_offload == "full" and parallel.strategy == "ddp":
+        raise ValueError("parallel.cpu_offload full is FSDP2's, not strategy ddp's: set strategy to fsdp, or optimizer")
     if tokens.max_tokens > train.token_budget:
         raise ValueError(
             f"tokens.max_tokens {tokens.max_tokens} is more than train.token_budget {train.token_budget}: "

@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from cellmill.config.run import Parallel
@@ -34,10 +34,14 @@ def shard(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) -> None
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # a pipeline needs a stage's weights for many micro-batches at once: gathered anew for each they would cost too much
     reshard = parallel.strategy == "fsdp" and RESHARD[parallel.sharding_strategy] and parallel.pp == 1
+    offload = OffloadPolicy()
+    if parallel.cpu_offload == "full":
+        offload = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
+    given = {"mesh": mesh.fsdp, "mp_policy": policy, "offload_policy": offload}
     for block in cast(nn.ModuleList, model.get_submodule(blocks)):
-        fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(block, reshard_after_forward=reshard, **given)
     # the root's parameters are wanted again as soon as the backward pass begins
-    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, reshard_after_forward=False, **given)
     for module in _fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         if mesh.devices.device_type == "cpu":  # gloo has no PREMUL_SUM
@@ -59,7 +63,7 @@ class Replica(nn.Module):
         self.scale = 1.0
         self.token_multiple = parallel.tp if parallel.sequence_parallel else 1
         self.outer: nn.Module = model
-        device = next(model.parameters()).device
+        device = mesh.device
         if parallel.strategy == "ddp" and mesh.dp_world > 1 and mesh.sharers == 1:
             ids = [device.index] if device.type == "cuda" else None
             self.outer = DistributedDataParallel(
