@@ -58,7 +58,7 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
     made = Trainer(
         model=model,
         replica=build_replica(model, parsed.parallel, mesh),
-        optimizer=build_optimizer(model, parsed.train),
+        optimizer=build_optimizer(model, parsed.train, parsed.parallel.cpu_offload),
         mesh=mesh,
         device=DEVICE,
         train=parsed.train,

@@ -29,6 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "NO_SHARD x tp 2, sequence parallel": {"sharding_strategy": "NO_SHARD", "tp": 2, "sequence_parallel": True},
     "ddp x tp 2": {"strategy": "ddp", "tp": 2},
 }
+PIPELINED: dict[str, dict[str, Any]] = {"pp 2": {"pp": 2, "sharding_strategy": "FULL_SHARD"}}
 CUT = [name for name, layout in LAYOUTS.items() if "tp" in layout]
 BOTH_CUT = "FULL_SHARD x tp 2, sequence parallel"
 STEPS = 6
@@ -85,11 +86,12 @@ def test_accumulation_changes_nothing(
     np.testing.assert_allclose(np.array(curves[0]), reference, atol=5e-6, rtol=5e-6)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "FULL_SHARD", "HYBRID_SHARD", "tp 4, sequence parallel", BOTH_CUT])
+@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize("layout", ["ddp", "FULL_SHARD", "HYBRID_SHARD", "tp 4, sequence parallel", BOTH_CUT, "pp 2"])
 def test_activation_checkpointing_changes_nothing(
-    pool: Pool, corpus: str, reference: np.ndarray, tmp_path: Path, layout: str
+    pool: Pool, corpus: str, reference: np.ndarray, tmp_path: Path, layout: str, how: str
 ) -> None:
-    recomputed = options(LAYOUTS[layout] | {"activation_checkpointing": "full"})
+    recomputed = options((LAYOUTS | PIPELINED)[layout] | {"activation_checkpointing": how})
     curves = pool.run("curve", corpus=corpus, options=recomputed, folder=str(tmp_path), steps=STEPS)
     np.testing.assert_allclose(np.array(curves[0]), reference, atol=5e-6, rtol=5e-6)
 

@@ -14,7 +14,7 @@ from cellmill.config.run import Parallel, Stream, Tokens, Train, check_together
 from cellmill.errors import ConfigError
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.parallel.devices import DEVICES, device_named, peak_flops
-from cellmill.parallel.memory import Memory, memory_per_rank
+from cellmill.parallel.memory import Memory, host_bytes_per_rank, memory_per_rank
 
 CONFIG, TOKENS = MaskedConfig(hidden=64, layers=6, heads=4, objective="masked_gene"), Tokens(max_tokens=512)
 SIZE = CONFIG.size(2000, TOKENS)
@@ -195,6 +195,33 @@ def test_a_group_size_that_nothing_reads_is_refused(options: dict[str, Any], nam
     assert str(error.value) == f"parallel.shard_size is read by HYBRID_SHARD alone, not by {name}; set it to null"
 
 
+def test_parameters_on_the_cpu_are_refused_where_fsdp_does_not_keep_them() -> None:
+    full = {"cpu_offload": "full"}
+    with pytest.raises(ValueError, match="cpu_offload") as error:
+        _check(MaskedConfig(), full | {"strategy": "ddp"})
+    assert str(error.value) == (
+        "parallel.cpu_offload full is FSDP2's, not strategy ddp's: set strategy to fsdp, or optimizer"
+    )
+    with pytest.raises(ConfigError) as refused:
+        layout(Parallel.model_validate(full | {"tp": 2, "pp": 2}), 4, 4)
+    assert str(refused.value) == (
+        "parallel.cpu_offload full is FSDP2's, which needs two data-parallel processes; 4 with pp 2 x tp 2 are one: "
+        "set it to optimizer, or change nodes and nproc_per_node in the profile"
+    )
+    _check(MaskedConfig(), {"cpu_offload": "optimizer", "strategy": "ddp"})
+    assert layout(Parallel.model_validate(full | {"tp": 2}), 4, 4).dp == 2
+
+
+def test_what_the_host_keeps_is_not_on_the_device() -> None:
+    plain, moments, full = (
+        _memory(4, sharding_strategy="FULL_SHARD", cpu_offload=how) for how in (None, "optimizer", "full")
+    )
+    assert plain.total - moments.total == plain.optimizer
+    assert plain.total - full.total == plain.parameters + plain.gradients + plain.optimizer
+    parallel = Parallel(sharding_strategy="FULL_SHARD", cpu_offload="optimizer")
+    assert host_bytes_per_rank(SIZE, parallel, layout(parallel, 4, 4)) == 2 * plain.optimizer
+
+
 def test_one_process_holds_weights_gradients_and_moments_in_float32() -> None:
     found = _memory(1)
     parameters = SIZE.parameters
@@ -261,8 +288,12 @@ def test_bf16_halves_activations_and_gathered_weights_but_not_what_is_kept() -> 
 
 
 def test_activation_checkpointing_keeps_one_block_and_the_inputs_of_all() -> None:
-    kept, recomputed = (_memory(1, activation_checkpointing=how).activations for how in (None, "full"))
+    kept, chosen, recomputed = (
+        _memory(1, activation_checkpointing=how).activations for how in (None, "selective", "full")
+    )
     assert recomputed < kept / 3
+    assert 2 * recomputed < chosen < 0.75 * kept
+    assert chosen == 4 * SIZE.activations_per_token_selective * 4096
     assert recomputed == 4 * SIZE.activations_per_token_checkpointed * 4096
 
 

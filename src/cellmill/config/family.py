@@ -36,6 +36,8 @@ class ModelSize:
     """Elements kept for the backward pass for each token, without activation checkpointing."""
     activations_per_token_checkpointed: int
     """The same with full activation checkpointing."""
+    activations_per_token_selective: int
+    """The same with selective activation checkpointing."""
     logits_per_token: float
     """Elements of logits for each token, on average; float32 in every precision, and once more as their gradient."""
 

@@ -53,6 +53,11 @@ def layout(parallel: Parallel, world: int, local_world: int) -> Layout:
     if parallel.shard_size is not None and (parallel.strategy == "ddp" or strategy != "HYBRID_SHARD"):
         name = "strategy ddp" if parallel.strategy == "ddp" else f"sharding_strategy {strategy}"
         raise ConfigError(f"parallel.shard_size is read by HYBRID_SHARD alone, not by {name}; set it to null")
+    if parallel.cpu_offload == "full" and sizes.dp == 1:
+        raise ConfigError(
+            f"parallel.cpu_offload full is FSDP2's, which needs two data-parallel processes; {world} with pp {pp} x tp "
+            f"{tp} are one: set it to optimizer, or change nodes and nproc_per_node in the profile"
+        )
     return sizes
 
 

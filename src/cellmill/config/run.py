@@ -73,8 +73,16 @@ class Parallel(Section):
         "is twice the stages. train.token_budget may ask for more.",
     )
     precision: Literal["32-true", "bf16-mixed"] = Field("32-true", description="Number format of forward and backward.")
-    activation_checkpointing: Literal["full"] | None = Field(
-        None, description="full recomputes each block in the backward pass, for memory; null keeps activations."
+    activation_checkpointing: Literal["full", "selective"] | None = Field(
+        None,
+        description="full recomputes each block in the backward pass, for memory; selective only what is cheap: all "
+        "but products of matrices and attention; null keeps activations.",
+    )
+
+    cpu_offload: Literal["full", "optimizer"] | None = Field(
+        None,
+        description="What is kept in the host's memory: optimizer, AdamW's moments, and its step is the CPU's; full, "
+        "parameters and gradients too, which needs strategy fsdp and two data-parallel processes or more.",
     )
 
     @property
@@ -169,6 +177,8 @@ def check_together(tokens: Tokens, stream: Stream, model: FamilyConfig, parallel
     model.check_tokens(tokens)
     _check_tensor_parallel(model, parallel)
     _check_pipeline(model, parallel)
+    if parallel.cpu_offload == "full" and parallel.strategy == "ddp":
+        raise ValueError("parallel.cpu_offload full is FSDP2's, not strategy ddp's: set strategy to fsdp, or optimizer")
     if tokens.max_tokens > train.token_budget:
         raise ValueError(
             f"tokens.max_tokens {tokens.max_tokens} is more than train.token_budget {train.token_budget}: "

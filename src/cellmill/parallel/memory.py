@@ -58,8 +58,11 @@ def memory_per_rank(
         Most micro-batches of one optimizer step.
     """
     whole, low = size.parameters, parallel.precision == "bf16-mixed"
-    checkpointed = parallel.activation_checkpointing == "full"
-    kept = size.activations_per_token_checkpointed if checkpointed else size.activations_per_token
+    kept = {
+        None: size.activations_per_token,
+        "selective": size.activations_per_token_selective,
+        "full": size.activations_per_token_checkpointed,
+    }[parallel.activation_checkpointing]
     sharded = layout.dp > 1 and (parallel.strategy == "fsdp" or layout.tp > 1)  # as parallel.wrap has it
     if sharded:
         share, gradients, gathered, communication = _fsdp(size, parallel, layout, micro_batches)
@@ -69,15 +72,24 @@ def memory_per_rank(
         gathered = 2 * whole if low else 0  # autocast keeps the weights it casts until the backward pass
         communication = 0  # DistributedDataParallel's buckets are the gradients themselves
         element = AUTOCAST_ACTIVATION if low else ACTIVATION["32-true"]
+    on_host = parallel.cpu_offload
     return Memory(
-        parameters=FLOAT32 * share,
-        gradients=gradients,
-        optimizer=2 * FLOAT32 * share,
+        parameters=0 if on_host == "full" else FLOAT32 * share,
+        gradients=gradients - FLOAT32 * share if on_host == "full" else gradients,
+        optimizer=0 if on_host else 2 * FLOAT32 * share,
         gathered=gathered,
         communication=communication,
         activations=round(element * kept * micro_tokens),
         logits=round(2 * FLOAT32 * size.logits_per_token * micro_tokens),
     )
+
+
+def host_bytes_per_rank(size: ModelSize, parallel: Parallel, layout: Layout) -> int:
+    """Pinned memory of the host that one process takes for `parallel.cpu_offload`: weights, gradients, two moments.
+
+    Of "optimizer" the first two are copies. Where the device is the CPU there are none, and nothing is spared.
+    """
+    return 0 if parallel.cpu_offload is None else 4 * FLOAT32 * -(-size.parameters // layout.dp_shard)
 
 
 def _fsdp(size: ModelSize, parallel: Parallel, layout: Layout, micro_batches: int) -> tuple[int, int, int, int]:

@@ -33,6 +33,12 @@ class Mesh:
     """Processes that read the same cells: tensor-parallel ones and those of a pipeline."""
 
     @property
+    def device(self) -> torch.device:
+        """Where this process computes, wherever its parameters are."""
+        kind = self.devices.device_type
+        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+    @property
     def pp(self) -> DeviceMesh:
         """The processes of this one's pipeline, in the order of its stages."""
         return self.devices["pp"]

@@ -41,7 +41,7 @@ class Pipeline(nn.Module):
         super().__init__()
         self.stages, self.parallel = stages, parallel
         self.group = mesh.pp.get_group()
-        self.device = next(stages.parameters()).device
+        self.device = mesh.device
         sharded = isinstance(stages.parts[0], FSDPModule)
         low = parallel.precision == "bf16-mixed"
         # FSDP casts whatever goes in; autocast leaves the residual stream alone

@@ -1,4 +1,4 @@
-"""A model laid out over a mesh: activation checkpointing, then DistributedDataParallel or FSDP2, block by block.
+"""A model laid out over a mesh by DistributedDataParallel or FSDP2, block by block.
 
 Gradients are *summed* over data-parallel processes, never averaged: the loss is divided by the global count of its
 targets before the backward pass, which is exact however unevenly targets fall on processes.
@@ -12,23 +12,13 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from cellmill.config.run import Parallel
 from cellmill.parallel.mesh import Mesh
 
 RESHARD = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "NO_SHARD": False}
-
-
-def checkpoint_activations(model: nn.Module, blocks: str) -> None:
-    """Makes each block of the ModuleList called `blocks` recompute its activations. In place; names stay the same."""
-    modules = cast(nn.ModuleList, model.get_submodule(blocks))
-    for name, block in modules.named_children():
-        # no RNG state to keep: dropout is keyed by position, so recomputation is exact without it
-        wrapped = checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT, preserve_rng_state=False)
-        modules.register_module(name, wrapped)
 
 
 def shard(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) -> None:
@@ -44,10 +34,14 @@ def shard(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) -> None
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # a pipeline needs a stage's weights for many micro-batches at once: gathered anew for each they would cost too much
     again = parallel.strategy == "fsdp" and RESHARD[parallel.sharding_strategy] and parallel.pp == 1
+    offload = OffloadPolicy()
+    if parallel.cpu_offload == "full":
+        offload = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
+    given = {"mesh": mesh.fsdp, "mp_policy": policy, "offload_policy": offload}
     for block in cast(nn.ModuleList, model.get_submodule(blocks)):
-        fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=again)
+        fully_shard(block, reshard_after_forward=again, **given)
     # the root's parameters are wanted again as soon as the backward pass begins
-    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, reshard_after_forward=False, **given)
     for module in _fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         if mesh.devices.device_type == "cpu":  # gloo has no PREMUL_SUM
@@ -69,7 +63,7 @@ class Replica(nn.Module):
         self.scale = 1.0
         self.token_multiple = parallel.tp if parallel.sequence_parallel else 1
         self.outer: nn.Module = model
-        device = next(model.parameters()).device
+        device = mesh.device
         if parallel.strategy == "ddp" and mesh.dp_world > 1 and mesh.sharers == 1:
             ids = [device.index] if device.type == "cuda" else None
             self.outer = DistributedDataParallel(

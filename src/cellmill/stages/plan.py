@@ -24,7 +24,7 @@ from cellmill.data.shards import open_shards
 from cellmill.errors import ConfigError
 from cellmill.files import write_json
 from cellmill.parallel.devices import Device, device_named
-from cellmill.parallel.memory import Memory, memory_per_rank
+from cellmill.parallel.memory import Memory, host_bytes_per_rank, memory_per_rank
 from cellmill.stages.checks import check_run
 from cellmill.train.schedule import total_steps
 
@@ -160,6 +160,8 @@ def check_memory(
     options: PlanOptions, work: Work, limit: Limit, nodes: int, nproc_per_node: int, device: str
 ) -> Memory:
     """What the run needs. Raises ConfigError with the first change that would make it fit when it does not."""
+    if device == "cpu":  # there is no other memory to put anything in
+        options = options.model_copy(update={"parallel": options.parallel.model_copy(update={"cpu_offload": None})})
     memory = need(options, work, nodes, nproc_per_node)
     if memory.total <= limit.usable:
         return memory
@@ -239,10 +241,13 @@ def hours(options: PlanOptions, device: Device, work: Work, world: int) -> dict[
 
 def describe(options: PlanOptions, work: Work, memory: Memory, nodes: int, nproc_per_node: int) -> dict[str, Any]:
     """plan.json, but for what depends on the device."""
-    sizes = layout(options.parallel, nodes * nproc_per_node, nproc_per_node)
+    parallel = options.parallel
+    sizes = layout(parallel, nodes * nproc_per_node, nproc_per_node)
+    own = options.model.size(work.n_genes, options.tokens, parallel.tp, parallel.sequence_parallel)
+    host = host_bytes_per_rank(own, parallel, sizes)
     return {
         "parameters": options.model.size(work.n_genes, options.tokens).parameters,
-        "memory": {"parts_bytes": asdict(memory), "total_bytes": memory.total},
+        "memory": {"parts_bytes": asdict(memory), "total_bytes": memory.total, "host_bytes": host},
         "flops_per_step": flops(options, work) * work.cells_per_step,
         "tokens_per_step": work.tokens_per_cell * work.cells_per_step,
         "tokens_per_cell": work.tokens_per_cell,
@@ -284,6 +289,8 @@ def table(plan: dict[str, Any]) -> str:
         "memory": f"{_gb(memory['total_bytes'])} of {_gb(memory['limit_bytes'])} on each: {parts}",
         "hours": time,
     }
+    if memory["host_bytes"] and plan["device"] != "cpu":
+        rows["memory"] += f"; {_gb(memory['host_bytes'])} of the host's for each"
     if plan["warmup_steps"] >= plan["steps"]:
         rows["warning"] = f"train.warmup_steps {plan['warmup_steps']} leaves no step at the peak learning rate"
     return "\n".join(f"{name:<12}{value}" for name, value in rows.items())

@@ -34,9 +34,10 @@ from cellmill.parallel.devices import peak_flops
 from cellmill.parallel.materialize import materialize
 from cellmill.parallel.mesh import Mesh, build_mesh
 from cellmill.parallel.pipeline import Pipeline
+from cellmill.parallel.recompute import checkpoint_activations
 from cellmill.parallel.stages import Stages, keep_stage, stages_of
 from cellmill.parallel.tensor import cut_tensors
-from cellmill.parallel.wrap import Replica, checkpoint_activations, shard
+from cellmill.parallel.wrap import Replica, shard
 from cellmill.stages.train import status
 from cellmill.track.console import ConsoleTracker
 from cellmill.track.jsonl import JsonlTracker, cut_back
@@ -55,15 +56,15 @@ LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe
 def main(path: Path) -> None:
     """Trains in the run folder `path`. Collective: every process torchrun started."""
     stop = StopFlag()
-    device = _join()
     folder = TrainFolder(path)
     record = read_json(folder.path / "run.json")
     options: TrainOptions = check_options(TrainOptions, record["options"], "run.json")
+    device = _join(options.parallel)
     mesh = build_mesh(options.parallel, int(os.environ["LOCAL_WORLD_SIZE"]), device.type)
     vocabulary = Vocabulary.read(Path(record["vocabulary"]))
     model = build_model(options, vocabulary, record["init_from"], mesh, device)
     replica = build_replica(model, options.parallel, mesh)
-    optimizer = build_optimizer(model, options.train)
+    optimizer = build_optimizer(model, options.train, options.parallel.cpu_offload)
     train_stream, val_stream = build_streams(options, Path(record["manifest"]), mesh)
     steps = total_steps(options.train, train_stream.steps_per_epoch)
 
@@ -107,13 +108,15 @@ def main(path: Path) -> None:
     dist.barrier()  # nobody leaves while another still needs it
 
 
-def _join() -> torch.device:
+def _join(parallel: Parallel) -> torch.device:
     """Joins the process group and returns this process's device."""
     torch.manual_seed(0)  # nothing draws from it: what is random here is keyed by seed and position
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        # the norm of gradients that are on the CPU is reduced there
+        backend = "cpu:gloo,cuda:nccl" if parallel.cpu_offload == "full" else "nccl"
+        dist.init_process_group(backend, device_id=device)
         return device
     dist.init_process_group("gloo")
     return torch.device("cpu")
@@ -130,8 +133,9 @@ def build_model(
     parallel = options.parallel
     numbers = stages_of(mesh.pp.get_local_rank(), parallel)
     parts = {number: _build_stage(options, vocabulary, number, mesh) for number in numbers}
+    kept_on = torch.device("cpu") if parallel.cpu_offload == "full" else device
     for part in parts.values():
-        materialize(part, device, initial_tensors(part, options.train.seed, weights, vocabulary))
+        materialize(part, kept_on, initial_tensors(part, options.train.seed, weights, vocabulary))
     return parts[0] if parallel.pp == 1 else Stages(parts, parallel.stages)
 
 
@@ -144,8 +148,8 @@ def _build_stage(options: TrainOptions, vocabulary: Vocabulary, stage: int, mesh
     if parallel.pp > 1:
         keep_stage(model, stage, parallel.stages)
     cut_tensors(model, model.plan.tensor, parallel, mesh)
-    if parallel.activation_checkpointing == "full":
-        checkpoint_activations(model, model.plan.blocks)
+    if parallel.activation_checkpointing is not None:
+        checkpoint_activations(model, model.plan.blocks, parallel.activation_checkpointing)
     shard(model, model.plan.blocks, parallel, mesh)
     return model
 

@@ -94,6 +94,8 @@ class MaskedConfig(FamilyConfig):
         stream = h // tp if sequence_parallel else h
         # norms go into cut matrices, for which the tokens of all are put together
         kept = (2 + (2 if self.dropout else 0)) * stream + 2 * h + (5 * h + 2 * f) // tp
+        # selective: attention and the products of all four matrices, of which rows leave sums over all tokens
+        products_kept = 2 * h + (4 * h + f) // tp
         of_values = 2 * h if tokens.tokenizer == "continuous" else 0
         of_cells = h + round(5 * h * self.mask_frac) if self.cell_loss_weight else 0
         kept_outside = h + of_values + of_cells + round(4 * h * self.mask_frac)
@@ -105,5 +107,8 @@ class MaskedConfig(FamilyConfig):
             flops_per_token_pair=3 * 4 * h * self.layers / tp,
             activations_per_token=self.layers * kept + kept_outside,
             activations_per_token_checkpointed=self.layers * stream + kept + kept_outside,
+            activations_per_token_selective=self.layers * (stream + products_kept)
+            + (kept - products_kept)
+            + kept_outside,
             logits_per_token=self.mask_frac * own_classes * (2 if self.cell_loss_weight else 1),
         )
