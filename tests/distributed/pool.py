@@ -77,16 +77,15 @@ def _serve(rank: int, world: int, local_world: int, rendezvous: str, pipe: Conne
     number = 0
     while (work := pipe.recv()) is not None:
         case, arguments = work
-        # a world for each case: a mesh's groups, and gloo's threads for each, would else pile up
-        store = f"{rendezvous}-{number}"
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        # a world for each case: a mesh's groups, and gloo's threads for each, would else pile up. The last one's ends
+        # only here, when all ranks are known to be through with it
+        if dist.is_initialized():
+            gc.collect()
+            dist.destroy_process_group()
         number += 1
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}-{number}", rank=rank, world_size=world)
         try:
             answer = True, getattr(cases, case)(**arguments)
         except BaseException:
             answer = False, traceback.format_exc()
-        if answer[0]:  # after a failure the others may be in a collective; all are started anew
-            gc.collect()
-            dist.barrier()
-            dist.destroy_process_group()
         pipe.send(answer)
