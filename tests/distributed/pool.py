@@ -1,10 +1,12 @@
 """Four real processes in one gloo group, started once for all distributed tests.
 
-A test hands a function of `cases.py` by name to every rank and gets each rank's result, or the first traceback.
+A test hands a function of `cases.py`, or of a module beside it, by name to every rank and gets each rank's result, or
+the first traceback.
 """
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import tempfile
@@ -29,7 +31,8 @@ class Pool:
             self.processes.append(process)
 
     def run(self, case: str, **arguments: Any) -> list[Any]:
-        """Results of `cases.<case>(**arguments)` by rank. Raises AssertionError with a rank's traceback."""
+        """Results of `cases.<case>(**arguments)` by rank, or of `<module>.<case>`. Raises AssertionError with a rank's
+        traceback."""
         for pipe in self.pipes:
             pipe.send((case, arguments))
         answers = []
@@ -54,14 +57,14 @@ def _serve(rank: int, world: int, local_world: int, rendezvous: str, pipe: Conne
     import torch
     import torch.distributed as dist
 
-    from tests.distributed import cases
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     while (work := pipe.recv()) is not None:
         case, arguments = work
         try:
-            answer = True, getattr(cases, case)(**arguments)
+            module, _, name = case.rpartition(".")
+            found = importlib.import_module(f"tests.distributed.{module or 'cases'}")
+            answer = True, getattr(found, name)(**arguments)
         except BaseException:
             answer = False, traceback.format_exc()
         pipe.send(answer)

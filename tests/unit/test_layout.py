@@ -1,4 +1,4 @@
-"""Sizes of the mesh's axes, and what each layout costs on a process."""
+"""Sizes of the mesh's axes, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,15 +14,6 @@ from cellmill.config.run import Parallel, Stream, Tokens, Train, check_together
 from cellmill.errors import ConfigError
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.parallel.devices import DEVICES, device_named, peak_flops
-from cellmill.parallel.memory import Memory, memory_per_rank
-
-CONFIG, TOKENS = MaskedConfig(hidden=64, layers=6, heads=4, objective="masked_gene"), Tokens(max_tokens=512)
-SIZE = CONFIG.size(2000, TOKENS)
-
-
-def _memory(world: int, tokens: int = 4096, micro_batches: int = 1, **options: Any) -> Memory:
-    parallel = Parallel.model_validate(options)
-    return memory_per_rank(SIZE, parallel, layout(parallel, world, world), tokens, micro_batches)
 
 
 @pytest.mark.parametrize(
@@ -134,77 +125,6 @@ def test_a_group_size_that_nothing_reads_is_refused(options: dict[str, Any], nam
     with pytest.raises(ConfigError) as error:
         layout(Parallel.model_validate(options | {"shard_size": 2}), 4, 4)
     assert str(error.value) == f"parallel.shard_size is read by HYBRID_SHARD alone, not by {name}; set it to null"
-
-
-def test_one_process_holds_weights_gradients_and_moments_in_float32() -> None:
-    found = _memory(1)
-    parameters = SIZE.parameters
-    assert (found.parameters, found.gradients, found.optimizer) == (4 * parameters, 4 * parameters, 8 * parameters)
-    assert (found.gathered, found.communication) == (0, 0)
-    assert found.activations == 4 * SIZE.activations_per_token * 4096
-    assert found.total == 16 * parameters + found.activations + found.logits
-
-
-def test_ddp_keeps_everything_on_each_process_and_its_buckets_are_the_gradients() -> None:
-    alone, four = _memory(1, strategy="ddp"), _memory(4, strategy="ddp")
-    assert four == alone
-
-
-def test_full_shard_divides_what_is_kept_by_the_processes() -> None:
-    for world in (2, 4, 8):
-        found = _memory(world, sharding_strategy="FULL_SHARD")
-        share = -(-SIZE.parameters // world)
-        assert (found.parameters, found.gradients, found.optimizer) == (4 * share, 4 * share, 8 * share)
-        outside = SIZE.parameters - 6 * SIZE.block_parameters
-        assert found.gathered == 4 * (outside + 2 * SIZE.block_parameters)
-
-
-def test_tensor_parallel_divides_what_it_cuts_and_a_share_of_tokens_the_stream() -> None:
-    def memory(**options: Any) -> Memory:
-        parallel = Parallel.model_validate({"strategy": "ddp"} | options)
-        size = CONFIG.size(2000, TOKENS, parallel.tp, parallel.sequence_parallel)
-        return memory_per_rank(size, parallel, layout(parallel, 4, 4), 4096, 1)
-
-    whole, cut, shared = memory(), memory(tp=4), memory(tp=4, sequence_parallel=True)
-    assert cut.parameters == shared.parameters < whole.parameters / 3.3  # all but norms, two biases and heads
-    assert cut.logits == pytest.approx(whole.logits / 4)
-    assert shared.activations < cut.activations < 0.7 * whole.activations
-
-
-def test_strategies_are_ordered_by_what_they_spare() -> None:
-    def total(strategy: str, **options: Any) -> int:
-        return _memory(8, sharding_strategy=strategy, **options).total
-
-    hybrid = total("HYBRID_SHARD", shard_size=4)
-    assert total("FULL_SHARD") < hybrid < total("NO_SHARD")
-    assert total("FULL_SHARD") < total("SHARD_GRAD_OP") < total("NO_SHARD")
-
-
-def test_accumulated_gradients_are_whole_until_they_are_reduced() -> None:
-    once, twice = (_memory(4, micro_batches=n, sharding_strategy="FULL_SHARD") for n in (1, 2))
-    assert twice.total - once.total == 4 * SIZE.parameters
-    once, twice = (_memory(4, micro_batches=n, strategy="ddp") for n in (1, 2))
-    assert twice == once
-
-
-def test_bf16_halves_activations_and_gathered_weights_but_not_what_is_kept() -> None:
-    exact, low = (
-        _memory(4, sharding_strategy="FULL_SHARD", precision=precision) for precision in ("32-true", "bf16-mixed")
-    )
-    assert (low.parameters, low.gradients, low.optimizer, low.logits) == (
-        exact.parameters,
-        exact.gradients,
-        exact.optimizer,
-        exact.logits,
-    )
-    assert 2 * low.activations == exact.activations
-    assert 2 * low.gathered == exact.gathered
-
-
-def test_activation_checkpointing_keeps_one_block_and_the_inputs_of_all() -> None:
-    kept, recomputed = (_memory(1, activation_checkpointing=how).activations for how in (None, "full"))
-    assert recomputed < kept / 3
-    assert recomputed == 4 * SIZE.activations_per_token_checkpointed * 4096
 
 
 def test_devices_are_known_by_the_name_of_the_profile_and_of_the_product() -> None:

@@ -215,16 +215,16 @@ def test_options_that_exclude_each_other_are_refused(corpus: Manifest, tmp_path:
     assert message.startswith("tokens.max_tokens 65 is more than train.token_budget 64")
 
 
-# 59 million parameters: under ddp 0.95 GB with gradients and moments, and 0.22 GB of activations
+# 59 million parameters: under ddp 1.18 GB with moments, buckets and accumulated gradients, 0.23 GB of activations
 BIG = {"model": {"hidden": 768, "layers": 8, "heads": 8}, "train": {"token_budget": 512, "global_batch": 256}}
 
 
 @pytest.mark.parametrize(
     ("memory_gb", "remedy"),
     [
-        (1.24, "set parallel.activation_checkpointing to full"),
-        (1.0823, "set parallel.activation_checkpointing to full and lower train.token_budget to 256"),
-        (0.6, "set parallel.activation_checkpointing to full and use fsdp with parallel.sharding_strategy FULL_SHARD"),
+        (1.5, "set parallel.activation_checkpointing to full"),
+        (1.345, "set parallel.activation_checkpointing to full and lower train.token_budget to 256"),
+        (0.66, "set parallel.activation_checkpointing to full and use fsdp with parallel.sharding_strategy FULL_SHARD"),
         (0.01, "use a device with more memory (the profile) or a smaller model"),
     ],
 )
@@ -239,12 +239,12 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would_help(
 
 
 def test_what_is_proposed_does_fit(corpus: Manifest, tmp_path: Path) -> None:
-    limit = {"memory_gb": 1.24}
+    limit = {"memory_gb": 1.5}
     assert "activation_checkpointing to full" in _refused(
         corpus, tmp_path, nproc=4, parallel={"strategy": "ddp"}, plan=limit, **BIG
     )
     parallel = {"strategy": "ddp", "activation_checkpointing": "full"}
-    assert _plan(corpus, tmp_path, nproc=4, parallel=parallel, plan=limit, **BIG)["memory"]["total_bytes"] < 1.116e9
+    assert _plan(corpus, tmp_path, nproc=4, parallel=parallel, plan=limit, **BIG)["memory"]["total_bytes"] < 1.35e9
 
 
 def test_the_command_ends_in_one_line_and_exit_code_2(
