@@ -23,7 +23,7 @@ def allocated(corpus: str, options: dict[str, Any]) -> dict[str, int]:
     built counts. What a thread of gloo lets go goes unreported now and then: of several steps the least counts.
     """
     gc.collect()  # what an earlier case left would be counted as it goes
-    first, steps = 1, 4
+    first, steps = 1, 3
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         made, _ = trainer(corpus, options, corpus, steps)
         batches = [next(iter(made.train_stream))] * steps  # one alone: alike but for what is not reported
