@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from cellmill.train.schedule import total_steps
 
 SAMPLED_BATCHES = 4096  # of single processes, over which micro-batches are counted: shards are preshuffled,
 SAMPLED_STEPS = 64  # so any stretch is like another
+SAMPLED_PROCESSES = 4  # of a step, where cutting evenly takes many tries
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +30,15 @@ class Cells:
     """Of the vocabulary."""
     counted: dict[tuple[int, ...], tuple[list[int], int]] = field(default_factory=dict)
     """Micro-batches that were counted already, by what they depend on."""
+
+    @cached_property
+    def tokens_per_cell(self) -> float:
+        return float(self.lengths.mean())
+
+    @cached_property
+    def pairs_per_cell(self) -> float:
+        """(query, key) pairs of attention."""
+        return float(np.square(self.lengths.astype(np.float64)).mean())
 
 
 @dataclass(frozen=True)
@@ -63,8 +74,7 @@ def detected_genes(manifest: Manifest) -> np.ndarray:
 
 def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
     """Steps, tokens and micro-batches of a run in the layout `sizes`."""
-    train, stream, lengths = options.train, options.stream, cells.lengths
-    n_cells = len(lengths)
+    train, stream, n_cells = options.train, options.stream, len(cells.lengths)
     epoch = EpochLayout(
         (n_cells,), stream.lanes, stream.block_cells, stream.window_blocks, train.global_batch, train.seed, True
     )
@@ -74,8 +84,8 @@ def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
     return Work(
         n_genes=cells.n_genes,
         cells=n_cells,
-        tokens_per_cell=float(lengths.mean()),
-        pairs_per_cell=float(np.square(lengths.astype(np.float64)).mean()),
+        tokens_per_cell=cells.tokens_per_cell,
+        pairs_per_cell=cells.pairs_per_cell,
         steps=steps,
         steps_per_epoch=epoch.steps_per_epoch,
         cells_per_step=min(train.global_batch, n_cells),
@@ -109,7 +119,7 @@ def count_micro_batches(
         number = -(-number // multiple) * multiple
         counts.append(number)
         if multiple > 1:
-            largest = max(largest, *(_largest(rank, cut_evenly(rank, number)) for rank in ranks[:SAMPLED_STEPS]))
+            largest = max(largest, *(_largest(rank, cut_evenly(rank, number)) for rank in ranks[:SAMPLED_PROCESSES]))
     return counts, largest if multiple > 1 else min(token_budget, share * int(lengths.max()))
 
 
