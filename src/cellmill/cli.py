@@ -112,10 +112,13 @@ def _parser() -> argparse.ArgumentParser:
     shard.add_argument("--out", type=Path, required=True, help="manifest.json; shards go beside it")
 
     plan = _stage(stages, "plan", "memory, time and steps of a run, before anything is queued", "run")
-    plan.add_argument("--manifest", type=Path, required=True, help="of the shards")
-    plan.add_argument("--out", type=Path, required=True, help="plan.json")
+    plan.add_argument("--manifest", type=Path, help="of the shards")
+    plan.add_argument("--out", type=Path, help="plan.json")
     _machine(plan)
     plan.add_argument("--device", default="cpu", help="what each process computes on, such as h100")
+    plan.add_argument("--suggest", action="store_true", help="print the best layouts instead; needs no manifest")
+    plan.add_argument("--cells", type=int, default=1_000_000, help="assumed without a manifest (default: %(default)s)")
+    plan.add_argument("--genes", type=int, default=20_000, help="assumed without a manifest (default: %(default)s)")
 
     train = _stage(stages, "train", "train a run, or go on with it", "run")
     train.add_argument("--manifest", type=Path, required=True, help="of the shards")

@@ -1,11 +1,13 @@
 """Four real processes in one gloo group, started once for all distributed tests.
 
-A test hands a function of `cases.py` by name to every rank and gets each rank's result, or the first traceback.
+A test hands a function of `cases.py`, or of a module beside it, by name to every rank and gets each rank's result, or
+the first traceback.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import os
 import tempfile
@@ -23,7 +25,9 @@ class Pool:
         self.processes: list[Any] = []
 
     def run(self, case: str, **arguments: Any) -> list[Any]:
-        """Results of `cases.<case>(**arguments)` by rank. Raises AssertionError with a rank's traceback."""
+        """Results of `cases.<case>(**arguments)` by rank, or of `<module>.<case>`. Raises AssertionError with a rank's
+        traceback.
+        """
         if not self.processes:
             self._start()
         for pipe in self.pipes:
@@ -71,8 +75,6 @@ def _serve(rank: int, world: int, local_world: int, rendezvous: str, pipe: Conne
     import torch
     import torch.distributed as dist
 
-    from tests.distributed import cases
-
     torch.set_num_threads(1)
     number = 0
     while (work := pipe.recv()) is not None:
@@ -85,7 +87,9 @@ def _serve(rank: int, world: int, local_world: int, rendezvous: str, pipe: Conne
         number += 1
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}-{number}", rank=rank, world_size=world)
         try:
-            answer = True, getattr(cases, case)(**arguments)
+            module, _, name = case.rpartition(".")
+            found = importlib.import_module(f"tests.distributed.{module or 'cases'}")
+            answer = True, getattr(found, name)(**arguments)
         except BaseException:
             answer = False, traceback.format_exc()
         pipe.send(answer)

@@ -1,4 +1,4 @@
-"""Sizes of the mesh's axes, and what each layout costs on a process."""
+"""Sizes of the mesh's axes, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,15 +14,6 @@ from cellmill.config.run import Parallel, Stream, Tokens, Train, check_together
 from cellmill.errors import ConfigError
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.parallel.devices import DEVICES, device_named, peak_flops
-from cellmill.parallel.memory import Memory, host_bytes_per_rank, memory_per_rank
-
-CONFIG, TOKENS = MaskedConfig(hidden=64, layers=6, heads=4, objective="masked_gene"), Tokens(max_tokens=512)
-SIZE = CONFIG.size(2000, TOKENS)
-
-
-def _memory(world: int, tokens: int = 4096, micro_batches: int = 1, **options: Any) -> Memory:
-    parallel = Parallel.model_validate(options)
-    return memory_per_rank(SIZE, parallel, layout(parallel, world, world), tokens, micro_batches)
 
 
 @pytest.mark.parametrize(
@@ -195,108 +186,6 @@ def test_a_group_size_that_nothing_reads_is_refused(options: dict[str, Any], nam
     assert str(error.value) == f"parallel.shard_size is read by HYBRID_SHARD alone, not by {name}; set it to null"
 
 
-def test_parameters_on_the_cpu_are_refused_where_fsdp_does_not_keep_them() -> None:
-    full = {"cpu_offload": "full"}
-    with pytest.raises(ValueError, match="cpu_offload") as error:
-        _check(MaskedConfig(), full | {"strategy": "ddp"})
-    assert str(error.value) == (
-        "parallel.cpu_offload full is FSDP2's, not strategy ddp's: set strategy to fsdp, or optimizer"
-    )
-    with pytest.raises(ConfigError) as refused:
-        layout(Parallel.model_validate(full | {"tp": 2, "pp": 2}), 4, 4)
-    assert str(refused.value) == (
-        "parallel.cpu_offload full is FSDP2's, which needs two data-parallel processes; 4 with pp 2 x tp 2 are one: "
-        "set it to optimizer, or change nodes and nproc_per_node in the profile"
-    )
-    _check(MaskedConfig(), {"cpu_offload": "optimizer", "strategy": "ddp"})
-    assert layout(Parallel.model_validate(full | {"tp": 2}), 4, 4).dp == 2
-
-
-def test_what_the_host_keeps_is_not_on_the_device() -> None:
-    plain, moments, full = (
-        _memory(4, sharding_strategy="FULL_SHARD", cpu_offload=how) for how in (None, "optimizer", "full")
-    )
-    assert plain.total - moments.total == plain.optimizer
-    assert plain.total - full.total == plain.parameters + plain.gradients + plain.optimizer
-    parallel = Parallel(sharding_strategy="FULL_SHARD", cpu_offload="optimizer")
-    assert host_bytes_per_rank(SIZE, parallel, layout(parallel, 4, 4)) == 2 * plain.optimizer
-
-
-def test_one_process_holds_weights_gradients_and_moments_in_float32() -> None:
-    found = _memory(1)
-    parameters = SIZE.parameters
-    assert (found.parameters, found.gradients, found.optimizer) == (4 * parameters, 4 * parameters, 8 * parameters)
-    assert (found.gathered, found.communication) == (0, 0)
-    assert found.activations == 4 * SIZE.activations_per_token * 4096
-    assert found.total == 16 * parameters + found.activations + found.logits
-
-
-def test_ddp_keeps_everything_on_each_process_and_its_buckets_are_the_gradients() -> None:
-    alone, four = _memory(1, strategy="ddp"), _memory(4, strategy="ddp")
-    assert four == alone
-
-
-def test_full_shard_divides_what_is_kept_by_the_processes() -> None:
-    for world in (2, 4, 8):
-        found = _memory(world, sharding_strategy="FULL_SHARD")
-        share = -(-SIZE.parameters // world)
-        assert (found.parameters, found.gradients, found.optimizer) == (4 * share, 4 * share, 8 * share)
-        outside = SIZE.parameters - 6 * SIZE.block_parameters
-        assert found.gathered == 4 * (outside + 2 * SIZE.block_parameters)
-
-
-def test_tensor_parallel_divides_what_it_cuts_and_a_share_of_tokens_the_stream() -> None:
-    def memory(**options: Any) -> Memory:
-        parallel = Parallel.model_validate({"strategy": "ddp"} | options)
-        size = CONFIG.size(2000, TOKENS, parallel.tp, parallel.sequence_parallel)
-        return memory_per_rank(size, parallel, layout(parallel, 4, 4), 4096, 1)
-
-    whole, cut, shared = memory(), memory(tp=4), memory(tp=4, sequence_parallel=True)
-    assert cut.parameters == shared.parameters < whole.parameters / 3.3  # all but norms, two biases and heads
-    assert cut.logits == pytest.approx(whole.logits / 4)
-    assert shared.activations < cut.activations < 0.7 * whole.activations
-
-
-def test_strategies_are_ordered_by_what_they_spare() -> None:
-    def total(strategy: str, **options: Any) -> int:
-        return _memory(8, sharding_strategy=strategy, **options).total
-
-    hybrid = total("HYBRID_SHARD", shard_size=4)
-    assert total("FULL_SHARD") < hybrid < total("NO_SHARD")
-    assert total("FULL_SHARD") < total("SHARD_GRAD_OP") < total("NO_SHARD")
-
-
-def test_accumulated_gradients_are_whole_until_they_are_reduced() -> None:
-    once, twice = (_memory(4, micro_batches=n, sharding_strategy="FULL_SHARD") for n in (1, 2))
-    assert twice.total - once.total == 4 * SIZE.parameters
-    once, twice = (_memory(4, micro_batches=n, strategy="ddp") for n in (1, 2))
-    assert twice == once
-
-
-def test_bf16_halves_activations_and_gathered_weights_but_not_what_is_kept() -> None:
-    exact, low = (
-        _memory(4, sharding_strategy="FULL_SHARD", precision=precision) for precision in ("32-true", "bf16-mixed")
-    )
-    assert (low.parameters, low.gradients, low.optimizer, low.logits) == (
-        exact.parameters,
-        exact.gradients,
-        exact.optimizer,
-        exact.logits,
-    )
-    assert 2 * low.activations == exact.activations
-    assert 2 * low.gathered == exact.gathered
-
-
-def test_activation_checkpointing_keeps_one_block_and_the_inputs_of_all() -> None:
-    kept, chosen, recomputed = (
-        _memory(1, activation_checkpointing=how).activations for how in (None, "selective", "full")
-    )
-    assert recomputed < kept / 3
-    assert 2 * recomputed < chosen < 0.75 * kept
-    assert chosen == 4 * SIZE.activations_per_token_selective * 4096
-    assert recomputed == 4 * SIZE.activations_per_token_checkpointed * 4096
-
-
 def test_devices_are_known_by_the_name_of_the_profile_and_of_the_product() -> None:
     assert device_named("h100").memory_gb == 80
     assert peak_flops("NVIDIA H100 80GB HBM3", "bf16-mixed") == 989e12
@@ -315,3 +204,20 @@ def test_layout_and_memory_do_not_import_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_parameters_on_the_cpu_are_refused_where_fsdp_does_not_keep_them() -> None:
+    full = {"cpu_offload": "full"}
+    with pytest.raises(ValueError, match="cpu_offload") as error:
+        _check(MaskedConfig(), full | {"strategy": "ddp"})
+    assert str(error.value) == (
+        "parallel.cpu_offload full is FSDP2's, not strategy ddp's: set strategy to fsdp, or optimizer"
+    )
+    with pytest.raises(ConfigError) as refused:
+        layout(Parallel.model_validate(full | {"tp": 2, "pp": 2}), 4, 4)
+    assert str(refused.value) == (
+        "parallel.cpu_offload full is FSDP2's, which needs two data-parallel processes; 4 with pp 2 x tp 2 are one: "
+        "set it to optimizer, or change nodes and nproc_per_node in the profile"
+    )
+    _check(MaskedConfig(), {"cpu_offload": "optimizer", "strategy": "ddp"})
+    assert layout(Parallel.model_validate(full | {"tp": 2}), 4, 4).dp == 2

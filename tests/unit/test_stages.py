@@ -16,7 +16,8 @@ from cellmill.config.run import Parallel, Tokens
 from cellmill.data.epoch import cut_batch, cut_evenly
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.masked.model import MaskedModel
-from cellmill.parallel.stages import blocks_of, copies, keep_stage, process_of, stages_of
+from cellmill.parallel.cuts import blocks_of, process_of, stages_of
+from cellmill.parallel.stages import copies, keep_stage
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,18 @@ class Plan(Section):
         None, gt=0, description="Memory of one process's device; null looks the profile's device up."
     )
     memory_frac: float = Field(0.9, gt=0, le=1, description="Fraction of it a run may use.")
-    mfu_frac: float = Field(0.35, gt=0, le=1, description="Model FLOPs utilisation assumed for the hours.")
+    mfu_frac: float = Field(
+        0.35,
+        gt=0,
+        le=1,
+        description="Fraction of the device's peak assumed while it computes; communication and idle time come on top.",
+    )
+    intra_node_gbs: float | None = Field(
+        None, gt=0, description="GB/s one process sends inside its node; null looks the profile's device up."
+    )
+    inter_node_gbs: float | None = Field(
+        None, gt=0, description="GB/s one process sends to other nodes; null looks the profile's device up."
+    )
 
 
 class Train(Section):

@@ -20,8 +20,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from torch.distributed.tensor import DTensor
 
 from cellmill.config.run import Parallel
+from cellmill.parallel.cuts import process_of
 from cellmill.parallel.mesh import Mesh
-from cellmill.parallel.stages import Stages, copies, process_of
+from cellmill.parallel.stages import Stages, copies
 
 SCHEDULES = {"ZBV": "ZBVZeroBubble"}
 """Names of torch's schedules, where they differ from ours."""

@@ -30,12 +30,13 @@ from cellmill.files import read_json, write_json, write_text
 from cellmill.launch.processes import die_with_parent
 from cellmill.models.export import initial_tensors
 from cellmill.models.family import Model
+from cellmill.parallel.cuts import stages_of
 from cellmill.parallel.devices import peak_flops
 from cellmill.parallel.materialize import materialize
 from cellmill.parallel.mesh import Mesh, build_mesh
 from cellmill.parallel.pipeline import Pipeline
 from cellmill.parallel.recompute import checkpoint_activations
-from cellmill.parallel.stages import Stages, keep_stage, stages_of
+from cellmill.parallel.stages import Stages, keep_stage
 from cellmill.parallel.tensor import cut_tensors
 from cellmill.parallel.wrap import Replica, shard
 from cellmill.stages.train import status

@@ -66,27 +66,28 @@ class MaskedConfig(FamilyConfig):
     def size(self, n_genes: int, tokens: Tokens, tp: int = 1, sequence_parallel: bool = False) -> ModelSize:
         """Exact counts of parameters, and of FLOPs as matrix products (a multiply-add is 2), three passes each."""
         h, f, v = self.hidden, self.ffn_width, n_genes + N_SPECIAL
-        block = (4 * h * h + 3 * h + 2 * h * f + f) // tp + 2 * h + 4 * h
+        genes = -(-v // tp) * h
         values = {
             "continuous": 2 * h + h * h + h,
             "binned": (tokens.bins + 1) * h,
             "rank": tokens.max_tokens * h,
         }[tokens.tokenizer]
+        inputs = genes + values + (h if self.objective == "masked_value" else 0)
+        outputs = 2 * h + h * h + 3 * h
         if self.objective == "masked_gene":
-            classes, head = v, v  # the matrix is the gene embedding's; a bias is its own
-            own_classes = classes / tp
+            own_classes, shared = v / tp, genes  # the matrix is the gene embedding's; a bias is its own
+            outputs += v
         else:
             classes = tokens.bins if tokens.tokenizer == "binned" else 1
-            own_classes, head = classes, classes * h + classes + h
-        if self.cell_loss_weight:
-            head += 2 * h * h + 3 * h
-        outside = -(-v // tp) * h + values + 2 * h + h * h + 3 * h + head
+            own_classes, shared = classes, 0
+            outputs += classes * h + classes
         at_targets = h * h + h * own_classes
+        predictions = 1
         if self.cell_loss_weight:
+            shared = inputs
+            outputs += 2 * h * h + 3 * h
             at_targets += 2 * h * h + h * own_classes
-        products = self.layers * (4 * h * h + 2 * h * f) / tp + self.mask_frac * at_targets
-        if tokens.tokenizer == "continuous":
-            products += h + h * h
+            predictions = 2
         # kept for the backward pass, elements a token: a block's input, two norms, q k v, attention before and after
         # its cells are joined, its projection, both sides of the GELU; two masks where there is dropout. Outside, the
         # last norm, both sides of the values' GELU, the states whose mean a cell is, and the heads at targets. A test
@@ -96,19 +97,29 @@ class MaskedConfig(FamilyConfig):
         kept = (2 + (2 if self.dropout else 0)) * stream + 2 * h + (5 * h + 2 * f) // tp
         # selective: attention and the products of all four matrices, of which rows leave sums over all tokens
         products_kept = 2 * h + (4 * h + f) // tp
-        of_values = 2 * h if tokens.tokenizer == "continuous" else 0
+        of_values = tokens.tokenizer == "continuous"
         of_cells = h + round(5 * h * self.mask_frac) if self.cell_loss_weight else 0
-        kept_outside = h + of_values + of_cells + round(4 * h * self.mask_frac)
         return ModelSize(
-            parameters=self.layers * block + outside,
-            block_parameters=block,
             blocks=self.layers,
-            flops_per_token=3 * 2 * products,
-            flops_per_token_pair=3 * 4 * h * self.layers / tp,
-            activations_per_token=self.layers * kept + kept_outside,
-            activations_per_token_checkpointed=self.layers * stream + kept + kept_outside,
-            activations_per_token_selective=self.layers * (stream + products_kept)
-            + (kept - products_kept)
-            + kept_outside,
-            logits_per_token=self.mask_frac * own_classes * (2 if self.cell_loss_weight else 1),
+            block_parameters=(4 * h * h + 3 * h + 2 * h * f + f) // tp + 2 * h + 4 * h,
+            begin_parameters=inputs,
+            finish_parameters=outputs + shared,
+            shared_parameters=shared,
+            block_flops_per_token=3 * 2 * (4 * h * h + 2 * h * f) / tp,
+            begin_flops_per_token=3 * 2 * (h + h * h) if of_values else 0,
+            finish_flops_per_token=3 * 2 * self.mask_frac * at_targets,
+            block_flops_per_token_pair=3 * 4 * h / tp,
+            width=stream,
+            block_activations_per_token=kept,
+            block_activations_per_token_selective=stream + products_kept,
+            begin_activations_per_token=2 * h if of_values else 0,
+            finish_activations_per_token=h + of_cells + round(4 * h * self.mask_frac),
+            working_per_token=2 * h + f // tp,
+            logits_per_token=self.mask_frac * own_classes * predictions,
+            # after `out` and `down`; the gradients that enter `qkv` and `up`
+            block_sums_per_token=2 * h,
+            begin_sums_per_token=h,
+            finish_sums_per_token=self.mask_frac
+            * h
+            * (bool(self.cell_loss_weight) + (predictions if self.objective == "masked_gene" else 0)),
         )
