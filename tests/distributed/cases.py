@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -13,7 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from cellmill.config.options import TrainOptions
+from cellmill.data.stream import Stream
+from cellmill.data.tokens import Batch
 from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import UserError
 from cellmill.models.batch import to_tensors
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
@@ -179,3 +185,57 @@ def validation(corpus: str, options: dict[str, Any], folder: str) -> float:
     assert made.val_stream is not None
     made.val_stream.close()
     return float(lines.lines[-1]["val_loss"])
+
+
+class _Spoiled:
+    """A stream whose cells have infinite values in some steps, on one data-parallel rank."""
+
+    def __init__(self, stream: Stream, steps: list[int], here: bool) -> None:
+        self._stream, self._steps, self._here = stream, steps, here
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        first = self._stream.state_dict()["step"] + 1
+        for step, batches in enumerate(self._stream, first):
+            spoil = self._here and step in self._steps
+            yield [replace(batch, values=batch.values + np.inf) if spoil else batch for batch in batches]
+
+
+def spoiled(
+    corpus: str, options: dict[str, Any], folder: str, steps: int, bad: list[int], load: bool = False
+) -> dict[str, Any]:
+    """A run whose cells of data-parallel rank 1, or 0 where there is no other, are infinite in the steps `bad`."""
+    made, lines = trainer(corpus, options, folder, steps)
+    if load:
+        checkpoint, _ = TrainFolder(Path(folder)).newest_whole()
+        assert checkpoint is not None
+        made.checkpoints.load(checkpoint, made.model, made.optimizer)
+        made.progress = Progress(**checkpoint.state()["progress"])
+        made.train_stream.load_state_dict(made.train_stream.state_dict() | {"step": made.progress.step})
+    mesh = made.mesh
+    made.train_stream = _Spoiled(made.train_stream, bad, mesh.dp_rank == min(1, mesh.dp_world - 1))  # type: ignore[assignment]
+    error = ""
+    try:
+        made.run()
+    except UserError as ended:
+        error = str(ended)
+    made.checkpoints.wait()
+    made.train_stream.close()
+    if made.val_stream is not None:
+        made.val_stream.close()
+    dist.barrier()
+    timed = ("cells_per_s", "tokens_per_s", "data_wait_frac", "memory_gb")
+    counted = {key: value for key, value in vars(made.progress).items() if key != "wall_s"}
+    return {
+        "error": error,
+        "progress": counted,
+        "lines": [{key: value for key, value in line.items() if key not in timed} for line in lines.lines],
+        "parameters": {plain_name(name): full(p).numpy().tobytes() for name, p in made.model.named_parameters()},
+        "moments": {
+            f"{plain_name(name)}.{key}": full(value).numpy().tobytes()
+            for name, parameter in made.model.named_parameters()
+            for key, value in made.optimizer.state[parameter].items()
+        },
+    }

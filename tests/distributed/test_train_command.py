@@ -160,6 +160,23 @@ def test_a_signal_to_one_of_a_tensor_parallel_group_stops_all_at_one_step(corpus
     assert "redistributing" not in log, log
 
 
+def test_a_rank_that_hangs_is_named_with_its_node_and_what_the_others_wait_in(corpus: str, tmp_path: Path) -> None:
+    out = tmp_path / "train"
+    opts = options(train={"steps": 2000, "checkpoint_every_steps": 10_000, "timeout_s": 8})
+    process = start(corpus, out, opts, nproc=2)
+    wait_for_step(out, 3, process)
+    hung = next(worker for worker in workers_of(out) if worker.environ().get("RANK") == "1")
+    hung.suspend()
+    assert process.wait(100) == 2
+    last = out.with_suffix(".log").read_text().splitlines()[-1]
+    assert re.fullmatch(
+        rf"cellmill train: rank 1 on {os.uname().nodename} did not come through the [a-z ]+ of step \d+ for 8 s "
+        r"\(train\.timeout_s\) and the others wait: it does not answer",
+        last,
+    )
+    assert none_left(out)
+
+
 def test_another_configuration_sets_the_earlier_training_aside(corpus: str, tmp_path: Path) -> None:
     out = tmp_path / "train"
     assert train(corpus, out, options(train={"steps": 2})).returncode == 0
@@ -199,9 +216,15 @@ def test_a_loss_that_is_not_finite_stops_with_one_line(corpus: str, tmp_path: Pa
     opts = options(train={"steps": 50, "lr": 1e38, "warmup_steps": 0, "clip_norm": None})
     done = train(corpus, out, opts)
     assert done.returncode == 2
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("cellmill train: loss ")
-    assert "lower train.lr (1e+38) or raise train.warmup_steps; the checkpoints before it are untouched" in last
+    cell = r"sim:\S+ \(train-\S+\.h5ad row \d+\)"
+    assert re.fullmatch(
+        r"cellmill train: loss (nan|inf) and gradient norm (nan|inf) at step \d+, skipped as were the 4 before it "
+        r"\(train\.max_bad_steps 5\): lower train\.lr \(1e\+38\) or raise train\.warmup_steps; the checkpoints before "
+        rf"it are untouched; rank 0 had {cell}, {cell}, {cell}, {cell} and 12 more cells, which are in the log",
+        done.stderr.splitlines()[-1],
+    )
+    assert len(re.findall(cell, done.stdout)) == 16
+    assert none_left(out)
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_any_process_starts(corpus: str, tmp_path: Path) -> None:

@@ -133,6 +133,18 @@ class Train(Section):
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW decay of the first moment.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW decay of the second moment.")
     clip_norm: float | None = Field(1.0, gt=0, description="Largest global gradient norm; null does not clip.")
+    max_bad_steps: int = Field(
+        5,
+        ge=1,
+        description="Steps whose loss or gradient norm is not finite are skipped and counted; so many in a row end the "
+        "training.",
+    )
+    timeout_s: float = Field(
+        600,
+        gt=0,
+        description="Seconds that processes wait for one that hangs before all end; five times as long until the first "
+        "steps are done.",
+    )
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of weights, order, masks and dropout.")
     val_every_steps: int = Field(200, ge=1, description="Steps between validations; the last step always validates.")
     val_cells: int | None = Field(None, ge=1, description="Validation cells used; null uses all.")

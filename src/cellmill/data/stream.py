@@ -21,7 +21,7 @@ from cellmill.config.run import Tokens
 from cellmill.data.epoch import Layout, cut_batch, cut_evenly
 from cellmill.data.manifest import Manifest
 from cellmill.data.rows import Rows, Step
-from cellmill.data.shards import open_shards
+from cellmill.data.shards import cell_names, open_shards
 from cellmill.data.tokens import Batch, empty_batch, tokenize
 from cellmill.errors import ConfigError, DataError
 
@@ -145,6 +145,10 @@ class Stream:
                 )
         self._stop_ahead()
         self._epoch, self._step = int(state["epoch"]), int(state["step"])
+
+    def names(self, cells: np.ndarray) -> list[str]:
+        """`dataset:name (file row)` of cells by their ids, read from the shards: for messages."""
+        return cell_names(self._shards, cells)
 
     def close(self) -> None:
         """Ends all threads; may be called at any time and again."""

@@ -118,6 +118,7 @@ def seen(run: Run) -> list[tuple[str, Any, Any]]:
         ("steps", plan.get("steps"), status.get("step")),
         ("hours", plan.get("hours"), None if wall_s is None else wall_s / 3600),
         ("memory of a process, GB", _planned_memory(plan), memory),
+        ("steps skipped, not finite", None, status.get("skipped_steps")),
         ("cells, with repetition", plan.get("cells_seen"), status.get("cells")),
         ("processes", plan.get("world_size"), status.get("world_size")),
         ("best cells/s", None, fastest),

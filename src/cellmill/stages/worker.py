@@ -10,6 +10,8 @@ import os
 import re
 import sys
 import traceback
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +52,20 @@ from cellmill.train.meter import Meter
 from cellmill.train.optimizer import build_optimizer
 from cellmill.train.schedule import total_steps
 from cellmill.train.stop import StopFlag
+from cellmill.train.watch import START_FACTOR, Watch
 
 LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|tcpstore", re.IGNORECASE)
 
 
-def main(path: Path) -> None:
+def main(path: Path, error_file: Path) -> None:
     """Trains in the run folder `path`. Collective: every process torchrun started."""
     stop = StopFlag()
     folder = TrainFolder(path)
     record = read_json(folder.path / "run.json")
     options: TrainOptions = check_options(TrainOptions, record["options"], "run.json")
-    device = _join(options.parallel)
+    device = _join(options.parallel, options.train.timeout_s)
+    watch = Watch()
+    watch.start(options.train.timeout_s, partial(give_up, error_file))
     mesh = build_mesh(options.parallel, int(os.environ["LOCAL_WORLD_SIZE"]), device.type)
     vocabulary = Vocabulary.read(Path(record["vocabulary"]))
     model = build_model(options, vocabulary, record["init_from"], mesh, device)
@@ -97,6 +102,7 @@ def main(path: Path) -> None:
         stop=stop,
         progress=progress,
         saved_with=saved_with,
+        watch=watch,
     )
     write_state(folder, "running", progress, saved_with)
     done = trainer.run()
@@ -107,19 +113,21 @@ def main(path: Path) -> None:
         tracker.close()
     write_state(folder, "done" if done else "stopped", progress, saved_with)
     dist.barrier()  # nobody leaves while another still needs it
+    watch.close()
 
 
-def _join(parallel: Parallel) -> torch.device:
+def _join(parallel: Parallel, timeout_s: float) -> torch.device:
     """Joins the process group and returns this process's device."""
+    timeout = timedelta(seconds=2 * START_FACTOR * timeout_s)  # torch's own speaks last: it knows no names
     torch.manual_seed(0)  # nothing draws from it: what is random here is keyed by seed and position
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         # the norm of gradients that are on the CPU is reduced there
         backend = "cpu:gloo,cuda:nccl" if parallel.cpu_offload == "full" else "nccl"
-        dist.init_process_group(backend, device_id=device)
+        dist.init_process_group(backend, device_id=device, timeout=timeout)
         return device
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timeout)
     return torch.device("cpu")
 
 
@@ -238,11 +246,26 @@ def complain(error: BaseException, folder: Path) -> str | None:
     return f"rank {rank} on {where}: {type(error).__name__}: {text[:300]}; its traceback is in the log"
 
 
+def give_up(error_file: Path, line: str) -> None:
+    """Ends this process from a thread: the main one is in a call that does not return."""
+    leave(error_file, line)
+    os._exit(1)
+
+
+def leave(error_file: Path, line: str) -> None:
+    """Leaves the one line for the launcher, on stderr too where that is not possible."""
+    try:
+        write_text(error_file, line)
+    except OSError:  # the shared folder is full, perhaps: the log is what is left
+        print(line, file=sys.stderr)
+    sys.stderr.flush()
+
+
 if __name__ == "__main__":
     die_with_parent()
     run_folder, error_file = Path(sys.argv[1]), Path(sys.argv[2])
     try:
-        main(run_folder)
+        main(run_folder, error_file)
         dist.destroy_process_group()
         sys.stdout.flush()
         os._exit(0)  # Python's own way out makes signals deadly again, and one may come twice
@@ -251,10 +274,6 @@ if __name__ == "__main__":
         if not expected:
             traceback.print_exc()
         line = complain(error, run_folder)
-        try:
-            if line is not None:
-                write_text(error_file, line)
-        except OSError:  # the shared folder is full, perhaps: the log is what is left
-            print(line, file=sys.stderr)
-        sys.stderr.flush()
+        if line is not None:
+            leave(error_file, line)
         os._exit(2 if expected else 1)  # other ranks may be in a collective that this one will never join

@@ -16,6 +16,8 @@ FREE = {
     "stream": {"io_threads"},
     "train": {
         "token_budget",
+        "max_bad_steps",
+        "timeout_s",
         "val_every_steps",
         "val_cells",
         "checkpoint_every_steps",

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from cellmill.config.family import ModelSize
@@ -31,7 +32,9 @@ from cellmill.track.tracker import Tracker
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.meter import Meter
 from cellmill.train.schedule import learning_rate
+from cellmill.train.skip import Suspects, name_cells, step_if
 from cellmill.train.stop import StopFlag
+from cellmill.train.watch import Watch
 
 VALIDATION = -1  # in the place of the step in the masks' key: the same masks at each validation, none of training
 
@@ -48,13 +51,17 @@ class Progress:
     best_val_loss: float | None = None
     best_step: int | None = None
     val_step: int | None = None
+    skipped_steps: int = 0
+    """Whose loss or gradient norm was not finite."""
+    skipped_in_a_row: int = 0
 
 
 @dataclass
 class Report:
     """What all ranks know of a step, still on the device.
 
-    `values` holds [loss, processes that want to stop, checkpoint due, cells, tokens, FLOPs], summed over processes.
+    `values` holds [loss, processes whose gradient norm is not finite, those that want to stop, checkpoint due, cells,
+    tokens, FLOPs], summed over processes.
     """
 
     step: int
@@ -64,6 +71,10 @@ class Report:
     waited_s: float
     ended: float
     """When its last call returned, so that rates do not depend on when it is read."""
+    own_loss: torch.Tensor
+    """This process's share."""
+    cells: list[np.ndarray]
+    """Ids of its cells."""
 
 
 @dataclass
@@ -87,6 +98,7 @@ class Trainer:
     progress: Progress
     saved_with: dict[str, Any]
     """Identity and fingerprint, saved in every checkpoint."""
+    watch: Watch = field(default_factory=Watch)
 
     def run(self) -> bool:
         """Trains to the last step. True when done, False when stopped by a signal; either way the state is saved."""
@@ -101,6 +113,7 @@ class Trainer:
             stop = due = False
             if pending is not None:
                 stop, due = self._read(pending)
+                self.watch.warm = True
             pending = report
             step = self.progress.step
             boundary = step % self.train.val_every_steps == 0 or step % self.train.checkpoint_every_steps == 0
@@ -117,21 +130,30 @@ class Trainer:
     def _step(self, batches: Iterator[list[Batch]]) -> Report:
         """One optimizer step."""
         began = time.perf_counter()
-        micro_batches = [to_tensors(batch) for batch in next(batches)]
+        of_step = f"of step {self.progress.step + 1}"
+        self.watch.at(f"the cells {of_step}")
+        read = next(batches)
+        micro_batches = [to_tensors(batch) for batch in read]
         waited_s = time.perf_counter() - began
         step, lr = self.progress.step, learning_rate(self.train, self.progress.step, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         prepared = self._prepare(micro_batches, step)
+        self.watch.at(f"the sum of targets {of_step}")
         targets = self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum())
+        self.watch.at(f"the gradient reduction {of_step}")
         loss = self.replica.forward_backward(prepared, targets)
+        self.watch.at(f"the gradient norm {of_step}")
         norm = clip_grad_norm(self.model, self.train.clip_norm, self.mesh.pp)
-        self.optimizer.step()
+        own = torch.tensor([self.stop.received is not None, self._due(), *self._work(micro_batches)])
+        known = torch.stack([loss, ~norm.isfinite()])
+        self.watch.at(f"the sum of losses {of_step}")
+        values = self.mesh.sum(torch.cat([known, own.to(self.device, torch.float64)]))
+        step_if(values[0].isfinite() & (values[1] == 0), self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
-        own = torch.tensor([self.stop.received is not None, self._due(), *self._work(micro_batches)])
-        values = self.mesh.sum(torch.cat([loss[None], own.to(self.device, torch.float64)]))
-        return Report(step + 1, values, norm.detach(), lr, waited_s, time.perf_counter())
+        cells = [batch.cells for batch in read]
+        return Report(step + 1, values, norm.detach(), lr, waited_s, time.perf_counter(), loss, cells)
 
     def _prepare(self, batches: list[TensorBatch], step: int) -> list[Any]:
         """Masks drawn on the CPU, where counting them makes nobody wait, then moved to the device."""
@@ -153,24 +175,37 @@ class Trainer:
 
     def _read(self, report: Report) -> tuple[bool, bool]:
         """Checks and logs a step; returns whether to stop and whether a checkpoint is due."""
-        loss, stop, due, cells, tokens, flops = report.values.tolist()
+        loss, bad_norms, stop, due, cells, tokens, flops = report.values.tolist()
         norm = float(report.norm)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise UserError(
-                f"loss {loss:g} and gradient norm {norm:g} at step {report.step}: lower train.lr ({self.train.lr:g}) "
-                "or raise train.warmup_steps; the checkpoints before it are untouched"
-            )
-        self.progress.train_loss = loss
         self.progress.cells += round(cells)
         self.meter.cells += round(cells)
         self.meter.tokens += round(tokens)
         self.meter.flops += flops
         self.meter.waited_s += report.waited_s
+        if bad_norms or not math.isfinite(loss):
+            self._skipped(report, loss, norm)
+            return stop > 0, due > 0
+        self.progress.train_loss, self.progress.skipped_in_a_row = loss, 0
         if report.step % self.train.log_every_steps == 0 or report.step in (1, self.steps):
-            self._log(
-                {"step": report.step, "loss": loss, "lr": report.lr, "grad_norm": norm, **self.meter.read(report.ended)}
-            )
+            line = {"step": report.step, "loss": loss, "lr": report.lr, "grad_norm": norm}
+            self._log({**line, "skipped_steps": self.progress.skipped_steps, **self.meter.read(report.ended)})
         return stop > 0, due > 0
+
+    def _skipped(self, report: Report, loss: float, norm: float) -> None:
+        """Counts a step that was not applied. Raises UserError when there were too many in a row."""
+        progress, what = self.progress, f"loss {loss:g} and gradient norm {norm:g}"
+        progress.skipped_steps += 1
+        progress.skipped_in_a_row += 1
+        self._log({"step": report.step, "skipped": what, "skipped_steps": progress.skipped_steps})
+        if progress.skipped_in_a_row < self.train.max_bad_steps:
+            return
+        mine = Suspects(self.mesh.dp_rank, math.isfinite(report.own_loss.item()), np.concatenate(report.cells))
+        raise UserError(
+            f"{what} at step {report.step}, skipped as were the {progress.skipped_in_a_row - 1} before it "
+            f"(train.max_bad_steps {self.train.max_bad_steps}): lower train.lr ({self.train.lr:g}) or raise "
+            "train.warmup_steps; the checkpoints before it are untouched; "
+            f"{name_cells(mine, self.train_stream.names)}"
+        )
 
     def _pause(self, save: bool, validate: bool) -> None:
         """Between two steps: validates and saves where it is time to."""
@@ -181,6 +216,7 @@ class Trainer:
         if validate and self._validation_is_owed():
             save |= self._validate(self.val_stream)
         if save or step == self.steps or step % self.train.checkpoint_every_steps == 0:
+            self.watch.at(f"the checkpoint of step {step}")
             state = {"progress": asdict(self.progress), **self.saved_with}
             self.checkpoints.save(self.model, self.optimizer, step, state)
             self._saved_at = time.perf_counter()
@@ -199,6 +235,7 @@ class Trainer:
         self.replica.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         for micro_batches in stream:
+            self.watch.at(f"the validation after step {self.progress.step}")
             prepared = self._prepare([to_tensors(batch) for batch in micro_batches], VALIDATION)
             totals[0] += self.replica.loss(prepared)
             totals[1] += torch.stack([p.n_targets for p in prepared]).sum()

@@ -1,0 +1,44 @@
+"""Who hangs, told from where each rank is."""
+
+from __future__ import annotations
+
+import pytest
+
+from cellmill.train.watch import Place, finding
+
+
+def places(*where: tuple[int, str, int] | None) -> list[Place | None]:
+    return [None if at is None else Place(*at, host=f"node{rank // 2}") for rank, at in enumerate(where)]
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "line"),
+    [
+        (
+            places((9, "the gradient reduction of step 2", 1), (8, "the cells of step 2", 1)),
+            places((9, "the gradient reduction of step 2", 5), (8, "the cells of step 2", 5)),
+            "rank 1 on node0 did not come through the gradient reduction of step 2 for 600 s (train.timeout_s) and the "
+            "others wait: it is still at the cells of step 2",
+        ),
+        (
+            places((9, "the gradient norm of step 2", 1), (9, "the gradient norm of step 2", 1), (8, "x", 1)),
+            places((9, "the gradient norm of step 2", 5), (9, "the gradient norm of step 2", 1), (8, "x", 5)),
+            "rank 1 on node0 did not come through the gradient norm of step 2 for 600 s (train.timeout_s) and the "
+            "others wait: it does not answer",
+        ),
+        (
+            places((9, "the sum of losses of step 2", 1), (1, "the start", 1), None, (1, "the start", 1)),
+            places((9, "the sum of losses of step 2", 5), (1, "the start", 1), None, (1, "the start", 1)),
+            "rank 1 on node0 and 2 more (ranks 2, 3) did not come through the sum of losses of step 2 for 600 s "
+            "(train.timeout_s) and the others wait: it does not answer",
+        ),
+        (
+            places((9, "the checkpoint of step 2", 1), (9, "the checkpoint of step 2", 1)),
+            places((9, "the checkpoint of step 2", 5), (9, "the checkpoint of step 2", 5)),
+            "all ranks have been at the checkpoint of step 2 for 600 s (train.timeout_s): no one is behind, look "
+            "at the network between them",
+        ),
+    ],
+)
+def test_the_line_names_who_is_behind(earlier: list[Place | None], now: list[Place | None], line: str) -> None:
+    assert finding(earlier, now, 600) == line
