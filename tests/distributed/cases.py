@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from cellmill.config.options import TrainOptions
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.models.batch import to_tensors
+from cellmill.parallel import cross_entropy
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
-from cellmill.parallel.vocabulary import embed_tokens, token_logits, token_loss
+from cellmill.parallel.vocabulary import embed_tokens
 from cellmill.stages.worker import build_model, build_replica, build_streams
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.folder import TrainFolder
@@ -116,10 +117,15 @@ def cut_vocabulary(arrays: list[Any]) -> list[Any]:
     """The summed loss over a table that all ranks share, and the whole gradients of twice it."""
     table, bias, states, tokens, answers = map(torch.from_numpy, arrays)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows, kept = -(-len(table) // mesh.size()), cross_entropy.ELEMENTS["cpu"]
     cut = distribute_tensor(table, mesh, [Shard(0)], src_data_rank=None).requires_grad_()
     for tensor in (bias, states):
         tensor.requires_grad_()
-    loss = token_loss(token_logits(states + embed_tokens(tokens, cut)[:7], cut, bias), answers)
+    cross_entropy.ELEMENTS["cpu"] = 2 * rows  # two or three targets at once
+    try:
+        loss = cross_entropy.token_loss(states + embed_tokens(tokens, cut)[:7], cut, bias, answers)
+    finally:
+        cross_entropy.ELEMENTS["cpu"] = kept
     gradients = torch.autograd.grad(2 * loss, (cut, bias, states))
     return [loss.item(), *(full(gradient).numpy() for gradient in gradients)]
 

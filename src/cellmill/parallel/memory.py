@@ -36,7 +36,7 @@ class Memory:
     activations: int
     """Kept from the forward pass for the backward pass."""
     logits: int
-    """Predictions and their gradient."""
+    """Predictions and their gradient, and of a chunked loss what it has of the table's."""
 
     @property
     def total(self) -> int:
@@ -76,7 +76,7 @@ def memory_per_rank(
         gathered=gathered,
         communication=communication,
         activations=round(element * kept * micro_tokens),
-        logits=round(2 * FLOAT32 * size.logits_per_token * micro_tokens),
+        logits=round(FLOAT32 * (2 * size.logits_per_token * micro_tokens + size.logits)),
     )
 
 

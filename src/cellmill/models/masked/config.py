@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cellmill.config.family import FamilyConfig, ModelSize
+from cellmill.config.family import CHUNK_LOGITS, FamilyConfig, ModelSize
 from cellmill.config.run import Tokens
 
 N_SPECIAL = 2  # <pad> and <mask>: cellmill.data.vocabulary.SPECIAL, which a torch-free parse should not import
@@ -96,6 +96,7 @@ class MaskedConfig(FamilyConfig):
         kept = (2 + (2 if self.dropout else 0)) * stream + 2 * h + (5 * h + 2 * f) // tp
         of_values = 2 * h if tokens.tokenizer == "continuous" else 0
         of_cells = h + round(5 * h * self.mask_frac) if self.cell_loss_weight else 0
+        chunked, losses = self.objective == "masked_gene", 2 if self.cell_loss_weight else 1
         kept_outside = h + of_values + of_cells + round(4 * h * self.mask_frac)
         return ModelSize(
             parameters=self.layers * block + outside,
@@ -105,5 +106,7 @@ class MaskedConfig(FamilyConfig):
             flops_per_token_pair=3 * 4 * h * self.layers / tp,
             activations_per_token=self.layers * kept + kept_outside,
             activations_per_token_checkpointed=self.layers * stream + kept + kept_outside,
-            logits_per_token=self.mask_frac * own_classes * (2 if self.cell_loss_weight else 1),
+            logits_per_token=0.0 if chunked else self.mask_frac * own_classes * losses,
+            # each of the losses keeps its gradient of the table; float32 logits, and once more for a product
+            logits=2 * CHUNK_LOGITS + losses * (-(-v // tp) * (h + 1)) if chunked else 0,
         )

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from cellmill.config.run import Tokens
 from cellmill.data.vocabulary import SPECIAL
@@ -21,7 +22,8 @@ from cellmill.models.blocks import Block, Entry
 from cellmill.models.family import Model, ParallelPlan
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.masked.objective import MaskedBatch, mask, unmasked
-from cellmill.parallel.vocabulary import embed_tokens, token_logits, token_loss
+from cellmill.parallel.cross_entropy import token_loss
+from cellmill.parallel.vocabulary import embed_tokens, token_logits
 
 ALL = slice(None)
 
@@ -108,14 +110,12 @@ class MaskedModel(Model):
         With `cell_loss_weight`, the same of what the cell's embedding predicts (scGPT, Cui et al. 2024, GEPC).
         """
         states, targets = self.norm(x), prepared.targets
-        loss = self._loss(self._out(self.head(states[targets]), prepared), prepared)
+        loss = self._loss(self.head(states[targets]), prepared)
         if self.config.cell_loss_weight:
             cells = _mean_of_cells(states, prepared.cell, prepared.cu_seqlens).to(states.dtype)
             # made again for the targets alone: the last stage of a pipeline was not sent what entered the first
             asked = torch.cat([cells[prepared.cell[targets]], self._inputs(prepared, targets)], dim=-1)
-            loss = loss + self.config.cell_loss_weight * self._loss(
-                self._out(self.cell_head(asked), prepared), prepared
-            )
+            loss = loss + self.config.cell_loss_weight * self._loss(self.cell_head(asked), prepared)
         return loss
 
     def predict(self, prepared: MaskedBatch) -> torch.Tensor:
@@ -138,11 +138,14 @@ class MaskedModel(Model):
         out = self.value_out(states).float()
         return out if self.binned else out.squeeze(-1) + prepared.center[prepared.cell[prepared.targets]]
 
-    def _loss(self, predicted: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
-        if predicted.ndim == 1:
-            return (predicted - prepared.answers).square().sum()
-        classes = prepared.answers - 1 if self.config.objective == "masked_value" else prepared.answers
-        return token_loss(predicted, classes)
+    def _loss(self, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
+        """(N, H) -> the summed loss of what they predict."""
+        if self.config.objective == "masked_gene":
+            return token_loss(states, self.gene_embedding.weight, self.gene_bias, prepared.answers)
+        predicted = self._out(states, prepared)
+        if self.binned:
+            return F.cross_entropy(predicted, prepared.answers - 1, reduction="sum")
+        return (predicted - prepared.answers).square().sum()
 
     def _inputs(self, prepared: MaskedBatch, at: torch.Tensor | slice = ALL) -> torch.Tensor:
         """(T, H), or of the tokens `at` alone; the learned vector of a hidden value where it is hidden."""
