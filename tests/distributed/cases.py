@@ -19,7 +19,7 @@ from cellmill.parallel import cross_entropy
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.vocabulary import embed_tokens
-from cellmill.stages.worker import build_model, build_replica, build_streams
+from cellmill.stages.worker import build_model, build_replica, build_streams, open_profile
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.folder import TrainFolder
 from cellmill.train.loop import Progress, Trainer
@@ -92,6 +92,18 @@ def curve(corpus: str, options: dict[str, Any], folder: str, steps: int, load: b
     if made.val_stream is not None:
         made.val_stream.close()
     dist.barrier()
+    return [[line["loss"], line["grad_norm"]] for line in lines.lines if "loss" in line]
+
+
+def profiled(corpus: str, options: dict[str, Any], folder: str, steps: int, first: int, last: int) -> list[list[float]]:
+    """As `curve`, with steps `first` to `last` recorded in `folder`/profile."""
+    options = options | {"train": options["train"] | {"profile_steps": [first, last]}}
+    made, lines = trainer(corpus, options, folder, steps)
+    made.profile = open_profile(TrainFolder(Path(folder)), made.train, DEVICE)
+    made.run()
+    assert made.profile is not None
+    made.profile.close()
+    made.train_stream.close()
     return [[line["loss"], line["grad_norm"]] for line in lines.lines if "loss" in line]
 
 

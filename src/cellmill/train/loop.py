@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from cellmill.config.family import ModelSize
 from cellmill.config.run import Train
@@ -30,6 +32,7 @@ from cellmill.parallel.wrap import Replica
 from cellmill.track.tracker import Tracker
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.meter import Meter
+from cellmill.train.profile import StepProfile
 from cellmill.train.schedule import learning_rate
 from cellmill.train.stop import StopFlag
 
@@ -87,6 +90,7 @@ class Trainer:
     progress: Progress
     saved_with: dict[str, Any]
     """Identity and fingerprint, saved in every checkpoint."""
+    profile: StepProfile | None = None
 
     def run(self) -> bool:
         """Trains to the last step. True when done, False when stopped by a signal; either way the state is saved."""
@@ -96,7 +100,8 @@ class Trainer:
         batches = iter(self.train_stream)
         pending: Report | None = None
         while self.progress.step < self.steps:
-            report = self._step(batches)
+            with nullcontext() if self.profile is None else self.profile.of(self.progress.step + 1):
+                report = self._step(batches)
             self.checkpoints.raise_if_failed()
             stop = due = False
             if pending is not None:
@@ -117,17 +122,22 @@ class Trainer:
     def _step(self, batches: Iterator[list[Batch]]) -> Report:
         """One optimizer step."""
         began = time.perf_counter()
-        micro_batches = [to_tensors(batch) for batch in next(batches)]
+        with record_function("data"):
+            micro_batches = [to_tensors(batch) for batch in next(batches)]
         waited_s = time.perf_counter() - began
         step, lr = self.progress.step, learning_rate(self.train, self.progress.step, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        prepared = self._prepare(micro_batches, step)
-        targets = self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum())
-        loss = self.replica.forward_backward(prepared, targets)
-        norm = clip_grad_norm(self.model, self.train.clip_norm, self.mesh.pp)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        with record_function("prepare"):
+            prepared = self._prepare(micro_batches, step)
+            targets = self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum())
+        with record_function("forward_backward"):
+            loss = self.replica.forward_backward(prepared, targets)
+        with record_function("clip"):
+            norm = clip_grad_norm(self.model, self.train.clip_norm, self.mesh.pp)
+        with record_function("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
         own = torch.tensor([self.stop.received is not None, self._due(), *self._work(micro_batches)])
         values = self.mesh.sum(torch.cat([loss[None], own.to(self.device, torch.float64)]))
