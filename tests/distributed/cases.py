@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from cellmill.config.options import TrainOptions
 from cellmill.data.vocabulary import Vocabulary
+from cellmill.models import attention
 from cellmill.models.batch import to_tensors
-from cellmill.parallel import cross_entropy
+from cellmill.parallel import cross_entropy, products
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.vocabulary import embed_tokens
@@ -93,6 +94,16 @@ def curve(corpus: str, options: dict[str, Any], folder: str, steps: int, load: b
         made.val_stream.close()
     dist.barrier()
     return [[line["loss"], line["grad_norm"]] for line in lines.lines if "loss" in line]
+
+
+def curve_by_products(corpus: str, options: dict[str, Any], folder: str, steps: int) -> list[list[float]]:
+    """As `curve`, with the ways of long cells and large matrices on a CPU taken by small ones too."""
+    kept = attention.LONG, products.LARGE
+    attention.LONG, products.LARGE = 1, 0
+    try:
+        return curve(corpus, options, folder, steps)
+    finally:
+        attention.LONG, products.LARGE = kept
 
 
 def profiled(corpus: str, options: dict[str, Any], folder: str, steps: int, first: int, last: int) -> list[list[float]]:

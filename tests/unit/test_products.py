@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from cellmill.models import products
-from cellmill.models.products import Linear, product
+from cellmill.parallel import products
+from cellmill.parallel.products import Linear, product
 
 COUNTS = [1, 33]
 

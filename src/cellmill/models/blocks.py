@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from cellmill.models.attention import attention
 from cellmill.models.keyed import keyed_dropout
-from cellmill.models.products import Linear
+from cellmill.parallel.products import Linear
 
 
 class Entry(nn.Module):

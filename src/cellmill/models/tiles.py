@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cellmill.models.products import product
+from cellmill.parallel.products import product
 
 SCORES = 1 << 20
 """Of one tile: 4 MB in float32."""

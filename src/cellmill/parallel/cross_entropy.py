@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 
 from cellmill.config.family import CHUNK_LOGITS
+from cellmill.parallel.products import product
 from cellmill.parallel.vocabulary import first_row, own_rows
 
 ELEMENTS = {"cpu": 1 << 22}
@@ -73,11 +73,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         rows, offset = table.to(low), bias.to(low)
         for start in range(0, len(states), size):
             part = states[start : start + size].to(low)
-            logits = F.linear(part, rows, offset).float()
+            logits = product(part, rows, offset).float()
             loss += _loss_and_slope(logits, answers[start : start + size], group)
             slope = logits.to(low)
             if of_states is not None:
-                of_states[start : start + size] = slope @ rows
+                of_states[start : start + size] = product(slope, rows.t())
             if of_table is not None:
                 _add_product(of_table, slope.t(), part)
             if of_bias is not None:

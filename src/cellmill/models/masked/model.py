@@ -23,6 +23,7 @@ from cellmill.models.family import Model, ParallelPlan
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.masked.objective import MaskedBatch, mask, unmasked
 from cellmill.parallel.cross_entropy import token_loss
+from cellmill.parallel.products import Linear
 from cellmill.parallel.vocabulary import embed_tokens, token_logits
 
 ALL = slice(None)
@@ -65,7 +66,7 @@ class MaskedModel(Model):
         n_tokens = n_genes + len(SPECIAL)
         self.gene_embedding = nn.Embedding(n_tokens, hidden)
         self.value_embedding: nn.Module = {
-            "continuous": lambda: nn.Sequential(nn.Linear(1, hidden), nn.GELU(), nn.Linear(hidden, hidden)),
+            "continuous": lambda: nn.Sequential(nn.Linear(1, hidden), nn.GELU(), Linear(hidden, hidden)),
             "binned": lambda: nn.Embedding(tokens.bins + 1, hidden),  # bins count from 1
             "rank": lambda: nn.Embedding(tokens.max_tokens, hidden),
         }[tokens.tokenizer]()
@@ -76,9 +77,9 @@ class MaskedModel(Model):
             Block(hidden, config.heads, config.ffn_width, config.dropout, index) for index in range(config.layers)
         )
         self.norm = nn.LayerNorm(hidden)
-        self.head = nn.Sequential(nn.Linear(hidden, hidden), nn.GELU(), nn.LayerNorm(hidden))
+        self.head = nn.Sequential(Linear(hidden, hidden), nn.GELU(), nn.LayerNorm(hidden))
         if config.cell_loss_weight:
-            self.cell_head = nn.Sequential(nn.Linear(2 * hidden, hidden), nn.GELU(), nn.LayerNorm(hidden))
+            self.cell_head = nn.Sequential(Linear(2 * hidden, hidden), nn.GELU(), nn.LayerNorm(hidden))
         if config.objective == "masked_gene":
             self.gene_bias = nn.Parameter(torch.empty(n_tokens))  # the matrix is the gene embedding's
         else:

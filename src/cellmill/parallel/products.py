@@ -19,9 +19,9 @@ LARGE = 1 << 24
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """(M, K) and (N, K) -> (M, N), `a @ b.T`; of plain CPU tensors and without a gradient."""
-    return _onednn(a, b, None) if _suits(a, b) else a @ b.t()
+def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """(M, K), (N, K) and (N,) -> (M, N), `a @ b.T + bias`; of plain tensors and without a gradient."""
+    return _onednn(a, b, bias) if _suits(a, b) else F.linear(a, b, bias)
 
 
 class Linear(nn.Linear):
