@@ -20,11 +20,13 @@ from cellmill.data.stream import Stream
 from cellmill.data.tokens import Batch
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import UserError
+from cellmill.models import attention
 from cellmill.models.batch import to_tensors
+from cellmill.parallel import cross_entropy, products
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
-from cellmill.parallel.vocabulary import embed_tokens, token_logits, token_loss
-from cellmill.stages.worker import build_model, build_replica, build_streams
+from cellmill.parallel.vocabulary import embed_tokens
+from cellmill.stages.worker import build_model, build_replica, build_streams, open_profile
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.folder import TrainFolder
 from cellmill.train.loop import Progress, Trainer
@@ -100,6 +102,28 @@ def curve(corpus: str, options: dict[str, Any], folder: str, steps: int, load: b
     return [[line["loss"], line["grad_norm"]] for line in lines.lines if "loss" in line]
 
 
+def curve_by_products(corpus: str, options: dict[str, Any], folder: str, steps: int) -> list[list[float]]:
+    """As `curve`, with the ways of long cells and large matrices on a CPU taken by small ones too."""
+    kept = attention.LONG, products.LARGE
+    attention.LONG, products.LARGE = 1, 0
+    try:
+        return curve(corpus, options, folder, steps)
+    finally:
+        attention.LONG, products.LARGE = kept
+
+
+def profiled(corpus: str, options: dict[str, Any], folder: str, steps: int, first: int, last: int) -> list[list[float]]:
+    """As `curve`, with steps `first` to `last` recorded in `folder`/profile."""
+    options = options | {"train": options["train"] | {"profile_steps": [first, last]}}
+    made, lines = trainer(corpus, options, folder, steps)
+    made.profile = open_profile(TrainFolder(Path(folder)), made.train, DEVICE)
+    made.run()
+    assert made.profile is not None
+    made.profile.close()
+    made.train_stream.close()
+    return [[line["loss"], line["grad_norm"]] for line in lines.lines if "loss" in line]
+
+
 def initial_parameters(corpus: str, options: dict[str, Any]) -> dict[str, Any]:
     """Every full parameter before training, as bytes, with this rank's local shape and placements."""
     parsed = TrainOptions.model_validate(options)
@@ -122,10 +146,15 @@ def cut_vocabulary(arrays: list[Any]) -> list[Any]:
     """The summed loss over a table that all ranks share, and the whole gradients of twice it."""
     table, bias, states, tokens, answers = map(torch.from_numpy, arrays)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows, kept = -(-len(table) // mesh.size()), cross_entropy.ELEMENTS["cpu"]
     cut = distribute_tensor(table, mesh, [Shard(0)], src_data_rank=None).requires_grad_()
     for tensor in (bias, states):
         tensor.requires_grad_()
-    loss = token_loss(token_logits(states + embed_tokens(tokens, cut)[:7], cut, bias), answers)
+    cross_entropy.ELEMENTS["cpu"] = 2 * rows  # two or three targets at once
+    try:
+        loss = cross_entropy.token_loss(states + embed_tokens(tokens, cut)[:7], cut, bias, answers)
+    finally:
+        cross_entropy.ELEMENTS["cpu"] = kept
     gradients = torch.autograd.grad(2 * loss, (cut, bias, states))
     return [loss.item(), *(full(gradient).numpy() for gradient in gradients)]
 

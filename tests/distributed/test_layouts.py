@@ -49,6 +49,16 @@ def test_loss_and_gradient_norm_are_those_of_one_process(
     assert all(curve == curves[0] for curve in curves), "ranks disagree about a number that is global"
 
 
+@pytest.mark.parametrize("layout", ["ddp", "FULL_SHARD", "tp 4, sequence parallel", BOTH_CUT])
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_tiled_attention_and_fast_products_change_nothing(
+    pool: Pool, corpus: str, reference: np.ndarray, tmp_path: Path, layout: str, recompute: str | None
+) -> None:
+    opts = options(LAYOUTS[layout] | {"activation_checkpointing": recompute})
+    curves = pool.run("curve_by_products", corpus=corpus, options=opts, folder=str(tmp_path), steps=STEPS)
+    np.testing.assert_allclose(np.array(curves[0]), reference, atol=5e-6, rtol=5e-6)
+
+
 @pytest.mark.parametrize("layout", CUT)
 def test_a_cut_vocabulary_predicts_genes_as_one_process_does(
     pool: Pool, alone: None, corpus: str, tmp_path: Path, layout: str

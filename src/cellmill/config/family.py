@@ -18,6 +18,10 @@ WEIGHTS_FORMAT = 2
 """
 
 
+CHUNK_LOGITS = 1 << 24
+"""Logits over the vocabulary that a loss makes at once on a GPU: 64 MB, and enough targets for its products."""
+
+
 @dataclass(frozen=True)
 class ModelSize:
     """Numbers that a plan needs, for one tensor-parallel process; counts are of elements or FLOPs, not bytes.
@@ -54,6 +58,9 @@ class ModelSize:
     """Elements that a block's backward pass makes, for each token, before it lets go of as many."""
     logits_per_token: float
     """Elements of logits for each token, on average; float32 in every precision, and once more as their gradient."""
+    logits: int
+    """Float32 elements that a chunked loss has at once, however many the tokens: a chunk's logits, and the gradients of
+    table and bias, which it makes in the forward pass."""
     block_sums_per_token: int
     """Elements of a token that tensor parallel puts together in a block, forward and as many again backward."""
     begin_sums_per_token: float

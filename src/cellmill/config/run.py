@@ -152,12 +152,25 @@ class Train(Section):
     checkpoint_every_min: float | None = Field(None, gt=0, description="Also a checkpoint after so many minutes.")
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept, beside the best.")
     log_every_steps: int = Field(10, ge=1, description="Steps between lines of metrics.jsonl.")
+    profile_steps: list[int] | None = Field(
+        None,
+        min_length=2,
+        max_length=2,
+        description="First and last optimizer step, from 1, to record: a trace of torch's profiler, and on a GPU a "
+        "snapshot of its memory, in the run's train/profile/; null records none.",
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
             both = "both" if self.steps is not None else "neither"
             raise ValueError(f"set one of steps and epochs and the other to null, not {both}")
+        return self
+
+    @model_validator(mode="after")
+    def _steps_in_order(self) -> Self:
+        if self.profile_steps is not None and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
+            raise ValueError(f"profile_steps: {self.profile_steps} is not [first, last] with 1 <= first <= last")
         return self
 
 

@@ -1,8 +1,8 @@
 """Bidirectional attention inside each cell of a packed batch, behind one function.
 
-On a GPU in half precision, variable-length flash attention; elsewhere scaled-dot-product attention over runs of cells
-of equal length, so that nothing is padded there either (packed training is 3 times padded on a CPU). The padded form
-is the oracle of the tests.
+On a GPU in half precision, variable-length flash attention; on a CPU tiles of plain matrix products, where cells are
+long; elsewhere scaled-dot-product attention over runs of cells of equal length. Nothing is padded in any of them. The
+padded form is the oracle of the tests.
 
 Legend: T tokens of the batch, h heads, d width of a head.
 """
@@ -15,6 +15,11 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
+
+from cellmill.models.tiles import tiled_attention
+
+LONG = 256
+"""Tokens of a cell from which tiles of plain products are faster than torch's kernel on a CPU."""
 
 
 def attention(
@@ -46,8 +51,12 @@ def _by_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[
     runs = [(length, len(list(cells))) for length, cells in groupby(lengths)]
     sizes = [length * cells for length, cells in runs]
     parts = []
-    for (length, cells), *qkv in zip(runs, q.split(sizes), k.split(sizes), v.split(sizes)):
-        batched = [x.unflatten(0, (cells, length)).transpose(1, 2) for x in qkv]  # (cells, h, length, d)
+    tiled = q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16) and not torch.compiler.is_compiling()
+    for (length, cells), q_, k_, v_ in zip(runs, q.split(sizes), k.split(sizes), v.split(sizes)):
+        if tiled and length >= LONG:
+            parts.append(tiled_attention(q_, k_, v_, [length] * cells))
+            continue
+        batched = [x.unflatten(0, (cells, length)).transpose(1, 2) for x in (q_, k_, v_)]  # (cells, h, length, d)
         parts.append(F.scaled_dot_product_attention(*batched).transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from cellmill.models.attention import attention
 from cellmill.models.keyed import keyed_dropout
+from cellmill.parallel.products import Linear
 
 
 class Entry(nn.Module):
@@ -32,11 +33,11 @@ class Block(nn.Module):
         super().__init__()
         self.head_width, self.dropout, self.index = hidden // heads, dropout, index
         self.attention_norm = nn.LayerNorm(hidden)
-        self.qkv = nn.Linear(hidden, 3 * hidden)
-        self.out = nn.Linear(hidden, hidden)
+        self.qkv = Linear(hidden, 3 * hidden)
+        self.out = Linear(hidden, hidden)
         self.ffn_norm = nn.LayerNorm(hidden)
-        self.up = nn.Linear(hidden, ffn_hidden)
-        self.down = nn.Linear(ffn_hidden, hidden)
+        self.up = Linear(hidden, ffn_hidden)
+        self.down = Linear(ffn_hidden, hidden)
 
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor, lengths: list[int], token_keys: torch.Tensor

@@ -43,7 +43,7 @@ class Memory:
     activations: int
     """Kept from the forward pass for the backward pass, and what that makes of them."""
     logits: int
-    """Predictions and their gradient."""
+    """Predictions and their gradient, and of a chunked loss what it has of the table's."""
 
     @property
     def total(self) -> int:
@@ -137,7 +137,9 @@ def _moments(
     held = sum(number * stage.activations(size, of_block) for number, stage in zip(passes, stages))
     # what follows the blocks has let go of its own by then
     held += max(working - any(stage.last for stage in stages) * size.finish_activations_per_token, 0)
-    logits = round(2 * FLOAT32 * size.logits_per_token * tokens) if any(stage.last for stage in stages) else 0
+    logits = round(FLOAT32 * (2 * size.logits_per_token * tokens + size.logits))
+    if not any(stage.last for stage in stages):
+        logits = 0
     received = sum((not stage.first) + (not stage.last) for stage in stages) * micro_batches * size.width * tokens
     lasting = {
         "parameters": 0 if on_host == "full" else FLOAT32 * share,

@@ -23,7 +23,7 @@ from cellmill import registry
 from cellmill.config import check_options
 from cellmill.config.layout import fewest_micro_batches
 from cellmill.config.options import TrainOptions
-from cellmill.config.run import Parallel
+from cellmill.config.run import Parallel, Train
 from cellmill.data.manifest import Manifest
 from cellmill.data.stream import Stream
 from cellmill.data.vocabulary import Vocabulary
@@ -50,6 +50,7 @@ from cellmill.train.folder import Checkpoint, TrainFolder
 from cellmill.train.loop import Progress, Trainer
 from cellmill.train.meter import Meter
 from cellmill.train.optimizer import build_optimizer
+from cellmill.train.profile import StepProfile
 from cellmill.train.schedule import total_steps
 from cellmill.train.stop import StopFlag
 from cellmill.train.watch import START_FACTOR, Watch
@@ -103,9 +104,12 @@ def main(path: Path, error_file: Path) -> None:
         progress=progress,
         saved_with=saved_with,
         watch=watch,
+        profile=open_profile(folder, options.train, device),
     )
     write_state(folder, "running", progress, saved_with)
     done = trainer.run()
+    if trainer.profile is not None:
+        trainer.profile.close()
     for stream in (train_stream, val_stream):
         if stream is not None:
             stream.close()
@@ -217,6 +221,14 @@ def open_trackers(folder: TrainFolder, steps: int, start: int) -> list[Tracker]:
     if dist.get_rank() != 0:
         return []
     return [JsonlTracker(folder.metrics), ConsoleTracker(steps, start)]
+
+
+def open_profile(folder: TrainFolder, train: Train, device: torch.device) -> StepProfile | None:
+    """What records the steps that train.profile_steps names."""
+    if train.profile_steps is None:
+        return None
+    first, last = train.profile_steps
+    return StepProfile(folder.path / "profile", first, last, dist.get_rank(), device)
 
 
 def _peak(device: torch.device, precision: str) -> float | None:

@@ -24,6 +24,7 @@ FREE = {
         "checkpoint_every_min",
         "keep_checkpoints",
         "log_every_steps",
+        "profile_steps",
     },
 }
 

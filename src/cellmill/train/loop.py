@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from torch.profiler import record_function
 
 from cellmill.config.family import ModelSize
 from cellmill.config.run import Train
@@ -31,6 +33,7 @@ from cellmill.parallel.wrap import Replica
 from cellmill.track.tracker import Tracker
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.meter import Meter
+from cellmill.train.profile import StepProfile
 from cellmill.train.schedule import learning_rate
 from cellmill.train.skip import Suspects, name_cells, step_if
 from cellmill.train.stop import StopFlag
@@ -99,6 +102,7 @@ class Trainer:
     saved_with: dict[str, Any]
     """Identity and fingerprint, saved in every checkpoint."""
     watch: Watch = field(default_factory=Watch)
+    profile: StepProfile | None = None
 
     def run(self) -> bool:
         """Trains to the last step. True when done, False when stopped by a signal; either way the state is saved."""
@@ -108,7 +112,8 @@ class Trainer:
         batches = iter(self.train_stream)
         pending: Report | None = None
         while self.progress.step < self.steps:
-            report = self._step(batches)
+            with nullcontext() if self.profile is None else self.profile.of(self.progress.step + 1):
+                report = self._step(batches)
             self.checkpoints.raise_if_failed()
             stop = due = False
             if pending is not None:
@@ -130,30 +135,35 @@ class Trainer:
     def _step(self, batches: Iterator[list[Batch]]) -> Report:
         """One optimizer step."""
         began = time.perf_counter()
-        of_step = f"of step {self.progress.step + 1}"
-        self.watch.at(f"the cells {of_step}")
-        read = next(batches)
-        micro_batches = [to_tensors(batch) for batch in read]
+        with self._part("data", "the cells"):
+            read = next(batches)
+            micro_batches = [to_tensors(batch) for batch in read]
         waited_s = time.perf_counter() - began
         step, lr = self.progress.step, learning_rate(self.train, self.progress.step, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        prepared = self._prepare(micro_batches, step)
-        self.watch.at(f"the sum of targets {of_step}")
-        targets = self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum())
-        self.watch.at(f"the gradient reduction {of_step}")
-        loss = self.replica.forward_backward(prepared, targets)
-        self.watch.at(f"the gradient norm {of_step}")
-        norm = clip_grad_norm(self.model, self.train.clip_norm, self.mesh.pp)
-        own = torch.tensor([self.stop.received is not None, self._due(), *self._work(micro_batches)])
-        known = torch.stack([loss, ~norm.isfinite()])
-        self.watch.at(f"the sum of losses {of_step}")
-        values = self.mesh.sum(torch.cat([known, own.to(self.device, torch.float64)]))
-        step_if(values[0].isfinite() & (values[1] == 0), self.optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
+        with self._part("prepare", "the sum of targets"):
+            prepared = self._prepare(micro_batches, step)
+            targets = self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum())
+        with self._part("forward_backward", "the gradient reduction"):
+            loss = self.replica.forward_backward(prepared, targets)
+        with self._part("clip", "the gradient norm"):
+            norm = clip_grad_norm(self.model, self.train.clip_norm, self.mesh.pp)
+        with self._part("report", "the sum of losses"):
+            own = torch.tensor([self.stop.received is not None, self._due(), *self._work(micro_batches)])
+            known = torch.stack([loss, ~norm.isfinite()])
+            values = self.mesh.sum(torch.cat([known, own.to(self.device, torch.float64)]))
+        with record_function("optimizer"):
+            step_if(values[0].isfinite() & (values[1] == 0), self.optimizer)
+            self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
         cells = [batch.cells for batch in read]
         return Report(step + 1, values, norm.detach(), lr, waited_s, time.perf_counter(), loss, cells)
+
+    def _part(self, name: str, waits_for: str) -> AbstractContextManager[Any]:
+        """Names a part of a step: to a profile, and to who watches whether all processes come to it."""
+        self.watch.at(f"{waits_for} of step {self.progress.step + 1}")
+        return record_function(name)
 
     def _prepare(self, batches: list[TensorBatch], step: int) -> list[Any]:
         """Masks drawn on the CPU, where counting them makes nobody wait, then moved to the device."""

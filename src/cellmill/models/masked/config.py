@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cellmill.config.family import FamilyConfig, ModelSize
+from cellmill.config.family import CHUNK_LOGITS, FamilyConfig, ModelSize
 from cellmill.config.run import Tokens
 
 N_SPECIAL = 2  # <pad> and <mask>: cellmill.data.vocabulary.SPECIAL, which a torch-free parse should not import
@@ -99,6 +99,7 @@ class MaskedConfig(FamilyConfig):
         products_kept = 2 * h + (4 * h + f) // tp
         of_values = tokens.tokenizer == "continuous"
         of_cells = h + round(5 * h * self.mask_frac) if self.cell_loss_weight else 0
+        chunked = self.objective == "masked_gene"
         return ModelSize(
             blocks=self.layers,
             block_parameters=(4 * h * h + 3 * h + 2 * h * f + f) // tp + 2 * h + 4 * h,
@@ -115,7 +116,9 @@ class MaskedConfig(FamilyConfig):
             begin_activations_per_token=2 * h if of_values else 0,
             finish_activations_per_token=h + of_cells + round(4 * h * self.mask_frac),
             working_per_token=2 * h + f // tp,
-            logits_per_token=self.mask_frac * own_classes * predictions,
+            logits_per_token=0.0 if chunked else self.mask_frac * own_classes * predictions,
+            # each of the losses keeps its gradient of the table; float32 logits, and once more for a product
+            logits=2 * CHUNK_LOGITS + predictions * (-(-v // tp) * (h + 1)) if chunked else 0,
             # after `out` and `down`; the gradients that enter `qkv` and `up`
             block_sums_per_token=2 * h,
             begin_sums_per_token=h,

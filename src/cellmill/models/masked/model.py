@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from cellmill.config.run import Tokens
 from cellmill.data.vocabulary import SPECIAL
@@ -21,7 +22,9 @@ from cellmill.models.blocks import Block, Entry
 from cellmill.models.family import Model, ParallelPlan
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.masked.objective import MaskedBatch, mask, unmasked
-from cellmill.parallel.vocabulary import embed_tokens, token_logits, token_loss
+from cellmill.parallel.cross_entropy import token_loss
+from cellmill.parallel.products import Linear
+from cellmill.parallel.vocabulary import embed_tokens, token_logits
 
 ALL = slice(None)
 
@@ -63,7 +66,7 @@ class MaskedModel(Model):
         n_tokens = n_genes + len(SPECIAL)
         self.gene_embedding = nn.Embedding(n_tokens, hidden)
         self.value_embedding: nn.Module = {
-            "continuous": lambda: nn.Sequential(nn.Linear(1, hidden), nn.GELU(), nn.Linear(hidden, hidden)),
+            "continuous": lambda: nn.Sequential(nn.Linear(1, hidden), nn.GELU(), Linear(hidden, hidden)),
             "binned": lambda: nn.Embedding(tokens.bins + 1, hidden),  # bins count from 1
             "rank": lambda: nn.Embedding(tokens.max_tokens, hidden),
         }[tokens.tokenizer]()
@@ -74,9 +77,9 @@ class MaskedModel(Model):
             Block(hidden, config.heads, config.ffn_width, config.dropout, index) for index in range(config.layers)
         )
         self.norm = nn.LayerNorm(hidden)
-        self.head = nn.Sequential(nn.Linear(hidden, hidden), nn.GELU(), nn.LayerNorm(hidden))
+        self.head = nn.Sequential(Linear(hidden, hidden), nn.GELU(), nn.LayerNorm(hidden))
         if config.cell_loss_weight:
-            self.cell_head = nn.Sequential(nn.Linear(2 * hidden, hidden), nn.GELU(), nn.LayerNorm(hidden))
+            self.cell_head = nn.Sequential(Linear(2 * hidden, hidden), nn.GELU(), nn.LayerNorm(hidden))
         if config.objective == "masked_gene":
             self.gene_bias = nn.Parameter(torch.empty(n_tokens))  # the matrix is the gene embedding's
         else:
@@ -108,14 +111,12 @@ class MaskedModel(Model):
         With `cell_loss_weight`, the same of what the cell's embedding predicts (scGPT, Cui et al. 2024, GEPC).
         """
         states, targets = self.norm(x), prepared.targets
-        loss = self._loss(self._out(self.head(states[targets]), prepared), prepared)
+        loss = self._loss(self.head(states[targets]), prepared)
         if self.config.cell_loss_weight:
             cells = _mean_of_cells(states, prepared.cell, prepared.cu_seqlens).to(states.dtype)
             # made again for the targets alone: the last stage of a pipeline was not sent what entered the first
             asked = torch.cat([cells[prepared.cell[targets]], self._inputs(prepared, targets)], dim=-1)
-            loss = loss + self.config.cell_loss_weight * self._loss(
-                self._out(self.cell_head(asked), prepared), prepared
-            )
+            loss = loss + self.config.cell_loss_weight * self._loss(self.cell_head(asked), prepared)
         return loss
 
     def predict(self, prepared: MaskedBatch) -> torch.Tensor:
@@ -138,11 +139,14 @@ class MaskedModel(Model):
         out = self.value_out(states).float()
         return out if self.binned else out.squeeze(-1) + prepared.center[prepared.cell[prepared.targets]]
 
-    def _loss(self, predicted: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
-        if predicted.ndim == 1:
-            return (predicted - prepared.answers).square().sum()
-        classes = prepared.answers - 1 if self.config.objective == "masked_value" else prepared.answers
-        return token_loss(predicted, classes)
+    def _loss(self, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
+        """(N, H) -> the summed loss of what they predict."""
+        if self.config.objective == "masked_gene":
+            return token_loss(states, self.gene_embedding.weight, self.gene_bias, prepared.answers)
+        predicted = self._out(states, prepared)
+        if self.binned:
+            return F.cross_entropy(predicted, prepared.answers - 1, reduction="sum")
+        return (predicted - prepared.answers).square().sum()
 
     def _inputs(self, prepared: MaskedBatch, at: torch.Tensor | slice = ALL) -> torch.Tensor:
         """(T, H), or of the tokens `at` alone; the learned vector of a hidden value where it is hidden."""
