@@ -3,7 +3,7 @@
 Plain steps first; then a save between two steps, timed by itself, and the steps during which it is written behind. The
 part that nothing hides is the copy of weights and optimizer state, timed once more alone. One process.
 
-    python benchmarks/checkpoint_stall.py [--steps 3] [--saves 2] [--cells 4] [--threads 1] [--device cpu]
+    python benchmarks/checkpoint_stall.py [--steps 3] [--saves 3] [--cells 4] [--threads 1] [--device cpu]
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TRAIN = Train(steps=1)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=3, help="plain steps, and steps after each save")
-    parser.add_argument("--saves", type=int, default=2)
+    parser.add_argument("--saves", type=int, default=3, help="at least two")
     parser.add_argument("--cells", type=int, default=4, help=f"cells of a step, of {LENGTH} genes each")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1, help="of torch on a CPU")
@@ -72,15 +72,18 @@ def main() -> None:
             checkpoints.wait()
             writing.append(time.perf_counter() - began)
     tensors = tensors_of(model, optimizer)
-    copies = [seconds(lambda: BlockingAsyncStager().stage(tensors), device) for _ in range(3)]
+    fresh = [seconds(lambda: BlockingAsyncStager().stage(tensors), device) for _ in range(3)]
+    copies = [seconds(lambda: checkpoints._staging.stage(tensors), device) for _ in range(3)]
     usual, parameters = statistics.median(plain), sum(p.numel() for p in model.parameters())
     print(f"machine: {machine(device)}, load {os.getloadavg()[0]:.1f}; commit {commit()}, torch {torch.__version__}")
     print(f"{parameters / 1e6:.0f}M parameters, {arguments.cells} cells of {LENGTH} genes a step\n")
     print("| | seconds | of a step |\n|---|---:|---:|")
     rows = {
         "plain step, median": usual,
-        "save: what the step waits": statistics.median(stalls),
-        "of it the copy of weights and optimizer state, alone": statistics.median(copies),
+        "first save: what the next step waits": stalls[0],
+        "later saves, median": statistics.median(stalls[1:]),
+        "the copy of weights and optimizer state alone": statistics.median(copies),
+        "the same into fresh memory each time": statistics.median(fresh),
         "first step while it is written": statistics.median(steps[0] for steps in after),
         "steps after a save, median": statistics.median(one for steps in after for one in steps),
         "until it is written, steps included": statistics.median(writing),

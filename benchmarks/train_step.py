@@ -111,7 +111,7 @@ def _packed(config: MaskedConfig, device: torch.device, precision: str) -> Work:
         clip_grad_norm(model, TRAIN.clip_norm, mesh.pp)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(loss)
+        return loss.item()
 
     return work
 
@@ -164,7 +164,7 @@ def _plain(
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(value)
+        return value.item()
 
     return work
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from cellmill.errors import DataError
 from cellmill.files import write_json
@@ -85,6 +86,8 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
         # its own gloo group: a save in the background must not mix with the collectives of training
         self._group = dist.new_group(backend="gloo")
+        # the copy lives as long as the run: fresh memory for each save took most of what a step waits for
+        self._staging = BlockingAsyncStager(cache_staged_state_dict=True)
         self._writing: Future[Any] | None = None
         self._finishing: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -101,8 +104,17 @@ class Checkpoints:
             write_json(path / "state.json", state)
         dist.barrier(self._group)
         tensors = tensors_of(model, optimizer)
+        if self._staging.state_dict_cache is None and not torch.accelerator.is_available():
+            # torch's own is pinned memory, which wants an accelerator
+            self._staging.state_dict_cache = {
+                part: {name: tensor.clone() for name, tensor in own.items()} for part, own in tensors.items()
+            }
         self._writing = dcp.async_save(
-            tensors, storage_writer=dcp.FileSystemWriter(path, sync_files=True), process_group=self._group
+            tensors,
+            # what is copied to the CPU already need not be copied ahead of its writing
+            storage_writer=dcp.FileSystemWriter(path, sync_files=True, per_thread_copy_ahead=0),
+            process_group=self._group,
+            async_stager=self._staging,
         )
         if dist.get_rank() == 0:
             self._finishing = threading.Thread(target=self._finish, args=(path, self._writing), name="checkpoint")
