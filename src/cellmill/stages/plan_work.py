@@ -17,7 +17,7 @@ from cellmill.train.schedule import total_steps
 
 SAMPLED_BATCHES = 4096  # of single processes, over which micro-batches are counted: shards are preshuffled,
 SAMPLED_STEPS = 64  # so any stretch is like another
-SAMPLED_PROCESSES = 4  # of a step, where cutting evenly takes many tries
+SAMPLED_EVENLY = 4  # steps and processes of each: cutting evenly takes many tries
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,8 +118,8 @@ def count_micro_batches(
         number = max(fewest, *(len(cut_batch(rank, token_budget)) - 1 for rank in ranks))
         number = -(-number // multiple) * multiple
         counts.append(number)
-        if multiple > 1:
-            largest = max(largest, *(_largest(rank, cut_evenly(rank, number)) for rank in ranks[:SAMPLED_PROCESSES]))
+        if multiple > 1 and len(counts) <= SAMPLED_EVENLY:
+            largest = max(largest, *(_largest(rank, cut_evenly(rank, number)) for rank in ranks[:SAMPLED_EVENLY]))
     return counts, largest if multiple > 1 else min(token_budget, share * int(lengths.max()))
 
 
