@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ LONG, SHORT = 4096, 16
 def _memory(world: int, tokens: int = LONG, micro_batches: int = 1, **options: Any) -> Memory:
     parallel = Parallel.model_validate(options)
     size = CONFIG.size(2000, TOKENS, parallel.tp, parallel.sequence_parallel)
+    size = replace(size, table_gradients=0)  # of so small a model they would hide the rest
     return memory_per_rank(size, parallel, layout(parallel, world, world), tokens, micro_batches)
 
 
@@ -57,7 +59,7 @@ def test_tensor_parallel_divides_what_it_cuts_and_a_share_of_tokens_the_stream()
         _memory(4, strategy="ddp", **options) for options in ({}, {"tp": 4}, {"tp": 4, "sequence_parallel": True})
     )
     assert cut.parameters == shared.parameters < whole.parameters / 3.3  # all but norms, two biases and heads
-    assert cut.logits == pytest.approx(whole.logits / 4)
+    assert cut.logits == pytest.approx(whole.logits / 4, rel=1e-3)
     assert shared.activations < cut.activations < 0.7 * whole.activations
 
 

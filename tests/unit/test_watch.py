@@ -38,6 +38,11 @@ def places(*where: tuple[int, str, int] | None) -> list[Place | None]:
             "all ranks have been at the checkpoint of step 2 for 600 s (train.timeout_s): no one is behind, look "
             "at the network between them",
         ),
+        (
+            places((9, "the cells of step 2", 1)),
+            places((9, "the cells of step 2", 5)),
+            "rank 0 on node0 has been at the cells of step 2 for 600 s (train.timeout_s): where, is in the log",
+        ),
     ],
 )
 def test_the_line_names_who_is_behind(earlier: list[Place | None], now: list[Place | None], line: str) -> None:

@@ -73,6 +73,7 @@ rule train:
         interface="",
         sbatch_options="",
         save_within_s=120,
+        max_restarts=2,
         max_jobs=100,
         poll_s=10,
         on_interrupt="cancel",
@@ -91,7 +92,8 @@ rule train:
         " --mem-mb {resources.mem_mb:q} --cpus-per-task {resources.cpus_per_task:q}"
         " --modules={resources.modules:q} --container={resources.container:q} --interface={resources.interface:q}"
         " --sbatch-options={resources.sbatch_options:q} --save-within-s {resources.save_within_s:q}"
-        " --max-jobs {resources.max_jobs:q} --poll-s {resources.poll_s:q} --on-interrupt {resources.on_interrupt:q}"
+        " --max-restarts {resources.max_restarts:q} --max-jobs {resources.max_jobs:q}"
+        " --poll-s {resources.poll_s:q} --on-interrupt {resources.on_interrupt:q}"
         " 2>&1 | tee -i {log:q}"
 
 

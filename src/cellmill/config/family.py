@@ -58,9 +58,10 @@ class ModelSize:
     """Elements that a block's backward pass makes, for each token, before it lets go of as many."""
     logits_per_token: float
     """Elements of logits for each token, on average; float32 in every precision, and once more as their gradient."""
-    logits: int
-    """Float32 elements that a chunked loss has at once, however many the tokens: a chunk's logits, and the gradients of
-    table and bias, which it makes in the forward pass."""
+    most_logits: int | None
+    """More than so many a loss over the vocabulary does not make at once; None where it makes all."""
+    table_gradients: int
+    """Float32 elements of the vocabulary's gradients that such a loss makes in the forward pass."""
     block_sums_per_token: int
     """Elements of a token that tensor parallel puts together in a block, forward and as many again backward."""
     begin_sums_per_token: float

@@ -16,12 +16,13 @@ import time
 from cellmill.errors import Stopped
 from cellmill.launch.job import Job
 from cellmill.launch.processes import children, die_with_parent, signal_all
+from cellmill.launch.restart import Restarts
 
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def run_local(job: Job, keep_open: int) -> int:
-    """Runs `job` to its end and returns the first non-zero exit code of an agent, or 0.
+    """Runs `job` to its end, with the restarts it allows, and returns the first non-zero exit code of an agent, or 0.
 
     Raises Stopped when signals ended it without its state being saved.
 
@@ -30,9 +31,9 @@ def run_local(job: Job, keep_open: int) -> int:
     keep_open
         File descriptor the agents inherit: a lock it holds stays held until the last of them has ended.
     """
-    port = free_port()
     agents: list[subprocess.Popen[bytes]] = []
     signals = 0
+    restarts = Restarts(job)
 
     def hand_on(number: int, frame: object) -> None:
         nonlocal signals
@@ -46,17 +47,14 @@ def run_local(job: Job, keep_open: int) -> int:
 
     before = {number: signal.signal(number, hand_on) for number in HANDED_ON}
     try:
-        for node in range(job.nodes):
-            agents.append(
-                subprocess.Popen(
-                    job.command(node, "127.0.0.1", port),
-                    env=_environment(job),
-                    pass_fds=(keep_open,),
-                    start_new_session=True,
-                    preexec_fn=lambda: die_with_parent(signal.SIGTERM),
-                )
-            )
-        code = _wait(agents)
+        while True:
+            port = free_port()  # another each time: nothing of an earlier start listens there
+            agents.clear()
+            for node in range(job.nodes):
+                agents.append(_start(job, node, port, keep_open))
+            code = _wait(agents)
+            if not code or signals or not restarts.again(code):
+                break
         if signals > 1:
             raise Stopped("ended at once at the second signal; run the same command to go on from the last checkpoint")
         if signals and code:
@@ -70,14 +68,31 @@ def run_local(job: Job, keep_open: int) -> int:
             signal.signal(number, handler)
 
 
+def _start(job: Job, node: int, port: int, keep_open: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        job.command(node, "127.0.0.1", port),
+        env=_environment(job),
+        pass_fds=(keep_open,),
+        start_new_session=True,
+        preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+    )
+
+
 def _wait(agents: list[subprocess.Popen[bytes]]) -> int:
+    """The exit code of the agent that failed first, or 0."""
+    code = 0
     while any(agent.poll() is None for agent in agents):
-        if any(agent.poll() for agent in agents):  # one failed: the others would wait for it for ever
+        code = code or _failed(agents)
+        if code:  # the others would wait for it for ever
             for agent in agents:
                 if agent.poll() is None:
                     agent.terminate()
         time.sleep(0.05)
-    return next((agent.returncode for agent in agents if agent.returncode), 0)
+    return code or _failed(agents)
+
+
+def _failed(agents: list[subprocess.Popen[bytes]]) -> int:
+    return next((code for agent in agents if (code := agent.poll())), 0)
 
 
 def _environment(job: Job) -> dict[str, str]:

@@ -108,6 +108,14 @@ def memory_of(
     return max(moments, key=lambda memory: memory.total)
 
 
+def _logits(size: ModelSize, tokens: int) -> int:
+    """With their gradients, or of a chunk as much once more, for a product."""
+    number = size.logits_per_token * tokens
+    if size.most_logits is not None:
+        number = min(number, size.most_logits)
+    return round(FLOAT32 * (2 * number + size.table_gradients))
+
+
 def _moments(
     rank: int,
     stages: list[Share],
@@ -137,9 +145,7 @@ def _moments(
     held = sum(number * stage.activations(size, of_block) for number, stage in zip(passes, stages))
     # what follows the blocks has let go of its own by then
     held += max(working - any(stage.last for stage in stages) * size.finish_activations_per_token, 0)
-    logits = round(FLOAT32 * (2 * size.logits_per_token * tokens + size.logits))
-    if not any(stage.last for stage in stages):
-        logits = 0
+    logits = _logits(size, tokens) if any(stage.last for stage in stages) else 0
     received = sum((not stage.first) + (not stage.last) for stage in stages) * micro_batches * size.width * tokens
     lasting = {
         "parameters": 0 if on_host == "full" else FLOAT32 * share,

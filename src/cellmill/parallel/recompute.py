@@ -23,6 +23,7 @@ KEPT = frozenset(
         "aten::mm",
         "aten::addmm",
         "aten::linear",
+        "mkldnn::_linear_pointwise",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_efficient_attention",

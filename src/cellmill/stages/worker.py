@@ -41,6 +41,7 @@ from cellmill.parallel.recompute import checkpoint_activations
 from cellmill.parallel.stages import Stages, keep_stage
 from cellmill.parallel.tensor import cut_tensors
 from cellmill.parallel.wrap import Replica, shard
+from cellmill.stages.out_of_memory import advice, is_out_of_memory
 from cellmill.stages.train import status
 from cellmill.track.console import ConsoleTracker
 from cellmill.track.jsonl import JsonlTracker, cut_back
@@ -248,14 +249,29 @@ def complain(error: BaseException, folder: Path) -> str | None:
     """The one line that tells the user what went wrong; None when it is another process's fault."""
     if isinstance(error, UserError):
         return str(error)
+    text = " ".join(str(error).split())
+    if is_out_of_memory(error):
+        return f"{_who()}: out of memory ({text[:120].rstrip('.') or type(error).__name__}); {_advice(error, folder)}"
     if isinstance(error, OSError) and not isinstance(error, ConnectionError):
         return f"{error.filename or folder}: {error.strerror or error}"
-    text = " ".join(str(error).split())
     if isinstance(error, ConnectionError | dist.DistError) or LOST_PEER.search(text):
         return None  # a process or node that this one waited for has gone: whoever went first says why, if it could
-    rank = os.environ.get("RANK", "?")
-    where = os.uname().nodename
-    return f"rank {rank} on {where}: {type(error).__name__}: {text[:300]}; its traceback is in the log"
+    return f"{_who()}: {type(error).__name__}: {text[:300]}; its traceback is in the log"
+
+
+def _who() -> str:
+    return f"rank {os.environ.get('RANK', '?')} on {os.uname().nodename}"
+
+
+def _advice(error: BaseException, folder: Path) -> str:
+    """What the plan says to change; less where there is no memory left to find out."""
+    traceback.clear_frames(error.__traceback__)  # they hold the model, its activations and the batch
+    try:
+        record = read_json(folder / "run.json")
+        options: TrainOptions = check_options(TrainOptions, record["options"], "run.json")
+        return advice(record, options, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    except (MemoryError, OSError, UserError):
+        return "lower train.token_budget, or set parallel.activation_checkpointing to full"
 
 
 def give_up(error_file: Path, line: str) -> None:

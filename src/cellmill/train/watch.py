@@ -102,6 +102,8 @@ def finding(earlier: list[Place | None], now: list[Place | None], waited_s: floa
     ]
     behind = [rank for rank, place in known.items() if fewest.passed == place.passed < furthest.passed]
     waited = f"for {waited_s:g} s (train.timeout_s)"
+    if len(now) == 1:
+        return f"rank 0 on {furthest.host} has been at {furthest.what} {waited}: where, is in the log"
     if not (hung := silent or behind):
         return f"all ranks have been at {furthest.what} {waited}: no one is behind, look at the network between them"
     what = f"rank {hung[0]}" + (f" on {known[hung[0]].host}" if hung[0] in known else "")

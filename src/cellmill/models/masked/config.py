@@ -116,9 +116,9 @@ class MaskedConfig(FamilyConfig):
             begin_activations_per_token=2 * h if of_values else 0,
             finish_activations_per_token=h + of_cells + round(4 * h * self.mask_frac),
             working_per_token=2 * h + f // tp,
-            logits_per_token=0.0 if chunked else self.mask_frac * own_classes * predictions,
-            # each of the losses keeps its gradient of the table; float32 logits, and once more for a product
-            logits=2 * CHUNK_LOGITS + predictions * (-(-v // tp) * (h + 1)) if chunked else 0,
+            logits_per_token=self.mask_frac * own_classes * (1 if chunked else predictions),
+            most_logits=CHUNK_LOGITS if chunked else None,
+            table_gradients=predictions * (-(-v // tp) * (h + 1)) if chunked else 0,
             # after `out` and `down`; the gradients that enter `qkv` and `up`
             block_sums_per_token=2 * h,
             begin_sums_per_token=h,
