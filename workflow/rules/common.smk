@@ -39,15 +39,15 @@ def options(stage):
     return section
 
 
-def plan_options(wildcards, resources):
-    """`options("plan")`, when the profile's processes can be laid out so: what cannot be is refused by `snakemake -n`."""
+def fits_processes(wildcards, resources):
+    """True when the profile's processes can be laid out as the run asks: what cannot be is refused by `snakemake -n`."""
     machine = Machine(nodes=resources.nodes, nproc_per_node=resources.nproc_per_node)
     try:
         for nodes in machine.node_counts:
             layout(pipeline.runs[wildcards.run].parallel, nodes * machine.nproc_per_node, machine.nproc_per_node)
     except ConfigError as error:
         raise WorkflowError(f"run {wildcards.run}: {error}")
-    return options("plan")(wildcards)
+    return True
 
 
 def dataset_of(wildcards):

@@ -28,7 +28,8 @@ rule plan:
         nproc_per_node=1,
         device="cpu",
     params:
-        options=plan_options,
+        options=options("plan"),
+        fits=fits_processes,  # depends on resources, which Snakemake takes for no reason to run again
     shell:
         "cellmill plan --options {params.options:q} --manifest {input:q} --out {output:q} --nodes {resources.nodes:q}"
         " --nproc-per-node {resources.nproc_per_node:q} --device {resources.device:q} 2>&1 | tee -i {log:q}"
