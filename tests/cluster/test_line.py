@@ -35,7 +35,7 @@ def line(rig: Rig, cells: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=400,
+        timeout=550,
     )
     assert done.returncode == 0, done.stdout
     return project, done.stdout

@@ -53,8 +53,9 @@ def losses(out: Path) -> dict[int, float]:
 
 def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
     give_up = time.monotonic() + 120
+    log = out.with_suffix(".log")
     while not any(line["step"] >= step for line in read_lines(out / "metrics.jsonl")):
-        assert process.poll() is None, f"ended with {process.returncode} before step {step}"
+        assert process.poll() is None, f"ended with {process.returncode} before step {step}:\n{log.read_text()}"
         assert time.monotonic() < give_up, f"no step {step} within 120 s"
         time.sleep(0.02)
 
@@ -317,7 +318,7 @@ def test_a_loss_that_is_not_finite_stops_with_one_line(corpus: str, tmp_path: Pa
         r"\(train\.max_bad_steps 5\): lower train\.lr \(1e\+38\) or raise train\.warmup_steps; the checkpoints before "
         rf"it are untouched; rank 0 had {cell}, {cell}, {cell}, {cell} and 12 more cells, which are in the log",
         done.stderr.splitlines()[-1],
-    )
+    ), done.stderr
     assert len(re.findall(cell, done.stdout)) == 16
     assert none_left(out)
 

@@ -1,13 +1,16 @@
-"""Agents on this machine: one that fails ends the others, and is the one that is reported."""
+"""Agents on this machine: one that fails ends the others and is the one that is reported; their port stays theirs."""
 
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
+from datetime import timedelta
 
 import pytest
+from torch.distributed import TCPStore
 
-from cellmill.launch.local import _wait
+from cellmill.launch.local import _wait, reserve_port
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -16,3 +19,15 @@ def test_the_code_is_that_of_the_agent_that_failed_first(victim: int) -> None:
     agents[victim].kill()
     assert _wait(agents) == -signal.SIGKILL
     assert agents[1 - victim].returncode == -signal.SIGTERM
+
+
+def test_a_reserved_port_is_open_to_the_store_and_to_nobody_else() -> None:
+    with reserve_port() as held, socket.socket() as other:
+        port = held.getsockname()[1]
+        for host in ("127.0.0.1", ""):
+            with pytest.raises(OSError, match="Address already in use"):
+                other.bind((host, port))
+        server = TCPStore("127.0.0.1", port, 1, True, timedelta(seconds=10), multi_tenant=True)
+        server.set("who", "the agent")
+        client = TCPStore("127.0.0.1", port, 1, False, timedelta(seconds=10))
+        assert client.get("who") == b"the agent"

@@ -48,11 +48,11 @@ def run_local(job: Job, keep_open: int) -> int:
     before = {number: signal.signal(number, hand_on) for number in HANDED_ON}
     try:
         while True:
-            port = free_port()  # another each time: nothing of an earlier start listens there
             agents.clear()
-            for node in range(job.nodes):
-                agents.append(_start(job, node, port, keep_open))
-            code = _wait(agents)
+            with reserve_port() as reserved:  # another each time: nothing of an earlier start listens there
+                for node in range(job.nodes):
+                    agents.append(_start(job, node, reserved.getsockname()[1], keep_open))
+                code = _wait(agents)
             if not code or signals or not restarts.again(code):
                 break
         if signals > 1:
@@ -101,8 +101,13 @@ def _environment(job: Job) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONUNBUFFERED": "1"}
 
 
-def free_port() -> int:
-    """A TCP port that was free on the loopback interface a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def reserve_port() -> socket.socket:
+    """A socket bound to a free TCP port of the loopback interface; its holder keeps the port from being given away.
+
+    A port that was merely found free can be somebody else's by the time the agent has imported torch. As long as nobody
+    listens, Linux lets whoever asks for this very port with SO_REUSEADDR, as torch's store does, bind it too.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
