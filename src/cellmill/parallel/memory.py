@@ -14,7 +14,7 @@ from cellmill.config.layout import Layout
 from cellmill.config.run import Parallel
 
 FLOAT32 = 4
-ACTIVATION = {"32-true": 4.0, "bf16-mixed": 2.0}
+ACTIVATION = {"32-true": 4.0, "bf16-mixed": 2.0, "16-mixed": 2.0}
 """Bytes of an element kept for the backward pass."""
 AUTOCAST_ACTIVATION = 2.5  # the residual stream and what enters the norms stay float32: 2.3 measured, on a CPU
 
@@ -30,7 +30,7 @@ class Memory:
     optimizer: int
     """Both moments of AdamW."""
     gathered: int
-    """Whole weights put together for a forward or backward pass, or cast to bfloat16."""
+    """Whole weights put together for a forward or backward pass, or cast to 16 bits."""
     communication: int
     """Gradients on their way to other processes."""
     activations: int
@@ -57,7 +57,7 @@ def memory_per_rank(
     micro_batches
         Most micro-batches of one optimizer step.
     """
-    whole, low = size.parameters, parallel.precision == "bf16-mixed"
+    whole, low = size.parameters, parallel.low
     kept = {
         None: size.activations_per_token,
         "selective": size.activations_per_token_selective,
@@ -100,7 +100,7 @@ def _fsdp(size: ModelSize, parallel: Parallel, layout: Layout, micro_batches: in
     gradients = FLOAT32 * share
     if micro_batches > 1:
         gradients += FLOAT32 * whole  # reduced with the last micro-batch only
-    element = 2 if parallel.precision == "bf16-mixed" else FLOAT32
+    element = 2 if parallel.low else FLOAT32
     # the root's weights stay for the backward pass; a block's go, but the next is fetched while one computes
     reshards = parallel.strategy == "fsdp" and parallel.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
     gathered = outside + min(2, size.blocks) * block if reshards else whole

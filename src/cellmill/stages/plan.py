@@ -232,7 +232,7 @@ def flops(options: PlanOptions, work: Work) -> float:
 
 def hours(options: PlanOptions, device: Device, work: Work, world: int) -> dict[str, float | None]:
     """Expected `hours` and `gpu_hours` at the assumed utilisation; null where the device's peak is not known."""
-    peak = device.bf16_flops if options.parallel.precision == "bf16-mixed" else device.fp32_flops
+    peak = device.bf16_flops if options.parallel.low else device.fp32_flops
     if peak is None:
         return {"hours": None, "gpu_hours": None}
     gpu_hours = flops(options, work) * work.cells_seen / (peak * options.plan.mfu_frac) / 3600

@@ -30,6 +30,7 @@ from cellmill.parallel.wrap import Replica
 from cellmill.track.tracker import Tracker
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.meter import Meter
+from cellmill.train.scale import LossScale
 from cellmill.train.schedule import learning_rate
 from cellmill.train.stop import StopFlag
 
@@ -48,6 +49,9 @@ class Progress:
     best_val_loss: float | None = None
     best_step: int | None = None
     val_step: int | None = None
+    loss_scale: float | None = None
+    good_steps: int = 0
+    """Since the scale of the loss last changed."""
 
 
 @dataclass
@@ -60,6 +64,8 @@ class Report:
     step: int
     values: torch.Tensor
     norm: torch.Tensor
+    scale: torch.Tensor | None
+    """Of the loss, where it has one: what overflowed was skipped, and is no error."""
     lr: float
     waited_s: float
     ended: float
@@ -91,6 +97,7 @@ class Trainer:
     def run(self) -> bool:
         """Trains to the last step. True when done, False when stopped by a signal; either way the state is saved."""
         self._clock = self._saved_at = time.perf_counter()
+        self._scale = self._loss_scale()
         if self._validation_is_owed():
             self._pause(save=False, validate=True)
         batches = iter(self.train_stream)
@@ -124,14 +131,25 @@ class Trainer:
             group["lr"] = lr
         prepared = self._prepare(micro_batches, step)
         targets = self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum())
-        loss = self.replica.forward_backward(prepared, targets)
+        scale = self._scale
+        loss = self.replica.forward_backward(prepared, targets, 1.0 if scale is None else scale.value)
+        if scale is not None:
+            scale.unscale(self.model)
         norm = clip_grad_norm(self.model, self.train.clip_norm, self.mesh.pp)
+        if scale is not None:
+            norm = scale.judge(norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
         own = torch.tensor([self.stop.received is not None, self._due(), *self._work(micro_batches)])
         values = self.mesh.sum(torch.cat([loss[None], own.to(self.device, torch.float64)]))
-        return Report(step + 1, values, norm.detach(), lr, waited_s, time.perf_counter())
+        known = None if scale is None else scale.value.clone()
+        return Report(step + 1, values, norm.detach(), known, lr, waited_s, time.perf_counter())
+
+    def _loss_scale(self) -> LossScale | None:
+        if self.replica.precision != "16-mixed":
+            return None
+        return LossScale(self.optimizer, self.mesh, self.progress.loss_scale, self.progress.good_steps)
 
     def _prepare(self, batches: list[TensorBatch], step: int) -> list[Any]:
         """Masks drawn on the CPU, where counting them makes nobody wait, then moved to the device."""
@@ -155,7 +173,9 @@ class Trainer:
         """Checks and logs a step; returns whether to stop and whether a checkpoint is due."""
         loss, stop, due, cells, tokens, flops = report.values.tolist()
         norm = float(report.norm)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        scaled: dict[str, Any] = {} if report.scale is None else {"loss_scale": float(report.scale)}
+        skipped = not math.isfinite(norm) and scaled.get("loss_scale", 0.0) >= 1.0
+        if not (math.isfinite(loss) and (math.isfinite(norm) or skipped)):
             raise UserError(
                 f"loss {loss:g} and gradient norm {norm:g} at step {report.step}: lower train.lr ({self.train.lr:g}) "
                 "or raise train.warmup_steps; the checkpoints before it are untouched"
@@ -168,7 +188,9 @@ class Trainer:
         self.meter.waited_s += report.waited_s
         if report.step % self.train.log_every_steps == 0 or report.step in (1, self.steps):
             self._log(
-                {"step": report.step, "loss": loss, "lr": report.lr, "grad_norm": norm, **self.meter.read(report.ended)}
+                {"step": report.step, "loss": loss, "lr": report.lr, "grad_norm": None if skipped else norm}
+                | scaled
+                | self.meter.read(report.ended)
             )
         return stop > 0, due > 0
 
@@ -181,6 +203,8 @@ class Trainer:
         if validate and self._validation_is_owed():
             save |= self._validate(self.val_stream)
         if save or step == self.steps or step % self.train.checkpoint_every_steps == 0:
+            if self._scale is not None:
+                self.progress.loss_scale, self.progress.good_steps = self._scale.read()
             state = {"progress": asdict(self.progress), **self.saved_with}
             self.checkpoints.save(self.model, self.optimizer, step, state)
             self._saved_at = time.perf_counter()
