@@ -268,3 +268,37 @@ def spoiled(
             for key, value in made.optimizer.state[parameter].items()
         },
     }
+
+
+def overflow(
+    corpus: str, options: dict[str, Any], folder: str, steps: int, at: int, rank: int, initial: float
+) -> list[list[Any]]:
+    """[loss, gradient norm, scale of the next loss, whether this rank's parameters changed] of each step.
+
+    Loss and norm are None where it was skipped. In step `at` one gradient of process `rank` becomes infinite after the backward pass.
+    """
+    made, lines = trainer(corpus, options, folder, steps)
+    made.progress.loss_scale = initial
+    backward, step, changed = made.replica.forward_backward, made.optimizer.step, []
+
+    def overflowing(*args: Any) -> torch.Tensor:
+        loss = backward(*args)
+        if made.progress.step + 1 == at and dist.get_rank() == rank:
+            gradients = [_own(p.grad) for p in made.model.parameters() if p.grad is not None]
+            next(gradient for gradient in gradients if gradient.numel()).fill_(torch.inf)
+        return loss
+
+    def watched() -> None:
+        before = [_own(p).detach().clone() for p in made.model.parameters()]
+        step()
+        changed.append(any(not torch.equal(a, _own(b)) for a, b in zip(before, made.model.parameters())))
+
+    made.replica.forward_backward, made.optimizer.step = overflowing, watched  # type: ignore[method-assign, assignment]
+    made.run()
+    made.train_stream.close()
+    found = [line for line in lines.lines if "loss_scale" in line]
+    return [[line.get("loss"), line.get("grad_norm"), line["loss_scale"], did] for line, did in zip(found, changed)]
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

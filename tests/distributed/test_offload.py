@@ -44,6 +44,18 @@ def test_parameters_on_the_cpu_train_the_model_of_one_process(
     np.testing.assert_allclose(np.array(curves[0]), reference, atol=5e-6, rtol=5e-6)
 
 
+def test_checkpoints_go_on_with_and_without_offload(pool: Pool, alone: None, corpus: str, tmp_path: Path) -> None:
+    train = {"steps": 10, "schedule": "constant", "checkpoint_every_steps": 2}
+    unbroken = np.array(cases.curve(corpus, options(train=train), str(tmp_path / "unbroken"), 10))
+    steps = {2: LAYOUTS[BOTH_CUT] | OPTIMIZER, 4: LAYOUTS["ddp"], 6: LAYOUTS["FULL_SHARD"] | FULL}
+    for step, layout in (steps | {8: PIPELINED["pp 2"] | OPTIMIZER}).items():
+        each = options(layout, train=train)
+        found = pool.run("curve", corpus=corpus, options=each, folder=str(tmp_path), steps=step, load=step > 2)[0]
+        np.testing.assert_allclose(np.array(found), unbroken[step - 2 : step], rtol=3e-6, err_msg=str(layout))
+    last = cases.curve(corpus, options(OPTIMIZER, train=train), str(tmp_path), 10, load=True)
+    np.testing.assert_allclose(np.array(last), unbroken[8:], rtol=3e-6)
+
+
 @pytest.mark.parametrize("offload", [OPTIMIZER, FULL], ids=str)
 def test_in_bf16_it_is_that_of_one_process(
     pool: Pool, alone: None, corpus: str, tmp_path: Path, offload: dict[str, str]

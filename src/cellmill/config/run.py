@@ -72,7 +72,11 @@ class Parallel(Section):
         description="Fewest micro-batches a pipeline is filled with each step, for a smaller share of idle time; null "
         "is twice the stages. train.token_budget may ask for more.",
     )
-    precision: Literal["32-true", "bf16-mixed"] = Field("32-true", description="Number format of forward and backward.")
+    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = Field(
+        "32-true",
+        description="Number format of forward and backward; 16-mixed, for GPUs without bfloat16, scales the loss "
+        "and skips steps whose gradients overflow.",
+    )
     activation_checkpointing: Literal["full", "selective"] | None = Field(
         None,
         description="full recomputes each block in the backward pass, for memory; selective only what is cheap: all "
@@ -84,6 +88,11 @@ class Parallel(Section):
         description="What is kept in the host's memory: optimizer, AdamW's moments, and its step is the CPU's; full, "
         "parameters and gradients too, which needs strategy fsdp and two data-parallel processes or more.",
     )
+
+    @property
+    def low(self) -> bool:
+        """Whether forward and backward are in a format of 16 bits."""
+        return self.precision != "32-true"
 
     @property
     def stages(self) -> int:

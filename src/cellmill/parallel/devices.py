@@ -19,7 +19,7 @@ class Device:
     memory_gb: float | None
     """None where it is the machine's."""
     bf16_flops: float | None
-    """FLOP/s; None where nothing is known."""
+    """FLOP/s, of float16 too; None where nothing is known."""
     fp32_flops: float | None
     intra_node_gbs: float | None
     """GB/s to devices of the same node."""
@@ -50,5 +50,5 @@ def peak_flops(product: str, precision: str) -> float | None:
     """FLOP/s of the device whose product name (such as "NVIDIA H100 80GB HBM3") holds a known one, else None."""
     for name, device in DEVICES.items():
         if name in product.lower():
-            return device.bf16_flops if precision == "bf16-mixed" else device.fp32_flops
+            return device.bf16_flops if precision != "32-true" else device.fp32_flops
     return None

@@ -17,7 +17,7 @@ from cellmill.parallel.bubble import kept_micro_batches
 from cellmill.parallel.cuts import Share, shares_of
 
 FLOAT32 = 4
-ELEMENT = {"32-true": 4, "bf16-mixed": 2}
+ELEMENT = {"32-true": 4, "bf16-mixed": 2, "16-mixed": 2}
 """Bytes of an element in forward and backward, and of one kept for the backward pass."""
 AUTOCAST_ACTIVATION = 2.5  # the residual stream and what enters the norms stay float32: 2.3 measured, on a CPU
 RESHARDED = ("FULL_SHARD", "HYBRID_SHARD")
@@ -35,7 +35,7 @@ class Memory:
     optimizer: int
     """Both moments of AdamW."""
     gathered: int
-    """Buffers of whole weights put together for a forward or backward pass, or cast to bfloat16."""
+    """Buffers of whole weights put together for a forward or backward pass, or cast to 16 bits."""
     communication: int
     """Buffers of gradients on their way to other processes."""
     pipeline: int
@@ -126,7 +126,7 @@ def _moments(
     micro_batches: int,
 ) -> Iterator[Memory]:
     """The backward pass as it begins, and in its last block."""
-    low, sharded = parallel.precision == "bf16-mixed", is_sharded(parallel, layout)
+    low, sharded = parallel.low, is_sharded(parallel, layout)
     element = ELEMENT[parallel.precision]
     whole = sum(stage.parameters(size) for stage in stages)
     outside = sum(stage.outside(size) for stage in stages)

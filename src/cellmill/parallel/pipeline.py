@@ -23,6 +23,7 @@ from cellmill.config.run import Parallel
 from cellmill.parallel.cuts import process_of
 from cellmill.parallel.mesh import Mesh
 from cellmill.parallel.stages import Stages, copies
+from cellmill.parallel.wrap import LOW
 
 SCHEDULES = {"ZBV": "ZBVZeroBubble"}
 """Names of torch's schedules, where they differ from ours."""
@@ -44,10 +45,11 @@ class Pipeline(nn.Module):
         self.group = mesh.pp.get_group()
         self.device = mesh.device
         sharded = isinstance(stages.parts[0], FSDPModule)
-        low = parallel.precision == "bf16-mixed"
+        low = LOW.get(parallel.precision)
         # FSDP casts whatever goes in; autocast leaves the residual stream alone
-        self.dtype = torch.bfloat16 if low and sharded else torch.float32
-        self.autocast = low and not sharded
+        self.dtype = low if low is not None and sharded else torch.float32
+        self.precision = parallel.precision
+        self.low = None if sharded else low
         self.sharers = parallel.tp if parallel.sequence_parallel else 1
         for number, part in zip(stages.numbers, stages.parts):
             # a hook of FSDP runs around it, as around the forward that it replaces
@@ -63,12 +65,14 @@ class Pipeline(nn.Module):
         step = ROUND * self.sharers
         return [max(step, -(-max(tokens) // step) * step)] * len(tokens)
 
-    def forward_backward(self, micro_batches: Sequence[Any], targets: torch.Tensor) -> torch.Tensor:
+    def forward_backward(
+        self, micro_batches: Sequence[Any], targets: torch.Tensor, factor: torch.Tensor | float = 1.0
+    ) -> torch.Tensor:
         """As `Replica.forward_backward`. Processes without the last stage return 0, those with it as much more as
         processes share its cells. Collective: every rank.
         """
         self._begin(micro_batches)
-        self._factor = 1 / targets
+        self._factor = factor / targets
         schedule = self._schedule(len(micro_batches), sum(micro_batches[0].lengths))
         schedule.step(target=torch.arange(len(micro_batches)), return_outputs=False)
         self._join_copies()
@@ -202,7 +206,7 @@ class _Forward:
     def __call__(self, *args: torch.Tensor) -> torch.Tensor:
         pipeline, part = self.pipeline, self.part
         prepared = pipeline._prepared[self.chunk]
-        with torch.autocast(pipeline.device.type, torch.bfloat16) if pipeline.autocast else nullcontext():
+        with nullcontext() if pipeline.low is None else torch.autocast(pipeline.device.type, pipeline.low):
             x = args[0] if args else part.begin(prepared)
             x = part.through(x, prepared)
             if self.number < pipeline.parallel.stages - 1:

@@ -20,6 +20,8 @@ from cellmill.parallel.mesh import Mesh
 
 RESHARD = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "NO_SHARD": False}
 
+LOW = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
 
 def shard(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) -> None:
     """Applies FSDP2 to each block and then to the root. In place, on the meta device or after.
@@ -30,8 +32,8 @@ def shard(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) -> None
     if mesh.dp_world == 1 or (parallel.strategy == "ddp" and mesh.sharers == 1):
         return
     policy = MixedPrecisionPolicy()
-    if parallel.precision == "bf16-mixed":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if parallel.low:
+        policy = MixedPrecisionPolicy(param_dtype=LOW[parallel.precision], reduce_dtype=torch.float32)
     # a pipeline needs a stage's weights for many micro-batches at once: gathered anew for each they would cost too much
     again = parallel.strategy == "fsdp" and RESHARD[parallel.sharding_strategy] and parallel.pp == 1
     offload = OffloadPolicy()
@@ -71,12 +73,13 @@ class Replica(nn.Module):
             )
             self.scale = float(mesh.dp_world)  # DDP averages; undone here so that gradients are sums
         sharded = isinstance(model, FSDPModule)
-        self.autocast = parallel.precision == "bf16-mixed" and not sharded
+        self.precision = parallel.precision
+        self.low = None if sharded else LOW.get(parallel.precision)
         self.device_type = device.type
 
     def forward(self, prepared: object) -> torch.Tensor:
         """The model's loss sum over a micro-batch, a float32 scalar."""
-        with torch.autocast(self.device_type, torch.bfloat16) if self.autocast else nullcontext():
+        with nullcontext() if self.low is None else torch.autocast(self.device_type, self.low):
             return self.outer(prepared)
 
     def padded_lengths(self, tokens: Sequence[int]) -> list[int]:
@@ -88,17 +91,19 @@ class Replica(nn.Module):
         """Loss summed over this process's micro-batches, a float64 scalar. Collective: every rank, as many."""
         return torch.stack([self(prepared).double() for prepared in micro_batches]).sum()
 
-    def forward_backward(self, micro_batches: Sequence[object], targets: torch.Tensor) -> torch.Tensor:
+    def forward_backward(
+        self, micro_batches: Sequence[object], targets: torch.Tensor, factor: torch.Tensor | float = 1.0
+    ) -> torch.Tensor:
         """Gradients of a step's loss: the sum over this process's micro-batches, divided by all `targets` of the step.
 
-        Returns that share of the loss, a float64 scalar. Gradients are reduced over processes with the last
-        micro-batch only. Collective: every rank, with as many micro-batches.
+        Returns that share of the loss, a float64 scalar; `factor` multiplies the gradients alone. They are reduced over
+        processes with the last micro-batch only. Collective: every rank, with as many micro-batches.
         """
         total = torch.zeros((), dtype=torch.float64, device=targets.device)
         for index, prepared in enumerate(micro_batches):
             with self._micro_step(last=index == len(micro_batches) - 1):
                 loss = self(prepared)
-                (loss * (self.scale / targets)).backward()
+                (loss * (self.scale * factor / targets)).backward()
             total += loss.detach()
         return total / targets
 

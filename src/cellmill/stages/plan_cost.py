@@ -47,7 +47,7 @@ def cost(options: PlanOptions, cells: Cells, place: Place, device: Device, memor
     tokens, pairs = own_cells * work.tokens_per_cell, own_cells * work.pairs_per_cell
     micro_batches = work.micro_batches_per_step
     traffic = traffic_per_rank(size, parallel, sizes, place.nproc_per_node, tokens, micro_batches)
-    peak = device.bf16_flops if parallel.precision == "bf16-mixed" else device.fp32_flops
+    peak = device.bf16_flops if parallel.low else device.fp32_flops
     network = _network(options, device)
     if peak is None or network is None:
         return Cost(sizes, work, memory, flops_per_step, traffic, None, None, None, None)

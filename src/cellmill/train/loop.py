@@ -34,6 +34,7 @@ from cellmill.track.tracker import Tracker
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.meter import Meter
 from cellmill.train.profile import StepProfile
+from cellmill.train.scale import LossScale
 from cellmill.train.schedule import learning_rate
 from cellmill.train.skip import Suspects, name_cells, step_if
 from cellmill.train.stop import StopFlag
@@ -57,6 +58,10 @@ class Progress:
     skipped_steps: int = 0
     """Whose loss or gradient norm was not finite."""
     skipped_in_a_row: int = 0
+    """Without those that were skipped to find a scale of the loss."""
+    loss_scale: float | None = None
+    good_steps: int = 0
+    """Since the scale of the loss last changed."""
 
 
 @dataclass
@@ -70,6 +75,8 @@ class Report:
     step: int
     values: torch.Tensor
     norm: torch.Tensor
+    scale: torch.Tensor | None
+    """Of the loss in the next step, where it is scaled."""
     lr: float
     waited_s: float
     ended: float
@@ -107,6 +114,7 @@ class Trainer:
     def run(self) -> bool:
         """Trains to the last step. True when done, False when stopped by a signal; either way the state is saved."""
         self._clock = self._saved_at = time.perf_counter()
+        self._scale = self._loss_scale()
         if self._validation_is_owed():
             self._pause(save=False, validate=True)
         batches = iter(self.train_stream)
@@ -146,7 +154,10 @@ class Trainer:
             prepared = self._prepare(micro_batches, step)
             targets = self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum())
         with self._part("forward_backward", "the gradient reduction"):
-            loss = self.replica.forward_backward(prepared, targets)
+            scale = self._scale
+            loss = self.replica.forward_backward(prepared, targets, 1.0 if scale is None else scale.value)
+            if scale is not None:
+                scale.unscale(self.model)
         with self._part("clip", "the gradient norm"):
             norm = clip_grad_norm(self.model, self.train.clip_norm, self.mesh.pp)
         with self._part("report", "the sum of losses"):
@@ -154,11 +165,18 @@ class Trainer:
             known = torch.stack([loss, ~norm.isfinite()])
             values = self.mesh.sum(torch.cat([known, own.to(self.device, torch.float64)]))
         with record_function("optimizer"):
-            step_if(values[0].isfinite() & (values[1] == 0), self.optimizer)
+            applied = values[0].isfinite() & (values[1] == 0)
+            step_if(applied, self.optimizer)
+            following = None if scale is None else scale.adapt(applied)
             self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
         cells = [batch.cells for batch in read]
-        return Report(step + 1, values, norm.detach(), lr, waited_s, time.perf_counter(), loss, cells)
+        return Report(step + 1, values, norm.detach(), following, lr, waited_s, time.perf_counter(), loss, cells)
+
+    def _loss_scale(self) -> LossScale | None:
+        if self.replica.precision != "16-mixed":
+            return None
+        return LossScale(self.device, self.progress.loss_scale, self.progress.good_steps)
 
     def _part(self, name: str, waits_for: str) -> AbstractContextManager[Any]:
         """Names a part of a step: to a profile, and to who watches whether all processes come to it."""
@@ -198,15 +216,18 @@ class Trainer:
         self.progress.train_loss, self.progress.skipped_in_a_row = loss, 0
         if report.step % self.train.log_every_steps == 0 or report.step in (1, self.steps):
             line = {"step": report.step, "loss": loss, "lr": report.lr, "grad_norm": norm}
-            self._log({**line, "skipped_steps": self.progress.skipped_steps, **self.meter.read(report.ended)})
+            line |= {"skipped_steps": self.progress.skipped_steps} | _scale(report)
+            self._log(line | self.meter.read(report.ended))
         return stop > 0, due > 0
 
     def _skipped(self, report: Report, loss: float, norm: float) -> None:
         """Counts a step that was not applied. Raises UserError when there were too many in a row."""
         progress, what = self.progress, f"loss {loss:g} and gradient norm {norm:g}"
         progress.skipped_steps += 1
+        self._log({"step": report.step, "skipped": what, "skipped_steps": progress.skipped_steps} | _scale(report))
+        if math.isfinite(loss) and report.scale is not None and float(report.scale) >= 1:
+            return  # gradients that float16 cannot hold: how a scale is found, not what is wrong with a run
         progress.skipped_in_a_row += 1
-        self._log({"step": report.step, "skipped": what, "skipped_steps": progress.skipped_steps})
         if progress.skipped_in_a_row < self.train.max_bad_steps:
             return
         mine = Suspects(self.mesh.dp_rank, math.isfinite(report.own_loss.item()), np.concatenate(report.cells))
@@ -227,6 +248,8 @@ class Trainer:
             save |= self._validate(self.val_stream)
         if save or step == self.steps or step % self.train.checkpoint_every_steps == 0:
             self.watch.at(f"the checkpoint of step {step}")
+            if self._scale is not None:
+                self.progress.loss_scale, self.progress.good_steps = self._scale.read()
             state = {"progress": asdict(self.progress), **self.saved_with}
             self.checkpoints.save(self.model, self.optimizer, step, state)
             self._saved_at = time.perf_counter()
@@ -262,3 +285,7 @@ class Trainer:
     def _log(self, line: dict[str, Any]) -> None:
         for tracker in self.trackers:
             tracker.log(line)
+
+
+def _scale(report: Report) -> dict[str, float]:
+    return {} if report.scale is None else {"loss_scale": float(report.scale)}
