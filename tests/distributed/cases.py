@@ -68,7 +68,7 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
         val_stream=val_stream,
         checkpoints=Checkpoints(TrainFolder(Path(folder)), parsed.train.keep_checkpoints),
         trackers=[lines],
-        meter=Meter(DEVICE, None, dist.get_world_size()),
+        meter=Meter(None, dist.get_world_size()),
         stop=_NoSignal(),
         progress=Progress(),
         saved_with={"fingerprint": train_stream.fingerprint},

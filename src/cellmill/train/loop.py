@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from cellmill.config.family import ModelSize
 from cellmill.config.run import Train
@@ -30,6 +31,7 @@ from cellmill.parallel.wrap import Replica
 from cellmill.track.tracker import Tracker
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.meter import Meter
+from cellmill.train.occupancy import memory_bytes, memory_line
 from cellmill.train.schedule import learning_rate
 from cellmill.train.stop import StopFlag
 
@@ -54,7 +56,8 @@ class Progress:
 class Report:
     """What all ranks know of a step, still on the device.
 
-    `values` holds [loss, processes that want to stop, checkpoint due, cells, tokens, FLOPs], summed over processes.
+    `values` holds [loss, processes that want to stop, checkpoint due, cells, tokens, FLOPs], summed over processes, and
+    where it is logged the memory of each.
     """
 
     step: int
@@ -129,8 +132,11 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
-        own = torch.tensor([self.stop.received is not None, self._due(), *self._work(micro_batches)])
-        values = self.mesh.sum(torch.cat([loss[None], own.to(self.device, torch.float64)]))
+        own = torch.tensor(
+            [self.stop.received is not None, self._due(), *self._work(micro_batches)], dtype=torch.float64
+        )
+        own = torch.cat([own, self._memory(step + 1)])
+        values = self.mesh.sum(torch.cat([loss[None], own.to(self.device)]))
         return Report(step + 1, values, norm.detach(), lr, waited_s, time.perf_counter())
 
     def _prepare(self, batches: list[TensorBatch], step: int) -> list[Any]:
@@ -147,13 +153,25 @@ class Trainer:
         flops = self.size.flops_per_token * sum(lengths) + self.size.flops_per_token_pair * pairs
         return len(lengths), sum(lengths), flops
 
+    def _logged(self, step: int) -> bool:
+        return step % self.train.log_every_steps == 0 or step in (1, self.steps)
+
+    def _memory(self, step: int) -> torch.Tensor:
+        """(2 * processes,) float64, to be summed: this process's peak and current bytes in its place. Empty where the
+        step is not logged."""
+        of_ranks = torch.zeros(self.meter.world if self._logged(step) else 0, 2, dtype=torch.float64)
+        if len(of_ranks):
+            # a sum counts processes that share their cells once
+            of_ranks[dist.get_rank()] = self.mesh.sharers * torch.tensor(memory_bytes(self.device)).double()
+        return of_ranks.flatten()
+
     def _due(self) -> bool:
         every = self.train.checkpoint_every_min
         return every is not None and self.mesh.dp_rank == 0 and time.perf_counter() - self._saved_at > 60 * every
 
     def _read(self, report: Report) -> tuple[bool, bool]:
         """Checks and logs a step; returns whether to stop and whether a checkpoint is due."""
-        loss, stop, due, cells, tokens, flops = report.values.tolist()
+        loss, stop, due, cells, tokens, flops, *memory = report.values.tolist()
         norm = float(report.norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise UserError(
@@ -166,10 +184,10 @@ class Trainer:
         self.meter.tokens += round(tokens)
         self.meter.flops += flops
         self.meter.waited_s += report.waited_s
-        if report.step % self.train.log_every_steps == 0 or report.step in (1, self.steps):
-            self._log(
-                {"step": report.step, "loss": loss, "lr": report.lr, "grad_norm": norm, **self.meter.read(report.ended)}
-            )
+        if self._logged(report.step):
+            line = {"step": report.step, "loss": loss, "lr": report.lr, "grad_norm": norm}
+            of_ranks = [memory[at : at + 2] for at in range(0, len(memory), 2)]
+            self._log(line | self.meter.read(report.ended) | memory_line(self.device.type, of_ranks))
         return stop > 0, due > 0
 
     def _pause(self, save: bool, validate: bool) -> None:
