@@ -76,7 +76,7 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
         val_stream=val_stream,
         checkpoints=Checkpoints(TrainFolder(Path(folder)), parsed.train.keep_checkpoints),
         trackers=[lines],
-        meter=Meter(DEVICE, None, dist.get_world_size()),
+        meter=Meter(None, dist.get_world_size()),
         stop=_NoSignal(),
         progress=Progress(),
         saved_with={"fingerprint": train_stream.fingerprint},
@@ -255,7 +255,7 @@ def spoiled(
     if made.val_stream is not None:
         made.val_stream.close()
     dist.barrier()
-    timed = ("cells_per_s", "tokens_per_s", "data_wait_frac", "memory_gb")
+    timed = ("cells_per_s", "tokens_per_s", "data_wait_frac", "peak_resident_gb", "resident_gb")
     counted = {key: value for key, value in vars(made.progress).items() if key != "wall_s"}
     return {
         "error": error,
@@ -275,7 +275,8 @@ def overflow(
 ) -> list[list[Any]]:
     """[loss, gradient norm, scale of the next loss, whether this rank's parameters changed] of each step.
 
-    Loss and norm are None where it was skipped. In step `at` one gradient of process `rank` becomes infinite after the backward pass.
+    Loss and norm are None where it was skipped. In step `at` one gradient of process `rank` becomes infinite after the
+    backward pass.
     """
     made, lines = trainer(corpus, options, folder, steps)
     made.progress.loss_scale = initial

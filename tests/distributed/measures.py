@@ -13,7 +13,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.cases import trainer
+from cellmill.train.occupancy import memory_bytes
+from tests.distributed.cases import DEVICE, trainer
 
 
 def allocated(corpus: str, options: dict[str, Any]) -> dict[str, int]:
@@ -42,6 +43,16 @@ def allocated(corpus: str, options: dict[str, Any]) -> dict[str, int]:
         "tokens": max(made.replica.padded_lengths([len(batch.genes) for batch in batches[0]])),
         "micro_batches": len(batches[0]),
     }
+
+
+def logged_memory(corpus: str, options: dict[str, Any], folder: str) -> tuple[list[dict[str, Any]], float]:
+    """Lines of two steps, and this process's peak after them, GB."""
+    made, lines = trainer(corpus, options, folder, 2)
+    made.run()
+    made.train_stream.close()
+    if made.val_stream is not None:
+        made.val_stream.close()
+    return [line for line in lines.lines if "loss" in line], memory_bytes(DEVICE)[0] / 1e9
 
 
 def collectives(corpus: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,3 +48,13 @@ def test_memory_of_the_plan_is_what_processes_allocate(
         measured = min(rank["peak_bytes"] for rank in alike if rank["tokens"] == tokens)
         assert measured > 20e6
         assert planned.total == pytest.approx(measured, rel=0.1), f"stage {stage}: {planned}"
+
+
+@pytest.mark.parametrize("name", ["HYBRID_SHARD", "FULL_SHARD x tp 2", "pp 2 x FULL_SHARD"])
+def test_memory_of_every_rank_is_logged(pool: Pool, corpus: str, tmp_path: Path, name: str) -> None:
+    found = pool.run("measures.logged_memory", corpus=corpus, options=options(LAYOUTS[name]), folder=str(tmp_path))
+    peaks = [peak for _, peak in found]
+    assert all(lines == found[0][0] for lines, _ in found)
+    for line in found[0][0]:
+        assert line["peak_resident_gb"] == pytest.approx(peaks, rel=0.2)
+        assert all(0 < now <= peak for now, peak in zip(line["resident_gb"], line["peak_resident_gb"]))

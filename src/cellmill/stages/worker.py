@@ -100,7 +100,7 @@ def main(path: Path, error_file: Path) -> None:
         val_stream=val_stream,
         checkpoints=checkpoints,
         trackers=open_trackers(folder, steps, progress.step),
-        meter=Meter(device, _peak(device, options.parallel.precision), dist.get_world_size()),
+        meter=Meter(_peak(device, options.parallel.precision), dist.get_world_size()),
         stop=stop,
         progress=progress,
         saved_with=saved_with,

@@ -33,6 +33,7 @@ from cellmill.parallel.wrap import Replica
 from cellmill.track.tracker import Tracker
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.meter import Meter
+from cellmill.train.occupancy import memory_line, own_memory
 from cellmill.train.profile import StepProfile
 from cellmill.train.scale import LossScale
 from cellmill.train.schedule import learning_rate
@@ -69,7 +70,7 @@ class Report:
     """What all ranks know of a step, still on the device.
 
     `values` holds [loss, processes whose gradient norm is not finite, those that want to stop, checkpoint due, cells,
-    tokens, FLOPs], summed over processes.
+    tokens, FLOPs], summed over processes, and where the step is logged the memory of each.
     """
 
     step: int
@@ -161,9 +162,10 @@ class Trainer:
         with self._part("clip", "the gradient norm"):
             norm = clip_grad_norm(self.model, self.train.clip_norm, self.mesh.pp)
         with self._part("report", "the sum of losses"):
-            own = torch.tensor([self.stop.received is not None, self._due(), *self._work(micro_batches)])
+            own = [self.stop.received is not None, self._due(), *self._work(micro_batches)]
+            own += own_memory(self.mesh) if self._is_logged(step + 1) else []
             known = torch.stack([loss, ~norm.isfinite()])
-            values = self.mesh.sum(torch.cat([known, own.to(self.device, torch.float64)]))
+            values = self.mesh.sum(torch.cat([known, torch.tensor(own, dtype=torch.float64).to(self.device)]))
         with record_function("optimizer"):
             applied = values[0].isfinite() & (values[1] == 0)
             step_if(applied, self.optimizer)
@@ -197,13 +199,16 @@ class Trainer:
         flops = self.size.flops_per_token * sum(lengths) + self.size.flops_per_token_pair * pairs
         return len(lengths), sum(lengths), flops
 
+    def _is_logged(self, step: int) -> bool:
+        return step % self.train.log_every_steps == 0 or step in (1, self.steps)
+
     def _due(self) -> bool:
         every = self.train.checkpoint_every_min
         return every is not None and self.mesh.dp_rank == 0 and time.perf_counter() - self._saved_at > 60 * every
 
     def _read(self, report: Report) -> tuple[bool, bool]:
         """Checks and logs a step; returns whether to stop and whether a checkpoint is due."""
-        loss, bad_norms, stop, due, cells, tokens, flops = report.values.tolist()
+        loss, bad_norms, stop, due, cells, tokens, flops, *memory = report.values.tolist()
         norm = float(report.norm)
         self.progress.cells += round(cells)
         self.meter.cells += round(cells)
@@ -214,10 +219,10 @@ class Trainer:
             self._skipped(report, loss, norm)
             return stop > 0, due > 0
         self.progress.train_loss, self.progress.skipped_in_a_row = loss, 0
-        if report.step % self.train.log_every_steps == 0 or report.step in (1, self.steps):
+        if self._is_logged(report.step):
             line = {"step": report.step, "loss": loss, "lr": report.lr, "grad_norm": norm}
             line |= {"skipped_steps": self.progress.skipped_steps} | _scale(report)
-            self._log(line | self.meter.read(report.ended))
+            self._log(line | self.meter.read(report.ended) | memory_line(self.device.type, memory))
         return stop > 0, due > 0
 
     def _skipped(self, report: Report, loss: float, norm: float) -> None:
