@@ -37,6 +37,7 @@ from cellmill.models.batch import TensorBatch, on_device, to_tensors
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.masked.model import MaskedModel
 from cellmill.parallel.clip import clip_grad_norm
+from cellmill.parallel.compile import compile_blocks
 from cellmill.parallel.devices import peak_flops
 from cellmill.parallel.memory import memory_per_rank
 from cellmill.parallel.mesh import build_mesh
@@ -149,8 +150,7 @@ def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.dev
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.02)
     if compiled:
-        for block in model.blocks:
-            block.compile()
+        compile_blocks(model, model.plan.blocks, model.plan.compiled)
     replica, optimizer = Replica(model, parallel, mesh), build_optimizer(model, train)
     needs = config.size(N_GENES, tokens)
     cuda = device.type == "cuda"

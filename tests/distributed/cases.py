@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo.utils
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,7 +23,7 @@ from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import UserError
 from cellmill.models import attention
 from cellmill.models.batch import to_tensors
-from cellmill.parallel import cross_entropy, products
+from cellmill.parallel import compile, cross_entropy, products
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.vocabulary import embed_tokens
@@ -100,6 +101,20 @@ def curve(corpus: str, options: dict[str, Any], folder: str, steps: int, load: b
         made.val_stream.close()
     dist.barrier()
     return [[line["loss"], line["grad_norm"]] for line in lines.lines if "loss" in line]
+
+
+def curve_compiled(
+    corpus: str, options: dict[str, Any], folder: str, steps: int, backend: str
+) -> tuple[list[list[float]], int]:
+    """As `curve`, with what compiles by `backend`; and how many graphs were compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    kept, compile.BACKEND = compile.BACKEND, backend
+    try:
+        found = curve(corpus, options, folder, steps)
+    finally:
+        compile.BACKEND = kept
+    return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def curve_by_products(corpus: str, options: dict[str, Any], folder: str, steps: int) -> list[list[float]]:

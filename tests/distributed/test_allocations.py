@@ -54,7 +54,8 @@ def test_memory_of_the_plan_is_what_processes_allocate(
 def test_memory_of_every_rank_is_logged(pool: Pool, corpus: str, tmp_path: Path, name: str) -> None:
     found = pool.run("measures.logged_memory", corpus=corpus, options=options(LAYOUTS[name]), folder=str(tmp_path))
     peaks = [peak for _, peak in found]
-    assert all(lines == found[0][0] for lines, _ in found)
-    for line in found[0][0]:
-        assert line["peak_resident_gb"] == pytest.approx(peaks, rel=0.2)
-        assert all(0 < now <= peak for now, peak in zip(line["resident_gb"], line["peak_resident_gb"]))
+    for lines, _ in found:
+        for line, first in zip(lines, found[0][0], strict=True):
+            assert line["peak_resident_gb"] == first["peak_resident_gb"] == pytest.approx(peaks, rel=0.2)
+            assert line["resident_gb"] == first["resident_gb"]
+            assert all(0 < now <= peak for now, peak in zip(line["resident_gb"], line["peak_resident_gb"]))

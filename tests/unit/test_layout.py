@@ -221,3 +221,26 @@ def test_parameters_on_the_cpu_are_refused_where_fsdp_does_not_keep_them() -> No
     )
     _check(MaskedConfig(), {"cpu_offload": "optimizer", "strategy": "ddp"})
     assert layout(Parallel.model_validate(full | {"tp": 2}), 4, 4).dp == 2
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (
+            {"activation_checkpointing": "selective"},
+            "parallel.activation_checkpointing selective is what compile does by itself: set it to null, or to full",
+        ),
+        (
+            {"pp": 2, "schedule": "ZBV"},
+            "parallel.schedule ZBV takes a backward pass apart, which compile makes one: set compile to no, or "
+            "schedule to Interleaved1F1B",
+        ),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_what_can(chosen: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="compile") as error:
+        _check(MaskedConfig(), chosen | {"compile": True})
+    assert str(error.value) == message
+    _check(MaskedConfig(), chosen)
+    other = {"activation_checkpointing": "full", "pp": 2, "schedule": "Interleaved1F1B"}
+    _check(MaskedConfig(), other | {"compile": True})

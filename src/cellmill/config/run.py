@@ -82,7 +82,11 @@ class Parallel(Section):
         description="full recomputes each block in the backward pass, for memory; selective only what is cheap: all "
         "but products of matrices and attention; null keeps activations.",
     )
-
+    compile: bool = Field(
+        False,
+        description="torch.compile of each block around its attention: faster on a GPU after minutes of compiling, and "
+        "less memory than planned. It needs a C++ compiler where training runs.",
+    )
     cpu_offload: Literal["full", "optimizer"] | None = Field(
         None,
         description="What is kept in the host's memory: optimizer, AdamW's moments, and its step is the CPU's; full, "
@@ -224,6 +228,15 @@ def check_together(tokens: Tokens, stream: Stream, model: FamilyConfig, parallel
     _check_pipeline(model, parallel)
     if parallel.cpu_offload == "full" and parallel.strategy == "ddp":
         raise ValueError("parallel.cpu_offload full is FSDP2's, not strategy ddp's: set strategy to fsdp, or optimizer")
+    if parallel.compile and parallel.activation_checkpointing == "selective":
+        raise ValueError(
+            "parallel.activation_checkpointing selective is what compile does by itself: set it to null, or to full"
+        )
+    if parallel.compile and parallel.schedule in ("InterleavedZeroBubble", "ZBV", "DualPipeV"):
+        raise ValueError(
+            f"parallel.schedule {parallel.schedule} takes a backward pass apart, which compile makes one: set "
+            "compile to no, or schedule to Interleaved1F1B"
+        )
     if tokens.max_tokens > train.token_budget:
         raise ValueError(
             f"tokens.max_tokens {tokens.max_tokens} is more than train.token_budget {train.token_budget}: "

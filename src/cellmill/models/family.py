@@ -23,6 +23,8 @@ class ParallelPlan:
 
     blocks: str
     """Path of the ModuleList whose modules are sharded and recomputed one by one."""
+    compiled: tuple[str, ...] = ()
+    """Methods of a block that `torch.compile` takes whole: of tensors alone, whose first dimension may vary."""
     tensor: Mapping[str, Style] = field(default_factory=dict)
     """What tensor parallel does to modules, by their paths, in which `*` is any block; none where it is not offered."""
     begin: tuple[str, ...] = ()

@@ -119,6 +119,9 @@ def remedy(options: PlanOptions, cells: Cells, place: Place) -> str:
     for pp in _pipelines(options, place):
         if fits(_with(options, pp=pp)):
             return " and ".join([*changes, f"set parallel.pp to {pp}"])
+    for offload in _offloads(options, place):
+        if fits(_with(options, cpu_offload=offload)):
+            return " and ".join([*changes, f"set parallel.cpu_offload to {offload}"])
     for more in (place.nodes * 2**k for k in range(1, 8)):
         if fits(options, Place(more, place.nproc_per_node, place.device, place.limit)):
             return " and ".join([*changes, f"use {more} nodes (the profile)"])
@@ -149,6 +152,16 @@ def _pipelines(options: PlanOptions, place: Place) -> Iterator[int]:
     for pp in range(options.parallel.pp + 1, blocks // each + 1):
         if not place.world % (pp * options.parallel.tp):
             yield pp
+
+
+def _offloads(options: PlanOptions, place: Place) -> Iterator[str]:
+    """Ways to keep more in the host's memory, where that is another one."""
+    if place.device == "cpu":
+        return
+    if options.parallel.cpu_offload is None:
+        yield "optimizer"
+    if options.parallel.cpu_offload != "full" and place.layout(options.parallel).dp > 1:
+        yield "full"
 
 
 def _with(options: PlanOptions, **changes: Any) -> PlanOptions:

@@ -32,6 +32,7 @@ from cellmill.files import read_json, write_json, write_text
 from cellmill.launch.processes import die_with_parent
 from cellmill.models.export import initial_tensors
 from cellmill.models.family import Model
+from cellmill.parallel.compile import compile_blocks
 from cellmill.parallel.cuts import stages_of
 from cellmill.parallel.devices import peak_flops
 from cellmill.parallel.materialize import materialize
@@ -162,6 +163,8 @@ def _build_stage(options: TrainOptions, vocabulary: Vocabulary, stage: int, mesh
     if parallel.pp > 1:
         keep_stage(model, stage, parallel.stages)
     cut_tensors(model, model.plan.tensor, parallel, mesh)
+    if parallel.compile:
+        compile_blocks(model, model.plan.blocks, model.plan.compiled)
     if parallel.activation_checkpointing is not None:
         checkpoint_activations(model, model.plan.blocks, parallel.activation_checkpointing)
     shard(model, model.plan.blocks, parallel, mesh)

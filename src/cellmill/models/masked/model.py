@@ -44,6 +44,7 @@ class MaskedModel(Model):
 
     plan = ParallelPlan(
         blocks="blocks",
+        compiled=("before", "after"),
         tensor={
             "gene_embedding": "vocabulary",
             "enter": "enter",
