@@ -6,6 +6,7 @@ every step. Layouts are traced and differentiated by torch (`aot_eager`); the co
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def test_compiled_layouts_train_the_model_of_one_process(
         np.testing.assert_allclose(np.array(curve), reference, atol=5e-6, rtol=5e-6)
 
 
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler")
 def test_the_code_of_inductor_drops_and_learns_the_same(
     alone: None, corpus: str, reference: np.ndarray, tmp_path: Path
 ) -> None:
