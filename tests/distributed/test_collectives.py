@@ -48,11 +48,14 @@ def test_bytes_of_each_collective_and_axis_are_those_of_the_plan(
         stage = rank // (WORLD // parallel.pp)
         planned = traffic_of(stage, size, parallel, sizes, LOCAL_WORLD, found["tokens"], found["micro_batches"])
         seen: Counter[tuple[str, int, int]] = Counter()
+        calls: Counter[tuple[str, int, int]] = Counter()
         for kind, group, n_bytes in found["seen"]:
             if n_bytes >= FEW_BYTES:
                 seen[kind, len(group), _of_first_node(group)] += n_bytes
-        expected = {(part.kind, part.processes, part.in_a_node): part.payload_bytes for part in planned}
-        assert dict(seen) == pytest.approx(expected, rel=0.03), f"rank {rank}"
+                calls[kind, len(group), _of_first_node(group)] += 1
+        expected = {(part.kind, part.processes, part.in_a_node): part for part in planned}
+        assert dict(seen) == pytest.approx({key: part.payload_bytes for key, part in expected.items()}, rel=0.03)
+        assert dict(calls) == pytest.approx({key: part.calls for key, part in expected.items()}, abs=1), f"rank {rank}"
 
 
 @pytest.mark.parametrize("train", [{}, ACCUMULATED], ids=["one micro-batch", "several"])

@@ -18,6 +18,7 @@ from cellmill.cli import main
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.stages import plan
+from cellmill.stages.plan_fit import amount
 from cellmill.stages.plan_suggest import Suggestions, sections, suggest, table
 from cellmill.stages.plan_work import Cells
 
@@ -85,7 +86,7 @@ def test_where_nothing_fits_it_is_said_how_much_is_missing() -> None:
     assert table(found, options).splitlines()[:3] == [
         "no layout fits",
         "",
-        f"0 layouts fit, {found.too_large} do not: the smallest of them needs {found.smallest_bytes / 1e9:.2f} GB",
+        f"0 layouts fit, {found.too_large} do not: the smallest of them needs {amount(found.smallest_bytes)}",
     ]
 
 

@@ -20,6 +20,8 @@ from cellmill.config.run import Parallel
 from cellmill.parallel.cuts import shares_of, stages_of
 from cellmill.parallel.memory import ELEMENT, FLOAT32, is_sharded, reshards
 
+BUCKET_BYTES = 25 << 20  # DistributedDataParallel's own choice
+
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "point to point"]
 
 
@@ -35,6 +37,8 @@ class Traffic:
     """Of these, those of one node."""
     payload_bytes: float
     """Of the whole tensors, before an all-gather's or after a reduce-scatter's cut."""
+    calls: float
+    """How many collectives these are."""
 
     @property
     def sent_bytes(self) -> float:
@@ -89,12 +93,14 @@ def traffic_of(
 ) -> list[Traffic]:
     """The same of process `rank` of a pipeline."""
     payloads: dict[tuple[Kind, str], float] = {}
-    for kind, axis, payload in (
+    calls: dict[tuple[Kind, str], float] = {}
+    for kind, axis, payload, number in (
         *_of_data(rank, size, parallel, layout, micro_batches),
-        *_of_tensors(rank, size, parallel, tokens),
-        *_of_pipeline(rank, size, parallel, layout, tokens),
+        *_of_tensors(rank, size, parallel, tokens, micro_batches),
+        *_of_pipeline(rank, size, parallel, layout, tokens, micro_batches),
     ):
         payloads[kind, axis] = payloads.get((kind, axis), 0.0) + payload
+        calls[kind, axis] = calls.get((kind, axis), 0.0) + number
     # of each axis its processes, and how far apart they are: tp is the innermost of the mesh
     axes = {
         "tp": (layout.tp, 1),
@@ -103,7 +109,14 @@ def traffic_of(
         "pp": (layout.pp, layout.tp * layout.dp),
     }
     return [
-        Traffic(kind, axis, axes[axis][0], min(axes[axis][0], max(1, local_world // axes[axis][1])), payload)
+        Traffic(
+            kind,
+            axis,
+            processes=axes[axis][0],
+            in_a_node=min(axes[axis][0], max(1, local_world // axes[axis][1])),
+            payload_bytes=payload,
+            calls=calls[kind, axis],
+        )
         for (kind, axis), payload in payloads.items()
         if payload and axes[axis][0] > 1
     ]
@@ -111,51 +124,71 @@ def traffic_of(
 
 def _of_data(
     rank: int, size: ModelSize, parallel: Parallel, layout: Layout, micro_batches: float
-) -> Iterator[tuple[Kind, str, float]]:
+) -> Iterator[tuple[Kind, str, float, float]]:
     """Weights and gradients between those that read different cells."""
     stages = shares_of(rank, parallel, size.blocks)
     whole = sum(stage.parameters(size) for stage in stages)
     outside = sum(stage.outside(size) for stage in stages)
     if not is_sharded(parallel, layout):
-        yield "all-reduce", "dp_replicate", FLOAT32 * whole
+        yield "all-reduce", "dp_replicate", FLOAT32 * whole, 1 + FLOAT32 * whole // BUCKET_BYTES
         return
     # the root's weights are gathered once and kept for the backward pass; a pipeline keeps all for its micro-batches
-    gathered = outside + (whole - outside) * (2 if reshards(parallel) else 1)
+    passes = 2 if reshards(parallel) else 1
+    gathered = outside + (whole - outside) * passes
     times = 1 if parallel.pp > 1 else micro_batches
-    yield "all-gather", "dp_shard", ELEMENT[parallel.precision] * gathered * times
-    yield "reduce-scatter", "dp_shard", FLOAT32 * whole  # with the last micro-batch alone
-    yield "all-reduce", "dp_replicate", FLOAT32 * whole / layout.dp_shard
+    blocks, root = sum(stage.blocks for stage in stages), int(outside > 0)
+    yield "all-gather", "dp_shard", ELEMENT[parallel.precision] * gathered * times, (root + blocks * passes) * times
+    yield "reduce-scatter", "dp_shard", FLOAT32 * whole, root + blocks  # with the last micro-batch alone
+    yield "all-reduce", "dp_replicate", FLOAT32 * whole / layout.dp_shard, root + blocks
 
 
-def _of_tensors(rank: int, size: ModelSize, parallel: Parallel, tokens: float) -> Iterator[tuple[Kind, str, float]]:
+def _of_tensors(
+    rank: int, size: ModelSize, parallel: Parallel, tokens: float, micro_batches: float
+) -> Iterator[tuple[Kind, str, float, float]]:
     """Activations between those that share the matrices."""
     stages = shares_of(rank, parallel, size.blocks)
     element = ELEMENT[parallel.precision]
     blocks = sum(stage.blocks for stage in stages)
     first, last = any(stage.first for stage in stages), any(stage.last for stage in stages)
     outside = first * size.begin_sums_per_token + last * size.finish_sums_per_token
-    yield "all-reduce", "tp", element * tokens * outside
+    ends = (first and size.begin_sums_per_token > 0) + (last and size.finish_sums_per_token > 0)
+    yield "all-reduce", "tp", element * tokens * outside, ends * micro_batches
     sums = size.block_sums_per_token
     recomputed = parallel.activation_checkpointing == "full"
     # recomputing ends with the last thing that is wanted, before the block's last sum
     again = sums / 2 if recomputed else 0
     if not parallel.sequence_parallel:
-        yield "all-reduce", "tp", element * tokens * blocks * (2 * sums + again)
+        yield (
+            "all-reduce",
+            "tp",
+            element * tokens * blocks * (2 * sums + again),
+            blocks * (4 + recomputed) * micro_batches,
+        )
         return
-    yield "reduce-scatter", "tp", element * tokens * blocks * (2 * sums + again)
-    whole = size.width * parallel.tp
-    ends = whole * (first + last)  # gradients of what entered the blocks, and what leaves them
-    yield "all-gather", "tp", element * tokens * (blocks * (2 * sums + recomputed * sums) + ends)
+    yield (
+        "reduce-scatter",
+        "tp",
+        element * tokens * blocks * (2 * sums + again),
+        blocks * (4 + recomputed) * micro_batches,
+    )
+    # gradients of what entered the blocks, and what leaves them
+    gathered = blocks * (2 + recomputed) * sums + size.width * parallel.tp * (first + last)
+    yield (
+        "all-gather",
+        "tp",
+        element * tokens * gathered,
+        (blocks * (4 + 2 * recomputed) + first + last) * micro_batches,
+    )
 
 
 def _of_pipeline(
-    rank: int, size: ModelSize, parallel: Parallel, layout: Layout, tokens: float
-) -> Iterator[tuple[Kind, str, float]]:
+    rank: int, size: ModelSize, parallel: Parallel, layout: Layout, tokens: float, micro_batches: float
+) -> Iterator[tuple[Kind, str, float, float]]:
     """Activations to the next stage, their gradients to the one before, and what the ends have in common."""
     own = stages_of(rank, parallel)
     neighbours = [other for stage in own for other in (stage - 1, stage + 1) if 0 <= other < parallel.stages]
     sent = sum(other not in own for other in neighbours)
-    yield "point to point", "pp", ELEMENT[parallel.precision] * tokens * size.width * sent
+    yield "point to point", "pp", ELEMENT[parallel.precision] * tokens * size.width * sent, sent * micro_batches
     if (0 in own) != (parallel.stages - 1 in own):
         share = layout.dp_shard if is_sharded(parallel, layout) else 1
-        yield "point to point", "pp", FLOAT32 * size.shared_parameters / share
+        yield "point to point", "pp", FLOAT32 * size.shared_parameters / share, 1

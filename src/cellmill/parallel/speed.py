@@ -7,6 +7,7 @@ are waited for, so are activations between stages, and gradients of a pipeline, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from cellmill.parallel.communication import Traffic
 from cellmill.parallel.cuts import shares_of
 
 NETWORK_FRAC = 0.8  # NCCL's own tests reach some 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
+CALL_S = 14e-6
+RING_S, TREE_S = (1.9e-6, 4.0e-6), (1.25e-6, 8.5e-6)  # of a hop inside a node, and of one between nodes
 BACKWARD_FRAC = 2 / 3  # of a step's computing
 
 
@@ -29,10 +32,27 @@ class Network:
     inter_node_gbs: float
 
     def seconds(self, traffic: Traffic) -> float:
-        """Both kinds of links are busy at once; the slower counts."""
+        """Both kinds of links are busy at once; the slower counts. What each hop waits comes on top."""
         inside = traffic.intra_node_bytes / self.intra_node_gbs
         between = traffic.inter_node_bytes / self.inter_node_gbs
-        return max(inside, between) / (NETWORK_FRAC * 1e9)
+        return max(inside, between) / (NETWORK_FRAC * 1e9) + traffic.calls * latency(traffic)
+
+
+def latency(traffic: Traffic) -> float:
+    """Seconds that a collective takes of however few bytes: its hops one after the other.
+
+    All-gather and reduce-scatter pass a ring from process to process: with many nodes this, not bytes, is what makes
+    FULL_SHARD slow. An all-reduce passes the ring twice, or up and down a tree. Source: NCCL's own model of its costs
+    (src/graph/tuning.cc of 2.20, protocol LL128).
+    """
+    nodes = -(-traffic.processes // traffic.in_a_node)
+    if traffic.kind == "point to point":
+        return CALL_S
+    ring = (traffic.processes - nodes) * RING_S[0] + (nodes - 1) * RING_S[1]
+    if traffic.kind != "all-reduce":
+        return CALL_S + ring
+    tree = (traffic.in_a_node - 1) * TREE_S[0] + math.log2(nodes) * TREE_S[1]
+    return CALL_S + 2 * min(ring, tree)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from cellmill.config.options import PlanOptions, TrainOptions
 from cellmill.config.run import Plan
 from cellmill.data.manifest import Manifest
-from cellmill.stages.plan_fit import Limit, Place, need, remedy
+from cellmill.stages.plan_fit import Limit, Place, amount, need, remedy
 from cellmill.stages.plan_work import Cells, detected_genes
 
 LESS_FRAC = 0.8  # of the memory planned: what the remedy must bring it down to
@@ -46,17 +46,9 @@ def advice(record: dict[str, Any], options: TrainOptions, world: int, nproc_per_
     place = Place(world // nproc_per_node, nproc_per_node, "cpu", Limit(0, 0))
     memory = need(planned, cells, place)
     parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
-    listed = ", ".join(f"{name} {size(n)}" for name, n in parts if n)
+    listed = ", ".join(f"{name} {amount(n)}" for name, n in parts if n)
     less = Limit(memory.total, int(LESS_FRAC * memory.total))
     return (
-        f"{size(memory.total)} were planned for each process, most of it {parts[0][0]} ({listed}): "
+        f"{amount(memory.total)} were planned for each process, most of it {parts[0][0]} ({listed}): "
         f"{remedy(planned, cells, replace(place, limit=less))}"
     )
-
-
-def size(n_bytes: int) -> str:
-    """Bytes in the largest unit they fill."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n_bytes >= factor:
-            return f"{n_bytes / factor:.3g} {unit}"
-    return f"{n_bytes} bytes"

@@ -74,8 +74,8 @@ def check_memory(options: PlanOptions, cells: Cells, place: Place) -> Memory:
         return memory
     largest = max(asdict(memory), key=lambda part: asdict(memory)[part])
     raise ConfigError(
-        f"needs {gb(memory.total)} on each process, {gb(getattr(memory, largest))} of it {largest}, but {place.device} "
-        f"has {gb(limit.usable)} to use ({options.plan.memory_frac:.0%} of {gb(limit.whole)}): "
+        f"needs {amount(memory.total)} on each process, {amount(getattr(memory, largest))} of it {largest}, but "
+        f"{place.device} has {amount(limit.usable)} to use ({options.plan.memory_frac:.0%} of {amount(limit.whole)}): "
         f"{remedy(options, cells, place)}"
     )
 
@@ -169,6 +169,9 @@ def _with(options: PlanOptions, **changes: Any) -> PlanOptions:
     return options.model_copy(update={"parallel": parallel})
 
 
-def gb(n_bytes: float) -> str:
-    """Bytes as text."""
-    return f"{n_bytes / GB:,.2f} GB"
+def amount(n_bytes: float) -> str:
+    """Bytes in the largest unit they fill."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n_bytes >= factor:
+            return f"{n_bytes / factor:.3g} {unit}"
+    return f"{n_bytes:.0f} bytes"

@@ -22,7 +22,7 @@ from cellmill.errors import ConfigError
 from cellmill.parallel.devices import device_named
 from cellmill.stages.checks import check_run
 from cellmill.stages.plan_cost import Cost, cost, links
-from cellmill.stages.plan_fit import Place, gb, memory_limit, need
+from cellmill.stages.plan_fit import Place, amount, memory_limit, need
 from cellmill.stages.plan_table import layout_words
 from cellmill.stages.plan_work import Cells
 
@@ -145,12 +145,12 @@ def table(found: Suggestions, options: PlanOptions) -> str:
         words = layout_words(parallel.model_dump() | vars(taken.sizes))
         again = ", recomputed" if parallel.activation_checkpointing else ""
         lines.append(
-            f"{gb(taken.memory.total):>10}  {hours:>9}  {mfu:>4}  {gb(sent['intra_node']):>10}  "
-            f"{gb(sent['inter_node']):>10}  {words}{again}"
+            f"{amount(taken.memory.total):>10}  {hours:>9}  {mfu:>4}  {amount(sent['intra_node']):>10}  "
+            f"{amount(sent['inter_node']):>10}  {words}{again}"
         )
     lines += ["", f"{len(found.fitting)} layouts fit"]
     if found.smallest_bytes is not None:
-        lines[-1] += f", {found.too_large} do not: the smallest of them needs {gb(found.smallest_bytes)}"
+        lines[-1] += f", {found.too_large} do not: the smallest of them needs {amount(found.smallest_bytes)}"
     lines += [f"{number} refused: {reason}" for reason, number in found.refused.most_common()]
     if found.fitting:
         lines += ["", "# the first, for config.yaml", sections(found.fitting[0].options, options).rstrip()]

@@ -9,7 +9,7 @@ from cellmill.config.options import PlanOptions
 from cellmill.parallel.bubble import idle_frac
 from cellmill.parallel.memory import host_bytes_per_rank
 from cellmill.stages.plan_cost import Cost, describe_traffic, links
-from cellmill.stages.plan_fit import Place, gb
+from cellmill.stages.plan_fit import Place, amount
 
 
 def describe(options: PlanOptions, cost: Cost, place: Place) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def describe(options: PlanOptions, cost: Cost, place: Place) -> dict[str, Any]:
 def table(plan: dict[str, Any]) -> str:
     """A plan as lines to read."""
     memory, sizes, link = plan["memory"], plan["layout"], plan["communication"]["link_bytes"]
-    parts = ", ".join(f"{name} {gb(n)}" for name, n in memory["parts_bytes"].items() if n)
+    parts = ", ".join(f"{name} {amount(n)}" for name, n in memory["parts_bytes"].items() if n)
     cut = ""
     if plan["cut_cells_frac"]:
         cut = f" of {plan['genes_per_cell']:,.0f} genes: tokens.max_tokens cuts {plan['cut_cells_frac']:.0%} of them"
@@ -66,15 +66,16 @@ def table(plan: dict[str, Any]) -> str:
         "a step": f"{plan['tokens_per_step']:,.0f} tokens in {plan['micro_batches_per_step']:.1f} micro-batches a "
         f"process, {plan['flops_per_step']:.3g} FLOPs",
         "processes": f"{plan['world_size']} x {plan['device']}, {layout_words(sizes)}, {sizes['precision']}",
-        "memory": f"{gb(memory['total_bytes'])} of {gb(memory['limit_bytes'])} on each: {parts}",
+        "memory": f"{amount(memory['total_bytes'])} of {amount(memory['limit_bytes'])} on each: {parts}",
         "micro-batch": f"{plan['micro_batch_tokens']:,} tokens at most; {plan['largest_micro_batch']:,} would fit "
         "(train.token_budget)",
-        "sent": f"{gb(link['intra_node'])} inside the node and {gb(link['inter_node'])} to others, by each in a step",
+        "sent": f"{amount(link['intra_node'])} inside the node and {amount(link['inter_node'])} to others, by each in "
+        "a step",
         "step time": _seconds(plan["step"]),
         "hours": _hours(plan),
     }
     if memory["host_bytes"]:
-        rows["memory"] += f"; {gb(memory['host_bytes'])} of the host's for each"
+        rows["memory"] += f"; {amount(memory['host_bytes'])} of the host's for each"
     if plan["warmup_steps"] >= plan["steps"]:
         rows["warning"] = f"train.warmup_steps {plan['warmup_steps']} leaves no step at the peak learning rate"
     return "\n".join(f"{name:<12}{value}" for name, value in rows.items())
