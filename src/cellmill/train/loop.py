@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,6 @@ class Trainer:
     def run(self) -> bool:
         """Trains to the last step. True when done, False when stopped by a signal; either way the state is saved."""
         self._clock = self._saved_at = time.perf_counter()
-        self._scale = self._loss_scale()
         if self._validation_is_owed():
             self._pause(save=False, validate=True)
         batches = iter(self.train_stream)
@@ -175,7 +175,9 @@ class Trainer:
         cells = [batch.cells for batch in read]
         return Report(step + 1, values, norm.detach(), following, lr, waited_s, time.perf_counter(), loss, cells)
 
-    def _loss_scale(self) -> LossScale | None:
+    @cached_property
+    def _scale(self) -> LossScale | None:
+        # made at the first step, when progress is that of the checkpoint
         if self.replica.precision != "16-mixed":
             return None
         return LossScale(self.device, self.progress.loss_scale, self.progress.good_steps)
