@@ -19,7 +19,8 @@ from cellmill.errors import ConfigError
 from cellmill.models.masked.model import MaskedModel
 from cellmill.parallel.devices import device_named
 from cellmill.stages import plan
-from cellmill.stages.plan_fit import Place, amount, memory_limit, need
+from cellmill.stages.plan_fit import Limit, Place, amount, memory_limit, need
+from cellmill.stages.plan_fit import remedy as remedy_of
 from cellmill.stages.plan_work import Cells, detected_genes
 
 N_CELLS = 250
@@ -247,6 +248,27 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would_help(
     assert (
         f"but cpu has {amount(int(memory_gb * 0.9e9))} to use (90% of {amount(memory_gb * 1e9)}): {remedy}" in message
     )
+
+
+SMALLEST = "set parallel.activation_checkpointing to full and use fsdp with parallel.sharding_strategy FULL_SHARD and "
+
+
+@pytest.mark.parametrize(
+    ("nodes", "nproc", "memory_gb", "remedy"),
+    [
+        (1, 4, 0.55, SMALLEST + "set parallel.tp to 2 with parallel.sequence_parallel"),
+        (4, 1, 0.55, SMALLEST + "set parallel.pp to 2"),
+        (4, 1, 0.2, SMALLEST + "use 16 nodes (the profile)"),
+        (1, 1, 0.9, "set parallel.activation_checkpointing to full and set parallel.cpu_offload to optimizer"),
+    ],
+)
+def test_the_first_change_after_which_it_fits_is_named(nodes: int, nproc: int, memory_gb: float, remedy: str) -> None:
+    options = _options(parallel={"strategy": "ddp"}, **BIG)
+    cells = Cells(np.full(4096, 16), 40)
+    limit = Limit(int(memory_gb * 1e9), int(memory_gb * 1e9))
+    place = Place(nodes, nproc, "h100", limit)
+    assert need(options, cells, place).total > limit.usable
+    assert remedy_of(options, cells, place) == remedy
 
 
 def test_what_is_proposed_does_fit(corpus: Manifest, tmp_path: Path) -> None:

@@ -162,6 +162,26 @@ def test_a_wrong_configuration_is_one_line_and_an_exit_code(project: Project, ch
     assert last_lines(refused.stdout) == [f"cellmill: config/config.yaml: {message}"]
 
 
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (
+            "{shard_size: 3}",
+            "run tiny: parallel.shard_size 3 does not divide 2 processes; 2 does, or change",
+        ),
+        ("{tp: 3}", "config/config.yaml: runs.tiny: parallel.tp 3 does not divide model.heads 2; 2 does"),
+        ("{pp: 2}", "config/config.yaml: runs.tiny: parallel.pp 2 with schedule 1F1B makes 2 stages of model.layers 1"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_by_a_dry_run_with_what_can(
+    project: Project, parallel: str, message: str
+) -> None:
+    refused = project.snakemake("--dry-run", "--config", f"parallel={parallel}")
+    assert refused.returncode == 1
+    assert refused.stdout.splitlines()[-1].startswith(f"cellmill: {message}")
+    assert "Traceback" not in refused.stdout
+
+
 def test_a_wrong_table_is_one_line_and_an_exit_code(project: Project) -> None:
     (project.folder / "config" / "datasets.tsv").write_text("dataset\tpth\n")
     refused = project.snakemake("--dry-run")

@@ -46,7 +46,7 @@ def fits_processes(wildcards, resources):
         for nodes in machine.node_counts:
             layout(pipeline.runs[wildcards.run].parallel, nodes * machine.nproc_per_node, machine.nproc_per_node)
     except ConfigError as error:
-        raise WorkflowError(f"run {wildcards.run}: {error}")
+        sys.exit(f"cellmill: run {wildcards.run}: {error}")  # a WorkflowError would be told by a traceback
     return True
 
 
