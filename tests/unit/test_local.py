@@ -17,14 +17,14 @@ from cellmill.launch.local import _wait, reserve_port
 def test_the_code_is_that_of_the_agent_that_failed_first(victim: int) -> None:
     agents = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     agents[victim].kill()
-    assert _wait(agents) == -signal.SIGKILL
+    assert _wait(agents, lambda: None) == -signal.SIGKILL
     assert agents[1 - victim].returncode == -signal.SIGTERM
 
 
 def test_a_reserved_port_is_open_to_the_store_and_to_nobody_else() -> None:
     with reserve_port() as held, socket.socket() as other:
         port = held.getsockname()[1]
-        for host in ("127.0.0.1", ""):
+        for host in ("127.0.0.1", "127.0.0.2", ""):
             with pytest.raises(OSError, match="Address already in use"):
                 other.bind((host, port))
         server = TCPStore("127.0.0.1", port, 1, True, timedelta(seconds=10), multi_tenant=True)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+import threading
+import time
+from dataclasses import asdict
 
-from cellmill.train.watch import Place, finding
+import pytest
+import torch.distributed as dist
+
+from cellmill.train.watch import Place, Watch, finding
 
 
 def places(*where: tuple[int, str, int] | None) -> list[Place | None]:
@@ -47,3 +53,22 @@ def places(*where: tuple[int, str, int] | None) -> list[Place | None]:
 )
 def test_the_line_names_who_is_behind(earlier: list[Place | None], now: list[Place | None], line: str) -> None:
     assert finding(earlier, now, 600) == line
+
+
+def test_who_waits_for_a_checkpoint_waits_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    store, watch, ended = dist.HashStore(), Watch(), threading.Event()
+    watch.warm = True
+
+    def other(saving: bool) -> None:
+        store.set("1", json.dumps(asdict(Place(5, "the checkpoint of step 2", 1, "node1", saving))))
+
+    other(saving=True)
+    thread = threading.Thread(target=watch._run, args=(store, 0.1, lambda line: ended.set()), daemon=True)
+    thread.start()
+    time.sleep(1)
+    assert not ended.is_set()
+    other(saving=False)
+    assert ended.wait(5)
+    thread.join()

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 
 from cellmill.errors import Stopped
 from cellmill.launch.job import Job
@@ -45,6 +46,12 @@ def run_local(job: Job, keep_open: int) -> int:
             else:
                 signal_all(workers or [agent.pid], signal.SIGTERM)
 
+    def hand_on_again() -> None:
+        """To workers that had not begun when the signal came."""
+        if signals == 1:
+            for agent in agents:
+                signal_all(children(agent.pid), signal.SIGTERM)
+
     before = {number: signal.signal(number, hand_on) for number in HANDED_ON}
     try:
         while True:
@@ -52,7 +59,7 @@ def run_local(job: Job, keep_open: int) -> int:
             with reserve_port() as reserved:  # another each time: nothing of an earlier start listens there
                 for node in range(job.nodes):
                     agents.append(_start(job, node, reserved.getsockname()[1], keep_open))
-                code = _wait(agents)
+                code = _wait(agents, hand_on_again)
             if not code or signals or not restarts.again(code):
                 break
         if signals > 1:
@@ -78,10 +85,13 @@ def _start(job: Job, node: int, port: int, keep_open: int) -> subprocess.Popen[b
     )
 
 
-def _wait(agents: list[subprocess.Popen[bytes]]) -> int:
+def _wait(agents: list[subprocess.Popen[bytes]], each_second: Callable[[], None]) -> int:
     """The exit code of the agent that failed first, or 0."""
-    code = 0
+    code, called = 0, time.monotonic()
     while any(agent.poll() is None for agent in agents):
+        if time.monotonic() - called > 1:
+            called = time.monotonic()
+            each_second()
         code = code or _failed(agents)
         if code:  # the others would wait for it for ever
             for agent in agents:
@@ -102,12 +112,13 @@ def _environment(job: Job) -> dict[str, str]:
 
 
 def reserve_port() -> socket.socket:
-    """A socket bound to a free TCP port of the loopback interface; its holder keeps the port from being given away.
+    """A socket bound to a TCP port that is free on all interfaces; its holder keeps the port from being given away.
 
-    A port that was merely found free can be somebody else's by the time the agent has imported torch. As long as nobody
+    Of all, since torch's store listens on all: gloo may listen on another than the loopback. A port that was merely
+    found free can be somebody else's by the time the agent has imported torch. As long as nobody
     listens, Linux lets whoever asks for this very port with SO_REUSEADDR, as torch's store does, bind it too.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
+    held.bind(("", 0))
     return held

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -81,13 +82,25 @@ class NodeTask:
         return "ended"
 
     def run_agent(self, step: Step, restart: int, stop: HandOn, attempt: Attempt | None) -> int:
-        """Starts the agent of this node, hands signals on to its workers, and gives its exit code."""
+        """Starts the agent of this node, hands signals on to its workers, and gives its exit code.
+
+        It ends with that of any other node.
+        """
         agent = subprocess.Popen(self.command(step, restart), env=self.environment(), preexec_fn=_deaf)
         worked = False
+        lost = Path(self.folder) / f"lost-{os.environ.get('SLURM_RESTART_COUNT') or 0}-{restart}"
         while True:
             try:
-                return agent.wait(timeout=1)
+                code = agent.wait(timeout=1)
+                if code and not stop.received:
+                    with suppress(OSError):  # a full disk; the others find out by their collectives
+                        lost.touch()
+                return code
             except subprocess.TimeoutExpired:
+                if lost.exists() and not stop.received:
+                    # NCCL may not notice that processes of another node are gone, and wait for them
+                    signal_all([*children(agent.pid), agent.pid], signal.SIGKILL)
+                    continue
                 worked = worked or bool(children(agent.pid))
                 if restart and stop.received and not worked:
                     agent.kill()  # it waits for a node that will not come back, and has nothing to save

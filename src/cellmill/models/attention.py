@@ -1,14 +1,15 @@
 """Bidirectional attention inside each cell of a packed batch, behind one function.
 
-On a GPU in half precision, variable-length flash attention; on a CPU tiles of plain matrix products, where cells are
-long; elsewhere scaled-dot-product attention over runs of cells of equal length. Nothing is padded in any of them. The
-padded form is the oracle of the tests.
+On a GPU in half precision, variable-length flash attention where the GPU has it; on a CPU tiles of plain matrix
+products, where cells are long; elsewhere scaled-dot-product attention over runs of cells of equal length. Nothing is
+padded in any of them. The padded form is the oracle of the tests.
 
 Legend: T tokens of the batch, h heads, d width of a head.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import groupby
 
 import torch
@@ -40,10 +41,21 @@ def attention(
     """
     if not lengths:
         return v + 0 * (q + k)  # no cells: nothing to attend to, but gradients flow, as zeros
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+    if _suits_varlen(q):
         longest = max(lengths)
         return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest)
     return _by_length(q, k, v, lengths)
+
+
+def _suits_varlen(q: torch.Tensor) -> bool:
+    """Flash attention's own conditions."""
+    suits = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return suits and _has_flash(q.device)
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere; a V100, whom 16-mixed is for, is older
 
 
 def _by_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:

@@ -24,6 +24,7 @@ from cellmill.parallel.products import product
 from cellmill.parallel.vocabulary import first_row, own_rows
 
 ELEMENTS = {"cpu": 1 << 22}
+SCALED_ROWS = 4096
 """Logits of a chunk: what stays in a CPU's cache. `CHUNK_LOGITS` on other devices, which want large products."""
 
 
@@ -92,8 +93,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # in place: a second copy of the table's gradient would be the largest thing here
-        gradients = (None if own is None else own.mul_(grad) for own in ctx.saved_tensors)
+        gradients = (None if own is None else _scaled(own, grad) for own in ctx.saved_tensors)
         return (*gradients, None, None, None, None, None)
 
 
@@ -114,6 +114,15 @@ def _loss_and_slope(logits: torch.Tensor, answers: torch.Tensor, group: dist.Pro
     if rows:
         logits.scatter_add_(1, at, -inside.to(logits.dtype)[:, None])
     return (sums[0].log() - sums[1]).sum()
+
+
+def _scaled(own: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """`own * factor`, in place: a second copy of the table's gradient would be the largest thing here."""
+    if own.dtype == factor.dtype:
+        return own.mul_(factor)
+    for part in own.split(SCALED_ROWS):  # a GPU would round the factor to 16 bits first
+        part.copy_(part * factor.expand(part.shape))
+    return own
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -7,9 +7,11 @@ not its global rank, since tp and pp peers share their cells.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -83,6 +85,13 @@ def build_mesh(parallel: Parallel, local_world: int, device_type: str) -> Mesh:
     data = devices["dp_replicate", "dp_shard"]
     flat = data._flatten("dp")
     return Mesh(devices, flat.get_local_rank(), flat.size(), flat.get_group(), sizes.tp * sizes.pp)
+
+
+def set_timeouts(timeout: timedelta) -> None:
+    """Gives every process group of this process `timeout`: those of a mesh have torch's, not that of the first."""
+    for group in list(distributed_c10d._world.pg_map):
+        if isinstance(group, dist.ProcessGroup):
+            distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:

@@ -36,7 +36,7 @@ from cellmill.parallel.compile import compile_blocks
 from cellmill.parallel.cuts import stages_of
 from cellmill.parallel.devices import peak_flops
 from cellmill.parallel.materialize import materialize
-from cellmill.parallel.mesh import Mesh, build_mesh
+from cellmill.parallel.mesh import Mesh, build_mesh, set_timeouts
 from cellmill.parallel.pipeline import Pipeline
 from cellmill.parallel.recompute import checkpoint_activations
 from cellmill.parallel.stages import Stages, keep_stage
@@ -78,6 +78,8 @@ def main(path: Path, error_file: Path) -> None:
     steps = total_steps(options.train, train_stream.steps_per_epoch)
 
     checkpoints = Checkpoints(folder, options.train.keep_checkpoints)
+    watch.saving = checkpoints.is_writing
+    set_timeouts(_timeout(options.train.timeout_s))
     progress = resume(folder, checkpoints, model, optimizer, train_stream)
     saved_with = {
         "identity": record["identity"],
@@ -124,7 +126,7 @@ def main(path: Path, error_file: Path) -> None:
 
 def _join(parallel: Parallel, timeout_s: float) -> torch.device:
     """Joins the process group and returns this process's device."""
-    timeout = timedelta(seconds=2 * START_FACTOR * timeout_s)  # torch's own speaks last: it knows no names
+    timeout = _timeout(timeout_s)
     torch.manual_seed(0)  # nothing draws from it: what is random here is keyed by seed and position
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -135,6 +137,11 @@ def _join(parallel: Parallel, timeout_s: float) -> torch.device:
         return device
     dist.init_process_group("gloo", timeout=timeout)
     return torch.device("cpu")
+
+
+def _timeout(timeout_s: float) -> timedelta:
+    """torch's own, which speaks last: it knows no names."""
+    return timedelta(seconds=2 * START_FACTOR * timeout_s)
 
 
 def build_model(

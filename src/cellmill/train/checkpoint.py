@@ -72,7 +72,7 @@ class CheckpointReader(dcp.FileSystemReader):
 
 
 class Checkpoints:
-    """Saves and loads a run's checkpoints. Every method but `raise_if_failed` is collective: every rank.
+    """Saves and loads a run's checkpoints. Methods are collective but where they say not: every rank.
 
     Parameters
     ----------
@@ -121,6 +121,11 @@ class Checkpoints:
             self._finishing.start()
         self.saved_step = step
 
+    def is_writing(self) -> bool:
+        """Whether this process still writes, or rank 0 still looks at what was written. No communication."""
+        writing, finishing = self._writing, self._finishing
+        return (writing is not None and not writing.done()) or (finishing is not None and finishing.is_alive())
+
     def wait(self) -> None:
         """Returns when nothing is being written any more. Raises DataError if that failed."""
         if self._writing is not None:
@@ -134,7 +139,7 @@ class Checkpoints:
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
-        """Raises DataError when a save in the background has failed. Cheap: called each step."""
+        """Raises DataError when a save in the background has failed. Called each step: no communication."""
         if self._error is not None:
             reason = _reason(self._error)
             raise DataError(

@@ -33,6 +33,7 @@ from cellmill.parallel.stages import Stages
 from cellmill.parallel.wrap import Replica
 from cellmill.track.tracker import Tracker
 from cellmill.train.checkpoint import Checkpoints
+from cellmill.train.later import Later, to_device
 from cellmill.train.meter import Meter
 from cellmill.train.occupancy import memory_line, own_memory
 from cellmill.train.profile import StepProfile
@@ -68,17 +69,15 @@ class Progress:
 
 @dataclass
 class Report:
-    """What all ranks know of a step, still on the device.
+    """What all ranks know of a step, still on its way from the device.
 
-    `values` holds [loss, processes whose gradient norm is not finite, those that want to stop, checkpoint due, cells,
-    tokens, FLOPs], summed over processes, and where the step is logged the memory of each.
+    `known` holds [gradient norm, scale of the loss in the next step or 0, loss, processes whose gradient norm is not
+    finite, those that want to stop, checkpoint due, cells, tokens, FLOPs], from the loss on summed over processes, and
+    where the step is logged the memory of each.
     """
 
     step: int
-    values: torch.Tensor
-    norm: torch.Tensor
-    scale: torch.Tensor | None
-    """Of the loss in the next step, where it is scaled."""
+    known: Later
     lr: float
     waited_s: float
     ended: float
@@ -164,16 +163,17 @@ class Trainer:
         with self._part("report", "the sum of losses"):
             own = [self.stop.received is not None, self._due(), *self._work(micro_batches)]
             own += own_memory(self.mesh) if self._is_logged(step + 1) else []
-            known = torch.stack([loss, ~norm.isfinite()])
-            values = self.mesh.sum(torch.cat([known, torch.tensor(own, dtype=torch.float64).to(self.device)]))
+            verdict = torch.stack([loss, (~norm.isfinite()).to(loss)])
+            values = self.mesh.sum(torch.cat([verdict, to_device(own, self.device)]))
         with record_function("optimizer"):
             applied = values[0].isfinite() & (values[1] == 0)
             step_if(applied, self.optimizer)
-            following = None if scale is None else scale.adapt(applied)
+            following = torch.zeros_like(loss) if scale is None else scale.adapt(applied)
+            known = Later(torch.cat([torch.stack([norm.detach().to(loss), following.to(loss)]), values]))
             self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
         cells = [batch.cells for batch in read]
-        return Report(step + 1, values, norm.detach(), following, lr, waited_s, time.perf_counter(), loss, cells)
+        return Report(step + 1, known, lr, waited_s, time.perf_counter(), loss, cells)
 
     @cached_property
     def _scale(self) -> LossScale | None:
@@ -210,29 +210,29 @@ class Trainer:
 
     def _read(self, report: Report) -> tuple[bool, bool]:
         """Checks and logs a step; returns whether to stop and whether a checkpoint is due."""
-        loss, bad_norms, stop, due, cells, tokens, flops, *memory = report.values.tolist()
-        norm = float(report.norm)
+        norm, scale, loss, bad_norms, stop, due, cells, tokens, flops, *memory = report.known.read()
+        scaled = {"loss_scale": scale} if self._scale is not None else {}
         self.progress.cells += round(cells)
         self.meter.cells += round(cells)
         self.meter.tokens += round(tokens)
         self.meter.flops += flops
         self.meter.waited_s += report.waited_s
         if bad_norms or not math.isfinite(loss):
-            self._skipped(report, loss, norm)
+            self._skipped(report, loss, norm, scaled)
             return stop > 0, due > 0
         self.progress.train_loss, self.progress.skipped_in_a_row = loss, 0
         if self._is_logged(report.step):
             line = {"step": report.step, "loss": loss, "lr": report.lr, "grad_norm": norm}
-            line |= {"skipped_steps": self.progress.skipped_steps} | _scale(report)
+            line |= {"skipped_steps": self.progress.skipped_steps} | scaled
             self._log(line | self.meter.read(report.ended) | memory_line(self.device.type, memory))
         return stop > 0, due > 0
 
-    def _skipped(self, report: Report, loss: float, norm: float) -> None:
+    def _skipped(self, report: Report, loss: float, norm: float, scaled: dict[str, float]) -> None:
         """Counts a step that was not applied. Raises UserError when there were too many in a row."""
         progress, what = self.progress, f"loss {loss:g} and gradient norm {norm:g}"
         progress.skipped_steps += 1
-        self._log({"step": report.step, "skipped": what, "skipped_steps": progress.skipped_steps} | _scale(report))
-        if math.isfinite(loss) and report.scale is not None and float(report.scale) >= 1:
+        self._log({"step": report.step, "skipped": what, "skipped_steps": progress.skipped_steps} | scaled)
+        if math.isfinite(loss) and scaled.get("loss_scale", 0) >= 1:
             return  # gradients that float16 cannot hold: how a scale is found, not what is wrong with a run
         progress.skipped_in_a_row += 1
         if progress.skipped_in_a_row < self.train.max_bad_steps:
@@ -281,8 +281,13 @@ class Trainer:
             totals[1] += torch.stack([p.n_targets for p in prepared]).sum()
         self.replica.train()
         loss_sum, targets = self.mesh.sum(totals).tolist()
-        self.progress.val_loss, self.progress.val_step = loss_sum / targets, self.progress.step
-        self._log({"step": self.progress.step, "val_loss": self.progress.val_loss})
+        loss, self.progress.val_step = loss_sum / targets, self.progress.step
+        if not math.isfinite(loss):  # of float16, perhaps; the training itself may be well
+            self.progress.val_loss = None
+            self._log({"step": self.progress.step, "skipped": f"validation loss {loss:g}"})
+            return False
+        self.progress.val_loss = loss
+        self._log({"step": self.progress.step, "val_loss": loss})
         best = self.progress.best_val_loss
         if best is not None and self.progress.val_loss >= best:
             return False
@@ -292,7 +297,3 @@ class Trainer:
     def _log(self, line: dict[str, Any]) -> None:
         for tracker in self.trackers:
             tracker.log(line)
-
-
-def _scale(report: Report) -> dict[str, float]:
-    return {} if report.scale is None else {"loss_scale": float(report.scale)}

@@ -18,6 +18,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from cellmill.train.later import Later
+
 
 @dataclass
 class _Host:
@@ -61,8 +63,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """One step over all parameters with a gradient."""
         assert closure is None, "gradients are those of the backward pass before"
         trained = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        found_inf = None if self.found_inf is None else Later(self.found_inf)  # asked for ahead of the gradients
         arrivals = [self._fetch(parameters) for parameters in trained]
-        if self.found_inf is not None and float(self.found_inf):
+        if found_inf is not None and any(found_inf.read()):
             return
         for group, parameters, arrived in zip(self.param_groups, trained, arrivals):
             if arrived is not None:

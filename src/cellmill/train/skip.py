@@ -23,11 +23,14 @@ def step_if(applied: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
     Parameters
     ----------
     applied
-        Bool scalar, on the parameters' device.
+        Bool scalar. The host waits for it where it lies on a device and the parameters do not.
     optimizer
         Fused: no other looks.
     """
-    optimizer.found_inf = (~applied).to(torch.float32)  # type: ignore[attr-defined]
+    found = (~applied).to(torch.float32)
+    first = next(parameter for group in optimizer.param_groups for parameter in group["params"])
+    # torch would move it without waiting, and parameters on the CPU would read what is not there yet
+    optimizer.found_inf = found.to(first.device)  # type: ignore[attr-defined]
     optimizer.step()
 
 

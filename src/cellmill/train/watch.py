@@ -33,6 +33,8 @@ class Place:
     turn: int
     """Of its thread; one that stands still is that of a process that is stopped, or whose node is gone."""
     host: str
+    saving: bool = False
+    """Whether a checkpoint is being written, which takes as long as it takes."""
 
 
 class Watch:
@@ -40,6 +42,8 @@ class Watch:
 
     def __init__(self) -> None:
         self.passed, self.what, self.warm = 0, "the start", False
+        self.saving: Callable[[], bool] = lambda: False
+        """Whether this process writes a checkpoint: the others may wait for it longer than `timeout_s`."""
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -70,7 +74,7 @@ class Watch:
         try:
             while not self._closing.wait(timeout_s / TURNS):
                 turn += 1
-                mine = Place(self.passed, self.what, turn, host)
+                mine = Place(self.passed, self.what, turn, host, self.saving())
                 store.set(str(rank), json.dumps(asdict(mine)))
                 stood = stood + 1 if mine.passed == passed else 0
                 passed = mine.passed
@@ -79,6 +83,9 @@ class Watch:
                     earlier = _places(store, world)
                 if stood > limit:
                     now = _places(store, world)
+                    if any(place is not None and place.saving for place in now):
+                        stood = 0
+                        continue
                     if mine.passed == min(place.passed for place in now if place is not None):
                         faulthandler.dump_traceback(sys.stderr)  # where, for the log
                     end(finding(earlier, now, timeout_s * limit / TURNS))
