@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from cellmill.config.options import TrainOptions
+from cellmill.config.run import Parallel
 from cellmill.data.stream import Stream
 from cellmill.data.tokens import Batch
 from cellmill.data.vocabulary import Vocabulary
@@ -25,7 +27,7 @@ from cellmill.models import attention
 from cellmill.models.batch import to_tensors
 from cellmill.parallel import compile, cross_entropy, products
 from cellmill.parallel.materialize import plain_name
-from cellmill.parallel.mesh import build_mesh
+from cellmill.parallel.mesh import build_mesh, set_timeouts
 from cellmill.parallel.vocabulary import embed_tokens
 from cellmill.stages.worker import build_model, build_replica, build_streams, open_profile
 from cellmill.train.checkpoint import Checkpoints
@@ -283,6 +285,25 @@ def spoiled(
             for key, value in made.optimizer.state[parameter].items()
         },
     }
+
+
+def spoiled_validation(corpus: str, options: dict[str, Any], folder: str, steps: int) -> dict[str, Any]:
+    """A run whose cells for validation are infinite."""
+    made, lines = trainer(corpus, options, folder, steps)
+    assert made.val_stream is not None
+    made.val_stream = _Spoiled(made.val_stream, list(range(1000)), here=True)  # type: ignore[assignment]
+    done = made.run()
+    made.train_stream.close()
+    made.val_stream.close()
+    return {"done": done, "lines": lines.lines, "progress": vars(made.progress)}
+
+
+def timeouts(parallel: dict[str, Any], seconds: float) -> list[float]:
+    """Of all process groups of a mesh, after all were given one."""
+    build_mesh(Parallel.model_validate(parallel), int(os.environ["LOCAL_WORLD_SIZE"]), "cpu")
+    set_timeouts(timedelta(seconds=seconds))
+    groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]
+    return [group._get_backend(DEVICE).options._timeout.total_seconds() for group in groups]
 
 
 def overflow(

@@ -87,3 +87,13 @@ def test_a_finite_loss_with_an_infinite_gradient_is_skipped_too(
     skipped = [line["skipped"] for line in lines.lines if "skipped" in line]
     assert len(skipped) == 3
     assert all(re.fullmatch(r"loss [\d.]+ and gradient norm (nan|inf)", text) for text in skipped)
+
+
+def test_a_validation_loss_that_is_not_finite_is_told_and_training_goes_on(
+    alone: None, corpus: str, tmp_path: Path
+) -> None:
+    found = cases.spoiled_validation(corpus, options(train={"val_every_steps": 2}), str(tmp_path), 4)
+    assert found["done"]
+    told = [line for line in found["lines"] if "skipped" in line]
+    assert told == [{"step": step, "skipped": "validation loss nan"} for step in (2, 4)]
+    assert [found["progress"][key] for key in ("val_loss", "best_val_loss", "best_step")] == [None, None, None]

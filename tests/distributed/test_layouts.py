@@ -185,3 +185,9 @@ def test_an_epoch_that_leaves_a_rank_without_cells_does_not_hang(pool: Pool, cor
     curves = pool.run("curve", corpus=corpus, options=uneven, folder=str(tmp_path), steps=32)
     assert len(curves[0]) == 32
     assert np.isfinite(curves[0]).all()
+
+
+def test_all_groups_of_a_mesh_wait_as_long(pool: Pool) -> None:
+    for found in pool.run("timeouts", parallel=LAYOUTS["HYBRID_SHARD"], seconds=77.0):
+        assert len(found) > 2
+        assert set(found) == {77.0}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from cellmill.config import check_config
-from cellmill.config.layout import layout
+from cellmill.config import check_config, check_options
+from cellmill.config.layout import check_lanes, layout
 from cellmill.config.machine import Machine
 from cellmill.errors import ConfigError
 
@@ -41,10 +41,14 @@ def options(stage):
 
 def fits_processes(wildcards, resources):
     """True when the profile's processes can be laid out as the run asks: what cannot be is refused by `snakemake -n`."""
-    machine = Machine(nodes=resources.nodes, nproc_per_node=resources.nproc_per_node)
+    run = pipeline.runs[wildcards.run]
+    given = {name: getattr(resources, name) for name in ("nodes", "nproc_per_node")}
+    given["launcher"] = getattr(resources, "launcher", "slurm")  # plan has none, and takes ranges
     try:
+        machine = check_options(Machine, given, "the profile's set-resources")
         for nodes in machine.node_counts:
-            layout(pipeline.runs[wildcards.run].parallel, nodes * machine.nproc_per_node, machine.nproc_per_node)
+            sizes = layout(run.parallel, nodes * machine.nproc_per_node, machine.nproc_per_node)
+            check_lanes(run.stream.lanes, run.train.global_batch, sizes)
     except ConfigError as error:
         sys.exit(f"cellmill: run {wildcards.run}: {error}")  # a WorkflowError would be told by a traceback
     return True

@@ -80,6 +80,7 @@ rule train:
         on_interrupt="cancel",
     params:
         options=options("train"),
+        fits=fits_processes,
         parent=parent_argument,
     shell:
         # Snakemake sets these to the threads of the rule; the launcher divides the cores among the processes

@@ -27,6 +27,11 @@ class Layout:
         """How processes share the same cells, as words to append: ` x tp 2`, ` x pp 4`; empty where they do not."""
         return "".join(f" x {name} {size}" for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1)
 
+    @property
+    def sharers(self) -> str:
+        """What shares the cells, in words."""
+        return f"{self.dp} groups of{self.shared[2:]}" if self.shared else f"{self.dp} processes"
+
 
 def layout(parallel: Parallel, world: int, local_world: int) -> Layout:
     """The layout of `world` processes, `local_world` of them on each node.
@@ -59,6 +64,22 @@ def layout(parallel: Parallel, world: int, local_world: int) -> Layout:
             f"{tp} are one: set it to optimizer, or change nodes and nproc_per_node in the profile"
         )
     return sizes
+
+
+def check_lanes(lanes: int, batch: int, sizes: Layout) -> None:
+    """Raises ConfigError when the processes cannot share stream.lanes evenly, with the nearest numbers that work."""
+    world = sizes.dp
+    if lanes % world == 0:
+        return
+    processes = min((n for n in range(1, lanes + 1) if lanes % n == 0), key=lambda n: abs(n - world))
+    dividing = [n for n in range(world, batch + 1, world) if batch % n == 0]
+    if dividing:
+        other = f"stream.lanes {min(dividing, key=lambda n: abs(n - lanes))}"
+    else:
+        other = f"stream.lanes {world} with train.global_batch {max(1, round(batch / world)) * world}"
+    raise ConfigError(
+        f"stream.lanes {lanes} is not a multiple of {sizes.sharers}: use {processes} of them (the profile), or {other}"
+    )
 
 
 def fewest_micro_batches(parallel: Parallel) -> int:

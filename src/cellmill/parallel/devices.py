@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cellmill.config.run import Parallel
 from cellmill.errors import ConfigError
 
 
@@ -25,11 +26,12 @@ class Device:
     """GB/s to devices of the same node."""
     inter_node_gbs: float | None
     """GB/s to other nodes."""
+    has_bf16: bool = True
 
 
 DEVICES = {
     "cpu": Device(None, None, None, None, None),
-    "v100": Device(32, 125e12, 15.7e12, 150, 6.25),  # fp16 tensor cores; it has no bf16
+    "v100": Device(32, 125e12, 15.7e12, 150, 6.25, has_bf16=False),
     "a100": Device(80, 312e12, 19.5e12, 300, 25),
     "l40s": Device(48, 362e12, 91.6e12, 32, 12.5),
     "h100": Device(80, 989e12, 67e12, 450, 50),
@@ -44,6 +46,12 @@ def device_named(name: str) -> Device:
     if name not in DEVICES:
         raise ConfigError(f"no device is called {name!r}; there are: {', '.join(DEVICES)}; it comes from the profile")
     return DEVICES[name]
+
+
+def check_precision(parallel: Parallel, name: str, device: Device) -> None:
+    """Raises ConfigError where the device has not the number format."""
+    if parallel.precision == "bf16-mixed" and not device.has_bf16:
+        raise ConfigError(f"parallel.precision bf16-mixed: a {name} has no bfloat16; set it to 16-mixed")
 
 
 def peak_flops(product: str, precision: str) -> float | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cellmill.config import check_options
 from cellmill.config.family import WEIGHTS_FORMAT
-from cellmill.config.layout import Layout, layout
+from cellmill.config.layout import check_lanes, layout
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import check_together
 from cellmill.data.manifest import Manifest
@@ -23,8 +23,8 @@ def check_run(options: TrainOptions, nodes: int, nproc_per_node: int, train_cell
         raise ConfigError(str(error)) from None
     sizes = layout(options.parallel, nodes * nproc_per_node, nproc_per_node)
     if train_cells < sizes.dp:
-        raise ConfigError(f"{_sharers(sizes)} for {train_cells} training cells: use fewer processes (the profile)")
-    _check_lanes(options, sizes)
+        raise ConfigError(f"{sizes.sharers} for {train_cells} training cells: use fewer processes (the profile)")
+    check_lanes(options.stream.lanes, options.train.global_batch, sizes)
 
 
 def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
@@ -52,25 +52,3 @@ def check_weights(options: TrainOptions, init_from: Path) -> None:
             raise ConfigError(
                 f"{key} is {now!r}, the model to start from ({init_from}) has {before!r}; make them equal"
             )
-
-
-def _check_lanes(options: TrainOptions, sizes: Layout) -> None:
-    """Raises ConfigError when the processes cannot share the lanes evenly, with the nearest numbers that work."""
-    lanes, batch, world = options.stream.lanes, options.train.global_batch, sizes.dp
-    if lanes % world == 0:
-        return
-    processes = min((n for n in range(1, lanes + 1) if lanes % n == 0), key=lambda n: abs(n - world))
-    dividing = [n for n in range(world, batch + 1, world) if batch % n == 0]
-    if dividing:
-        other = f"stream.lanes {min(dividing, key=lambda n: abs(n - lanes))}"
-    else:
-        other = f"stream.lanes {world} with train.global_batch {max(1, round(batch / world)) * world}"
-    raise ConfigError(
-        f"stream.lanes {lanes} is not a multiple of {_sharers(sizes)}: "
-        f"use {processes} of them (the profile), or {other}"
-    )
-
-
-def _sharers(sizes: Layout) -> str:
-    """What shares the cells, in words."""
-    return f"{sizes.dp} groups of{sizes.shared[2:]}" if sizes.shared else f"{sizes.dp} processes"

@@ -29,13 +29,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and CPU_ALLOCATOR.search(str(error)) is not None
 
 
-def advice(record: dict[str, Any], options: TrainOptions, world: int, nproc_per_node: int) -> str:
+def advice(record: dict[str, Any], options: TrainOptions, world: int, nproc_per_node: int, device: str = "cpu") -> str:
     """What the plan says of one process, and the first change after which it needs a fifth less.
 
     Parameters
     ----------
     record
         run.json.
+    device
+        Its type: that of a CPU has no other memory to put anything in.
     """
     planned = PlanOptions(
         plan=Plan.model_validate({}), **{name: getattr(options, name) for name in TrainOptions.model_fields}
@@ -43,7 +45,7 @@ def advice(record: dict[str, Any], options: TrainOptions, world: int, nproc_per_
     manifest = Manifest.read(Path(record["manifest"]))
     lengths = detected_genes(manifest).clip(max=options.tokens.max_tokens)
     cells = Cells(lengths, int(manifest.vocabulary["n_genes"]))
-    place = Place(world // nproc_per_node, nproc_per_node, "cpu", Limit(0, 0))
+    place = Place(world // nproc_per_node, nproc_per_node, device, Limit(0, 0))
     memory = need(planned, cells, place)
     parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
     listed = ", ".join(f"{name} {amount(n)}" for name, n in parts if n)

@@ -7,6 +7,7 @@ names what is needed, what there is and the first thing to change.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,13 +16,15 @@ from cellmill.config.options import PlanOptions, TrainOptions
 from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError
 from cellmill.files import write_json
-from cellmill.parallel.devices import device_named
+from cellmill.parallel.devices import check_precision, device_named
 from cellmill.stages import plan_suggest
 from cellmill.stages.checks import check_run
 from cellmill.stages.plan_cost import cost
 from cellmill.stages.plan_fit import Place, check_memory, largest_micro_batch, memory_limit
 from cellmill.stages.plan_table import describe, table
 from cellmill.stages.plan_work import Cells, detected_genes
+
+SAMPLED_CELLS = 1 << 22  # more of one length would say no more
 
 
 def run(
@@ -35,48 +38,54 @@ def run(
     cells: int = 1_000_000,
     genes: int = 20_000,
 ) -> None:
-    """Writes plan.json to `out` and prints it as a table. Raises ConfigError when the run cannot work.
+    """Prints the plan as a table and writes it to `out`, plan.json. Raises ConfigError when the run cannot work.
 
-    With `suggest` it prints the best layouts instead, without a `manifest` for an assumed corpus.
+    With `suggest` it prints the best layouts instead. Without a `manifest` a corpus is assumed.
     """
+    device = device.lower()
+    if manifest is None:
+        known_cells, detected, fingerprint = _assumed(options, cells, genes), None, None
+    else:
+        opened = Manifest.read(manifest)
+        detected, fingerprint = detected_genes(opened), opened.fingerprint
+        lengths = np.minimum(detected, options.tokens.max_tokens)
+        known_cells = Cells(lengths, int(opened.vocabulary["n_genes"]), opened.splits["val"].n_obs)
     if suggest:
-        known_cells = _assumed(options, cells, genes) if manifest is None else _cells(options, Manifest.read(manifest))
-        print(plan_suggest.table(plan_suggest.suggest(options, known_cells, machine, device), options), flush=True)
+        found = plan_suggest.suggest(options, known_cells, machine, device)
+        print(plan_suggest.table(found, options, machine, device), flush=True)
+        if not found.fitting:
+            raise ConfigError("no layout fits; why is above")
         return
-    if manifest is None or out is None:
-        raise ConfigError("--manifest and --out are wanted; only --suggest does without")
-    _plan(options, manifest, out, machine, device)
+    plan = _plan(options, known_cells, machine, device)
+    lengths = known_cells.lengths
+    plan["genes_per_cell"] = float((lengths if detected is None else detected).mean())
+    plan["cut_cells_frac"] = 0.0 if detected is None else float((detected > lengths).mean())
+    plan["fingerprint"] = fingerprint
+    if out is not None:
+        write_json(out, plan)
+    print(table(plan), flush=True)
 
 
 def _assumed(options: PlanOptions, cells: int, genes: int) -> Cells:
-    longest = min(options.tokens.max_tokens, genes)
-    print(f"no --manifest: assumed are {cells:,} cells of {longest:,} tokens each, {genes:,} genes\n")
-    return Cells(np.full(cells, longest), genes)
+    longest, val = min(options.tokens.max_tokens, genes), cells // 8  # as shard.val_frac and test_frac have it
+    print(
+        f"no --manifest: assumed are {cells:,} cells of {longest:,} tokens each, {genes:,} genes, and {val:,} cells "
+        "for validation\n"
+    )
+    return Cells(np.full(min(cells, SAMPLED_CELLS), longest), genes, val, number=cells)
 
 
-def _cells(options: PlanOptions, manifest: Manifest) -> Cells:
-    lengths = np.minimum(detected_genes(manifest), options.tokens.max_tokens)
-    return Cells(lengths, int(manifest.vocabulary["n_genes"]))
-
-
-def _plan(options: PlanOptions, manifest: Path, out: Path, machine: Machine, device: str) -> None:
-    known = device_named(device)
-    opened, nproc_per_node = Manifest.read(manifest), machine.nproc_per_node
+def _plan(options: PlanOptions, cells: Cells, machine: Machine, device: str) -> dict[str, Any]:
+    known, nproc_per_node = device_named(device), machine.nproc_per_node
+    check_precision(options.parallel, device, known)
     for nodes in machine.node_counts:
-        check_run(_train_options(options), nodes, nproc_per_node, opened.splits["train"].n_obs)
+        check_run(_train_options(options), nodes, nproc_per_node, cells.n)
     # of a range of nodes the fewest: a process then holds the most
     place = Place(machine.node_counts[0], nproc_per_node, device, memory_limit(options, known, nproc_per_node))
-    detected = detected_genes(opened)
-    lengths = np.minimum(detected, options.tokens.max_tokens)
-    found = Cells(lengths, int(opened.vocabulary["n_genes"]))
-    memory = check_memory(options, found, place)
-    plan = describe(options, cost(options, found, place, known, memory), place)
-    plan["largest_micro_batch"] = largest_micro_batch(options, found, place)
-    plan["genes_per_cell"] = float(detected.mean())
-    plan["cut_cells_frac"] = float((detected > lengths).mean())
-    plan["fingerprint"] = opened.fingerprint
-    write_json(out, plan)
-    print(table(plan), flush=True)
+    memory = check_memory(options, cells, place)
+    plan = describe(options, cost(options, cells, place, known, memory), place)
+    plan["largest_micro_batch"] = largest_micro_batch(options, cells, place)
+    return plan
 
 
 def _train_options(options: PlanOptions) -> TrainOptions:

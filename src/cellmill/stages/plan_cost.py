@@ -31,6 +31,9 @@ class Cost:
     """None where the device's speed is not known."""
     mfu: float | None
     hours: float | None
+    """Validations included."""
+    validation_frac: float | None
+    """Of the hours."""
     gpu_hours: float | None
 
 
@@ -50,12 +53,26 @@ def cost(options: PlanOptions, cells: Cells, place: Place, device: Device, memor
     peak = device.bf16_flops if parallel.low else device.fp32_flops
     network = _network(options, device)
     if peak is None or network is None:
-        return Cost(sizes, work, memory, flops_per_step, traffic, None, None, None, None)
+        return Cost(sizes, work, memory, flops_per_step, traffic, None, None, None, None, None)
     reached = peak * options.plan.mfu_frac
     time = step_time(size, parallel, sizes, traffic, network, reached, tokens, pairs, micro_batches)
-    hours = time.step_s * work.cells_seen / work.cells_per_step / 3600
+    steps_s = time.step_s * work.cells_seen / work.cells_per_step
+    # forward alone, which is a third of a step
+    validations_s = time.step_s / 3 * work.validations * work.val_cells / work.cells_per_step
+    hours = (steps_s + validations_s) / 3600
     mfu = flops_per_step / (time.step_s * peak * place.world)
-    return Cost(sizes, work, memory, flops_per_step, traffic, time, mfu, hours, hours * place.world)
+    return Cost(
+        sizes,
+        work,
+        memory,
+        flops_per_step,
+        traffic,
+        time,
+        mfu,
+        hours,
+        validations_s / 3600 / hours,
+        hours * place.world,
+    )
 
 
 def links(traffic: Sequence[Traffic]) -> dict[str, float]:

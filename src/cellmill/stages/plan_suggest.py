@@ -1,7 +1,8 @@
 """plan --suggest: layouts that a model and a machine allow, the fastest first. Torch-free.
 
 Tried are ddp and the sharding strategies, tp inside a node with sequence parallel, pipelines, and recomputation; the
-rest of the configuration stays. `stream.lanes` is raised where more processes share the cells than it has lanes.
+rest of the configuration stays, with precision, compile and cpu_offload. `stream.lanes` is raised where more processes
+share the cells than it has lanes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions, TrainOptions
 from cellmill.config.run import Parallel
 from cellmill.errors import ConfigError
-from cellmill.parallel.devices import device_named
+from cellmill.parallel.devices import check_precision, device_named
 from cellmill.stages.checks import check_run
 from cellmill.stages.plan_cost import Cost, cost, links
 from cellmill.stages.plan_fit import Place, amount, memory_limit, need
@@ -70,8 +71,9 @@ def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -
     for parallel in layouts(options, place):
         try:
             changed = _enough_lanes(options.model_copy(update={"parallel": parallel}), place)
+            check_precision(parallel, device, known)
             train = TrainOptions(**{name: getattr(changed, name) for name in TrainOptions.model_fields})
-            check_run(train, place.nodes, nproc_per_node, len(cells.lengths))
+            check_run(train, place.nodes, nproc_per_node, cells.n)
         except ConfigError as error:
             kind = re.sub(r"\d+", "", str(error))
             refused[examples.setdefault(kind, str(error))] += 1
@@ -89,15 +91,16 @@ def layouts(options: PlanOptions, place: Place) -> Iterator[Parallel]:
     """Those worth trying; of several that come to the same, one."""
     seen = set()
     for changes in _changes(options, place):
-        parallel = Parallel.model_validate({"precision": options.parallel.precision} | changes)
+        kept = {name: getattr(options.parallel, name) for name in ("precision", "compile", "cpu_offload")}
+        parallel = Parallel.model_validate(kept | changes)
         try:
             sizes = place.layout(parallel)
         except ConfigError:
             yield parallel  # to be refused with its reason
             continue
         # stages of a pipeline keep their weights together whatever the strategy
-        kept = parallel.sharding_strategy == "SHARD_GRAD_OP" and sizes.pp == 1
-        sharding = (parallel.strategy, kept)
+        whole = parallel.sharding_strategy == "SHARD_GRAD_OP" and sizes.pp == 1
+        sharding = (parallel.strategy, whole)
         key = (sizes, sharding if sizes.dp > 1 else None, parallel.schedule, parallel.activation_checkpointing)
         if key not in seen:
             seen.add(key)
@@ -114,7 +117,7 @@ def _changes(options: PlanOptions, place: Place) -> Iterator[dict[str, Any]]:
             if pp > min(blocks, LONGEST_PIPELINE):
                 break
             for schedule in ("1F1B", "Interleaved1F1B") if pp > 1 else ("1F1B",):
-                for how in (None, "full"):
+                for how in (None, "full") if options.parallel.compile else (None, "selective", "full"):
                     for strategy in strategies:
                         axes = {"tp": tp, "sequence_parallel": tp > 1, "pp": pp, "schedule": schedule}
                         yield {**strategy, **axes, "activation_checkpointing": how}
@@ -133,17 +136,20 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def table(found: Suggestions, options: PlanOptions) -> str:
+def table(found: Suggestions, options: PlanOptions, machine: Machine, device: str) -> str:
     """The best as lines to read, why others are not there, and the sections of the first for config.yaml."""
+    nodes, nproc = machine.node_counts[0], machine.nproc_per_node
+    lines = [f"{nodes:,} nodes x {nproc} {device}; of each process its memory, and what it sends in a step", ""]
     head = f"{'memory':>10}  {'hours':>9}  {'MFU':>4}  {'in node':>10}  {'to others':>10}  layout"
-    lines = [head] if found.fitting else ["no layout fits"]
+    lines.append(head if found.fitting else "no layout fits")
     for suggestion in found.fitting[:BEST]:
         taken, parallel = suggestion.cost, suggestion.options.parallel
         sent = links(taken.traffic)
         hours = "unknown" if taken.hours is None else f"{taken.hours:,.3g}"
         mfu = "?" if taken.mfu is None else f"{taken.mfu:.0%}"
         words = layout_words(parallel.model_dump() | vars(taken.sizes))
-        again = ", recomputed" if parallel.activation_checkpointing else ""
+        how = parallel.activation_checkpointing
+        again = (", sequence_parallel" if parallel.sequence_parallel else "") + (f", recompute {how}" if how else "")
         lines.append(
             f"{amount(taken.memory.total):>10}  {hours:>9}  {mfu:>4}  {amount(sent['intra_node']):>10}  "
             f"{amount(sent['inter_node']):>10}  {words}{again}"

@@ -11,6 +11,8 @@ from cellmill.parallel.memory import host_bytes_per_rank
 from cellmill.stages.plan_cost import Cost, describe_traffic, links
 from cellmill.stages.plan_fit import Place, amount
 
+LARGE_FRAC = 0.2  # of the hours, for validations
+
 
 def describe(options: PlanOptions, cost: Cost, place: Place) -> dict[str, Any]:
     """plan.json, but for what is said of the corpus."""
@@ -41,6 +43,9 @@ def describe(options: PlanOptions, cost: Cost, place: Place) -> dict[str, Any]:
         "pipeline_idle_frac": idle_frac(options.parallel, work.most_micro_batches),
         "mfu": cost.mfu,
         "hours": cost.hours,
+        "validation_frac": cost.validation_frac,
+        "validations": work.validations,
+        "val_cells": work.val_cells,
         "gpu_hours": cost.gpu_hours,
         "nodes": place.nodes,
         "nproc_per_node": place.nproc_per_node,
@@ -76,6 +81,12 @@ def table(plan: dict[str, Any]) -> str:
     }
     if memory["host_bytes"]:
         rows["memory"] += f"; {amount(memory['host_bytes'])} of the host's for each"
+    if plan["validations"]:
+        rows["validation"] = f"{plan['validations']:,} times {plan['val_cells']:,} cells"
+        if plan["validation_frac"] is not None:
+            rows["validation"] += f", {plan['validation_frac']:.0%} of the hours"
+            if plan["validation_frac"] > LARGE_FRAC:
+                rows["validation"] += ": lower train.val_cells or raise train.val_every_steps"
     if plan["warmup_steps"] >= plan["steps"]:
         rows["warning"] = f"train.warmup_steps {plan['warmup_steps']} leaves no step at the peak learning rate"
     return "\n".join(f"{name:<12}{value}" for name, value in rows.items())

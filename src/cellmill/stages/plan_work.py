@@ -28,8 +28,17 @@ class Cells:
     """(cells,) int64: tokens of each, in the order of the shards."""
     n_genes: int
     """Of the vocabulary."""
+    validation: int = 0
+    """Cells for validation."""
+    number: int | None = None
+    """How many there are, where `lengths` are those of some."""
     counted: dict[tuple[int, ...], tuple[list[int], int]] = field(default_factory=dict)
     """Micro-batches that were counted already, by what they depend on."""
+
+    @property
+    def n(self) -> int:
+        """Cells of an epoch."""
+        return len(self.lengths) if self.number is None else self.number
 
     @cached_property
     def tokens_per_cell(self) -> float:
@@ -56,6 +65,9 @@ class Work:
     cells_per_step: int
     cells_seen: int
     """Over all steps."""
+    validations: int
+    val_cells: int
+    """Of each validation."""
     micro_batches_per_step: float
     """On average; the same on every rank."""
     most_micro_batches: int
@@ -74,7 +86,7 @@ def detected_genes(manifest: Manifest) -> np.ndarray:
 
 def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
     """Steps, tokens and micro-batches of a run in the layout `sizes`."""
-    train, stream, n_cells = options.train, options.stream, len(cells.lengths)
+    train, stream, n_cells = options.train, options.stream, cells.n
     epoch = EpochLayout(
         (n_cells,), stream.lanes, stream.block_cells, stream.window_blocks, train.global_batch, train.seed, True
     )
@@ -90,6 +102,8 @@ def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
         steps_per_epoch=epoch.steps_per_epoch,
         cells_per_step=min(train.global_batch, n_cells),
         cells_seen=epochs * n_cells + min(rest * train.global_batch, n_cells),
+        validations=-(-steps // train.val_every_steps) if cells.validation else 0,
+        val_cells=cells.validation if train.val_cells is None else min(train.val_cells, cells.validation),
         micro_batches_per_step=float(np.mean(micro_batches)),
         most_micro_batches=max(micro_batches),
         micro_tokens=micro_tokens,

@@ -279,7 +279,8 @@ def _advice(error: BaseException, folder: Path) -> str:
     try:
         record = read_json(folder / "run.json")
         options: TrainOptions = check_options(TrainOptions, record["options"], "run.json")
-        return advice(record, options, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return advice(record, options, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]), device)
     except (MemoryError, OSError, UserError):
         return "lower train.token_budget, or set parallel.activation_checkpointing to full"
 
