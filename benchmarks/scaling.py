@@ -21,16 +21,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
 from train_step import GENES, commit, machine
 
 from cellmill.config.options import PlanOptions, TrainOptions
 from cellmill.data.tokens import Batch
 from cellmill.models.batch import to_tensors
-from cellmill.models.export import initial_tensors
 from cellmill.models.masked.model import MaskedModel
 from cellmill.parallel.clip import clip_grad_norm
 from cellmill.parallel.devices import Device, device_named
-from cellmill.parallel.materialize import materialize
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.speed import NETWORK_FRAC
 from cellmill.parallel.wrap import Replica, shard
@@ -73,7 +72,10 @@ def work(rank: int, world: int, folder: str, arguments: argparse.Namespace) -> N
     with torch.device("meta"):
         model = MaskedModel(chosen.model, GENES, chosen.tokens)  # type: ignore[arg-type]
     shard(model, model.plan.blocks, chosen.parallel, mesh)
-    materialize(model, torch.device("cpu"), initial_tensors(model, 0))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).normal_(0.0, 0.02)
     replica, optimizer = Replica(model, chosen.parallel, mesh), build_optimizer(model, chosen.train)
     random = np.random.default_rng(rank)
     genes = np.concatenate([random.permutation(GENES)[:LENGTH] + 2 for _ in range(arguments.cells)]).astype(np.int32)
