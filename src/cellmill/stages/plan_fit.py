@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 from cellmill.config.layout import Layout, layout
@@ -16,6 +17,7 @@ from cellmill.parallel.memory import Memory, memory_per_rank
 from cellmill.stages.plan_work import Cells, measure_work
 
 GB = 1e9
+FREE = 2  # halvings of a micro-batch, which cost less than a forward pass done again
 MOST_TOKENS = 1 << 24
 
 
@@ -98,6 +100,9 @@ def remedy(options: PlanOptions, cells: Cells, place: Place) -> str:
     def fits(options: PlanOptions, place: Place = place) -> bool:
         return need(options, cells, place).total <= place.limit.usable
 
+    for smaller in islice(_smaller_budgets(options), FREE):
+        if fits(smaller):
+            return f"lower train.token_budget to {smaller.train.token_budget}"
     changes: list[str] = []
     if options.parallel.activation_checkpointing is None:
         options = _with(options, activation_checkpointing="full")

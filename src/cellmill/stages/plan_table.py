@@ -81,6 +81,8 @@ def table(plan: dict[str, Any]) -> str:
     }
     if memory["host_bytes"]:
         rows["memory"] += f"; {amount(memory['host_bytes'])} of the host's for each"
+    if sizes["cpu_offload"] is not None and plan["hours"] is not None:
+        rows["not counted"] = "what cpu_offload copies between host and device, and the host's AdamW"
     if plan["validations"]:
         rows["validation"] = f"{plan['validations']:,} times {plan['val_cells']:,} cells"
         if plan["validation_frac"] is not None:
