@@ -1,11 +1,12 @@
-"""Cells and tokens a second of one training step: packed, as cellmill trains, against two padded encoders.
+"""Cells a second of one training step: cellmill's own, against two padded encoders of plain PyTorch.
 
-The shape: 4 cells a batch with 500 to 4,096 genes each (log-normal, mean
-about 1,940, as in real cells), 20,000 genes, masked_gene at 15 %, fused AdamW. Every model takes the same cells in
-turn, step by step. On a CPU the ratios are of CPU-seconds, which hold on a machine that is shared where seconds do
-not; give it --threads 1 there, since waiting threads spin. The peers are
-`torch.nn.TransformerEncoder` and, where transformers is installed, `BertForMaskedLM`; both pad to the longest cell
-and compute logits at every position, which is how they are commonly used.
+The shape: 4 cells a step with 500 to 4,096 genes each (log-normal, mean about 1,940, as in real cells), 20,000 genes,
+masked_gene at 15 %. A step is all of it: masks, forward and backward, clipping at norm 1, fused AdamW. Every model has
+the same cells, the same masks and the same learning rate step by step, and its loss after all of them is printed. On a
+CPU the ratios are of CPU-seconds, which hold on a machine that is shared where seconds do not; give it --threads 1
+there, since waiting threads spin. The peers are `torch.nn.TransformerEncoder` and, where transformers is installed,
+`BertForMaskedLM`; both pad to the longest cell and compute logits at every position, which is how they are commonly
+used.
 
     python benchmarks/train_step.py [--steps 5] [--threads 1] [--device cpu]
 """
@@ -20,21 +21,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from cellmill.config.run import Tokens
+from cellmill.config.run import Parallel, Tokens, Train
 from cellmill.data.tokens import Batch
-from cellmill.models.batch import TensorBatch, to_tensors
+from cellmill.models.batch import TensorBatch, on_device, to_tensors
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.masked.model import MaskedModel
-from cellmill.models.masked.objective import MASK_TOKEN
+from cellmill.models.masked.objective import mask
+from cellmill.parallel.clip import clip_grad_norm
+from cellmill.parallel.mesh import build_mesh
+from cellmill.parallel.wrap import Replica
+from cellmill.train.optimizer import build_optimizer
 
 try:
     from transformers import BertConfig, BertForMaskedLM
@@ -44,14 +51,16 @@ except ImportError:
 HIDDEN, LAYERS, HEADS, GENES, CELLS, MASK_FRAC = 256, 4, 4, 20_000, 4, 0.15
 SHORTEST, LONGEST, MEAN = 500, 4096, 1940
 VOCABULARY = GENES + 2
-PACKED = "packed (cellmill)"
+PACKED = "cellmill"
 NOT_ASKED = -100  # ignored by cross_entropy
 TOKENS = Tokens(tokenizer="continuous", max_tokens=LONGEST)
 CONFIG = MaskedConfig(
     objective="masked_gene", mask_frac=MASK_FRAC, cell_loss_weight=0, hidden=HIDDEN, layers=LAYERS, heads=HEADS
 )
+TRAIN = Train(steps=1, lr=1e-4)
 
-Loss = Callable[[TensorBatch, int], torch.Tensor]
+Work = Callable[[TensorBatch, int], float]
+"""A whole step over a batch; its mean loss."""
 
 
 class PaddedEncoder(nn.Module):
@@ -60,6 +69,7 @@ class PaddedEncoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.genes = nn.Embedding(VOCABULARY, HIDDEN)
+        nn.init.normal_(self.genes.weight, std=0.02)  # as the others; it is the matrix of the logits too
         self.values = nn.Sequential(nn.Linear(1, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, HIDDEN))
         layer = nn.TransformerEncoderLayer(
             HIDDEN, HEADS, 4 * HIDDEN, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
@@ -75,42 +85,50 @@ class PaddedEncoder(nn.Module):
         return F.linear(x, self.genes.weight, self.bias)
 
 
-def packed(device: torch.device) -> tuple[nn.Module, Loss]:
-    """cellmill's own model, with the loss that the peers have."""
-    return _packed(CONFIG, device)
+def packed(device: torch.device, precision: str) -> Work:
+    """cellmill's own model and step, with the loss that the peers have."""
+    return _packed(CONFIG, device, precision)
 
 
-def packed_with_cell_loss(device: torch.device) -> tuple[nn.Module, Loss]:
+def packed_with_cell_loss(device: torch.device, precision: str) -> Work:
     """The same with the second loss it has by default, and its second set of logits."""
-    return _packed(CONFIG.model_copy(update={"cell_loss_weight": 1.0}), device)
+    return _packed(CONFIG.model_copy(update={"cell_loss_weight": 1.0}), device, precision)
 
 
-def _packed(config: MaskedConfig, device: torch.device) -> tuple[nn.Module, Loss]:
+def _packed(config: MaskedConfig, device: torch.device, precision: str) -> Work:
     model = MaskedModel(config, GENES, TOKENS)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             model.reset_parameter(name, parameter, torch.Generator().manual_seed(0))
+    parallel = Parallel(strategy="ddp", precision="bf16-mixed" if precision == "bf16" else "32-true")
+    mesh = build_mesh(parallel, 1, device.type)
+    replica = Replica(model.to(device), parallel, mesh)
+    optimizer = build_optimizer(model, TRAIN)
 
-    def loss(batch: TensorBatch, step: int) -> torch.Tensor:
-        prepared = model.prepare(batch, seed=0, step=step)
-        return model(prepared) / prepared.n_targets
+    def work(batch: TensorBatch, step: int) -> float:
+        prepared = on_device(model.prepare(batch, seed=0, step=step), device)
+        loss = replica.forward_backward([prepared], prepared.n_targets)
+        clip_grad_norm(model, TRAIN.clip_norm, mesh.pp)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
 
-    return model.to(device), loss
+    return work
 
 
-def padded(device: torch.device) -> tuple[nn.Module, Loss]:
+def padded(device: torch.device, precision: str) -> Work:
     """torch.nn.TransformerEncoder."""
     model = PaddedEncoder().to(device)
 
     def loss(batch: TensorBatch, step: int) -> torch.Tensor:
-        genes, values, inside, answers = pad(batch, step)
+        genes, values, inside, answers = pad(batch, step, device)
         logits = model(genes, values, inside)
         return F.cross_entropy(logits.flatten(0, 1).float(), answers.flatten(), ignore_index=NOT_ASKED)
 
-    return model, loss
+    return _plain(model, loss, device, precision)
 
 
-def bert(device: torch.device) -> tuple[nn.Module, Loss]:
+def bert(device: torch.device, precision: str) -> Work:
     """Hugging Face's BERT, which reads genes alone."""
     config = BertConfig(
         vocab_size=VOCABULARY,
@@ -126,18 +144,39 @@ def bert(device: torch.device) -> tuple[nn.Module, Loss]:
     model = BertForMaskedLM(config).to(device)
 
     def loss(batch: TensorBatch, step: int) -> torch.Tensor:
-        genes, _, inside, answers = pad(batch, step)
+        genes, _, inside, answers = pad(batch, step, device)
         return model(input_ids=genes, attention_mask=inside.long(), labels=answers).loss
 
-    return model, loss
+    return _plain(model, loss, device, precision)
 
 
-def pad(batch: TensorBatch, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _plain(
+    model: nn.Module, loss: Callable[[TensorBatch, int], torch.Tensor], device: torch.device, precision: str
+) -> Work:
+    """A step as it is written for any PyTorch model."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=TRAIN.lr, betas=(TRAIN.beta1, TRAIN.beta2), fused=True)
+    model.train()
+
+    def work(batch: TensorBatch, step: int) -> float:
+        with torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext():
+            value = loss(batch, step)
+        value.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return value.item()
+
+    return work
+
+
+def pad(
+    batch: TensorBatch, step: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Masked genes, values, which tokens are of a cell, and answers; (cells, longest) each."""
-    generator = torch.Generator().manual_seed(step)
-    masked = (torch.rand(len(batch.genes), generator=generator) < MASK_FRAC).to(batch.genes.device)
+    prepared = mask(batch, "masked_gene", MASK_FRAC, seed=0, step=step)
+    masked = torch.zeros(len(batch.genes), dtype=torch.bool).index_fill(0, prepared.targets, True)
     packed_tensors = (
-        batch.genes.masked_fill(masked, MASK_TOKEN),
+        prepared.genes,
         batch.values,
         torch.ones_like(masked),
         batch.genes.masked_fill(~masked, NOT_ASKED),
@@ -147,10 +186,10 @@ def pad(batch: TensorBatch, step: int) -> tuple[torch.Tensor, torch.Tensor, torc
         pad_sequence(x.split(batch.lengths), batch_first=True, padding_value=fill)
         for x, fill in zip(packed_tensors, fills)
     )
-    return genes, values, inside, answers
+    return genes.to(device), values.to(device), inside.to(device), answers.to(device)
 
 
-def draw_batches(steps: int, device: torch.device, seed: int = 0) -> Iterator[TensorBatch]:
+def draw_batches(steps: int, seed: int = 0) -> Iterator[TensorBatch]:
     """Random cells; their lengths are what matters."""
     random = np.random.default_rng(seed)
     for _ in range(steps):
@@ -159,23 +198,27 @@ def draw_batches(steps: int, device: torch.device, seed: int = 0) -> Iterator[Te
         genes = np.concatenate([random.choice(GENES, n, replace=False) + 2 for n in lengths]).astype(np.int32)
         values = random.gamma(2.0, 0.5, len(genes)).astype(np.float32)
         cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        yield to_tensors(Batch(genes, values, cu_seqlens, np.arange(CELLS)), device)
+        yield to_tensors(Batch(genes, values, cu_seqlens, np.arange(CELLS)))
 
 
-def timed(
-    loss: Loss, optimizer: torch.optim.Optimizer, batch: TensorBatch, step: int, context: AbstractContextManager[None]
-) -> tuple[float, float]:
-    """Seconds of forward, backward and optimizer step, and seconds of work: all threads' on a CPU."""
-    synchronize(batch.genes.device)
+@dataclass
+class Took:
+    """One step."""
+
+    wall_s: float
+    work_s: float
+    """Of all threads on a CPU."""
+    loss: float
+
+
+def timed(work: Work, batch: TensorBatch, step: int, device: torch.device) -> Took:
+    """A step by the clock."""
+    synchronize(device)
     began, cpu_began = time.perf_counter(), time.process_time()
-    with context:
-        value = loss(batch, step)
-    value.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    synchronize(batch.genes.device)
+    loss = work(batch, step)
+    synchronize(device)
     wall, cpu = time.perf_counter() - began, time.process_time() - cpu_began
-    return wall, cpu if batch.genes.device.type == "cpu" else wall
+    return Took(wall, cpu if device.type == "cpu" else wall, loss)
 
 
 def synchronize(device: torch.device) -> None:
@@ -185,52 +228,61 @@ def synchronize(device: torch.device) -> None:
 
 def measure(
     device: torch.device, steps: int
-) -> tuple[dict[tuple[str, str], list[tuple[float, float]]], list[int], list[int]]:
-    """Seconds of each step by (model, precision); tokens of each step; tokens with padding."""
+) -> tuple[dict[tuple[str, str], list[Took]], list[int], list[int], dict[str, str]]:
+    """Each step by (model, precision); tokens of each step; tokens with padding; where a step's time goes."""
     makers = {
         PACKED: packed,
-        "packed, with the cell loss": packed_with_cell_loss,
+        "cellmill, with the cell loss": packed_with_cell_loss,
         "nn.TransformerEncoder, padded": padded,
     }
     if BertForMaskedLM is not None:
         makers["BertForMaskedLM sdpa, padded"] = bert
-    seconds: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    runs = {}
-    for name, make in makers.items():
-        model, loss = make(device)
-        model.train()
-        runs[name] = loss, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    runs = {(name, low): make(device, low) for low in ("fp32", "bf16") for name, make in makers.items()}
+    took: dict[tuple[str, str], list[Took]] = {}
     tokens, with_padding = [], []
-    for step, batch in enumerate(draw_batches(steps + 1, device)):
+    for step, batch in enumerate(draw_batches(steps + 1)):
         print(f"step {step} of {steps}", file=sys.stderr, flush=True)
-        for name, (loss, optimizer) in runs.items():
-            for precision in ("fp32", "bf16"):
-                autocast = torch.autocast(device.type, torch.bfloat16)
-                context = autocast if precision == "bf16" else nullcontext()
-                took = timed(loss, optimizer, batch, step, context)
-                if step:  # the first allocates and warms up
-                    seconds.setdefault((name, precision), []).append(took)
+        for key, work in runs.items():
+            found = timed(work, batch, step, device)
+            if step:  # the first allocates and warms up
+                took.setdefault(key, []).append(found)
         if step:
             tokens.append(sum(batch.lengths))
             with_padding.append(CELLS * max(batch.lengths))
-    return seconds, tokens, with_padding
+    profiles = {low: profile(runs[PACKED, low], batch, steps + 1, device) for low in ("fp32", "bf16")}
+    return took, tokens, with_padding, profiles
 
 
-def table(seconds: dict[tuple[str, str], list[tuple[float, float]]], tokens: list[int]) -> str:
+def profile(work: Work, batch: TensorBatch, step: int, device: torch.device) -> str:
+    """The operations that take most of a step of their own, as a table."""
+    with torch.profiler.profile() as seen:
+        work(batch, step)
+    of = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    averages = seen.key_averages()
+    total = sum(getattr(event, of) for event in averages)
+    averages = sorted(averages, key=lambda event: -getattr(event, of))[:10]
+    lines = ["| operation | calls | share of the step |", "|---|---:|---:|"]
+    lines += [f"| {event.key} | {event.count} | {getattr(event, of) / total:.0%} |" for event in averages]
+    return "\n".join(lines)
+
+
+def table(all_took: dict[tuple[str, str], list[Took]], tokens: list[int]) -> str:
     """One line for each model and precision: medians over steps, and how many times the work of packed it is."""
     lines = [
         "| model | precision | seconds of work a step | cells per second of work | tokens per second of work "
-        "| cells/s by the clock | times the work of packed |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "| cells/s by the clock | loss at the end | times the work of cellmill |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for (name, precision), took in seconds.items():
-        wall, work = zip(*took)
-        ratio = statistics.median(there / here for there, (_, here) in zip(work, seconds[PACKED, precision]))
+    for (name, precision), took in all_took.items():
+        work = [one.work_s for one in took]
+        ours = [one.work_s for one in all_took[PACKED, precision]]
+        ratio = statistics.median(there / here for there, here in zip(work, ours))
         lines.append(
             f"| {name} | {precision} | {statistics.median(work):.2f} "
             f"| {statistics.median(CELLS / t for t in work):.2f} "
             f"| {statistics.median(n / t for n, t in zip(tokens, work)):,.0f} "
-            f"| {statistics.median(CELLS / t for t in wall):.2f} | {ratio:.2f} |"
+            f"| {statistics.median(CELLS / one.wall_s for one in took):.2f} "
+            f"| {took[-1].loss:.3f} | {ratio:.2f} |"
         )
     return "\n".join(lines)
 
@@ -268,13 +320,18 @@ def main() -> None:
     print(f"command: python {' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}")
     if BertForMaskedLM is None:
         print("BertForMaskedLM was not run: transformers is not installed")
-    seconds, tokens, with_padding = measure(device, arguments.steps)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    took, tokens, with_padding, profiles = measure(device, arguments.steps)
     print(
         f"shape: H {HIDDEN}, {LAYERS} layers, {HEADS} heads, {GENES:,} genes, {CELLS} cells a step, "
         f"{statistics.mean(tokens) / CELLS:,.0f} genes a cell on average ({SHORTEST:,}-{LONGEST:,}), "
         f"{MASK_FRAC:.0%} masked; padding adds {sum(with_padding) / sum(tokens) - 1:.0%} tokens\n"
     )
-    print(table(seconds, tokens))
+    print(table(took, tokens))
+    for precision, lines in profiles.items():
+        print(f"\nWhere a step of cellmill goes, {precision}:\n\n{lines}")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ def main(argv: list[str] | None = None) -> int:
             arguments["options"] = _options(stage, arguments)
         if "nodes" in arguments:
             given = {name: arguments.pop(name) for name in Machine.model_fields if name in arguments}
+            if stage == "plan":  # of any number of nodes a range may have
+                given["launcher"] = "slurm"
             arguments["machine"] = check_options(Machine, given, "the machine (profile, set-resources)")
         importlib.import_module(f"cellmill.stages.{stage}").run(**arguments)
     except UserError as error:
@@ -112,10 +114,15 @@ def _parser() -> argparse.ArgumentParser:
     shard.add_argument("--out", type=Path, required=True, help="manifest.json; shards go beside it")
 
     plan = _stage(stages, "plan", "memory, time and steps of a run, before anything is queued", "run")
-    plan.add_argument("--manifest", type=Path, required=True, help="of the shards")
-    plan.add_argument("--out", type=Path, required=True, help="plan.json")
+    plan.add_argument("--manifest", type=Path, help="of the shards; without it a corpus is assumed")
+    plan.add_argument("--out", type=Path, help="plan.json; without it nothing is written")
     _machine(plan)
-    plan.add_argument("--device", default="cpu", help="what each process computes on, such as h100")
+    plan.add_argument("--device", default="cpu", help="what each process computes on, such as h100 (default: cpu)")
+    plan.add_argument("--suggest", action="store_true", help="print the best layouts instead")
+    assumed = {"cells": 1_000_000, "genes": 20_000}
+    for name, number in assumed.items():
+        text = "assumed without a manifest (default: %(default)s)"
+        plan.add_argument(f"--{name}", type=_count, default=number, help=text)
 
     train = _stage(stages, "train", "train a run, or go on with it", "run")
     train.add_argument("--manifest", type=Path, required=True, help="of the shards")
@@ -219,6 +226,13 @@ def _cluster(parser: argparse.ArgumentParser) -> None:
         if name not in _HOW_MANY:
             text = f"{field.description} (default: {field.default or 'none'})".replace("%", "%%")
             group.add_argument(_flag(name), default=field.default, help=text)
+
+
+def _count(text: str) -> int:
+    number = int(float(text))
+    if not 1 <= number <= 10**12:
+        raise ValueError
+    return number
 
 
 def _flag(name: str) -> str:

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch._dynamo.utils
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from cellmill.config.options import TrainOptions
+from cellmill.config.run import Parallel
+from cellmill.data.stream import Stream
+from cellmill.data.tokens import Batch
 from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import UserError
+from cellmill.models import attention
+from cellmill.models.batch import to_tensors
+from cellmill.parallel import compile, cross_entropy, products
 from cellmill.parallel.materialize import plain_name
-from cellmill.parallel.mesh import build_mesh
-from cellmill.parallel.wrap import Replica
-from cellmill.stages.worker import build_model, build_streams
+from cellmill.parallel.mesh import build_mesh, set_timeouts
+from cellmill.parallel.vocabulary import embed_tokens
+from cellmill.stages.worker import build_model, build_replica, build_streams, open_profile
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.folder import TrainFolder
 from cellmill.train.loop import Progress, Trainer
@@ -54,8 +68,8 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
     lines = Lines()
     made = Trainer(
         model=model,
-        replica=Replica(model, parsed.parallel, mesh),
-        optimizer=build_optimizer(model, parsed.train),
+        replica=build_replica(model, parsed.parallel, mesh),
+        optimizer=build_optimizer(model, parsed.train, parsed.parallel.cpu_offload),
         mesh=mesh,
         device=DEVICE,
         train=parsed.train,
@@ -65,7 +79,7 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
         val_stream=val_stream,
         checkpoints=Checkpoints(TrainFolder(Path(folder)), parsed.train.keep_checkpoints),
         trackers=[lines],
-        meter=Meter(DEVICE, None, mesh.dp_world),
+        meter=Meter(None, dist.get_world_size()),
         stop=_NoSignal(),
         progress=Progress(),
         saved_with={"fingerprint": train_stream.fingerprint},
@@ -91,6 +105,42 @@ def curve(corpus: str, options: dict[str, Any], folder: str, steps: int, load: b
     return [[line["loss"], line["grad_norm"]] for line in lines.lines if "loss" in line]
 
 
+def curve_compiled(
+    corpus: str, options: dict[str, Any], folder: str, steps: int, backend: str
+) -> tuple[list[list[float]], int]:
+    """As `curve`, with what compiles by `backend`; and how many graphs were compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    kept, compile.BACKEND = compile.BACKEND, backend
+    try:
+        found = curve(corpus, options, folder, steps)
+    finally:
+        compile.BACKEND = kept
+    return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def curve_by_products(corpus: str, options: dict[str, Any], folder: str, steps: int) -> list[list[float]]:
+    """As `curve`, with the ways of long cells and large matrices on a CPU taken by small ones too."""
+    kept = attention.LONG, products.LARGE
+    attention.LONG, products.LARGE = 1, 0
+    try:
+        return curve(corpus, options, folder, steps)
+    finally:
+        attention.LONG, products.LARGE = kept
+
+
+def profiled(corpus: str, options: dict[str, Any], folder: str, steps: int, first: int, last: int) -> list[list[float]]:
+    """As `curve`, with steps `first` to `last` recorded in `folder`/profile."""
+    options = options | {"train": options["train"] | {"profile_steps": [first, last]}}
+    made, lines = trainer(corpus, options, folder, steps)
+    made.profile = open_profile(TrainFolder(Path(folder)), made.train, DEVICE)
+    made.run()
+    assert made.profile is not None
+    made.profile.close()
+    made.train_stream.close()
+    return [[line["loss"], line["grad_norm"]] for line in lines.lines if "loss" in line]
+
+
 def initial_parameters(corpus: str, options: dict[str, Any]) -> dict[str, Any]:
     """Every full parameter before training, as bytes, with this rank's local shape and placements."""
     parsed = TrainOptions.model_validate(options)
@@ -99,25 +149,193 @@ def initial_parameters(corpus: str, options: dict[str, Any]) -> dict[str, Any]:
     model = build_model(parsed, vocabulary, None, mesh, DEVICE)
     found: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
-        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         found[plain_name(name)] = {
-            "bytes": full.detach().numpy().tobytes(),
+            "bytes": full(parameter).numpy().tobytes(),
             "mesh": list(parameter.device_mesh.shape) if isinstance(parameter, DTensor) else [],
             "placements": [str(p) for p in parameter.placements] if isinstance(parameter, DTensor) else [],
             "local": list(parameter.to_local().shape) if isinstance(parameter, DTensor) else list(parameter.shape),
-            "full": list(full.shape),
+            "full": list(parameter.shape),
         }
     return found
 
 
+def cut_vocabulary(arrays: list[Any]) -> list[Any]:
+    """The summed loss over a table that all ranks share, and the whole gradients of twice it."""
+    table, bias, states, tokens, answers = map(torch.from_numpy, arrays)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows, kept = -(-len(table) // mesh.size()), cross_entropy.ELEMENTS["cpu"]
+    cut = distribute_tensor(table, mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+    for tensor in (bias, states):
+        tensor.requires_grad_()
+    cross_entropy.ELEMENTS["cpu"] = 2 * rows  # two or three targets at once
+    try:
+        loss = cross_entropy.token_loss(states + embed_tokens(tokens, cut)[:7], cut, bias, answers)
+    finally:
+        cross_entropy.ELEMENTS["cpu"] = kept
+    gradients = torch.autograd.grad(2 * loss, (cut, bias, states))
+    return [loss.item(), *(full(gradient).numpy() for gradient in gradients)]
+
+
+def held(corpus: str, options: dict[str, Any]) -> dict[str, float]:
+    """What this rank has of the parameters, and what autograd keeps of a forward pass, in elements."""
+    made, _ = trainer(corpus, options, corpus, 1)
+    own = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in made.model.named_parameters()}
+    weights = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
+    batch = next(iter(made.train_stream))[0]
+    prepared = made._prepare([to_tensors(batch)], 0)[0]
+    kept: dict[int, torch.UntypedStorage] = {}  # alive, or an address would be counted once for two tensors
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.trigger_wait()
+        storage = local.untyped_storage()
+        if local.is_floating_point() and storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        made.replica(prepared).backward()
+    made.train_stream.close()
+    return {
+        "parameters": sum(tensor.numel() for tensor in own.values()),
+        "activations_per_token": sum(storage.nbytes() for storage in kept.values()) / 4 / len(prepared.genes),
+    }
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that may be spread over ranks. Collective."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 def parameters_after(corpus: str, options: dict[str, Any], folder: str, steps: int) -> dict[str, bytes]:
     """Every full parameter after `steps` steps, as this rank sees it."""
+    return dict(all_parameters_after(corpus, options, folder, steps))
+
+
+def all_parameters_after(corpus: str, options: dict[str, Any], folder: str, steps: int) -> list[tuple[str, bytes]]:
+    """The same as pairs: a process may have two copies of one parameter."""
     made, _ = trainer(corpus, options, folder, steps)
     made.run()
     made.train_stream.close()
     if made.val_stream is not None:
         made.val_stream.close()
+    return [(plain_name(name), full(p).numpy().tobytes()) for name, p in made.model.named_parameters()]
+
+
+def validation(corpus: str, options: dict[str, Any], folder: str) -> float:
+    """Validation loss before any step."""
+    made, lines = trainer(corpus, options, folder, 1)
+    made._validate(made.val_stream)
+    made.train_stream.close()
+    assert made.val_stream is not None
+    made.val_stream.close()
+    return float(lines.lines[-1]["val_loss"])
+
+
+class _Spoiled:
+    """A stream whose cells have infinite values in some steps, on one data-parallel rank."""
+
+    def __init__(self, stream: Stream, steps: list[int], here: bool) -> None:
+        self._stream, self._steps, self._here = stream, steps, here
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        first = self._stream.state_dict()["step"] + 1
+        for step, batches in enumerate(self._stream, first):
+            spoil = self._here and step in self._steps
+            yield [replace(batch, values=batch.values + np.inf) if spoil else batch for batch in batches]
+
+
+def spoiled(
+    corpus: str, options: dict[str, Any], folder: str, steps: int, bad: list[int], load: bool = False
+) -> dict[str, Any]:
+    """A run whose cells of data-parallel rank 1, or 0 where there is no other, are infinite in the steps `bad`."""
+    made, lines = trainer(corpus, options, folder, steps)
+    if load:
+        checkpoint, _ = TrainFolder(Path(folder)).newest_whole()
+        assert checkpoint is not None
+        made.checkpoints.load(checkpoint, made.model, made.optimizer)
+        made.progress = Progress(**checkpoint.state()["progress"])
+        made.train_stream.load_state_dict(made.train_stream.state_dict() | {"step": made.progress.step})
+    mesh = made.mesh
+    made.train_stream = _Spoiled(made.train_stream, bad, mesh.dp_rank == min(1, mesh.dp_world - 1))  # type: ignore[assignment]
+    error = ""
+    try:
+        made.run()
+    except UserError as ended:
+        error = str(ended)
+    made.checkpoints.wait()
+    made.train_stream.close()
+    if made.val_stream is not None:
+        made.val_stream.close()
+    dist.barrier()
+    timed = ("cells_per_s", "tokens_per_s", "data_wait_frac", "peak_resident_gb", "resident_gb")
+    counted = {key: value for key, value in vars(made.progress).items() if key != "wall_s"}
     return {
-        plain_name(name): (p.full_tensor() if isinstance(p, DTensor) else p).detach().numpy().tobytes()
-        for name, p in made.model.named_parameters()
+        "error": error,
+        "progress": counted,
+        "lines": [{key: value for key, value in line.items() if key not in timed} for line in lines.lines],
+        "parameters": {plain_name(name): full(p).numpy().tobytes() for name, p in made.model.named_parameters()},
+        "moments": {
+            f"{plain_name(name)}.{key}": full(value).numpy().tobytes()
+            for name, parameter in made.model.named_parameters()
+            for key, value in made.optimizer.state[parameter].items()
+        },
     }
+
+
+def spoiled_validation(corpus: str, options: dict[str, Any], folder: str, steps: int) -> dict[str, Any]:
+    """A run whose cells for validation are infinite."""
+    made, lines = trainer(corpus, options, folder, steps)
+    assert made.val_stream is not None
+    made.val_stream = _Spoiled(made.val_stream, list(range(1000)), here=True)  # type: ignore[assignment]
+    done = made.run()
+    made.train_stream.close()
+    made.val_stream.close()
+    return {"done": done, "lines": lines.lines, "progress": vars(made.progress)}
+
+
+def timeouts(parallel: dict[str, Any], seconds: float) -> list[float]:
+    """Of all process groups of a mesh, after all were given one."""
+    build_mesh(Parallel.model_validate(parallel), int(os.environ["LOCAL_WORLD_SIZE"]), "cpu")
+    set_timeouts(timedelta(seconds=seconds))
+    groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]
+    return [group._get_backend(DEVICE).options._timeout.total_seconds() for group in groups]
+
+
+def overflow(
+    corpus: str, options: dict[str, Any], folder: str, steps: int, at: int, rank: int, initial: float
+) -> list[list[Any]]:
+    """[loss, gradient norm, scale of the next loss, whether this rank's parameters changed] of each step.
+
+    Loss and norm are None where it was skipped. In step `at` one gradient of process `rank` becomes infinite after the
+    backward pass.
+    """
+    made, lines = trainer(corpus, options, folder, steps)
+    made.progress.loss_scale = initial
+    backward, step, changed = made.replica.forward_backward, made.optimizer.step, []
+
+    def overflowing(*args: Any) -> torch.Tensor:
+        loss = backward(*args)
+        if made.progress.step + 1 == at and dist.get_rank() == rank:
+            gradients = [_own(p.grad) for p in made.model.parameters() if p.grad is not None]
+            next(gradient for gradient in gradients if gradient.numel()).fill_(torch.inf)
+        return loss
+
+    def watched() -> None:
+        before = [_own(p).detach().clone() for p in made.model.parameters()]
+        step()
+        changed.append(any(not torch.equal(a, _own(b)) for a, b in zip(before, made.model.parameters())))
+
+    made.replica.forward_backward, made.optimizer.step = overflowing, watched  # type: ignore[method-assign, assignment]
+    made.run()
+    made.train_stream.close()
+    found = [line for line in lines.lines if "loss_scale" in line]
+    return [[line.get("loss"), line.get("grad_norm"), line["loss_scale"], did] for line, did in zip(found, changed)]
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,51 +1,82 @@
 """Four real processes in one gloo group, started once for all distributed tests.
 
-A test hands a function of `cases.py` by name to every rank and gets each rank's result, or the first traceback.
+A test hands a function of `cases.py`, or of a module beside it, by name to every rank and gets each rank's result, or
+the first traceback.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import multiprocessing
 import os
 import tempfile
 import traceback
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
+
+MOST_THREADS = 60  # of gloo, for groups that torch still knows after their world has ended; they are not idle
 
 
 class Pool:
-    """`world` processes that wait for work; `run` is the only thing to call."""
+    """`world` processes that wait for work; `run` is the only thing to call. After a failure they are new ones."""
 
     def __init__(self, world: int, local_world: int) -> None:
+        self.world, self.local_world = world, local_world
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+
+    def run(self, case: str, **arguments: Any) -> list[Any]:
+        """Results of `cases.<case>(**arguments)` by rank, or of `<module>.<case>`. Raises AssertionError with a rank's
+        traceback.
+        """
+        if self._threads() > MOST_THREADS:
+            self.close()
+        if not self.processes:
+            self._start()
+        for pipe in self.pipes:
+            pipe.send((case, arguments))
+        answers: dict[int, Any] = {}
+        failed: dict[int, str] = {}
+        waiting, within_s = dict(zip(self.pipes, range(self.world))), 180.0
+        while waiting and (ready := wait(list(waiting), within_s)):
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                ok, answer = pipe.recv()  # type: ignore[union-attr]
+                (answers if ok else failed)[rank] = answer
+            within_s = 5.0 if failed else within_s  # the others may wait for this one for ever
+        if waiting or failed:
+            self.close()
+        for rank, text in sorted(failed.items()):
+            raise AssertionError(f"rank {rank} in {case}:\n{text}")
+        assert not waiting, f"ranks {sorted(waiting.values())} did not answer {case} within {within_s:g} s"
+        return [answers[rank] for rank in range(self.world)]
+
+    def _threads(self) -> int:
+        return max(
+            (len(list(Path(f"/proc/{p.pid}/task").iterdir())) for p in self.processes if p.is_alive()), default=0
+        )
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        self.pipes, self.processes = [], []
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         rendezvous = tempfile.mktemp(prefix="cellmill-pool-")
-        self.pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(world):
+        for rank in range(self.world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, local_world, rendezvous, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.world, self.local_world, rendezvous, theirs), daemon=True
+            )
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
-
-    def run(self, case: str, **arguments: Any) -> list[Any]:
-        """Results of `cases.<case>(**arguments)` by rank. Raises AssertionError with a rank's traceback."""
-        for pipe in self.pipes:
-            pipe.send((case, arguments))
-        answers = []
-        for rank, pipe in enumerate(self.pipes):
-            assert pipe.poll(180), f"rank {rank} did not answer {case} within 180 s"
-            answers.append(pipe.recv())
-        for rank, (ok, answer) in enumerate(answers):
-            assert ok, f"rank {rank} in {case}:\n{answer}"
-        return [answer for _, answer in answers]
-
-    def close(self) -> None:
-        for pipe in self.pipes:
-            pipe.send(None)
-        for process in self.processes:
-            process.join(10)
-            process.kill()
 
 
 def _serve(rank: int, world: int, local_world: int, rendezvous: str, pipe: Connection) -> None:
@@ -54,15 +85,21 @@ def _serve(rank: int, world: int, local_world: int, rendezvous: str, pipe: Conne
     import torch
     import torch.distributed as dist
 
-    from tests.distributed import cases
-
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    number = 0
     while (work := pipe.recv()) is not None:
         case, arguments = work
+        # a world for each case: a mesh's groups, and gloo's threads for each, would else pile up. The last one's ends
+        # only here, when all ranks are known to be through with it
+        if dist.is_initialized():
+            gc.collect()
+            dist.destroy_process_group()
+        number += 1
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}-{number}", rank=rank, world_size=world)
         try:
-            answer = True, getattr(cases, case)(**arguments)
+            module, _, name = case.rpartition(".")
+            found = importlib.import_module(f"tests.distributed.{module or 'cases'}")
+            answer = True, getattr(found, name)(**arguments)
         except BaseException:
             answer = False, traceback.format_exc()
         pipe.send(answer)
-    dist.destroy_process_group()

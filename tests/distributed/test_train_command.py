@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -25,11 +26,13 @@ from tests.distributed.conftest import options
 STEPS = 20
 
 
-def command(corpus: str, out: Path, opts: dict[str, Any], nodes: int = 1, nproc: int = 1) -> list[str]:
+def command(
+    corpus: str, out: Path, opts: dict[str, Any], nodes: int = 1, nproc: int = 1, max_restarts: int = 0
+) -> list[str]:
     return [
         *(sys.executable, "-m", "cellmill.cli", "train", "--options", json.dumps(opts), "--out", str(out)),
         *("--manifest", f"{corpus}/shards/manifest.json", "--vocabulary", f"{corpus}/vocabulary.tsv"),
-        *("--nodes", str(nodes), "--nproc-per-node", str(nproc)),
+        *("--nodes", str(nodes), "--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)),
     ]
 
 
@@ -57,7 +60,8 @@ def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
         time.sleep(0.02)
 
 
-def workers_of(out: Path) -> list[psutil.Process]:
+def processes_of(out: Path) -> list[psutil.Process]:
+    """Agents and workers."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -68,11 +72,27 @@ def workers_of(out: Path) -> list[psutil.Process]:
     return found
 
 
+def workers_of(out: Path) -> list[psutil.Process]:
+    found = []
+    for process in processes_of(out):
+        try:
+            if "torch.distributed.run" not in process.cmdline():
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def worker(out: Path, rank: int) -> psutil.Process:
+    return next(process for process in workers_of(out) if process.environ().get("RANK") == str(rank))
+
+
 def none_left(out: Path, within_s: float = 20) -> bool:
+    """Whether no agent and no worker lives on."""
     give_up = time.monotonic() + within_s
-    while workers_of(out) and time.monotonic() < give_up:
+    while processes_of(out) and time.monotonic() < give_up:
         time.sleep(0.1)
-    return not workers_of(out)
+    return not processes_of(out)
 
 
 def long_run(steps: int = 400) -> dict[str, Any]:
@@ -116,8 +136,8 @@ def test_a_run_killed_three_times_has_the_curve_of_one_left_alone(corpus: str, t
         process = start(corpus, killed, opts)
         reached += chance.randint(5, 40)
         wait_for_step(killed, reached, process)
-        worker = workers_of(killed)[0]
-        pid = {"command": process.pid, "worker": worker.pid, "agent": worker.parent().pid}[victim]
+        first = workers_of(killed)[0]
+        pid = {"command": process.pid, "worker": first.pid, "agent": first.parent().pid}[victim]
         os.kill(pid, signal.SIGKILL)
         process.wait(60)
         assert none_left(killed), f"a worker lives on after its {victim} was killed"
@@ -130,7 +150,75 @@ def test_a_run_killed_three_times_has_the_curve_of_one_left_alone(corpus: str, t
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+def kill_worker(out: Path, but: int = 0) -> int:
+    """Kills a worker that is not `but`, as soon as there is one; gives its number."""
+    give_up = time.monotonic() + 60
+    while not (found := [process.pid for process in workers_of(out) if process.pid != but]):
+        assert time.monotonic() < give_up, "no worker within 60 s"
+        time.sleep(0.05)
+    os.kill(found[0], signal.SIGKILL)
+    return found[0]
+
+
+def test_kill_9_of_a_worker_or_an_agent_restarts_from_the_last_checkpoint_with_the_same_curve(
+    corpus: str, tmp_path: Path
+) -> None:
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    opts = options(train={"steps": 120, "checkpoint_every_steps": 10})
+    assert train(corpus, alone, opts, nodes=2).returncode == 0
+    process = start(corpus, killed, opts, nodes=2, max_restarts=2)
+    wait_for_step(killed, 15, process)
+    kill_worker(killed)
+    wait_for_step(killed, 60, process)
+    workers_of(killed)[0].parent().kill()
+    assert process.wait(120) == 0
+    log = killed.with_suffix(".log").read_text()
+    assert "starting all again from the last checkpoint, restart 1 of 2\n" in log
+    assert "a process was lost (its agent ended with signal 9): starting all again" in log
+    assert len(re.findall(r"going on from step [1-9]\d*0\n", log)) == 2
+    assert losses(killed) == losses(alone)
+    assert none_left(killed)
+
+
+def test_a_loss_that_comes_twice_from_the_same_step_is_not_started_again(corpus: str, tmp_path: Path) -> None:
+    out = tmp_path / "train"
+    opts = options(train={"steps": 2000, "checkpoint_every_steps": 10_000})
+    process = start(corpus, out, opts, max_restarts=5)
+    wait_for_step(out, 3, process)
+    kill_worker(out, but=kill_worker(out))
+    assert process.wait(60) == 2
+    log = out.with_suffix(".log").read_text()
+    assert "a process was lost again without a new checkpoint after step 0: not started again\n" in log
+    assert log.count("starting all again") == 1
+    assert none_left(out)
+
+
+def test_what_a_process_refuses_is_not_tried_again(corpus: str, tmp_path: Path) -> None:
+    opts = options(train={"steps": 50, "lr": 1e38, "warmup_steps": 0, "clip_norm": None})
+    done = train(corpus, tmp_path / "train", opts, nproc=2, max_restarts=2)
+    assert done.returncode == 2
+    assert "starting all again" not in done.stdout
+    assert done.stderr.splitlines()[-1].startswith("cellmill train: loss ")
+
+
+def test_after_the_loss_of_one_of_two_agents_the_other_goes_on_with_the_whole(corpus: str, tmp_path: Path) -> None:
+    alone, out = tmp_path / "alone", tmp_path / "train"
+    opts = options(train={"steps": 60, "checkpoint_every_steps": 10})
+    assert train(corpus, alone, opts).returncode == 0
+    process = start(corpus, out, opts, nodes=2)
+    wait_for_step(out, 25, process)
+    worker(out, 1).parent().kill()
+    assert process.wait(60) == 2
+    assert none_left(out)
+    done = train(corpus, out, opts, nodes=1)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^going on from step [1-9]\d*0$", done.stdout, re.M)
+    assert json.loads((out / "status.json").read_text())["world_size"] == 1
+    for step, loss in losses(alone).items():
+        assert losses(out)[step] == pytest.approx(loss, abs=1e-4)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_saves_at_one_common_step_and_exits_75(corpus: str, tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "train"
     opts = options(train={"steps": 2000, "checkpoint_every_steps": 10_000, "val_every_steps": 10_000})
@@ -143,6 +231,45 @@ def test_a_signal_saves_at_one_common_step_and_exits_75(corpus: str, tmp_path: P
     assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{state['step']:08}"]
     last = out.with_suffix(".log").read_text().splitlines()[-1]
     assert last == (f"cellmill train: stopped at step {state['step']} of 2000, saved; run the same command to go on")
+    assert none_left(out)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "layout",
+    [{"strategy": "ddp"}, {"sharding_strategy": "FULL_SHARD"}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}],
+)
+def test_a_signal_to_one_process_stops_all_at_one_step_in_every_layout(
+    corpus: str, tmp_path: Path, layout: dict[str, Any], number: signal.Signals
+) -> None:
+    out = tmp_path / "train"
+    opts = options(layout, train={"steps": 2000, "checkpoint_every_steps": 10_000})
+    process = start(corpus, out, opts, nproc=2, max_restarts=2)
+    wait_for_step(out, 3, process)
+    worker(out, 1).send_signal(number)
+    assert process.wait(60) == 75
+    state = json.loads((out / "state.json").read_text())
+    assert state["state"] == "stopped"
+    assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{state['step']:08}"]
+    assert none_left(out)
+    log = out.with_suffix(".log").read_text()
+    for trouble in ("unwaited", "redistributing", "starting all again"):
+        assert trouble not in log, log
+
+
+def test_a_rank_that_hangs_is_named_with_its_node_and_what_the_others_wait_in(corpus: str, tmp_path: Path) -> None:
+    out = tmp_path / "train"
+    opts = options(train={"steps": 2000, "checkpoint_every_steps": 10_000, "timeout_s": 8})
+    process = start(corpus, out, opts, nproc=2)
+    wait_for_step(out, 3, process)
+    worker(out, 1).suspend()
+    assert process.wait(100) == 2
+    last = out.with_suffix(".log").read_text().splitlines()[-1]
+    assert re.fullmatch(
+        rf"cellmill train: rank 1 on {os.uname().nodename} did not come through the [a-z ]+ of step \d+ for 8 s "
+        r"\(train\.timeout_s\) and the others wait: it does not answer",
+        last,
+    )
     assert none_left(out)
 
 
@@ -185,9 +312,37 @@ def test_a_loss_that_is_not_finite_stops_with_one_line(corpus: str, tmp_path: Pa
     opts = options(train={"steps": 50, "lr": 1e38, "warmup_steps": 0, "clip_norm": None})
     done = train(corpus, out, opts)
     assert done.returncode == 2
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("cellmill train: loss "), done.stderr
-    assert "lower train.lr (1e+38) or raise train.warmup_steps; the checkpoints before it are untouched" in last
+    cell = r"sim:\S+ \(train-\S+\.h5ad row \d+\)"
+    assert re.fullmatch(
+        r"cellmill train: loss (nan|inf) and gradient norm (nan|inf) at step \d+, skipped as were the 4 before it "
+        r"\(train\.max_bad_steps 5\): lower train\.lr \(1e\+38\) or raise train\.warmup_steps; the checkpoints before "
+        rf"it are untouched; rank 0 had {cell}, {cell}, {cell}, {cell} and 12 more cells, which are in the log",
+        done.stderr.splitlines()[-1],
+    ), done.stderr
+    assert len(re.findall(cell, done.stdout)) == 16
+    assert none_left(out)
+
+
+def test_a_process_that_cannot_have_its_memory_says_what_was_planned(corpus: str, tmp_path: Path) -> None:
+    # two matrices of 160 GB and more, where a process may have 32
+    opts = options(model={"hidden": 200_000, "layers": 1}, train={"steps": 2})
+    limit = 32 << 30
+    done = subprocess.run(
+        command(corpus, tmp_path / "train", opts, max_restarts=2),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(
+        rf"cellmill train: rank 0 on {os.uname().nodename}: out of memory \(.*allocate.*\); [\d.]+ TB were planned for "
+        r"each process, most of it optimizer \(optimizer [\d.]+ TB, .*parameters [\d.]+ TB, .*\): (use|set) .+ "
+        r"\(the profile\).*",
+        done.stderr.splitlines()[-1],
+    ), done.stderr
+    assert "starting all again" not in done.stdout
+    assert none_left(tmp_path / "train")
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_any_process_starts(corpus: str, tmp_path: Path) -> None:

@@ -54,7 +54,8 @@ def attributes_read() -> set[str]:
             tree = ast.parse(path.read_text(encoding="utf-8"))
             found |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     texts = [*(ROOT / "workflow").rglob("*.smk"), *(ROOT / "src").rglob("*.html")]
-    for path in [*texts, ROOT / "src" / "cellmill" / "config" / "pipeline.py"]:
+    config = ROOT / "src" / "cellmill" / "config"
+    for path in [*texts, config / "pipeline.py", config / "layout.py"]:
         found |= set(re.findall(r"\.([a-z_]+)", path.read_text(encoding="utf-8")))
     return found
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.config.options import PreprocessOptions, ShardOptions, VocabularyOptions
 from cellmill.config.run import Tokens
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.files import sha256_file, write_json
-from cellmill.models.export import FORMAT, build, initial_tensors, write_safetensors
+from cellmill.models.export import build, initial_tensors, write_safetensors
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.stages import preprocess, shard, vocabulary
 
@@ -33,7 +34,7 @@ def export_model(folder: Path, genes: Path, tokens: dict[str, Any] | None = None
     """The folder of a small model over the vocabulary in `genes`, with the weights that `seed` gives."""
     known = Vocabulary.read(genes)
     config = {
-        "format": FORMAT,
+        "format": WEIGHTS_FORMAT,
         "family": "masked",
         "model": MaskedConfig.model_validate(SMALL | model).model_dump(mode="json"),
         "tokens": Tokens.model_validate({"max_tokens": 64} | (tokens or {})).model_dump(mode="json"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cellmill.models import tiles
 from cellmill.models.attention import attention, attention_padded
 
 LENGTHS = {
@@ -12,6 +13,7 @@ LENGTHS = {
     "equal": [6, 6, 6],
     "runs of equal cells": [4, 4, 9, 9, 9, 2],
     "one cell": [11],
+    "short and long cells": [5, 300, 300, 257, 2],
 }
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
@@ -59,6 +61,26 @@ def test_a_cell_does_not_see_another() -> None:
     for x in (q, k, v):
         x[4:] = 7.0
     assert torch.equal(attention(q, k, v, _cu_seqlens(lengths), lengths)[:4], before[:4])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_tiles_of_queries_leave_none_out(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(tiles, "SCORES", 300 * 7)  # seven queries at once, with a rest
+    lengths = [300, 1, 299]
+    packed, padded = _qkv(sum(lengths), dtype), _qkv(sum(lengths), dtype)
+    out, expected = attention(*packed, _cu_seqlens(lengths), lengths), attention_padded(*padded, lengths)
+    torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    for ours, theirs in zip(packed, padded):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=4 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_tiles_keep_no_scores_for_the_backward_pass() -> None:
+    packed, kept = _qkv(400, torch.float32), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        attention(*packed, _cu_seqlens([400]), [400])
+    assert max(kept) == packed[0].numel() < 400 * 400
 
 
 def test_no_cells_give_no_tokens_and_gradients_of_no_tokens() -> None:

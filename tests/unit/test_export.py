@@ -173,8 +173,8 @@ def test_a_missing_file_is_named(exported: Path, name: str, message: str) -> Non
 
 def test_another_format_is_refused(exported: Path) -> None:
     path = exported / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
-    assert _error(exported) == f"{path}: not a model of format 1; export it again (consolidate)"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
+    assert _error(exported) == f"{path}: not a model of format 2; export it again (consolidate)"
 
 
 def test_an_unknown_option_in_config_json_is_named(exported: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from cellmill.models.keyed import keyed_bits, keyed_dropout, threshold
+from cellmill.models.keyed import keyed_bits, keyed_dropout, keyed_state, threshold
 
 WORD = (1 << 64) - 1
 
@@ -56,11 +56,12 @@ def test_a_share_of_the_bits_lies_below_the_threshold() -> None:
 def test_dropout_depends_on_token_salt_and_column_and_not_on_the_company() -> None:
     keys = keyed_bits(torch.arange(64), 9)
     x = torch.ones(64, 32)
-    whole = keyed_dropout(x, 0.25, keys, salt=3)
+    states = keyed_state(keys, 3)
+    whole = keyed_dropout(x, 0.25, states)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(keyed_dropout(x[order], 0.25, keys[order], salt=3), whole[order])
-    assert torch.equal(keyed_dropout(x[5:9], 0.25, keys[5:9], salt=3), whole[5:9])
-    assert not torch.equal(keyed_dropout(x, 0.25, keys, salt=4), whole)
+    assert torch.equal(keyed_dropout(x[order], 0.25, states[order]), whole[order])
+    assert torch.equal(keyed_dropout(x[5:9], 0.25, states[5:9]), whole[5:9])
+    assert not torch.equal(keyed_dropout(x, 0.25, keyed_state(keys, 4)), whole)
     assert whole.unique().tolist() == [0.0, torch.tensor(1 / 0.75).item()]
     assert abs((whole == 0).double().mean().item() - 0.25) < 0.03
 
@@ -68,7 +69,7 @@ def test_dropout_depends_on_token_salt_and_column_and_not_on_the_company() -> No
 def test_torchs_own_generator_is_neither_read_nor_moved() -> None:
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    first = keyed_dropout(torch.ones(8, 8), 0.5, torch.arange(8), salt=0)
+    first = keyed_dropout(torch.ones(8, 8), 0.5, keyed_state(torch.arange(8), 0))
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(2)
-    assert torch.equal(keyed_dropout(torch.ones(8, 8), 0.5, torch.arange(8), salt=0), first)
+    assert torch.equal(keyed_dropout(torch.ones(8, 8), 0.5, keyed_state(torch.arange(8), 0)), first)

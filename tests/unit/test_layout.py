@@ -1,4 +1,4 @@
-"""Sizes of the mesh's axes, and what each layout costs on a process."""
+"""Sizes of the mesh's axes, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,19 +8,12 @@ from typing import Any
 
 import pytest
 
-from cellmill.config.run import Parallel, Tokens
+from cellmill.config.family import FamilyConfig
+from cellmill.config.layout import Layout, layout
+from cellmill.config.run import Parallel, Stream, Tokens, Train, check_together
 from cellmill.errors import ConfigError
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.parallel.devices import DEVICES, device_named, peak_flops
-from cellmill.parallel.layout import Layout, layout
-from cellmill.parallel.memory import Memory, memory_per_rank
-
-SIZE = MaskedConfig(hidden=64, layers=6, heads=4, objective="masked_gene").size(2000, Tokens(max_tokens=512))
-
-
-def _memory(world: int, tokens: int = 4096, micro_batches: int = 1, **options: Any) -> Memory:
-    parallel = Parallel.model_validate(options)
-    return memory_per_rank(SIZE, parallel, layout(parallel, world, world), tokens, micro_batches)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +26,16 @@ def _memory(world: int, tokens: int = 4096, micro_batches: int = 1, **options: A
         ({"sharding_strategy": "HYBRID_SHARD"}, 8, 4, Layout(2, 4)),
         ({"sharding_strategy": "HYBRID_SHARD"}, 1, 1, Layout(1, 1)),
         ({"sharding_strategy": "HYBRID_SHARD", "shard_size": 2}, 8, 8, Layout(4, 2)),
+        ({"strategy": "ddp", "tp": 2}, 8, 4, Layout(4, 1, 2)),
+        ({"sharding_strategy": "FULL_SHARD", "tp": 8}, 8, 4, Layout(1, 1, 8)),
+        ({"sharding_strategy": "HYBRID_SHARD", "tp": 2}, 16, 8, Layout(2, 4, 2)),
+        ({"sharding_strategy": "HYBRID_SHARD", "tp": 8}, 16, 4, Layout(2, 1, 8)),
+        ({"sharding_strategy": "HYBRID_SHARD", "tp": 2, "shard_size": 2}, 8, 8, Layout(2, 2, 2)),
+        ({"strategy": "ddp", "pp": 4}, 8, 4, Layout(2, 1, 1, 4)),
+        ({"sharding_strategy": "FULL_SHARD", "pp": 2}, 8, 4, Layout(1, 4, 1, 2)),
+        ({"sharding_strategy": "HYBRID_SHARD", "pp": 2}, 16, 4, Layout(2, 4, 1, 2)),
+        ({"sharding_strategy": "HYBRID_SHARD", "pp": 4}, 8, 4, Layout(1, 2, 1, 4)),
+        ({"sharding_strategy": "HYBRID_SHARD", "pp": 2, "tp": 2}, 32, 8, Layout(2, 4, 2, 2)),
     ],
 )
 def test_the_layout_of_each_strategy(options: dict[str, Any], world: int, local_world: int, expected: Layout) -> None:
@@ -48,6 +51,129 @@ def test_a_group_size_that_does_not_divide_is_refused_with_one_that_does() -> No
 
 
 @pytest.mark.parametrize(
+    ("options", "world", "local_world", "message"),
+    [
+        (
+            {"tp": 3},
+            8,
+            8,
+            "parallel.tp 3 does not divide 8 processes; 2 does, or change nodes and nproc_per_node in the profile",
+        ),
+        (
+            {"pp": 3},
+            8,
+            8,
+            "parallel.pp 3 does not divide 8 processes; 2 does, or change nodes and nproc_per_node in the profile",
+        ),
+        (
+            {"pp": 2, "tp": 3},
+            8,
+            8,
+            "parallel.tp 3 does not divide the 4 processes of each of pp 2; 2 does, "
+            "or change nodes and nproc_per_node in the profile",
+        ),
+        (
+            {"pp": 2, "tp": 2, "shard_size": 3},
+            16,
+            8,
+            "parallel.shard_size 3 does not divide 4 groups of tp 2 x pp 2; 2 does, "
+            "or change nodes and nproc_per_node in the profile",
+        ),
+        (
+            {"tp": 4},
+            12,
+            6,
+            "parallel.tp 4 cuts nodes of 6 processes; 3 fits, or set parallel.shard_size",
+        ),
+        (
+            {"tp": 2, "shard_size": 8},
+            12,
+            12,
+            "parallel.shard_size 8 does not divide 6 groups of tp 2; 6 does, "
+            "or change nodes and nproc_per_node in the profile",
+        ),
+    ],
+)
+def test_a_product_that_cannot_be_is_refused_with_the_nearest_that_can(
+    options: dict[str, Any], world: int, local_world: int, message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        layout(Parallel.model_validate(options), world, local_world)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "message"),
+    [
+        ({"heads": 6, "hidden": 48}, {"tp": 4}, "parallel.tp 4 does not divide model.heads 6; 3 does"),
+        ({"ffn_hidden": 63}, {"tp": 2}, "parallel.tp 2 does not divide model.ffn_hidden 63; 1 does"),
+        (
+            {},
+            {"sequence_parallel": True},
+            "parallel.sequence_parallel is read with tensor parallel alone: set parallel.tp, or no",
+        ),
+        (
+            {"layers": 6},
+            {"pp": 4, "schedule": "ZBV"},
+            "parallel.pp 4 with schedule ZBV makes 8 stages of model.layers 6: each needs one; pp 3 fits",
+        ),
+        (
+            {"layers": 3},
+            {"pp": 4},
+            "parallel.pp 4 with schedule 1F1B makes 4 stages of model.layers 3: each needs one; pp 3 fits",
+        ),
+        (
+            {"layers": 3},
+            {"pp": 2, "schedule": "DualPipeV"},
+            "parallel.pp 2 with schedule DualPipeV makes 4 stages of model.layers 3: each needs one; "
+            "1F1B makes fewer, or set pp to 1",
+        ),
+        (
+            {},
+            {"schedule": "ZBV"},
+            "parallel.schedule is read with a pipeline alone: set parallel.pp, or leave it out",
+        ),
+        (
+            {},
+            {"microbatches": 8},
+            "parallel.microbatches is read with a pipeline alone: set parallel.pp, or leave it out",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_cut_so_is_refused(
+    model: dict[str, Any], parallel: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match="parallel") as error:
+        _check(MaskedConfig.model_validate(model), parallel)
+    assert str(error.value) == message
+
+
+def test_a_family_that_names_nothing_to_cut_is_refused_with_tensor_parallel_and_pipelines() -> None:
+    class Plain(MaskedConfig):
+        def cut_by_tp(self) -> dict[str, int]:
+            return FamilyConfig.cut_by_tp(self)
+
+        def cut_by_pp(self) -> dict[str, int]:
+            return FamilyConfig.cut_by_pp(self)
+
+    _check(Plain(), {})
+    with pytest.raises(ValueError, match="does not say") as error:
+        _check(Plain(), {"pp": 2})
+    assert str(error.value) == (
+        "parallel.pp 2: the family masked does not say where a pipeline may cut it; set it to 1"
+    )
+    with pytest.raises(ValueError, match="does not say") as error:
+        _check(Plain(), {"tp": 2})
+    assert str(error.value) == (
+        "parallel.tp 2: the family masked does not say what tensor parallel may cut; set it to 1"
+    )
+
+
+def _check(model: FamilyConfig, parallel: dict[str, Any]) -> None:
+    check_together(Tokens(), Stream(), model, Parallel.model_validate(parallel), Train(steps=1))
+
+
+@pytest.mark.parametrize(
     ("options", "name"),
     [
         ({"strategy": "ddp"}, "strategy ddp"),
@@ -58,65 +184,6 @@ def test_a_group_size_that_nothing_reads_is_refused(options: dict[str, Any], nam
     with pytest.raises(ConfigError) as error:
         layout(Parallel.model_validate(options | {"shard_size": 2}), 4, 4)
     assert str(error.value) == f"parallel.shard_size is read by HYBRID_SHARD alone, not by {name}; set it to null"
-
-
-def test_one_process_holds_weights_gradients_and_moments_in_float32() -> None:
-    found = _memory(1)
-    parameters = SIZE.parameters
-    assert (found.parameters, found.gradients, found.optimizer) == (4 * parameters, 4 * parameters, 8 * parameters)
-    assert (found.gathered, found.communication) == (0, 0)
-    assert found.activations == 4 * SIZE.activations_per_token * 4096
-    assert found.total == 16 * parameters + found.activations + found.logits
-
-
-def test_ddp_keeps_everything_on_each_process_and_its_buckets_are_the_gradients() -> None:
-    alone, four = _memory(1, strategy="ddp"), _memory(4, strategy="ddp")
-    assert four == alone
-
-
-def test_full_shard_divides_what_is_kept_by_the_processes() -> None:
-    for world in (2, 4, 8):
-        found = _memory(world, sharding_strategy="FULL_SHARD")
-        share = -(-SIZE.parameters // world)
-        assert (found.parameters, found.gradients, found.optimizer) == (4 * share, 4 * share, 8 * share)
-        outside = SIZE.parameters - 6 * SIZE.block_parameters
-        assert found.gathered == 4 * (outside + 2 * SIZE.block_parameters)
-
-
-def test_strategies_are_ordered_by_what_they_spare() -> None:
-    def total(strategy: str, **options: Any) -> int:
-        return _memory(8, sharding_strategy=strategy, **options).total
-
-    hybrid = total("HYBRID_SHARD", shard_size=4)
-    assert total("FULL_SHARD") < hybrid < total("NO_SHARD")
-    assert total("FULL_SHARD") < total("SHARD_GRAD_OP") < total("NO_SHARD")
-
-
-def test_accumulated_gradients_are_whole_until_they_are_reduced() -> None:
-    once, twice = (_memory(4, micro_batches=n, sharding_strategy="FULL_SHARD") for n in (1, 2))
-    assert twice.total - once.total == 4 * SIZE.parameters
-    once, twice = (_memory(4, micro_batches=n, strategy="ddp") for n in (1, 2))
-    assert twice == once
-
-
-def test_bf16_halves_activations_and_gathered_weights_but_not_what_is_kept() -> None:
-    exact, low = (
-        _memory(4, sharding_strategy="FULL_SHARD", precision=precision) for precision in ("32-true", "bf16-mixed")
-    )
-    assert (low.parameters, low.gradients, low.optimizer, low.logits) == (
-        exact.parameters,
-        exact.gradients,
-        exact.optimizer,
-        exact.logits,
-    )
-    assert 2 * low.activations == exact.activations
-    assert 2 * low.gathered == exact.gathered
-
-
-def test_activation_checkpointing_keeps_one_block_and_the_inputs_of_all() -> None:
-    kept, recomputed = (_memory(1, activation_checkpointing=how).activations for how in (None, "full"))
-    assert recomputed < kept / 3
-    assert recomputed == 4 * SIZE.activations_per_token_checkpointed * 4096
 
 
 def test_devices_are_known_by_the_name_of_the_profile_and_of_the_product() -> None:
@@ -133,7 +200,47 @@ def test_devices_are_known_by_the_name_of_the_profile_and_of_the_product() -> No
 
 def test_layout_and_memory_do_not_import_torch() -> None:
     code = (
-        "import sys, cellmill.parallel.layout, cellmill.parallel.memory, cellmill.stages.plan;"
+        "import sys, cellmill.config.layout, cellmill.parallel.memory, cellmill.stages.plan;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_parameters_on_the_cpu_are_refused_where_fsdp_does_not_keep_them() -> None:
+    full = {"cpu_offload": "full"}
+    with pytest.raises(ValueError, match="cpu_offload") as error:
+        _check(MaskedConfig(), full | {"strategy": "ddp"})
+    assert str(error.value) == (
+        "parallel.cpu_offload full is FSDP2's, not strategy ddp's: set strategy to fsdp, or optimizer"
+    )
+    with pytest.raises(ConfigError) as refused:
+        layout(Parallel.model_validate(full | {"tp": 2, "pp": 2}), 4, 4)
+    assert str(refused.value) == (
+        "parallel.cpu_offload full is FSDP2's, which needs two data-parallel processes; 4 with pp 2 x tp 2 are one: "
+        "set it to optimizer, or change nodes and nproc_per_node in the profile"
+    )
+    _check(MaskedConfig(), {"cpu_offload": "optimizer", "strategy": "ddp"})
+    assert layout(Parallel.model_validate(full | {"tp": 2}), 4, 4).dp == 2
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (
+            {"activation_checkpointing": "selective"},
+            "parallel.activation_checkpointing selective is what compile does by itself: set it to null, or to full",
+        ),
+        (
+            {"pp": 2, "schedule": "ZBV"},
+            "parallel.schedule ZBV takes a backward pass apart, which compile makes one: set compile to no, or "
+            "schedule to Interleaved1F1B",
+        ),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_what_can(chosen: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="compile") as error:
+        _check(MaskedConfig(), chosen | {"compile": True})
+    assert str(error.value) == message
+    _check(MaskedConfig(), chosen)
+    other = {"activation_checkpointing": "full", "pp": 2, "schedule": "Interleaved1F1B"}
+    _check(MaskedConfig(), other | {"compile": True})

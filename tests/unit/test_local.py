@@ -1,14 +1,24 @@
-"""The port of a job on this machine stays its own from the moment it is chosen."""
+"""Agents on this machine: one that fails ends the others and is the one that is reported; their port stays theirs."""
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
 from datetime import timedelta
 
 import pytest
 from torch.distributed import TCPStore
 
-from cellmill.launch.local import reserve_port
+from cellmill.launch.local import _wait, reserve_port
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_code_is_that_of_the_agent_that_failed_first(victim: int) -> None:
+    agents = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    agents[victim].kill()
+    assert _wait(agents, lambda: None) == -signal.SIGKILL
+    assert agents[1 - victim].returncode == -signal.SIGTERM
 
 
 def test_a_reserved_port_is_open_to_the_store_and_to_nobody_else() -> None:

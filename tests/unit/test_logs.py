@@ -44,7 +44,7 @@ class Command:
 
     def end(self) -> tuple[int, str, str]:
         """Exit code, what it printed, and its error."""
-        error = self.process.communicate(timeout=20)[1]
+        error = self.process.communicate(timeout=60)[1]
         return self.process.returncode, self.file.read_text(), error
 
 

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import _VersionWrapper
 
 from cellmill.config.family import ModelSize
 from cellmill.config.run import Tokens
 from cellmill.data.tokens import Batch, empty_batch
 from cellmill.data.vocabulary import Vocabulary
-from cellmill.models.batch import TensorBatch, to_tensors
+from cellmill.models.batch import TensorBatch, padded, to_tensors
 from cellmill.models.export import initial_tensors
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.masked.model import MaskedModel
 from cellmill.models.masked.objective import MaskedBatch
 from cellmill.parallel.materialize import materialize
-from cellmill.parallel.wrap import checkpoint_activations
+from cellmill.parallel.recompute import checkpoint_activations
 
 CPU = torch.device("cpu")
 N_GENES = 60
@@ -85,9 +87,9 @@ def _said(model: MaskedModel, prepared: MaskedBatch) -> list[torch.Tensor]:
     said: list[torch.Tensor] = []
     hook = model._loss
 
-    def listen(predicted: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
-        said.append(predicted)
-        return hook(predicted, prepared)
+    def listen(states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
+        said.append(model._out(states, prepared))
+        return hook(states, prepared)
 
     model._loss = listen  # type: ignore[method-assign]
     model(prepared)
@@ -241,7 +243,12 @@ def test_the_cells_own_loss_is_a_weighted_second_one_that_leaks_nothing(tokenize
 def test_the_cell_loss_judges_what_the_embedding_of_the_cell_predicts(tokenizer: str, objective: str) -> None:
     model, twice = (_model(tokenizer, objective, cell_loss_weight=weight) for weight in (1, 2))
     prepared = model.prepare(_tensors(tokenizer), seed=0, step=0)
-    by_token, by_cell = (model._loss(said, prepared).item() for said in _said(model, prepared))
+    judged: list[float] = []
+    hook = model._loss
+    model._loss = lambda *given: judged.append(hook(*given).item()) or hook(*given)  # type: ignore[method-assign]
+    model(prepared)
+    by_token, by_cell = judged
+    model._loss = hook  # type: ignore[method-assign]
     assert model(prepared).item() == pytest.approx(by_token + by_cell, rel=1e-5)
     assert twice(prepared).item() == pytest.approx(by_token + 2 * by_cell, rel=1e-5)
     assert torch.equal(_said(model, prepared)[0], model.predict(prepared))
@@ -297,20 +304,23 @@ def test_the_size_of_the_options_is_that_of_the_model(tokenizer: str, objective:
 
 
 @every_kind
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("recompute", [None, "full", "selective"])
 @pytest.mark.parametrize("options", [{}, {"dropout": 0.1}, {"cell_loss_weight": 0}], ids=str)
 def test_activations_are_what_the_size_says(
-    tokenizer: str, objective: str, recompute: bool, options: dict[str, float]
+    tokenizer: str, objective: str, recompute: Literal["full", "selective"] | None, options: dict[str, float]
 ) -> None:
     hidden, layers = 64, 4
     model = _model(tokenizer, objective, hidden=hidden, layers=layers, heads=2, **options)
     size: ModelSize = model.config.size(N_GENES, _tokens(tokenizer))
     expected = float(size.activations_per_token)
-    if recompute:
-        checkpoint_activations(model, "blocks")
+    if recompute is not None:
+        checkpoint_activations(model, "blocks", recompute)
         # between the passes there is not yet the one block that is recomputed
-        block = (expected - size.activations_per_token_checkpointed + layers * hidden) / (layers - 1)
-        expected = size.activations_per_token_checkpointed - block
+        expected = {
+            "full": size.activations_per_token_checkpointed,
+            "selective": size.activations_per_token_selective,
+        }[recompute]
+        expected -= (size.activations_per_token - expected + layers * hidden) / (layers - 1)
     batch = _tensors(tokenizer, lengths=(30,) * 40)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}  # alive, or an address would be counted once for two tensors
@@ -323,6 +333,9 @@ def test_activations_are_what_the_size_says(
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = model(model.prepare(batch, seed=0, step=0))
+    gc.collect()
+    for tensor in (value.val for value in gc.get_objects() if type(value) is _VersionWrapper):  # selective's own
+        keep(tensor)
     found = sum(storage.nbytes() for storage in kept.values()) / 4 / len(batch.genes)
     assert found - size.logits_per_token == pytest.approx(expected, rel=0.1)
     loss.backward()
@@ -357,13 +370,39 @@ def test_autocast_to_bf16_stays_near_float32(tokenizer: str, objective: str) -> 
 @every_kind
 def test_recomputed_activations_give_the_same_gradients_with_dropout(tokenizer: str, objective: str) -> None:
     gradients = []
-    for recompute in (False, True):
+    how: Literal["full", "selective"] | None
+    for how in (None, "full", "selective"):
         model = _model(tokenizer, objective, dropout=0.2)
-        if recompute:
-            checkpoint_activations(model, "blocks")
+        if how is not None:
+            checkpoint_activations(model, "blocks", how)
         model(model.prepare(_tensors(tokenizer), seed=0, step=5)).backward()
         gradients.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*gradients))
+
+
+@every_kind
+def test_padding_changes_no_loss_and_no_gradient(tokenizer: str, objective: str) -> None:
+    found = []
+    for more in (0, 8, 700):
+        batch = _tensors(tokenizer)
+        length = len(batch.genes) + more
+        model, batch = _model(tokenizer, objective, dropout=0.2), padded(batch, length)
+        assert (len(batch.genes), sum(batch.lengths), int(batch.cu_seqlens[-1])) == (length,) * 3
+        assert torch.equal(batch.cu_seqlens.diff(), torch.tensor(batch.lengths))
+        prepared = model.prepare(batch, seed=0, step=3)
+        loss = model(prepared)
+        loss.backward()
+        found.append((prepared.n_targets, loss, *(p.grad for p in model.parameters())))
+    for ours, *others in zip(*found):
+        for theirs in others:
+            torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+    none = to_tensors(empty_batch(_tokens(tokenizer)), CPU)
+    assert padded(none, 0) is none
+
+
+def test_what_tensor_parallel_cuts_is_in_the_model() -> None:
+    names = {name for name, _ in _model("continuous", "masked_value").named_modules()}
+    assert {name.replace("*", "0") for name in MaskedModel.plan.tensor} <= names
 
 
 def test_dropout_changes_with_the_step_and_is_off_in_eval() -> None:

@@ -13,7 +13,7 @@ import pytest
 from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
 from cellmill.evaluate import figures
-from cellmill.evaluate.collect import losses, read_corpus, read_run
+from cellmill.evaluate.collect import largest_memory, losses, read_corpus, read_run
 from cellmill.stages import report
 
 EVIL = "<script>alert(1)"
@@ -48,7 +48,8 @@ def _run(folder: Path) -> Path:
     }
     _write(folder / "plan.json", {"parameters": 1234567, "steps": 200, "hours": 0.5})
     _write(folder / "train/status.json", {"state": "done", "step": 199, "cells": 6368, "best_val_loss": 0.4321})
-    _write(folder / "train/metrics.jsonl", '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n'
+    _write(folder / "train/metrics.jsonl", '{"step": 1, "loss": 2.0, "peak_resident_gb": [0.5, 0.7123]}\n'
+           '{"step": 2, "loss": 1.5, "peak_resident_gb": [0.6, 0.7]}\n'
            '{"step": 2, "val_loss": 1.6}\n{"step": 3, "lo')  # fmt: skip
     _write(folder / "train/run.json", {"options": {"train": {"lr": 0.001}}, "environment": {"torch": "2.99.1"}})
     _write(folder / "model/config.json", {"vocabulary_digest": "cafe" * 16})
@@ -190,3 +191,9 @@ def test_figures_are_printed_short(value: Any, text: str) -> None:
 
 def test_nested_options_are_flattened_with_dotted_keys() -> None:
     assert list(report.flat({"a": {"b": 1, "c": []}, "d": [1, 2]})) == [("a.b", 1), ("a.c", "none"), ("d", "1, 2")]
+
+
+def test_the_largest_memory_is_given_with_its_rank(tmp_path: Path) -> None:
+    lines = [{"step": 1, "peak_allocated_gb": [3.0, 5.5, 1.0]}, {"step": 2, "peak_allocated_gb": [4.0, 5.0, 1.0]}]
+    assert largest_memory(lines) == (5.5, 1)
+    assert largest_memory([{"step": 1, "loss": 2.0}]) is None

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from cellmill.config.layout import Layout, layout
 from cellmill.config.machine import Machine
 from cellmill.config.run import Parallel
 from cellmill.launch.job import Job
 from cellmill.launch.node import Step
 from cellmill.launch.submit import node_task
-from cellmill.parallel.layout import Layout, layout
 
 NODES, GPUS = 64, 8
 

@@ -162,6 +162,59 @@ def test_a_wrong_configuration_is_one_line_and_an_exit_code(project: Project, ch
     assert last_lines(refused.stdout) == [f"cellmill: config/config.yaml: {message}"]
 
 
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (
+            "{shard_size: 3}",
+            "run tiny: parallel.shard_size 3 does not divide 2 processes; 2 does, or change",
+        ),
+        ("{tp: 3}", "config/config.yaml: runs.tiny: parallel.tp 3 does not divide model.heads 2; 2 does"),
+        ("{pp: 2}", "config/config.yaml: runs.tiny: parallel.pp 2 with schedule 1F1B makes 2 stages of model.layers 1"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_by_a_dry_run_with_what_can(
+    project: Project, parallel: str, message: str
+) -> None:
+    refused = project.snakemake("--dry-run", "--config", f"parallel={parallel}")
+    assert refused.returncode == 1
+    assert refused.stdout.splitlines()[-1].startswith(f"cellmill: {message}")
+    assert "Traceback" not in refused.stdout
+
+
+@pytest.mark.parametrize(
+    ("resource", "message"),
+    [
+        (
+            "train:nproc_per_node=3",
+            "run tiny: stream.lanes 4 is not a multiple of 3 processes: use 2 of them (the profile)",
+        ),
+        (
+            "train:nproc_per_node=0",
+            "run tiny: the profile's set-resources: nproc_per_node: input should be greater than ",
+        ),
+        (
+            "plan:nodes=2-4",
+            "run tiny: the profile's set-resources: nodes: a number such as 2 or a range such as 1-2 is ",
+        ),
+    ],
+)
+def test_processes_that_cannot_be_are_refused_by_a_dry_run(project: Project, resource: str, message: str) -> None:
+    refused = project.snakemake("--dry-run", "--set-resources", resource)
+    assert refused.returncode == 1
+    assert refused.stdout.splitlines()[-1].startswith(f"cellmill: {message}")
+    assert "Traceback" not in refused.stdout
+
+
+def test_a_range_of_nodes_is_planned_and_trained(project: Project) -> None:
+    elastic = ["plan:nodes='1-2'", "train:nodes='1-2'", "train:launcher=slurm"]
+    assert project.jobs("--set-resources", *elastic)["train"] == 1
+    for stage in ("shard", "plan"):
+        file = {"shard": "results/corpora/sim/shards/manifest.json", "plan": "results/runs/tiny/plan.json"}[stage]
+        made = project.snakemake("--set-resources", *elastic, "--", file)
+        assert made.returncode == 0, made.stdout
+
+
 def test_a_wrong_table_is_one_line_and_an_exit_code(project: Project) -> None:
     (project.folder / "config" / "datasets.tsv").write_text("dataset\tpth\n")
     refused = project.snakemake("--dry-run")

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from cellmill.config import check_config
+from cellmill.config import check_config, check_options
+from cellmill.config.layout import check_lanes, layout
+from cellmill.config.machine import Machine
 from cellmill.errors import ConfigError
 
 # the cellmill of this Python, also where its environment is not activated
@@ -35,6 +37,21 @@ def options(stage):
         return json.dumps(pipeline.section(stage, name))
 
     return section
+
+
+def fits_processes(wildcards, resources):
+    """True when the profile's processes can be laid out as the run asks: what cannot be is refused by `snakemake -n`."""
+    run = pipeline.runs[wildcards.run]
+    given = {name: getattr(resources, name) for name in ("nodes", "nproc_per_node")}
+    given["launcher"] = getattr(resources, "launcher", "slurm")  # plan has none, and takes ranges
+    try:
+        machine = check_options(Machine, given, "the profile's set-resources")
+        for nodes in machine.node_counts:
+            sizes = layout(run.parallel, nodes * machine.nproc_per_node, machine.nproc_per_node)
+            check_lanes(run.stream.lanes, run.train.global_batch, sizes)
+    except ConfigError as error:
+        sys.exit(f"cellmill: run {wildcards.run}: {error}")  # a WorkflowError would be told by a traceback
+    return True
 
 
 def dataset_of(wildcards):

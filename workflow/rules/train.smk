@@ -29,6 +29,7 @@ rule plan:
         device="cpu",
     params:
         options=options("plan"),
+        fits=fits_processes,  # depends on resources, which Snakemake takes for no reason to run again
     shell:
         "cellmill plan --options {params.options:q} --manifest {input:q} --out {output:q} --nodes {resources.nodes:q}"
         " --nproc-per-node {resources.nproc_per_node:q} --device {resources.device:q} 2>&1 | tee -i {log:q}"
@@ -73,11 +74,13 @@ rule train:
         interface="",
         sbatch_options="",
         save_within_s=120,
+        max_restarts=2,
         max_jobs=100,
         poll_s=10,
         on_interrupt="cancel",
     params:
         options=options("train"),
+        fits=fits_processes,
         parent=parent_argument,
     shell:
         # Snakemake sets these to the threads of the rule; the launcher divides the cores among the processes
@@ -91,7 +94,8 @@ rule train:
         " --mem-mb {resources.mem_mb:q} --cpus-per-task {resources.cpus_per_task:q}"
         " --modules={resources.modules:q} --container={resources.container:q} --interface={resources.interface:q}"
         " --sbatch-options={resources.sbatch_options:q} --save-within-s {resources.save_within_s:q}"
-        " --max-jobs {resources.max_jobs:q} --poll-s {resources.poll_s:q} --on-interrupt {resources.on_interrupt:q}"
+        " --max-restarts {resources.max_restarts:q} --max-jobs {resources.max_jobs:q}"
+        " --poll-s {resources.poll_s:q} --on-interrupt {resources.on_interrupt:q}"
         " 2>&1 | tee -i {log:q}"
 
 

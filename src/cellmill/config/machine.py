@@ -105,6 +105,12 @@ class Machine(Section):
     save_within_s: int = Field(
         120, ge=1, description="Seconds before the time limit at which a training saves and ends."
     )
+    max_restarts: int = Field(
+        2,
+        ge=0,
+        description="How often one job starts its processes again, from the last checkpoint, after one was lost; not "
+        "when the start before went on from the same step.",
+    )
     max_jobs: int = Field(100, ge=1, description="Most jobs one training is cut into.")
     poll_s: float = Field(10.0, gt=0, description="Seconds between two looks at the queue.")
     on_interrupt: Literal["cancel", "detach"] = Field(

@@ -57,7 +57,7 @@ class Run(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        check_together(self.tokens, self.stream, self.model, self.train)
+        check_together(self.tokens, self.stream, self.model, self.parallel, self.train)
         return self
 
 

@@ -126,6 +126,18 @@ def cut_batch(lengths: np.ndarray, token_budget: int) -> list[int]:
     return borders
 
 
+def cut_evenly(lengths: np.ndarray, most: int) -> list[int]:
+    """The same in at most `most` micro-batches, the largest of which is as small as can be."""
+    low, high = int(lengths.max(initial=1)), max(int(lengths.sum()), 1)
+    while low < high:  # the smallest budget that `most` of them do with
+        budget = (low + high) // 2
+        if len(cut_batch(lengths, budget)) - 1 <= most:
+            high = budget
+        else:
+            low = budget + 1
+    return cut_batch(lengths, low)
+
+
 def _blocks(layout: Layout) -> tuple[Runs, Runs]:
     """Full blocks and the shorter ones at the ends of shards, of the first `n_cells` cells."""
     left, size = layout.n_cells, layout.block_cells

@@ -126,6 +126,21 @@ def open_shards(manifest: Manifest, split: str) -> list[RowFile]:
     return [_open_shard(manifest, shard) for shard in entry.shards]
 
 
+def cell_names(shards: Sequence[RowFile], cells: np.ndarray) -> list[str]:
+    """`dataset:name (file row)` of cells by their place, (cells,) int64, in the `shards` of a split."""
+    ends = np.cumsum([shard.n_obs for shard in shards])
+    found = []
+    for cell in cells.tolist():
+        number = int(np.searchsorted(ends, cell, side="right"))
+        shard = shards[number]
+        row = cell - int(ends[number]) + shard.n_obs
+        with _open(shard.path) as file:
+            obs = file["obs"]
+            name = obs[obs.attrs["_index"]].asstr()[row]
+        found.append(f"{name} ({shard.path.name} row {row})")
+    return found
+
+
 def _open_shard(manifest: Manifest, shard: ShardEntry) -> RowFile:
     rows = RowFile(manifest.shard_path(shard))
     found = (rows.n_obs, int(rows.indptr[-1]), rows.dtype.name, rows.n_vars)

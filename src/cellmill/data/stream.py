@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,10 +18,10 @@ import numpy as np
 
 from cellmill.config.run import Stream as StreamOptions
 from cellmill.config.run import Tokens
-from cellmill.data.epoch import Layout, cut_batch
+from cellmill.data.epoch import Layout, cut_batch, cut_evenly
 from cellmill.data.manifest import Manifest
 from cellmill.data.rows import Rows, Step
-from cellmill.data.shards import open_shards
+from cellmill.data.shards import cell_names, open_shards
 from cellmill.data.tokens import Batch, empty_batch, tokenize
 from cellmill.errors import ConfigError, DataError
 
@@ -39,6 +40,9 @@ class Stream:
         Cells of one optimizer step over all ranks, a multiple of `stream.lanes`.
     token_budget
         Most tokens of a micro-batch.
+    fewest, multiple
+        Each step has at least `fewest` micro-batches, a multiple of `multiple` and of even sizes where that is not 1:
+        what a pipeline asks for.
     shuffle
         Whether to shuffle, endlessly; else one epoch in the order on disk.
     max_cells
@@ -64,6 +68,8 @@ class Stream:
         rank: int,
         world: int,
         seed: int,
+        fewest: int = 1,
+        multiple: int = 1,
         shuffle: bool = True,
         max_cells: int | None = None,
     ):
@@ -80,6 +86,7 @@ class Stream:
         if shuffle and self.n_cells < world:
             raise ConfigError(f"{world} ranks for {self.n_cells} {split} cells of {manifest}: use fewer processes")
         self._tokens, self._budget, self._rank, self._world = tokens, token_budget, rank, world
+        self._fewest, self._multiple = fewest, multiple
         rank_only = tokens.tokenizer == "rank"
         self._shards = open_shards(opened, split)
         self._rows = Rows(
@@ -139,6 +146,10 @@ class Stream:
         self._stop_ahead()
         self._epoch, self._step = int(state["epoch"]), int(state["step"])
 
+    def names(self, cells: np.ndarray) -> list[str]:
+        """`dataset:name (file row)` of cells by their ids, read from the shards: for messages."""
+        return cell_names(self._shards, cells)
+
     def close(self) -> None:
         """Ends all threads; may be called at any time and again."""
         self._closed = True
@@ -158,20 +169,24 @@ class Stream:
 
     def _micro_batches(self, step: Step) -> list[Batch]:
         # every rank cuts the batches of all ranks, from lengths it knows: nobody has to be asked how many there are
-        cuts = [self._cut(step, rank) for rank in range(self._world)]
+        lengths = [self._lengths(step, rank) for rank in range(self._world)]
+        cuts = [cut_batch(of_rank, self._budget) for of_rank in lengths]
+        number = max(self._fewest, *(len(cut) - 1 for cut in cuts))
+        own = cuts[self._rank]
+        if self._multiple > 1 or self._fewest > 1:
+            number = -(-number // self._multiple) * self._multiple
+            own = cut_evenly(lengths[self._rank], number)
         batches = []
-        for first, last in zip(cuts[self._rank], cuts[self._rank][1:]):
+        for first, last in pairwise(own):
             starts = step.starts[first : last + 1]
             of = slice(starts[0], starts[-1])
             counts = step.counts[of] if step.counts is not None else None
             made = tokenize(step.genes[of], counts, starts - starts[0], self._tokens)
             batches.append(Batch(*made, step.cells[first:last]))
-        missing = max(len(cut) for cut in cuts) - 1 - len(batches)
-        return batches + [empty_batch(self._tokens) for _ in range(missing)]
+        return batches + [empty_batch(self._tokens) for _ in range(number - len(batches))]
 
-    def _cut(self, step: Step, rank: int) -> list[int]:
-        lengths = np.concatenate(step.lengths[rank :: self._world])
-        return cut_batch(np.minimum(lengths, self._tokens.max_tokens), self._budget)
+    def _lengths(self, step: Step, rank: int) -> np.ndarray:
+        return np.minimum(np.concatenate(step.lengths[rank :: self._world]), self._tokens.max_tokens)
 
 
 class _Ahead:

@@ -94,6 +94,17 @@ def read_umap(path: Path) -> list[dict[str, str]]:
         return list(reader)
 
 
+def largest_memory(lines: list[dict[str, Any]]) -> tuple[float, int] | None:
+    """Largest peak of any rank in lines of metrics.jsonl, GB, and the rank; None where there is none."""
+    peaks = [
+        (peak, rank)
+        for line in lines
+        for name in ("peak_allocated_gb", "peak_resident_gb")
+        for rank, peak in enumerate(line.get(name, []))
+    ]
+    return max(peaks, default=None)
+
+
 def losses(evaluation: dict[str, Any] | None) -> list[str]:
     """The sentences of an evaluation that say where the model loses or does not clearly win, dataset first."""
     found = []

@@ -17,6 +17,12 @@ class Job:
     arguments: list[str]
     nodes: int
     nproc_per_node: int
+    max_restarts: int = 0
+    """How often all are started again after one was lost; see `restart`."""
+    error_file: str = ""
+    """Where a process that knows why it failed says so."""
+    state_file: str = ""
+    """JSON whose `step` is where the newest start went on."""
 
     def command(self, node_rank: int, address: str, port: int, signals_to_handle: str = SIGNALS_TO_HANDLE) -> list[str]:
         """The agent of one node; node 0 is at `address`."""
@@ -29,7 +35,7 @@ class Job:
             f"--node-rank={node_rank}",
             f"--master-addr={address}",
             f"--master-port={port}",
-            "--max-restarts=0",
+            "--max-restarts=0",  # see `restart`
             f"--signals-to-handle={signals_to_handle}",
             "--module",
             self.module,

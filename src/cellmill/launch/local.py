@@ -12,16 +12,18 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 
 from cellmill.errors import Stopped
 from cellmill.launch.job import Job
 from cellmill.launch.processes import children, die_with_parent, signal_all
+from cellmill.launch.restart import Restarts
 
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def run_local(job: Job, keep_open: int) -> int:
-    """Runs `job` to its end and returns the first non-zero exit code of an agent, or 0.
+    """Runs `job` to its end, with the restarts it allows, and returns the first non-zero exit code of an agent, or 0.
 
     Raises Stopped when signals ended it without its state being saved.
 
@@ -32,6 +34,7 @@ def run_local(job: Job, keep_open: int) -> int:
     """
     agents: list[subprocess.Popen[bytes]] = []
     signals = 0
+    restarts = Restarts(job)
 
     def hand_on(number: int, frame: object) -> None:
         nonlocal signals
@@ -43,27 +46,28 @@ def run_local(job: Job, keep_open: int) -> int:
             else:
                 signal_all(workers or [agent.pid], signal.SIGTERM)
 
+    def hand_on_again() -> None:
+        """To workers that had not begun when the signal came."""
+        if signals == 1:
+            for agent in agents:
+                signal_all(children(agent.pid), signal.SIGTERM)
+
     before = {number: signal.signal(number, hand_on) for number in HANDED_ON}
-    reserved = reserve_port()
     try:
-        for node in range(job.nodes):
-            agents.append(
-                subprocess.Popen(
-                    job.command(node, "127.0.0.1", reserved.getsockname()[1]),
-                    env=_environment(job),
-                    pass_fds=(keep_open,),
-                    start_new_session=True,
-                    preexec_fn=lambda: die_with_parent(signal.SIGTERM),
-                )
-            )
-        code = _wait(agents)
+        while True:
+            agents.clear()
+            with reserve_port() as reserved:  # another each time: nothing of an earlier start listens there
+                for node in range(job.nodes):
+                    agents.append(_start(job, node, reserved.getsockname()[1], keep_open))
+                code = _wait(agents, hand_on_again)
+            if not code or signals or not restarts.again(code):
+                break
         if signals > 1:
             raise Stopped("ended at once at the second signal; run the same command to go on from the last checkpoint")
         if signals and code:
             raise Stopped("ended by a signal before it could save; run the same command to go on")
         return code
     finally:
-        reserved.close()
         for agent in agents:
             if agent.poll() is None:
                 agent.kill()
@@ -71,14 +75,34 @@ def run_local(job: Job, keep_open: int) -> int:
             signal.signal(number, handler)
 
 
-def _wait(agents: list[subprocess.Popen[bytes]]) -> int:
+def _start(job: Job, node: int, port: int, keep_open: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        job.command(node, "127.0.0.1", port),
+        env=_environment(job),
+        pass_fds=(keep_open,),
+        start_new_session=True,
+        preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+    )
+
+
+def _wait(agents: list[subprocess.Popen[bytes]], each_second: Callable[[], None]) -> int:
+    """The exit code of the agent that failed first, or 0."""
+    code, called = 0, time.monotonic()
     while any(agent.poll() is None for agent in agents):
-        if any(agent.poll() for agent in agents):  # one failed: the others would wait for it for ever
+        if time.monotonic() - called > 1:
+            called = time.monotonic()
+            each_second()
+        code = code or _failed(agents)
+        if code:  # the others would wait for it for ever
             for agent in agents:
                 if agent.poll() is None:
                     agent.terminate()
         time.sleep(0.05)
-    return next((agent.returncode for agent in agents if agent.returncode), 0)
+    return code or _failed(agents)
+
+
+def _failed(agents: list[subprocess.Popen[bytes]]) -> int:
+    return next((code for agent in agents if (code := agent.poll())), 0)
 
 
 def _environment(job: Job) -> dict[str, str]:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from submitit.slurm.slurm import SlurmJobEnvironment
 from cellmill.files import read_json, write_json, write_text
 from cellmill.launch.job import Job
 from cellmill.launch.processes import children, die_with_parent, signal_all
+from cellmill.launch.restart import Restarts
 
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SEEN_EVERY_S = 15
@@ -53,6 +55,8 @@ class NodeTask:
     interface: str
     folder: str
     """For attempts and the error, shared by all nodes."""
+    max_restarts: int = 0
+    state_file: str = ""
 
     def __call__(self) -> str:
         step = Step()
@@ -62,15 +66,10 @@ class NodeTask:
             attempt = Attempt.start(self, step)
         out_of_memory = oom_kills()
         stop = HandOn()
-        agent = subprocess.Popen(self.command(step), env=self.environment(), preexec_fn=_deaf)
-        code = None
-        while code is None:
-            try:
-                code = agent.wait(timeout=1)
-            except subprocess.TimeoutExpired:
-                stop.hand_on(agent.pid)
-                if attempt is not None:
-                    attempt.seen()
+        restarts = Restarts(self.job(step))
+        code = self.run_agent(step, 0, stop, attempt)
+        while code and not stop.received and oom_kills() == out_of_memory and restarts.again(code):
+            code = self.run_agent(step, restarts.done, stop, attempt)
         if attempt is not None:
             attempt.end(code)
         if code and oom_kills() > out_of_memory:
@@ -82,10 +81,43 @@ class NodeTask:
             raise NodeFailed(f"torchrun ended with exit code {code}")
         return "ended"
 
-    def command(self, step: Step) -> list[str]:
-        """The agent of the node this is; the first node's store listens."""
-        job = Job(self.module, self.arguments, step.num_nodes, self.nproc_per_node)
-        return job.command(step.node, step.hostnames[0], self.port, signals_to_handle="SIGQUIT")
+    def run_agent(self, step: Step, restart: int, stop: HandOn, attempt: Attempt | None) -> int:
+        """Starts the agent of this node, hands signals on to its workers, and gives its exit code.
+
+        It ends with that of any other node.
+        """
+        agent = subprocess.Popen(self.command(step, restart), env=self.environment(), preexec_fn=_deaf)
+        worked = False
+        lost = Path(self.folder) / f"lost-{os.environ.get('SLURM_RESTART_COUNT') or 0}-{restart}"
+        while True:
+            try:
+                code = agent.wait(timeout=1)
+                if code and not stop.received:
+                    with suppress(OSError):  # a full disk; the others find out by their collectives
+                        lost.touch()
+                return code
+            except subprocess.TimeoutExpired:
+                if lost.exists() and not stop.received:
+                    # NCCL may not notice that processes of another node are gone, and wait for them
+                    signal_all([*children(agent.pid), agent.pid], signal.SIGKILL)
+                    continue
+                worked = worked or bool(children(agent.pid))
+                if restart and stop.received and not worked:
+                    agent.kill()  # it waits for a node that will not come back, and has nothing to save
+                stop.hand_on(agent.pid)
+                if attempt is not None:
+                    attempt.seen()
+
+    def job(self, step: Step) -> Job:
+        """What runs on all nodes."""
+        error = str(Path(self.folder) / "error.txt")
+        return Job(
+            self.module, self.arguments, step.num_nodes, self.nproc_per_node, self.max_restarts, error, self.state_file
+        )
+
+    def command(self, step: Step, restart: int = 0) -> list[str]:
+        """The agent of the node this is; the first node's store listens, at another port after each restart."""
+        return self.job(step).command(step.node, step.hostnames[0], self.port + restart, signals_to_handle="SIGQUIT")
 
     def environment(self) -> dict[str, str]:
         """What the agent and its workers see."""

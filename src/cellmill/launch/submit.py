@@ -76,6 +76,8 @@ def node_task(job: Job, machine: Machine, folder: Path) -> NodeTask:
         port=20_000 + secrets.randbelow(12_000),
         interface=machine.interface,
         folder=str(folder.resolve()),
+        max_restarts=job.max_restarts,
+        state_file=job.state_file,
     )
 
 

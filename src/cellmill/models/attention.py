@@ -1,20 +1,26 @@
 """Bidirectional attention inside each cell of a packed batch, behind one function.
 
-On a GPU in half precision, variable-length flash attention; elsewhere scaled-dot-product attention over runs of cells
-of equal length, so that nothing is padded there either (packed training is 3 times padded on a CPU). The padded form
-is the oracle of the tests.
+On a GPU in half precision, variable-length flash attention where the GPU has it; on a CPU tiles of plain matrix
+products, where cells are long; elsewhere scaled-dot-product attention over runs of cells of equal length. Nothing is
+padded in any of them. The padded form is the oracle of the tests.
 
 Legend: T tokens of the batch, h heads, d width of a head.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import groupby
 
 import torch
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
+
+from cellmill.models.tiles import tiled_attention
+
+LONG = 256
+"""Tokens of a cell from which tiles of plain products are faster than torch's kernel on a CPU."""
 
 
 def attention(
@@ -35,10 +41,21 @@ def attention(
     """
     if not lengths:
         return v + 0 * (q + k)  # no cells: nothing to attend to, but gradients flow, as zeros
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+    if _suits_varlen(q):
         longest = max(lengths)
         return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest)
     return _by_length(q, k, v, lengths)
+
+
+def _suits_varlen(q: torch.Tensor) -> bool:
+    """Flash attention's own conditions."""
+    suits = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return suits and _has_flash(q.device)
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere; a V100, whom 16-mixed is for, is older
 
 
 def _by_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -46,8 +63,12 @@ def _by_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[
     runs = [(length, len(list(cells))) for length, cells in groupby(lengths)]
     sizes = [length * cells for length, cells in runs]
     parts = []
-    for (length, cells), *qkv in zip(runs, q.split(sizes), k.split(sizes), v.split(sizes)):
-        batched = [x.unflatten(0, (cells, length)).transpose(1, 2) for x in qkv]  # (cells, h, length, d)
+    tiled = q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16) and not torch.compiler.is_compiling()
+    for (length, cells), q_, k_, v_ in zip(runs, q.split(sizes), k.split(sizes), v.split(sizes)):
+        if tiled and length >= LONG:
+            parts.append(tiled_attention(q_, k_, v_, [length] * cells))
+            continue
+        batched = [x.unflatten(0, (cells, length)).transpose(1, 2) for x in (q_, k_, v_)]  # (cells, h, length, d)
         parts.append(F.scaled_dot_product_attention(*batched).transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)
 

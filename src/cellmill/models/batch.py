@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from cellmill.data.tokens import Batch
+from cellmill.data.vocabulary import SPECIAL
 
 CPU = torch.device("cpu")
+PAD_CELL = 256  # tokens of one cell of `<pad>`: attention takes the square of it
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,26 @@ def to_tensors(batch: Batch, device: torch.device = CPU) -> TensorBatch:
         lengths=(batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).tolist(),
     )
     return on_device(tensors, device)
+
+
+def padded(batch: TensorBatch, tokens: int) -> TensorBatch:
+    """`batch` with as many `<pad>` tokens as make it `tokens` long, as last cells of their own.
+
+    They attend to each other alone and are never targets, so they change no loss and no gradient.
+    """
+    more = tokens - len(batch.genes)
+    if not more:
+        return batch
+    lengths = [PAD_CELL] * (more // PAD_CELL) + ([more % PAD_CELL] if more % PAD_CELL else [])
+    pad = batch.genes.new_full((more,), SPECIAL.index("<pad>"))
+    ends = batch.cu_seqlens[-1] + torch.tensor(lengths, dtype=batch.cu_seqlens.dtype).cumsum(0)
+    return TensorBatch(
+        genes=torch.cat([batch.genes, pad]),
+        values=torch.cat([batch.values, batch.values.new_zeros(more)]),
+        cu_seqlens=torch.cat([batch.cu_seqlens, ends.to(batch.cu_seqlens.dtype)]),
+        cells=torch.cat([batch.cells, batch.cells.new_full((len(lengths),), -1)]),
+        lengths=[*batch.lengths, *lengths],
+    )
 
 
 def on_device(value: Any, device: torch.device) -> Any:

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from cellmill import registry
-from cellmill.config.family import FamilyConfig
+from cellmill.config.family import WEIGHTS_FORMAT, FamilyConfig
 from cellmill.config.load import check_options
 from cellmill.config.run import Tokens
 from cellmill.data.vocabulary import SPECIAL, Vocabulary
@@ -29,7 +29,6 @@ from cellmill.files import atomic_path, read_json, sha256_file
 from cellmill.models.family import Model
 from cellmill.parallel.materialize import plain_name
 
-FORMAT = 1
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}
 
@@ -71,8 +70,10 @@ def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
     Raises DataError when a file is missing, damaged, or not of the same model as the others.
     """
     config = read_json(folder / "config.json")
-    if not isinstance(config, dict) or config.get("format") != FORMAT:
-        raise DataError(f"{folder / 'config.json'}: not a model of format {FORMAT}; export it again (consolidate)")
+    if not isinstance(config, dict) or config.get("format") != WEIGHTS_FORMAT:
+        raise DataError(
+            f"{folder / 'config.json'}: not a model of format {WEIGHTS_FORMAT}; export it again (consolidate)"
+        )
     if missing := [
         key for key in ("family", "model", "tokens", "vocabulary_digest", "weights_sha256") if key not in config
     ]:

@@ -19,25 +19,28 @@ def keyed_bits(*keys: torch.Tensor | int) -> torch.Tensor:
 
     At least one key is a tensor.
     """
+    return _shift(keyed_state(*keys), 1)
+
+
+def keyed_state(*keys: torch.Tensor | int) -> torch.Tensor:
+    """int64: the same before its last bit goes, into which more keys may be folded."""
     device = next(key.device for key in keys if isinstance(key, torch.Tensor))
     state = torch.zeros((), dtype=torch.int64, device=device)
     for key in keys:
         state = _mix(state ^ key)
-    return _shift(state, 1)
+    return state
 
 
-def keyed_dropout(x: torch.Tensor, p: float, token_keys: torch.Tensor, salt: int) -> torch.Tensor:
-    """Dropout of `x` (tokens, width) with probability `p`; what is dropped depends on (token key, salt, column).
+def keyed_dropout(x: torch.Tensor, p: float, states: torch.Tensor) -> torch.Tensor:
+    """Dropout of `x` (tokens, width) with probability `p`; what is dropped depends on (state, column).
 
     Parameters
     ----------
-    token_keys
-        (tokens,) int64, of `keyed_bits`.
-    salt
-        Number of the place in the network, so that no two drop the same.
+    states
+        (tokens,) int64, of `keyed_state`: of the token and of the place in the network, so that no two drop the same.
     """
     columns = torch.arange(x.shape[1], device=x.device)
-    kept = keyed_bits(token_keys[:, None], salt, columns[None, :]) >= threshold(p)
+    kept = _shift(_mix(states[:, None] ^ columns[None, :]), 1) >= threshold(p)
     return x * kept.to(x.dtype) / (1 - p)
 
 

@@ -2,22 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from cellmill.parallel.mesh import mesh_of
 
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
+
+def clip_grad_norm(model: nn.Module, max_norm: float | None, pipeline: DeviceMesh) -> torch.Tensor:
     """Scales gradients so that their 2-norm over all processes is at most `max_norm`; null only measures it.
 
     Returns the norm before clipping, a scalar on the parameters' device. Collective: every rank.
+
+    Parameters
+    ----------
+    model
+        What this process has of it: the model, or the `Stages` of a pipeline.
+    pipeline
+        Processes that have the other stages.
     """
-    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in with_grad], foreach=True)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()  # a DTensor's norm is a partial sum until it is reduced
+    borrowed: frozenset[int] = getattr(model, "borrowed", frozenset())
+    # one group for each mesh: torch takes no list of tensors that lie on different ones
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            groups.setdefault(mesh_of(parameter), []).append(parameter)
+    norms = []
+    for group in groups.values():
+        gradients = [_as_laid_out(parameter) for parameter in group if id(parameter) not in borrowed]
+        norm = nn.utils.get_total_norm(gradients, foreach=True)
+        # a DTensor's norm is a partial sum until it is reduced
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    if pipeline.size() > 1:
+        squares = total.square()
+        dist.all_reduce(squares, group=pipeline.get_group())
+        total = squares.sqrt()
     if max_norm is not None:
-        nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm, foreach=True)
-    return norm
+        for group in groups.values():
+            nn.utils.clip_grads_with_norm_(group, max_norm, total, foreach=True)
+    return total
+
+
+def _as_laid_out(parameter: nn.Parameter) -> torch.Tensor:
+    """Its gradient, placed as the parameter is: a norm over a share of the tokens leaves a sum to be made."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
+    return gradient

@@ -1,9 +1,15 @@
-"""What devices can do at most: dense matrix products without sparsity, from the makers' data sheets. Torch-free."""
+"""What devices can do at most: dense matrix products without sparsity, and links, from the makers' data sheets.
+
+Links are those of the makers' own servers, in one direction for one device: NVLink or Infinity Fabric inside a node
+(for l40s PCIe 4.0 x16), and the node's network cards divided by its devices: DGX-1 4 x 100 Gb/s for 8, DGX A100
+8 x 200, DGX H100, H200 and B200 8 x 400, MI300X platforms 8 x 400, L40S servers 2 x 200 for 4. Torch-free.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cellmill.config.run import Parallel
 from cellmill.errors import ConfigError
 
 
@@ -14,19 +20,24 @@ class Device:
     memory_gb: float | None
     """None where it is the machine's."""
     bf16_flops: float | None
-    """FLOP/s; None where nothing is known."""
+    """FLOP/s, of float16 too; None where nothing is known."""
     fp32_flops: float | None
+    intra_node_gbs: float | None
+    """GB/s to devices of the same node."""
+    inter_node_gbs: float | None
+    """GB/s to other nodes."""
+    has_bf16: bool = True
 
 
 DEVICES = {
-    "cpu": Device(None, None, None),
-    "v100": Device(32, 125e12, 15.7e12),  # fp16 tensor cores; it has no bf16
-    "a100": Device(80, 312e12, 19.5e12),
-    "l40s": Device(48, 362e12, 91.6e12),
-    "h100": Device(80, 989e12, 67e12),
-    "h200": Device(141, 989e12, 67e12),
-    "b200": Device(180, 2250e12, 75e12),
-    "mi300x": Device(192, 1307e12, 163.4e12),
+    "cpu": Device(None, None, None, None, None),
+    "v100": Device(32, 125e12, 15.7e12, 150, 6.25, has_bf16=False),
+    "a100": Device(80, 312e12, 19.5e12, 300, 25),
+    "l40s": Device(48, 362e12, 91.6e12, 32, 12.5),
+    "h100": Device(80, 989e12, 67e12, 450, 50),
+    "h200": Device(141, 989e12, 67e12, 450, 50),
+    "b200": Device(180, 2250e12, 75e12, 900, 50),
+    "mi300x": Device(192, 1307e12, 163.4e12, 448, 50),
 }
 
 
@@ -37,9 +48,15 @@ def device_named(name: str) -> Device:
     return DEVICES[name]
 
 
+def check_precision(parallel: Parallel, name: str, device: Device) -> None:
+    """Raises ConfigError where the device has not the number format."""
+    if parallel.precision == "bf16-mixed" and not device.has_bf16:
+        raise ConfigError(f"parallel.precision bf16-mixed: a {name} has no bfloat16; set it to 16-mixed")
+
+
 def peak_flops(product: str, precision: str) -> float | None:
     """FLOP/s of the device whose product name (such as "NVIDIA H100 80GB HBM3") holds a known one, else None."""
     for name, device in DEVICES.items():
         if name in product.lower():
-            return device.bf16_flops if precision == "bf16-mixed" else device.fp32_flops
+            return device.bf16_flops if precision != "32-true" else device.fp32_flops
     return None

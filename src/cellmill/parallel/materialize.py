@@ -6,6 +6,7 @@ starts from bitwise the same model and no rank holds more than one full paramete
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import torch
@@ -38,5 +39,5 @@ def materialize(model: nn.Module, device: torch.device, tensors: Iterable[tuple[
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what activation checkpointing puts into it."""
-    return name.replace("_checkpoint_wrapped_module.", "")
+    """A parameter's name in the whole model, without what activation checkpointing and stages put into it."""
+    return re.sub(r"^parts\.\d+\.|_checkpoint_wrapped_module\.", "", name)

@@ -7,13 +7,16 @@ not its global rank, since tp and pp peers share their cells.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
+from cellmill.config.layout import layout
 from cellmill.config.run import Parallel
-from cellmill.parallel.layout import layout
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
@@ -28,6 +31,24 @@ class Mesh:
     dp_world: int
     dp_group: dist.ProcessGroup
     """All processes that read different cells of the same step."""
+    sharers: int
+    """Processes that read the same cells: tensor-parallel ones and those of a pipeline."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes, wherever its parameters are."""
+        kind = self.devices.device_type
+        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+    @property
+    def pp(self) -> DeviceMesh:
+        """The processes of this one's pipeline, in the order of its stages."""
+        return self.devices["pp"]
+
+    @property
+    def tensors_cut(self) -> bool:
+        """Whether parameters are cut by tensor parallel, which DistributedDataParallel does not take."""
+        return self.devices["tp"].size() > 1
 
     @property
     def fsdp(self) -> DeviceMesh:
@@ -37,20 +58,42 @@ class Mesh:
         return self.devices["dp_shard"]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, summed in place over the data-parallel processes. Collective: every rank."""
-        if self.dp_world > 1:
-            dist.all_reduce(tensor, group=self.dp_group)
+        """`tensor`, summed in place over all processes, what several have alike once. Collective: every rank.
+
+        Over all, not over those that read different cells: each process must get the same number to the last bit, and
+        learn of a signal that only one of them got, or they would part ways.
+        """
+        if self.dp_world * self.sharers > 1:
+            dist.all_reduce(tensor)
+        if self.sharers > 1:
+            tensor.div_(self.sharers) if tensor.is_floating_point() else tensor.floor_divide_(self.sharers)
         return tensor
 
 
 def build_mesh(parallel: Parallel, local_world: int, device_type: str) -> Mesh:
     """The mesh of the initialised default process group. Collective: every rank.
 
-    Raises ConfigError when the number of processes does not fit the sharding strategy.
+    Raises ConfigError when the number of processes does not fit the strategy or tp.
     """
     world = dist.get_world_size()
     sizes = layout(parallel, world, local_world)
-    devices = init_device_mesh(device_type, (1, sizes.dp_replicate, sizes.dp_shard, 1), mesh_dim_names=AXES)
+    devices = init_device_mesh(
+        device_type, (sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.tp), mesh_dim_names=AXES
+    )
+    if sizes.tp > 1:
+        devices["dp_shard", "tp"]._flatten("shard_tp")  # DTensor then sums a norm over both at once
     data = devices["dp_replicate", "dp_shard"]
     flat = data._flatten("dp")
-    return Mesh(devices, flat.get_local_rank(), flat.size(), flat.get_group())
+    return Mesh(devices, flat.get_local_rank(), flat.size(), flat.get_group(), sizes.tp * sizes.pp)
+
+
+def set_timeouts(timeout: timedelta) -> None:
+    """Gives every process group of this process `timeout`: those of a mesh have torch's, not that of the first."""
+    for group in list(distributed_c10d._world.pg_map):
+        if isinstance(group, dist.ProcessGroup):
+            distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:
+    """The mesh a tensor is spread over; None for one that each process has whole."""
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None

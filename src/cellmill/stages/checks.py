@@ -5,26 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 from cellmill.config import check_options
+from cellmill.config.family import WEIGHTS_FORMAT
+from cellmill.config.layout import check_lanes, layout
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import check_together
 from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import read_json
-from cellmill.parallel.layout import layout
 
 
 def check_run(options: TrainOptions, nodes: int, nproc_per_node: int, train_cells: int) -> None:
     """Raises ConfigError when sections exclude each other or do not fit the number of processes or cells."""
     try:
-        check_together(options.tokens, options.stream, options.model, options.train)
+        check_together(options.tokens, options.stream, options.model, options.parallel, options.train)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    world = nodes * nproc_per_node
-    if train_cells < world:
-        raise ConfigError(f"{world} processes for {train_cells} training cells: use fewer processes (the profile)")
-    layout(options.parallel, world, nproc_per_node)
-    _check_lanes(options, world)
+    sizes = layout(options.parallel, nodes * nproc_per_node, nproc_per_node)
+    if train_cells < sizes.dp:
+        raise ConfigError(f"{sizes.sharers} for {train_cells} training cells: use fewer processes (the profile)")
+    check_lanes(options.stream.lanes, options.train.global_batch, sizes)
 
 
 def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
@@ -40,6 +40,10 @@ def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
 def check_weights(options: TrainOptions, init_from: Path) -> None:
     """Raises ConfigError when the exported model `init_from` is of another architecture or tokenizer."""
     config = read_json(init_from / "config.json")
+    if config["format"] != WEIGHTS_FORMAT:
+        raise ConfigError(
+            f"{init_from}: a model of format {config['format']}, this version's are of {WEIGHTS_FORMAT}; train it again"
+        )
     theirs = check_options(type(options.model), config["model"], f"{init_from / 'config.json'}: model")
     pairs = [(f"model.{key}", getattr(theirs, key), getattr(options.model, key)) for key in options.model.weight_keys]
     pairs.append(("tokens.tokenizer", config["tokens"]["tokenizer"], options.tokens.tokenizer))
@@ -48,20 +52,3 @@ def check_weights(options: TrainOptions, init_from: Path) -> None:
             raise ConfigError(
                 f"{key} is {now!r}, the model to start from ({init_from}) has {before!r}; make them equal"
             )
-
-
-def _check_lanes(options: TrainOptions, world: int) -> None:
-    """Raises ConfigError when the processes cannot share the lanes evenly, with the nearest numbers that work."""
-    lanes, batch = options.stream.lanes, options.train.global_batch
-    if lanes % world == 0:
-        return
-    processes = min((n for n in range(1, lanes + 1) if lanes % n == 0), key=lambda n: abs(n - world))
-    dividing = [n for n in range(world, batch + 1, world) if batch % n == 0]
-    if dividing:
-        other = f"stream.lanes {min(dividing, key=lambda n: abs(n - lanes))}"
-    else:
-        other = f"stream.lanes {world} with train.global_batch {max(1, round(batch / world)) * world}"
-    raise ConfigError(
-        f"stream.lanes {lanes} is not a multiple of {world} processes: "
-        f"use {processes} of them (the profile), or {other}"
-    )

@@ -15,11 +15,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.config.options import ConsolidateOptions
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.files import sha256_file, write_json, write_text
-from cellmill.models.export import FORMAT, write_safetensors
+from cellmill.models.export import write_safetensors
 from cellmill.train.checkpoint import CheckpointReader
 from cellmill.train.folder import Checkpoint, TrainFolder
 
@@ -30,6 +31,10 @@ def run(*, options: ConsolidateOptions, train: Path, vocabulary: Path, out: Path
     """Exports the best or last checkpoint of the training folder `train` into the folder `out`."""
     checkpoint = _choose(TrainFolder(train), options.consolidate.checkpoint)
     state = checkpoint.state()
+    if (found := state["identity"].get("weights_format", 1)) != WEIGHTS_FORMAT:
+        raise DataError(
+            f"{checkpoint.path}: its weights are of format {found}, this version's of {WEIGHTS_FORMAT}; train it again"
+        )
     genes = Vocabulary.read(vocabulary)
     if genes.digest != state["vocabulary_digest"]:
         raise DataError(
@@ -73,7 +78,7 @@ def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype, shape: tuple[in
 def _config(state: dict[str, Any], genes: Vocabulary) -> dict[str, Any]:
     options, progress = state["options"], state["progress"]
     return {
-        "format": FORMAT,
+        "format": WEIGHTS_FORMAT,
         "family": options["model"]["family"],
         "model": options["model"],
         "tokens": options["tokens"],

@@ -17,6 +17,7 @@ from typing import Any
 from cellmill.config import Pipeline, check_options, load_config
 from cellmill.config.corpus import Preprocess
 from cellmill.config.dataset import Dataset
+from cellmill.config.layout import layout
 from cellmill.config.machine import Machine
 from cellmill.config.options import TrainOptions
 from cellmill.config.profile import Profile, read_profile, snakemake_finds
@@ -27,7 +28,6 @@ from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, UserError
 from cellmill.files import write_json
 from cellmill.parallel.devices import device_named
-from cellmill.parallel.layout import layout
 from cellmill.stages.checks import check_run
 from cellmill.stages.preflight_lines import TRAIN, Check, doubt, no, ok
 from cellmill.stages.preflight_nodes import NodeCheck
@@ -150,7 +150,9 @@ def _check_run(machine: Machine, pipeline: Pipeline, name: str) -> Check:
     known = "cells not counted yet" if cells is None else f"{cells:,} training cells"
     replicas = f"{sizes.dp_replicate} {'replica' if sizes.dp_replicate == 1 else 'replicas'}"
     shards = "" if sizes.dp_shard == 1 else f" of {sizes.dp_shard} shards"
-    return ok(what, f"fits {world} {'process' if world == 1 else 'processes'}: {replicas}{shards}, {known}")
+    return ok(
+        what, f"fits {world} {'process' if world == 1 else 'processes'}: {replicas}{shards}{sizes.shared}, {known}"
+    )
 
 
 def _check_genes(pipeline: Pipeline, corpus: str) -> Iterator[Check]:

@@ -15,7 +15,7 @@ from cellmill import __version__
 from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
 from cellmill.evaluate import figures
-from cellmill.evaluate.collect import Corpus, Run, losses, read_corpus, read_run
+from cellmill.evaluate.collect import Corpus, Run, largest_memory, losses, read_corpus, read_run
 from cellmill.files import read_json, write_text
 from cellmill.launch.cost import span
 
@@ -111,13 +111,15 @@ def seen(run: Run) -> list[tuple[str, Any, Any]]:
     """What was planned of a run beside what was seen: (what, planned, seen); None where it is not known."""
     plan, status = run.plan or {}, run.status or {}
     fastest = max((line["cells_per_s"] for line in run.lines if "cells_per_s" in line), default=None)
-    memory = max((line["memory_gb"] for line in run.lines if "memory_gb" in line), default=None)
+    memory, rank = largest_memory(run.lines) or (None, None)
     waits = [line["data_wait_frac"] for line in run.lines if "data_wait_frac" in line]
     wall_s = status.get("wall_s")
     rows = [
         ("steps", plan.get("steps"), status.get("step")),
         ("hours", plan.get("hours"), None if wall_s is None else wall_s / 3600),
-        ("memory of a process, GB", _planned_memory(plan), memory),
+        ("memory of the largest process, GB", _planned_memory(plan), memory),
+        ("its rank", None, rank),
+        ("steps skipped, not finite", None, status.get("skipped_steps")),
         ("cells, with repetition", plan.get("cells_seen"), status.get("cells")),
         ("processes", plan.get("world_size"), status.get("world_size")),
         ("best cells/s", None, fastest),

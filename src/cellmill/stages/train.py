@@ -83,8 +83,16 @@ def run(
 
 def _job(folder: TrainFolder, machine: Machine, elsewhere: Path) -> Job:
     """What is run on each node; the line of an error goes to `elsewhere`."""
-    arguments = [str(folder.path), str(elsewhere / "error.txt")]
-    return Job("cellmill.stages.worker", arguments, machine.node_counts[-1], machine.nproc_per_node)
+    error, state = str(elsewhere / "error.txt"), str(folder.path.resolve() / "state.json")
+    return Job(
+        "cellmill.stages.worker",
+        [str(folder.path), error],
+        machine.node_counts[-1],
+        machine.nproc_per_node,
+        machine.max_restarts,
+        error,
+        state,
+    )
 
 
 def _slurm_launcher(folder: TrainFolder, machine: Machine) -> SlurmLauncher | None:

@@ -27,6 +27,9 @@ class ConsoleTracker:
             self.say(f"step {line['step']}/{self.steps}  validation loss {line['val_loss']:.4f}")
             return
         step = line["step"]
+        if "skipped" in line:
+            self.say(f"step {step}/{self.steps}  skipped: {line['skipped']}; {line['skipped_steps']} steps so far")
+            return
         left_s = (time.perf_counter() - self.begun) / max(1, step - self.start) * (self.steps - step)
         text = (
             f"step {step}/{self.steps}  loss {line['loss']:.4f}  lr {line['lr']:.2e}  "

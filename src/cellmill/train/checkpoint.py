@@ -18,13 +18,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from cellmill.errors import DataError
 from cellmill.files import write_json
+from cellmill.parallel.materialize import plain_name
+from cellmill.parallel.wrap import reshard
 from cellmill.train.folder import Checkpoint, TrainFolder
 
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 DCP_CLASSES = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
@@ -71,7 +72,7 @@ class CheckpointReader(dcp.FileSystemReader):
 
 
 class Checkpoints:
-    """Saves and loads a run's checkpoints. Every method but `raise_if_failed` is collective: every rank.
+    """Saves and loads a run's checkpoints. Methods are collective but where they say not: every rank.
 
     Parameters
     ----------
@@ -85,6 +86,8 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
         # its own gloo group: a save in the background must not mix with the collectives of training
         self._group = dist.new_group(backend="gloo")
+        # the copy lives as long as the run: fresh memory for each save took most of what a step waits for
+        self._staging = BlockingAsyncStager(cache_staged_state_dict=True)
         self._writing: Future[Any] | None = None
         self._finishing: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -100,15 +103,28 @@ class Checkpoints:
             path = self.folder.begin(step)
             write_json(path / "state.json", state)
         dist.barrier(self._group)
-        model_state, optimizer_state = get_state_dict(model, optimizer, options=FLAT)
-        tensors = {"model": model_state, "optimizer": _tensors_of(optimizer_state)}
+        tensors = tensors_of(model, optimizer)
+        if self._staging.state_dict_cache is None and not torch.accelerator.is_available():
+            # torch's own is pinned memory, which wants an accelerator
+            self._staging.state_dict_cache = {
+                part: {name: tensor.clone() for name, tensor in own.items()} for part, own in tensors.items()
+            }
         self._writing = dcp.async_save(
-            tensors, storage_writer=dcp.FileSystemWriter(path, sync_files=True), process_group=self._group
+            tensors,
+            # what is copied to the CPU already need not be copied ahead of its writing
+            storage_writer=dcp.FileSystemWriter(path, sync_files=True, per_thread_copy_ahead=0),
+            process_group=self._group,
+            async_stager=self._staging,
         )
         if dist.get_rank() == 0:
             self._finishing = threading.Thread(target=self._finish, args=(path, self._writing), name="checkpoint")
             self._finishing.start()
         self.saved_step = step
+
+    def is_writing(self) -> bool:
+        """Whether this process still writes, or rank 0 still looks at what was written. No communication."""
+        writing, finishing = self._writing, self._finishing
+        return (writing is not None and not writing.done()) or (finishing is not None and finishing.is_alive())
 
     def wait(self) -> None:
         """Returns when nothing is being written any more. Raises DataError if that failed."""
@@ -123,7 +139,7 @@ class Checkpoints:
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
-        """Raises DataError when a save in the background has failed. Cheap: called each step."""
+        """Raises DataError when a save in the background has failed. Called each step: no communication."""
         if self._error is not None:
             reason = _reason(self._error)
             raise DataError(
@@ -134,16 +150,12 @@ class Checkpoints:
     def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Tensors of `checkpoint` into the model and its optimizer, whatever layout either has."""
         CheckpointReader(checkpoint.path).read_metadata()  # DCP would bury its error under one of its own
-        model_state, optimizer_state = get_state_dict(model, optimizer, options=FLAT)
-        tensors = {"model": model_state, "optimizer": _tensors_of(optimizer_state)}
-        dcp.load(tensors, storage_reader=CheckpointReader(checkpoint.path), process_group=self._group)
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=tensors["model"],
-            optim_state_dict=optimizer_state | tensors["optimizer"],
-            options=FLAT,
+        dcp.load(
+            tensors_of(model, optimizer),
+            storage_reader=CheckpointReader(checkpoint.path),
+            process_group=self._group,
         )
+        _fill_copies(model, optimizer)
         self.saved_step = checkpoint.step
 
     def _finish(self, path: Path, writing: Future[Any]) -> None:
@@ -154,9 +166,49 @@ class Checkpoints:
             self._error = self._error or error
 
 
-def _tensors_of(state: dict[str, Any]) -> dict[str, Any]:
-    """Tensors alone: DCP would pickle anything else. What is left out (lr, betas) is set from the configuration."""
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """What a checkpoint holds: parameters by name, and AdamW's state of each, as they lie here and not copied.
+
+    State that is not there yet begins as zeros. What is left out (lr, betas) is set from the configuration.
+    """
+    reshard(model)
+    own = _by_name(model)
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    states = {
+        f"state.{name}.{key}": value
+        for name, parameter in own.items()
+        if id(parameter) in trained
+        for key, value in _state(optimizer, parameter).items()
+    }
+    return {"model": {name: parameter.detach() for name, parameter in own.items()}, "optimizer": states}
+
+
+def _by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {plain_name(name): parameter for name, parameter in model.named_parameters()}
+
+
+def _fill_copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Where the first and the last stage share a process, what both have was read into one of them."""
+    own = _by_name(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if (read := own[plain_name(name)]) is not parameter:
+                parameter.copy_(read)
+                for key, value in _state(optimizer, parameter).items():
+                    value.copy_(_state(optimizer, read)[key])
+
+
+def _state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    """AdamW's state of a parameter."""
+    if not optimizer.state[parameter]:
+        zeros = parameter.detach()
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=zeros.device),
+            "exp_avg": torch.zeros_like(zeros),
+            "exp_avg_sq": torch.zeros_like(zeros),
+        }
+    state: dict[str, torch.Tensor] = optimizer.state[parameter]
+    return state
 
 
 def _reason(error: BaseException) -> str:

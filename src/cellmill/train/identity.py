@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.errors import ConfigError
 
 FREE = {
     "stream": {"io_threads"},
     "train": {
         "token_budget",
+        "max_bad_steps",
+        "timeout_s",
         "val_every_steps",
         "val_cells",
         "checkpoint_every_steps",
         "checkpoint_every_min",
         "keep_checkpoints",
         "log_every_steps",
+        "profile_steps",
     },
 }
 
@@ -33,7 +37,7 @@ def identity(options: dict[str, Any], init_from: str | None) -> dict[str, Any]:
         for key, value in options[section].items()
         if key not in FREE.get(section, ())
     }
-    return values | {"init_from": init_from}
+    return values | {"init_from": init_from, "weights_format": WEIGHTS_FORMAT}
 
 
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

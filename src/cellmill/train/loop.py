@@ -10,26 +10,38 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from torch.profiler import record_function
 
 from cellmill.config.family import ModelSize
 from cellmill.config.run import Train
 from cellmill.data.stream import Stream
 from cellmill.data.tokens import Batch
 from cellmill.errors import UserError
-from cellmill.models.batch import TensorBatch, on_device, to_tensors
+from cellmill.models.batch import TensorBatch, on_device, padded, to_tensors
 from cellmill.models.family import Model
 from cellmill.parallel.clip import clip_grad_norm
 from cellmill.parallel.mesh import Mesh
+from cellmill.parallel.pipeline import Pipeline
+from cellmill.parallel.stages import Stages
 from cellmill.parallel.wrap import Replica
 from cellmill.track.tracker import Tracker
 from cellmill.train.checkpoint import Checkpoints
+from cellmill.train.later import Later, to_device
 from cellmill.train.meter import Meter
+from cellmill.train.occupancy import memory_line, own_memory
+from cellmill.train.profile import StepProfile
+from cellmill.train.scale import LossScale
 from cellmill.train.schedule import learning_rate
+from cellmill.train.skip import Suspects, name_cells, step_if
 from cellmill.train.stop import StopFlag
+from cellmill.train.watch import Watch
 
 VALIDATION = -1  # in the place of the step in the masks' key: the same masks at each validation, none of training
 
@@ -46,30 +58,42 @@ class Progress:
     best_val_loss: float | None = None
     best_step: int | None = None
     val_step: int | None = None
+    skipped_steps: int = 0
+    """Whose loss or gradient norm was not finite."""
+    skipped_in_a_row: int = 0
+    """Without those that were skipped to find a scale of the loss."""
+    loss_scale: float | None = None
+    good_steps: int = 0
+    """Since the scale of the loss last changed."""
 
 
 @dataclass
 class Report:
-    """What all ranks know of a step, still on the device.
+    """What all ranks know of a step, still on its way from the device.
 
-    `values` holds [loss, processes that want to stop, checkpoint due, cells, tokens, FLOPs], summed over processes.
+    `known` holds [gradient norm, scale of the loss in the next step or 0, loss, processes whose gradient norm is not
+    finite, those that want to stop, checkpoint due, cells, tokens, FLOPs], from the loss on summed over processes, and
+    where the step is logged the memory of each.
     """
 
     step: int
-    values: torch.Tensor
-    norm: torch.Tensor
+    known: Later
     lr: float
     waited_s: float
     ended: float
     """When its last call returned, so that rates do not depend on when it is read."""
+    own_loss: torch.Tensor
+    """This process's share."""
+    cells: list[np.ndarray]
+    """Ids of its cells."""
 
 
 @dataclass
 class Trainer:
     """Everything a training needs, and `run`. Collective: every rank makes one and calls it."""
 
-    model: Model
-    replica: Replica
+    model: Model | Stages
+    replica: Replica | Pipeline
     optimizer: torch.optim.Optimizer
     mesh: Mesh
     device: torch.device
@@ -85,6 +109,8 @@ class Trainer:
     progress: Progress
     saved_with: dict[str, Any]
     """Identity and fingerprint, saved in every checkpoint."""
+    watch: Watch = field(default_factory=Watch)
+    profile: StepProfile | None = None
 
     def run(self) -> bool:
         """Trains to the last step. True when done, False when stopped by a signal; either way the state is saved."""
@@ -94,11 +120,13 @@ class Trainer:
         batches = iter(self.train_stream)
         pending: Report | None = None
         while self.progress.step < self.steps:
-            report = self._step(batches)
+            with nullcontext() if self.profile is None else self.profile.of(self.progress.step + 1):
+                report = self._step(batches)
             self.checkpoints.raise_if_failed()
             stop = due = False
             if pending is not None:
                 stop, due = self._read(pending)
+                self.watch.warm = True
             pending = report
             step = self.progress.step
             boundary = step % self.train.val_every_steps == 0 or step % self.train.checkpoint_every_steps == 0
@@ -115,30 +143,56 @@ class Trainer:
     def _step(self, batches: Iterator[list[Batch]]) -> Report:
         """One optimizer step."""
         began = time.perf_counter()
-        micro_batches = [to_tensors(batch) for batch in next(batches)]
+        with self._part("data", "the cells"):
+            read = next(batches)
+            micro_batches = [to_tensors(batch) for batch in read]
         waited_s = time.perf_counter() - began
         step, lr = self.progress.step, learning_rate(self.train, self.progress.step, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        prepared = [self._prepare(batch, step) for batch in micro_batches]
-        targets = self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum())
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index, inputs in enumerate(prepared):
-            with self.replica.micro_step(last=index == len(prepared) - 1):
-                loss_sum = self.replica(inputs)
-                (loss_sum * (self.replica.scale / targets)).backward()
-            loss += loss_sum.detach()
-        norm = clip_grad_norm(self.model.parameters(), self.train.clip_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        with self._part("prepare", "the sum of targets"):
+            prepared = self._prepare(micro_batches, step)
+            targets = self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum())
+        with self._part("forward_backward", "the gradient reduction"):
+            scale = self._scale
+            loss = self.replica.forward_backward(prepared, targets, 1.0 if scale is None else scale.value)
+            if scale is not None:
+                scale.unscale(self.model)
+        with self._part("clip", "the gradient norm"):
+            norm = clip_grad_norm(self.model, self.train.clip_norm, self.mesh.pp)
+        with self._part("report", "the sum of losses"):
+            own = [self.stop.received is not None, self._due(), *self._work(micro_batches)]
+            own += own_memory(self.mesh) if self._is_logged(step + 1) else []
+            verdict = torch.stack([loss, (~norm.isfinite()).to(loss)])
+            values = self.mesh.sum(torch.cat([verdict, to_device(own, self.device)]))
+        with record_function("optimizer"):
+            applied = values[0].isfinite() & (values[1] == 0)
+            step_if(applied, self.optimizer)
+            following = torch.zeros_like(loss) if scale is None else scale.adapt(applied)
+            known = Later(torch.cat([torch.stack([norm.detach().to(loss), following.to(loss)]), values]))
+            self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
-        own = torch.tensor([self.stop.received is not None, self._due(), *self._work(micro_batches)])
-        values = self.mesh.sum(torch.cat([(loss / targets)[None], own.to(self.device, torch.float64)]))
-        return Report(step + 1, values, norm.detach(), lr, waited_s, time.perf_counter())
+        cells = [batch.cells for batch in read]
+        return Report(step + 1, known, lr, waited_s, time.perf_counter(), loss, cells)
 
-    def _prepare(self, batch: TensorBatch, step: int) -> Any:
+    @cached_property
+    def _scale(self) -> LossScale | None:
+        # made at the first step, when progress is that of the checkpoint
+        if self.replica.precision != "16-mixed":
+            return None
+        return LossScale(self.device, self.progress.loss_scale, self.progress.good_steps)
+
+    def _part(self, name: str, waits_for: str) -> AbstractContextManager[Any]:
+        """Names a part of a step: to a profile, and to who watches whether all processes come to it."""
+        self.watch.at(f"{waits_for} of step {self.progress.step + 1}")
+        return record_function(name)
+
+    def _prepare(self, batches: list[TensorBatch], step: int) -> list[Any]:
         """Masks drawn on the CPU, where counting them makes nobody wait, then moved to the device."""
-        return on_device(self.model.prepare(batch, seed=self.train.seed, step=step), self.device)
+        lengths = self.replica.padded_lengths([len(batch.genes) for batch in batches])
+        made = [padded(batch, length) for batch, length in zip(batches, lengths)]
+        draw = self.model.prepare
+        return [on_device(draw(batch, seed=self.train.seed, step=step), self.device) for batch in made]
 
     def _work(self, batches: list[TensorBatch]) -> tuple[int, int, float]:
         """Cells, tokens and FLOPs of this process's share of a step."""
@@ -147,30 +201,49 @@ class Trainer:
         flops = self.size.flops_per_token * sum(lengths) + self.size.flops_per_token_pair * pairs
         return len(lengths), sum(lengths), flops
 
+    def _is_logged(self, step: int) -> bool:
+        return step % self.train.log_every_steps == 0 or step in (1, self.steps)
+
     def _due(self) -> bool:
         every = self.train.checkpoint_every_min
         return every is not None and self.mesh.dp_rank == 0 and time.perf_counter() - self._saved_at > 60 * every
 
     def _read(self, report: Report) -> tuple[bool, bool]:
         """Checks and logs a step; returns whether to stop and whether a checkpoint is due."""
-        loss, stop, due, cells, tokens, flops = report.values.tolist()
-        norm = float(report.norm)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise UserError(
-                f"loss {loss:g} and gradient norm {norm:g} at step {report.step}: lower train.lr ({self.train.lr:g}) "
-                "or raise train.warmup_steps; the checkpoints before it are untouched"
-            )
-        self.progress.train_loss = loss
+        norm, scale, loss, bad_norms, stop, due, cells, tokens, flops, *memory = report.known.read()
+        scaled = {"loss_scale": scale} if self._scale is not None else {}
         self.progress.cells += round(cells)
         self.meter.cells += round(cells)
         self.meter.tokens += round(tokens)
         self.meter.flops += flops
         self.meter.waited_s += report.waited_s
-        if report.step % self.train.log_every_steps == 0 or report.step in (1, self.steps):
-            self._log(
-                {"step": report.step, "loss": loss, "lr": report.lr, "grad_norm": norm, **self.meter.read(report.ended)}
-            )
+        if bad_norms or not math.isfinite(loss):
+            self._skipped(report, loss, norm, scaled)
+            return stop > 0, due > 0
+        self.progress.train_loss, self.progress.skipped_in_a_row = loss, 0
+        if self._is_logged(report.step):
+            line = {"step": report.step, "loss": loss, "lr": report.lr, "grad_norm": norm}
+            line |= {"skipped_steps": self.progress.skipped_steps} | scaled
+            self._log(line | self.meter.read(report.ended) | memory_line(self.device.type, memory))
         return stop > 0, due > 0
+
+    def _skipped(self, report: Report, loss: float, norm: float, scaled: dict[str, float]) -> None:
+        """Counts a step that was not applied. Raises UserError when there were too many in a row."""
+        progress, what = self.progress, f"loss {loss:g} and gradient norm {norm:g}"
+        progress.skipped_steps += 1
+        self._log({"step": report.step, "skipped": what, "skipped_steps": progress.skipped_steps} | scaled)
+        if math.isfinite(loss) and scaled.get("loss_scale", 0) >= 1:
+            return  # gradients that float16 cannot hold: how a scale is found, not what is wrong with a run
+        progress.skipped_in_a_row += 1
+        if progress.skipped_in_a_row < self.train.max_bad_steps:
+            return
+        mine = Suspects(self.mesh.dp_rank, math.isfinite(report.own_loss.item()), np.concatenate(report.cells))
+        raise UserError(
+            f"{what} at step {report.step}, skipped as were the {progress.skipped_in_a_row - 1} before it "
+            f"(train.max_bad_steps {self.train.max_bad_steps}): lower train.lr ({self.train.lr:g}) or raise "
+            "train.warmup_steps; the checkpoints before it are untouched; "
+            f"{name_cells(mine, self.train_stream.names)}"
+        )
 
     def _pause(self, save: bool, validate: bool) -> None:
         """Between two steps: validates and saves where it is time to."""
@@ -181,6 +254,9 @@ class Trainer:
         if validate and self._validation_is_owed():
             save |= self._validate(self.val_stream)
         if save or step == self.steps or step % self.train.checkpoint_every_steps == 0:
+            self.watch.at(f"the checkpoint of step {step}")
+            if self._scale is not None:
+                self.progress.loss_scale, self.progress.good_steps = self._scale.read()
             state = {"progress": asdict(self.progress), **self.saved_with}
             self.checkpoints.save(self.model, self.optimizer, step, state)
             self._saved_at = time.perf_counter()
@@ -199,14 +275,19 @@ class Trainer:
         self.replica.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         for micro_batches in stream:
-            for batch in micro_batches:
-                prepared = self._prepare(to_tensors(batch), VALIDATION)
-                totals[0] += self.replica(prepared)
-                totals[1] += prepared.n_targets
+            self.watch.at(f"the validation after step {self.progress.step}")
+            prepared = self._prepare([to_tensors(batch) for batch in micro_batches], VALIDATION)
+            totals[0] += self.replica.loss(prepared)
+            totals[1] += torch.stack([p.n_targets for p in prepared]).sum()
         self.replica.train()
         loss_sum, targets = self.mesh.sum(totals).tolist()
-        self.progress.val_loss, self.progress.val_step = loss_sum / targets, self.progress.step
-        self._log({"step": self.progress.step, "val_loss": self.progress.val_loss})
+        loss, self.progress.val_step = loss_sum / targets, self.progress.step
+        if not math.isfinite(loss):  # of float16, perhaps; the training itself may be well
+            self.progress.val_loss = None
+            self._log({"step": self.progress.step, "skipped": f"validation loss {loss:g}"})
+            return False
+        self.progress.val_loss = loss
+        self._log({"step": self.progress.step, "val_loss": loss})
         best = self.progress.best_val_loss
         if best is not None and self.progress.val_loss >= best:
             return False

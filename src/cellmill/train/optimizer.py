@@ -6,26 +6,33 @@ family are left alone.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from cellmill.config.run import Train
+from cellmill.parallel.mesh import mesh_of
+from cellmill.train.offload import OffloadedAdamW
 
 
-def build_optimizer(model: nn.Module, train: Train) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters of `model`, after it was laid out and materialised."""
+def build_optimizer(model: nn.Module, train: Train, cpu_offload: str | None = None) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters of `model`, after it was laid out and materialised.
+
+    With `cpu_offload` "optimizer" its moments are on the CPU; with "full" the parameters already are.
+    """
     decayed = decayed_parameters(model)
-    groups: list[list[nn.Parameter]] = [[], []]
+    # a group for each mesh too: the fused step takes no list of tensors that lie on different ones
+    found: dict[tuple[float, object], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups[name not in decayed].append(parameter)
-    decays = (train.weight_decay, 0.0)
-    return torch.optim.AdamW(
-        [{"params": group, "weight_decay": decay} for group, decay in zip(groups, decays) if group],
-        lr=train.lr,
-        betas=(train.beta1, train.beta2),
-        fused=True,
-    )
+            decay = train.weight_decay if name in decayed else 0.0
+            found.setdefault((decay, mesh_of(parameter)), []).append(parameter)
+    groups: list[dict[str, Any]] = [{"params": group, "weight_decay": decay} for (decay, _), group in found.items()]
+    betas = (train.beta1, train.beta2)
+    if cpu_offload == "optimizer":
+        return OffloadedAdamW(groups, lr=train.lr, betas=betas)
+    return torch.optim.AdamW(groups, lr=train.lr, betas=betas, fused=True)
 
 
 def decayed_parameters(model: nn.Module) -> set[str]:

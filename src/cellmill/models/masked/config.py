@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cellmill.config.family import FamilyConfig, ModelSize
+from cellmill.config.family import CHUNK_LOGITS, FamilyConfig, ModelSize
 from cellmill.config.run import Tokens
 
 N_SPECIAL = 2  # <pad> and <mask>: cellmill.data.vocabulary.SPECIAL, which a torch-free parse should not import
@@ -55,44 +55,74 @@ class MaskedConfig(FamilyConfig):
         """Width inside the feed-forward layers."""
         return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
 
-    def size(self, n_genes: int, tokens: Tokens) -> ModelSize:
+    def cut_by_tp(self) -> dict[str, int]:
+        """Attention by whole heads, feed-forward by its width; the vocabulary may be cut anywhere."""
+        return {"model.heads": self.heads, "model.ffn_hidden": self.ffn_width}
+
+    def cut_by_pp(self) -> dict[str, int]:
+        """Between any two blocks."""
+        return {"model.layers": self.layers}
+
+    def size(self, n_genes: int, tokens: Tokens, tp: int = 1, sequence_parallel: bool = False) -> ModelSize:
         """Exact counts of parameters, and of FLOPs as matrix products (a multiply-add is 2), three passes each."""
         h, f, v = self.hidden, self.ffn_width, n_genes + N_SPECIAL
-        block = 4 * h * h + 4 * h + 2 * h * f + f + h + 4 * h
+        genes = -(-v // tp) * h
         values = {
             "continuous": 2 * h + h * h + h,
             "binned": (tokens.bins + 1) * h,
             "rank": tokens.max_tokens * h,
         }[tokens.tokenizer]
+        inputs = genes + values + (h if self.objective == "masked_value" else 0)
+        outputs = 2 * h + h * h + 3 * h
         if self.objective == "masked_gene":
-            classes, head = v, v  # the matrix is the gene embedding's; a bias is its own
+            own_classes, shared = v / tp, genes  # the matrix is the gene embedding's; a bias is its own
+            outputs += v
         else:
             classes = tokens.bins if tokens.tokenizer == "binned" else 1
-            head = classes * h + classes + h
+            own_classes, shared = classes, 0
+            outputs += classes * h + classes
+        at_targets = h * h + h * own_classes
+        predictions = 1
         if self.cell_loss_weight:
-            head += 2 * h * h + 3 * h
-        outside = v * h + values + 2 * h + h * h + 3 * h + head
-        at_targets = h * h + h * classes
-        if self.cell_loss_weight:
-            at_targets += 2 * h * h + h * classes
-        products = self.layers * (4 * h * h + 2 * h * f) + self.mask_frac * at_targets
-        if tokens.tokenizer == "continuous":
-            products += h + h * h
+            shared = inputs
+            outputs += 2 * h * h + 3 * h
+            at_targets += 2 * h * h + h * own_classes
+            predictions = 2
         # kept for the backward pass, elements a token: a block's input, two norms, q k v, attention before and after
         # its cells are joined, its projection, both sides of the GELU; two masks where there is dropout. Outside, the
         # last norm, both sides of the values' GELU, the states whose mean a cell is, and the heads at targets. A test
         # compares with what autograd keeps
-        kept = 9 * h + 2 * f + (2 * h if self.dropout else 0)
-        of_values = 2 * h if tokens.tokenizer == "continuous" else 0
+        stream = h // tp if sequence_parallel else h
+        # norms go into cut matrices, for which the tokens of all are put together
+        kept = (2 + (2 if self.dropout else 0)) * stream + 2 * h + (5 * h + 2 * f) // tp
+        # selective: attention and the products of all four matrices, of which rows leave sums over all tokens
+        products_kept = 2 * h + (4 * h + f) // tp
+        of_values = tokens.tokenizer == "continuous"
         of_cells = h + round(5 * h * self.mask_frac) if self.cell_loss_weight else 0
-        kept_outside = h + of_values + of_cells + round(4 * h * self.mask_frac)
+        chunked = self.objective == "masked_gene"
         return ModelSize(
-            parameters=self.layers * block + outside,
-            block_parameters=block,
             blocks=self.layers,
-            flops_per_token=3 * 2 * products,
-            flops_per_token_pair=3 * 4 * h * self.layers,
-            activations_per_token=self.layers * kept + kept_outside,
-            activations_per_token_checkpointed=self.layers * h + kept + kept_outside,
-            logits_per_token=self.mask_frac * classes * (2 if self.cell_loss_weight else 1),
+            block_parameters=(4 * h * h + 3 * h + 2 * h * f + f) // tp + 2 * h + 4 * h,
+            begin_parameters=inputs,
+            finish_parameters=outputs + shared,
+            shared_parameters=shared,
+            block_flops_per_token=3 * 2 * (4 * h * h + 2 * h * f) / tp,
+            begin_flops_per_token=3 * 2 * (h + h * h) if of_values else 0,
+            finish_flops_per_token=3 * 2 * self.mask_frac * at_targets,
+            block_flops_per_token_pair=3 * 4 * h / tp,
+            width=stream,
+            block_activations_per_token=kept,
+            block_activations_per_token_selective=stream + products_kept,
+            begin_activations_per_token=2 * h if of_values else 0,
+            finish_activations_per_token=h + of_cells + round(4 * h * self.mask_frac),
+            working_per_token=2 * h + f // tp,
+            logits_per_token=self.mask_frac * own_classes * (1 if chunked else predictions),
+            most_logits=CHUNK_LOGITS if chunked else None,
+            table_gradients=predictions * (-(-v // tp) * (h + 1)) if chunked else 0,
+            # after `out` and `down`; the gradients that enter `qkv` and `up`
+            block_sums_per_token=2 * h,
+            begin_sums_per_token=h,
+            finish_sums_per_token=self.mask_frac
+            * h
+            * (bool(self.cell_loss_weight) + (predictions if self.objective == "masked_gene" else 0)),
         )

@@ -15,7 +15,7 @@ from cellmill.data.vocabulary import SPECIAL
 from cellmill.models.batch import TensorBatch, positions
 from cellmill.models.keyed import keyed_bits, threshold
 
-MASK_TOKEN = SPECIAL.index("<mask>")
+PAD_TOKEN, MASK_TOKEN = (SPECIAL.index(token) for token in ("<pad>", "<mask>"))
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def mask(batch: TensorBatch, objective: str, mask_frac: float, seed: int, step: 
     cell, place = positions(batch)
     keys = keyed_bits(batch.cells[cell], seed, step, place)
     lowest = torch.full((len(batch.lengths),), 2**63 - 1, device=keys.device).scatter_reduce(0, cell, keys, "amin")
-    masked = (keys < threshold(mask_frac)) | (keys == lowest[cell])
+    masked = ((keys < threshold(mask_frac)) | (keys == lowest[cell])) & (batch.genes != PAD_TOKEN)
     targets = masked.nonzero().flatten()
     hides_gene = objective == "masked_gene"
     return MaskedBatch(

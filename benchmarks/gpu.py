@@ -1,0 +1,260 @@
+"""One GPU, under 8 minutes: is attention right, how fast is a training step, and was the plan's memory true?
+
+First each attention kernel against padded attention in float32, values and gradients. Then whole training steps
+(masks, forward, backward, clipping, fused AdamW) in bf16-mixed for four sizes: with every cell of full length, and
+with cells whose lengths vary, packed and padded to the longest. MFU counts the FLOPs that the model needs (logits at
+masked tokens alone), never those of padding; `plan` is what `cellmill plan` would have said.
+
+    python benchmarks/gpu.py [--toy] [--sizes 51M 106M] [--steps 10]
+
+`--toy` runs all of it in seconds on any machine, a CPU too, at sizes that say nothing about speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from cellmill.config.layout import Layout
+from cellmill.config.run import Parallel, Tokens, Train
+from cellmill.data.tokens import Batch
+from cellmill.models.attention import attention, attention_padded
+from cellmill.models.batch import TensorBatch, on_device, to_tensors
+from cellmill.models.masked.config import MaskedConfig
+from cellmill.models.masked.model import MaskedModel
+from cellmill.parallel.clip import clip_grad_norm
+from cellmill.parallel.compile import compile_blocks
+from cellmill.parallel.devices import peak_flops
+from cellmill.parallel.memory import memory_per_rank
+from cellmill.parallel.mesh import build_mesh
+from cellmill.parallel.wrap import Replica
+from cellmill.train.optimizer import build_optimizer
+
+N_GENES = 25_000
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and the cells it is measured on."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    genes: int
+    """Tokens of a full cell."""
+    cells: int
+    """Of a micro-batch of full cells."""
+
+
+SIZES = (
+    Size("51M", 512, 12, 8, 1024, 64),
+    Size("106M", 768, 12, 12, 2048, 32),
+    Size("300M", 1024, 22, 16, 4096, 12),
+    Size("1B", 1792, 25, 14, 4096, 8),
+)
+TOY = (Size("toy", 32, 2, 2, 48, 4), Size("toy, longer", 32, 2, 2, 96, 2))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one size, kind of cells and way of running it."""
+
+    size: Size
+    parameters: int
+    kind: str
+    compiled: bool
+    tokens: int
+    """Of cells, without padding."""
+    cells: int
+    seconds: list[float]
+    flops: float
+    """That the cells of a step need."""
+    peak_bytes: int | None
+    plan_bytes: int
+
+
+def check_attention(device: torch.device) -> Iterator[str]:
+    """Largest differences from the oracle, in float32, of values and gradients."""
+    lengths = [1, 7, 512, 300, 300, 33] if device.type == "cuda" else [1, 7, 64, 30, 30]
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(sum(lengths), 4, 64, generator=generator) for _ in range(4)]
+    oracle = _attended(made, torch.float32, device, lambda q, k, v: attention_padded(q, k, v, lengths))
+    dtypes = (torch.bfloat16, torch.float16, torch.float32) if device.type == "cuda" else (torch.float32,)
+    yield "| attention | number format | values | gradients |\n|---|---|---:|---:|"
+    for dtype in dtypes:
+        found = _attended(made, dtype, device, lambda q, k, v: attention(q, k, v, cu_seqlens, lengths))
+        off = [float((ours - theirs).abs().max()) for ours, theirs in zip(found, oracle)]
+        kernel = "varlen" if device.type == "cuda" and dtype != torch.float32 else "cell by cell, SDPA"
+        # scores are products of 64 numbers of size 1; bfloat16 has 8 bits
+        allowed = 5e-2 if dtype == torch.bfloat16 else 1e-2 if dtype == torch.float16 else 1e-4
+        if not max(off) < allowed:
+            sys.exit(f"attention by {kernel} in {dtype} is off by {max(off):.2g}, more than {allowed:g}")
+        yield f"| {kernel} | {str(dtype).removeprefix('torch.')} | {off[0]:.1e} | {max(off[1:]):.1e} |"
+
+
+def _attended(made, dtype, device, function) -> list[torch.Tensor]:
+    q, k, v = (x.to(device, dtype).requires_grad_() for x in made[:3])
+    out = function(q, k, v)
+    gradients = torch.autograd.grad(out, (q, k, v), made[3].to(device, dtype))
+    return [x.detach().float() for x in (out, *gradients)]
+
+
+def draw(lengths: np.ndarray, step: int) -> TensorBatch:
+    """Cells of random genes and values; their lengths are what matters."""
+    random = np.random.default_rng(step)
+    genes = np.concatenate([random.permutation(N_GENES)[:n] + 2 for n in lengths]).astype(np.int32)
+    values = random.gamma(2.0, 0.5, len(genes)).astype(np.float32)
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return to_tensors(Batch(genes, values, cu_seqlens, np.arange(len(lengths))))
+
+
+def lengths_of(size: Size, kind: str, step: int) -> np.ndarray:
+    """Tokens of each cell of a step: full ones, or such as vary as in real data, around half of the longest."""
+    if kind == "full":
+        return np.full(size.cells, size.genes)
+    random = np.random.default_rng(1000 + step)
+    drawn = random.lognormal(np.log(0.45 * size.genes), 0.45, size.cells)
+    return np.clip(drawn, size.genes // 8, size.genes).astype(np.int64)
+
+
+def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.device) -> Measured:
+    """Training steps of one size. `kind`: full; packed or padded, of cells that vary."""
+    tokens = Tokens(tokenizer="continuous", max_tokens=size.genes)
+    config = MaskedConfig(
+        objective="masked_gene", cell_loss_weight=0, hidden=size.hidden, layers=size.layers, heads=size.heads
+    )
+    parallel = Parallel(strategy="ddp", precision="bf16-mixed")
+    train = Train(steps=steps)
+    mesh = build_mesh(parallel, 1, device.type)
+    with torch.device("meta"):
+        model = MaskedModel(config, N_GENES, tokens)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.02)
+    if compiled:
+        compile_blocks(model, model.plan.blocks, model.plan.compiled)
+    replica, optimizer = Replica(model, parallel, mesh), build_optimizer(model, train)
+    needs = config.size(N_GENES, tokens)
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds, real_tokens, cells, flops, most = [], 0, 0, 0.0, 0
+    for step in range(WARM_UP + steps):
+        lengths = lengths_of(size, kind, step)
+        longest = np.full(len(lengths), lengths.max()) if kind == "padded" else lengths
+        prepared = on_device(model.prepare(draw(longest, step), seed=0, step=step), device)
+        synchronize(device)
+        began = time.perf_counter()
+        replica.forward_backward([prepared], prepared.n_targets)
+        clip_grad_norm(model, 1.0, mesh.pp)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        synchronize(device)
+        if step >= WARM_UP:
+            seconds.append(time.perf_counter() - began)
+            real_tokens, cells = real_tokens + int(lengths.sum()), cells + len(lengths)
+            pairs = float(np.square(lengths.astype(np.float64)).sum())
+            flops += needs.flops_per_token * float(lengths.sum()) + needs.flops_per_token_pair * pairs
+            most = max(most, int(longest.sum()))
+    measured = Measured(
+        size,
+        needs.parameters,
+        kind,
+        compiled,
+        real_tokens // steps,
+        cells // steps,
+        seconds,
+        flops / steps,
+        torch.cuda.max_memory_allocated(device) if cuda else None,
+        memory_per_rank(needs, parallel, Layout(1, 1), most, 1).total,
+    )
+    del model, replica, optimizer, prepared
+    gc.collect()
+    torch._dynamo.reset()
+    if cuda:
+        torch.cuda.empty_cache()
+    return measured
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def line(found: Measured, peak: float | None) -> str:
+    """A row of the table: by the median step."""
+    took = statistics.median(found.seconds)
+    mfu = f"{found.flops / took / peak:.1%}" if peak else "-"
+    memory = f"{found.peak_bytes / 1e9:.1f}" if found.peak_bytes is not None else "-"
+    return (
+        f"| {found.size.name} ({found.parameters / 1e6:.0f}M), {found.size.genes:,} genes | {found.kind} "
+        f"| {'yes' if found.compiled else 'no'} | {found.tokens:,} | {found.tokens / took:,.0f} "
+        f"| {found.cells / took:,.0f} | {mfu} | {memory} | {found.plan_bytes / 1e9:.1f} |"
+    )
+
+
+def machine(device: torch.device) -> str:
+    """What ran it."""
+    if device.type != "cuda":
+        return f"{platform.machine()} CPU, load {os.getloadavg()[0]:.1f}"
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    ).stdout.strip()
+    return f"{torch.cuda.get_device_name(device)}, driver {driver}, CUDA {torch.version.cuda}"
+
+
+def commit() -> str:
+    """The commit of this checkout, or a word that says there is none."""
+    here = Path(__file__).resolve().parent
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, to try the script")
+    parser.add_argument("--sizes", nargs="+", choices=[size.name for size in SIZES], help="only these")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of each (default: %(default)s)")
+    arguments = parser.parse_args()
+    if not arguments.toy and not torch.cuda.is_available():
+        sys.exit("no GPU here; --toy tries the script on a CPU")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        print(f"machine: {machine(device)}")
+        print(f"commit: {commit()}, torch {torch.__version__}, python {platform.python_version()}")
+        print(f"command: python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}\n", flush=True)
+        for text in check_attention(device):
+            print(text, flush=True)
+        peak = peak_flops(torch.cuda.get_device_name(device), "bf16-mixed") if device.type == "cuda" else None
+        print("\n| model | cells | compiled | tokens a step | tokens/s | cells/s | MFU | peak GB | plan GB |")
+        print("|---|---|---|---:|---:|---:|---:|---:|---:|", flush=True)
+        chosen = TOY if arguments.toy else SIZES
+        for size in [size for size in chosen if not arguments.sizes or size.name in arguments.sizes]:
+            for kind, compiled in (("full", False), ("full", True), ("packed", False), ("padded", False)):
+                print(line(measure(size, kind, compiled, arguments.steps, device), peak), flush=True)
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

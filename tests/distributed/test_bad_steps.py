@@ -1,0 +1,99 @@
+"""A loss or gradient norm that is not finite: skipped on all ranks alike, counted, named in the end."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import cases
+from tests.distributed.conftest import options
+from tests.distributed.pool import Pool
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "HYBRID_SHARD": {},
+    "FULL_SHARD x tp 2": {"sharding_strategy": "FULL_SHARD", "tp": 2, "sequence_parallel": True},
+    "FULL_SHARD x pp 2": {"sharding_strategy": "FULL_SHARD", "pp": 2},
+    "pp 2 x tp 2": {"pp": 2, "tp": 2},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_skipped_step_changes_no_bit_of_parameters_and_moments(
+    pool: Pool, corpus: str, tmp_path: Path, layout: str
+) -> None:
+    run = options(LAYOUTS[layout], train={"schedule": "constant"})
+    good = pool.run("spoiled", corpus=corpus, options=run, folder=str(tmp_path / "2"), steps=2, bad=[])
+    skipped = pool.run("spoiled", corpus=corpus, options=run, folder=str(tmp_path / "4"), steps=4, bad=[3, 4])
+    for before, after in zip(good, skipped):
+        assert after["parameters"] == before["parameters"]
+        assert after["moments"] == before["moments"]
+        assert (after["progress"]["skipped_steps"], after["progress"]["skipped_in_a_row"]) == (2, 2)
+        assert after["progress"]["cells"] == 64
+    assert [line for line in skipped[0]["lines"] if "skipped" in line] == [
+        {"step": step, "skipped": "loss nan and gradient norm nan", "skipped_steps": step - 2} for step in (3, 4)
+    ]
+
+
+def test_after_a_skipped_step_training_goes_on(pool: Pool, corpus: str, tmp_path: Path) -> None:
+    found = pool.run("spoiled", corpus=corpus, options=options(), folder=str(tmp_path), steps=6, bad=[1, 4])[0]
+    losses = [line["loss"] for line in found["lines"] if "loss" in line]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert (found["progress"]["skipped_steps"], found["progress"]["skipped_in_a_row"]) == (2, 0)
+
+
+def test_a_resumed_run_skips_and_ends_as_one_left_alone(pool: Pool, corpus: str, tmp_path: Path) -> None:
+    run = options(train={"steps": 9, "checkpoint_every_steps": 4, "max_bad_steps": 3})
+    each = {"corpus": corpus, "options": run, "bad": [2, 4, 5, 6], "steps": 9}
+    alone = pool.run("spoiled", folder=str(tmp_path / "alone"), **each)
+    assert "at step 6, skipped as were the 2 before it (train.max_bad_steps 3)" in alone[0]["error"]
+    shutil.copytree(tmp_path / "alone", tmp_path / "resumed")
+    resumed = pool.run("spoiled", folder=str(tmp_path / "resumed"), load=True, **each)
+    assert resumed[0]["lines"][0]["step"] == 5
+    for key in ("error", "progress", "parameters", "moments"):
+        assert [rank[key] for rank in resumed] == [rank[key] for rank in alone], key
+
+
+@pytest.mark.parametrize("layout", ["ddp", "FULL_SHARD x tp 2", "FULL_SHARD x pp 2"])
+def test_the_end_names_the_rank_and_the_cells(pool: Pool, corpus: str, tmp_path: Path, layout: str) -> None:
+    run = options(LAYOUTS[layout], train={"max_bad_steps": 2})
+    found = pool.run("spoiled", corpus=corpus, options=run, folder=str(tmp_path), steps=6, bad=[2, 3])
+    assert len({rank["error"] for rank in found}) == 1, "ranks disagree"
+    rank, cells = {"ddp": (1, 4), "FULL_SHARD x tp 2": (2, 8), "FULL_SHARD x pp 2": (1, 8)}[layout]
+    more = f" and {cells - 4} more cells, which are in the log" if cells > 4 else ""
+    cell = r"sim:\S+ \(train-\S+\.h5ad row \d+\)"
+    assert re.fullmatch(
+        r"loss nan and gradient norm nan at step 3, skipped as were the 1 before it \(train\.max_bad_steps 2\): lower "
+        r"train\.lr \(0\.001\) or raise train\.warmup_steps; the checkpoints before it are untouched; "
+        rf"rank {rank} had {cell}, {cell}, {cell}, {cell}{more}",
+        found[0]["error"],
+    )
+
+
+def test_a_finite_loss_with_an_infinite_gradient_is_skipped_too(
+    alone: None, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, lines = cases.trainer(corpus, options(), str(tmp_path), 3)
+    before = {name: parameter.detach().clone() for name, parameter in made.model.named_parameters()}
+    next(made.model.parameters()).register_hook(lambda gradient: gradient / 0)
+    made.run()
+    made.train_stream.close()
+    assert all(parameter.equal(before[name]) for name, parameter in made.model.named_parameters())
+    skipped = [line["skipped"] for line in lines.lines if "skipped" in line]
+    assert len(skipped) == 3
+    assert all(re.fullmatch(r"loss [\d.]+ and gradient norm (nan|inf)", text) for text in skipped)
+
+
+def test_a_validation_loss_that_is_not_finite_is_told_and_training_goes_on(
+    alone: None, corpus: str, tmp_path: Path
+) -> None:
+    found = cases.spoiled_validation(corpus, options(train={"val_every_steps": 2}), str(tmp_path), 4)
+    assert found["done"]
+    told = [line for line in found["lines"] if "skipped" in line]
+    assert told == [{"step": step, "skipped": "validation loss nan"} for step in (2, 4)]
+    assert [found["progress"][key] for key in ("val_loss", "best_val_loss", "best_step")] == [None, None, None]

@@ -1,0 +1,85 @@
+"""What torch sends between real processes is what the plan says, and HYBRID_SHARD is hybrid."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from cellmill.config.layout import layout
+from cellmill.config.options import TrainOptions
+from cellmill.parallel.communication import traffic_of
+from tests.distributed.conftest import options
+from tests.distributed.pool import Pool
+
+WORLD, LOCAL_WORLD, N_GENES = 4, 2, 120
+FEW_BYTES = 1024  # sums of targets, norms and signals
+MODEL = {"hidden": 64, "layers": 4, "dropout": 0.0}
+ACCUMULATED = {"token_budget": 160}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "FULL_SHARD": {"sharding_strategy": "FULL_SHARD"},
+    "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "HYBRID_SHARD": {"sharding_strategy": "HYBRID_SHARD"},
+    "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
+    "FULL_SHARD x tp 2": {"sharding_strategy": "FULL_SHARD", "tp": 2},
+    "sequence parallel": {"sharding_strategy": "FULL_SHARD", "tp": 2, "sequence_parallel": True},
+    "pp 2 x FULL_SHARD": {"sharding_strategy": "FULL_SHARD", "pp": 2},
+}
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    f"{name}, recomputed": LAYOUTS[name] | {"activation_checkpointing": "full"}
+    for name in ("FULL_SHARD x tp 2", "sequence parallel")
+}
+
+
+@pytest.mark.parametrize("train", [{}, ACCUMULATED], ids=["one micro-batch", "several"])
+@pytest.mark.parametrize("name", [*LAYOUTS, *RECOMPUTED])
+def test_bytes_of_each_collective_and_axis_are_those_of_the_plan(
+    pool: Pool, corpus: str, name: str, train: dict[str, Any]
+) -> None:
+    given = _options((LAYOUTS | RECOMPUTED)[name], train)
+    parsed = TrainOptions.model_validate(given)
+    parallel = parsed.parallel
+    sizes = layout(parallel, WORLD, LOCAL_WORLD)
+    size = parsed.model.size(N_GENES, parsed.tokens, parallel.tp, parallel.sequence_parallel)
+    for rank, found in enumerate(pool.run("measures.collectives", corpus=corpus, options=given)):
+        assert found["micro_batches"] > 1 or not train
+        stage = rank // (WORLD // parallel.pp)
+        planned = traffic_of(stage, size, parallel, sizes, LOCAL_WORLD, found["tokens"], found["micro_batches"])
+        seen: Counter[tuple[str, int, int]] = Counter()
+        calls: Counter[tuple[str, int, int]] = Counter()
+        for kind, group, n_bytes in found["seen"]:
+            if n_bytes >= FEW_BYTES:
+                seen[kind, len(group), _of_first_node(group)] += n_bytes
+                calls[kind, len(group), _of_first_node(group)] += 1
+        expected = {(part.kind, part.processes, part.in_a_node): part for part in planned}
+        assert dict(seen) == pytest.approx({key: part.payload_bytes for key, part in expected.items()}, rel=0.03)
+        assert dict(calls) == pytest.approx({key: part.calls for key, part in expected.items()}, abs=1), f"rank {rank}"
+
+
+@pytest.mark.parametrize("train", [{}, ACCUMULATED], ids=["one micro-batch", "several"])
+def test_hybrid_shard_gathers_and_scatters_inside_a_shard_group_and_reduces_across_replicas_once_a_step(
+    pool: Pool, corpus: str, train: dict[str, Any]
+) -> None:
+    given = _options(LAYOUTS["HYBRID_SHARD"], train)
+    pieces = MODEL["layers"] + 1  # blocks, and what lies outside them
+    for rank, found in enumerate(pool.run("measures.collectives", corpus=corpus, options=given)):
+        seen = Counter((kind, tuple(group)) for kind, group, n_bytes in found["seen"] if n_bytes >= FEW_BYTES)
+        node = rank // 2
+        inside, across = (2 * node, 2 * node + 1), (rank % 2, rank % 2 + 2)
+        micro_batches = found["micro_batches"]
+        assert (micro_batches > 1) == bool(train)
+        assert dict(seen) == {
+            ("all-gather", inside): micro_batches * (2 * pieces - 1),  # the root's weights stay for the backward pass
+            ("reduce-scatter", inside): pieces,
+            ("all-reduce", across): pieces,
+        }
+
+
+def _options(parallel: dict[str, Any], train: dict[str, Any]) -> dict[str, Any]:
+    return options(parallel, model=MODEL, tokens={"max_tokens": 100}, train=train)
+
+
+def _of_first_node(group: tuple[int, ...]) -> int:
+    return sum(rank // LOCAL_WORLD == group[0] // LOCAL_WORLD for rank in group)

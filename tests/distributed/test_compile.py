@@ -1,0 +1,56 @@
+"""What is compiled is what was written: loss, gradient norm and dropout are those of one process that compiles nothing.
+
+Gradients are silently wrong where tensor parallel and torch.compile are put together naively, so norms are compared in
+every step. Layouts are traced and differentiated by torch (`aot_eager`); the code of inductor is made in one of them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed import cases
+from tests.distributed.conftest import options
+from tests.distributed.pool import Pool
+from tests.distributed.test_layouts import BOTH_CUT, LAYOUTS, PIPELINED
+
+STEPS = 4
+COMPILED: dict[str, dict[str, Any]] = {
+    **{name: LAYOUTS[name] for name in ("ddp", "HYBRID_SHARD", "tp 4", BOTH_CUT)},
+    "tp 4, sequence parallel, recomputed": LAYOUTS["tp 4, sequence parallel"] | {"activation_checkpointing": "full"},
+    "pp 2 Interleaved1F1B": PIPELINED["pp 2"] | {"schedule": "Interleaved1F1B"},
+}
+# 4 blocks, so that each of 4 stages has one; validation, so that what drops nothing is compiled too
+RUN: dict[str, Any] = {"model": {"layers": 4}, "train": {"val_every_steps": 2}}
+
+
+@pytest.fixture(scope="module")
+def reference(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
+    return np.array(cases.curve(corpus, options(**RUN), str(tmp_path_factory.mktemp("one")), STEPS))
+
+
+@pytest.mark.parametrize("layout", COMPILED)
+def test_compiled_layouts_train_the_model_of_one_process(
+    pool: Pool, corpus: str, reference: np.ndarray, tmp_path: Path, layout: str
+) -> None:
+    opts = options(COMPILED[layout] | {"compile": True}, **RUN)
+    found = pool.run(
+        "curve_compiled", corpus=corpus, options=opts, folder=str(tmp_path), steps=STEPS, backend="aot_eager"
+    )
+    for curve, graphs in found:
+        assert graphs > 0
+        np.testing.assert_allclose(np.array(curve), reference, atol=5e-6, rtol=5e-6)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler")
+def test_the_code_of_inductor_drops_and_learns_the_same(
+    alone: None, corpus: str, reference: np.ndarray, tmp_path: Path
+) -> None:
+    opts = options({"compile": True}, **RUN)
+    curve, graphs = cases.curve_compiled(corpus, opts, str(tmp_path), STEPS, "inductor")
+    assert 2 <= graphs <= 8, "blocks alike must share their code"
+    np.testing.assert_allclose(np.array(curve), reference, atol=5e-6, rtol=5e-6)

@@ -1,0 +1,67 @@
+"""Running out of memory ends in the plan's advice."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cellmill.config.options import TrainOptions
+from cellmill.stages.out_of_memory import advice, is_out_of_memory
+from cellmill.stages.worker import complain
+from tests.distributed.conftest import options
+
+CUDA = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1 GiB is free"
+
+
+@pytest.fixture
+def run(corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """run.json of a run of four processes, in `tmp_path`."""
+    parsed = TrainOptions.model_validate(options())
+    record = {"options": parsed.model_dump(mode="json"), "manifest": f"{corpus}/shards/manifest.json"}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    return record
+
+
+def test_the_line_names_the_parts_the_largest_first_and_the_first_change(run: dict[str, Any], tmp_path: Path) -> None:
+    line = complain(torch.OutOfMemoryError(CUDA), tmp_path)
+    assert line is not None
+    who, _, rest = line.partition("; ")
+    assert who == f"rank 3 on {os.uname().nodename}: out of memory ({CUDA[:120].rstrip('.')})"
+    assert rest == advice(run, TrainOptions.model_validate(run["options"]), 4, 2)
+    assert " were planned for each process, most of it activations (activations " in rest
+    assert rest.endswith("): set parallel.activation_checkpointing to full")
+
+
+def test_the_parts_are_those_of_the_plan(run: dict[str, Any]) -> None:
+    checkpointed = TrainOptions.model_validate(options({"activation_checkpointing": "full"}))
+    before, after = (advice(run, each, 4, 2) for each in (TrainOptions.model_validate(options()), checkpointed))
+    assert before != after
+    assert after.endswith("): lower train.token_budget to 128")
+
+
+def test_without_a_plan_it_still_says_what_to_change(tmp_path: Path) -> None:
+    line = complain(MemoryError(), tmp_path)
+    assert line is not None
+    assert line.endswith(
+        "out of memory (MemoryError); lower train.token_budget, or set parallel.activation_checkpointing to full"
+    )
+
+
+def test_what_is_memory_and_what_is_not() -> None:
+    for allocate in (lambda: torch.empty(1 << 58, dtype=torch.uint8), lambda: np.empty(1 << 58, np.uint8)):
+        with pytest.raises((RuntimeError, MemoryError)) as failed:
+            allocate()
+        assert is_out_of_memory(failed.value)
+    assert is_out_of_memory(torch.OutOfMemoryError(CUDA))
+    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert not is_out_of_memory(RuntimeError("a bug"))
+    assert not is_out_of_memory(OSError(errno.ENOSPC, "No space left on device"))

@@ -1,0 +1,91 @@
+"""The task of a node, run as SLURM runs it: what it does when a process is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cellmill.launch.node import NodeTask, write_task
+
+DIES = """
+import json, os, signal, sys
+starts, state, saved, error = sys.argv[1:]
+count = 1 + (len(open(starts).read()) if os.path.exists(starts) else 0)
+open(starts, "a").write("x")
+json.dump({"step": int(saved) * count}, open(state, "w"))
+if error:
+    open(error, "w").write("it says why")
+if count < 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+WAITS = """
+import os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+(folder / os.environ["RANK"]).touch()
+while not (folder / "1").exists():
+    time.sleep(0.1)
+if os.environ["RANK"] == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("restarts", "saves", "says_why", "starts", "printed"),
+    [
+        (2, True, False, 3, "restart 2 of 2"),
+        (1, True, False, 2, "restart 1 of 1"),
+        (2, False, False, 2, "lost again without a new checkpoint after step 0: not started again"),
+        (2, True, True, 1, ""),
+    ],
+)
+def test_lost_processes_are_started_again_where_that_can_help(
+    tmp_path: Path, restarts: int, saves: bool, says_why: bool, starts: int, printed: str
+) -> None:
+    (tmp_path / "dies.py").write_text(DIES)
+    count, state = tmp_path / "starts", tmp_path / "state.json"
+    error = str(tmp_path / "error.txt") if says_why else ""
+    arguments = [str(count), str(state), "10" if saves else "0", error]
+    port = 20_000 + secrets.randbelow(12_000)  # as a job has it: below those that are given away
+    write_task(NodeTask("dies", arguments, 1, 0, port, "", str(tmp_path), restarts, str(state)), tmp_path / "task")
+    task = start(tmp_path, node=0, nodes=1)
+    printed_all, _ = task.communicate(timeout=200)
+    assert len(count.read_text()) == starts, printed_all
+    assert (task.returncode == 0) == (starts == 3)
+    assert printed in printed_all
+    assert ("starting all again" in printed_all) == (starts > 1)
+    assert json.loads((tmp_path / "attempt-000.json").read_text())["exit_code"] == (0 if starts == 3 else 1)
+
+
+def test_a_node_whose_processes_wait_for_those_of_a_lost_one_ends_with_it(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(WAITS)
+    port = 20_000 + secrets.randbelow(12_000)
+    write_task(NodeTask("waits", [str(tmp_path)], 1, 0, port, "", str(tmp_path)), tmp_path / "task")
+    tasks = [start(tmp_path, node, nodes=2) for node in range(2)]
+    printed = [task.communicate(timeout=100)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [1, 1], printed
+    assert "torchrun ended with exit code 1" in printed[0]
+    assert "torchrun ended with exit code -9" in printed[1]
+
+
+def start(folder: Path, node: int, nodes: int) -> subprocess.Popen[str]:
+    """The task in `folder`, as SLURM starts it on a node."""
+    hosts = ",".join(f"127.0.0.{number + 1}" for number in range(nodes))
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURM_LOCALID": "0"}
+    slurm |= {"SLURM_NTASKS": str(nodes), "SLURM_STEP_NUM_NODES": str(nodes)}
+    slurm |= {"SLURM_STEP_NODELIST": hosts, "SLURM_JOB_NODELIST": hosts}
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, "-m", "cellmill.launch.node", str(folder / "task")],
+        env=os.environ | slurm | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )

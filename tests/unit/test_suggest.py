@@ -1,0 +1,166 @@
+"""plan --suggest proposes what a plan accepts, the best first, and says what it left out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from small_corpus import write_corpus
+
+from cellmill.cli import main
+from cellmill.config.machine import Machine
+from cellmill.config.options import PlanOptions
+from cellmill.stages import plan
+from cellmill.stages.plan_fit import amount
+from cellmill.stages.plan_suggest import Suggestions, sections, suggest, table
+from cellmill.stages.plan_work import Cells, detected_genes
+
+SECTIONS: dict[str, Any] = {
+    "tokens": {"max_tokens": 2048},
+    "stream": {"lanes": 8},
+    "model": {"family": "masked", "hidden": 1024, "layers": 16, "heads": 16},
+    "parallel": {"precision": "bf16-mixed"},
+    "plan": {},
+    "train": {"epochs": 1, "global_batch": 512, "token_budget": 16384},
+}
+
+
+MACHINE = Machine(nodes="4", nproc_per_node=8)
+
+
+def _options(**changes: dict[str, Any]) -> PlanOptions:
+    return PlanOptions.model_validate({name: value | changes.get(name, {}) for name, value in SECTIONS.items()})
+
+
+def _suggest(nodes: int = 4, device: str = "h100", **changes: dict[str, Any]) -> tuple[Suggestions, PlanOptions]:
+    options = _options(**changes)
+    cells = Cells(np.full(10_000, 2048), 20_000)
+    return suggest(options, cells, Machine(nodes=str(nodes), nproc_per_node=8), device), options
+
+
+def test_what_is_suggested_is_planned_with_the_same_figures(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path, 250)
+    base = {
+        "tokens": {"max_tokens": 16},
+        "train": {"epochs": None, "steps": 20, "global_batch": 64, "token_budget": 64},
+    }
+    options = _options(**base, model={"hidden": 64, "layers": 4, "heads": 4})
+    cells = Cells(np.minimum(detected_genes(corpus), 16), 40, corpus.splits["val"].n_obs)
+    machine = Machine(nodes="2", nproc_per_node=4)
+    found = suggest(options, cells, machine, "h100")
+    assert len(found.fitting) > 10
+    for suggestion in found.fitting[:4]:
+        tree = yaml.safe_load(sections(suggestion.options, options))
+        changed = PlanOptions.model_validate({**options.model_dump(), "parallel": tree["parallel"]})
+        if "stream" in tree:
+            changed = changed.model_copy(update={"stream": changed.stream.model_copy(update=tree["stream"])})
+        assert changed == suggestion.options
+        plan.run(options=changed, manifest=corpus.path, out=tmp_path / "plan.json", machine=machine, device="h100")
+        planned = json.loads((tmp_path / "plan.json").read_text())
+        assert planned["memory"]["total_bytes"] == suggestion.cost.memory.total
+        assert planned["hours"] == pytest.approx(suggestion.cost.hours)
+
+
+def test_the_fastest_come_first_and_what_does_not_fit_is_counted() -> None:
+    found, options = _suggest(plan={"memory_gb": 12})
+    hours = [suggestion.cost.hours or 0 for suggestion in found.fitting]
+    assert all(after > 0.97 * before for before, after in itertools.pairwise(hours))
+    assert all(suggestion.cost.memory.total <= 0.9 * 12e9 for suggestion in found.fitting)
+    assert found.too_large > 0
+    assert found.smallest_bytes is not None
+    assert found.smallest_bytes > 0.9 * 12e9
+    lines = table(found, options, MACHINE, "h100").splitlines()
+    assert lines[:2] == ["4 nodes x 8 h100; of each process its memory, and what it sends in a step", ""]
+    assert lines[2].split() == ["memory", "hours", "MFU", "in", "node", "to", "others", "layout"]
+    assert lines[13] == ""
+    assert lines[14].startswith(f"{len(found.fitting)} layouts fit, {found.too_large} do not: the smallest")
+
+
+def test_where_nothing_fits_it_is_said_how_much_is_missing() -> None:
+    found, options = _suggest(nodes=1, plan={"memory_gb": 0.5})
+    assert not found.fitting
+    assert found.smallest_bytes is not None
+    assert table(found, options, MACHINE, "h100").splitlines()[2:5] == [
+        "no layout fits",
+        "",
+        f"0 layouts fit, {found.too_large} do not: the smallest of them needs {amount(found.smallest_bytes)}",
+    ]
+
+
+def test_what_is_refused_is_given_with_its_reason() -> None:
+    found, options = _suggest(train={"global_batch": 24})
+    text = table(found, options, MACHINE, "h100")
+    assert sum(found.refused.values()) > 0
+    assert "refused: stream.lanes 8 is not a multiple of 32 processes" in text
+
+
+def test_lanes_are_raised_to_what_the_processes_share() -> None:
+    found, options = _suggest(nodes=8)
+    best = found.fitting[0].options
+    assert best.stream.lanes == 64
+    assert yaml.safe_load(sections(best, options))["stream"] == {"lanes": 64}
+
+
+def test_without_a_corpus_and_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--options", json.dumps(SECTIONS), "--suggest", "--nodes", "128", "--nproc-per-node", "8"]
+    assert main([*words, "--device", "a100", "--cells", "5000"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "no --manifest: assumed are 5,000 cells of 2,048 tokens each, 20,000 genes, and 625 cells for validation\n\n"
+    )
+    assert "# the first, for config.yaml\nparallel:\n  strategy: " in out
+    code = "import sys, cellmill.stages.plan_suggest; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_without_a_corpus_a_run_is_planned_too(capsys: pytest.CaptureFixture[str]) -> None:
+    train = SECTIONS["train"] | {"global_batch": 1536, "val_cells": 1000}
+    sections = json.dumps(SECTIONS | {"train": train, "stream": {"lanes": 96}})
+    # a range of nodes, as in an elastic profile, is planned for the fewest
+    words = ["plan", "--options", sections, "--nodes", "2-4", "--nproc-per-node", "4", "--cells", "5e7"]
+    with pytest.raises(SystemExit):
+        main([*words, "--genes", "0"])
+    assert main([*words, "--device", "H100"]) == 0
+    out = capsys.readouterr().out
+    assert "cells       50,000,000 for training, 2,048 tokens each" in out
+    assert "processes   8 x h100" in out
+    assert "validation  163 times 1,000 cells, 0% of the hours\n" in out
+
+
+def test_validation_is_counted_and_told_where_it_is_much(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--options", json.dumps(SECTIONS), "--device", "h100", "--cells", "50000000"]) == 0
+    # 97,657 steps of 512 cells; 489 times 6,250,000 cells forward, a third of a step each
+    seen = 489 * 6_250_000 / 3
+    share = seen / (seen + 50_000_000)
+    assert (
+        f"validation  489 times 6,250,000 cells, {share:.0%} of the hours: lower train.val_cells or raise "
+        "train.val_every_steps\n"
+    ) in capsys.readouterr().out
+
+
+def test_a_device_without_bfloat16_is_told_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--options", json.dumps(SECTIONS), "--device", "v100"]
+    assert main(words) == 2
+    line = "parallel.precision bf16-mixed: a v100 has no bfloat16; set it to 16-mixed\n"
+    assert capsys.readouterr().err == f"cellmill plan: {line}"
+    assert main([*words, "--suggest", "--nproc-per-node", "4"]) == 2
+    captured = capsys.readouterr()
+    assert f"refused: {line}" in captured.out
+    assert captured.err == "cellmill plan: no layout fits; why is above\n"
+
+
+def test_what_was_chosen_beside_the_layout_stays() -> None:
+    found, _ = _suggest(parallel={"compile": True, "cpu_offload": "optimizer"})
+    assert {(each.options.parallel.compile, each.options.parallel.cpu_offload) for each in found.fitting} == {
+        (True, "optimizer")
+    }
+    assert "selective" not in {each.options.parallel.activation_checkpointing for each in found.fitting}
+    plain, _ = _suggest()
+    assert {each.options.parallel.activation_checkpointing for each in plain.fitting} == {None, "selective", "full"}
