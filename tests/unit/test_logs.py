@@ -34,6 +34,8 @@ class Command:
                 text=True,
                 env=os.environ | {"TMPDIR": str(results.parent / "tmp")},
                 start_new_session=True,
+                # a shell starts what it puts in the background deaf to Ctrl-C, tests among them
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def wait_for(self, text: str) -> None:
