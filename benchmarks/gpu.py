@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from train_step import commit, synchronize
 
 from cellmill.config.layout import Layout
 from cellmill.config.run import Parallel, Tokens, Train
@@ -194,11 +195,6 @@ def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.dev
     return measured
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def line(found: Measured, peak: float | None) -> str:
     """A row of the table: by the median step."""
     took = statistics.median(found.seconds)
@@ -219,13 +215,6 @@ def machine(device: torch.device) -> str:
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
     ).stdout.strip()
     return f"{torch.cuda.get_device_name(device)}, driver {driver}, CUDA {torch.version.cuda}"
-
-
-def commit() -> str:
-    """The commit of this checkout, or a word that says there is none."""
-    here = Path(__file__).resolve().parent
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
 
 
 def main() -> None:

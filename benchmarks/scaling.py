@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 from train_step import GENES, commit, machine
 
-from cellmill.config.options import PlanOptions, TrainOptions
+from cellmill.config.options import PlanOptions
 from cellmill.data.tokens import Batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.masked.model import MaskedModel
@@ -66,8 +66,7 @@ def work(rank: int, world: int, folder: str, arguments: argparse.Namespace) -> N
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
-    planned = options(arguments.strategy, SMALL, arguments.cells, world, LENGTH)
-    chosen = TrainOptions(**{name: getattr(planned, name) for name in TrainOptions.model_fields})
+    chosen = options(arguments.strategy, SMALL, arguments.cells, world, LENGTH)
     mesh = build_mesh(chosen.parallel, world, "cpu")
     with torch.device("meta"):
         model = MaskedModel(chosen.model, GENES, chosen.tokens)  # type: ignore[arg-type]

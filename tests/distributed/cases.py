@@ -87,16 +87,21 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
     return made, lines
 
 
+def go_on(made: Trainer, folder: str) -> None:
+    """Takes a trainer to the newest checkpoint in `folder`."""
+    checkpoint, _ = TrainFolder(Path(folder)).newest_whole()
+    assert checkpoint is not None
+    made.checkpoints.load(checkpoint, made.model, made.optimizer)
+    made.progress = Progress(**checkpoint.state()["progress"])
+    epoch, step = divmod(made.progress.step, made.train_stream.steps_per_epoch)
+    made.train_stream.load_state_dict(made.train_stream.state_dict() | {"epoch": epoch, "step": step})
+
+
 def curve(corpus: str, options: dict[str, Any], folder: str, steps: int, load: bool = False) -> list[list[float]]:
     """[loss, gradient norm] of each step; with `load`, going on from the newest checkpoint in `folder`."""
     made, lines = trainer(corpus, options, folder, steps)
     if load:
-        checkpoint, _ = TrainFolder(Path(folder)).newest_whole()
-        assert checkpoint is not None
-        made.checkpoints.load(checkpoint, made.model, made.optimizer)
-        made.progress = Progress(**checkpoint.state()["progress"])
-        epoch, step = divmod(made.progress.step, made.train_stream.steps_per_epoch)
-        made.train_stream.load_state_dict(made.train_stream.state_dict() | {"epoch": epoch, "step": step})
+        go_on(made, folder)
     made.run()
     made.train_stream.close()
     if made.val_stream is not None:
@@ -255,11 +260,7 @@ def spoiled(
     """A run whose cells of data-parallel rank 1, or 0 where there is no other, are infinite in the steps `bad`."""
     made, lines = trainer(corpus, options, folder, steps)
     if load:
-        checkpoint, _ = TrainFolder(Path(folder)).newest_whole()
-        assert checkpoint is not None
-        made.checkpoints.load(checkpoint, made.model, made.optimizer)
-        made.progress = Progress(**checkpoint.state()["progress"])
-        made.train_stream.load_state_dict(made.train_stream.state_dict() | {"step": made.progress.step})
+        go_on(made, folder)
     mesh = made.mesh
     made.train_stream = _Spoiled(made.train_stream, bad, mesh.dp_rank == min(1, mesh.dp_world - 1))  # type: ignore[assignment]
     error = ""

@@ -19,21 +19,16 @@ class ShardOptions(Section):
     shard: Shard
 
 
-class PlanOptions(Section):
-    tokens: Tokens
-    stream: Stream
-    model: Model
-    parallel: Parallel
-    plan: Plan
-    train: Train
-
-
 class TrainOptions(Section):
     tokens: Tokens
     stream: Stream
     model: Model
     parallel: Parallel
     train: Train
+
+
+class PlanOptions(TrainOptions):
+    plan: Plan
 
 
 class ConsolidateOptions(Section):

@@ -115,8 +115,8 @@ def reserve_port() -> socket.socket:
     """A socket bound to a TCP port that is free on all interfaces; its holder keeps the port from being given away.
 
     Of all, since torch's store listens on all: gloo may listen on another than the loopback. A port that was merely
-    found free can be somebody else's by the time the agent has imported torch. As long as nobody
-    listens, Linux lets whoever asks for this very port with SO_REUSEADDR, as torch's store does, bind it too.
+    found free can be somebody else's by the time the agent has imported torch. As long as nobody listens, Linux lets
+    whoever asks for this very port with SO_REUSEADDR, as torch's store does, bind it too.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -63,7 +63,7 @@ def _by_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[
     runs = [(length, len(list(cells))) for length, cells in groupby(lengths)]
     sizes = [length * cells for length, cells in runs]
     parts = []
-    tiled = q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16) and not torch.compiler.is_compiling()
+    tiled = q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16)
     for (length, cells), q_, k_, v_ in zip(runs, q.split(sizes), k.split(sizes), v.split(sizes)):
         if tiled and length >= LONG:
             parts.append(tiled_attention(q_, k_, v_, [length] * cells))

@@ -24,8 +24,8 @@ from cellmill.parallel.products import product
 from cellmill.parallel.vocabulary import first_row, own_rows
 
 ELEMENTS = {"cpu": 1 << 22}
-SCALED_ROWS = 4096
 """Logits of a chunk: what stays in a CPU's cache. `CHUNK_LOGITS` on other devices, which want large products."""
+SCALED_ROWS = 4096  # of a gradient, at once in float32
 
 
 def token_loss(states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:

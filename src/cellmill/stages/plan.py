@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cellmill.config.machine import Machine
-from cellmill.config.options import PlanOptions, TrainOptions
+from cellmill.config.options import PlanOptions
 from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError
 from cellmill.files import write_json
@@ -20,7 +20,7 @@ from cellmill.parallel.devices import check_precision, device_named
 from cellmill.stages import plan_suggest
 from cellmill.stages.checks import check_run
 from cellmill.stages.plan_cost import cost
-from cellmill.stages.plan_fit import Place, check_memory, largest_micro_batch, memory_limit
+from cellmill.stages.plan_fit import check_memory, largest_micro_batch, place_of
 from cellmill.stages.plan_table import describe, table
 from cellmill.stages.plan_work import Cells, detected_genes
 
@@ -76,17 +76,12 @@ def _assumed(options: PlanOptions, cells: int, genes: int) -> Cells:
 
 
 def _plan(options: PlanOptions, cells: Cells, machine: Machine, device: str) -> dict[str, Any]:
-    known, nproc_per_node = device_named(device), machine.nproc_per_node
+    known = device_named(device)
     check_precision(options.parallel, device, known)
     for nodes in machine.node_counts:
-        check_run(_train_options(options), nodes, nproc_per_node, cells.n)
-    # of a range of nodes the fewest: a process then holds the most
-    place = Place(machine.node_counts[0], nproc_per_node, device, memory_limit(options, known, nproc_per_node))
+        check_run(options, nodes, machine.nproc_per_node, cells.n)
+    place = place_of(options, machine, device)
     memory = check_memory(options, cells, place)
     plan = describe(options, cost(options, cells, place, known, memory), place)
     plan["largest_micro_batch"] = largest_micro_batch(options, cells, place)
     return plan
-
-
-def _train_options(options: PlanOptions) -> TrainOptions:
-    return TrainOptions(**{name: getattr(options, name) for name in TrainOptions.model_fields})

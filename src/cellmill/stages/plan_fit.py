@@ -9,10 +9,11 @@ from itertools import islice
 from typing import Any
 
 from cellmill.config.layout import Layout, layout
+from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.config.run import Parallel
 from cellmill.errors import ConfigError
-from cellmill.parallel.devices import Device
+from cellmill.parallel.devices import Device, device_named
 from cellmill.parallel.memory import Memory, memory_per_rank
 from cellmill.stages.plan_work import Cells, measure_work
 
@@ -55,6 +56,16 @@ def memory_limit(options: PlanOptions, device: Device, nproc_per_node: int) -> L
     else:
         whole = round(memory_gb * GB)
     return Limit(whole, int(whole * options.plan.memory_frac))
+
+
+def place_of(options: PlanOptions, machine: Machine, device: str) -> Place:
+    """What `machine` gives a run; of a range of nodes the fewest: a process then holds the most.
+
+    Raises ConfigError when no device is called so.
+    """
+    nproc_per_node = machine.nproc_per_node
+    limit = memory_limit(options, device_named(device), nproc_per_node)
+    return Place(machine.node_counts[0], nproc_per_node, device, limit)
 
 
 def need(options: PlanOptions, cells: Cells, place: Place, micro_tokens: int | None = None) -> Memory:

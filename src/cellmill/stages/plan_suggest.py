@@ -17,13 +17,13 @@ from typing import Any
 import yaml
 
 from cellmill.config.machine import Machine
-from cellmill.config.options import PlanOptions, TrainOptions
+from cellmill.config.options import PlanOptions
 from cellmill.config.run import Parallel
 from cellmill.errors import ConfigError
 from cellmill.parallel.devices import check_precision, device_named
 from cellmill.stages.checks import check_run
 from cellmill.stages.plan_cost import Cost, cost, links
-from cellmill.stages.plan_fit import Place, amount, memory_limit, need
+from cellmill.stages.plan_fit import Place, amount, need, place_of
 from cellmill.stages.plan_table import layout_words
 from cellmill.stages.plan_work import Cells
 
@@ -63,8 +63,7 @@ class Suggestions:
 
 def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -> Suggestions:
     """Ranks layouts for as many processes as `machine` has, of a range of nodes the fewest."""
-    known, nproc_per_node = device_named(device), machine.nproc_per_node
-    place = Place(machine.node_counts[0], nproc_per_node, device, memory_limit(options, known, nproc_per_node))
+    known, place = device_named(device), place_of(options, machine, device)
     fitting, too_large = [], []
     refused: Counter[str] = Counter()
     examples: dict[str, str] = {}
@@ -72,8 +71,7 @@ def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -
         try:
             changed = _enough_lanes(options.model_copy(update={"parallel": parallel}), place)
             check_precision(parallel, device, known)
-            train = TrainOptions(**{name: getattr(changed, name) for name in TrainOptions.model_fields})
-            check_run(train, place.nodes, nproc_per_node, cells.n)
+            check_run(changed, place.nodes, place.nproc_per_node, cells.n)
         except ConfigError as error:
             kind = re.sub(r"\d+", "", str(error))
             refused[examples.setdefault(kind, str(error))] += 1
