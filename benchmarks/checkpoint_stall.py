@@ -22,16 +22,17 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from train_step import GENES, commit, machine, synchronize
 
-from cellmill.config.run import Parallel, Tokens, Train
+from cellmill.config.run import Parallel, Train
+from cellmill.config.tokens import Tokens
 from cellmill.data.tokens import Batch
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.masked.model import MaskedModel
 from cellmill.parallel.clip import clip_grad_norm
+from cellmill.parallel.fsdp import ParallelModel
 from cellmill.parallel.mesh import build_mesh
-from cellmill.parallel.wrap import Replica
+from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import Checkpoints, tensors_of
-from cellmill.train.folder import TrainFolder
 from cellmill.train.optimizer import build_optimizer
 
 LENGTH = 512
@@ -99,7 +100,7 @@ def stepper(
     """A whole step over the same cells each time."""
     parallel = Parallel(strategy="ddp", precision="bf16-mixed")
     mesh = build_mesh(parallel, 1, device.type)
-    replica = Replica(model, parallel, mesh)
+    parallel_model = ParallelModel(model, parallel, mesh)
     random = np.random.default_rng(0)
     genes = np.concatenate([random.choice(GENES, LENGTH, replace=False) + 2 for _ in range(cells)]).astype(np.int32)
     values = random.gamma(2.0, 0.5, len(genes)).astype(np.float32)
@@ -108,7 +109,7 @@ def stepper(
     prepared = on_device(prepared, device)
 
     def step() -> None:
-        replica.forward_backward([prepared], prepared.n_targets)
+        parallel_model.forward_backward([prepared], prepared.n_targets)
         clip_grad_norm(model, TRAIN.clip_norm, mesh.pp)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

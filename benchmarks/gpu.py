@@ -31,18 +31,19 @@ import torch.distributed as dist
 from train_step import commit, synchronize
 
 from cellmill.config.layout import Layout
-from cellmill.config.run import Parallel, Tokens, Train
+from cellmill.config.run import Parallel, Train
+from cellmill.config.tokens import Tokens
 from cellmill.data.tokens import Batch
 from cellmill.models.attention import attention, attention_padded
 from cellmill.models.batch import TensorBatch, on_device, to_tensors
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.masked.model import MaskedModel
 from cellmill.parallel.clip import clip_grad_norm
-from cellmill.parallel.compile import compile_blocks
-from cellmill.parallel.devices import peak_flops
-from cellmill.parallel.memory import memory_per_rank
+from cellmill.parallel.compile_blocks import compile_blocks
+from cellmill.parallel.fsdp import ParallelModel
 from cellmill.parallel.mesh import build_mesh
-from cellmill.parallel.wrap import Replica
+from cellmill.planner.devices import peak_flops
+from cellmill.planner.memory import memory_per_rank
 from cellmill.train.optimizer import build_optimizer
 
 N_GENES = 25_000
@@ -152,7 +153,7 @@ def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.dev
             parameter.normal_(0.0, 0.02)
     if compiled:
         compile_blocks(model, model.plan.blocks, model.plan.compiled)
-    replica, optimizer = Replica(model, parallel, mesh), build_optimizer(model, train)
+    parallel_model, optimizer = ParallelModel(model, parallel, mesh), build_optimizer(model, train)
     needs = config.size(N_GENES, tokens)
     cuda = device.type == "cuda"
     if cuda:
@@ -164,7 +165,7 @@ def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.dev
         prepared = on_device(model.prepare(draw(longest, step), seed=0, step=step), device)
         synchronize(device)
         began = time.perf_counter()
-        replica.forward_backward([prepared], prepared.n_targets)
+        parallel_model.forward_backward([prepared], prepared.n_targets)
         clip_grad_norm(model, 1.0, mesh.pp)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -187,7 +188,7 @@ def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.dev
         torch.cuda.max_memory_allocated(device) if cuda else None,
         memory_per_rank(needs, parallel, Layout(1, 1), most, 1).total,
     )
-    del model, replica, optimizer, prepared
+    del model, parallel_model, optimizer, prepared
     gc.collect()
     torch._dynamo.reset()
     if cuda:

@@ -33,15 +33,15 @@ import scipy.sparse as sp
 
 from cellmill.config.corpus import Shard
 from cellmill.config.run import Stream as StreamOptions
-from cellmill.config.run import Tokens
-from cellmill.data.cells import write_cells
-from cellmill.data.epoch import Layout
+from cellmill.config.tokens import Tokens
+from cellmill.data.counts_reader import write_cells
+from cellmill.data.gene_ranking import inverse_medians, rank_order_rows
 from cellmill.data.manifest import Manifest
-from cellmill.data.order import inverse_medians, rank_order_rows
-from cellmill.data.preshuffle import write_shards
-from cellmill.data.rows import Rows
-from cellmill.data.shards import open_shards
-from cellmill.data.stream import Stream
+from cellmill.data.prefetch import Prefetch
+from cellmill.data.shard_file import open_shards
+from cellmill.data.shard_writer import write_shards
+from cellmill.data.shuffle import EpochLayout
+from cellmill.data.stream import CellStream
 from cellmill.data.vocabulary import Vocabulary
 
 GENES, MEAN_NONZEROS, SD_NONZEROS = 20_000, 2_040, 400
@@ -142,9 +142,9 @@ def own_rows(corpus: Corpus, options: StreamOptions, batch: int) -> Iterator[Ite
     manifest = Manifest.read(corpus.manifest)
     shards = open_shards(manifest, "train")
     sizes = tuple(shard.n_obs for shard in shards)
-    layout = Layout(sizes, options.lanes, options.block_cells, options.window_blocks, batch, seed=0, shuffle=True)
+    layout = EpochLayout(sizes, options.lanes, options.block_cells, options.window_blocks, batch, seed=0, shuffle=True)
     lanes = list(range(options.lanes))
-    rows = Rows(shards, layout, lanes, with_counts=True, max_genes=None, io_threads=options.io_threads)
+    rows = Prefetch(shards, layout, lanes, with_counts=True, max_genes=None, io_threads=options.io_threads)
     steps = rows.steps(0, 0)
     try:
         while True:
@@ -155,10 +155,10 @@ def own_rows(corpus: Corpus, options: StreamOptions, batch: int) -> Iterator[Ite
 
 def open_stream(
     corpus: Corpus, options: StreamOptions, batch: int, tokenizer: str, rank: int = 0, world: int = 1
-) -> Stream:
+) -> CellStream:
     tokens = Tokens(tokenizer=tokenizer, max_tokens=MAX_TOKENS)  # type: ignore[arg-type]
     sizes = {"global_batch": batch, "token_budget": batch * MAX_TOKENS}
-    return Stream(corpus.manifest, "train", tokens, options, **sizes, rank=rank, world=world, seed=0)
+    return CellStream(corpus.manifest, "train", tokens, options, **sizes, rank=rank, world=world, seed=0)
 
 
 def first_batch_after_resume(corpus: Corpus, batch: int) -> float:

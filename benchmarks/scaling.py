@@ -29,13 +29,13 @@ from cellmill.data.tokens import Batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.masked.model import MaskedModel
 from cellmill.parallel.clip import clip_grad_norm
-from cellmill.parallel.devices import Device, device_named
+from cellmill.parallel.fsdp import ParallelModel, apply_fsdp
 from cellmill.parallel.mesh import build_mesh
-from cellmill.parallel.speed import NETWORK_FRAC
-from cellmill.parallel.wrap import Replica, shard
-from cellmill.stages.plan_cost import Cost, cost
-from cellmill.stages.plan_fit import Limit, Place, need
-from cellmill.stages.plan_work import Cells
+from cellmill.planner.cost import Cost, cost
+from cellmill.planner.devices import Device, device_named
+from cellmill.planner.fit import Hardware, Limit, need
+from cellmill.planner.step_time import NETWORK_FRAC
+from cellmill.planner.work import Cells
 from cellmill.train.optimizer import build_optimizer
 
 LENGTH = 1024  # tokens of each cell: work that differs would hide what is measured
@@ -70,12 +70,12 @@ def work(rank: int, world: int, folder: str, arguments: argparse.Namespace) -> N
     mesh = build_mesh(chosen.parallel, world, "cpu")
     with torch.device("meta"):
         model = MaskedModel(chosen.model, GENES, chosen.tokens)  # type: ignore[arg-type]
-    shard(model, model.plan.blocks, chosen.parallel, mesh)
+    apply_fsdp(model, model.plan.blocks, chosen.parallel, mesh)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
             (parameter.to_local() if isinstance(parameter, DTensor) else parameter).normal_(0.0, 0.02)
-    replica, optimizer = Replica(model, chosen.parallel, mesh), build_optimizer(model, chosen.train)
+    parallel_model, optimizer = ParallelModel(model, chosen.parallel, mesh), build_optimizer(model, chosen.train)
     random = np.random.default_rng(rank)
     genes = np.concatenate([random.permutation(GENES)[:LENGTH] + 2 for _ in range(arguments.cells)]).astype(np.int32)
     ends = (np.arange(arguments.cells + 1) * LENGTH).astype(np.int32)
@@ -85,7 +85,7 @@ def work(rank: int, world: int, folder: str, arguments: argparse.Namespace) -> N
     for _ in range(arguments.steps + 1):
         dist.barrier()
         began = time.perf_counter()
-        replica.forward_backward([prepared], mesh.sum(prepared.n_targets.clone()))
+        parallel_model.forward_backward([prepared], mesh.sum(prepared.n_targets.clone()))
         clip_grad_norm(model, 1.0, mesh.pp)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -118,7 +118,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[int, float], float]:
 def planned(chosen: PlanOptions, world: int, nproc: int, length: int, device: Device, name: str) -> Cost:
     """The plan's cost of `world` processes, `nproc` of them on each node."""
     cells = Cells(np.full(4 * chosen.train.global_batch, length), GENES)
-    place = Place(-(-world // nproc), min(world, nproc), name, Limit(1 << 60, 1 << 60))
+    place = Hardware(-(-world // nproc), min(world, nproc), name, Limit(1 << 60, 1 << 60))
     return cost(chosen, cells, place, device, need(chosen, cells, place))
 
 

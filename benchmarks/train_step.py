@@ -32,15 +32,16 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from cellmill.config.run import Parallel, Tokens, Train
+from cellmill.config.run import Parallel, Train
+from cellmill.config.tokens import Tokens
 from cellmill.data.tokens import Batch
 from cellmill.models.batch import TensorBatch, on_device, to_tensors
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.masked.model import MaskedModel
 from cellmill.models.masked.objective import mask
 from cellmill.parallel.clip import clip_grad_norm
+from cellmill.parallel.fsdp import ParallelModel
 from cellmill.parallel.mesh import build_mesh
-from cellmill.parallel.wrap import Replica
 from cellmill.train.optimizer import build_optimizer
 
 try:
@@ -102,12 +103,12 @@ def _packed(config: MaskedConfig, device: torch.device, precision: str) -> Work:
             model.reset_parameter(name, parameter, torch.Generator().manual_seed(0))
     parallel = Parallel(strategy="ddp", precision="bf16-mixed" if precision == "bf16" else "32-true")
     mesh = build_mesh(parallel, 1, device.type)
-    replica = Replica(model.to(device), parallel, mesh)
+    parallel_model = ParallelModel(model.to(device), parallel, mesh)
     optimizer = build_optimizer(model, TRAIN)
 
     def work(batch: TensorBatch, step: int) -> float:
         prepared = on_device(model.prepare(batch, seed=0, step=step), device)
-        loss = replica.forward_backward([prepared], prepared.n_targets)
+        loss = parallel_model.forward_backward([prepared], prepared.n_targets)
         clip_grad_norm(model, TRAIN.clip_norm, mesh.pp)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

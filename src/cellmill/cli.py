@@ -20,6 +20,8 @@ from cellmill.config import OPTIONS, check_options, load_config
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 
+COMMANDS = ("profiles", "preflight", "status", "attach", "cancel", "logs")
+"""Sub-commands that look after runs and machines; the others are stages."""
 _HOW_MANY = ("nodes", "nproc_per_node")  # of the machine's options, those that plan reads too
 
 
@@ -36,7 +38,8 @@ def main(argv: list[str] | None = None) -> int:
             if stage == "plan":  # of any number of nodes a range may have
                 given["launcher"] = "slurm"
             arguments["machine"] = check_options(Machine, given, "the machine (profile, set-resources)")
-        importlib.import_module(f"cellmill.stages.{stage}").run(**arguments)
+        room = "commands" if stage in COMMANDS else "stages"
+        importlib.import_module(f"cellmill.{room}.{stage}").run(**arguments)
     except UserError as error:
         print(f"cellmill {stage}: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,6 +1,6 @@
-"""Names a user may write in the configuration, and the object behind each.
+"""Names that a configuration may use, by kind, and the class of options behind each (`cellmill.config.plugin`).
 
-Built-ins are listed here by module path, so that listing or checking a name imports nothing. A package adds its
+Built-ins are listed by module path, so that listing or checking a name imports nothing. An installed package adds its
 own through the entry-point group `cellmill.<kind>`; it never replaces a built-in.
 """
 
@@ -13,8 +13,7 @@ from typing import Any
 from cellmill.errors import ConfigError
 
 BUILT_IN: dict[str, dict[str, str]] = {
-    "model_config": {"masked": "cellmill.models.masked.config:MaskedConfig"},
-    "model": {"masked": "cellmill.models.masked.model:MaskedModel"},
+    "family": {"masked": "cellmill.models.masked.config:MaskedConfig"},
 }
 
 
@@ -31,4 +30,4 @@ def load(kind: str, name: str) -> Any:
     for point in entry_points(group=f"cellmill.{kind}"):
         if point.name == name:
             return point.load()
-    raise ConfigError(f"no {kind.replace('_', ' ')} is called {name!r}; there are: {', '.join(names(kind))}")
+    raise ConfigError(f"no {kind} is called {name!r}; there are: {', '.join(names(kind))}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cellmill.track.jsonl import read_lines
+from cellmill.runs.metrics import read_lines
 from tests.distributed.conftest import options
 
 HYBRID = {"strategy": "fsdp", "sharding_strategy": "HYBRID_SHARD"}

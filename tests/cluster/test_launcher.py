@@ -241,6 +241,6 @@ def processes_of(train: Path) -> list[str]:
             command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if str(train) in command and "cellmill.stages.worker" in command:
+        if str(train) in command and "cellmill.train.worker" in command:
             found.append(command)
     return found

@@ -1,4 +1,4 @@
-"""What the processes of the pool run: the pieces of stages/worker.py, put together as the worker does."""
+"""What the processes of the pool run: the pieces of train/worker.py, put together as the worker does."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import Parallel
-from cellmill.data.stream import Stream
+from cellmill.data.stream import CellStream
 from cellmill.data.tokens import Batch
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import UserError
 from cellmill.models import attention
 from cellmill.models.batch import to_tensors
-from cellmill.parallel import compile, cross_entropy, products
+from cellmill.parallel import compile_blocks, cpu_matmul, cross_entropy
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh, set_timeouts
-from cellmill.parallel.vocabulary import embed_tokens
-from cellmill.stages.worker import build_model, build_replica, build_streams, open_profile
+from cellmill.parallel.vocab_parallel import embed_tokens
+from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import Checkpoints
-from cellmill.train.folder import TrainFolder
 from cellmill.train.loop import Progress, Trainer
 from cellmill.train.meter import Meter
 from cellmill.train.optimizer import build_optimizer
 from cellmill.train.stop import StopFlag
+from cellmill.train.worker import build_model, build_parallel_model, build_streams, open_profile
 
 DEVICE = torch.device("cpu")
 
@@ -68,7 +68,7 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
     lines = Lines()
     made = Trainer(
         model=model,
-        replica=build_replica(model, parsed.parallel, mesh),
+        parallel_model=build_parallel_model(model, parsed.parallel, mesh),
         optimizer=build_optimizer(model, parsed.train, parsed.parallel.cpu_offload),
         mesh=mesh,
         device=DEVICE,
@@ -116,22 +116,22 @@ def curve_compiled(
     """As `curve`, with what compiles by `backend`; and how many graphs were compiled."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    kept, compile.BACKEND = compile.BACKEND, backend
+    kept, compile_blocks.BACKEND = compile_blocks.BACKEND, backend
     try:
         found = curve(corpus, options, folder, steps)
     finally:
-        compile.BACKEND = kept
+        compile_blocks.BACKEND = kept
     return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def curve_by_products(corpus: str, options: dict[str, Any], folder: str, steps: int) -> list[list[float]]:
     """As `curve`, with the ways of long cells and large matrices on a CPU taken by small ones too."""
-    kept = attention.LONG, products.LARGE
-    attention.LONG, products.LARGE = 1, 0
+    kept = attention.LONG, cpu_matmul.LARGE
+    attention.LONG, cpu_matmul.LARGE = 1, 0
     try:
         return curve(corpus, options, folder, steps)
     finally:
-        attention.LONG, products.LARGE = kept
+        attention.LONG, cpu_matmul.LARGE = kept
 
 
 def profiled(corpus: str, options: dict[str, Any], folder: str, steps: int, first: int, last: int) -> list[list[float]]:
@@ -200,7 +200,7 @@ def held(corpus: str, options: dict[str, Any]) -> dict[str, float]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        made.replica(prepared).backward()
+        made.parallel_model(prepared).backward()
     made.train_stream.close()
     return {
         "parameters": sum(tensor.numel() for tensor in own.values()),
@@ -241,7 +241,7 @@ def validation(corpus: str, options: dict[str, Any], folder: str) -> float:
 class _Spoiled:
     """A stream whose cells have infinite values in some steps, on one data-parallel rank."""
 
-    def __init__(self, stream: Stream, steps: list[int], here: bool) -> None:
+    def __init__(self, stream: CellStream, steps: list[int], here: bool) -> None:
         self._stream, self._steps, self._here = stream, steps, here
 
     def __getattr__(self, name: str) -> Any:
@@ -317,7 +317,7 @@ def overflow(
     """
     made, lines = trainer(corpus, options, folder, steps)
     made.progress.loss_scale = initial
-    backward, step, changed = made.replica.forward_backward, made.optimizer.step, []
+    backward, step, changed = made.parallel_model.forward_backward, made.optimizer.step, []
 
     def overflowing(*args: Any) -> torch.Tensor:
         loss = backward(*args)
@@ -331,7 +331,7 @@ def overflow(
         step()
         changed.append(any(not torch.equal(a, _own(b)) for a, b in zip(before, made.model.parameters())))
 
-    made.replica.forward_backward, made.optimizer.step = overflowing, watched  # type: ignore[method-assign, assignment]
+    made.parallel_model.forward_backward, made.optimizer.step = overflowing, watched  # type: ignore[method-assign, assignment]
     made.run()
     made.train_stream.close()
     found = [line for line in lines.lines if "loss_scale" in line]

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cellmill.train.occupancy import memory_bytes
+from cellmill.train.memory_stats import memory_bytes
 from tests.distributed.cases import DEVICE, trainer
 
 
@@ -40,7 +40,7 @@ def allocated(corpus: str, options: dict[str, Any]) -> dict[str, int]:
     borders = [np.searchsorted(times, span) for span in spans]
     return {
         "peak_bytes": min(int(live[start : end + 1].max()) for start, end in borders),
-        "tokens": max(made.replica.padded_lengths([len(batch.genes) for batch in batches[0]])),
+        "tokens": max(made.parallel_model.padded_lengths([len(batch.genes) for batch in batches[0]])),
         "micro_batches": len(batches[0]),
     }
 
@@ -64,7 +64,7 @@ def collectives(corpus: str, options: dict[str, Any]) -> dict[str, Any]:
     with _Counter() as counter:
         made._step(iter([batch]))
     made.train_stream.close()
-    lengths = made.replica.padded_lengths([len(micro_batch.genes) for micro_batch in batch])
+    lengths = made.parallel_model.padded_lengths([len(micro_batch.genes) for micro_batch in batch])
     return {"seen": counter.seen, "tokens": sum(lengths), "micro_batches": len(batch)}
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from cellmill.errors import DataError
+from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import CheckpointReader
-from cellmill.train.folder import TrainFolder
 from tests.distributed import cases
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool

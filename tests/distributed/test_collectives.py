@@ -9,7 +9,7 @@ import pytest
 
 from cellmill.config.layout import layout
 from cellmill.config.options import TrainOptions
-from cellmill.parallel.communication import traffic_of
+from cellmill.planner.communication import traffic_of
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from cellmill.config.options import TrainOptions
-from cellmill.stages.out_of_memory import advice, is_out_of_memory
-from cellmill.stages.worker import complain
+from cellmill.planner.out_of_memory import advice, is_out_of_memory
+from cellmill.train.worker import complain
 from tests.distributed.conftest import options
 
 CUDA = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1 GiB is free"

@@ -20,7 +20,7 @@ import pytest
 
 from cellmill.cli import main
 from cellmill.files import sha256_file
-from cellmill.track.jsonl import read_lines
+from cellmill.runs.metrics import read_lines
 from tests.distributed.conftest import options
 
 STEPS = 20
@@ -65,7 +65,7 @@ def processes_of(out: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if "cellmill.stages.worker" in process.cmdline() and str(out) in process.cmdline():
+            if "cellmill.train.worker" in process.cmdline() and str(out) in process.cmdline():
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue

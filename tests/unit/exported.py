@@ -7,7 +7,7 @@ from typing import Any
 
 from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.config.options import PreprocessOptions, ShardOptions, VocabularyOptions
-from cellmill.config.run import Tokens
+from cellmill.config.tokens import Tokens
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.files import sha256_file, write_json
 from cellmill.models.export import build, initial_tensors, write_safetensors

@@ -9,9 +9,9 @@ import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.corpus import Shard
-from cellmill.data.cells import count_dtype, write_cells
+from cellmill.data.counts_reader import count_dtype, write_cells
 from cellmill.data.manifest import Manifest
-from cellmill.data.preshuffle import write_shards
+from cellmill.data.shard_writer import write_shards
 from cellmill.data.vocabulary import Vocabulary
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cellmill.models import tiles
+from cellmill.models import cpu_attention
 from cellmill.models.attention import attention, attention_padded
 
 LENGTHS = {
@@ -65,7 +65,7 @@ def test_a_cell_does_not_see_another() -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_tiles_of_queries_leave_none_out(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(tiles, "SCORES", 300 * 7)  # seven queries at once, with a rest
+    monkeypatch.setattr(cpu_attention, "SCORES", 300 * 7)  # seven queries at once, with a rest
     lengths = [300, 1, 299]
     packed, padded = _qkv(sum(lengths), dtype), _qkv(sum(lengths), dtype)
     out, expected = attention(*packed, _cu_seqlens(lengths), lengths), attention_padded(*padded, lengths)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cellmill.config import OPTIONS, Pipeline, check_config, check_options, load_config
+from cellmill.config import OPTIONS, Workflow, check_config, check_options, load_config
 from cellmill.config.dataset import read_datasets
 from cellmill.errors import ConfigError
 
@@ -42,7 +42,7 @@ class Config:
             tree[name] = tree[name] | value if both else value
         return tree
 
-    def __call__(self, **sections: Any) -> Pipeline:
+    def __call__(self, **sections: Any) -> Workflow:
         return check_config(self.tree(**sections))
 
     def refused(self, **sections: Any) -> str:
@@ -161,7 +161,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "two lengths": ({"train": {"steps": 3}}, "train: set one of steps and epochs and the other to null, not both"),
     "endless": ({"train": {"epochs": float("inf")}}, "train.epochs: input should be a finite number, not inf"),
     "no length": ({"train": {"epochs": None}}, "train: set one of steps and epochs and the other to null, not neither"),
-    "no such family": ({"model": {"family": "foo"}}, "model: no model family is called 'foo'; there are: masked"),
+    "no such family": ({"model": {"family": "foo"}}, "model: no family is called 'foo'; there are: masked"),
     "model is no mapping": ({"model": 3}, "model: a mapping is wanted, not 3"),
     "section is a list": ({"train": [1]}, "train: a mapping is wanted, not [1]"),
     "values of rank tokens": (

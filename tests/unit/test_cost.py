@@ -15,10 +15,10 @@ import pytest
 from cellmill.config.machine import Machine
 from cellmill.config.options import ReportOptions
 from cellmill.errors import Stopped
-from cellmill.launch.cost import cost, gpus_here, noted, sentence, span
-from cellmill.launch.jobs import JobRecord
+from cellmill.runs.cost import cost, gpus_here, noted, sentence, span
+from cellmill.runs.jobs import JobRecord
+from cellmill.runs.spent import training_seconds, write_cost
 from cellmill.stages import report
-from cellmill.stages.spent import training_seconds, write_cost
 
 T = 1_795_249_940.0  # when the first job was submitted
 REQUEUED = """\
@@ -190,7 +190,7 @@ def test_trainings_on_this_machine_are_noted_however_they_end(tmp_path: Path, no
         raise ZeroDivisionError
     killed = (
         f"from pathlib import Path\nfrom cellmill.config.machine import Machine\nimport os\n"
-        f"from cellmill.launch.cost import noted\nwith noted(Path({str(tmp_path)!r}), Machine()): os._exit(9)"
+        f"from cellmill.runs.cost import noted\nwith noted(Path({str(tmp_path)!r}), Machine()): os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", killed]).returncode == 9
     began = json.loads((tmp_path / "local.json").read_text())[-1]["started_at"]

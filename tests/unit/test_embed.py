@@ -10,8 +10,8 @@ import pytest
 import scipy.sparse as sp
 
 from cellmill.config.options import EmbedOptions
-from cellmill.config.run import Tokens
-from cellmill.data.cells import open_counts
+from cellmill.config.tokens import Tokens
+from cellmill.data.counts_reader import open_counts
 from cellmill.data.manifest import Manifest
 from cellmill.data.tokens import Batch
 from cellmill.data.vocabulary import Vocabulary

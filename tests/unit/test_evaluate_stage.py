@@ -13,8 +13,8 @@ import pytest
 from cellmill.config.options import EmbedOptions, EvaluateOptions
 from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.collect import read_umap
 from cellmill.evaluate.heldout import held_out, seen_cells
+from cellmill.report.collect import read_umap
 from cellmill.stages import embed, evaluate
 from tests.unit.exported import export_model, make_corpus
 

@@ -14,7 +14,7 @@ from exported import export_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from cellmill.config.run import Tokens
+from cellmill.config.tokens import Tokens
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.models.export import initial_tensors, load_model, write_safetensors

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cellmill.errors import DataError
-from cellmill.launch.jobs import JobRecord, Jobs
+from cellmill.runs.jobs import JobRecord, Jobs
 
 
 def record(train: Path, job_id: str) -> JobRecord:

@@ -10,10 +10,11 @@ import pytest
 
 from cellmill.config.family import FamilyConfig
 from cellmill.config.layout import Layout, layout
-from cellmill.config.run import Parallel, Stream, Tokens, Train, check_together
+from cellmill.config.run import Parallel, Stream, Train, check_together
+from cellmill.config.tokens import Tokens
 from cellmill.errors import ConfigError
 from cellmill.models.masked.config import MaskedConfig
-from cellmill.parallel.devices import DEVICES, device_named, peak_flops
+from cellmill.planner.devices import DEVICES, device_named, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_devices_are_known_by_the_name_of_the_profile_and_of_the_product() -> No
 
 def test_layout_and_memory_do_not_import_torch() -> None:
     code = (
-        "import sys, cellmill.config.layout, cellmill.parallel.memory, cellmill.stages.plan;"
+        "import sys, cellmill.config.layout, cellmill.planner.memory, cellmill.stages.plan;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

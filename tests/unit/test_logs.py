@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from cellmill.cli import main
+from cellmill.commands.attach import JobLives
 from cellmill.launch.queue import Queue
-from cellmill.stages.attach import JobLives
 from tests.unit.test_status import RUNNING, checkpoint, command, hold, holders, job, results, run_of, squeue
 
 __all__ = ["holders", "results"]

@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import _VersionWrapper
 
 from cellmill.config.family import ModelSize
-from cellmill.config.run import Tokens
+from cellmill.config.tokens import Tokens
 from cellmill.data.tokens import Batch, empty_batch
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.models.batch import TensorBatch, padded, to_tensors

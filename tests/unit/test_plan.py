@@ -14,14 +14,14 @@ from cellmill.cli import main
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.data.manifest import Manifest
-from cellmill.data.stream import Stream
+from cellmill.data.stream import CellStream
 from cellmill.errors import ConfigError
 from cellmill.models.masked.model import MaskedModel
-from cellmill.parallel.devices import device_named
+from cellmill.planner.devices import device_named
+from cellmill.planner.fit import Hardware, Limit, amount, memory_limit, need
+from cellmill.planner.fit import remedy as remedy_of
+from cellmill.planner.work import Cells, detected_genes
 from cellmill.stages import plan
-from cellmill.stages.plan_fit import Limit, Place, amount, memory_limit, need
-from cellmill.stages.plan_fit import remedy as remedy_of
-from cellmill.stages.plan_work import Cells, detected_genes
 
 N_CELLS = 250
 SECTIONS: dict[str, Any] = {
@@ -69,8 +69,8 @@ def _refused_alone(corpus: Manifest, out: Path, **what: Any) -> str:
     return _refused(corpus, out, **what)
 
 
-def _stream(corpus: Manifest, options: PlanOptions, rank: int = 0, world: int = 1) -> Stream:
-    return Stream(
+def _stream(corpus: Manifest, options: PlanOptions, rank: int = 0, world: int = 1) -> CellStream:
+    return CellStream(
         corpus.path,
         "train",
         options.tokens,
@@ -267,7 +267,7 @@ def test_the_first_change_after_which_it_fits_is_named(nodes: int, nproc: int, m
     options = _options(parallel={"strategy": "ddp"}, **BIG)
     cells = Cells(np.full(4096, 16), 40)
     limit = Limit(int(memory_gb * 1e9), int(memory_gb * 1e9))
-    place = Place(nodes, nproc, "h100", limit)
+    place = Hardware(nodes, nproc, "h100", limit)
     assert need(options, cells, place).total > limit.usable
     assert remedy_of(options, cells, place) == remedy
 
@@ -311,7 +311,7 @@ def test_the_largest_micro_batch_fits_and_a_token_more_does_not(corpus: Manifest
     found = _plan(corpus, tmp_path, nproc=4, parallel=parallel, plan=limit, **BIG)
     options = _options(parallel=parallel, plan=limit, **BIG)
     cells = Cells(np.minimum(detected_genes(corpus), 16), 40)
-    place = Place(1, 4, "cpu", memory_limit(options, device_named("cpu"), 4))
+    place = Hardware(1, 4, "cpu", memory_limit(options, device_named("cpu"), 4))
     largest = found["largest_micro_batch"]
     assert need(options, cells, place, largest).total <= place.limit.usable
     assert need(options, cells, place, largest + 1).total > place.limit.usable

@@ -19,9 +19,8 @@ import yaml
 
 from cellmill.cli import main
 from cellmill.config.machine import Machine
-from cellmill.launch.once import End
-from cellmill.stages.preflight_lines import Check
-from cellmill.stages.preflight_nodes import (
+from cellmill.preflight.check import Check
+from cellmill.preflight.nodes import (
     judge_allreduce,
     judge_clocks,
     judge_disk,
@@ -33,8 +32,9 @@ from cellmill.stages.preflight_nodes import (
     locked,
     node_file,
 )
-from cellmill.stages.preflight_site import gpu_request
-from cellmill.stages.preflight_worker import bus_gb_per_s, busiest
+from cellmill.preflight.partition import gpu_request
+from cellmill.preflight.run_once import End
+from cellmill.preflight.worker import bus_gb_per_s, busiest
 
 CONFIG = """
 corpora: {sim: {table: datasets.tsv}}
@@ -232,7 +232,7 @@ def workers_in(folder: Path) -> list[str]:
 
 
 def test_the_head_imports_no_torch() -> None:
-    code = "import sys, cellmill.stages.preflight; print('torch' in sys.modules)"
+    code = "import sys, cellmill.commands.preflight; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

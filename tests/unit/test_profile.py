@@ -17,8 +17,8 @@ from snakemake.profiles import ProfileConfigFileParser
 from cellmill.cli import _cluster, _machine
 from cellmill.config.load import check_options
 from cellmill.config.machine import Machine
-from cellmill.config.profile import find_profile, read_profile, snakemake_finds
 from cellmill.errors import ConfigError
+from cellmill.preflight.profile import find_profile, read_profile, snakemake_finds
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from cellmill.config.run import Tokens
-from cellmill.data.cells import open_counts
+from cellmill.config.tokens import Tokens
+from cellmill.data.counts_reader import open_counts
 from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.evaluate import embed

@@ -12,8 +12,8 @@ import pytest
 
 from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
-from cellmill.evaluate import figures
-from cellmill.evaluate.collect import largest_memory, losses, read_corpus, read_run
+from cellmill.report import figures
+from cellmill.report.collect import largest_memory, losses, read_corpus, read_run
 from cellmill.stages import report
 
 EVIL = "<script>alert(1)"

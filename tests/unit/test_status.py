@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from cellmill.cli import main
-from cellmill.launch.jobs import JobRecord, Jobs
+from cellmill.runs.jobs import JobRecord, Jobs
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from cellmill.train.folder import TrainFolder
+from cellmill.runs.folder import TrainFolder
 with TrainFolder(Path(sys.argv[1])).locked(follows=len(sys.argv) > 2):
     print("locked", flush=True)
     time.sleep(60)
@@ -251,7 +251,7 @@ def test_no_run_yet_is_said(results: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_the_commands_load_nothing_heavy() -> None:
     heavy = ("torch", "pandas", "numpy", "scipy", "anndata", "submitit")
-    names = ", ".join(f"cellmill.stages.{name}" for name in ("status", "attach", "cancel", "logs"))
+    names = ", ".join(f"cellmill.commands.{name}" for name in ("status", "attach", "cancel", "logs"))
     code = f"import cellmill.cli, {names}, sys; print(*[name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "\n"
 

@@ -16,12 +16,12 @@ from small_corpus import genes_named, random_counts, vocabulary_of, write_corpus
 
 from cellmill.config.corpus import Shard
 from cellmill.config.run import Stream as StreamOptions
-from cellmill.config.run import Tokens
-from cellmill.data.epoch import Epoch, Layout, cut_batch, permutation
+from cellmill.config.tokens import Tokens
 from cellmill.data.manifest import Manifest
-from cellmill.data.preshuffle import write_shards
-from cellmill.data.shards import open_shards
-from cellmill.data.stream import Stream
+from cellmill.data.shard_file import open_shards
+from cellmill.data.shard_writer import write_shards
+from cellmill.data.shuffle import Epoch, EpochLayout, cut_batch, permutation
+from cellmill.data.stream import CellStream
 from cellmill.data.tokens import Batch, tokenize
 from cellmill.errors import ConfigError, DataError
 
@@ -34,14 +34,14 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return write_corpus(tmp_path_factory.mktemp("stream"), CELLS)
 
 
-def stream_of(manifest: Manifest, rank: int = 0, world: int = 1, **changes: Any) -> Stream:
+def stream_of(manifest: Manifest, rank: int = 0, world: int = 1, **changes: Any) -> CellStream:
     tokens = changes.pop("tokens", Tokens(max_tokens=12))
     options = OPTIONS.model_copy(update=changes.pop("options", {}))
     arguments = {"global_batch": 32, "token_budget": 60, "seed": 0} | changes
-    return Stream(manifest.path, "train", tokens, options, rank=rank, world=world, **arguments)
+    return CellStream(manifest.path, "train", tokens, options, rank=rank, world=world, **arguments)
 
 
-def take(stream: Stream, steps: int) -> list[list[Batch]]:
+def take(stream: CellStream, steps: int) -> list[list[Batch]]:
     try:
         return list(islice(stream, steps))
     finally:
@@ -247,7 +247,7 @@ def test_numbers_that_do_not_divide_are_refused(manifest: Manifest, changes: dic
 
 def test_a_split_without_cells_is_named(manifest: Manifest) -> None:
     with pytest.raises(DataError, match="no cells in the val split"):
-        Stream(manifest.path, "val", Tokens(), OPTIONS, global_batch=8, token_budget=4096, rank=0, world=1, seed=0)
+        CellStream(manifest.path, "val", Tokens(), OPTIONS, global_batch=8, token_budget=4096, rank=0, world=1, seed=0)
 
 
 def threads() -> set[str]:
@@ -338,7 +338,7 @@ def test_permutations_are_pinned_and_differ_by_every_part_of_their_position() ->
 
 def test_lanes_differ_by_one_cell_at_most_and_windows_by_none_lost() -> None:
     for sizes, lanes in (((100, 37, 5), 8), ((3,), 4), ((64,) * 9 + (1,), 4), ((1000,), 1)):
-        layout = Layout(sizes, lanes, block_cells=8, window_blocks=3, global_batch=lanes, seed=2, shuffle=True)
+        layout = EpochLayout(sizes, lanes, block_cells=8, window_blocks=3, global_batch=lanes, seed=2, shuffle=True)
         for number in (0, 1):
             epoch = Epoch(layout, number)
             assert sum(epoch.lane_cells) == sum(sizes)

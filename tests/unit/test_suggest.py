@@ -17,10 +17,10 @@ from small_corpus import write_corpus
 from cellmill.cli import main
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
+from cellmill.planner.fit import amount
+from cellmill.planner.layout_search import Suggestions, sections, suggest, table
+from cellmill.planner.work import Cells, detected_genes
 from cellmill.stages import plan
-from cellmill.stages.plan_fit import amount
-from cellmill.stages.plan_suggest import Suggestions, sections, suggest, table
-from cellmill.stages.plan_work import Cells, detected_genes
 
 SECTIONS: dict[str, Any] = {
     "tokens": {"max_tokens": 2048},
@@ -116,7 +116,7 @@ def test_without_a_corpus_and_without_torch(capsys: pytest.CaptureFixture[str]) 
         "no --manifest: assumed are 5,000 cells of 2,048 tokens each, 20,000 genes, and 625 cells for validation\n\n"
     )
     assert "# the first, for config.yaml\nparallel:\n  strategy: " in out
-    code = "import sys, cellmill.stages.plan_suggest; sys.exit('torch' in sys.modules)"
+    code = "import sys, cellmill.planner.layout_search; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

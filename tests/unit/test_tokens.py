@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from cellmill.config.run import Tokens
+from cellmill.config.tokens import Tokens
 from cellmill.data.tokens import bin_counts, empty_batch, tokenize
 from cellmill.errors import DataError
 

@@ -11,7 +11,7 @@ from cellmill.config.layout import Layout, layout
 from cellmill.config.machine import Machine
 from cellmill.config.run import Parallel
 from cellmill.launch.job import Job
-from cellmill.launch.node import Step
+from cellmill.launch.node import TaskStep
 from cellmill.launch.submit import node_task
 
 NODES, GPUS = 64, 8
@@ -26,7 +26,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]
         monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu-[001-032],gpu-[101-132]")
         monkeypatch.setenv("SLURM_STEP_NUM_NODES", str(NODES))
         monkeypatch.setenv("SLURM_NODEID", str(node))
-        found.append(task.command(Step()))
+        found.append(task.command(TaskStep()))
     return found
 
 

@@ -13,9 +13,10 @@ import pytest
 
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import write_json
-from cellmill.track.jsonl import JsonlTracker, cut_back, read_lines
-from cellmill.train.folder import TrainFolder
-from cellmill.train.identity import changed_keys, check_data, identity
+from cellmill.runs.folder import TrainFolder
+from cellmill.runs.identity import changed_keys, check_data, identity
+from cellmill.runs.metrics import cut_back, read_lines
+from cellmill.track.jsonl import JsonlTracker
 
 
 def save(folder: TrainFolder, step: int, best_step: int | None, keep: int = 2) -> None:

@@ -13,8 +13,9 @@ import pytest
 import scipy.sparse as sp
 
 from cellmill.config.options import VocabularyOptions
+from cellmill.config.tokens import SPECIAL
 from cellmill.data.corpus import Medians, build_vocabulary
-from cellmill.data.vocabulary import SPECIAL, Vocabulary
+from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.stages import vocabulary as stage
 

@@ -30,7 +30,7 @@ class Preprocess(Section):
     row_block: int = Field(4096, ge=1, description="Cells read into memory at a time.")
 
 
-class Vocabulary(Section):
+class VocabularyConfig(Section):
     """Which genes become tokens."""
 
     min_cells: int = Field(1, ge=1, description="A gene detected in fewer cells of the corpus gets no token.")

@@ -22,7 +22,8 @@ from cellmill import registry
 from cellmill.config.dataset import Dataset
 from cellmill.config.load import TOP
 from cellmill.config.options import OPTIONS
-from cellmill.config.pipeline import CORPUS_SECTIONS, RUN_SECTIONS, Corpus, Pipeline, Run
+from cellmill.config.pipeline import CORPUS_SECTIONS, RUN_SECTIONS, CorpusConfig, RunConfig, Workflow, sections_of
+from cellmill.config.plugin import Plugin
 from cellmill.files import write_text
 
 README = Path("config/README.md")
@@ -51,15 +52,15 @@ def main(argv: list[str] | None = None) -> int:
 def sections() -> dict[str, list[type[BaseModel]]]:
     """Models of each section of the configuration, by name: one, but for `model` one for each family."""
     found: dict[str, list[type[BaseModel]]] = {}
-    for owner, names in ((Corpus, CORPUS_SECTIONS), (Run, RUN_SECTIONS), (Pipeline, ("report",))):
-        for name in names:
-            if name == "model":
-                found[name] = [registry.load("model_config", family) for family in registry.names("model_config")]
-            else:
-                annotation = owner.model_fields[name].annotation
-                assert isinstance(annotation, type)
-                found[name] = [annotation]
+    for owner in (CorpusConfig, RunConfig, Workflow):
+        for name, section in sections_of(owner).items():
+            found[name] = choices(section) if issubclass(section, Plugin) else [section]
     return found
+
+
+def choices(contract: type[Plugin]) -> list[type[BaseModel]]:
+    """Options of every choice of a contract that cellmill itself has: installed packages document their own."""
+    return [registry.load(contract.kind, name) for name in registry.BUILT_IN[contract.kind]]
 
 
 def readme() -> str:
@@ -90,22 +91,22 @@ def _lines() -> Iterator[str]:
     yield ""
     for name, models in sections().items():
         for model in models:
-            family = f", family `{_default(model.model_fields['family'])[1:-1]}`" if name == "model" else ""
-            yield f"## {name}{family}"
+            choice = f", {model.kind} {_default(model.model_fields[model.key])}" if issubclass(model, Plugin) else ""
+            yield f"## {name}{choice}"
             yield ""
             yield f"{_sentence(model)} Read by: {', '.join(f'`{stage}`' for stage in readers(name))}."
             yield ""
             yield from _table(model)
     yield "## corpora"
     yield ""
-    yield f"By name. {_sentence(Corpus)} Each may also have the sections {_listed(CORPUS_SECTIONS)}."
+    yield f"By name. {_sentence(CorpusConfig)} Each may also have the sections {_listed(CORPUS_SECTIONS)}."
     yield ""
-    yield from _table(Corpus, skip=CORPUS_SECTIONS)
+    yield from _table(CorpusConfig, skip=CORPUS_SECTIONS)
     yield "## runs"
     yield ""
-    yield f"By name. {_sentence(Run)} Each may also have the sections {_listed(RUN_SECTIONS)}."
+    yield f"By name. {_sentence(RunConfig)} Each may also have the sections {_listed(RUN_SECTIONS)}."
     yield ""
-    yield from _table(Run, skip=RUN_SECTIONS)
+    yield from _table(RunConfig, skip=RUN_SECTIONS)
     yield "## The table of datasets"
     yield ""
     yield f"Tab-separated, with a header; columns may be left out where they have a default. {_sentence(Dataset)}"
@@ -173,8 +174,8 @@ def schema() -> dict[str, Any]:
         written = [_section_schema(model) for model in models]
         definitions[name] = written[0] if len(written) == 1 else {"anyOf": written}
     own: dict[str, tuple[type[BaseModel], tuple[str, ...]]] = {
-        "corpora": (Corpus, CORPUS_SECTIONS),
-        "runs": (Run, RUN_SECTIONS),
+        "corpora": (CorpusConfig, CORPUS_SECTIONS),
+        "runs": (RunConfig, RUN_SECTIONS),
     }
     properties: dict[str, Any] = {name: {"$ref": f"#/$defs/{name}"} for name in TOP if name not in own}
     for name, (model, inherited) in own.items():

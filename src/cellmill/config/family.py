@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from cellmill.config.section import Section
-
-if TYPE_CHECKING:
-    from cellmill.config.run import Tokens
-
+from cellmill.config.plugin import Plugin
+from cellmill.config.tokens import Tokens
 
 WEIGHTS_FORMAT = 2
 """What the numbers in a parameter mean; it grows when the same names and shapes come to mean something else.
@@ -112,8 +109,12 @@ class ModelSize:
         )
 
 
-class FamilyConfig(Section):
+class FamilyConfig(Plugin):
     """Base of every family's options."""
+
+    kind: ClassVar[str] = "family"
+    key: ClassVar[str] = "family"
+    default: ClassVar[str | None] = "masked"
 
     family: str
     weight_keys: ClassVar[tuple[str, ...]] = ()

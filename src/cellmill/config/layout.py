@@ -28,7 +28,7 @@ class Layout:
         return "".join(f" x {name} {size}" for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1)
 
     @property
-    def sharers(self) -> str:
+    def data_parallel_words(self) -> str:
         """What shares the cells, in words."""
         return f"{self.dp} groups of{self.shared[2:]}" if self.shared else f"{self.dp} processes"
 
@@ -78,11 +78,12 @@ def check_lanes(lanes: int, batch: int, sizes: Layout) -> None:
     else:
         other = f"stream.lanes {world} with train.global_batch {max(1, round(batch / world)) * world}"
     raise ConfigError(
-        f"stream.lanes {lanes} is not a multiple of {sizes.sharers}: use {processes} of them (the profile), or {other}"
+        f"stream.lanes {lanes} is not a multiple of {sizes.data_parallel_words}: use {processes} of them "
+        f"(the profile), or {other}"
     )
 
 
-def fewest_micro_batches(parallel: Parallel) -> int:
+def min_microbatches(parallel: Parallel) -> int:
     """A step has at least so many, and a multiple of `pp`: what the schedule can be filled with."""
     if parallel.pp == 1:
         return 1

@@ -1,4 +1,4 @@
-"""From YAML to a checked `Pipeline`, with errors that name the key, the nearest right one and the file."""
+"""From YAML to a checked `Workflow`, with errors that name the key, the nearest right one and the file."""
 
 from __future__ import annotations
 
@@ -8,14 +8,22 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from cellmill.config.pipeline import CORPUS_SECTIONS, RUN_SECTIONS, Pipeline
+from cellmill.config.pipeline import CORPUS_SECTIONS, RUN_SECTIONS, CorpusConfig, RunConfig, Workflow, sections_of
+from cellmill.config.plugin import Plugin
 from cellmill.config.section import explain, unknown_key
 from cellmill.errors import ConfigError
 
+CHOICES = {
+    name: section.key
+    for owner in (CorpusConfig, RunConfig)
+    for name, section in sections_of(owner).items()
+    if issubclass(section, Plugin)
+}
+"""Sections whose options depend on a choice, and the key that makes it."""
 TOP = (*CORPUS_SECTIONS, *RUN_SECTIONS, "report", "corpora", "runs")
 
 
-def load_config(path: Path) -> Pipeline:
+def load_config(path: Path) -> Workflow:
     """The configuration in a YAML file. Raises ConfigError with one line that names the key."""
     try:
         tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -28,7 +36,7 @@ def load_config(path: Path) -> Pipeline:
     return check_config(tree, str(path))
 
 
-def check_config(tree: Any, source: str = "config/config.yaml") -> Pipeline:
+def check_config(tree: Any, source: str = "config/config.yaml") -> Workflow:
     """The configuration in a tree of dicts, as Snakemake loads it. Raises ConfigError naming the key in `source`."""
     if not isinstance(tree, dict):
         raise ConfigError(f"{source}: a mapping of sections is wanted, not {type(tree).__name__}")
@@ -41,13 +49,13 @@ def check_config(tree: Any, source: str = "config/config.yaml") -> Pipeline:
         "runs": _with_defaults(tree, "runs", RUN_SECTIONS, source),
     }
     try:
-        pipeline = Pipeline.model_validate(merged)
+        pipeline = Workflow.model_validate(merged)
         for corpus in pipeline.corpora:
             pipeline.trained_on(corpus)
         for run in pipeline.runs:
             pipeline.evaluated_on(run)
     except ValidationError as error:
-        where, message = explain(error, Pipeline)
+        where, message = explain(error, Workflow)
         raise ConfigError(f"{source}: {_line(_as_written(where, tree), message)}") from None
     except ValueError as error:
         raise ConfigError(f"{source}: {error}") from None
@@ -99,11 +107,12 @@ def _merge(defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         base = merged.get(key)
         if isinstance(base, dict) and isinstance(value, dict):
             base = dict(base)
-            # a length given by the run takes the place of the default's, and another family shares no option
+            # a length given by the run takes the place of the default's, and another choice shares no option
             if key == "train" and {"steps", "epochs"} & {k for k, v in value.items() if v is not None}:
                 base.pop("steps", None)
                 base.pop("epochs", None)
-            if key == "model" and value.get("family", base.get("family")) != base.get("family"):
+            name = CHOICES.get(key)
+            if name is not None and value.get(name, base.get(name)) != base.get(name):
                 base = {}
             merged[key] = base | value
         else:

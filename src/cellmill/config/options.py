@@ -1,10 +1,14 @@
-"""What each stage takes: its sections of the configuration, typed."""
+"""Sections of the configuration that each stage reads. A new section is one line here, and its class."""
 
 from __future__ import annotations
 
-from cellmill.config.corpus import Preprocess, Shard, Vocabulary
-from cellmill.config.run import Consolidate, Embed, Evaluate, Model, Parallel, Plan, Report, Stream, Tokens, Train
+from pydantic import SerializeAsAny
+
+from cellmill.config.corpus import Preprocess, Shard, VocabularyConfig
+from cellmill.config.family import FamilyConfig
+from cellmill.config.run import Consolidate, Embed, Evaluate, Parallel, Plan, Report, Stream, Train
 from cellmill.config.section import Section
+from cellmill.config.tokens import Tokens
 
 
 class PreprocessOptions(Section):
@@ -12,7 +16,7 @@ class PreprocessOptions(Section):
 
 
 class VocabularyOptions(Section):
-    vocabulary: Vocabulary
+    vocabulary: VocabularyConfig
 
 
 class ShardOptions(Section):
@@ -20,9 +24,9 @@ class ShardOptions(Section):
 
 
 class TrainOptions(Section):
-    tokens: Tokens
+    tokens: SerializeAsAny[Tokens]
     stream: Stream
-    model: Model
+    model: SerializeAsAny[FamilyConfig]
     parallel: Parallel
     train: Train
 

@@ -1,6 +1,6 @@
 """The whole configuration: defaults for each section, corpora, and runs that may override any of them.
 
-`Pipeline.section(stage, name)` is what a rule hands to its stage: only the options that stage reads, so that a
+`Workflow.section(stage, name)` is what a rule hands to its stage: only the options that stage reads, so that a
 changed key reruns those stages and no other.
 """
 
@@ -9,51 +9,36 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-from cellmill.config.corpus import Preprocess, Shard, Vocabulary
 from cellmill.config.dataset import Dataset, is_name, read_datasets
-from cellmill.config.options import OPTIONS
-from cellmill.config.run import (
-    Consolidate,
-    Embed,
-    Evaluate,
-    Model,
-    Parallel,
-    Plan,
-    Report,
-    Stream,
-    Tokens,
-    Train,
-    check_together,
+from cellmill.config.options import (
+    OPTIONS,
+    ConsolidateOptions,
+    EmbedOptions,
+    EvaluateOptions,
+    PlanOptions,
+    PreprocessOptions,
+    ShardOptions,
+    VocabularyOptions,
 )
+from cellmill.config.run import Report, check_together
 from cellmill.config.section import Section
 
 
-class Corpus(Section):
+# of several bases pydantic puts the fields of the last first
+class CorpusConfig(ShardOptions, VocabularyOptions, PreprocessOptions):
     """Datasets that are preprocessed, counted and sharded together."""
 
     table: str = Field("config/datasets.tsv", description="Table of datasets.")
     datasets: list[str] | None = Field(None, description="Names of its rows to use; null uses all.")
-    preprocess: Preprocess
-    vocabulary: Vocabulary
-    shard: Shard
 
 
-class Run(Section):
+class RunConfig(EvaluateOptions, EmbedOptions, ConsolidateOptions, PlanOptions):
     """One model, from plan to evaluation."""
 
     corpus: str = Field(description="Name of its corpus.")
     init_from: str | None = Field(None, description="Run whose exported model gives the first weights.")
-    tokens: Tokens
-    stream: Stream
-    model: Model
-    parallel: Parallel
-    plan: Plan
-    train: Train
-    consolidate: Consolidate
-    embed: Embed
-    evaluate: Evaluate
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
@@ -61,16 +46,24 @@ class Run(Section):
         return self
 
 
-CORPUS_SECTIONS = ("preprocess", "vocabulary", "shard")
-RUN_SECTIONS = ("tokens", "stream", "model", "parallel", "plan", "train", "consolidate", "embed", "evaluate")
+def sections_of(owner: type[BaseModel]) -> dict[str, type[Section]]:
+    """Sections that a corpus, a run or the whole workflow has, by name."""
+    return {
+        name: field.annotation
+        for name, field in owner.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+    }
 
 
-class Pipeline(Section):
+CORPUS_SECTIONS, RUN_SECTIONS = tuple(sections_of(CorpusConfig)), tuple(sections_of(RunConfig))
+
+
+class Workflow(Section):
     """config/config.yaml, with every default filled in and every override applied."""
 
     report: Report
-    corpora: dict[str, Corpus] = Field(min_length=1)
-    runs: dict[str, Run] = Field(min_length=1)
+    corpora: dict[str, CorpusConfig] = Field(min_length=1)
+    runs: dict[str, RunConfig] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _names_and_references(self) -> Self:

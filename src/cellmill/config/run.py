@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from cellmill import registry
 from cellmill.config.family import FamilyConfig
-from cellmill.config.section import Section, explain
-
-
-class Tokens(Section):
-    """How a cell becomes tokens."""
-
-    tokenizer: Literal["rank", "binned", "continuous"] = Field(
-        "continuous",
-        description="Beside its gene a token carries: rank, its place in the cell ordered by count over corpus median; "
-        "binned, the quantile bin of its count within the cell; continuous, log(1 + counts per 10,000).",
-    )
-    max_tokens: int = Field(
-        2048, ge=1, description="A cell's tokens beyond so many, the lowest by rank value, are cut."
-    )
-    bins: int = Field(51, ge=2, description="Number of value bins of the binned tokenizer.")
+from cellmill.config.section import Section
+from cellmill.config.tokens import Tokens
 
 
 class Stream(Section):
@@ -173,6 +159,10 @@ class Train(Section):
         "snapshot of its memory, in the run's train/profile/; null records none.",
     )
 
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Optimizer steps of the whole run."""
+        return self.steps or max(1, round((self.epochs or 0) * steps_per_epoch))
+
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
@@ -290,23 +280,3 @@ def _check_pipeline(model: FamilyConfig, parallel: Parallel) -> None:
 def nearest(wanted: int, possible: list[int]) -> int:
     """The number of `possible` that is nearest to `wanted`; of two, the smaller."""
     return min(possible, key=lambda n: (abs(n - wanted), n))
-
-
-def _model_of_its_family(value: Any) -> Any:
-    if isinstance(value, FamilyConfig):
-        return value
-    if not isinstance(value, dict):
-        raise ValueError(f"a mapping with a `family` is wanted, not {value!r}")
-    family = value.get("family", "masked")
-    known = registry.names("model_config")
-    if family not in known:
-        raise ValueError(f"no model family is called {family!r}; there are: {', '.join(known)}")
-    model = registry.load("model_config", family)
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:  # one nested in another would be reported as a paragraph
-        where, message = explain(error, model)
-        raise ValueError(f"{'.'.join(where)}: {message}" if where else message) from None
-
-
-Model = Annotated[SerializeAsAny[FamilyConfig], BeforeValidator(_model_of_its_family)]

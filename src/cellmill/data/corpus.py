@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cellmill.data.cells import open_counts, row_sums
-from cellmill.data.vocabulary import PER_CELL, SPECIAL, Vocabulary
+from cellmill.config.tokens import SPECIAL
+from cellmill.data.counts_reader import open_counts, row_sums
+from cellmill.data.vocabulary import PER_CELL, Vocabulary
 from cellmill.errors import DataError
 
 _BLOCK = 1024  # cells

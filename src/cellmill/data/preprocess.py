@@ -19,7 +19,7 @@ import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.corpus import Preprocess
-from cellmill.data.cells import CountsReader, count_dtype, row_sums, select_columns, write_cells
+from cellmill.data.counts_reader import CountsReader, count_dtype, row_sums, select_columns, write_cells
 from cellmill.data.genes import ORGANISMS, Coverage, map_genes
 from cellmill.errors import DataError
 

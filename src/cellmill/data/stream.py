@@ -17,11 +17,11 @@ from typing import Any, Literal
 import numpy as np
 
 from cellmill.config.run import Stream as StreamOptions
-from cellmill.config.run import Tokens
-from cellmill.data.epoch import Layout, cut_batch, cut_evenly
+from cellmill.config.tokens import Tokens
 from cellmill.data.manifest import Manifest
-from cellmill.data.rows import Rows, Step
-from cellmill.data.shards import cell_names, open_shards
+from cellmill.data.prefetch import Prefetch, PrefetchedStep
+from cellmill.data.shard_file import cell_names, open_shards
+from cellmill.data.shuffle import EpochLayout, cut_batch, cut_evenly
 from cellmill.data.tokens import Batch, empty_batch, tokenize
 from cellmill.errors import ConfigError, DataError
 
@@ -29,7 +29,7 @@ _AHEAD = 2  # steps tokenized ahead of the one that is used
 _ORDER = ("seed", "lanes", "block_cells", "window_blocks", "global_batch")
 
 
-class Stream:
+class CellStream:
     """The cells of one split as micro-batches for one rank; see `__iter__`.
 
     Parameters
@@ -40,9 +40,9 @@ class Stream:
         Cells of one optimizer step over all ranks, a multiple of `stream.lanes`.
     token_budget
         Most tokens of a micro-batch.
-    fewest, multiple
-        Each step has at least `fewest` micro-batches, a multiple of `multiple` and of even sizes where that is not 1:
-        what a pipeline asks for.
+    min_microbatches, microbatch_multiple
+        Each step has at least `min_microbatches` micro-batches, a multiple of `microbatch_multiple`, and of even sizes
+        where that is not 1: what a pipeline asks for.
     shuffle
         Whether to shuffle, endlessly; else one epoch in the order on disk.
     max_cells
@@ -68,8 +68,8 @@ class Stream:
         rank: int,
         world: int,
         seed: int,
-        fewest: int = 1,
-        multiple: int = 1,
+        min_microbatches: int = 1,
+        microbatch_multiple: int = 1,
         shuffle: bool = True,
         max_cells: int | None = None,
     ):
@@ -78,7 +78,7 @@ class Stream:
         entry = opened.entry(split)
         sizes = tuple(shard.n_obs for shard in entry.shards)
         order = {name: getattr(stream, name) for name in ("lanes", "block_cells", "window_blocks")}
-        self._layout = Layout(
+        self._layout = EpochLayout(
             sizes, **order, global_batch=global_batch, seed=seed, shuffle=shuffle, max_cells=max_cells
         )
         self.n_cells, self.steps_per_epoch = self._layout.n_cells, self._layout.steps_per_epoch
@@ -86,10 +86,10 @@ class Stream:
         if shuffle and self.n_cells < world:
             raise ConfigError(f"{world} ranks for {self.n_cells} {split} cells of {manifest}: use fewer processes")
         self._tokens, self._budget, self._rank, self._world = tokens, token_budget, rank, world
-        self._fewest, self._multiple = fewest, multiple
+        self._min_microbatches, self._microbatch_multiple = min_microbatches, microbatch_multiple
         rank_only = tokens.tokenizer == "rank"
         self._shards = open_shards(opened, split)
-        self._rows = Rows(
+        self._rows = Prefetch(
             self._shards,
             self._layout,
             list(range(rank, stream.lanes, world)),
@@ -167,14 +167,14 @@ class Stream:
         for taken in self._rows.steps(epoch, step):
             yield self._micro_batches(taken)
 
-    def _micro_batches(self, step: Step) -> list[Batch]:
+    def _micro_batches(self, step: PrefetchedStep) -> list[Batch]:
         # every rank cuts the batches of all ranks, from lengths it knows: nobody has to be asked how many there are
         lengths = [self._lengths(step, rank) for rank in range(self._world)]
         cuts = [cut_batch(of_rank, self._budget) for of_rank in lengths]
-        number = max(self._fewest, *(len(cut) - 1 for cut in cuts))
+        number = max(self._min_microbatches, *(len(cut) - 1 for cut in cuts))
         own = cuts[self._rank]
-        if self._multiple > 1 or self._fewest > 1:
-            number = -(-number // self._multiple) * self._multiple
+        if self._microbatch_multiple > 1 or self._min_microbatches > 1:
+            number = -(-number // self._microbatch_multiple) * self._microbatch_multiple
             own = cut_evenly(lengths[self._rank], number)
         batches = []
         for first, last in pairwise(own):
@@ -185,7 +185,7 @@ class Stream:
             batches.append(Batch(*made, step.cells[first:last]))
         return batches + [empty_batch(self._tokens) for _ in range(number - len(batches))]
 
-    def _lengths(self, step: Step, rank: int) -> np.ndarray:
+    def _lengths(self, step: PrefetchedStep, rank: int) -> np.ndarray:
         return np.minimum(np.concatenate(step.lengths[rank :: self._world]), self._tokens.max_tokens)
 
 

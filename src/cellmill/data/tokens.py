@@ -11,8 +11,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from cellmill.config.run import Tokens
-from cellmill.data.vocabulary import PER_CELL, SPECIAL
+from cellmill.config.tokens import SPECIAL, Tokens
+from cellmill.data.vocabulary import PER_CELL
 from cellmill.errors import DataError
 
 _MAX_TABLE = 1 << 24  # entries of a table over counts; cells with larger counts are binned one by one

@@ -17,10 +17,10 @@ from typing import Self
 
 import numpy as np
 
+from cellmill.config.tokens import SPECIAL
 from cellmill.errors import DataError
 from cellmill.files import write_text
 
-SPECIAL = ("<pad>", "<mask>")
 COLUMNS = ("token_id", "gene_id", "symbol", "n_cells", "median")
 PER_CELL = 10_000.0
 

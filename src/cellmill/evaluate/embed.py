@@ -18,10 +18,10 @@ import pandas as pd
 import torch
 from anndata.io import write_elem
 
-from cellmill.config.run import Tokens
-from cellmill.data.cells import CountsReader, create_h5, row_sums, select_columns
+from cellmill.config.tokens import Tokens
+from cellmill.data.counts_reader import CountsReader, create_h5, row_sums, select_columns
+from cellmill.data.gene_ranking import inverse_medians, rank_order_rows
 from cellmill.data.genes import ORGANISMS, map_genes
-from cellmill.data.order import inverse_medians, rank_order_rows
 from cellmill.data.tokens import Batch, tokenize
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
@@ -35,7 +35,7 @@ ROW_BLOCK = 1024  # cells read at once
 
 
 @dataclass(frozen=True)
-class Places:
+class GeneColumns:
     """Where the columns of a file lie in a vocabulary."""
 
     target: np.ndarray
@@ -57,7 +57,7 @@ class Embedding:
     n_without_genes: int
 
 
-def place_genes(reader: CountsReader, vocabulary: Vocabulary) -> Places:
+def place_genes(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
     """Columns of `reader` as rows of `vocabulary`: by their names as they are, or through a table of symbols.
 
     The reading that finds most of the vocabulary's genes is taken. Raises DataError when none finds any.
@@ -79,11 +79,16 @@ def place_genes(reader: CountsReader, vocabulary: Vocabulary) -> Places:
             f"{reader.path}: no genes in common with the model: its first is {reader.var_names[0]!r}, the model's "
             f"{vocabulary.gene_ids[0]!r} ({vocabulary.symbols[0]}); name genes by Ensembl id or current symbol"
         )
-    return Places(best, measured, _found(best))
+    return GeneColumns(best, measured, _found(best))
 
 
 def read_tokens(
-    reader: CountsReader, places: Places, vocabulary: Vocabulary, tokens: Tokens, chosen: np.ndarray, totals: np.ndarray
+    reader: CountsReader,
+    places: GeneColumns,
+    vocabulary: Vocabulary,
+    tokens: Tokens,
+    chosen: np.ndarray,
+    totals: np.ndarray,
 ) -> Iterator[Batch]:
     """Tokens of the cells where `chosen` (bool, one for each cell), a row block at a time.
 

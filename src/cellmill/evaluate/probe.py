@@ -27,7 +27,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from cellmill.data.cells import row_sums
+from cellmill.data.counts_reader import row_sums
 
 MAX_CELLS = 10_000
 """Cells a probe uses at most: all-genes regression over more takes hours, and moves accuracy by less than 0.01."""

@@ -7,6 +7,8 @@ import warnings
 import numpy as np
 import umap
 
+UMAP_COLUMNS = ("dataset", "obs_name", "label", "x", "y", "heldout")
+"""Of umap.tsv."""
 MAX_CELLS = 20_000
 """Cells drawn at most: more cannot be told apart on a page."""
 

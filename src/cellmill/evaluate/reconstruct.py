@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from cellmill.config.run import Tokens
-from cellmill.data.cells import CountsReader
+from cellmill.config.tokens import SPECIAL, Tokens
+from cellmill.data.counts_reader import CountsReader
 from cellmill.data.manifest import Manifest
-from cellmill.data.shards import open_shards
+from cellmill.data.shard_file import open_shards
 from cellmill.data.tokens import tokenize
-from cellmill.data.vocabulary import SPECIAL, Vocabulary
+from cellmill.data.vocabulary import Vocabulary
 from cellmill.evaluate.embed import pack, place_genes, read_tokens
 from cellmill.models.batch import to_tensors
 from cellmill.models.family import Model

@@ -17,10 +17,10 @@ from pathlib import Path
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 from cellmill.launch.job import Job
-from cellmill.launch.jobs import JobRecord, Jobs
 from cellmill.launch.node import write_task
 from cellmill.launch.processes import die_with_parent
 from cellmill.launch.submit import node_task
+from cellmill.runs.jobs import JobRecord, Jobs
 
 STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 

@@ -33,7 +33,7 @@ class NodeFailed(Exception):
     """The agent of this node ended with an error; ends the SLURM task, and with it the job."""
 
 
-class Step(SlurmJobEnvironment):
+class TaskStep(SlurmJobEnvironment):
     """The job step this process is a task of: it may have fewer nodes than the job."""
 
     _env = {  # noqa: RUF012 - submitit's own place for this
@@ -59,7 +59,7 @@ class NodeTask:
     state_file: str = ""
 
     def __call__(self) -> str:
-        step = Step()
+        step = TaskStep()
         attempt = None
         if step.node == 0:
             (Path(self.folder) / "error.txt").unlink(missing_ok=True)  # of the attempt before
@@ -81,7 +81,7 @@ class NodeTask:
             raise NodeFailed(f"torchrun ended with exit code {code}")
         return "ended"
 
-    def run_agent(self, step: Step, restart: int, stop: HandOn, attempt: Attempt | None) -> int:
+    def run_agent(self, step: TaskStep, restart: int, stop: HandOn, attempt: Attempt | None) -> int:
         """Starts the agent of this node, hands signals on to its workers, and gives its exit code.
 
         It ends with that of any other node.
@@ -108,14 +108,14 @@ class NodeTask:
                 if attempt is not None:
                     attempt.seen()
 
-    def job(self, step: Step) -> Job:
+    def job(self, step: TaskStep) -> Job:
         """What runs on all nodes."""
         error = str(Path(self.folder) / "error.txt")
         return Job(
             self.module, self.arguments, step.num_nodes, self.nproc_per_node, self.max_restarts, error, self.state_file
         )
 
-    def command(self, step: Step, restart: int = 0) -> list[str]:
+    def command(self, step: TaskStep, restart: int = 0) -> list[str]:
         """The agent of the node this is; the first node's store listens, at another port after each restart."""
         return self.job(step).command(step.node, step.hostnames[0], self.port + restart, signals_to_handle="SIGQUIT")
 
@@ -161,7 +161,7 @@ class Attempt:
         self._write()
 
     @classmethod
-    def start(cls, task: NodeTask, step: Step) -> Attempt:
+    def start(cls, task: NodeTask, step: TaskStep) -> Attempt:
         now, nodes = time.time(), step.num_nodes
         value = {
             "job_id": step.raw_job_id,

@@ -18,13 +18,14 @@ from pathlib import Path
 
 from cellmill.config.machine import Machine
 from cellmill.errors import Stopped, UserError
-from cellmill.launch.cancel import cancel_job
+from cellmill.launch.cancel_job import cancel_job
 from cellmill.launch.job import Job
-from cellmill.launch.jobs import JobRecord, Jobs
-from cellmill.launch.queue import GONE, UNKNOWN, Queue, QueueError
+from cellmill.launch.queue import Queue, QueueError
 from cellmill.launch.signals import Signals, blocked
 from cellmill.launch.submit import Unreachable, submit
 from cellmill.launch.tail import Tail
+from cellmill.runs.job_states import GONE, UNKNOWN
+from cellmill.runs.jobs import JobRecord, Jobs
 
 ANOTHER = frozenset({"TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED", "LAUNCH_FAILED", GONE})
 """Ends that are no fault of the training."""

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
 
-from cellmill.models.tiles import tiled_attention
+from cellmill.models.cpu_attention import tiled_attention
 
 LONG = 256
 """Tokens of a cell from which tiles of plain products are faster than torch's kernel on a CPU."""

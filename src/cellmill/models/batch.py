@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from cellmill.config.tokens import SPECIAL
 from cellmill.data.tokens import Batch
-from cellmill.data.vocabulary import SPECIAL
 
 CPU = torch.device("cpu")
 PAD_CELL = 256  # tokens of one cell of `<pad>`: attention takes the square of it

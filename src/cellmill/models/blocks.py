@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from cellmill.models.attention import attention
-from cellmill.models.keyed import keyed_dropout, keyed_state
-from cellmill.parallel.products import Linear
+from cellmill.models.counter_rng import keyed_dropout, keyed_state
+from cellmill.parallel.cpu_matmul import Linear
 
 
 class Entry(nn.Module):

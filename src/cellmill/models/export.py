@@ -19,11 +19,10 @@ from zlib import crc32
 import torch
 from safetensors import SafetensorError, safe_open
 
-from cellmill import registry
 from cellmill.config.family import WEIGHTS_FORMAT, FamilyConfig
 from cellmill.config.load import check_options
-from cellmill.config.run import Tokens
-from cellmill.data.vocabulary import SPECIAL, Vocabulary
+from cellmill.config.tokens import SPECIAL, Tokens
+from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import atomic_path, read_json, sha256_file
 from cellmill.models.family import Model
@@ -107,12 +106,10 @@ def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
 
 def build(config: dict[str, Any], vocabulary: Vocabulary, device: str) -> Model:
     """The model that a config.json describes, with memory but without values."""
-    options: FamilyConfig = check_options(
-        registry.load("model_config", config["family"]), config["model"], "config.json: model"
-    )
+    options: FamilyConfig = check_options(FamilyConfig, config["model"], "config.json: model")
     tokens: Tokens = check_options(Tokens, config["tokens"], "config.json: tokens")
     with torch.device("meta"):
-        model: Model = registry.load("model", config["family"])(options, vocabulary.n_genes, tokens)
+        model: Model = options.load()(options, vocabulary.n_genes, tokens)
     return model.to_empty(device=device)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from cellmill.models.batch import TensorBatch
-from cellmill.parallel.tensor import Style
+from cellmill.parallel.tensor_parallel import Style
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None, pipeline: DeviceMes
     pipeline
         Processes that have the other stages.
     """
-    borrowed: frozenset[int] = getattr(model, "borrowed", frozenset())
+    tied: frozenset[int] = getattr(model, "tied", frozenset())
     # one group for each mesh: torch takes no list of tensors that lie on different ones
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -31,7 +31,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None, pipeline: DeviceMes
             groups.setdefault(mesh_of(parameter), []).append(parameter)
     norms = []
     for group in groups.values():
-        gradients = [_as_laid_out(parameter) for parameter in group if id(parameter) not in borrowed]
+        gradients = [_as_laid_out(parameter) for parameter in group if id(parameter) not in tied]
         norm = nn.utils.get_total_norm(gradients, foreach=True)
         # a DTensor's norm is a partial sum until it is reduced
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)

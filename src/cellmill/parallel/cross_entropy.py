@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from cellmill.config.family import CHUNK_LOGITS
-from cellmill.parallel.products import product
-from cellmill.parallel.vocabulary import first_row, own_rows
+from cellmill.parallel.cpu_matmul import product
+from cellmill.parallel.vocab_parallel import first_row, own_rows
 
 ELEMENTS = {"cpu": 1 << 22}
 """Logits of a chunk: what stays in a CPU's cache. `CHUNK_LOGITS` on other devices, which want large products."""

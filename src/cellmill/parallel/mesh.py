@@ -31,7 +31,7 @@ class Mesh:
     dp_world: int
     dp_group: dist.ProcessGroup
     """All processes that read different cells of the same step."""
-    sharers: int
+    model_parallel_size: int
     """Processes that read the same cells: tensor-parallel ones and those of a pipeline."""
 
     @property
@@ -63,10 +63,12 @@ class Mesh:
         Over all, not over those that read different cells: each process must get the same number to the last bit, and
         learn of a signal that only one of them got, or they would part ways.
         """
-        if self.dp_world * self.sharers > 1:
+        if self.dp_world * self.model_parallel_size > 1:
             dist.all_reduce(tensor)
-        if self.sharers > 1:
-            tensor.div_(self.sharers) if tensor.is_floating_point() else tensor.floor_divide_(self.sharers)
+        if self.model_parallel_size > 1:
+            tensor.div_(self.model_parallel_size) if tensor.is_floating_point() else tensor.floor_divide_(
+                self.model_parallel_size
+            )
         return tensor
 
 

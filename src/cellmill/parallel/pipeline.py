@@ -20,17 +20,17 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from torch.distributed.tensor import DTensor
 
 from cellmill.config.run import Parallel
-from cellmill.parallel.cuts import process_of
+from cellmill.parallel.fsdp import LOW
 from cellmill.parallel.mesh import Mesh
-from cellmill.parallel.stages import Stages, copies
-from cellmill.parallel.wrap import LOW
+from cellmill.parallel.partition import process_of
+from cellmill.parallel.pipeline_stages import Stages, tied_parameters
 
 SCHEDULES = {"ZBV": "ZBVZeroBubble"}
 """Names of torch's schedules, where they differ from ours."""
 ROUND = 64  # tokens: lengths of micro-batches are rounded up to so many, so that few of them differ
 
 
-class Pipeline(nn.Module):
+class PipelineModel(nn.Module):
     """What the loop calls in the place of `wrap.Replica` where the model is in stages.
 
     Parameters
@@ -50,7 +50,7 @@ class Pipeline(nn.Module):
         self.dtype = low if low is not None and sharded else torch.float32
         self.precision = parallel.precision
         self.low = None if sharded else low
-        self.sharers = parallel.tp if parallel.sequence_parallel else 1
+        self.token_multiple = parallel.tp if parallel.sequence_parallel else 1
         for number, part in zip(stages.numbers, stages.parts):
             # a hook of FSDP runs around it, as around the forward that it replaces
             part.forward = _Forward(part, number, self)  # type: ignore[assignment]
@@ -62,7 +62,7 @@ class Pipeline(nn.Module):
 
     def padded_lengths(self, tokens: Sequence[int]) -> list[int]:
         """To how many tokens each micro-batch of a step is padded: all to the same."""
-        step = ROUND * self.sharers
+        step = ROUND * self.token_multiple
         return [max(step, -(-max(tokens) // step) * step)] * len(tokens)
 
     def forward_backward(
@@ -110,7 +110,7 @@ class Pipeline(nn.Module):
         if peer is None:
             return (own[chunk],)
         tokens = sum(self._prepared[chunk].lengths)
-        x = torch.empty(tokens // self.sharers, self.width, dtype=self.dtype, device=self.device)
+        x = torch.empty(tokens // self.token_multiple, self.width, dtype=self.dtype, device=self.device)
         dist.recv(x, peer, group=self.group)
         return (x,)
 
@@ -140,7 +140,9 @@ class Pipeline(nn.Module):
         return self._schedules[key]
 
     def _stage(self, number: int, part: nn.Module, tokens: int) -> PipelineStage:
-        sent = torch.empty(tokens // self.sharers, self.width, dtype=self.dtype, device="meta", requires_grad=True)
+        sent = torch.empty(
+            tokens // self.token_multiple, self.width, dtype=self.dtype, device="meta", requires_grad=True
+        )
         last = number == self.parallel.stages - 1
         return _Stage(
             part,
@@ -159,8 +161,8 @@ class Pipeline(nn.Module):
         """Adds up the gradients of what the first and the last stage both have; both then have the sum."""
         first, last = self.stages.first, self.stages.last
         if first is not None and last is not None:
-            theirs = copies(last)
-            for name, parameter in copies(first).items():
+            theirs = tied_parameters(last)
+            for name, parameter in tied_parameters(first).items():
                 total = _gradient(parameter).add_(_gradient(theirs[name]))
                 _gradient(theirs[name]).copy_(total)
             return
@@ -168,7 +170,7 @@ class Pipeline(nn.Module):
         if part is None:
             return
         peer = dist.get_global_rank(self.group, self.parallel.pp - 1 if part is first else 0)
-        for _, parameter in sorted(copies(part).items()):
+        for _, parameter in sorted(tied_parameters(part).items()):
             own = _gradient(parameter)
             other = torch.empty_like(own)
             ops = [dist.P2POp(dist.isend, own, peer, self.group), dist.P2POp(dist.irecv, other, peer, self.group)]
@@ -199,7 +201,7 @@ class _Stage(PipelineStage):
 class _Forward:
     """A stage's forward: (T, H) -> (T, H), from nothing in the first stage, to the loss, (1,), in the last."""
 
-    def __init__(self, part: Any, number: int, pipeline: Pipeline) -> None:
+    def __init__(self, part: Any, number: int, pipeline: PipelineModel) -> None:
         # kept off the module: it would find itself among its children
         self.part, self.number, self.pipeline, self.chunk = part, number, pipeline, 0
 

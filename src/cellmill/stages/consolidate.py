@@ -21,8 +21,8 @@ from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.files import sha256_file, write_json, write_text
 from cellmill.models.export import write_safetensors
+from cellmill.runs.folder import Checkpoint, TrainFolder
 from cellmill.train.checkpoint import CheckpointReader
-from cellmill.train.folder import Checkpoint, TrainFolder
 
 PREFIX = "model."
 

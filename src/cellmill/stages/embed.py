@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from cellmill.config.options import EmbedOptions
-from cellmill.config.run import Tokens
-from cellmill.data.cells import open_counts
+from cellmill.config.tokens import Tokens
+from cellmill.data.counts_reader import open_counts
 from cellmill.evaluate.embed import check_coverage, embed_cells, write_embedding
 from cellmill.files import sha256_file
 from cellmill.models.export import load_model

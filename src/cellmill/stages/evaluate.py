@@ -32,16 +32,16 @@ import scipy.sparse as sp
 import torch
 
 from cellmill.config.options import EvaluateOptions
-from cellmill.config.run import Evaluate, Tokens
-from cellmill.data.cells import CountsReader, open_counts
+from cellmill.config.run import Evaluate
+from cellmill.config.tokens import Tokens
+from cellmill.data.counts_reader import CountsReader, open_counts
 from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.collect import UMAP_COLUMNS
 from cellmill.evaluate.embed import embed_cells, read_embedding
 from cellmill.evaluate.heldout import held_out, seen_cells
 from cellmill.evaluate.probe import choose_cells, log_normalise, probe, verdict
-from cellmill.evaluate.projection import drawn, project
+from cellmill.evaluate.projection import UMAP_COLUMNS, drawn, project
 from cellmill.evaluate.reconstruct import TrainTokens, read_train_tokens, reconstruct
 from cellmill.files import sha256_file, write_json, write_text
 from cellmill.models.export import build, initial_tensors, load_model

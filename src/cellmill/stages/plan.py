@@ -16,13 +16,13 @@ from cellmill.config.options import PlanOptions
 from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError
 from cellmill.files import write_json
-from cellmill.parallel.devices import check_precision, device_named
-from cellmill.stages import plan_suggest
-from cellmill.stages.checks import check_run
-from cellmill.stages.plan_cost import cost
-from cellmill.stages.plan_fit import check_memory, largest_micro_batch, place_of
-from cellmill.stages.plan_table import describe, table
-from cellmill.stages.plan_work import Cells, detected_genes
+from cellmill.planner import layout_search
+from cellmill.planner.checks import check_run
+from cellmill.planner.cost import cost
+from cellmill.planner.devices import check_precision, device_named
+from cellmill.planner.fit import check_memory, largest_micro_batch, place_of
+from cellmill.planner.table import describe, table
+from cellmill.planner.work import Cells, detected_genes
 
 SAMPLED_CELLS = 1 << 22  # more of one length would say no more
 
@@ -51,8 +51,8 @@ def run(
         lengths = np.minimum(detected, options.tokens.max_tokens)
         known_cells = Cells(lengths, int(opened.vocabulary["n_genes"]), opened.splits["val"].n_obs)
     if suggest:
-        found = plan_suggest.suggest(options, known_cells, machine, device)
-        print(plan_suggest.table(found, options, machine, device), flush=True)
+        found = layout_search.suggest(options, known_cells, machine, device)
+        print(layout_search.table(found, options, machine, device), flush=True)
         if not found.fitting:
             raise ConfigError("no layout fits; why is above")
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cellmill.config.options import PreprocessOptions
-from cellmill.data.cells import open_counts
+from cellmill.data.counts_reader import open_counts
 from cellmill.data.preprocess import preprocess
 from cellmill.files import sha256_file, write_json
 

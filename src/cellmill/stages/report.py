@@ -14,10 +14,10 @@ from markupsafe import Markup
 from cellmill import __version__
 from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
-from cellmill.evaluate import figures
-from cellmill.evaluate.collect import Corpus, Run, largest_memory, losses, read_corpus, read_run
 from cellmill.files import read_json, write_text
-from cellmill.launch.cost import span
+from cellmill.report import figures
+from cellmill.report.collect import ReportedCorpus, ReportedRun, largest_memory, losses, read_corpus, read_run
+from cellmill.runs.cost import span
 
 MEASURES = {"n_genes": "genes of a cell", "n_counts": "counts of a cell", "mito_frac": "mitochondrial fraction"}
 
@@ -39,21 +39,24 @@ def read_cost(run: Path) -> dict[str, Any] | None:
 
 
 def render(
-    title: str, runs: list[Run], corpora: list[Corpus], costs: Mapping[str, dict[str, Any] | None] | None = None
+    title: str,
+    runs: list[ReportedRun],
+    corpora: list[ReportedCorpus],
+    costs: Mapping[str, dict[str, Any] | None] | None = None,
 ) -> str:
     """The page as HTML; whatever users named is escaped. Raises DataError when two runs or corpora share a name."""
     for kind, names in (("runs", [r.name for r in runs]), ("corpora", [c.name for c in corpora])):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise DataError(f"two {kind} are called {twice[0]!r}; give their folders different names")
     environment = Environment(
-        loader=PackageLoader("cellmill", "stages"),
+        loader=PackageLoader("cellmill", "report"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
     environment.filters.update(number=number, flat=flat, short=short, span=lapse, percent=percent)
-    return environment.get_template("report.html").render(
+    return environment.get_template("page.html").render(
         title=title,
         version=__version__,
         runs=runs,
@@ -71,10 +74,10 @@ def render(
 class _Figures:
     """The figures of the page, each drawn when the template asks for it."""
 
-    def __init__(self, runs: list[Run]) -> None:
+    def __init__(self, runs: list[ReportedRun]) -> None:
         self._runs = runs
 
-    def loss(self, run: Run) -> Markup:
+    def loss(self, run: ReportedRun) -> Markup:
         return Markup(figures.loss_curve(run.lines))
 
     def validation(self) -> Markup:
@@ -107,7 +110,7 @@ def best_row(rows: list[dict[str, Any]]) -> str:
     return str(max(rows, key=lambda row: row["accuracy_mean"])["name"])
 
 
-def seen(run: Run) -> list[tuple[str, Any, Any]]:
+def seen(run: ReportedRun) -> list[tuple[str, Any, Any]]:
     """What was planned of a run beside what was seen: (what, planned, seen); None where it is not known."""
     plan, status = run.plan or {}, run.status or {}
     fastest = max((line["cells_per_s"] for line in run.lines if "cells_per_s" in line), default=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cellmill.config.options import ShardOptions
-from cellmill.data.preshuffle import write_shards
+from cellmill.data.shard_writer import write_shards
 from cellmill.data.vocabulary import Vocabulary
 
 

@@ -1,7 +1,7 @@
 """train: starts a run, or goes on with it from its newest whole checkpoint.
 
 Runs on the head of the job and imports no torch: what can be refused is refused here, in one line, before processes
-are started. The work of each process is `stages/worker.py`.
+are started. The work of each process is `train/worker.py`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from cellmill.launch.allocation import run_allocation
 from cellmill.launch.job import Job
 from cellmill.launch.local import run_local
 from cellmill.launch.slurm import RunFiles, SlurmLauncher
-from cellmill.stages.checks import check_run, check_vocabulary, check_weights
-from cellmill.stages.spent import accounted, write_cost
-from cellmill.train.folder import TrainFolder
-from cellmill.train.identity import changed_keys, check_data, identity
+from cellmill.planner.checks import check_run, check_vocabulary, check_weights
+from cellmill.runs.folder import TrainFolder
+from cellmill.runs.identity import changed_keys, check_data, identity
+from cellmill.runs.progress import status
+from cellmill.runs.spent import accounted, write_cost
 
 
 def run(
@@ -85,7 +86,7 @@ def _job(folder: TrainFolder, machine: Machine, elsewhere: Path) -> Job:
     """What is run on each node; the line of an error goes to `elsewhere`."""
     error, state = str(elsewhere / "error.txt"), str(folder.path.resolve() / "state.json")
     return Job(
-        "cellmill.stages.worker",
+        "cellmill.train.worker",
         [str(folder.path), error],
         machine.node_counts[-1],
         machine.nproc_per_node,
@@ -162,11 +163,6 @@ def _is_done(folder: TrainFolder, belongs: dict[str, Any], fingerprint: str) -> 
     if not (folder.path / "status.json").exists():
         write_json(folder.path / "status.json", status("done", state))
     return True
-
-
-def status(name: str, state: dict[str, Any]) -> dict[str, Any]:
-    """What status.json and state.json say of a run."""
-    return {"state": name, "steps": state["steps"], "world_size": state["world_size"], **state["progress"]}
 
 
 def environment() -> dict[str, str]:

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from cellmill.errors import DataError
 from cellmill.files import write_json
+from cellmill.parallel.fsdp import reshard
 from cellmill.parallel.materialize import plain_name
-from cellmill.parallel.wrap import reshard
-from cellmill.train.folder import Checkpoint, TrainFolder
+from cellmill.runs.folder import Checkpoint, TrainFolder
 
 DCP_CLASSES = {
     ("torch.distributed.checkpoint.metadata", name)

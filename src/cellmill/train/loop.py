@@ -21,27 +21,27 @@ from torch.profiler import record_function
 
 from cellmill.config.family import ModelSize
 from cellmill.config.run import Train
-from cellmill.data.stream import Stream
+from cellmill.data.stream import CellStream
 from cellmill.data.tokens import Batch
 from cellmill.errors import UserError
 from cellmill.models.batch import TensorBatch, on_device, padded, to_tensors
 from cellmill.models.family import Model
 from cellmill.parallel.clip import clip_grad_norm
+from cellmill.parallel.fsdp import ParallelModel
 from cellmill.parallel.mesh import Mesh
-from cellmill.parallel.pipeline import Pipeline
-from cellmill.parallel.stages import Stages
-from cellmill.parallel.wrap import Replica
+from cellmill.parallel.pipeline import PipelineModel
+from cellmill.parallel.pipeline_stages import Stages
 from cellmill.track.tracker import Tracker
+from cellmill.train.async_scalars import AsyncScalars, to_device
 from cellmill.train.checkpoint import Checkpoints
-from cellmill.train.later import Later, to_device
+from cellmill.train.hang_watch import HangWatch
+from cellmill.train.loss_scale import LossScale
+from cellmill.train.memory_stats import memory_line, own_memory
 from cellmill.train.meter import Meter
-from cellmill.train.occupancy import memory_line, own_memory
-from cellmill.train.profile import StepProfile
-from cellmill.train.scale import LossScale
 from cellmill.train.schedule import learning_rate
-from cellmill.train.skip import Suspects, name_cells, step_if
+from cellmill.train.step_guard import Suspects, name_cells, step_if
+from cellmill.train.step_profile import StepProfile
 from cellmill.train.stop import StopFlag
-from cellmill.train.watch import Watch
 
 VALIDATION = -1  # in the place of the step in the masks' key: the same masks at each validation, none of training
 
@@ -68,7 +68,7 @@ class Progress:
 
 
 @dataclass
-class Report:
+class StepReport:
     """What all ranks know of a step, still on its way from the device.
 
     `known` holds [gradient norm, scale of the loss in the next step or 0, loss, processes whose gradient norm is not
@@ -77,7 +77,7 @@ class Report:
     """
 
     step: int
-    known: Later
+    known: AsyncScalars
     lr: float
     waited_s: float
     ended: float
@@ -93,15 +93,15 @@ class Trainer:
     """Everything a training needs, and `run`. Collective: every rank makes one and calls it."""
 
     model: Model | Stages
-    replica: Replica | Pipeline
+    parallel_model: ParallelModel | PipelineModel
     optimizer: torch.optim.Optimizer
     mesh: Mesh
     device: torch.device
     train: Train
     steps: int
     size: ModelSize
-    train_stream: Stream
-    val_stream: Stream | None
+    train_stream: CellStream
+    val_stream: CellStream | None
     checkpoints: Checkpoints
     trackers: list[Tracker]
     meter: Meter
@@ -109,7 +109,7 @@ class Trainer:
     progress: Progress
     saved_with: dict[str, Any]
     """Identity and fingerprint, saved in every checkpoint."""
-    watch: Watch = field(default_factory=Watch)
+    watch: HangWatch = field(default_factory=HangWatch)
     profile: StepProfile | None = None
 
     def run(self) -> bool:
@@ -118,7 +118,7 @@ class Trainer:
         if self._validation_is_owed():
             self._pause(save=False, validate=True)
         batches = iter(self.train_stream)
-        pending: Report | None = None
+        pending: StepReport | None = None
         while self.progress.step < self.steps:
             with nullcontext() if self.profile is None else self.profile.of(self.progress.step + 1):
                 report = self._step(batches)
@@ -140,7 +140,7 @@ class Trainer:
         self.checkpoints.wait()
         return True
 
-    def _step(self, batches: Iterator[list[Batch]]) -> Report:
+    def _step(self, batches: Iterator[list[Batch]]) -> StepReport:
         """One optimizer step."""
         began = time.perf_counter()
         with self._part("data", "the cells"):
@@ -155,7 +155,7 @@ class Trainer:
             targets = self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum())
         with self._part("forward_backward", "the gradient reduction"):
             scale = self._scale
-            loss = self.replica.forward_backward(prepared, targets, 1.0 if scale is None else scale.value)
+            loss = self.parallel_model.forward_backward(prepared, targets, 1.0 if scale is None else scale.value)
             if scale is not None:
                 scale.unscale(self.model)
         with self._part("clip", "the gradient norm"):
@@ -169,16 +169,16 @@ class Trainer:
             applied = values[0].isfinite() & (values[1] == 0)
             step_if(applied, self.optimizer)
             following = torch.zeros_like(loss) if scale is None else scale.adapt(applied)
-            known = Later(torch.cat([torch.stack([norm.detach().to(loss), following.to(loss)]), values]))
+            known = AsyncScalars(torch.cat([torch.stack([norm.detach().to(loss), following.to(loss)]), values]))
             self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
         cells = [batch.cells for batch in read]
-        return Report(step + 1, known, lr, waited_s, time.perf_counter(), loss, cells)
+        return StepReport(step + 1, known, lr, waited_s, time.perf_counter(), loss, cells)
 
     @cached_property
     def _scale(self) -> LossScale | None:
         # made at the first step, when progress is that of the checkpoint
-        if self.replica.precision != "16-mixed":
+        if self.parallel_model.precision != "16-mixed":
             return None
         return LossScale(self.device, self.progress.loss_scale, self.progress.good_steps)
 
@@ -189,7 +189,7 @@ class Trainer:
 
     def _prepare(self, batches: list[TensorBatch], step: int) -> list[Any]:
         """Masks drawn on the CPU, where counting them makes nobody wait, then moved to the device."""
-        lengths = self.replica.padded_lengths([len(batch.genes) for batch in batches])
+        lengths = self.parallel_model.padded_lengths([len(batch.genes) for batch in batches])
         made = [padded(batch, length) for batch, length in zip(batches, lengths)]
         draw = self.model.prepare
         return [on_device(draw(batch, seed=self.train.seed, step=step), self.device) for batch in made]
@@ -208,7 +208,7 @@ class Trainer:
         every = self.train.checkpoint_every_min
         return every is not None and self.mesh.dp_rank == 0 and time.perf_counter() - self._saved_at > 60 * every
 
-    def _read(self, report: Report) -> tuple[bool, bool]:
+    def _read(self, report: StepReport) -> tuple[bool, bool]:
         """Checks and logs a step; returns whether to stop and whether a checkpoint is due."""
         norm, scale, loss, bad_norms, stop, due, cells, tokens, flops, *memory = report.known.read()
         scaled = {"loss_scale": scale} if self._scale is not None else {}
@@ -227,7 +227,7 @@ class Trainer:
             self._log(line | self.meter.read(report.ended) | memory_line(self.device.type, memory))
         return stop > 0, due > 0
 
-    def _skipped(self, report: Report, loss: float, norm: float, scaled: dict[str, float]) -> None:
+    def _skipped(self, report: StepReport, loss: float, norm: float, scaled: dict[str, float]) -> None:
         """Counts a step that was not applied. Raises UserError when there were too many in a row."""
         progress, what = self.progress, f"loss {loss:g} and gradient norm {norm:g}"
         progress.skipped_steps += 1
@@ -269,17 +269,17 @@ class Trainer:
         return self.val_stream is not None and at_boundary and self.progress.val_step != step
 
     @torch.no_grad()
-    def _validate(self, stream: Stream | None) -> bool:
+    def _validate(self, stream: CellStream | None) -> bool:
         """Mean loss over validation cells, with the same masks each time. True when it is the best so far."""
         assert stream is not None
-        self.replica.eval()
+        self.parallel_model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         for micro_batches in stream:
             self.watch.at(f"the validation after step {self.progress.step}")
             prepared = self._prepare([to_tensors(batch) for batch in micro_batches], VALIDATION)
-            totals[0] += self.replica.loss(prepared)
+            totals[0] += self.parallel_model.loss(prepared)
             totals[1] += torch.stack([p.n_targets for p in prepared]).sum()
-        self.replica.train()
+        self.parallel_model.train()
         loss_sum, targets = self.mesh.sum(totals).tolist()
         loss, self.progress.val_step = loss_sum / targets, self.progress.step
         if not math.isfinite(loss):  # of float16, perhaps; the training itself may be well

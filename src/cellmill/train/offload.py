@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from cellmill.train.later import Later
+from cellmill.train.async_scalars import AsyncScalars
 
 
 @dataclass
@@ -63,7 +63,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """One step over all parameters with a gradient."""
         assert closure is None, "gradients are those of the backward pass before"
         trained = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
-        found_inf = None if self.found_inf is None else Later(self.found_inf)  # asked for ahead of the gradients
+        found_inf = None if self.found_inf is None else AsyncScalars(self.found_inf)  # asked for ahead of the gradients
         arrivals = [self._fetch(parameters) for parameters in trained]
         if found_inf is not None and any(found_inf.read()):
             return

@@ -7,11 +7,6 @@ import math
 from cellmill.config.run import Train
 
 
-def total_steps(train: Train, steps_per_epoch: int) -> int:
-    """Optimizer steps of the whole run."""
-    return train.steps or max(1, round((train.epochs or 0) * steps_per_epoch))
-
-
 def learning_rate(train: Train, step: int, steps: int) -> float:
     """The rate of optimizer step `step` (from 0) out of `steps`: linear warm-up, then the schedule's decay.
 

@@ -7,14 +7,13 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from cellmill.config.family import CHUNK_LOGITS, FamilyConfig, ModelSize
-from cellmill.config.run import Tokens
-
-N_SPECIAL = 2  # <pad> and <mask>: cellmill.data.vocabulary.SPECIAL, which a torch-free parse should not import
+from cellmill.config.tokens import SPECIAL, Tokens
 
 
 class MaskedConfig(FamilyConfig):
     """Architecture and objective of the masked encoder."""
 
+    implementation: ClassVar[str] = "cellmill.models.masked.model:MaskedModel"
     weight_keys: ClassVar[tuple[str, ...]] = ("family", "hidden", "layers", "heads", "ffn_width")
 
     family: Literal["masked"] = Field(
@@ -65,7 +64,7 @@ class MaskedConfig(FamilyConfig):
 
     def size(self, n_genes: int, tokens: Tokens, tp: int = 1, sequence_parallel: bool = False) -> ModelSize:
         """Exact counts of parameters, and of FLOPs as matrix products (a multiply-add is 2), three passes each."""
-        h, f, v = self.hidden, self.ffn_width, n_genes + N_SPECIAL
+        h, f, v = self.hidden, self.ffn_width, n_genes + len(SPECIAL)
         genes = -(-v // tp) * h
         values = {
             "continuous": 2 * h + h * h + h,

@@ -15,16 +15,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cellmill.config.run import Tokens
-from cellmill.data.vocabulary import SPECIAL
+from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.models.batch import TensorBatch
 from cellmill.models.blocks import Block, Entry
 from cellmill.models.family import Model, ParallelPlan
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.masked.objective import MaskedBatch, mask, unmasked
+from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.cross_entropy import token_loss
-from cellmill.parallel.products import Linear
-from cellmill.parallel.vocabulary import embed_tokens, token_logits
+from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 
 ALL = slice(None)
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from cellmill.data.vocabulary import SPECIAL
+from cellmill.config.tokens import SPECIAL
 from cellmill.models.batch import TensorBatch, positions
-from cellmill.models.keyed import keyed_bits, threshold
+from cellmill.models.counter_rng import keyed_bits, threshold
 
 PAD_TOKEN, MASK_TOKEN = (SPECIAL.index(token) for token in ("<pad>", "<mask>"))
 

@@ -1,0 +1,1 @@
+"""Commands that look after runs and machines: one module for each."""

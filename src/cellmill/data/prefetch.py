@@ -1,0 +1,273 @@
+"""Rows of cells in the order of a stream: windows read ahead by threads, already shuffled as they arrive.
+
+A block is one `preadv` that scatters its cells to their shuffled places in the window's buffer, so that shuffling
+costs no copy, and a batch is one slice of the window of each lane. A lane has two buffers, one that is used and one
+that is read into; they are kept, since fresh memory costs about as much as the reading (a page fault per 4 KiB).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from cellmill.data.shard_file import RowFile
+from cellmill.data.shuffle import Epoch, EpochLayout, Runs
+
+
+@dataclass(frozen=True)
+class PrefetchedStep:
+    """What one global batch takes; `genes` and `counts` are overwritten by the next step."""
+
+    lengths: list[np.ndarray]
+    """For each lane, genes of each of its cells; the same on every rank."""
+    cells: np.ndarray
+    """`(cells,)` int64 ids of this rank's cells, lane after lane."""
+    starts: np.ndarray
+    """`(cells + 1,)` int64, where each one's row starts."""
+    genes: np.ndarray
+    """`(nonzeros,)` int32 rows of the vocabulary, in rank order; each cell's first `max_genes` if that is set."""
+    counts: np.ndarray | None
+    """`(nonzeros,)`, where wanted."""
+
+
+class Prefetch:
+    """The cells of a split in the order of `layout`, from any step on.
+
+    Parameters
+    ----------
+    lanes
+        Those whose rows are read; of the others only the lengths are looked up.
+    with_counts
+        Whether counts are read too.
+    max_genes
+        Read only so many genes of a cell; None reads whole rows.
+    """
+
+    def __init__(
+        self,
+        shards: list[RowFile],
+        layout: EpochLayout,
+        lanes: list[int],
+        *,
+        with_counts: bool,
+        max_genes: int | None,
+        io_threads: int,
+    ):
+        self._shards, self._layout, self._own = shards, layout, set(lanes)
+        self._first_cell = np.concatenate([[0], np.cumsum(layout.shard_cells)])
+        self._dtype = np.result_type(*(shard.dtype for shard in shards)) if with_counts else None
+        self._max_genes = max_genes
+        self._buffer = _Buffer()  # of a step
+        self._epochs: dict[int, Epoch] = {}
+        self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="cellmill-read")
+
+    def close(self) -> None:
+        """Ends the threads, waiting for reads that are under way."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def steps(self, epoch: int, step: int) -> Iterator[PrefetchedStep]:
+        """Every step from the given one on: endless when the layout shuffles, else to the end of the epoch."""
+        layout = self._layout
+        lanes = [self._lane(lane, epoch, step * layout.per_lane) for lane in range(layout.lanes)]
+        while True:
+            for number in range(step, layout.steps_per_epoch):
+                first = number * layout.per_lane
+                yield self._step([lane.take(min(layout.per_lane, max(lane.n_cells - first, 0))) for lane in lanes])
+            if not layout.shuffle:
+                return
+            epoch, step = epoch + 1, 0
+
+    def _lane(self, lane: int, epoch: int, cell: int) -> _Lane:
+        n_cells = self._epoch(epoch).lane_cells[lane]
+        return _Lane(self._windows(lane, epoch, cell) if n_cells else iter(()), self._read, lane in self._own, n_cells)
+
+    def _step(self, taken: list[list[_Window]]) -> PrefetchedStep:
+        own = [window for lane in sorted(self._own) for window in taken[lane]]
+        lengths = [_joined([window.lengths for window in windows], np.int64) for windows in taken]
+        read = _joined([np.diff(window.starts) for window in own], np.int64)
+        genes, counts = self._side_by_side(own)
+        cells = _joined([window.cells for window in own], np.int64)
+        return PrefetchedStep(lengths, cells, np.concatenate([[0], np.cumsum(read)]), genes, counts)
+
+    def _side_by_side(self, own: list[_Window]) -> tuple[np.ndarray, np.ndarray | None]:
+        if len(own) == 1:
+            return own[0].genes, own[0].counts
+        total = sum(len(window.genes) for window in own)
+        genes = self._buffer.genes(total)
+        np.concatenate([window.genes for window in own] or [genes], out=genes)
+        if self._dtype is None:
+            return genes, None
+        counts = self._buffer.counts(total, self._dtype)
+        np.concatenate([window.counts for window in own if window.counts is not None] or [counts], out=counts)
+        return genes, counts
+
+    def _epoch(self, epoch: int) -> Epoch:
+        if epoch not in self._epochs:
+            self._epochs = {epoch - 1: self._epochs[epoch - 1]} if epoch - 1 in self._epochs else {}
+            self._epochs[epoch] = Epoch(self._layout, epoch)
+        return self._epochs[epoch]
+
+    def _windows(self, lane: int, epoch: int, cell: int) -> Iterator[tuple[_Plan, int]]:
+        """Windows yet to be read, from `cell` of an epoch on, and where in them to begin."""
+        while True:
+            order = self._epoch(epoch)
+            borders = order.borders[lane]
+            for window in range(int(np.searchsorted(borders, cell, side="right")) - 1, len(borders) - 1):
+                runs, permutation = order.window_runs(lane, window), order.window_order(lane, window)
+                yield self._plan(runs, permutation), max(cell - int(borders[window]), 0)
+            if not self._layout.shuffle:
+                return
+            epoch, cell = epoch + 1, 0
+
+    def _plan(self, runs: Runs, order: np.ndarray) -> _Plan:
+        parts, cells = [], []
+        spans = list(zip(runs.shard.tolist(), runs.first.tolist(), runs.n.tolist()))
+        for shard, first, n in spans:
+            parts.append(np.diff(self._shards[shard].indptr[first : first + n + 1]))
+            cells.append(np.arange(n) + (self._first_cell[shard] + first))
+        lengths = np.concatenate(parts)[order]
+        kept = lengths if self._max_genes is None else np.minimum(lengths, self._max_genes)
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        return _Plan(spans, place, np.concatenate(cells)[order], lengths, np.concatenate([[0], np.cumsum(kept)]))
+
+    def _read(self, plan: _Plan, buffer: _Buffer) -> tuple[_Window, list[Future[None]]]:
+        """Starts reading a window into `buffer`."""
+        total = int(plan.starts[-1])
+        counts = buffer.counts(total, self._dtype) if self._dtype is not None else None
+        window = _Window(plan.cells, plan.lengths, plan.starts, buffer.genes(total), counts)
+        most_cut = int((plan.lengths - np.diff(plan.starts)).max(initial=0))
+        rest, at = np.empty(most_cut, np.int32), 0
+        tasks: list[Future[None]] = []
+        for shard, first, n in plan.spans:
+            place = plan.place[at : at + n]
+            tasks.append(self._pool.submit(_read_run, self._shards[shard], first, place, window, rest))
+            at += n
+        return window, tasks
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A window yet to be read: `spans` are (shard, first row, rows), `place[i]` is where their i-th cell goes."""
+
+    spans: list[tuple[int, int, int]]
+    place: np.ndarray
+    cells: np.ndarray
+    lengths: np.ndarray
+    starts: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Cells in the order of the stream, whole windows or a part of one."""
+
+    cells: np.ndarray
+    lengths: np.ndarray
+    """Of the rows in the shards."""
+    starts: np.ndarray
+    """Of what is read of them."""
+    genes: np.ndarray
+    counts: np.ndarray | None
+
+    def part(self, start: int, stop: int, copy: bool) -> _Window:
+        of, starts = slice(start, stop), self.starts[start : stop + 1]
+        span = slice(starts[0], starts[-1]) if len(self.genes) else slice(0)
+        genes, counts = self.genes[span], None if self.counts is None else self.counts[span]
+        if copy:
+            genes, counts = genes.copy(), None if counts is None else counts.copy()
+        return _Window(self.cells[of], self.lengths[of], starts, genes, counts)
+
+
+class _Lane:
+    """One lane: its windows one after another over epochs, the next one read while this one is used."""
+
+    def __init__(self, windows: Iterator[tuple[_Plan, int]], read: _Read, own: bool, n_cells: int):
+        self.n_cells = n_cells
+        self._windows, self._read, self._own = windows, read, own
+        self._free = [_Buffer(), _Buffer()]
+        self._started: list[tuple[_Window, list[Future[None]], _Buffer, int]] = []
+        self._at = 0
+        self._start()
+        self._start()
+        if self._started:
+            self._at = self._started[0][3]
+
+    def take(self, n: int) -> list[_Window]:
+        """The next `n` cells. What is returned stays valid until the next call."""
+        parts = []
+        while n:
+            window, tasks, _, _ = self._started[0]
+            while tasks:
+                tasks.pop().result()
+            stop = min(self._at + n, len(window.cells))
+            last = stop == len(window.cells)
+            parts.append(window.part(self._at, stop, copy=last))  # the buffer of a window that ends is read into again
+            n, self._at = n - (stop - self._at), stop
+            if last:
+                self._free.append(self._started.pop(0)[2])
+                self._at = 0
+                self._start()
+        return parts
+
+    def _start(self) -> None:
+        plan, begin = next(self._windows, (None, 0))
+        if plan is None:
+            return
+        buffer = self._free.pop()
+        if self._own:
+            window, tasks = self._read(plan, buffer)
+        else:
+            window, tasks = _Window(plan.cells, plan.lengths, plan.starts, buffer.genes(0), None), []
+        self._started.append((window, tasks, buffer, begin))
+
+
+class _Buffer:
+    """Memory that grows and is used again."""
+
+    def __init__(self) -> None:
+        self._genes, self._counts = np.empty(0, np.int32), np.empty(0, np.uint16)
+
+    def genes(self, size: int) -> np.ndarray:
+        if len(self._genes) < size:
+            self._genes = np.empty(size + size // 8, np.int32)
+        return self._genes[:size]
+
+    def counts(self, size: int, dtype: np.dtype) -> np.ndarray:
+        if len(self._counts) < size or self._counts.dtype != dtype:
+            self._counts = np.empty(size + size // 8, dtype)
+        return self._counts[:size]
+
+
+_Read = Callable[[_Plan, _Buffer], tuple[_Window, list["Future[None]"]]]
+
+
+def _read_run(shard: RowFile, first: int, place: np.ndarray, window: _Window, rest: np.ndarray) -> None:
+    """Reads contiguous cells from row `first` on; cell i goes to `place[i]` of the window."""
+    start = int(shard.indptr[first])
+    lengths = np.diff(shard.indptr[first : first + len(place) + 1])
+    low, high = window.starts[place].tolist(), window.starts[place + 1].tolist()
+    whole = window.genes.data
+    views = [whole[a:b] for a, b in zip(low, high)]
+    if len(rest):
+        # where a row is cut, its end goes nowhere: still one read, in the order on disk
+        nowhere, n_kept = rest.data, zip(lengths.tolist(), low, high)
+        views = [view for view, (n, a, b) in zip(views, n_kept) for view in (view, nowhere[: n - b + a])]
+    shard.read_genes(start, views)
+    if window.counts is None:
+        return
+    if window.counts.dtype == shard.dtype:
+        whole = window.counts.data
+        shard.read_counts(start, [whole[a:b] for a, b in zip(low, high)])
+        return
+    # this shard's counts fit in 16 bits, another's do not
+    counts = np.empty(int(lengths.sum()), shard.dtype)
+    shard.read_counts(start, [counts])
+    for a, b, part in zip(low, high, np.split(counts, np.cumsum(lengths)[:-1])):
+        window.counts[a:b] = part
+
+
+def _joined(arrays: list[np.ndarray], dtype: type | np.dtype) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype)

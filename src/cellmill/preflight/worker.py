@@ -1,0 +1,254 @@
+"""What each process of a preflight does on the machine a training would get.
+
+The first process of a node writes down what the node is (`node-000.json`) before it meets the others, so that a
+failed meeting still leaves facts. Then all of them all-reduce, as gradients are, inside each node and over all.
+
+Bandwidth is the bus bandwidth of nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): bytes / seconds *
+2 (n - 1) / n for n processes. It is what the slowest link carries, so figures of any n compare with each other and
+with the link's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from cellmill import __version__
+from cellmill.errors import DataError
+from cellmill.files import read_json, write_json, write_text
+from cellmill.launch.processes import die_with_parent
+from cellmill.preflight.nodes import ALLREDUCE, HEAD, node_file
+
+MEET_WITHIN_S = 120
+WRITTEN_BYTES = 64 << 20
+CPU_BYTES, GPU_BYTES = 16 << 20, 256 << 20
+WARM_UP, TIMED = 2, 5  # all-reduces
+
+
+def main(folder: Path) -> None:
+    """Collective: every process torchrun started."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    node, nodes = rank // local_world, world // local_world
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if local_rank == 0:
+        write_json(folder / node_file(node), facts(folder, node))
+    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=MEET_WITHIN_S)))
+    store.set_timeout(timedelta(seconds=MEET_WITHIN_S))
+    if local_rank == 0:
+        store.set(f"gpus-{node}", str(gpus))
+    # one backend for all: a node that is short of GPUs is reported, not waited for
+    cuda = all(int(store.get(f"gpus-{other}")) >= local_world for other in range(nodes))
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        store=dist.PrefixStore("preflight", store),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=MEET_WITHIN_S),
+        device_id=device if cuda else None,
+    )
+    inside, _ = dist.new_subgroups(local_world)
+    n_bytes = GPU_BYTES if cuda else CPU_BYTES
+    check_sum(device, world)
+    speed = bus_bandwidth(inside, local_world, device, n_bytes)
+    before = carried()
+    between = bus_bandwidth(None, world, device, n_bytes) if nodes > 1 else None
+    if local_rank == 0:
+        moved = {name: count - before.get(name, 0) for name, count in carried().items()}
+        used = busiest(moved, n_bytes) if between is not None else None
+        store.set(f"node-{node}", json.dumps({"host": host(), "inside": speed, "interface": used}))
+    if rank == 0:
+        found = [json.loads(store.get(f"node-{other}")) for other in range(nodes)]
+        write_json(
+            folder / ALLREDUCE,
+            {
+                "backend": "nccl" if cuda else "gloo",
+                "bytes": n_bytes,
+                "nodes": nodes,
+                "nproc_per_node": local_world,
+                "between": between,
+                "inside": [{"host": entry["host"], "bus_gb_per_s": entry["inside"]} for entry in found],
+                "interfaces": {entry["host"]: entry["interface"] for entry in found},
+            },
+        )
+    dist.barrier()  # nobody leaves while another still needs it
+
+
+def facts(folder: Path, node: int) -> dict[str, Any]:
+    """What this node is, and what it sees of the shared folder."""
+    write_s, complaint = write_speed(folder / f"written-{node:03}.bin")
+    value: dict[str, Any] = {
+        "host": host(),
+        "python": platform.python_version(),
+        "cellmill": __version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": nccl_version(),
+        "driver": driver_version(),
+        "gpus": gpu_names(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "interfaces": sorted(links()),
+        "written_bytes": WRITTEN_BYTES,
+        "write_s": write_s,
+        "write_error": complaint,
+    }
+    try:
+        head = read_json(folder / HEAD)
+    except (DataError, OSError) as error:
+        return value | {"token": None, "head_time": None, "time": time.time(), "head_error": str(error)}
+    return value | {"token": head["token"], "head_time": head["time"], "time": time.time(), "head_error": None}
+
+
+def host() -> str:
+    """The node's name, as SLURM has it where there is SLURM."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def write_speed(path: Path) -> tuple[float | None, str | None]:
+    """Seconds that a file of `WRITTEN_BYTES` takes to be on disk, and what went wrong instead."""
+    block = os.urandom(1 << 20)  # a file system that compresses must not look fast
+    began = time.monotonic()
+    try:
+        with open(path, "wb") as file:
+            for _ in range(WRITTEN_BYTES >> 20):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        return time.monotonic() - began, None
+    except OSError as error:
+        return None, error.strerror or str(error)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def gpu_names() -> list[str]:
+    """Products of the GPUs this process may use."""
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def nccl_version() -> str | None:
+    """Of the NCCL in torch; None in a build without CUDA."""
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return None
+    return ".".join(str(part) for part in torch.cuda.nccl.version())
+
+
+def driver_version() -> str | None:
+    """Of the NVIDIA driver; None without one."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.split()
+    return lines[0] if done.returncode == 0 and lines else None
+
+
+def links() -> dict[str, int]:
+    """Bytes that each network interface of this process's network namespace has carried, both ways (proc(5))."""
+    found = {}
+    for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
+        name, _, counters = line.partition(":")
+        numbers = counters.split()
+        found[name.strip()] = int(numbers[0]) + int(numbers[8])
+    return found
+
+
+def carried() -> dict[str, int]:
+    """Bytes that interfaces and InfiniBand ports have carried; RDMA passes the interfaces by."""
+    found = links()
+    for counter in Path("/sys/class/infiniband").glob("*/ports/*/counters/port_*_data"):
+        if counter.name in ("port_xmit_data", "port_rcv_data"):
+            device = counter.parts[-5]
+            try:
+                found[device] = found.get(device, 0) + 4 * int(counter.read_text())  # counted in words of 4 bytes
+            except (OSError, ValueError):  # a port that is off
+                continue
+    return found
+
+
+def busiest(moved: dict[str, int], n_bytes: int) -> str | None:
+    """What carried most of an all-reduce of `n_bytes` to other nodes; None where the counters show nothing.
+
+    The loopback interface carries what processes of one node say to each other, so it counts only where no other did.
+    """
+    for names in (moved.keys() - {"lo"}, moved.keys()):
+        most = max(sorted(names), key=lambda name: moved[name], default=None)
+        if most is not None and moved[most] >= n_bytes:
+            return most
+    return None
+
+
+def check_sum(device: torch.device, world: int) -> None:
+    """Raises RuntimeError when an all-reduce of ones is not the number of processes."""
+    ones = torch.ones(1 << 16, device=device)
+    dist.all_reduce(ones)
+    if not bool((ones == world).all()):
+        raise RuntimeError(f"an all-reduce of ones over {world} processes gave {ones.min().item():g}")
+
+
+def bus_bandwidth(group: dist.ProcessGroup | None, size: int, device: torch.device, n_bytes: int) -> float | None:
+    """Bus bandwidth of an all-reduce of `n_bytes` over a group of `size`, in GB/s (10^9 bytes); None for one process.
+
+    Collective over the group. The slowest process's time counts.
+    """
+    if size == 1:
+        return None
+    values = torch.zeros(n_bytes // 4, device=device)
+    for _ in range(WARM_UP):
+        dist.all_reduce(values, group=group)
+    _finish(device)
+    dist.barrier(group=group)
+    began = time.perf_counter()
+    for _ in range(TIMED):
+        dist.all_reduce(values, group=group)
+    _finish(device)
+    took = torch.tensor([(time.perf_counter() - began) / TIMED], dtype=torch.float64, device=device)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
+    return bus_gb_per_s(n_bytes, took.item(), size)
+
+
+def bus_gb_per_s(n_bytes: int, seconds: float, size: int) -> float:
+    """Bus bandwidth of an all-reduce over `size` processes, each with `n_bytes` (nccl-tests, doc/PERFORMANCE.md)."""
+    return n_bytes / seconds * 2 * (size - 1) / size / 1e9
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    shared = Path(sys.argv[1])
+    try:
+        main(shared)
+        dist.destroy_process_group()
+    except BaseException as error:
+        traceback.print_exc()
+        line = f"rank {os.environ.get('RANK', '?')} on {host()}: {type(error).__name__}: {' '.join(str(error).split())}"
+        try:
+            if not (shared / "error.txt").exists():  # the first to fail is the one to blame
+                write_text(shared / "error.txt", line[:400])
+        except OSError as full:
+            print(f"{shared}: {full.strerror}", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)  # other ranks may be in a collective that this one will never join

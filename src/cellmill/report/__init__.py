@@ -1,0 +1,1 @@
+"""The page over all runs: what is collected, its figures, its HTML."""

@@ -1,0 +1,75 @@
+"""Random numbers that are functions of their keys."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from cellmill.models.counter_rng import keyed_bits, keyed_dropout, keyed_state, threshold
+
+WORD = (1 << 64) - 1
+
+
+def _splitmix64(state: int) -> int:
+    """One step, from the constants of the paper, in Python's unbounded integers."""
+    state = (state + 0x9E3779B97F4A7C15) & WORD
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & WORD
+    return state ^ (state >> 31)
+
+
+def test_the_reference_gives_the_published_first_number() -> None:
+    assert _splitmix64(0) == 0xE220A8397B1DCDAF
+
+
+def test_bits_are_splitmix64_folded_over_the_keys() -> None:
+    keys = [0, 1, 2**31, 2**63 - 1, -1, -(2**63)]
+    found = keyed_bits(torch.tensor(keys), 7, -1).tolist()
+    expected = [_splitmix64(_splitmix64(_splitmix64(key & WORD) ^ 7) ^ WORD) >> 1 for key in keys]
+    assert found == expected
+
+
+def test_keys_broadcast_and_each_of_them_counts() -> None:
+    rows, columns = torch.arange(4)[:, None], torch.arange(5)[None, :]
+    grid = keyed_bits(rows, 3, columns)
+    assert grid.shape == (4, 5)
+    assert grid.unique().numel() == 20
+    assert grid[2, 4] == keyed_bits(torch.tensor(2), 3, 4)
+    assert not torch.equal(grid, keyed_bits(rows, 4, columns))
+    assert grid[1, 2] != grid[2, 1]
+
+
+def test_bits_are_uniform() -> None:
+    draws = keyed_bits(torch.arange(200_000), 5).numpy() / 2.0**63
+    counts, _ = np.histogram(draws, bins=100, range=(0, 1))
+    chi_squared = ((counts - 2000) ** 2 / 2000).sum()
+    assert 55 < chi_squared < 160  # 99 degrees of freedom; fails by chance once in 10,000 seeds, and this one is fixed
+    assert abs(np.corrcoef(draws[1:], draws[:-1])[0, 1]) < 0.01
+
+
+def test_a_share_of_the_bits_lies_below_the_threshold() -> None:
+    draws = keyed_bits(torch.arange(100_000), 1)
+    for share in (0.0, 0.15, 0.5, 1.0):
+        assert abs((draws < threshold(share)).double().mean().item() - share) < 0.005
+
+
+def test_dropout_depends_on_token_salt_and_column_and_not_on_the_company() -> None:
+    keys = keyed_bits(torch.arange(64), 9)
+    x = torch.ones(64, 32)
+    states = keyed_state(keys, 3)
+    whole = keyed_dropout(x, 0.25, states)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(keyed_dropout(x[order], 0.25, states[order]), whole[order])
+    assert torch.equal(keyed_dropout(x[5:9], 0.25, states[5:9]), whole[5:9])
+    assert not torch.equal(keyed_dropout(x, 0.25, keyed_state(keys, 4)), whole)
+    assert whole.unique().tolist() == [0.0, torch.tensor(1 / 0.75).item()]
+    assert abs((whole == 0).double().mean().item() - 0.25) < 0.03
+
+
+def test_torchs_own_generator_is_neither_read_nor_moved() -> None:
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = keyed_dropout(torch.ones(8, 8), 0.5, keyed_state(torch.arange(8), 0))
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert torch.equal(keyed_dropout(torch.ones(8, 8), 0.5, keyed_state(torch.arange(8), 0)), first)

@@ -1,0 +1,331 @@
+"""Reading and writing counts in row blocks: equal to anndata, canonical, bounded, and loud when damaged."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import anndata as ad
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+
+from cellmill.data import counts_reader
+from cellmill.data.counts_reader import count_dtype, open_counts, row_sums, select_columns, write_cells
+from cellmill.errors import DataError
+
+Make = Callable[..., Path]
+
+
+def read(path: Path, place: str = "X", block: int = 50) -> sp.csr_matrix:
+    with open_counts(path, place) as reader:
+        return sp.vstack(list(reader.rows(block)), format="csr")
+
+
+@pytest.mark.parametrize("form", [sp.csr_matrix, sp.csc_matrix, sp.csr_matrix.toarray])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.uint8, np.int64])
+@pytest.mark.parametrize("block", [1, 64, 1000])
+def test_every_form_and_dtype_reads_as_the_same_counts(
+    make_h5ad: Make, counts: sp.csr_matrix, form: Callable[..., object], dtype: type, block: int
+) -> None:
+    got = read(make_h5ad(form(counts.astype(dtype))), block=block)
+    assert got.dtype == np.uint32
+    assert (got != counts.astype(np.uint32)).nnz == 0
+    assert got.has_canonical_format
+    assert got.data.all()
+
+
+def test_raw_and_layers_are_read_with_their_own_genes(make_h5ad: Make, counts: sp.csr_matrix) -> None:
+    part = ad.AnnData(np.log1p(counts[:, :20]), layers={"umi": counts[:, :20]})
+    part.var_names = [f"gene_{j}" for j in range(20)]
+    whole = ad.AnnData(counts)
+    whole.var_names = [f"gene_{j}" for j in range(37)]
+    part.raw = whole
+    path = make_h5ad(counts).with_name("three.h5ad")
+    part.write_h5ad(path)
+    assert (read(path, "raw") != counts).nnz == 0
+    assert (read(path, "umi") != counts[:, :20]).nnz == 0
+    with open_counts(path, "raw") as reader:
+        assert (reader.n_obs, reader.n_vars, reader.var_names[36]) == (230, 37, "gene_36")
+    with pytest.raises(
+        DataError, match=r"X does not hold counts: .* looks log-transformed; raw counts may be in raw or umi"
+    ):
+        read(path, "X")
+    with pytest.raises(DataError, match="no layer 'umis' \\(the dataset's `counts`\\); did you mean 'umi'\\?"):
+        open_counts(path, "umis")
+
+
+def test_unsorted_repeated_and_zero_entries_become_canonical(make_h5ad: Make) -> None:
+    path = make_h5ad(sp.csr_matrix(np.ones((2, 4), np.float32)))
+    with h5py.File(path, "a") as file:
+        file["X/indices"][:] = [3, 1, 1, 0, 2, 1, 0, 3]
+        file["X/data"][:] = [1, 2, 3, 0, 4, 0, 5, 6]
+    got = read(path)
+    assert got.toarray().tolist() == [[0, 5, 0, 1], [5, 0, 4, 6]]
+    assert got.nnz == 5
+    assert got.has_canonical_format
+
+
+def test_a_csc_matrix_is_transposed_in_pieces_and_only_once(
+    make_h5ad: Make, counts: sp.csr_matrix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counts_reader, "_CSC_VALUES", 100)
+    monkeypatch.setattr(counts_reader, "_CSC_ROWS", 16)
+    with open_counts(make_h5ad(sp.csc_matrix(counts))) as reader:
+        for _ in range(2):
+            assert (sp.vstack(list(reader.rows(7))) != counts).nnz == 0
+        first = reader._transposed
+        assert (sp.vstack(list(reader.rows(7))) != counts).nnz == 0
+        assert reader._transposed is first
+        assert (sp.vstack(list(reader.rows(100))) != counts).nnz == 0
+
+
+def test_a_large_file_is_read_and_written_in_the_memory_of_a_block(tmp_path: Path) -> None:
+    script = """
+        import resource, sys, tracemalloc
+        import numpy as np, pandas as pd, scipy.sparse as sp
+        from cellmill.data.counts_reader import open_counts, write_cells
+        path, n, block = sys.argv[1], 40_000, 500
+        one = sp.random(block, 5_000, 0.05, "csr", random_state=0)
+        one.data = np.rint(one.data * 9 + 1)
+        one = one.astype(np.uint16)
+        obs = pd.DataFrame(index=[str(i) for i in range(n)])
+        var = pd.DataFrame(index=[str(j) for j in range(5_000)])
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        write_cells(path, obs, var, (one for _ in range(n // block)), one.nnz * (n // block), np.dtype("<u2"))
+        with open_counts(path) as reader:
+            total = sum(int(b.sum()) for b in reader.rows(block))
+        assert total == int(one.sum()) * (n // block)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """
+    path = tmp_path / "large.h5ad"
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(path)], capture_output=True, text=True, check=True
+    )
+    grown_kb = int(done.stdout)
+    assert path.stat().st_size > 60e6
+    assert grown_kb < 30_000, f"{grown_kb} kB for a file of {path.stat().st_size / 1e6:.0f} MB"
+
+
+def test_written_cells_are_contiguous_aligned_and_open_in_anndata(tmp_path: Path) -> None:
+    matrix = sp.random(3000, 200, 0.3, "csr", random_state=1)
+    matrix.data = np.arange(matrix.nnz) % 60_000 + 1.0
+    obs = pd.DataFrame({"label": pd.Categorical(["a", "b", "a"] * 1000)}, index=[f"c{i}" for i in range(3000)])
+    var = pd.DataFrame({"symbol": "s"}, index=[f"g{j}" for j in range(200)])
+    path = tmp_path / "counts_reader.h5ad"
+    blocks = [matrix[a : a + 700] for a in range(0, 3000, 700)]
+    write_cells(path, obs, var, blocks, matrix.nnz, count_dtype(60_000))
+    with h5py.File(path) as file:
+        for name, dtype in (("data", "<u2"), ("indices", "<i4"), ("indptr", "<i8")):
+            array = file["X"][name]
+            assert (array.dtype.str, array.chunks, array.compression) == (dtype, None, None)
+            assert array.id.get_offset() % 4096 == 0
+        assert dict(file["X"].attrs) | {"shape": None} == {
+            "encoding-type": "csr_matrix",
+            "encoding-version": "0.1.0",
+            "shape": None,
+        }
+    back = ad.read_h5ad(path)
+    assert (matrix != back.X).nnz == 0
+    pd.testing.assert_frame_equal(back.obs, obs)
+    pd.testing.assert_frame_equal(back.var, var)
+    assert (matrix[5:9] != ad.read_h5ad(path, backed="r")[5:9].to_memory().X).nnz == 0
+
+
+def test_counts_beyond_16_bits_are_written_in_32_and_never_cut(tmp_path: Path) -> None:
+    assert count_dtype(65_535) == np.uint16
+    assert count_dtype(65_536) == np.uint32
+    matrix = sp.csr_matrix(np.array([[70_000, 1]], np.uint32))
+    obs, var = pd.DataFrame(index=["c"]), pd.DataFrame(index=["g", "h"])
+    write_cells(tmp_path / "wide.h5ad", obs, var, [matrix], 2, count_dtype(70_000))
+    assert ad.read_h5ad(tmp_path / "wide.h5ad").X.toarray().tolist() == [[70_000, 1]]
+    with pytest.raises(AssertionError, match="too large for uint16"):
+        write_cells(tmp_path / "cut.h5ad", obs, var, [matrix], 2, count_dtype(1))
+    assert os.listdir(tmp_path) == ["wide.h5ad"]
+
+
+def test_columns_are_moved_summed_and_left_out(counts: sp.csr_matrix) -> None:
+    random = np.random.default_rng(1)
+    target, before = random.integers(-1, 9, 37).astype(np.int32), counts.toarray()
+    moved = select_columns(counts.astype(np.uint32), target, 9)
+    wanted = np.zeros((230, 9))
+    for j, place in enumerate(target):
+        if place >= 0:
+            wanted[:, place] += counts.toarray()[:, j]
+    assert (moved.toarray() == wanted).all()
+    assert moved.has_canonical_format
+    assert (row_sums(moved) == wanted.sum(axis=1)).all()
+    turned = select_columns(counts, np.arange(37, dtype=np.int32)[::-1].copy(), 37)
+    assert (turned.toarray() == before[:, ::-1]).all()
+    assert (counts.toarray() == before).all()
+
+
+def spoil(value: float) -> np.ndarray:
+    matrix = np.ones((3, 3), np.float32)
+    matrix[1, 2] = value
+    return matrix
+
+
+NO_OTHER = "the file has no other matrix, so take one with raw counts"
+
+
+@pytest.mark.parametrize(
+    ("matrix", "text"),
+    [
+        (spoil(-1), f"-1 (cell 'cell_1', gene 'gene_2') is negative: it looks scaled; {NO_OTHER}"),
+        (spoil(2.5), f"2.5 (cell 'cell_1', gene 'gene_2') is fractional: it looks normalised; {NO_OTHER}"),
+        (
+            np.log1p(spoil(3)),
+            f"0.693147 (cell 'cell_0', gene 'gene_0') is fractional: it looks log-transformed; {NO_OTHER}",
+        ),
+        (
+            spoil(float("nan")),
+            "nan (cell 'cell_1', gene 'gene_2') is not a number; counts are whole numbers from 0",
+        ),
+        (
+            spoil(float("inf")),
+            "inf (cell 'cell_1', gene 'gene_2') is not a number; counts are whole numbers from 0",
+        ),
+        (spoil(1e12), "1e+12 (cell 'cell_1', gene 'gene_2') is too large; counts fit in 32 bits"),
+    ],
+)
+@pytest.mark.parametrize("form", [np.asarray, sp.csr_matrix, sp.csc_matrix])
+def test_what_is_not_a_count_is_refused(
+    make_h5ad: Make, form: Callable[..., object], matrix: np.ndarray, text: str
+) -> None:
+    path = make_h5ad(form(matrix))
+    with pytest.raises(DataError) as error:
+        read(path)
+    assert str(error.value) == f"{path}: X does not hold counts: {text}"
+
+
+def test_names_that_are_not_unique_are_refused(make_h5ad: Make) -> None:
+    matrix = np.ones((3, 3), np.float32)
+    path = make_h5ad(matrix, genes=["A", "B", "A"])
+    with pytest.raises(DataError) as error:
+        open_counts(path)
+    assert str(error.value) == (
+        f"{path}: var names are not unique: 'A' occurs 2 times; call var_names_make_unique() and write the file again"
+    )
+    path = make_h5ad(np.ones((5, 3), np.float32), obs=pd.DataFrame(index=["x", "x", "x", "y", "y"]))
+    with pytest.raises(DataError, match="obs names are not unique: 'x' occurs 3 times and 1 more repeat; call obs_"):
+        open_counts(path)
+
+
+def test_missing_foreign_and_empty_files_are_named(tmp_path: Path, make_h5ad: Make) -> None:
+    def message(path: Path) -> str:
+        with pytest.raises(DataError) as error:
+            open_counts(path)
+        return str(error.value)
+
+    assert message(tmp_path / "none.h5ad") == f"{tmp_path}/none.h5ad: no such file"
+    assert message(tmp_path) == f"{tmp_path}: not a file"
+    for text in ("", "cell,gene\n1,2\n"):
+        (tmp_path / "text.h5ad").write_text(text)
+        assert message(tmp_path / "text.h5ad") == f"{tmp_path}/text.h5ad: not an HDF5 file, so not an .h5ad"
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["x"] = [1]
+    assert message(tmp_path / "other.h5").endswith("an HDF5 file, but not an .h5ad: it has no obs and var")
+    with h5py.File(tmp_path / "10x.h5", "w") as file:
+        file.create_group("matrix")
+    assert "a 10x Genomics .h5 file" in message(tmp_path / "10x.h5")
+    assert message(make_h5ad(np.ones((0, 3), np.float32))).endswith("empty: 0 cells x 3 genes")
+    assert message(make_h5ad(np.ones((3, 0), np.float32))).endswith("empty: 3 cells x 0 genes")
+
+
+def test_a_file_cut_at_any_place_is_refused(make_h5ad: Make, counts: sp.csr_matrix, tmp_path: Path) -> None:
+    whole = make_h5ad(counts).read_bytes()
+    cut = tmp_path / "cut.h5ad"
+    for frac in (0.01, 0.3, 0.6, 0.95, 0.999):
+        cut.write_bytes(whole[: int(len(whole) * frac)])
+        with pytest.raises(DataError, match=r"cut.h5ad: truncated: [\d,]+ of [\d,]+ bytes are there; copy it again"):
+            open_counts(cut)
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "value"), [("indices", 3, 99), ("indices", 3, -1), ("indptr", 4, 10**6), ("indptr", -1, 1)]
+)
+@pytest.mark.parametrize("form", [sp.csr_matrix, sp.csc_matrix])
+def test_a_matrix_that_does_not_fit_together_is_refused(
+    make_h5ad: Make, counts: sp.csr_matrix, form: Callable[..., object], name: str, at: int, value: int
+) -> None:
+    path = make_h5ad(form(counts))
+    with h5py.File(path, "a") as file:
+        array = file["X"][name][:]
+        array[at] = value if value != 99 else 10_000
+        file["X"][name][...] = array
+    with pytest.raises(DataError, match="X is damaged"):
+        read(path)
+
+
+def test_a_flipped_byte_in_compressed_values_is_refused(make_h5ad: Make, counts: sp.csr_matrix, tmp_path: Path) -> None:
+    path = make_h5ad(counts)
+    with h5py.File(path, "a") as file:
+        data = file["X/data"][:]
+        del file["X/data"]
+        array = file["X"].create_dataset("data", data=data, chunks=(500,), compression="gzip", fletcher32=True)
+        at = array.id.get_chunk_info(3).byte_offset + 40
+    with open(path, "r+b") as raw:
+        raw.seek(at)
+        raw.write(b"\xff\x00\xff")
+    with pytest.raises(DataError, match=r"raw\.h5ad: damaged: "):
+        read(path)
+
+
+def test_a_full_disk_ends_in_one_line_and_leaves_the_old_file(tmp_path: Path, simulated: Path) -> None:
+    out = tmp_path / "out.h5ad"
+    out.write_text("the old file")
+    command = [sys.executable, "-m", "cellmill.cli", "preprocess", "--input", str(simulated), "--dataset", "full"]
+    command += ["--options", '{"preprocess": {"min_genes": 10}}', "--report", str(tmp_path / "qc.json")]
+    done = subprocess.run(
+        [*command, "--out", str(out)],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)),
+    )
+    assert done.returncode == 2
+    assert done.stderr == f"cellmill preprocess: {out}: File too large\n"
+    assert out.read_text() == "the old file"
+    assert os.listdir(tmp_path) == ["out.h5ad"]
+
+
+def test_a_disk_that_fills_up_at_any_byte_is_one_error_and_no_crash(tmp_path: Path, counts: sp.csr_matrix) -> None:
+    obs = pd.DataFrame({"label": [f"type {i % 3}" for i in range(230)]}, index=[f"cell_{i}" for i in range(230)])
+    var = pd.DataFrame(index=[f"gene_{j}" for j in range(37)])
+    path = tmp_path / "counts_reader.h5ad"
+
+    def write(nnz: int | None) -> None:
+        write_cells(path, obs, var, (counts[a : a + 50] for a in range(0, 230, 50)), nnz, count_dtype(9))
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for nnz in (counts.nnz, None):
+        write(nnz)
+        size = path.stat().st_size
+        path.unlink()
+        for limit in np.linspace(0, size - 1, 60).astype(int).tolist():
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            try:
+                with pytest.raises(OSError, match="File too large") as error:
+                    write(nnz)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            assert error.value.filename == str(path)
+            assert os.listdir(tmp_path) == []
+
+
+def test_a_writer_that_raises_leaves_nothing(tmp_path: Path, counts: sp.csr_matrix) -> None:
+    def blocks() -> object:
+        yield counts[:100]
+        raise DataError("damaged half way")
+
+    var = pd.DataFrame(index=[str(j) for j in range(37)])
+    with pytest.raises(DataError, match="damaged half way"):
+        write_cells(tmp_path / "x.h5ad", pd.DataFrame(), var, blocks(), counts.nnz, np.dtype("<u2"))  # type: ignore[arg-type]
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,70 @@
+"""Rank order against a plain sort, on ties and wide numbers."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from cellmill.data.gene_ranking import inverse_medians, rank_order, rank_order_rows
+from cellmill.errors import DataError
+
+
+def plainly(genes: np.ndarray, counts: np.ndarray, inverse: np.ndarray) -> np.ndarray:
+    key = counts.astype(np.float32) * inverse[genes]
+    return np.array(sorted(range(len(genes)), key=lambda i: (-key[i], genes[i])), dtype=int)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
+def test_order_is_that_of_a_plain_sort_whatever_the_order_given(dtype: type) -> None:
+    rng = np.random.default_rng(0)
+    inverse = inverse_medians(rng.choice([0.5, 1, 2, 4], 5000))  # few values: many ties
+    for size in (0, 1, 2, 700):
+        genes = rng.choice(5000, size, replace=False).astype(np.int32)
+        counts = rng.integers(1, 20, size).astype(dtype)
+        place = plainly(genes, counts, inverse)
+        ordered, moved = rank_order(genes, counts, inverse)
+        assert ordered.dtype == np.int32
+        assert moved.dtype == dtype
+        np.testing.assert_array_equal(ordered, genes[place])
+        np.testing.assert_array_equal(moved, counts[place])
+
+
+def test_all_equal_values_come_by_gene() -> None:
+    genes = np.array([7, 3, 9, 1], np.int32)
+    ordered, _ = rank_order(genes, np.full(4, 2, np.uint16), np.ones(10, np.float32))
+    assert ordered.tolist() == [1, 3, 7, 9]
+
+
+def test_genes_and_counts_beyond_16_bits_are_exact() -> None:
+    genes = np.array([5, 70_000, 99_999], np.int32)
+    counts = np.array([65_536, 4_000_000_000, 65_537], np.uint32)
+    ordered, moved = rank_order(genes, counts, np.ones(100_000, np.float32))
+    assert ordered.tolist() == [70_000, 99_999, 5]
+    assert moved.tolist() == [4_000_000_000, 65_537, 65_536]
+
+
+def test_a_block_of_rows_is_each_row_alone_bit_for_bit() -> None:
+    rng = np.random.default_rng(1)
+    inverse = inverse_medians(rng.lognormal(0, 1, 300))
+    lengths = np.array([0, 5, 0, 120, 1, 33, 0])
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    genes = np.concatenate([rng.choice(300, n, replace=False) for n in lengths]).astype(np.int32)
+    counts = rng.integers(1, 5, len(genes)).astype(np.uint16)
+    together = rank_order_rows(starts, genes, counts, inverse)
+    for a, b in pairwise(starts):
+        for part, alone in zip(together, rank_order(genes[a:b], counts[a:b], inverse)):
+            np.testing.assert_array_equal(part[a:b], alone)
+
+
+def test_library_size_plays_no_part() -> None:
+    genes, counts = np.arange(50, dtype=np.int32), np.random.default_rng(2).integers(1, 9, 50).astype(np.uint32)
+    inverse = inverse_medians(np.random.default_rng(3).lognormal(0, 1, 50))
+    np.testing.assert_array_equal(rank_order(genes, counts, inverse)[0], rank_order(genes, counts * 8, inverse)[0])
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
+def test_a_median_that_is_not_above_zero_is_refused(bad: float) -> None:
+    with pytest.raises(DataError, match="median of gene 1 is"):
+        inverse_medians(np.array([1.0, bad], np.float32))

@@ -1,0 +1,129 @@
+"""Which stage has what, and how a step is cut into micro-batches for a pipeline."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cellmill.config.layout import min_microbatches
+from cellmill.config.run import Parallel
+from cellmill.config.tokens import Tokens
+from cellmill.data.shuffle import cut_batch, cut_evenly
+from cellmill.models.masked.config import MaskedConfig
+from cellmill.models.masked.model import MaskedModel
+from cellmill.parallel.partition import blocks_of, process_of, stages_of
+from cellmill.parallel.pipeline_stages import keep_stage, tied_parameters
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"pp": 4}, [[0], [1], [2], [3]]),
+        ({"pp": 2, "schedule": "Interleaved1F1B"}, [[0, 2], [1, 3]]),
+        ({"pp": 3, "schedule": "ZBV"}, [[0, 5], [1, 4], [2, 3]]),
+        ({"pp": 2, "schedule": "DualPipeV"}, [[0, 3], [1, 2]]),
+        ({}, [[0]]),
+    ],
+)
+def test_each_stage_is_in_one_process(options: dict[str, Any], expected: list[list[int]]) -> None:
+    parallel = Parallel.model_validate(options)
+    assert [stages_of(rank, parallel) for rank in range(parallel.pp)] == expected
+    for rank, stages in enumerate(expected):
+        assert [process_of(stage, parallel) for stage in stages] == [rank] * len(stages)
+
+
+@pytest.mark.parametrize(("stages", "blocks"), [(1, 3), (2, 2), (2, 3), (4, 6), (4, 7), (8, 61)])
+def test_blocks_are_dealt_out_in_order_and_evenly(stages: int, blocks: int) -> None:
+    dealt = [blocks_of(stage, stages, blocks) for stage in range(stages)]
+    assert [block for part in dealt for block in part] == list(range(blocks))
+    sizes = [len(part) for part in dealt]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes[0] == min(sizes), "the first stage has the embedding beside its blocks"
+
+
+@pytest.mark.parametrize("objective", ["masked_value", "masked_gene"])
+@pytest.mark.parametrize("cell_loss_weight", [0.0, 1.0])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_stages_together_are_the_model_and_only_ends_share(
+    objective: Any, cell_loss_weight: float, stages: int
+) -> None:
+    config = MaskedConfig(layers=4, hidden=16, objective=objective, cell_loss_weight=cell_loss_weight)
+    whole = {name: p.shape for name, p in _model(config).named_parameters()}
+    found: dict[str, list[int]] = {}
+    for stage in range(stages):
+        part = _model(config)
+        keep_stage(part, stage, stages)
+        for name, parameter in part.named_parameters():
+            assert parameter.shape == whole[name]
+            found.setdefault(name, []).append(stage)
+        if stage in (0, stages - 1):
+            shared = set(tied_parameters(part))
+    assert found.keys() == whole.keys()
+    twice = {name for name, where in found.items() if len(where) > 1}
+    assert twice == shared
+    assert all(found[name] == [0, stages - 1] for name in twice)
+    assert bool(twice) == (objective == "masked_gene" or cell_loss_weight > 0)
+
+
+def _model(config: MaskedConfig) -> MaskedModel:
+    with torch.device("meta"):
+        return MaskedModel(config, 30, Tokens())
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 1),
+        ({"pp": 4}, 8),
+        ({"pp": 4, "microbatches": 2}, 4),
+        ({"pp": 4, "microbatches": 9}, 12),
+        ({"pp": 2, "schedule": "ZBV"}, 8),
+        ({"pp": 3, "schedule": "DualPipeV", "microbatches": 4}, 6),
+    ],
+)
+def test_a_pipeline_is_filled(options: dict[str, Any], expected: int) -> None:
+    assert min_microbatches(Parallel.model_validate(options)) == expected
+
+
+def test_even_micro_batches_are_the_smallest_that_so_many_do_with() -> None:
+    assert cut_evenly(np.array([4, 4, 4, 4]), 2) == [0, 2, 4]
+    assert cut_evenly(np.array([9, 1, 1, 1, 1, 1]), 2) == [0, 1, 6]
+    assert cut_evenly(np.array([3, 3]), 5) == [0, 1, 2], "no cell is cut"
+    assert cut_evenly(np.array([], int), 3) == [0]
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        lengths, most = generator.integers(1, 100, generator.integers(1, 30)), int(generator.integers(1, 9))
+        borders = cut_evenly(lengths, most)
+        assert borders[0] == 0
+        assert borders[-1] == len(lengths)
+        assert len(borders) - 1 <= most
+        largest = max(int(lengths[a:b].sum()) for a, b in pairwise(borders))
+        assert largest == lengths.max() or len(cut_batch(lengths, largest - 1)) - 1 > most
+
+
+def test_three_billion_parameters_are_built_without_their_memory() -> None:
+    program = """
+import resource, torch
+from cellmill.config.tokens import Tokens
+from cellmill.models.masked.config import MaskedConfig
+from cellmill.models.masked.model import MaskedModel
+from cellmill.parallel.pipeline_stages import keep_stage
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with torch.device("meta"):
+    model = MaskedModel(MaskedConfig(hidden=2560, layers=40, heads=20), 20_000, Tokens())
+parameters = sum(p.numel() for p in model.parameters())
+keep_stage(model, 1, 4)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(parameters, sum(p.numel() for p in model.parameters()), after - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    parameters, of_a_stage, grown_kb = map(int, done.stdout.split())
+    assert parameters > 3e9
+    assert of_a_stage == pytest.approx(parameters / 4, rel=0.1)
+    assert grown_kb < 100_000

@@ -1,0 +1,208 @@
+"""A job that is run once, against SLURM commands that do what a test wants: it is never left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cellmill.config.machine import Machine
+from cellmill.errors import UserError
+from cellmill.launch.job import Job
+from cellmill.preflight import run_once as module
+from cellmill.preflight.run_once import StillQueued, run_once
+
+# sbatch queues job 7, then 8, under the name its script gives; scancel ends it; squeue tells
+SBATCH = """
+script = open(sys.argv[-1]).read()
+name = re.search(r"--job-name=(\\S+)", script)[1]
+number = 7 + len(list(folder.glob("submitted-*")))
+(folder / f"submitted-{number}").touch()
+(folder / "queue").write_text(f"{number}|{first}|Resources||{name}\\n")
+answer = answer.replace("NUMBER", str(number))
+print(answer) if code == 0 else print(answer, file=sys.stderr)
+sys.exit(code)
+"""
+SQUEUE = "print((folder / 'queue').read_text() if (folder / 'queue').exists() else '', end='')"
+SCANCEL = """
+with open(folder / "cancelled", "a") as file:
+    print(*sys.argv[1:], file=file)
+queue = folder / "queue"
+queue.write_text(re.sub(r"\\|[A-Z]+\\|", "|CANCELLED|", queue.read_text(), count=1))
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """A function that puts the commands on PATH; gives the folder where they keep what they were told."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(module, "TICK_S", 0.05)
+
+    def make(answer: str = "Submitted batch job NUMBER", code: int = 0, first: str = "PENDING") -> Path:
+        head = f"#!{sys.executable} -S\nimport re, sys\nfrom pathlib import Path\nfolder = Path({str(folder)!r})\n"
+        given = f"answer, code, first = {answer!r}, {code}, {first!r}\n"
+        for name, body in (("sbatch", given + SBATCH), ("squeue", SQUEUE), ("scancel", SCANCEL), ("srun", "")):
+            (folder / name).write_text(head + body)
+            (folder / name).chmod(0o755)
+        return folder
+
+    return make
+
+
+def run(tmp_path: Path, wait_s: float = 60.0) -> run_once.End:
+    machine = Machine(launcher="slurm", poll_s=0.05, runtime=10)
+    with open(tmp_path / "lock", "w") as lock:
+        return run_once(
+            lambda path: Job("no.module", [str(path)], 1, 1), machine, tmp_path / "one", lock.fileno(), wait_s
+        )
+
+
+def job_json(tmp_path: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((tmp_path / "one" / "jobs" / "001" / "job.json").read_text())
+    return found
+
+
+def later(folder: Path, seconds: float, what: Callable[[], object]) -> None:
+    """Does something so many seconds after the job was queued."""
+
+    def wait() -> None:
+        while not (folder / "queue").exists():
+            time.sleep(0.02)
+        time.sleep(seconds)
+        what()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def test_a_job_is_followed_to_its_end(
+    tmp_path: Path, cluster: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = cluster()
+    queue = folder / "queue"
+    later(folder, 0.7, lambda: queue.write_text(queue.read_text().replace("PENDING|Resources|", "RUNNING|None|n[1-2]")))
+    later(folder, 1.4, lambda: queue.write_text(queue.read_text().replace("RUNNING", "COMPLETED")))
+    end = run(tmp_path)
+    assert (end.state, end.job_id, end.nodes, end.error) == ("COMPLETED", "7", "n[1-2]", None)
+    assert 0.3 < end.queued_s < 30
+    assert capsys.readouterr().out.splitlines() == [
+        f"submitted job 7; its log: {end.log}",
+        "job 7: PENDING (Resources)",
+        "job 7: RUNNING on n[1-2]",
+        "job 7: COMPLETED",
+    ]
+    assert job_json(tmp_path)["state"] == "COMPLETED"
+    assert not (folder / "cancelled").exists()
+
+
+def test_a_job_that_waits_too_long_is_cancelled(tmp_path: Path, cluster: Callable[..., Path]) -> None:
+    folder = cluster()
+    with pytest.raises(StillQueued) as error:
+        run(tmp_path, wait_s=0.6)
+    assert str(error.value) == "job 7 was still PENDING (Resources) after 0.01 min in the queue and is cancelled"
+    assert (folder / "cancelled").read_text() == "7\n"
+    assert job_json(tmp_path)["state"] == "CANCELLED"
+
+
+@pytest.mark.parametrize(
+    ("line", "lost"),
+    [
+        ("srun: error: task 1 launch failed: Slurmd could not connect IO", ("1", "Slurmd could not connect IO")),
+        ("srun: error: tasks 0-1,3: launch failed: Invalid node name", ("0-1,3", "Invalid node name")),
+        (
+            "srun: error: Task launch for StepId=7.0 failed on node n2: Communication connection failure",
+            ("n2", "Communication connection failure"),
+        ),
+    ],
+)
+def test_a_job_whose_task_cannot_be_launched_is_not_waited_for(
+    tmp_path: Path, cluster: Callable[..., Path], line: str, lost: tuple[str, str]
+) -> None:
+    folder = cluster(first="RUNNING")
+    log = tmp_path / "one" / "jobs" / "001" / "7_0_log.out"
+    later(folder, 0.5, lambda: log.write_text(f"loading\n{line}\nsubmitit\n"))
+    end = run(tmp_path)
+    assert (end.state, end.lost) == ("LAUNCH_FAILED", lost)
+    assert (folder / "cancelled").read_text() == "7\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_cancels_the_job(tmp_path: Path, cluster: Callable[..., Path], number: int) -> None:
+    folder = cluster(first="RUNNING")
+    later(folder, 0.5, lambda: os.kill(os.getpid(), number))
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path)
+    assert (folder / "cancelled").read_text() == "7\n"
+    assert job_json(tmp_path)["state"] == "CANCELLED"
+
+
+def test_a_refusal_is_given_in_slurms_words(tmp_path: Path, cluster: Callable[..., Path]) -> None:
+    cluster("sbatch: error: Batch job submission failed: Invalid qos specification", code=1)
+    with pytest.raises(UserError, match=r"sbatch refused the job: .*Invalid qos specification"):
+        run(tmp_path)
+
+
+def test_a_job_whose_number_was_lost_on_the_way_is_found_by_its_name(
+    tmp_path: Path, cluster: Callable[..., Path]
+) -> None:
+    cluster("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", code=1)
+    with pytest.raises(StillQueued, match=r"^job 7 was still PENDING"):
+        run(tmp_path, wait_s=0.3)
+
+
+def test_a_job_that_a_killed_process_left_is_cancelled_first(
+    tmp_path: Path, cluster: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = cluster()
+    with pytest.raises(StillQueued):
+        run(tmp_path, wait_s=0.1)
+    (folder / "queue").write_text((folder / "queue").read_text().replace("CANCELLED", "PENDING"))
+    capsys.readouterr()
+    with pytest.raises(StillQueued):
+        run(tmp_path, wait_s=0.1)
+    assert capsys.readouterr().out.splitlines()[0] == "cancelling job 7, left by an earlier process"
+    assert (folder / "cancelled").read_text() == "7\n7\n8\n"
+
+
+def test_a_queue_that_says_nothing_usable_is_given_up(
+    tmp_path: Path, cluster: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 1)
+    folder = cluster()
+    later(folder, 0.5, lambda: (folder / "queue").write_text("Hello\n"))
+    with pytest.raises(UserError) as error:
+        run(tmp_path)
+    assert str(error.value) == (
+        "no usable answer from the queue for 1 s (squeue answered 'Hello'); job 7 may still run, `scancel 7` ends it"
+    )
+    (folder / "squeue").unlink()
+    with pytest.raises(UserError, match=r"^no usable answer from the queue within 1 s \(squeue: .*not on PATH\)$"):
+        run(tmp_path)
+
+
+def test_on_this_machine_the_job_is_its_processes(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from cellmill.config.machine import Machine
+from cellmill.launch.job import Job
+from cellmill.preflight.run_once import run_once
+with open({str(tmp_path / "lock")!r}, "w") as lock:
+    job = Job(sys.argv[1], [], 1, 1)
+    end = run_once(lambda path: job, Machine(), Path({str(tmp_path / "one")!r}), lock.fileno(), 1)
+print(end.state, end.path.name, end.job_id == end.nodes == "")
+"""
+    for name, said in (("this", "COMPLETED 001 True"), ("no_such_module", "FAILED 002 True")):
+        began = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, timeout=120)
+        assert done.stdout.splitlines()[-1] == said, done.stdout + done.stderr
+        assert time.monotonic() - began < 60
