@@ -34,7 +34,7 @@ import scipy.sparse as sp
 from cellmill.config.corpus import Shard
 from cellmill.config.run import Stream as StreamOptions
 from cellmill.config.tokens import Tokens
-from cellmill.data.counts_reader import write_cells
+from cellmill.data.counts_writer import write_cells
 from cellmill.data.gene_ranking import inverse_medians, rank_order_rows
 from cellmill.data.manifest import Manifest
 from cellmill.data.prefetch import Prefetch

@@ -10,7 +10,7 @@ import importlib
 from importlib.metadata import entry_points
 from typing import Any
 
-from cellmill.errors import ConfigError
+from cellmill.errors import ConfigError, did_you_mean
 
 BUILT_IN: dict[str, dict[str, str]] = {
     "family": {"masked": "cellmill.models.masked.config:MaskedConfig"},
@@ -30,4 +30,4 @@ def load(kind: str, name: str) -> Any:
     for point in entry_points(group=f"cellmill.{kind}"):
         if point.name == name:
             return point.load()
-    raise ConfigError(f"no {kind} is called {name!r}; there are: {', '.join(names(kind))}")
+    raise ConfigError(f"no {kind} is called {name!r}; {did_you_mean(name, names(kind))}")

@@ -242,7 +242,7 @@ TABLES: dict[str, tuple[str, str]] = {
     "header alone": ("dataset\tpath\n", ": no datasets; add a row for each .h5ad file"),
     "unknown column": (
         "dataset\tpth\na\tb\n",
-        ": unknown column 'pth'; there are: dataset, path, counts, label, source, licence",
+        ": unknown column 'pth'; did you mean 'path'?",
     ),
     "no path": ("dataset\tpath\na\t\n", ", line 2: path: is missing"),
     "too many cells": ("dataset\tpath\na\tb\tc\n", ", line 2: more cells than the header has columns"),

@@ -14,7 +14,7 @@ import torch
 from cellmill.config.layout import min_microbatches
 from cellmill.config.run import Parallel
 from cellmill.config.tokens import Tokens
-from cellmill.data.shuffle import cut_batch, cut_evenly
+from cellmill.data.packing import cut_batch, cut_evenly
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.masked.model import MaskedModel
 from cellmill.parallel.partition import blocks_of, process_of, stages_of

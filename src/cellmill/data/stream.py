@@ -19,9 +19,10 @@ import numpy as np
 from cellmill.config.run import Stream as StreamOptions
 from cellmill.config.tokens import Tokens
 from cellmill.data.manifest import Manifest
+from cellmill.data.packing import cut_batch, cut_evenly
 from cellmill.data.prefetch import Prefetch, PrefetchedStep
 from cellmill.data.shard_file import cell_names, open_shards
-from cellmill.data.shuffle import EpochLayout, cut_batch, cut_evenly
+from cellmill.data.shuffle import EpochLayout
 from cellmill.data.tokens import Batch, empty_batch, tokenize
 from cellmill.errors import ConfigError, DataError
 

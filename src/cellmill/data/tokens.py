@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from cellmill.config.tokens import SPECIAL, Tokens
-from cellmill.data.vocabulary import PER_CELL
+from cellmill.data.count_matrix import counts_per_10k
 from cellmill.errors import DataError
 
 _MAX_TABLE = 1 << 24  # entries of a table over counts; cells with larger counts are binned one by one
@@ -96,16 +96,7 @@ def _places(lengths: np.ndarray) -> np.ndarray:
 
 
 def _log_counts(counts: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    some = np.flatnonzero(np.diff(starts))
-    if not len(some):
-        return np.empty(0, np.float32)
-    first = starts[:-1][some]
-    # no temporary as long as the tokens: giving such memory back and forth cost more than the sums
-    library = np.add.reduceat(counts, first, dtype=np.int64)
-    values = counts.astype(np.float32)
-    ends = [*first[1:].tolist(), len(values)]
-    for start, stop, by in zip(first.tolist(), ends, np.float32(PER_CELL) / library.astype(np.float32)):
-        values[start:stop] *= by
+    values = counts_per_10k(counts, starts, np.float32)
     return np.log1p(values, out=values)
 
 

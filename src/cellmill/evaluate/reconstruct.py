@@ -18,11 +18,13 @@ from torch.nn import functional as F
 
 from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.data.counts_reader import CountsReader
+from cellmill.data.gene_columns import match_columns
 from cellmill.data.manifest import Manifest
+from cellmill.data.packing import split_batch
 from cellmill.data.shard_file import open_shards
 from cellmill.data.tokens import tokenize
 from cellmill.data.vocabulary import Vocabulary
-from cellmill.evaluate.embed import pack, place_genes, read_tokens
+from cellmill.evaluate.embed import read_tokens
 from cellmill.models.batch import to_tensors
 from cellmill.models.family import Model
 
@@ -47,7 +49,7 @@ class TrainTokens:
 
 def read_train_tokens(manifest: Manifest, tokens: Tokens, max_cells: int = MAX_TRAIN_CELLS) -> TrainTokens:
     """Frequencies and means over the tokens of the training shards."""
-    n_genes, n_cells = int(manifest.vocabulary["n_genes"]), 0
+    n_genes, n_cells = manifest.n_genes, 0
     n, total = np.zeros(n_genes, np.int64), np.zeros(n_genes)
     shards = open_shards(manifest, "train")
     for shard in shards:
@@ -93,12 +95,12 @@ def reconstruct(
     mask = np.zeros(reader.n_obs, dtype=bool)
     mask[cells] = True
     judge = _predicted_values if objective == "masked_value" else _predicted_genes
-    device, places = next(model.parameters()).device, place_genes(reader, vocabulary)
+    device, places = next(model.parameters()).device, match_columns(reader, vocabulary)
     parts: list[tuple[np.ndarray, ...]] = []
     model.eval()
     with torch.inference_mode():
         for block in read_tokens(reader, places, vocabulary, tokens, mask, np.zeros(2, np.int64)):
-            for part in pack(block, token_budget):
+            for part in split_batch(block, token_budget):
                 batch = to_tensors(part, device)
                 prepared = model.prepare(batch, seed=seed, step=0)
                 genes = batch.genes[prepared.targets] - len(SPECIAL)
