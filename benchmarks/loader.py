@@ -156,7 +156,7 @@ def own_rows(corpus: Corpus, options: StreamOptions, batch: int) -> Iterator[Ite
 def open_stream(
     corpus: Corpus, options: StreamOptions, batch: int, tokenizer: str, rank: int = 0, world: int = 1
 ) -> CellStream:
-    tokens = Tokens(tokenizer=tokenizer, max_tokens=MAX_TOKENS)  # type: ignore[arg-type]
+    tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": MAX_TOKENS})
     sizes = {"global_batch": batch, "token_budget": batch * MAX_TOKENS}
     return CellStream(corpus.manifest, "train", tokens, options, **sizes, rank=rank, world=world, seed=0)
 

@@ -14,6 +14,11 @@ from cellmill.errors import ConfigError, did_you_mean
 
 BUILT_IN: dict[str, dict[str, str]] = {
     "family": {"masked": "cellmill.models.masked.config:MaskedConfig"},
+    "tokenizer": {
+        "rank": "cellmill.config.tokens:RankTokens",
+        "binned": "cellmill.config.tokens:BinnedTokens",
+        "continuous": "cellmill.config.tokens:ContinuousTokens",
+    },
 }
 
 

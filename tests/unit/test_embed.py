@@ -10,7 +10,7 @@ import pytest
 import scipy.sparse as sp
 
 from cellmill.config.options import EmbedOptions
-from cellmill.config.tokens import Tokens
+from cellmill.config.tokens import ContinuousTokens
 from cellmill.data.counts_reader import open_counts
 from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
@@ -115,7 +115,7 @@ def test_tokens_made_on_the_fly_are_those_of_the_shards(corpus: dict[str, Path])
     with open_counts(corpus["cells"]) as reader:
         places = module.match_columns(reader, known)
         every, totals = np.ones(reader.n_obs, bool), np.zeros(2, np.int64)
-        for block in module.read_tokens(reader, places, known, Tokens(max_tokens=64), every, totals):
+        for block in module.read_tokens(reader, places, known, ContinuousTokens(max_tokens=64), every, totals):
             for at, cell in enumerate(block.cells):
                 span = slice(block.cu_seqlens[at], block.cu_seqlens[at + 1])
                 from_file[reader.obs.index[cell]] = block.genes[span]

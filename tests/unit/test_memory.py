@@ -9,13 +9,13 @@ import pytest
 
 from cellmill.config.layout import layout
 from cellmill.config.run import Parallel
-from cellmill.config.tokens import Tokens
+from cellmill.config.tokens import ContinuousTokens
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.parallel.partition import stages_of
 from cellmill.planner.memory import Memory, host_bytes_per_rank, memory_of, memory_per_rank
 from cellmill.planner.stage_share import shares_of
 
-CONFIG, TOKENS = MaskedConfig(hidden=64, layers=6, heads=4, objective="masked_gene"), Tokens(max_tokens=512)
+CONFIG, TOKENS = MaskedConfig(hidden=64, layers=6, heads=4, objective="masked_gene"), ContinuousTokens(max_tokens=512)
 SIZE = CONFIG.size(2000, TOKENS)
 LONG, SHORT = 4096, 16
 

@@ -13,7 +13,7 @@ import torch
 
 from cellmill.config.layout import min_microbatches
 from cellmill.config.run import Parallel
-from cellmill.config.tokens import Tokens
+from cellmill.config.tokens import ContinuousTokens
 from cellmill.data.packing import cut_batch, cut_evenly
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.masked.model import MaskedModel
@@ -73,7 +73,7 @@ def test_stages_together_are_the_model_and_only_ends_share(
 
 def _model(config: MaskedConfig) -> MaskedModel:
     with torch.device("meta"):
-        return MaskedModel(config, 30, Tokens())
+        return MaskedModel(config, 30, ContinuousTokens())
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,13 @@ def test_even_micro_batches_are_the_smallest_that_so_many_do_with() -> None:
 def test_three_billion_parameters_are_built_without_their_memory() -> None:
     program = """
 import resource, torch
-from cellmill.config.tokens import Tokens
+from cellmill.config.tokens import ContinuousTokens
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.masked.model import MaskedModel
 from cellmill.parallel.pipeline_stages import keep_stage
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 with torch.device("meta"):
-    model = MaskedModel(MaskedConfig(hidden=2560, layers=40, heads=20), 20_000, Tokens())
+    model = MaskedModel(MaskedConfig(hidden=2560, layers=40, heads=20), 20_000, ContinuousTokens())
 parameters = sum(p.numel() for p in model.parameters())
 keep_stage(model, 1, 4)
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

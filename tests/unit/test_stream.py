@@ -16,13 +16,13 @@ from small_corpus import genes_named, random_counts, vocabulary_of, write_corpus
 
 from cellmill.config.corpus import Shard
 from cellmill.config.run import Stream as StreamOptions
-from cellmill.config.tokens import Tokens
+from cellmill.config.tokens import ContinuousTokens, Tokens
 from cellmill.data.manifest import Manifest
 from cellmill.data.shard_file import open_shards
 from cellmill.data.shard_writer import write_shards
 from cellmill.data.shuffle import Epoch, EpochLayout, permutation
 from cellmill.data.stream import CellStream
-from cellmill.data.tokens import Batch, tokenize
+from cellmill.data.tokens import Batch
 from cellmill.errors import ConfigError, DataError
 
 CELLS = 533  # prime to everything: short blocks, short windows, a short last batch, lanes that differ by one
@@ -35,7 +35,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 
 def stream_of(manifest: Manifest, rank: int = 0, world: int = 1, **changes: Any) -> CellStream:
-    tokens = changes.pop("tokens", Tokens(max_tokens=12))
+    tokens = changes.pop("tokens", ContinuousTokens(max_tokens=12))
     options = OPTIONS.model_copy(update=changes.pop("options", {}))
     arguments = {"global_batch": 32, "token_budget": 60, "seed": 0} | changes
     return CellStream(manifest.path, "train", tokens, options, rank=rank, world=world, **arguments)
@@ -124,20 +124,20 @@ def test_epochs_differ_and_so_do_seeds(manifest: Manifest) -> None:
 
 @pytest.mark.parametrize("tokenizer", ["rank", "binned", "continuous"])
 def test_tokens_are_those_of_the_cells_in_the_shards(manifest: Manifest, tokenizer: str) -> None:
-    tokens = Tokens(tokenizer=tokenizer, max_tokens=9, bins=5)
-    stream = stream_of(manifest, tokens=tokens)
-    wanted = {}
+    tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 9})
+    stream, alone = stream_of(manifest, tokens=tokens), tokens.load()(tokens)
+    expected = {}
     for rows in open_shards(manifest, "train"):
         for start, stop in pairwise(rows.indptr):
             genes, counts = np.empty(stop - start, np.int32), np.empty(stop - start, np.uint16)
             rows.read_genes(int(start), [genes])
             rows.read_counts(int(start), [counts])
-            wanted[len(wanted)] = tokenize(genes, counts, np.array([0, stop - start]), tokens)
+            expected[len(expected)] = alone.tokenize(genes, counts, np.array([0, stop - start]))
     for step in take(stream, stream.steps_per_epoch):
         for batch in step:
             assert (batch.cells.dtype, batch.cu_seqlens.dtype, batch.genes.dtype) == (np.int64, np.int32, np.int32)
             for cell, a, b in zip(batch.cells, batch.cu_seqlens, batch.cu_seqlens[1:]):
-                genes, values, _ = wanted[int(cell)]
+                genes, values, _ = expected[int(cell)]
                 np.testing.assert_array_equal(batch.genes[a:b], genes)
                 np.testing.assert_array_equal(batch.values[a:b], values)
 
@@ -149,10 +149,12 @@ def test_shards_of_different_count_types_stream_together(tmp_path: Path) -> None
     options = Shard(val_frac=0, test_frac=0, cells_per_shard=64)
     manifest = write_shards([path], vocabulary_of(ids), options, tmp_path / "shards" / "manifest.json")
     assert len({shard.dtype for shard in manifest.splits["train"].shards}) == 2
-    stream = stream_of(manifest, tokens=Tokens(max_tokens=50))
+    stream = stream_of(manifest, tokens=ContinuousTokens(max_tokens=50))
     seen = Counter(cell for step in take(stream, stream.steps_per_epoch) for cell in cells_of(step))
     assert seen == Counter(range(100))
-    values = [batch.values for step in take(stream_of(manifest, tokens=Tokens(max_tokens=50)), 4) for batch in step]
+    values = [
+        batch.values for step in take(stream_of(manifest, tokens=ContinuousTokens(max_tokens=50)), 4) for batch in step
+    ]
     library = np.asarray(counts.sum(axis=1)).ravel()
     assert np.concatenate(values).max() <= np.log1p(1e4) + 1e-5
     highest = np.log1p(counts.multiply(1e4 / library[:, None]).max())
@@ -247,7 +249,17 @@ def test_sizes_that_do_not_divide_are_refused(manifest: Manifest, changes: dict[
 
 def test_a_split_without_cells_is_named(manifest: Manifest) -> None:
     with pytest.raises(DataError, match="no cells in the val split"):
-        CellStream(manifest.path, "val", Tokens(), OPTIONS, global_batch=8, token_budget=4096, rank=0, world=1, seed=0)
+        CellStream(
+            manifest.path,
+            "val",
+            ContinuousTokens(),
+            OPTIONS,
+            global_batch=8,
+            token_budget=4096,
+            rank=0,
+            world=1,
+            seed=0,
+        )
 
 
 def threads() -> set[str]:

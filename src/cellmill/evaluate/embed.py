@@ -25,7 +25,7 @@ from cellmill.data.gene_columns import GeneColumns, match_columns
 from cellmill.data.gene_ranking import inverse_medians, rank_order_rows
 from cellmill.data.h5_file import create_h5
 from cellmill.data.packing import split_batch
-from cellmill.data.tokens import Batch, tokenize
+from cellmill.data.tokens import Batch, Tokenizer
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.models.batch import to_tensors
@@ -61,6 +61,7 @@ def read_tokens(
     all counts of the chosen cells to `totals` (two int64).
     """
     inverse, first = inverse_medians(vocabulary.medians), 0
+    tokenizer: Tokenizer = tokens.load()(tokens)
     for raw in reader.rows(ROW_BLOCK):
         rows = np.flatnonzero(chosen[first : first + raw.shape[0]])
         cells, first = rows + first, first + raw.shape[0]
@@ -73,7 +74,7 @@ def read_tokens(
         block = block[some]
         starts = block.indptr.astype(np.int64)
         genes, counts = rank_order_rows(starts, block.indices, block.data, inverse)
-        yield Batch(*tokenize(genes, counts, starts, tokens), cells[some].astype(np.int64))
+        yield Batch(*tokenizer.tokenize(genes, counts, starts), cells[some].astype(np.int64))
 
 
 def embed_cells(

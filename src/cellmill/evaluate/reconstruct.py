@@ -22,7 +22,7 @@ from cellmill.data.gene_columns import match_columns
 from cellmill.data.manifest import Manifest
 from cellmill.data.packing import split_batch
 from cellmill.data.shard_file import open_shards
-from cellmill.data.tokens import tokenize
+from cellmill.data.tokens import Tokenizer
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.evaluate.embed import read_tokens
 from cellmill.models.batch import to_tensors
@@ -52,6 +52,7 @@ def read_train_tokens(manifest: Manifest, tokens: Tokens, max_cells: int = MAX_T
     n_genes, n_cells = manifest.n_genes, 0
     n, total = np.zeros(n_genes, np.int64), np.zeros(n_genes)
     shards = open_shards(manifest, "train")
+    tokenizer: Tokenizer = tokens.load()(tokens)
     for shard in shards:
         for first in range(0, shard.n_obs, _ROWS):
             if n_cells >= max_cells:
@@ -62,7 +63,7 @@ def read_train_tokens(manifest: Manifest, tokens: Tokens, max_cells: int = MAX_T
             if len(genes):
                 shard.read_genes(int(starts[0]), [genes])
                 shard.read_counts(int(starts[0]), [counts])
-            ids, values, _ = tokenize(genes, counts, starts - starts[0], tokens)
+            ids, values, _ = tokenizer.tokenize(genes, counts, starts - starts[0])
             rows = ids - len(SPECIAL)
             n += np.bincount(rows, minlength=n_genes)
             total += np.bincount(rows, weights=values, minlength=n_genes)

@@ -66,18 +66,14 @@ class MaskedConfig(FamilyConfig):
         """Exact counts of parameters, and of FLOPs as matrix products (a multiply-add is 2), three passes each."""
         h, f, v = self.hidden, self.ffn_width, n_genes + len(SPECIAL)
         genes = -(-v // tp) * h
-        values = {
-            "continuous": 2 * h + h * h + h,
-            "binned": (tokens.bins + 1) * h,
-            "rank": tokens.max_tokens * h,
-        }[tokens.tokenizer]
+        values = 2 * h + h * h + h if tokens.value_kind == "scalar" else tokens.n_values * h
         inputs = genes + values + (h if self.objective == "masked_value" else 0)
         outputs = 2 * h + h * h + 3 * h
         if self.objective == "masked_gene":
             own_classes, shared = v / tp, genes  # the matrix is the gene embedding's; a bias is its own
             outputs += v
         else:
-            classes = tokens.bins if tokens.tokenizer == "binned" else 1
+            classes = tokens.n_values - 1 if tokens.value_kind == "class" else 1
             own_classes, shared = classes, 0
             outputs += classes * h + classes
         at_targets = h * h + h * own_classes

@@ -67,7 +67,7 @@ class MaskedModel(Model):
         self.gene_embedding = nn.Embedding(n_tokens, hidden)
         self.value_embedding: nn.Module = {
             "continuous": lambda: nn.Sequential(nn.Linear(1, hidden), nn.GELU(), Linear(hidden, hidden)),
-            "binned": lambda: nn.Embedding(tokens.bins + 1, hidden),  # bins count from 1
+            "binned": lambda: nn.Embedding(tokens.n_values, hidden),
             "rank": lambda: nn.Embedding(tokens.max_tokens, hidden),
         }[tokens.tokenizer]()
         if config.objective == "masked_value":
@@ -83,7 +83,7 @@ class MaskedModel(Model):
         if config.objective == "masked_gene":
             self.gene_bias = nn.Parameter(torch.empty(n_tokens))  # the matrix is the gene embedding's
         else:
-            self.value_out = nn.Linear(hidden, tokens.bins if tokens.tokenizer == "binned" else 1)
+            self.value_out = nn.Linear(hidden, tokens.n_values - 1 if tokens.tokenizer == "binned" else 1)
         self.binned = tokens.tokenizer == "binned"
         inputs = ("gene_embedding", "value_embedding", "hidden_value")
         again = inputs if config.cell_loss_weight else inputs[:1] if config.objective == "masked_gene" else ()
