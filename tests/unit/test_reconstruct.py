@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from cellmill.config.tokens import Tokens
+from cellmill.config.tokens import ContinuousTokens, Tokens
 from cellmill.data.counts_reader import open_counts
 from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
@@ -68,7 +68,7 @@ def _load(folder: Path, corpus: dict[str, Path], tokenizer: str, objective: str)
 
 def test_means_and_frequencies_are_those_of_the_training_shards_alone(corpus: dict[str, Path]) -> None:
     manifest = Manifest.read(corpus["manifest"])
-    tokens = Tokens(tokenizer="continuous", max_tokens=4096)
+    tokens = ContinuousTokens(max_tokens=4096)
     found = read_train_tokens(manifest, tokens)
     matrices = [ad.read_h5ad(manifest.shard_path(shard)).X for shard in manifest.splits["train"].shards]
     counts = np.concatenate([matrix.toarray() for matrix in matrices]).astype(np.float64)

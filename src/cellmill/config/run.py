@@ -221,6 +221,11 @@ def check_together(
             f"objective.name {objective.name}: the family {model.family} serves "
             f"{', '.join(model.objectives) or 'none'}; choose one of these, or another model.family"
         )
+    if tokens.value_kind not in model.value_kinds:
+        raise ValueError(
+            f"tokens.tokenizer {tokens.tokenizer} gives values of kind {tokens.value_kind}, the family {model.family} "
+            f"embeds {', '.join(model.value_kinds) or 'none'}; choose another tokenizer or family"
+        )
     objective.check_tokens(tokens)
     _check_tensor_parallel(model, parallel)
     _check_pipeline(model, parallel)

@@ -15,11 +15,13 @@ import torch
 
 from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.data.counts_reader import CountsReader
+from cellmill.data.gene_columns import match_columns
 from cellmill.data.manifest import Manifest
+from cellmill.data.packing import split_batch
 from cellmill.data.shard_file import open_shards
-from cellmill.data.tokens import tokenize
+from cellmill.data.tokens import Tokenizer
 from cellmill.data.vocabulary import Vocabulary
-from cellmill.evaluate.embed import pack, place_genes, read_tokens
+from cellmill.evaluate.embed import read_tokens
 from cellmill.models.batch import to_tensors
 from cellmill.models.family import Model
 from cellmill.models.objective import GeneStatistics
@@ -33,9 +35,10 @@ _ROWS = 4096
 
 def read_train_tokens(manifest: Manifest, tokens: Tokens, max_cells: int = MAX_TRAIN_CELLS) -> GeneStatistics:
     """Frequencies and means over the tokens of the training shards."""
-    n_genes, n_cells = int(manifest.vocabulary["n_genes"]), 0
+    n_genes, n_cells = manifest.n_genes, 0
     n, total = np.zeros(n_genes, np.int64), np.zeros(n_genes)
     shards = open_shards(manifest, "train")
+    tokenizer: Tokenizer = tokens.load()(tokens)
     for shard in shards:
         for first in range(0, shard.n_obs, _ROWS):
             if n_cells >= max_cells:
@@ -46,7 +49,7 @@ def read_train_tokens(manifest: Manifest, tokens: Tokens, max_cells: int = MAX_T
             if len(genes):
                 shard.read_genes(int(starts[0]), [genes])
                 shard.read_counts(int(starts[0]), [counts])
-            ids, values, _ = tokenize(genes, counts, starts - starts[0], tokens)
+            ids, values, _ = tokenizer.tokenize(genes, counts, starts - starts[0])
             rows = ids - len(SPECIAL)
             n += np.bincount(rows, minlength=n_genes)
             total += np.bincount(rows, weights=values, minlength=n_genes)
@@ -78,12 +81,12 @@ def reconstruct(
         cells = np.random.Generator(np.random.Philox(key=[seed, 2])).permutation(cells)[:MAX_CELLS]
     mask = np.zeros(reader.n_obs, dtype=bool)
     mask[cells] = True
-    device, places = next(model.parameters()).device, place_genes(reader, vocabulary)
+    device, places = next(model.parameters()).device, match_columns(reader, vocabulary)
     parts: list[tuple[np.ndarray, ...]] = []
     model.eval()
     with torch.inference_mode():
         for block in read_tokens(reader, places, vocabulary, tokens, mask, np.zeros(2, np.int64)):
-            for part in pack(block, token_budget):
+            for part in split_batch(block, token_budget):
                 batch = to_tensors(part, device)
                 prepared = model.prepare(batch, seed=seed, step=0)
                 observed = model.objective.observe(model, prepared)

@@ -61,7 +61,7 @@ def advice(record: dict[str, Any], options: TrainOptions, world: int, nproc_per_
     )
     manifest = Manifest.read(Path(record["manifest"]))
     lengths = detected_genes(manifest).clip(max=options.tokens.max_tokens)
-    cells = Cells(lengths, int(manifest.vocabulary["n_genes"]))
+    cells = Cells(lengths, manifest.n_genes)
     place = Hardware(world // nproc_per_node, nproc_per_node, device, Limit(0, 0))
     memory = need(planned, cells, place)
     parts = sorted(asdict(memory).items(), key=lambda part: -part[1])

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import Parallel
-from cellmill.data.tokens import Batch, tokenize
+from cellmill.data.tokens import Batch, Tokenizer
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
@@ -240,7 +240,8 @@ def _sample(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
     genes = rng.integers(0, spec.n_genes, cells * cell_tokens, dtype=np.int32)
     counts = rng.integers(1, 50, cells * cell_tokens, dtype=np.uint32)
     starts = np.arange(cells + 1, dtype=np.int64) * cell_tokens
-    return Batch(*tokenize(genes, counts, starts, spec.tokens), np.arange(cells, dtype=np.int64))
+    tokenizer: Tokenizer = spec.tokens.load()(spec.tokens)
+    return Batch(*tokenizer.tokenize(genes, counts, starts), np.arange(cells, dtype=np.int64))
 
 
 class _Passes:

@@ -19,7 +19,6 @@ fewer scored cells than folds is left out of the probe by name; folds are never 
 from __future__ import annotations
 
 import csv
-import difflib
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +36,7 @@ from cellmill.config.tokens import Tokens
 from cellmill.data.counts_reader import CountsReader, open_counts
 from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
-from cellmill.errors import ConfigError, DataError
+from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.evaluate.embed import embed_cells, read_embedding
 from cellmill.evaluate.heldout import held_out, seen_cells
 from cellmill.evaluate.probe import choose_cells, log_normalise, probe, verdict
@@ -146,9 +145,7 @@ def _subject(
 def _label_column(reader: CountsReader, label: str) -> pd.Series:
     if label not in reader.obs:
         known = [str(name) for name in reader.obs.columns]
-        near = difflib.get_close_matches(label, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known) or 'none'}"
-        raise DataError(f"{reader.path}: no obs column {label!r} (the dataset's label); {hint}")
+        raise DataError(f"{reader.path}: no obs column {label!r} (the dataset's label); {did_you_mean(label, known)}")
     column = reader.obs[label]
     values = column.dropna().astype(str).unique()
     if len(values) < 2:

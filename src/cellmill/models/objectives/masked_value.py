@@ -32,7 +32,7 @@ class MaskedValue(MaskedObjective):
     def attach_output(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         """Add `value_out`, and `hidden_value`, the vector that stands for a hidden value."""
         model.hidden_value = nn.Parameter(torch.empty(model.width))
-        model.value_out = nn.Linear(model.width, self.tokens.bins if self._binned else 1)
+        model.value_out = nn.Linear(model.width, self.tokens.n_values - 1 if self._is_class else 1)  # bins count from 1
         return ("value_out",)
 
     def initial_value(self, name: str) -> Fill | None:
@@ -42,14 +42,14 @@ class MaskedValue(MaskedObjective):
     def loss_of(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
         """Return cross-entropy of bins, or the squared error of values, summed."""
         predicted = self.predict(model, states, prepared)
-        if self._binned:
+        if self._is_class:
             return F.cross_entropy(predicted, prepared.answers - 1, reduction="sum")  # bins count from 1
         return (predicted - prepared.answers).square().sum()
 
     def predict(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
         """(N, H) -> float32 values (N,), or logits of bins (N, bins)."""
         out = model.value_out(states).float()
-        return out if self._binned else out.squeeze(-1) + prepared.center[prepared.cell[prepared.targets]]
+        return out if self._is_class else out.squeeze(-1) + prepared.center[prepared.cell[prepared.targets]]
 
     def observe(self, model: Any, prepared: MaskedBatch) -> tuple[torch.Tensor, ...]:
         """Return vocabulary row, true value and predicted value of each target; of bins the expectation."""
@@ -81,8 +81,8 @@ class MaskedValue(MaskedObjective):
         }
 
     @property
-    def _binned(self) -> bool:
-        return self.tokens.tokenizer == "binned"
+    def _is_class(self) -> bool:
+        return self.tokens.value_kind == "class"
 
 
 def _sentence(r2: float) -> str:
