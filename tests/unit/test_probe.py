@@ -1,4 +1,4 @@
-"""Probes against scikit-learn, nothing fitted outside a fold, and the sentences of the verdict."""
+"""Probes against scikit-learn, nothing fitted outside a fold, and the verdicts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from cellmill.evaluate.probe import choose_cells, log_normalise, probe, verdict
+from cellmill.evaluate.probe import choose_cells, judge_probes, log_normalise, probe
+from cellmill.runs.verdict import compare, sentence
 
 
 def _problem(n: int = 120) -> tuple[np.ndarray, np.ndarray, sp.csr_matrix, np.ndarray]:
@@ -30,10 +31,10 @@ def _problem(n: int = 120) -> tuple[np.ndarray, np.ndarray, sp.csr_matrix, np.nd
     return embedding, noise, log_normalise(sp.csr_matrix(counts.astype(np.uint32))), labels
 
 
-def _row(name: str, accuracy: list[float], f1: float, kind: str = "baseline") -> dict[str, object]:
+def _row(name: str, accuracy: list[float], f1: list[float], kind: str = "baseline") -> dict[str, object]:
     return {
         "name": name, "kind": kind, "accuracy_mean": float(np.mean(accuracy)), "accuracy_folds": accuracy,
-        "macro_f1_mean": f1,
+        "macro_f1_mean": float(np.mean(f1)), "macro_f1_folds": f1,
     }  # fmt: skip
 
 
@@ -121,28 +122,35 @@ def test_too_many_cells_are_drawn_from_the_same_at_every_run() -> None:
     assert (chosen.cells != choose_cells(labels, folds=5, seed=5, max_cells=100).cells).any()
 
 
-def test_the_verdict_says_losses_ties_and_wins_in_figures() -> None:
+def test_the_verdicts_call_every_loss_a_loss_and_a_gain_within_the_spread_a_tie() -> None:
     rows = [
-        _row("embedding + logistic regression", [0.80, 0.80], 0.60, "linear"),
-        _row("embedding + kNN", [0.70, 0.78], 0.50, "knn"),
-        _row("untrained + logistic regression", [0.70, 0.70], 0.50),
-        _row("untrained + kNN", [0.73, 0.73], 0.50),
-        _row("majority", [0.80, 0.80], 0.20),
-        _row("PCA50 + logistic regression", [0.80, 0.80], 0.65),
-        _row("PCA50 + kNN", [0.75, 0.79], 0.40),
-        _row("all genes + logistic regression", [0.83, 0.85], 0.70),
+        _row("embedding + logistic regression", [0.80, 0.80], [0.60, 0.60], "linear"),
+        _row("embedding + kNN", [0.70, 0.78], [0.50, 0.50], "knn"),
+        _row("untrained + logistic regression", [0.70, 0.70], [0.50, 0.50]),
+        _row("untrained + kNN", [0.73, 0.73], [0.50, 0.50]),
+        _row("majority", [0.80, 0.80], [0.20, 0.20]),
+        _row("PCA50 + logistic regression", [0.80, 0.80], [0.65, 0.65]),
+        _row("PCA50 + kNN", [0.75, 0.79], [0.40, 0.40]),
+        _row("all genes + logistic regression", [0.83, 0.85], [0.70, 0.70]),
     ]
-    assert verdict(rows) == [
-        "Best by accuracy: all genes + logistic regression (0.840).",
+    verdicts = judge_probes(rows)
+    assert [sentence(verdict) for verdict in verdicts] == [
         "embedding + logistic regression loses to all genes + logistic regression by 0.040 accuracy "
-        "(0.800 against 0.840).",
-        "embedding + logistic regression ties with PCA50 + logistic regression in accuracy (0.800), "
-        "and loses to it by 0.050 macro-F1.",
-        "embedding + logistic regression beats untrained + logistic regression by 0.100 accuracy "
-        "(0.800 against 0.700).",
-        "embedding + logistic regression ties with majority in accuracy (0.800).",
-        "embedding + kNN loses to PCA50 + kNN by 0.030 accuracy (0.740 against 0.770), "
-        "though it wins by 0.100 macro-F1.",
-        "embedding + kNN is 0.010 accuracy above untrained + kNN (0.740 against 0.730), "
-        "within the spread over folds (sd 0.057): no clear win.",
+        "(-0.054 to -0.026).",
+        "embedding + logistic regression ties with PCA50 + logistic regression in accuracy (0.000 to 0.000).",
+        "embedding + logistic regression loses to PCA50 + logistic regression by 0.050 macro-F1 (-0.050 to -0.050).",
+        "embedding + logistic regression beats untrained + logistic regression by 0.100 accuracy (0.100 to 0.100).",
+        "embedding + logistic regression ties with majority in accuracy (0.000 to 0.000).",
+        "embedding + kNN loses to PCA50 + kNN by 0.030 accuracy (-0.058 to -0.002).",
+        "embedding + kNN beats PCA50 + kNN by 0.100 macro-F1 (0.100 to 0.100).",
+        "embedding + kNN is ahead of untrained + kNN by 0.010 accuracy (-0.047 to 0.067): no clear win.",
     ]
+    assert [verdict.outcome for verdict in verdicts] == ["lost", "tied", "lost", "won", "tied", "lost", "won", "tied"]
+    assert (verdicts[0].metric, verdicts[0].difference) == ("accuracy", -0.04)
+    assert verdicts[0].interval == pytest.approx((-0.04 - 0.02 / 2**0.5, -0.04 + 0.02 / 2**0.5))
+
+
+def test_a_lower_value_wins_where_lower_is_better() -> None:
+    verdict = compare("model", "frequency", "nats cross-entropy", -0.25, lower_is_better=True)
+    assert sentence(verdict) == "model beats frequency by 0.250 nats cross-entropy."
+    assert (verdict.difference, verdict.interval, verdict.outcome) == (-0.25, None, "won")

@@ -19,6 +19,7 @@ from cellmill.evaluate.reconstruct import TrainTokens, judge_genes, judge_values
 from cellmill.models.export import load_model
 from cellmill.models.family import Model
 from cellmill.models.masked.objective import MaskedBatch
+from cellmill.runs.verdict import sentence
 from tests.unit.exported import export_model, make_corpus
 
 
@@ -86,7 +87,7 @@ def test_values_are_judged_as_numpy_would() -> None:
     random = np.random.default_rng(0)
     genes, targets, predicted = random.integers(0, 5, 400), random.normal(size=400), random.normal(size=400)
     train = TrainTokens(np.full(5, 9), random.normal(size=5), 0.3, 9)
-    found = judge_values(genes, targets, predicted, train)
+    found, _ = judge_values(genes, targets, predicted, train=train)
     sse = ((targets - predicted) ** 2).sum()
     assert found["r2_over_gene_mean"] == pytest.approx(1 - sse / ((targets - train.mean[genes]) ** 2).sum())
     assert found["r2_over_global_mean"] == pytest.approx(1 - sse / ((targets - 0.3) ** 2).sum())
@@ -94,31 +95,26 @@ def test_values_are_judged_as_numpy_would() -> None:
     assert found["pearson_gene_centred"] == pytest.approx(centred)
 
 
-def test_hidden_genes_are_judged_beside_their_frequency() -> None:
+def test_masked_genes_are_judged_against_their_frequency() -> None:
     train = TrainTokens(np.array([6, 1, 0]), np.zeros(3), 0.0, 7)
-    found = judge_genes(np.array([0, 0, 1, 2]), np.array([1, 0, 0, 0], bool), np.array([0.1, 2, 3, 3.0]), train)
+    correct, cross_entropy = np.array([1, 0, 0, 0], bool), np.array([0.1, 2, 3, 3.0])
+    figures, verdicts = judge_genes(np.array([0, 0, 1, 2]), correct, cross_entropy, train=train)
     frequency = np.log(np.array([7, 7, 2, 1]) / 10)
-    assert found["accuracy"] == 0.25
-    assert found["accuracy_frequency"] == 0.5
-    assert found["cross_entropy_frequency"] == pytest.approx(-frequency.mean())
-    assert found["verdict"] == [
-        "Hidden genes are predicted no better than by their frequency in training cells: cross-entropy 2.025 "
-        "against 1.156 nats, accuracy 0.250 against 0.500."
+    assert figures["accuracy"] == 0.25
+    assert figures["accuracy_frequency"] == 0.5
+    assert figures["cross_entropy_frequency"] == pytest.approx(-frequency.mean())
+    assert [sentence(verdict) for verdict in verdicts] == [
+        "prediction of masked genes loses to gene frequency in training cells by 0.869 nats cross-entropy."
     ]
 
 
-@pytest.mark.parametrize(
-    ("noise", "verdict"),
-    [
-        (0.1, "better than by the gene's mean over training cells: R² over the gene mean is 0.990."),
-        (2.0, "worse than by the gene's mean over training cells: R² over the gene mean is -3.000."),
-    ],
-)
-def test_the_verdict_compares_with_the_gene_mean(noise: float, verdict: str) -> None:
+@pytest.mark.parametrize(("noise", "text"), [(0.1, "beats {} by 0.990"), (2.0, "loses to {} by 3.000")])
+def test_the_verdict_compares_with_the_gene_mean(noise: float, text: str) -> None:
     targets = np.array([1.0, -1.0])
     train = TrainTokens(np.array([2]), np.array([0.0]), 0.0, 2)
-    found = judge_values(np.array([0, 0]), targets, targets + noise, train)
-    assert found["verdict"] == [f"Hidden values are predicted {verdict}"]
+    _, verdicts = judge_values(np.array([0, 0]), targets, targets + noise, train=train)
+    against = text.format("the gene's training mean")
+    assert [sentence(verdict) for verdict in verdicts] == [f"prediction of masked values {against} R²."]
 
 
 def test_perfect_answers_score_one_and_gene_means_score_zero(tmp_path: Path, corpus: dict[str, Path]) -> None:
@@ -129,7 +125,7 @@ def test_perfect_answers_score_one_and_gene_means_score_zero(tmp_path: Path, cor
     assert perfect["pearson_gene_centred"] == pytest.approx(1)
     by_mean = _judged(corpus, _Answers(model, lambda rows, answers: mean[rows]), tokens, "masked_value")
     assert by_mean["r2_over_gene_mean"] == pytest.approx(0, abs=1e-5)
-    assert "no better than by the gene's mean" in by_mean["verdict"][0]
+    assert by_mean["verdicts"][0]["outcome"] == "tied"
     assert by_mean["n_cells"] == 300
     assert by_mean["n_targets"] == perfect["n_targets"]
 
@@ -145,6 +141,6 @@ def test_masks_are_the_same_at_each_run_and_for_each_packing(
     monkeypatch.setattr(embed, "ROW_BLOCK", 50)
     again = _judged(corpus, model, tokens, objective, budget=300)
     for key, value in reference.items():
-        if key != "verdict":
+        if key not in ("verdict", "verdicts"):
             assert again[key] == (pytest.approx(value, abs=1e-5) if isinstance(value, float) else value), key
     assert reference["objective"] == objective

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
 from cellmill.report import figures
 from cellmill.report.collect import largest_memory, losses, read_corpus, read_run
+from cellmill.runs.verdict import Outcome, Verdict
 from cellmill.stages import report
 
 EVIL = "<script>alert(1)"
@@ -22,7 +24,8 @@ ROWS = [
     ("embedding + kNN", "knn", 0.75),
     ("all genes + logistic regression", "baseline", 0.84),
 ]
-LOSS = "embedding + kNN loses to all genes + logistic regression by 0.090 accuracy (0.750 against 0.840)."
+LOST = Verdict("embedding + kNN", "PCA50 + kNN", "accuracy", -0.09, (-0.12, -0.06), "lost")
+LOSS = "embedding + kNN loses to PCA50 + kNN by 0.090 accuracy (-0.120 to -0.060)."
 
 
 def _write(path: Path, value: Any) -> None:
@@ -38,9 +41,9 @@ def _run(folder: Path) -> Path:
     ]  # fmt: skip
     probe = {
         "n_cells": 90, "classes": {EVIL: 50, "B $x_$": 40}, "dropped_classes": {"<b>few": 3}, "n_unlabelled": 2,
-        "n_left_out": 0, "folds": 5, "neighbors": 15, "rows": rows, "verdict": [LOSS],
+        "n_left_out": 0, "folds": 5, "neighbors": 15, "rows": rows, "verdict": [LOSS], "verdicts": [asdict(LOST)],
     }  # fmt: skip
-    filled = {"objective": "masked_value", "n_cells": 95, "r2_over_gene_mean": -0.012, "verdict": []}
+    filled = {"objective": "masked_value", "n_cells": 95, "r2_over_gene_mean": -0.012, "verdict": [], "verdicts": []}
     shared = {"n_cells": 300, "n_scored": 95, "cells": "heldout", "n_without_genes": 0, "probe_skipped": None}
     datasets = {
         "pbmc": shared | {"label": "type", "probe": probe, "reconstruction": filled},
@@ -165,10 +168,11 @@ def test_missing_folders_damaged_files_and_doubled_names_are_named(tmp_path: Pat
         read_run(run)
 
 
-def test_only_sentences_that_do_not_flatter_count_as_losses() -> None:
-    sentences = ["a beats b by 0.1 accuracy.", "a ties with b in accuracy (0.8).", "a is above b: no clear win.", LOSS]
-    evaluation = {"datasets": {"d": {"probe": {"verdict": sentences}, "reconstruction": None}}}
-    assert losses(evaluation) == [f"d: {text}" for text in sentences[1:]]
+def test_losses_are_the_comparisons_that_were_not_won() -> None:
+    outcomes: list[Outcome] = ["won", "tied", "lost"]
+    verdicts = [asdict(replace(LOST, outcome=outcome)) for outcome in outcomes]
+    evaluation = {"datasets": {"d": {"probe": {"verdict": outcomes, "verdicts": verdicts}, "reconstruction": None}}}
+    assert losses(evaluation) == ["d: tied", "d: lost"]
     assert losses(None) == []
 
 

@@ -28,6 +28,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.data.counts_reader import row_sums
+from cellmill.runs.verdict import Verdict, compare
 
 MAX_CELLS = 10_000
 """Cells a probe uses at most: all-genes regression over more takes hours, and moves accuracy by less than 0.01."""
@@ -176,40 +177,25 @@ def _row(name: str, values: list[tuple[float, float, bool]]) -> dict[str, Any]:
     }
 
 
-def verdict(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Sentences that say where the embedding stands, computed from the table.
+def judge_probes(rows: Iterable[dict[str, Any]]) -> list[Verdict]:
+    """Verdicts on the embedding against its baselines, from the rows of `probe`.
 
-    A win counts only beyond the standard deviation of the difference over folds; any loss is called one.
+    Accuracy decides, to the three digits that tables print. Macro-F1 follows where only one of the two is lost.
     """
     table = {row["name"]: row for row in rows}
-    if not table:
-        return []
-    best = max(table.values(), key=lambda row: row["accuracy_mean"])
-    sentences = [f"Best by accuracy: {best['name']} ({best['accuracy_mean']:.3f})."]
-    for own, others in COMPARED:
-        sentences += [_compare(table[own], table[other]) for other in others if own in table and other in table]
-    return sentences
+    verdicts = []
+    for own, baselines in COMPARED:
+        for baseline in baselines:
+            if own in table and baseline in table:
+                accuracy, f1 = (_compare(table[own], table[baseline], metric) for metric in ("accuracy", "macro_f1"))
+                verdicts += [accuracy, f1] if (accuracy.outcome == "lost") != (f1.outcome == "lost") else [accuracy]
+    return verdicts
 
 
-def _compare(own: dict[str, Any], other: dict[str, Any]) -> str:
-    ours, theirs = own["accuracy_mean"], other["accuracy_mean"]
-    by = round(ours, 3) - round(theirs, 3)  # as printed, so that the figures of a sentence add up
-    f1_by = round(own["macro_f1_mean"], 3) - round(other["macro_f1_mean"], 3)
-    spread = float(np.std(np.subtract(own["accuracy_folds"], other["accuracy_folds"]), ddof=1))
-    figures = f"({ours:.3f} against {theirs:.3f})"
-    if by < -5e-4:
-        text = f"{own['name']} loses to {other['name']} by {-by:.3f} accuracy {figures}"
-        return f"{text}." if f1_by < 5e-4 else f"{text}, though it wins by {f1_by:.3f} macro-F1."
-    if by < 5e-4:
-        text = f"{own['name']} ties with {other['name']} in accuracy ({ours:.3f})"
-    elif by <= spread:
-        text = (
-            f"{own['name']} is {by:.3f} accuracy above {other['name']} {figures}, "
-            f"within the spread over folds (sd {spread:.3f}): no clear win"
-        )
-    else:
-        text = f"{own['name']} beats {other['name']} by {by:.3f} accuracy {figures}"
-    return f"{text}." if f1_by > -5e-4 else f"{text}, and loses to it by {-f1_by:.3f} macro-F1."
+def _compare(own: dict[str, Any], baseline: dict[str, Any], metric: str) -> Verdict:
+    ours, theirs = (round(row[f"{metric}_mean"], 3) for row in (own, baseline))
+    spread = float(np.std(np.subtract(own[f"{metric}_folds"], baseline[f"{metric}_folds"]), ddof=1))
+    return compare(own["name"], baseline["name"], metric.replace("_f1", "-F1"), round(ours - theirs, 3), spread)
 
 
 def _tally(values: np.ndarray) -> dict[str, int]:

@@ -9,7 +9,7 @@ from tokens of training cells alone; masks are keyed by cell and position, so th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from cellmill.data.vocabulary import Vocabulary
 from cellmill.evaluate.embed import pack, place_genes, read_tokens
 from cellmill.models.batch import to_tensors
 from cellmill.models.family import Model
+from cellmill.runs.verdict import Verdict, compare, sentence
 
 MAX_CELLS = 10_000
 """Held-out cells used at most; R² then has a standard error below 0.001."""
@@ -105,10 +106,12 @@ def reconstruct(
                 found = judge(model.predict(prepared), prepared.answers)
                 parts.append(tuple(tensor.cpu().numpy() for tensor in (genes, *found)))
     if not parts:
-        return {"objective": objective, "n_cells": 0, "verdict": ["No cell could be judged."]}
+        return {"objective": objective, "n_cells": 0, "verdict": [], "verdicts": []}
     genes, first, second = (np.concatenate(column) for column in zip(*parts))
-    figures = (judge_values if objective == "masked_value" else judge_genes)(genes, first, second, train)
-    return {"objective": objective, "n_cells": len(cells), **figures}
+    judged = judge_values if objective == "masked_value" else judge_genes
+    figures, verdicts = judged(genes, first, second, train=train)
+    text = {"verdict": [sentence(one) for one in verdicts], "verdicts": [asdict(one) for one in verdicts]}
+    return {"objective": objective, "n_cells": len(cells), **figures, **text}
 
 
 def _predicted_values(predicted: torch.Tensor, answers: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -122,8 +125,10 @@ def _predicted_genes(logits: torch.Tensor, answers: torch.Tensor) -> tuple[torch
     return logits.argmax(1) == answers, F.cross_entropy(logits, answers, reduction="none")
 
 
-def judge_values(genes: np.ndarray, targets: np.ndarray, predicted: np.ndarray, train: TrainTokens) -> dict[str, Any]:
-    """Figures of predicted values of hidden tokens.
+def judge_values(
+    genes: np.ndarray, targets: np.ndarray, predicted: np.ndarray, *, train: TrainTokens
+) -> tuple[dict[str, Any], list[Verdict]]:
+    """Figures and verdict on predicted values of masked tokens.
 
     Parameters
     ----------
@@ -132,15 +137,15 @@ def judge_values(genes: np.ndarray, targets: np.ndarray, predicted: np.ndarray, 
     targets, predicted
         True and predicted value, `(targets,)`.
 
-    Returns `n_targets`, `r2_over_gene_mean`, `r2_over_global_mean`, `pearson_gene_centred`, `mse`, `mse_gene_mean`,
-    `mse_global_mean`, `verdict`; a figure that cannot be had (no variance) is None.
+    The figures are `n_targets`, `r2_over_gene_mean`, `r2_over_global_mean`, `pearson_gene_centred`, `mse`,
+    `mse_gene_mean` and `mse_global_mean`; None where the variance is zero.
     """
     targets, predicted = targets.astype(np.float64), predicted.astype(np.float64)
     by_gene = train.mean[genes]
     mse = _mean_square(targets - predicted)
     mse_gene, mse_global = _mean_square(targets - by_gene), _mean_square(targets - train.global_mean)
     r2 = _r2(mse, mse_gene)
-    return {
+    figures = {
         "n_targets": len(targets),
         "r2_over_gene_mean": r2,
         "r2_over_global_mean": _r2(mse, mse_global),
@@ -148,51 +153,41 @@ def judge_values(genes: np.ndarray, targets: np.ndarray, predicted: np.ndarray, 
         "mse": mse,
         "mse_gene_mean": mse_gene,
         "mse_global_mean": mse_global,
-        "verdict": [] if r2 is None else [_values_verdict(r2)],
     }
+    if r2 is None:
+        return figures, []
+    return figures, [compare("prediction of masked values", "the gene's training mean", "R²", r2)]
 
 
 def judge_genes(
-    genes: np.ndarray, correct: np.ndarray, cross_entropy: np.ndarray, train: TrainTokens
-) -> dict[str, Any]:
-    """Figures of predicted genes of hidden tokens, beside always saying the most frequent one.
+    genes: np.ndarray, correct: np.ndarray, cross_entropy: np.ndarray, *, train: TrainTokens
+) -> tuple[dict[str, Any], list[Verdict]]:
+    """Figures and verdict on predicted genes of masked tokens, against the gene frequencies of training cells.
 
     Parameters
     ----------
     genes
-        Vocabulary row of each hidden gene, `(targets,)`.
+        Vocabulary row of each masked gene, `(targets,)`.
     correct, cross_entropy
-        Whether the model's first choice is right, and its -log(probability) of the right gene, `(targets,)`.
+        Whether the top prediction is right, and -log(probability) of the right gene, `(targets,)`.
 
-    Returns `n_targets`, `accuracy`, `accuracy_frequency`, `cross_entropy` and `cross_entropy_frequency` (nats; of
-    add-one frequencies), `verdict`.
+    The figures are `n_targets`, `accuracy`, `accuracy_frequency` (of always predicting the most frequent gene),
+    `cross_entropy` and `cross_entropy_frequency` (nats; of add-one frequencies).
     """
     frequency = (train.n + 1) / (train.n.sum() + len(train.n))
     base = float(-np.log(frequency[genes]).mean())
-    accuracy, always = float(correct.mean()), float((genes == int(train.n.argmax())).mean())
     entropy = float(cross_entropy.astype(np.float64).mean())
-    how = "better than" if entropy < base else "no better than"
-    return {
+    figures = {
         "n_targets": len(genes),
-        "accuracy": accuracy,
-        "accuracy_frequency": always,
+        "accuracy": float(correct.mean()),
+        "accuracy_frequency": float((genes == int(train.n.argmax())).mean()),
         "cross_entropy": entropy,
         "cross_entropy_frequency": base,
-        "verdict": [
-            f"Hidden genes are predicted {how} by their frequency in training cells: cross-entropy {entropy:.3f} "
-            f"against {base:.3f} nats, accuracy {accuracy:.3f} against {always:.3f}."
-        ],
     }
-
-
-def _values_verdict(r2: float) -> str:
-    if r2 < -5e-4:
-        how = "worse than by the gene's mean over training cells"
-    elif r2 < 5e-4:
-        how = "no better than by the gene's mean over training cells"
-    else:
-        how = "better than by the gene's mean over training cells"
-    return f"Hidden values are predicted {how}: R² over the gene mean is {r2:.3f}."
+    name = "prediction of masked genes"
+    return figures, [
+        compare(name, "gene frequency in training cells", "nats cross-entropy", entropy - base, lower_is_better=True)
+    ]
 
 
 def _mean_square(values: np.ndarray) -> float:

@@ -6,7 +6,6 @@ What a stage has not written yet is None or empty, and the page says so; a file 
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,17 +104,13 @@ def largest_memory(lines: list[dict[str, Any]]) -> tuple[float, int] | None:
 
 
 def losses(evaluation: dict[str, Any] | None) -> list[str]:
-    """The sentences of an evaluation that say where the model loses or does not clearly win, dataset first."""
-    found = []
+    """Sentences of the comparisons that the model did not win, each after its dataset's name."""
+    sentences = []
     for name, dataset in (evaluation or {}).get("datasets", {}).items():
-        sentences: Sequence[str] = [*_verdict(dataset, "probe"), *_verdict(dataset, "reconstruction")]
-        words = (" loses to ", " ties with ", "no clear win", " no better than ", " worse than ")
-        found += [f"{name}: {text}" for text in sentences if any(word in text for word in words)]
-    return found
-
-
-def _verdict(dataset: dict[str, Any], part: str) -> list[str]:
-    return (dataset.get(part) or {}).get("verdict", [])
+        for part in (dataset.get("probe") or {}, dataset.get("reconstruction") or {}):
+            pairs = zip(part.get("verdicts", []), part.get("verdict", []))
+            sentences += [f"{name}: {text}" for verdict, text in pairs if verdict["outcome"] != "won"]
+    return sentences
 
 
 def _optional(path: Path) -> dict[str, Any] | None:

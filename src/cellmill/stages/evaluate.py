@@ -22,7 +22,7 @@ import csv
 import difflib
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,14 @@ from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.embed import embed_cells, read_embedding
 from cellmill.evaluate.heldout import held_out, seen_cells
-from cellmill.evaluate.probe import choose_cells, log_normalise, probe, verdict
+from cellmill.evaluate.probe import choose_cells, judge_probes, log_normalise, probe
 from cellmill.evaluate.projection import UMAP_COLUMNS, drawn, project
 from cellmill.evaluate.reconstruct import TrainTokens, read_train_tokens, reconstruct
 from cellmill.files import sha256_file, write_json, write_text
 from cellmill.models.export import build, initial_tensors, load_model
 from cellmill.models.family import Model
 from cellmill.parallel.materialize import materialize
+from cellmill.runs.verdict import sentence
 
 TOKEN_BUDGET = 16_384  # tokens in one forward pass; results do not depend on it
 ROW_BLOCK = 4096
@@ -240,7 +241,8 @@ def _probe(
         neighbors=options.neighbors,
         seed=options.seed,
     )
-    sentences = verdict(rows)
+    verdicts = judge_probes(rows)
+    sentences = [sentence(one) for one in verdicts]
     for line in sentences:
         print(f"{name}: {line}", flush=True)
     return {
@@ -253,6 +255,7 @@ def _probe(
         "neighbors": options.neighbors,
         "rows": rows,
         "verdict": sentences,
+        "verdicts": [asdict(one) for one in verdicts],
     }, None
 
 
