@@ -14,6 +14,10 @@ from cellmill.errors import ConfigError
 
 BUILT_IN: dict[str, dict[str, str]] = {
     "family": {"masked": "cellmill.models.masked.config:MaskedConfig"},
+    "task": {
+        "probe": "cellmill.config.evaluate:ProbeConfig",
+        "reconstruct": "cellmill.config.evaluate:ReconstructConfig",
+    },
 }
 
 

@@ -17,7 +17,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from cellmill.evaluate.probe import choose_cells, judge_probes, log_normalise, probe
+from cellmill.evaluate.tasks.probe import choose_cells, judge_probes, log_normalise, probe_table
 from cellmill.runs.verdict import compare, sentence
 
 
@@ -41,7 +41,8 @@ def _row(name: str, accuracy: list[float], f1: list[float], kind: str = "baselin
 def test_rows_equal_scikit_learn_pipelines_cross_validated_over_the_same_folds() -> None:
     embedding, noise, genes, labels = _problem()
     rows = {
-        row["name"]: row for row in probe(embedding, noise, genes, labels, folds=5, neighbors=7, seed=3, components=5)
+        row["name"]: row
+        for row in probe_table(embedding, noise, genes, labels, folds=5, neighbors=7, seed=3, components=5)
     }
     folds = StratifiedKFold(5, shuffle=True, random_state=3)
     linear = LogisticRegression(max_iter=1000)
@@ -64,7 +65,7 @@ def test_rows_equal_scikit_learn_pipelines_cross_validated_over_the_same_folds()
             assert rows[name][f"{key}_sd"] == pytest.approx(scores.std(ddof=1))
     assert rows["majority"]["accuracy_mean"] == pytest.approx(1 / 3)
     assert rows["majority"]["macro_f1_mean"] == pytest.approx(1 / 6)
-    assert [row["kind"] for row in rows.values()] == ["linear", "knn"] + 6 * ["baseline"]
+    assert [row["kind"] for row in rows.values()] == 2 * ["model"] + 6 * ["baseline"]
 
 
 def test_components_are_fitted_on_the_training_cells_of_a_fold_only() -> None:
@@ -78,7 +79,7 @@ def test_components_are_fitted_on_the_training_cells_of_a_fold_only() -> None:
     folds = list(StratifiedKFold(5, shuffle=True, random_state=0).split(genes, labels))
     planted = folds[2][1]
     genes[planted, 0] += 1000 * random.normal(size=len(planted))
-    rows = probe(genes, genes, sp.csr_matrix(genes), labels, folds=5, neighbors=3, seed=0, components=1)
+    rows = probe_table(genes, genes, sp.csr_matrix(genes), labels, folds=5, neighbors=3, seed=0, components=1)
     scores = next(row for row in rows if row["name"] == "PCA50 + logistic regression")["accuracy_folds"]
     assert scores[2] == 1.0
     assert max(scores[:2] + scores[3:]) < 0.95
@@ -89,7 +90,7 @@ def test_all_genes_beat_components_on_real_cells_as_measured_before(shared: Call
     chosen = choose_cells(adata.obs["bulk_labels"], folds=5, seed=0)
     genes = log_normalise(sp.csr_matrix(adata.X, dtype=np.uint32))[chosen.cells]
     blank = np.zeros((len(chosen.cells), 2), np.float32)
-    rows = {row["name"]: row for row in probe(blank, blank, genes, chosen.labels, folds=5, neighbors=15, seed=0)}
+    rows = {row["name"]: row for row in probe_table(blank, blank, genes, chosen.labels, folds=5, neighbors=15, seed=0)}
     reference = {"majority": 0.343, "PCA50 + kNN": 0.803, "PCA50 + logistic regression": 0.816}
     for name, accuracy in (reference | {"all genes + logistic regression": 0.839}).items():
         assert rows[name]["accuracy_mean"] == pytest.approx(accuracy, abs=0.015), name
@@ -124,8 +125,8 @@ def test_too_many_cells_are_drawn_from_the_same_at_every_run() -> None:
 
 def test_the_verdicts_call_every_loss_a_loss_and_a_gain_within_the_spread_a_tie() -> None:
     rows = [
-        _row("embedding + logistic regression", [0.80, 0.80], [0.60, 0.60], "linear"),
-        _row("embedding + kNN", [0.70, 0.78], [0.50, 0.50], "knn"),
+        _row("embedding + logistic regression", [0.80, 0.80], [0.60, 0.60], "model"),
+        _row("embedding + kNN", [0.70, 0.78], [0.50, 0.50], "model"),
         _row("untrained + logistic regression", [0.70, 0.70], [0.50, 0.50]),
         _row("untrained + kNN", [0.73, 0.73], [0.50, 0.50]),
         _row("majority", [0.80, 0.80], [0.20, 0.20]),
@@ -144,8 +145,21 @@ def test_the_verdicts_call_every_loss_a_loss_and_a_gain_within_the_spread_a_tie(
         "embedding + kNN loses to PCA50 + kNN by 0.030 accuracy (-0.058 to -0.002).",
         "embedding + kNN beats PCA50 + kNN by 0.100 macro-F1 (0.100 to 0.100).",
         "embedding + kNN is ahead of untrained + kNN by 0.010 accuracy (-0.047 to 0.067): no clear win.",
+        "embedding + kNN loses to majority by 0.060 accuracy (-0.117 to -0.003).",
+        "embedding + kNN beats majority by 0.300 macro-F1 (0.300 to 0.300).",
     ]
-    assert [verdict.outcome for verdict in verdicts] == ["lost", "tied", "lost", "won", "tied", "lost", "won", "tied"]
+    assert [verdict.outcome for verdict in verdicts] == [
+        "lost",
+        "tied",
+        "lost",
+        "won",
+        "tied",
+        "lost",
+        "won",
+        "tied",
+        "lost",
+        "won",
+    ]
     assert (verdicts[0].metric, verdicts[0].difference) == ("accuracy", -0.04)
     assert verdicts[0].interval == pytest.approx((-0.04 - 0.02 / 2**0.5, -0.04 + 0.02 / 2**0.5))
 
