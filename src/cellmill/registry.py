@@ -23,6 +23,10 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "binned": "cellmill.config.tokens:BinnedTokens",
         "continuous": "cellmill.config.tokens:ContinuousTokens",
     },
+    "task": {
+        "probe": "cellmill.config.evaluate:ProbeConfig",
+        "reconstruct": "cellmill.config.evaluate:ReconstructConfig",
+    },
 }
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -58,6 +58,13 @@ def sections() -> dict[str, list[type[BaseModel]]]:
     return found
 
 
+def contract(annotation: Any) -> type[Plugin] | None:
+    """Contract whose choices a field holds by name (`dict[str, SerializeAsAny[Contract]]`); None for other fields."""
+    value = get_args(annotation)[1] if get_origin(annotation) is dict else None
+    value = get_args(value)[0] if get_origin(value) is Annotated else value
+    return value if isinstance(value, type) and issubclass(value, Plugin) else None
+
+
 def choices(contract: type[Plugin]) -> list[type[BaseModel]]:
     """Options of every choice of a contract that cellmill itself has: installed packages document their own."""
     return [registry.load(contract.kind, name) for name in registry.BUILT_IN[contract.kind]]
@@ -97,6 +104,9 @@ def _lines() -> Iterator[str]:
             yield f"{_sentence(model)} Read by: {', '.join(f'`{stage}`' for stage in readers(name))}."
             yield ""
             yield from _table(model)
+            for key, field in model.model_fields.items():
+                if plugin := contract(field.annotation):
+                    yield from _choices(f"{name}.{key}", plugin)
     yield "## corpora"
     yield ""
     yield f"By name. {_sentence(CorpusConfig)} Each may also have the sections {_listed(CORPUS_SECTIONS)}."
@@ -112,6 +122,15 @@ def _lines() -> Iterator[str]:
     yield f"Tab-separated, with a header; columns may be left out where they have a default. {_sentence(Dataset)}"
     yield ""
     yield from _table(Dataset)
+
+
+def _choices(path: str, plugin: type[Plugin]) -> Iterator[str]:
+    for choice in choices(plugin):
+        yield f"### {path}.{choice.model_fields[plugin.key].default}"
+        yield ""
+        yield _sentence(choice)
+        yield ""
+        yield from _table(choice, skip=(plugin.key,))
 
 
 def readers(section: str) -> list[str]:
@@ -164,6 +183,8 @@ def _annotation(annotation: Any) -> str:
         return " or ".join(_annotation(part) for part in get_args(annotation))
     if get_origin(annotation) is list:
         return f"list of {_annotation(get_args(annotation)[0])}"
+    if get_origin(annotation) is dict:
+        return "mapping"
     return {int: "integer", float: "number", str: "text", bool: "yes/no"}[annotation]
 
 
@@ -234,6 +255,11 @@ def _annotation_schema(annotation: Any) -> dict[str, Any]:
         return merged | {"type": [kind for part in parts for kind in _as_list(part["type"])]}
     if get_origin(annotation) is list:
         return {"type": "array", "items": _annotation_schema(get_args(annotation)[0])}
+    if plugin := contract(annotation):
+        known = {choice.model_fields[plugin.key].default: _section_schema(choice) for choice in choices(plugin)}
+        return {"type": "object", "properties": known, "additionalProperties": {"type": ["object", "null"]}}
+    if get_origin(annotation) is dict:
+        return {"type": "object"}
     if annotation in (int, float):
         return {"type": ["integer" if annotation is int else "number", "string"]}  # YAML loads 3e-4 as text
     return {NoneType: {"type": "null"}, str: {"type": "string"}, bool: {"type": "boolean"}}[annotation]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pydantic import Field, SerializeAsAny
 
 from cellmill.config.corpus import Preprocess, Shard, VocabularyConfig
+from cellmill.config.evaluate import Evaluate
 from cellmill.config.family import FamilyConfig
 from cellmill.config.objective import ObjectiveConfig
-from cellmill.config.run import Consolidate, Embed, Evaluate, Parallel, Plan, Report, Stream, Train
+from cellmill.config.run import Consolidate, Embed, Parallel, Plan, Report, Stream, Train
 from cellmill.config.section import Section
 from cellmill.config.tokens import Tokens
 

@@ -1,4 +1,4 @@
-"""Sections of a run, from its tokens to its evaluation, and of the report."""
+"""Sections of a run from its stream to its embeddings, and of the report."""
 
 from __future__ import annotations
 
@@ -191,19 +191,6 @@ class Embed(Section):
     min_coverage_frac: float = Field(
         0.3, ge=0, le=1, description="Smallest fraction of a dataset's counts that must fall on genes the model knows."
     )
-
-
-class Evaluate(Section):
-    """The embedding judged on held-out cells, beside its baselines."""
-
-    datasets: list[str] | None = Field(None, description="Datasets to evaluate; null is those of the run's corpus.")
-    cells: Literal["heldout", "all"] = Field(
-        "heldout", description="heldout leaves out every cell the model was trained or validated on."
-    )
-    folds: int = Field(5, ge=2, description="Cross-validation folds of the probes.")
-    neighbors: int = Field(15, ge=1, description="k of the kNN probe.")
-    mask_frac: float = Field(0.15, gt=0, lt=1, description="Fraction of a cell's tokens hidden for reconstruction.")
-    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of folds, masks, the untrained model and the UMAP.")
 
 
 class Report(Section):
