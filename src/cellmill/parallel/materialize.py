@@ -34,17 +34,22 @@ def materialize(
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(buffer_device)
-    empty = dict(named_tensors(model))
-    with torch.no_grad():
-        for name, full in tensors:
-            tensor = empty.pop(name)
-            if isinstance(tensor, DTensor):
-                # src_data_rank=None: every rank has the full tensor, so nothing is sent
-                full = distribute_tensor(
-                    full.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None
-                )
-            tensor.copy_(full)
-    assert not empty, f"no value for {sorted(empty)}"
+    filled = fill(model, tensors)
+    assert not (empty := {name for name, _ in named_tensors(model)} - filled), f"no value for {sorted(empty)}"
+
+
+@torch.no_grad()
+def fill(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Copy full CPU tensors into parameters and buffers by plain name; returns the names. No communication."""
+    targets, filled = dict(named_tensors(model)), set()
+    for name, full in tensors:
+        target = targets[name]
+        if isinstance(target, DTensor):
+            # src_data_rank=None: every rank has the full tensor, so nothing is sent
+            full = distribute_tensor(full.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
+        target.copy_(full)
+        filled.add(name)
+    return filled
 
 
 def named_tensors(model: nn.Module, *, persistent: bool = False) -> Iterator[tuple[str, torch.Tensor]]:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from cellmill.errors import DataError
 from cellmill.files import write_json
 from cellmill.parallel.fsdp import reshard
-from cellmill.parallel.materialize import plain_name
+from cellmill.parallel.materialize import named_tensors
 from cellmill.runs.folder import Checkpoint, TrainFolder
 
 DCP_CLASSES = {
@@ -167,12 +167,12 @@ class Checkpoints:
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the tensors of a checkpoint, as they are laid out here and not copied: parameters, and AdamW's states.
+    """Return the tensors of a checkpoint, not copied: parameters, persistent buffers and AdamW's states.
 
     States that do not exist yet are made as zeros. Other optimizer options (lr, betas) come from the configuration.
     """
     reshard(model)
-    own = _by_name(model)
+    own = dict(named_tensors(model, persistent=True))
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     states = {
         f"state.{name}.{key}": value
@@ -180,25 +180,21 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
         if id(parameter) in trained
         for key, value in _state(optimizer, parameter).items()
     }
-    return {"model": {name: parameter.detach() for name, parameter in own.items()}, "optimizer": states}
-
-
-def _by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    return {"model": {name: tensor.detach() for name, tensor in own.items()}, "optimizer": states}
 
 
 def _fill_tied_copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Copy tied parameters, which were read into one copy, to the other where one rank has both ends of a pipeline."""
-    own = _by_name(model)
+    """Copy tensors that two pipeline stages of this rank have, and that were loaded into one of them, to the other."""
+    loaded = dict(named_tensors(model, persistent=True))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if (read := own[plain_name(name)]) is not parameter:
-                parameter.copy_(read)
-                for key, value in _state(optimizer, parameter).items():
-                    value.copy_(_state(optimizer, read)[key])
+        for name, tensor in named_tensors(model, persistent=True):
+            if (source := loaded[name]) is not tensor:
+                tensor.copy_(source)
+                for key, value in optimizer.state.get(source, {}).items():
+                    _state(optimizer, tensor)[key].copy_(value)
 
 
-def _state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+def _state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return AdamW's state of a parameter, made as zeros where there is none."""
     if not optimizer.state[parameter]:
         zeros = parameter.detach()
