@@ -26,13 +26,15 @@ class Block(nn.Module):
     """Attention and feed-forward, each after a norm and added to the residual stream.
 
     Rows of `qkv` are query, key and value of the first head, then of the second: any slice of whole heads is a smaller
-    layer of the same kind, so a tensor-parallel rank may have fewer heads than the model. `before` and `after` attention
-    take only tensors and depend on no block or batch, so all blocks share their compiled code.
+    layer of the same kind, so a tensor-parallel rank may have fewer heads than the model. `before` and `after` take
+    only tensors and depend on no block or batch, so all blocks share their compiled code.
     """
 
-    def __init__(self, hidden: int, heads: int, ffn_hidden: int, dropout: float, index: int) -> None:
+    def __init__(
+        self, hidden: int, heads: int, ffn_hidden: int, dropout: float, index: int, causal: bool = False
+    ) -> None:
         super().__init__()
-        self.head_width, self.dropout, self.index = hidden // heads, dropout, index
+        self.head_width, self.dropout, self.index, self.causal = hidden // heads, dropout, index, causal
         self.attention_norm = nn.LayerNorm(hidden)
         self.qkv = Linear(hidden, 3 * hidden)
         self.out = Linear(hidden, hidden)
@@ -47,7 +49,7 @@ class Block(nn.Module):
         drops = None
         if self.training and self.dropout:
             drops = (keyed_state(token_keys, 2 * self.index), keyed_state(token_keys, 2 * self.index + 1))
-        attended = attention(*self.before(x), cu_seqlens, lengths)
+        attended = attention(*self.before(x), cu_seqlens, lengths, self.causal)
         return self.after(x, attended.flatten(1), drops)
 
     def before(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
