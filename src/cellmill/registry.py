@@ -14,6 +14,10 @@ from cellmill.errors import ConfigError
 
 BUILT_IN: dict[str, dict[str, str]] = {
     "family": {"masked": "cellmill.models.masked.config:MaskedConfig"},
+    "objective": {
+        "masked_value": "cellmill.models.objectives.config:MaskedValueConfig",
+        "masked_gene": "cellmill.models.objectives.config:MaskedGeneConfig",
+    },
 }
 
 

@@ -9,9 +9,11 @@ import torch
 
 from cellmill import registry
 from cellmill.config.tokens import Tokens
+from cellmill.models.initial import Fill, normal
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.masked.model import MaskedModel
-from cellmill.models.masked.objective import MaskedBatch
+from cellmill.models.objective import Objective
+from cellmill.models.objectives.masking import MaskedBatch
 from cellmill.parallel.materialize import named_tensors
 from cellmill.train.checkpoint import CheckpointReader
 from tests.distributed import cases
@@ -26,19 +28,20 @@ class BufferedConfig(MaskedConfig):
 
 
 class BufferedModel(MaskedModel):
-    """Adds a table of offsets by token place, and scales what enters the blocks by their counters."""
+    """The masked encoder with a table of offsets by place in the cell, and blocks whose input is scaled."""
 
-    def __init__(self, config: MaskedConfig, n_genes: int, tokens: Tokens) -> None:
-        super().__init__(config, n_genes, tokens)
+    def __init__(self, config: MaskedConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
+        super().__init__(config, n_genes, tokens, objective)
         self.register_buffer("offsets", torch.empty(PERIOD, config.hidden), persistent=False)
         self.register_buffer("order", torch.empty(PERIOD, dtype=torch.int64))
         for block in self.blocks:
             block.register_buffer("scale", torch.empty(()))
+            block.initial_value = {"scale": between_halves}.get  # type: ignore[assignment]
 
     def begin(self, prepared: MaskedBatch) -> torch.Tensor:
         begins = prepared.cu_seqlens[:-1].long()[prepared.cell]
         place = torch.arange(len(prepared.cell)) - begins
-        return self.enter(self._inputs(prepared) + self.offsets[self.order[place % PERIOD]])
+        return self.enter(self.inputs(prepared) + self.offsets[self.order[place % PERIOD]])
 
     def through(self, x: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
         keys = self.enter_keys(prepared.token_keys)
@@ -46,13 +49,17 @@ class BufferedModel(MaskedModel):
             x = block(x * block.scale, prepared.cu_seqlens, prepared.lengths, keys)
         return x
 
-    def reset_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        if name == "order":
-            tensor.copy_(torch.randperm(PERIOD, generator=generator))
-        elif name.endswith(".scale"):
-            tensor.uniform_(0.5, 1.5, generator=generator)
-        else:
-            super().reset_parameter(name, tensor, generator)
+    def initial_value(self, name: str) -> Fill | None:
+        own = {"order": permutation, "offsets": normal(0.1)}
+        return own.get(name) or super().initial_value(name)
+
+
+def permutation(tensor: torch.Tensor, generator: torch.Generator) -> object:
+    return tensor.copy_(torch.randperm(PERIOD, generator=generator))
+
+
+def between_halves(tensor: torch.Tensor, generator: torch.Generator) -> object:
+    return tensor.uniform_(0.5, 1.5, generator=generator)
 
 
 def buffers_of(model: torch.nn.Module) -> dict[str, bytes]:

@@ -124,7 +124,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "misspelt section": ({"trian": {}}, "unknown key 'trian'; did you mean 'train'?"),
     "unknown section": (
         {"zzz": {}},
-        "unknown key 'zzz'; there are: preprocess, vocabulary, shard, tokens, stream, model, parallel, plan, train, "
+        "unknown key 'zzz'; there are: preprocess, vocabulary, shard, tokens, stream, model, parallel, train, plan, "
         "consolidate, embed, evaluate, report, corpora, runs",
     ),
     "misspelt key": ({"train": {"lrr": 1}}, "train: unknown key 'lrr'; did you mean 'lr'?"),

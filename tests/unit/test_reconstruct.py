@@ -18,7 +18,7 @@ from cellmill.evaluate import embed
 from cellmill.evaluate.reconstruct import TrainTokens, judge_genes, judge_values, read_train_tokens, reconstruct
 from cellmill.models.export import load_model
 from cellmill.models.family import Model
-from cellmill.models.masked.objective import MaskedBatch
+from cellmill.models.objectives.masking import MaskedBatch
 from tests.unit.exported import export_model, make_corpus
 
 

@@ -42,7 +42,7 @@ class RunConfig(EvaluateOptions, EmbedOptions, ConsolidateOptions, PlanOptions):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        check_together(self.tokens, self.stream, self.model, self.parallel, self.train)
+        check_together(self.tokens, self.stream, self.model, self.objective, self.parallel, self.train)
         return self
 
 

@@ -8,13 +8,10 @@ from tokens of training cells alone; masks are keyed by cell and position, so th
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.data.counts_reader import CountsReader
@@ -25,6 +22,7 @@ from cellmill.data.vocabulary import Vocabulary
 from cellmill.evaluate.embed import pack, place_genes, read_tokens
 from cellmill.models.batch import to_tensors
 from cellmill.models.family import Model
+from cellmill.models.objective import GeneStatistics
 
 MAX_CELLS = 10_000
 """Held-out cells used at most; R² then has a standard error below 0.001."""
@@ -33,19 +31,7 @@ MAX_TRAIN_CELLS = 200_000
 _ROWS = 4096
 
 
-@dataclass(frozen=True)
-class TrainTokens:
-    """What training cells look like, gene by gene."""
-
-    n: np.ndarray
-    """Tokens of each gene, `(genes,)` int64."""
-    mean: np.ndarray
-    """Mean value of each gene's tokens, `(genes,)` float64; the mean over all tokens where a gene has none."""
-    global_mean: float
-    n_cells: int
-
-
-def read_train_tokens(manifest: Manifest, tokens: Tokens, max_cells: int = MAX_TRAIN_CELLS) -> TrainTokens:
+def read_train_tokens(manifest: Manifest, tokens: Tokens, max_cells: int = MAX_TRAIN_CELLS) -> GeneStatistics:
     """Frequencies and means over the tokens of the training shards."""
     n_genes, n_cells = int(manifest.vocabulary["n_genes"]), 0
     n, total = np.zeros(n_genes, np.int64), np.zeros(n_genes)
@@ -67,7 +53,7 @@ def read_train_tokens(manifest: Manifest, tokens: Tokens, max_cells: int = MAX_T
             n_cells += len(starts) - 1
         shard.close()
     overall = float(total.sum() / max(n.sum(), 1))
-    return TrainTokens(n, np.where(n > 0, total / np.maximum(n, 1), overall), overall, n_cells)
+    return GeneStatistics(n, np.where(n > 0, total / np.maximum(n, 1), overall), overall, n_cells)
 
 
 def reconstruct(
@@ -75,7 +61,7 @@ def reconstruct(
     reader: CountsReader,
     vocabulary: Vocabulary,
     tokens: Tokens,
-    train: TrainTokens,
+    train: GeneStatistics,
     *,
     chosen: np.ndarray,
     objective: str,
@@ -92,7 +78,6 @@ def reconstruct(
         cells = np.random.Generator(np.random.Philox(key=[seed, 2])).permutation(cells)[:MAX_CELLS]
     mask = np.zeros(reader.n_obs, dtype=bool)
     mask[cells] = True
-    judge = _predicted_values if objective == "masked_value" else _predicted_genes
     device, places = next(model.parameters()).device, place_genes(reader, vocabulary)
     parts: list[tuple[np.ndarray, ...]] = []
     model.eval()
@@ -101,109 +86,9 @@ def reconstruct(
             for part in pack(block, token_budget):
                 batch = to_tensors(part, device)
                 prepared = model.prepare(batch, seed=seed, step=0)
-                genes = batch.genes[prepared.targets] - len(SPECIAL)
-                found = judge(model.predict(prepared), prepared.answers)
-                parts.append(tuple(tensor.cpu().numpy() for tensor in (genes, *found)))
+                observed = model.objective.observe(model, prepared)
+                parts.append(tuple(tensor.cpu().numpy() for tensor in observed))
     if not parts:
         return {"objective": objective, "n_cells": 0, "verdict": ["No cell could be judged."]}
-    genes, first, second = (np.concatenate(column) for column in zip(*parts))
-    figures = (judge_values if objective == "masked_value" else judge_genes)(genes, first, second, train)
+    figures = model.objective.judge(*(np.concatenate(column) for column in zip(*parts)), train=train)
     return {"objective": objective, "n_cells": len(cells), **figures}
-
-
-def _predicted_values(predicted: torch.Tensor, answers: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    if predicted.ndim == 2:  # logits of bins, which count from 1
-        bins = torch.arange(1, predicted.shape[1] + 1, device=predicted.device, dtype=torch.float32)
-        predicted = predicted.softmax(1) @ bins
-    return answers, predicted
-
-
-def _predicted_genes(logits: torch.Tensor, answers: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return logits.argmax(1) == answers, F.cross_entropy(logits, answers, reduction="none")
-
-
-def judge_values(genes: np.ndarray, targets: np.ndarray, predicted: np.ndarray, train: TrainTokens) -> dict[str, Any]:
-    """Figures of predicted values of hidden tokens.
-
-    Parameters
-    ----------
-    genes
-        Vocabulary row of each target, `(targets,)`.
-    targets, predicted
-        True and predicted value, `(targets,)`.
-
-    Returns `n_targets`, `r2_over_gene_mean`, `r2_over_global_mean`, `pearson_gene_centred`, `mse`, `mse_gene_mean`,
-    `mse_global_mean`, `verdict`; a figure that cannot be had (no variance) is None.
-    """
-    targets, predicted = targets.astype(np.float64), predicted.astype(np.float64)
-    by_gene = train.mean[genes]
-    mse = _mean_square(targets - predicted)
-    mse_gene, mse_global = _mean_square(targets - by_gene), _mean_square(targets - train.global_mean)
-    r2 = _r2(mse, mse_gene)
-    return {
-        "n_targets": len(targets),
-        "r2_over_gene_mean": r2,
-        "r2_over_global_mean": _r2(mse, mse_global),
-        "pearson_gene_centred": _pearson(targets - by_gene, predicted - by_gene),
-        "mse": mse,
-        "mse_gene_mean": mse_gene,
-        "mse_global_mean": mse_global,
-        "verdict": [] if r2 is None else [_values_verdict(r2)],
-    }
-
-
-def judge_genes(
-    genes: np.ndarray, correct: np.ndarray, cross_entropy: np.ndarray, train: TrainTokens
-) -> dict[str, Any]:
-    """Figures of predicted genes of hidden tokens, beside always saying the most frequent one.
-
-    Parameters
-    ----------
-    genes
-        Vocabulary row of each hidden gene, `(targets,)`.
-    correct, cross_entropy
-        Whether the model's first choice is right, and its -log(probability) of the right gene, `(targets,)`.
-
-    Returns `n_targets`, `accuracy`, `accuracy_frequency`, `cross_entropy` and `cross_entropy_frequency` (nats; of
-    add-one frequencies), `verdict`.
-    """
-    frequency = (train.n + 1) / (train.n.sum() + len(train.n))
-    base = float(-np.log(frequency[genes]).mean())
-    accuracy, always = float(correct.mean()), float((genes == int(train.n.argmax())).mean())
-    entropy = float(cross_entropy.astype(np.float64).mean())
-    how = "better than" if entropy < base else "no better than"
-    return {
-        "n_targets": len(genes),
-        "accuracy": accuracy,
-        "accuracy_frequency": always,
-        "cross_entropy": entropy,
-        "cross_entropy_frequency": base,
-        "verdict": [
-            f"Hidden genes are predicted {how} by their frequency in training cells: cross-entropy {entropy:.3f} "
-            f"against {base:.3f} nats, accuracy {accuracy:.3f} against {always:.3f}."
-        ],
-    }
-
-
-def _values_verdict(r2: float) -> str:
-    if r2 < -5e-4:
-        how = "worse than by the gene's mean over training cells"
-    elif r2 < 5e-4:
-        how = "no better than by the gene's mean over training cells"
-    else:
-        how = "better than by the gene's mean over training cells"
-    return f"Hidden values are predicted {how}: R² over the gene mean is {r2:.3f}."
-
-
-def _mean_square(values: np.ndarray) -> float:
-    return float(np.mean(values**2))
-
-
-def _r2(mse: float, reference: float) -> float | None:
-    return 1 - mse / reference if reference > 0 else None
-
-
-def _pearson(a: np.ndarray, b: np.ndarray) -> float | None:
-    a, b = a - a.mean(), b - b.mean()
-    scale = math.sqrt(float(a @ a) * float(b @ b))
-    return float(a @ b) / scale if scale > 0 else None

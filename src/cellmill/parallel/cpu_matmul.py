@@ -19,6 +19,12 @@ LARGE = 1 << 24
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """Dtype that autocast casts to on the device of `tensor`; None where it is off, and on the meta device."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+
+
 def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """(M, K), (N, K) and (N,) -> (M, N), `a @ b.T + bias`; plain tensors, no autograd."""
     return _onednn(a, b, bias) if _use_onednn(a, b) else F.linear(a, b, bias)
@@ -29,7 +35,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(M, in) -> (M, out)."""
-        autocast = torch.is_autocast_enabled(input.device.type)
+        autocast = autocast_dtype(input) is not None
         if autocast or isinstance(self.weight, DTensor) or not _use_onednn(input, self.weight):
             return F.linear(input, self.weight, self.bias)
         return _Linear.apply(input, self.weight, self.bias)

@@ -12,6 +12,7 @@ Legend: N targets, H hidden, V local rows of the table.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from cellmill.config.family import CHUNK_LOGITS
-from cellmill.parallel.cpu_matmul import product
+from cellmill.parallel.cpu_matmul import autocast_dtype, product
 from cellmill.parallel.vocab_parallel import first_row, own_rows
 
+CHUNK_LOGITS = 1 << 24
+"""Logits of a chunk on a GPU: 64 MB, and enough targets for its matrix products."""
 ELEMENTS = {"cpu": 1 << 22}
 """Logits of a chunk that fit a CPU's cache. Other devices use `CHUNK_LOGITS`: they need large products."""
 SCALED_ROWS = 4096  # rows of a gradient that are scaled in float32 at a time
@@ -45,9 +47,8 @@ def token_loss(states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, an
         rows = -(-rows // table.device_mesh.size())  # equal on every rank, so that all have the same chunks
         states, table, bias = own_rows(states, table, bias)
     chunk = max(1, ELEMENTS.get(states.device.type, CHUNK_LOGITS) // rows)
-    device = states.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
-    with torch.autocast(device, enabled=False):
+    dtype = autocast_dtype(states) or states.dtype
+    with nullcontext() if states.is_meta else torch.autocast(states.device.type, enabled=False):
         return _ChunkedCrossEntropy.apply(states, table, bias, answers, group, chunk, dtype, torch.is_grad_enabled())
 
 

@@ -22,7 +22,7 @@ import csv
 import difflib
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,12 @@ from cellmill.evaluate.embed import embed_cells, read_embedding
 from cellmill.evaluate.heldout import held_out, seen_cells
 from cellmill.evaluate.probe import choose_cells, log_normalise, probe, verdict
 from cellmill.evaluate.projection import UMAP_COLUMNS, drawn, project
-from cellmill.evaluate.reconstruct import TrainTokens, read_train_tokens, reconstruct
+from cellmill.evaluate.reconstruct import read_train_tokens, reconstruct
 from cellmill.files import sha256_file, write_json, write_text
-from cellmill.models.export import build, initial_tensors, load_model
+from cellmill.models.build import build
+from cellmill.models.export import initial_tensors, load_model, spec_of
 from cellmill.models.family import Model
+from cellmill.models.objective import GeneStatistics
 from cellmill.parallel.materialize import materialize
 
 TOKEN_BUDGET = 16_384  # tokens in one forward pass; results do not depend on it
@@ -61,7 +63,7 @@ class Subject:
     vocabulary: Vocabulary
     tokens: Tokens
     objective: str
-    train: TrainTokens
+    train: GeneStatistics
 
 
 def run(
@@ -125,8 +127,9 @@ def _subject(
 ) -> Subject:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # masks of the evaluation hide the fraction asked for here, whatever the training hid
-    asked = config | {"model": config["model"] | {"mask_frac": options.evaluate.mask_frac}}
-    judged, untrained = build(asked, vocabulary, "cpu"), build(asked, vocabulary, "cpu")
+    spec = spec_of(config, vocabulary.n_genes)
+    spec = replace(spec, objective=spec.objective.model_copy(update={"mask_frac": options.evaluate.mask_frac}))
+    judged, untrained = (build(spec).to_empty(device="cpu") for _ in range(2))
     judged.load_state_dict(network.state_dict(), assign=True)
     materialize(untrained, device, initial_tensors(untrained, options.evaluate.seed, None, vocabulary))
     tokens = Tokens.model_validate(config["tokens"])
@@ -135,7 +138,7 @@ def _subject(
         untrained.eval(),
         vocabulary,
         tokens,
-        str(config["model"]["objective"]),
+        judged.objective.config.name,
         read_train_tokens(shards, tokens),
     )
 

@@ -11,11 +11,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cellmill.config import check_options
-from cellmill.config.options import TrainOptions
 from cellmill.errors import UserError
-from cellmill.files import read_json, write_text
-from cellmill.planner.out_of_memory import advice, is_out_of_memory
+from cellmill.files import write_text
+from cellmill.planner.out_of_memory import ask, is_out_of_memory
 
 LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|tcpstore", re.IGNORECASE)
 
@@ -54,12 +52,8 @@ def _who() -> str:
 
 
 def _advice(error: BaseException, folder: Path) -> str:
-    """Return the plan's first remedy, or a general one where memory does not suffice to plan."""
+    """Return the plan's first remedy, or a general one where planning failed."""
     traceback.clear_frames(error.__traceback__)  # they hold the model, its activations and the batch
-    try:
-        record = read_json(folder / "run.json")
-        options: TrainOptions = check_options(TrainOptions, record["options"], "run.json")
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        return advice(record, options, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]), device)
-    except (MemoryError, OSError, UserError):
-        return "lower train.token_budget, or set parallel.activation_checkpointing to full"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    line = ask(folder / "run.json", int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]), device)
+    return line or "lower train.token_budget, or set parallel.activation_checkpointing to full"

@@ -26,6 +26,7 @@ from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import UserError
 from cellmill.files import read_json
 from cellmill.launch.processes import die_with_parent
+from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors
 from cellmill.models.family import Model
 from cellmill.parallel.apply import parallelize
@@ -36,6 +37,7 @@ from cellmill.parallel.pipeline import PipelineModel
 from cellmill.parallel.pipeline_stages import PipelineStages
 from cellmill.parallel.step import ParallelModel
 from cellmill.planner.devices import peak_flops
+from cellmill.planner.size import measure
 from cellmill.runs.folder import TrainFolder
 from cellmill.track.console import ConsoleTracker
 from cellmill.track.jsonl import JsonlTracker
@@ -88,7 +90,7 @@ def main(path: Path, error_file: Path) -> None:
         device=device,
         train=options.train,
         steps=steps,
-        size=options.model.size(vocabulary.n_genes, options.tokens),
+        size=measure(ModelSpec.of(options, vocabulary.n_genes)),
         train_stream=train_stream,
         val_stream=val_stream,
         checkpoints=checkpoints,
@@ -154,8 +156,7 @@ def build_model(
 
 def _build_part(options: TrainOptions, vocabulary: Vocabulary, stage: int, mesh: Mesh) -> Model:
     """Return one pipeline stage, or without a pipeline the whole model, laid out on the meta device."""
-    with torch.device("meta"):
-        model: Model = options.model.load()(options.model, vocabulary.n_genes, options.tokens)
+    model = build(ModelSpec.of(options, vocabulary.n_genes))
     parallelize(model, options.parallel, mesh, stage=stage)
     return model
 
