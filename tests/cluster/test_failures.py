@@ -74,9 +74,9 @@ def test_a_rank_that_raises_is_named_with_its_node(failed: dict[str, Launched]) 
 def test_a_loss_that_is_not_finite_ends_the_run(failed: dict[str, Launched]) -> None:
     ends(
         failed["nan"],
-        r"loss (nan|inf|-inf) and gradient norm (nan|inf|\S+) at step \d+, skipped as were the 4 before it "
-        r"\(train.max_bad_steps 5\): lower train.lr \(1e\+38\) or raise train.warmup_steps; the checkpoints before it "
-        r"are untouched; rank 0 had .*",
+        r"loss (nan|inf|-inf) and gradient norm (nan|inf|\S+) at step \d+, the last of 5 bad steps in a row "
+        r"\(train.max_bad_steps 5\): lower train.lr \(1e\+38\) or raise train.warmup_steps; earlier checkpoints are "
+        r"intact; rank 0 had .*",
     )
 
 

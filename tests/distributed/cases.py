@@ -34,9 +34,9 @@ from cellmill.planner.size import measure
 from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.loop import Progress, Trainer
-from cellmill.train.meter import Meter
 from cellmill.train.optimizer import build_optimizer
 from cellmill.train.stop import StopFlag
+from cellmill.train.telemetry import Meter
 from cellmill.train.worker import build_model, build_parallel_model, build_streams, open_profile
 
 DEVICE = torch.device("cpu")

@@ -82,7 +82,7 @@ def test_a_planted_pickle_in_the_metadata_is_refused_and_not_run(half: Path, tmp
 
     shutil.copytree(half / "checkpoints" / "step-00000004", tmp_path / "checkpoint")
     (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps(Planted()))
-    with pytest.raises(DataError, match=r"builtins\.eval has no place in checkpoint metadata"):
+    with pytest.raises(DataError, match=r"builtins\.eval is not allowed in checkpoint metadata"):
         CheckpointReader(tmp_path / "checkpoint").read_metadata()
     assert not trace.exists()
 
