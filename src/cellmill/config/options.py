@@ -1,4 +1,4 @@
-"""Sections of the configuration that each stage reads. A new section is one line here, and its class."""
+"""Sections of the configuration that each stage reads. A new section is its class and one line here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pydantic import SerializeAsAny
 
 from cellmill.config.corpus import Preprocess, Shard, VocabularyConfig
 from cellmill.config.family import FamilyConfig
-from cellmill.config.run import Consolidate, Embed, Evaluate, Parallel, Plan, Report, Stream, Train
+from cellmill.config.parallel import Parallel
+from cellmill.config.run import Consolidate, Embed, Evaluate, Plan, Report, Stream, Train
 from cellmill.config.section import Section
 from cellmill.config.tokens import Tokens
 
