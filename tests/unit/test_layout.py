@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -230,14 +228,6 @@ def test_devices_are_known_by_the_name_of_the_profile_and_of_the_product() -> No
     assert str(error.value) == (
         f"no device is called 'h1000'; there are: {', '.join(DEVICES)}; it comes from the profile"
     )
-
-
-def test_layout_and_memory_do_not_import_torch() -> None:
-    code = (
-        "import sys, cellmill.config.layout, cellmill.planner.memory, cellmill.stages.plan;"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_parameters_on_the_cpu_are_refused_where_fsdp_does_not_keep_them() -> None:
