@@ -43,7 +43,7 @@ value out of range ends every command with one line that names it. On the comman
 file; [examples/](examples) has complete ones.
 """
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "yes/no", "null": "null"}
+TYPES = {"string": "text", "boolean": "yes/no", "object": "mapping"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -122,7 +122,7 @@ def _table(model: type[BaseModel], skip: list[str] | None = None) -> Iterator[st
         yield "|---|---|---|---|"
     for name, field in fields.items():
         kind = f"mapping of {named[name].kind} names to options" if name in named else _type(properties[name])
-        yield f"| `{name}` | {kind} | {_default(field)} | {(field.description or '').replace('|', chr(92) + '|')} |"
+        yield f"| `{name}` | {kind} | {_default(field, name in named)} | {(field.description or '').replace('|', chr(92) + '|')} |"
     if fields:
         yield ""
 
@@ -131,11 +131,11 @@ def _summary(model: type[BaseModel]) -> str:
     return (model.__doc__ or "").split("\n\n")[0].replace("\n", " ").strip()
 
 
-def _default(field: FieldInfo) -> str:
+def _default(field: FieldInfo, named: bool) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    if isinstance(value, dict):
+    if named:
         return ", ".join(f"`{name}`" for name in value) or "none"
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
@@ -149,7 +149,7 @@ def _type(schema: dict[str, Any]) -> str:
     if schema["type"] == "array":
         return f"list of {_type(schema['items'])}"
     limits = [f"{sign} {schema[limit]:g}" for limit, sign in LIMITS.items() if limit in schema]
-    return ", ".join([TYPES[schema["type"]], *limits])
+    return ", ".join([TYPES.get(schema["type"], schema["type"]), *limits])
 
 
 def schema(workflow: type[Workflow] = Workflow) -> dict[str, Any]:

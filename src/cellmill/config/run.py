@@ -141,16 +141,16 @@ class Embed(Section):
 
 
 class Evaluate(Section):
-    """Evaluation of the embedding on held-out cells, next to baselines."""
+    """The embedding judged on held-out cells, beside its baselines."""
 
-    datasets: list[str] | None = Field(None, description="Datasets to evaluate; null takes those of the run's corpus.")
+    datasets: list[str] | None = Field(None, description="Datasets to evaluate; null is those of the run's corpus.")
     cells: Literal["heldout", "all"] = Field(
-        "heldout", description="heldout excludes every cell the model was trained or validated on."
+        "heldout", description="heldout leaves out every cell the model was trained or validated on."
     )
     folds: int = Field(5, ge=2, description="Cross-validation folds of the probes.")
     neighbors: int = Field(15, ge=1, description="k of the kNN probe.")
-    mask_frac: float = Field(0.15, gt=0, lt=1, description="Fraction of a cell's tokens masked for reconstruction.")
-    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of folds, masks, the untrained model and UMAP.")
+    mask_frac: float = Field(0.15, gt=0, lt=1, description="Fraction of a cell's tokens hidden for reconstruction.")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of folds, masks, the untrained model and the UMAP.")
 
 
 class Report(Section):
