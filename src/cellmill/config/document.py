@@ -122,7 +122,8 @@ def _table(model: type[BaseModel], skip: list[str] | None = None) -> Iterator[st
         yield "|---|---|---|---|"
     for name, field in fields.items():
         kind = f"mapping of {named[name].kind} names to options" if name in named else _type(properties[name])
-        yield f"| `{name}` | {kind} | {_default(field, name in named)} | {(field.description or '').replace('|', chr(92) + '|')} |"
+        text = (field.description or "").replace("|", "\\|")
+        yield f"| `{name}` | {kind} | {_default(field, name in named)} | {text} |"
     if fields:
         yield ""
 
