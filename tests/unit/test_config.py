@@ -301,6 +301,9 @@ class Fruit(Plugin):
     kind: ClassVar[str] = "fruit"
     default: ClassVar[str | None] = "apple"
 
+    name: str
+    ripe: bool = Field(True, description="Ready to eat.")
+
 
 class Apple(Fruit):
     """A fruit of trees."""
@@ -356,8 +359,8 @@ def test_a_new_section_is_a_class_and_a_line_in_the_options_of_its_stage(basket:
     runs = {"demo": {"corpus": "pbmc"}, "big": {"corpus": "pbmc", "basket": {"size": 9}}}
     workflow = basket(basket={"fruits": {"melon": None}}, runs=runs)
     demo, big = (workflow.section("train", name) for name in runs)
-    assert demo["basket"] == {"size": 2, "fruits": {"melon": {"name": "melon", "weight_kg": None}}}
-    assert demo["dessert"] == {"name": "apple", "seeds": 3}
+    assert demo["basket"] == {"size": 2, "fruits": {"melon": {"name": "melon", "ripe": True, "weight_kg": None}}}
+    assert demo["dessert"] == {"name": "apple", "ripe": True, "seeds": 3}
     assert big == demo | {"basket": demo["basket"] | {"size": 9}}
     assert check_options(OPTIONS["train"], json.loads(json.dumps(big)), "--options").model_dump(mode="json") == big
 
@@ -374,7 +377,7 @@ def test_a_new_section_is_a_class_and_a_line_in_the_options_of_its_stage(basket:
         ),
         ({"basket": {"fruits": ["apple"]}}, "basket.fruits: expected a mapping of names, got ['apple']"),
         ({"basket": {"fruits": {"apple": 3}}}, "basket.fruits: apple: expected a mapping of options, got 3"),
-        ({"dessert": {"name": "melon", "seeds": 3}}, "dessert: unknown key 'seeds'; there are: name, weight_kg"),
+        ({"dessert": {"name": "melon", "seeds": 3}}, "dessert: unknown key 'seeds'; there are: name, ripe, weight_kg"),
         ({"dessert": {"seeds": 0}}, "dessert: seeds: input should be greater than or equal to 1, got 0"),
         (
             {"runs": {"demo": {"corpus": "pbmc", "dessert": 3}}},
@@ -393,17 +396,17 @@ def test_options_of_a_choice_are_refused_in_one_line(
             validate(GOOD | sections)
 
 
-def test_a_run_that_names_another_choice_starts_from_the_defaults_of_that_choice(
+def test_a_run_that_names_another_choice_inherits_only_the_options_of_the_contract(
     basket: Callable[..., Workflow],
 ) -> None:
     own = {"same": {"name": "apple"}, "other": {"name": "melon"}, "more": {"seeds": 5}, "none": None}
     runs = {name: {"corpus": "pbmc", "dessert": dessert} for name, dessert in own.items()}
-    workflow = basket(dessert={"seeds": 7}, runs=runs)
+    workflow = basket(dessert={"seeds": 7, "ripe": False}, runs=runs)
     assert {name: workflow.section("train", name)["dessert"] for name in runs} == {
-        "same": {"name": "apple", "seeds": 7},
-        "other": {"name": "melon", "weight_kg": None},
-        "more": {"name": "apple", "seeds": 5},
-        "none": {"name": "apple", "seeds": 7},
+        "same": {"name": "apple", "ripe": False, "seeds": 7},
+        "other": {"name": "melon", "ripe": False, "weight_kg": None},
+        "more": {"name": "apple", "ripe": False, "seeds": 5},
+        "none": {"name": "apple", "ripe": False, "seeds": 7},
     }
 
 
@@ -417,13 +420,14 @@ def validate(tree: dict[str, Any]) -> None:
 def test_a_new_section_is_documented_and_in_the_schema(basket: Callable[..., Workflow]) -> None:
     text = document.readme(BasketWorkflow)
     table = "| key | type | default | |\n|---|---|---|---|\n"
+    choice = f"{table}| `ripe` | yes/no | `true` | Ready to eat. |\n"
     assert (
         "## basket\n\nWhat a run takes along. Read by: `train`.\n\n"
         f"{table}| `size` | integer, ≥ 1 | `2` | Its size. |\n"
         "| `fruits` | mapping of fruit names to options | none | What is in it. |\n\n"
         "Options of each fruit in `basket.fruits`:\n\n"
-        f"### fruit `apple`\n\nA fruit of trees.\n\n{table}| `seeds` | integer, ≥ 1 | `3` | Seeds of one. |\n\n"
-        f"### fruit `melon`\n\nA fruit of fields.\n\n{table}| `weight_kg` | number, > 0, or null | `null` |"
+        f"### fruit `apple`\n\nA fruit of trees.\n\n{choice}| `seeds` | integer, ≥ 1 | `3` | Seeds of one. |\n\n"
+        f"### fruit `melon`\n\nA fruit of fields.\n\n{choice}| `weight_kg` | number, > 0, or null | `null` |"
     ) in text
     assert "## dessert\n\nOptions of the fruit that `name` names, `apple` by default. Read by: `train`." in text
     run: dict[str, Any] = {"corpus": "a", "dessert": None, "basket": {"fruits": {"melon": {"weight_kg": "3e-1"}}}}

@@ -39,9 +39,11 @@ class Plugin(Section):
 
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-        """Another choice shares no option with the one at the top."""
+        """Another choice than the one at the top inherits the options of the contract alone."""
         name = defaults.get(cls.key, cls.default)
-        return defaults | own if own.get(cls.key, name) == name else own
+        if own.get(cls.key, name) != name:
+            defaults = {key: value for key, value in defaults.items() if key in cls.model_fields and key != cls.key}
+        return defaults | own
 
     @model_validator(mode="wrap")
     @classmethod
