@@ -118,7 +118,7 @@ def test_the_report_of_snakemake_has_the_captions(done: tuple[Project, str]) -> 
     page = done[0].folder / "snakemake.html"
     text = page.read_text()
     page.unlink()
-    for caption in ("Cells and genes of dataset sim before and after", "Embeddings of run tiny on held-out cells"):
+    for caption in ("Cells and genes of dataset sim before and after", "Evaluation of run tiny on held-out cells"):
         assert caption in text
 
 
