@@ -99,6 +99,17 @@ def go_on(made: Trainer, folder: str) -> None:
     made.train_stream.load_state_dict(made.train_stream.state_dict() | {"epoch": epoch, "step": step})
 
 
+def logged(corpus: str, options: dict[str, Any], folder: str, steps: int) -> list[dict[str, float]]:
+    """Every logged line of a training, without what depends on the machine."""
+    made, lines = trainer(corpus, options, folder, steps)
+    made.run()
+    for stream in (made.train_stream, made.val_stream):
+        if stream is not None:
+            stream.close()
+    kept = ("step", "loss", "grad_norm", "lr", "val_loss", "cells", "tokens")
+    return [{key: line[key] for key in kept if key in line} for line in lines.lines]
+
+
 def curve(corpus: str, options: dict[str, Any], folder: str, steps: int, load: bool = False) -> list[list[float]]:
     """[loss, gradient norm] of each step; with `load`, going on from the newest checkpoint in `folder`."""
     made, lines = trainer(corpus, options, folder, steps)

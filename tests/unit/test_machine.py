@@ -33,7 +33,7 @@ def test_no_value_of_a_profile_becomes_a_command(name: str, value: str) -> None:
         ({"nodes": "0"}, "profile: nodes: a number such as 2 or a range such as 1-2 is wanted, not '0'"),
         ({"nodes": "3-2"}, "profile: nodes: a number such as 2 or a range such as 1-2 is wanted, not '3-2'"),
         ({"nodes": "1-2"}, "profile: nodes: a range such as 1-2 needs launcher slurm, not local"),
-        ({"nproc_per_node": 0}, "profile: nproc_per_node: input should be greater than or equal to 1, not 0"),
+        ({"nproc_per_node": 0}, "profile: nproc_per_node: input should be greater than or equal to 1, got 0"),
         (
             {"gpus_per_node": "4", "gres": "gpu:4"},
             "profile: gpus_per_node '4' and gres 'gpu:4' ask twice; set one to ''",

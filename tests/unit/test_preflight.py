@@ -471,7 +471,7 @@ def test_commands_that_are_missing_are_named_and_the_configuration_is_judged_all
         capsys, write_profile(plan={"device": "a100"}, **slurm(nproc_per_node=5, gpus_per_node="a100:5"))
     )
     misfit = (
-        "stream.lanes 48 is not a multiple of 10 processes: use 8 of them (the profile), or stream.lanes 10 with "
+        "stream.lanes 48 is not a multiple of 10 processes; set 8 in the profile, or stream.lanes 10 with "
         "train.global_batch 50; set-resources: train: nodes, nproc_per_node"
     )
     assert lines == [

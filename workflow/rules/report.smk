@@ -2,7 +2,7 @@
 
 
 localrules:
-    report,  # a second over small files
+    report,  # takes a second on small files
 
 
 rule report:

@@ -1,9 +1,9 @@
-# A run: planned, trained, exported. The machine (nodes, processes, partition …) comes from the profile's set-resources,
-# so that another one reruns nothing.
+# A run: plan, training, export. The machine (nodes, processes, partition …) is in the profile's set-resources, so that
+# another machine reruns nothing.
 
 
 localrules:
-    plan,  # arithmetic of a second; what it refuses is refused before anything is queued
+    plan,  # takes a second, and refuses a run before anything is submitted
     train,
 
 
@@ -29,20 +29,20 @@ rule plan:
         device="cpu",
     params:
         options=options("plan"),
-        fits=fits_processes,  # depends on resources, which Snakemake takes for no reason to run again
+        fits=fits_processes,  # depends on resources, which Snakemake takes for no reason to rerun
     shell:
         "cellmill plan --options {params.options:q} --manifest {input:q} --out {output:q} --nodes {resources.nodes:q}"
         " --nproc-per-node {resources.nproc_per_node:q} --device {resources.device:q} 2>&1 | tee -i {log:q}"
 
 
-# Only status.json is an output: Snakemake deletes the outputs of a job that failed, and the checkpoints beside it are
-# what a run goes on from. It starts its processes or submits its jobs itself, so it stays where Snakemake runs.
+# Only status.json is an output: Snakemake deletes the outputs of a failed job, and the run resumes from the checkpoints
+# in that folder. It starts its processes or submits its jobs itself, so it is a local rule.
 rule train:
     input:
         manifest=lambda wildcards: f"{corpus_of(wildcards)}/shards/manifest.json",
         vocabulary=lambda wildcards: f"{corpus_of(wildcards)}/vocabulary.tsv",
-        # must have agreed. Not ancient(): Snakemake would then overlook train's own changed options whenever plan reruns.
-        # A training whose options are the same finds itself done.
+        # a plan that refuses stops the run. Not ancient(): Snakemake would then miss changed options of train whenever
+        # plan reruns. A training with the same options ends at once as done.
         plan="results/runs/{run}/plan.json",
         parent=parent_model,
     output:
@@ -51,11 +51,11 @@ rule train:
         "logs/train/{run}.log",
     benchmark:
         "results/benchmarks/train/{run}.tsv"
-    retries: 0  # it goes on by itself after what is no fault of its own, and an error would come again
+    retries: 0  # it resumes by itself after failures of the machine; an error of its own would come again
     conda:
         "../../envs/cellmill.yaml"
     resources:
-        # the options of cellmill train of these names
+        # one option of `cellmill train` each
         launcher="local",
         nodes=1,
         nproc_per_node=1,
@@ -83,7 +83,7 @@ rule train:
         fits=fits_processes,
         parent=parent_argument,
     shell:
-        # Snakemake sets these to the threads of the rule; the launcher divides the cores among the processes
+        # Snakemake sets these to the threads of the rule; the launcher divides the cores over the processes
         "unset OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS;"
         " cellmill train --options {params.options:q} --manifest {input.manifest:q} --vocabulary {input.vocabulary:q}"
         ' --out "$(dirname {output:q})" {params.parent:q} --launcher {resources.launcher:q}'

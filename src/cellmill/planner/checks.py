@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from cellmill.config import check_options
+from cellmill.config.checks import check_processes, check_together
 from cellmill.config.family import WEIGHTS_FORMAT
-from cellmill.config.layout import check_lanes, layout
 from cellmill.config.options import TrainOptions
-from cellmill.config.run import check_together
 from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
@@ -17,18 +16,8 @@ from cellmill.files import read_json
 
 def check_run(options: TrainOptions, nodes: int, nproc_per_node: int, train_cells: int) -> None:
     """Raises ConfigError when sections exclude each other or do not fit the number of processes or cells."""
-    try:
-        check_together(
-            options.tokens, options.stream, options.model, options.objective, options.parallel, options.train
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    sizes = layout(options.parallel, nodes * nproc_per_node, nproc_per_node)
-    if train_cells < sizes.dp:
-        raise ConfigError(
-            f"{sizes.data_parallel_words} for {train_cells} training cells: use fewer processes (the profile)"
-        )
-    check_lanes(options.stream.lanes, options.train.global_batch, sizes)
+    check_together(options)
+    check_processes(options, nodes, nproc_per_node, train_cells)
 
 
 def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
