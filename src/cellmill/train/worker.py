@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cellmill.config import check_options
 from cellmill.config.layout import min_microbatches
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import Parallel, Train
+from cellmill.config.upgrade import stored_options
 from cellmill.data.manifest import Manifest
 from cellmill.data.stream import CellStream
 from cellmill.data.vocabulary import Vocabulary
@@ -64,7 +64,7 @@ def main(path: Path, error_file: Path) -> None:
     stop = StopFlag()
     folder = TrainFolder(path)
     record = read_json(folder.path / "run.json")
-    options: TrainOptions = check_options(TrainOptions, record["options"], "run.json")
+    options = stored_options(record["options"], "run.json")
     device = _join(options.parallel, options.train.timeout_s)
     watch = HangWatch()
     watch.start(options.train.timeout_s, partial(give_up, error_file))
@@ -280,7 +280,7 @@ def _advice(error: BaseException, folder: Path) -> str:
     traceback.clear_frames(error.__traceback__)  # they hold the model, its activations and the batch
     try:
         record = read_json(folder / "run.json")
-        options: TrainOptions = check_options(TrainOptions, record["options"], "run.json")
+        options = stored_options(record["options"], "run.json")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return advice(record, options, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]), device)
     except (MemoryError, OSError, UserError):
