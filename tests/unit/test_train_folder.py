@@ -66,7 +66,7 @@ def test_a_manifest_that_is_none_is_damage(tmp_path: Path, text: str) -> None:
     folder = TrainFolder(tmp_path)
     save(folder, 1, 1)
     (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").write_text(text)
-    with pytest.raises(DataError, match=r"manifest\.json: is not a checkpoint's manifest"):
+    with pytest.raises(DataError, match=r"manifest\.json: not a checkpoint's manifest"):
         folder.newest_whole()
 
 
@@ -87,7 +87,7 @@ def test_without_validation_the_newest_is_the_best(tmp_path: Path) -> None:
 def test_a_best_that_is_gone_is_an_error_with_a_way_out(tmp_path: Path) -> None:
     folder = TrainFolder(tmp_path)
     save(folder, 2, 1)
-    with pytest.raises(DataError, match=r"the best checkpoint, step 1, is gone; set consolidate\.checkpoint: last"):
+    with pytest.raises(DataError, match=r"the best checkpoint, step 1, is missing; set consolidate\.checkpoint: last"):
         folder.best()
 
 

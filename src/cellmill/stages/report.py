@@ -17,7 +17,7 @@ from cellmill.errors import DataError
 from cellmill.files import read_json, write_text
 from cellmill.report import figures
 from cellmill.report.collect import ReportedCorpus, ReportedRun, largest_memory, losses, read_corpus, read_run
-from cellmill.runs.cost import span
+from cellmill.runs.run_cost import span
 
 MEASURES = {"n_genes": "genes of a cell", "n_counts": "counts of a cell", "mito_frac": "mitochondrial fraction"}
 

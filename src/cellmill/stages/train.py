@@ -30,7 +30,7 @@ from cellmill.planner.checks import check_run, check_vocabulary, check_weights
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.identity import changed_keys, check_data, identity
 from cellmill.runs.progress import status
-from cellmill.runs.spent import accounted, write_cost
+from cellmill.runs.run_cost import accounted, write_cost
 
 
 def run(
