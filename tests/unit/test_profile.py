@@ -135,6 +135,7 @@ def test_the_machine_is_what_the_rule_train_is_called_with(alone: Path) -> None:
     _machine(parser)
     _cluster(parser)
     given = vars(parser.parse_known_args(flags)[0])
+    assert {flag.partition("=")[0] for flag in flags} >= {f"--{name.replace('_', '-')}" for name in given}
     assert read_profile("one").machine() == check_options(Machine, given, "the rule's flags")
 
 
@@ -178,11 +179,11 @@ def test_a_value_that_is_another_to_snakemake_is_named(train: dict[str, Any], me
     ("train", "message"),
     [
         ({"partition": "gpu"}, "unknown key 'partition'; did you mean 'slurm_partition'?"),
-        ({"nodes": 0}, "nodes: a number such as 2 or a range such as 1-2 is wanted, not '0'"),
+        ({"nodes": 0}, "nodes: expected a number such as 2 or a range such as 1-2, got '0'"),
         (
             {"slurm_account": "lab; rm -rf $HOME/x"},
-            "slurm_account: 'lab; rm -rf {HOME}/x' has a character that no SLURM value needs: letters, digits and "
-            ". , : + = @ / * & | ( ) [ ] ! % - _ are allowed",
+            "slurm_account: 'lab; rm -rf {HOME}/x': expected only the characters of SLURM's values, letters, digits and "
+            ". , : + = @ / * & | ( ) [ ] ! % - _",
         ),
     ],
 )
