@@ -160,8 +160,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "misspelt section": ({"trian": {}}, "unknown key 'trian'; did you mean 'train'?"),
     "unknown section": (
         {"zzz": {}},
-        "unknown key 'zzz'; there are: preprocess, vocabulary, shard, tokens, stream, model, objective, parallel, train, plan, "
-        "consolidate, embed, evaluate, report, corpora, runs",
+        "unknown key 'zzz'; there are: preprocess, vocabulary, shard, tokens, stream, model, objective, parallel, "
+        "train, plan, consolidate, embed, evaluate, report, corpora, runs",
     ),
     "misspelt key": ({"train": {"lrr": 1}}, "train: unknown key 'lrr'; did you mean 'lr'?"),
     "misspelt key of the model": ({"model": {"hiden": 32}}, "model: unknown key 'hiden'; did you mean 'hidden'?"),

@@ -199,7 +199,7 @@ def test_a_layout_that_cannot_be_is_refused_by_a_dry_run_with_what_can(
         ),
         (
             "plan:nodes=2-4",
-            "run tiny: the profile's set-resources: nodes: a number such as 2 or a range such as 1-2 is ",
+            "run tiny: the profile's set-resources: nodes: expected a number such as 2 or a range such as 1-2, ",
         ),
     ],
 )

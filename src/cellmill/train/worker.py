@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cellmill.config import check_options
 from cellmill.config.layout import min_microbatches
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import Parallel, Train
+from cellmill.config.upgrade import stored_options
 from cellmill.data.manifest import Manifest
 from cellmill.data.stream import CellStream
 from cellmill.data.vocabulary import Vocabulary
@@ -57,7 +57,7 @@ def main(path: Path, error_file: Path) -> None:
     stop = StopFlag()
     folder = TrainFolder(path)
     record = read_json(folder.path / "run.json")
-    options: TrainOptions = check_options(TrainOptions, record["options"], "run.json")
+    options = stored_options(record["options"], "run.json")
     device = _join(options.parallel, options.train.timeout_s)
     watch = HangWatch()
     watch.start(options.train.timeout_s, partial(give_up, error_file))
