@@ -19,6 +19,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "binned": "cellmill.config.tokens:BinnedTokens",
         "continuous": "cellmill.config.tokens:ContinuousTokens",
     },
+    "tracker": {},
 }
 
 

@@ -162,6 +162,8 @@ def _annotation(annotation: Any) -> str:
         return " or ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) in (Union, UnionType):
         return " or ".join(_annotation(part) for part in get_args(annotation))
+    if get_origin(annotation) is dict:
+        return "options by name"
     if get_origin(annotation) is list:
         return f"list of {_annotation(get_args(annotation)[0])}"
     return {int: "integer", float: "number", str: "text", bool: "yes/no"}[annotation]
@@ -232,6 +234,8 @@ def _annotation_schema(annotation: Any) -> dict[str, Any]:
         for part in parts:
             merged |= part
         return merged | {"type": [kind for part in parts for kind in _as_list(part["type"])]}
+    if get_origin(annotation) is dict:
+        return {"type": "object", "additionalProperties": {"type": ["object", "null"]}}
     if get_origin(annotation) is list:
         return {"type": "array", "items": _annotation_schema(get_args(annotation)[0])}
     if annotation in (int, float):

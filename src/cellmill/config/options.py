@@ -9,6 +9,7 @@ from cellmill.config.family import FamilyConfig
 from cellmill.config.run import Consolidate, Embed, Evaluate, Parallel, Plan, Report, Stream, Train
 from cellmill.config.section import Section
 from cellmill.config.tokens import Tokens
+from cellmill.config.track import Track
 
 
 class PreprocessOptions(Section):
@@ -29,6 +30,7 @@ class TrainOptions(Section):
     model: SerializeAsAny[FamilyConfig]
     parallel: Parallel
     train: Train
+    track: Track = Track()
 
 
 class PlanOptions(TrainOptions):

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from cellmill.config import check_options
 from cellmill.config.layout import min_microbatches
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import Parallel, Train
+from cellmill.config.track import Track
 from cellmill.data.manifest import Manifest
 from cellmill.data.stream import CellStream
 from cellmill.data.vocabulary import Vocabulary
@@ -45,6 +47,7 @@ from cellmill.planner.out_of_memory import advice, is_out_of_memory
 from cellmill.runs.folder import Checkpoint, TrainFolder
 from cellmill.runs.metrics import cut_back
 from cellmill.runs.progress import status
+from cellmill.track.background import BackgroundTrackers
 from cellmill.track.console import ConsoleTracker
 from cellmill.track.jsonl import JsonlTracker
 from cellmill.track.tracker import Tracker
@@ -101,7 +104,7 @@ def main(path: Path, error_file: Path) -> None:
         train_stream=train_stream,
         val_stream=val_stream,
         checkpoints=checkpoints,
-        trackers=open_trackers(folder, steps, progress.step),
+        trackers=open_trackers(folder, options.track, saved_with, progress.step),
         meter=Meter(_peak(device, options.parallel.precision), dist.get_world_size()),
         stop=stop,
         progress=progress,
@@ -110,15 +113,21 @@ def main(path: Path, error_file: Path) -> None:
         profile=open_profile(folder, options.train, device),
     )
     write_state(folder, "running", progress, saved_with)
-    done = trainer.run()
+    try:
+        done = trainer.run()
+    except BaseException:
+        for tracker in trainer.trackers:
+            with suppress(OSError):  # a full disk, again
+                tracker.finish("failed")
+        raise
     if trainer.profile is not None:
         trainer.profile.close()
     for stream in (train_stream, val_stream):
         if stream is not None:
             stream.close()
-    for tracker in trainer.trackers:
-        tracker.close()
     write_state(folder, "done" if done else "stopped", progress, saved_with)
+    for tracker in trainer.trackers:
+        tracker.finish("done" if done else "stopped")
     dist.barrier()  # nobody leaves while another still needs it
     watch.close()
 
@@ -229,11 +238,14 @@ def resume(
     return progress
 
 
-def open_trackers(folder: TrainFolder, steps: int, start: int) -> list[Tracker]:
-    """Rank 0's trackers; the others have none."""
+def open_trackers(folder: TrainFolder, track: Track, saved_with: dict[str, Any], resume_step: int) -> list[Tracker]:
+    """Start rank 0's trackers; other ranks have none."""
     if dist.get_rank() != 0:
         return []
-    return [JsonlTracker(folder.metrics), ConsoleTracker(steps, start)]
+    trackers: list[Tracker] = [JsonlTracker(folder.metrics), ConsoleTracker(), BackgroundTrackers(track.to)]
+    for tracker in trackers:
+        tracker.start({"run": folder.path.resolve().parent.name, **saved_with}, resume_step)
+    return trackers
 
 
 def open_profile(folder: TrainFolder, train: Train, device: torch.device) -> StepProfile | None:
