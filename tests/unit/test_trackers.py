@@ -96,13 +96,13 @@ def test_a_tracker_gets_every_line_in_order_from_the_resumed_step_on(status: str
 
 
 def test_trackers_get_numbers_only_and_copies_of_their_own() -> None:
-    config, scalars = {"options": {"train": {}}}, {"skipped": "loss nan", "skipped_steps": 3}
+    config, scalars = {"options": {"train": {}}}, {"skipped": "loss nan", "skipped_steps": 3, "resident_gb": [1, 4, 2]}
     trackers = BackgroundTrackers(Track.model_validate({"to": {"recording": None, "other": None}}).to)
     trackers.start(config, 0)
     trackers.log(1, scalars)
     trackers.log(2, {"skipped": "validation loss nan"})
     trackers.finish("done")
-    assert [call for call in CALLS if call[0] == "log"] == [("log", 1, {"skipped_steps": 3})] * 2
+    assert [call for call in CALLS if call[0] == "log"] == [("log", 1, {"skipped_steps": 3, "resident_gb": 4})] * 2
     configs = [call[1] for call in CALLS if call[0] == "start"]
     assert configs == [config, config]
     assert configs[0]["options"] is not configs[1]["options"]

@@ -32,7 +32,8 @@ class BackgroundTrackers:
             thread.start(deepcopy(config), resume_step)
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
-        numbers = {name: value for name, value in scalars.items() if isinstance(value, int | float)}
+        largest = {name: max(value) if isinstance(value, list) else value for name, value in scalars.items()}
+        numbers = {name: value for name, value in largest.items() if isinstance(value, int | float)}
         if numbers:
             for thread in self._threads:
                 thread.log(step, dict(numbers))

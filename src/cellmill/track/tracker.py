@@ -20,7 +20,11 @@ class Tracker(Protocol):
         """
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
-        """Record the scalars of an optimizer step: those of its training, or `val_loss`. Plug-ins get numbers only."""
+        """Record a line of metrics.jsonl: numbers of a training step, or `val_loss`.
+
+        Plug-ins get numbers only: the largest of a list over ranks (memory), and no text (the reason of a skipped
+        step).
+        """
 
     def finish(self, status: str) -> None:
         """End: `done`, `stopped` (to be resumed) or `failed`. Not called when the process is killed."""
