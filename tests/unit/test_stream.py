@@ -201,11 +201,11 @@ def test_state_of_other_data_or_another_order_is_refused_with_both_values(manife
     with pytest.raises(DataError, match=rf"{manifest.fingerprint}.*{other.fingerprint}"):
         stream_of(other).load_state_dict(state)
     for change, message in (
-        ({"seed": 4}, "train.seed is 4, the checkpoint was written with 0"),
-        ({"global_batch": 64}, "train.global_batch is 64, .* with 32"),
-        ({"options": {"lanes": 4}}, "stream.lanes is 4, .* with 8"),
-        ({"options": {"block_cells": 2}}, "stream.block_cells is 2, .* with 4"),
-        ({"options": {"window_blocks": 1}}, "stream.window_blocks is 1, .* with 3"),
+        ({"seed": 4}, "train.seed is 4, but 0 in the checkpoint"),
+        ({"global_batch": 64}, "train.global_batch is 64, but 32 in"),
+        ({"options": {"lanes": 4}}, "stream.lanes is 4, but 8 in"),
+        ({"options": {"block_cells": 2}}, "stream.block_cells is 2, but 4 in"),
+        ({"options": {"window_blocks": 1}}, "stream.window_blocks is 1, but 3 in"),
     ):
         with pytest.raises(ConfigError, match=message):
             stream_of(manifest, **change).load_state_dict(state)
@@ -226,25 +226,6 @@ def test_validation_is_one_epoch_in_a_fixed_order_of_the_first_cells(manifest: M
     everything = stream_of(manifest, shuffle=False, max_cells=10**6)
     assert everything.n_cells == CELLS
     everything.close()
-
-
-def test_more_ranks_than_cells_are_refused(tmp_path: Path) -> None:
-    manifest = write_corpus(tmp_path, 3)
-    with pytest.raises(ConfigError, match=r"4 ranks for 3 train cells of .*manifest\.json: use fewer processes"):
-        stream_of(manifest, 0, 4)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"world": 3}, "stream.lanes 8 is not a multiple of 3 data-parallel ranks"),
-        ({"global_batch": 12}, "train.global_batch 12 is not a multiple of stream.lanes 8"),
-        ({"token_budget": 11}, "tokens.max_tokens 12 is more than token_budget 11"),
-    ],
-)
-def test_sizes_that_do_not_divide_are_refused(manifest: Manifest, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        stream_of(manifest, **changes)
 
 
 def test_a_split_without_cells_is_named(manifest: Manifest) -> None:
