@@ -1,4 +1,4 @@
-"""The toy family of tests/plugin, found through its entry points, in every layout: parity, resume, export, embedding."""
+"""The toy family of tests/plugin, found by its entry point, in every layout: parity, resume, export, embedding."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "nothing to train on": (
         {"shard": {"val_frac": 0.6, "test_frac": 0.5}},
-        "shard: val_frac + test_frac = 1.1 leaves no cells to train on",
+        "shard: val_frac + test_frac = 1.1 leaves no cells for training",
     ),
     "run without a corpus": ({"runs": {"demo": None}}, "runs.demo.corpus: is missing"),
     "no such corpus": (
@@ -280,16 +280,16 @@ def test_a_file_that_is_missing_or_no_yaml_is_named(tmp_path: Path) -> None:
 
 
 TABLES: dict[str, tuple[str, str]] = {
-    "empty": ("", ": no datasets; add a row for each .h5ad file"),
-    "header alone": ("dataset\tpath\n", ": no datasets; add a row for each .h5ad file"),
+    "empty": ("", ": no datasets; add a row per .h5ad file"),
+    "header alone": ("dataset\tpath\n", ": no datasets; add a row per .h5ad file"),
     "unknown column": (
         "dataset\tpth\na\tb\n",
         ": unknown column 'pth'; did you mean 'path'?",
     ),
     "no path": ("dataset\tpath\na\t\n", ", line 2: path: is missing"),
-    "too many cells": ("dataset\tpath\na\tb\tc\n", ", line 2: more cells than the header has columns"),
+    "too many cells": ("dataset\tpath\na\tb\tc\n", ", line 2: more fields than columns in the header"),
     "not text": ("dataset\tpath\n\udcff\tb\n", ": not UTF-8 text; save it as tab-separated UTF-8"),
-    "twice": ("dataset\tpath\na\tb\na\tc\n", ", line 3: dataset 'a' is listed twice"),
+    "twice": ("dataset\tpath\na\tb\na\tc\n", ", line 3: dataset 'a' is a duplicate; rename it"),
     "a name that is a path": (
         "dataset\tpath\na/b\tc\n",
         ", line 2: dataset: string should match pattern '^[A-Za-z0-9][A-Za-z0-9_.-]*$', got 'a/b'",
@@ -310,7 +310,7 @@ def test_a_wrong_table_is_named_with_its_line(tmp_path: Path, case: str) -> None
 def test_a_table_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_datasets(tmp_path / "none.tsv")
-    assert str(caught.value) == (f"{tmp_path}/none.tsv: No such file or directory; it should be the table of datasets")
+    assert str(caught.value) == (f"{tmp_path}/none.tsv: No such file or directory; expected the table of datasets")
 
 
 def test_empty_cells_of_the_table_are_the_defaults(table: Path) -> None:
