@@ -1,4 +1,4 @@
-# An exported model, and nothing else of its run, judged on cells.
+# The exported model on cells: embeddings and evaluation. It reads nothing else of the run.
 
 
 rule embed:
