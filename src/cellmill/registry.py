@@ -10,10 +10,19 @@ import importlib
 from importlib.metadata import entry_points
 from typing import Any
 
-from cellmill.errors import ConfigError
+from cellmill.errors import ConfigError, did_you_mean
 
 BUILT_IN: dict[str, dict[str, str]] = {
     "family": {"masked": "cellmill.models.masked.config:MaskedConfig"},
+    "objective": {
+        "masked_value": "cellmill.models.objectives.config:MaskedValueConfig",
+        "masked_gene": "cellmill.models.objectives.config:MaskedGeneConfig",
+    },
+    "tokenizer": {
+        "rank": "cellmill.config.tokens:RankTokens",
+        "binned": "cellmill.config.tokens:BinnedTokens",
+        "continuous": "cellmill.config.tokens:ContinuousTokens",
+    },
     "task": {
         "probe": "cellmill.config.evaluate:ProbeConfig",
         "reconstruct": "cellmill.config.evaluate:ReconstructConfig",
@@ -34,4 +43,4 @@ def load(kind: str, name: str) -> Any:
     for point in entry_points(group=f"cellmill.{kind}"):
         if point.name == name:
             return point.load()
-    raise ConfigError(f"no {kind} is called {name!r}; there are: {', '.join(names(kind))}")
+    raise ConfigError(f"no {kind} is called {name!r}; {did_you_mean(name, names(kind))}")

@@ -13,6 +13,7 @@ import yaml
 
 from cellmill.config import OPTIONS, Workflow, check_config, check_options, load_config
 from cellmill.config.dataset import read_datasets
+from cellmill.config.upgrade import upgrade_options
 from cellmill.errors import ConfigError
 
 TREE = """
@@ -73,6 +74,33 @@ def test_a_run_overrides_single_keys_of_a_default_section(config: Config) -> Non
     assert deep.train.model_dump() == plain.train.model_dump() | {"lr": 0.5}
 
 
+def test_a_run_with_another_tokenizer_starts_from_its_own_defaults(config: Config) -> None:
+    rank = {"tokens": {"tokenizer": "rank"}, "model": {"objective": "masked_gene"}}
+    same = {"tokens": {"tokenizer": "binned", "max_tokens": 99}}
+    tree = {"runs": {name: {"corpus": "pbmc"} | run for name, run in (("plain", {}), ("rank", rank), ("same", same))}}
+    runs = config(tokens={"tokenizer": "binned", "bins": 10, "max_tokens": 100}, **tree).runs
+    assert runs["plain"].tokens.model_dump() == {"tokenizer": "binned", "max_tokens": 100, "bins": 10}
+    assert runs["rank"].tokens.model_dump() == {"tokenizer": "rank", "max_tokens": 2048}
+    assert runs["same"].tokens.model_dump() == {"tokenizer": "binned", "max_tokens": 99, "bins": 10}
+
+
+def test_a_run_that_names_the_default_choice_keeps_the_default_section(config: Config) -> None:
+    named = {"tokens": {"tokenizer": "continuous"}, "model": {"family": "masked"}}
+    run = config(tokens={"max_tokens": 100}, model={"hidden": 64}, runs={"demo": {"corpus": "pbmc"} | named}).runs[
+        "demo"
+    ]
+    assert (run.tokens.max_tokens, run.model.model_dump()["hidden"]) == (100, 64)
+
+
+def test_options_of_earlier_versions_drop_the_bins_that_their_tokenizer_did_not_read() -> None:
+    for tokenizer in ("rank", "continuous"):
+        stored = {"tokens": {"tokenizer": tokenizer, "max_tokens": 256, "bins": 51}, "train": {"lr": 1}}
+        assert upgrade_options(stored) == {"tokens": {"tokenizer": tokenizer, "max_tokens": 256}, "train": {"lr": 1}}
+        assert stored["tokens"]["bins"] == 51
+    binned = {"tokens": {"tokenizer": "binned", "max_tokens": 256, "bins": 9}}
+    assert upgrade_options(binned) == binned
+
+
 def test_a_length_given_by_the_run_takes_the_place_of_the_default_one(config: Config) -> None:
     train = config(runs={"demo": {"corpus": "pbmc", "train": {"steps": 7}}}).runs["demo"].train
     assert (train.steps, train.epochs) == (7, None)
@@ -124,7 +152,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "misspelt section": ({"trian": {}}, "unknown key 'trian'; did you mean 'train'?"),
     "unknown section": (
         {"zzz": {}},
-        "unknown key 'zzz'; there are: preprocess, vocabulary, shard, tokens, stream, model, parallel, plan, train, "
+        "unknown key 'zzz'; there are: preprocess, vocabulary, shard, tokens, stream, model, parallel, train, plan, "
         "consolidate, embed, evaluate, report, corpora, runs",
     ),
     "misspelt key": ({"train": {"lrr": 1}}, "train: unknown key 'lrr'; did you mean 'lr'?"),
@@ -144,7 +172,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "train.lr: input should be a valid number, unable to parse string as a number, not 'fast'",
     ),
     "yes for a number": ({"train": {"lr": True}}, "train.lr: a number is wanted, not yes/no"),
-    "no for a whole number": ({"tokens": {"bins": False}}, "tokens.bins: a number is wanted, not yes/no"),
+    "no for a whole number": ({"stream": {"lanes": False}}, "stream.lanes: a number is wanted, not yes/no"),
     "yes for a number that may be null": (
         {"train": {"clip_norm": True}},
         "train.clip_norm: a number is wanted, not yes/no",
@@ -161,6 +189,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "two lengths": ({"train": {"steps": 3}}, "train: set one of steps and epochs and the other to null, not both"),
     "endless": ({"train": {"epochs": float("inf")}}, "train.epochs: input should be a finite number, not inf"),
     "no length": ({"train": {"epochs": None}}, "train: set one of steps and epochs and the other to null, not neither"),
+    "bins of a tokenizer without": (
+        {"tokens": {"tokenizer": "rank", "bins": 9}},
+        "tokens: unknown key 'bins'; there are: tokenizer, max_tokens",
+    ),
+    "no such tokenizer": (
+        {"tokens": {"tokenizer": "ranks"}},
+        "tokens: no tokenizer is called 'ranks'; did you mean 'rank'?",
+    ),
     "no such family": ({"model": {"family": "foo"}}, "model: no family is called 'foo'; there are: masked"),
     "model is no mapping": ({"model": 3}, "model: a mapping is wanted, not 3"),
     "section is a list": ({"train": [1]}, "train: a mapping is wanted, not [1]"),
@@ -242,7 +278,7 @@ TABLES: dict[str, tuple[str, str]] = {
     "header alone": ("dataset\tpath\n", ": no datasets; add a row for each .h5ad file"),
     "unknown column": (
         "dataset\tpth\na\tb\n",
-        ": unknown column 'pth'; there are: dataset, path, counts, label, source, licence",
+        ": unknown column 'pth'; did you mean 'path'?",
     ),
     "no path": ("dataset\tpath\na\t\n", ", line 2: path: is missing"),
     "too many cells": ("dataset\tpath\na\tb\tc\n", ", line 2: more cells than the header has columns"),

@@ -11,7 +11,7 @@ import pytest
 from cellmill.config.family import FamilyConfig
 from cellmill.config.layout import Layout, layout
 from cellmill.config.run import Parallel, Stream, Train, check_together
-from cellmill.config.tokens import Tokens
+from cellmill.config.tokens import ContinuousTokens
 from cellmill.errors import ConfigError
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.planner.devices import DEVICES, device_named, peak_flops
@@ -171,7 +171,7 @@ def test_a_family_that_names_nothing_to_cut_is_refused_with_tensor_parallel_and_
 
 
 def _check(model: FamilyConfig, parallel: dict[str, Any]) -> None:
-    check_together(Tokens(), Stream(), model, Parallel.model_validate(parallel), Train(steps=1))
+    check_together(ContinuousTokens(), Stream(), model, Parallel.model_validate(parallel), Train(steps=1))
 
 
 @pytest.mark.parametrize(

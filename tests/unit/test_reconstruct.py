@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,17 @@ import pytest
 import torch
 
 from cellmill.config.evaluate import Evaluate, ReconstructConfig
+from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.tokens import Tokens
 from cellmill.data.counts_reader import open_counts
 from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError
 from cellmill.evaluate import embed
-from cellmill.evaluate.gene_statistics import GeneStatistics, read_gene_statistics
-from cellmill.evaluate.masked_objectives import MaskedGene, MaskedValue
+from cellmill.evaluate.gene_statistics import read_gene_statistics
 from cellmill.evaluate.task import Context, EvaluatedModel, TaskResult
 from cellmill.evaluate.tasks import reconstruct
 from cellmill.models.export import load_model
-from cellmill.models.family import Model
-from cellmill.models.masked.objective import MaskedBatch
+from cellmill.models.objective import GeneStatistics
 from cellmill.runs.verdict import sentence
 from tests.unit.exported import export_model, make_corpus
 
@@ -33,18 +33,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> dict[st
     return make_corpus(tmp_path_factory.mktemp("corpus"), simulated)
 
 
-class _Answers(Model):
-    """Predicts what `rule` makes of the targets' vocabulary rows and answers."""
+def _objective(name: str) -> Any:
+    config = ObjectiveConfig.model_validate({"name": name})
+    return config.load()(config, Tokens.model_validate({}))
 
-    def __init__(self, model: Model, rule: Any) -> None:
-        super().__init__()
-        self.model, self.rule, self.config = model, rule, model.config
 
-    def prepare(self, *arguments: Any, **options: Any) -> MaskedBatch:
-        return self.model.prepare(*arguments, **options)
-
-    def predict(self, prepared: MaskedBatch) -> torch.Tensor:
-        return self.rule(prepared.genes[prepared.targets] - 2, prepared.answers)
+def _answering(model: EvaluatedModel, rule: Any) -> EvaluatedModel:
+    """A model that predicts what `rule` makes of the targets' vocabulary rows and answers."""
+    network = copy.copy(model.network)
+    network.objective = copy.copy(network.objective)
+    network.objective.predict = lambda _, states, prepared: rule(prepared.genes[prepared.targets] - 2, prepared.answers)
+    return replace(model, network=network)
 
 
 def _load(folder: Path, corpus: dict[str, Path], tokenizer: str, objective: str) -> EvaluatedModel:
@@ -63,7 +62,7 @@ def _judged(corpus: dict[str, Path], model: EvaluatedModel, **options: Any) -> T
 
 def test_means_and_frequencies_are_those_of_the_training_shards_alone(corpus: dict[str, Path]) -> None:
     manifest = Manifest.read(corpus["manifest"])
-    tokens = Tokens(tokenizer="continuous", max_tokens=4096)
+    tokens = Tokens.model_validate({"max_tokens": 4096})
     statistics = read_gene_statistics(manifest, tokens)
     matrices = [ad.read_h5ad(manifest.shard_path(shard)).X for shard in manifest.splits["train"].shards]
     counts = np.concatenate([matrix.toarray() for matrix in matrices]).astype(np.float64)
@@ -81,7 +80,7 @@ def test_values_are_judged_as_numpy_would() -> None:
     random = np.random.default_rng(0)
     genes, targets, predicted = random.integers(0, 5, 400), random.normal(size=400), random.normal(size=400)
     train = GeneStatistics(np.full(5, 9), random.normal(size=5), 0.3, 9)
-    figures, _ = MaskedValue(Model()).judge(genes, targets, predicted, train=train)
+    figures, _ = _objective("masked_value").judge(genes, targets, predicted, train=train)
     sse = ((targets - predicted) ** 2).sum()
     assert figures["r2_over_gene_mean"] == pytest.approx(1 - sse / ((targets - train.mean[genes]) ** 2).sum())
     assert figures["r2_over_global_mean"] == pytest.approx(1 - sse / ((targets - 0.3) ** 2).sum())
@@ -92,7 +91,7 @@ def test_values_are_judged_as_numpy_would() -> None:
 def test_masked_genes_are_judged_against_their_frequency() -> None:
     train = GeneStatistics(np.array([6, 1, 0]), np.zeros(3), 0.0, 7)
     correct, cross_entropy = np.array([1, 0, 0, 0], bool), np.array([0.1, 2, 3, 3.0])
-    figures, verdicts = MaskedGene(Model()).judge(np.array([0, 0, 1, 2]), correct, cross_entropy, train=train)
+    figures, verdicts = _objective("masked_gene").judge(np.array([0, 0, 1, 2]), correct, cross_entropy, train=train)
     frequency = np.log(np.array([7, 7, 2, 1]) / 10)
     assert figures["accuracy"] == 0.25
     assert figures["accuracy_frequency"] == 0.5
@@ -106,7 +105,7 @@ def test_masked_genes_are_judged_against_their_frequency() -> None:
 def test_the_verdict_compares_with_the_gene_mean(noise: float, text: str) -> None:
     targets = np.array([1.0, -1.0])
     train = GeneStatistics(np.array([2]), np.array([0.0]), 0.0, 2)
-    _, verdicts = MaskedValue(Model()).judge(np.array([0, 0]), targets, targets + noise, train=train)
+    _, verdicts = _objective("masked_value").judge(np.array([0, 0]), targets, targets + noise, train=train)
     against = text.format("the gene's training mean")
     assert [sentence(verdict) for verdict in verdicts] == [f"prediction of masked values {against} R²."]
 
@@ -114,11 +113,11 @@ def test_the_verdict_compares_with_the_gene_mean(noise: float, text: str) -> Non
 def test_perfect_answers_score_one_and_gene_means_score_zero(tmp_path: Path, corpus: dict[str, Path]) -> None:
     model = _load(tmp_path / "model", corpus, "continuous", "masked_value")
     mean = torch.from_numpy(model.gene_statistics.mean).float()
-    perfect = _judged(corpus, replace(model, network=_Answers(model.network, lambda rows, answers: answers)))
+    perfect = _judged(corpus, _answering(model, lambda rows, answers: answers))
     assert perfect.figures["r2_over_gene_mean"] == pytest.approx(1)
     assert perfect.figures["pearson_gene_centred"] == pytest.approx(1)
     assert [verdict.outcome for verdict in perfect.verdicts] == ["won"]
-    by_mean = _judged(corpus, replace(model, network=_Answers(model.network, lambda rows, answers: mean[rows])))
+    by_mean = _judged(corpus, _answering(model, lambda rows, answers: mean[rows]))
     assert by_mean.figures["r2_over_gene_mean"] == pytest.approx(0, abs=1e-5)
     assert [verdict.outcome for verdict in by_mean.verdicts] == ["tied"]
     assert by_mean.figures["n_cells"] == 300

@@ -128,8 +128,8 @@ def test_the_page_shows_what_the_folders_hold(page: str) -> None:
     text = " ".join(_Page(page).text.split())
     for wanted in (
         "1,234,567", "6,368", "0.4321", "0.840", "0.800", LOSS, "Where models lose", "B $x_$", "<b>few 3",
-        "0.840 ± 0.020", "probe: accuracy", "n unlabelled 2", "Skipped: the dataset has no label column.",
-        "-0.012", "97.3 %", "min_genes: 5",
+        "0.840 ± 0.020", "probe: accuracy", "n unlabelled 2", "Skipped: the dataset has no label column.", "-0.012",
+        "97.3 %", "min_genes: 5",
         "a vocabulary of 1 genes", "240", "f00d" * 16, "cafe" * 16, "beef" * 16, "2.99.1", "train.lr", "raw.h5ad",
         "3 cells, 1 of them held out",
     ):  # fmt: skip

@@ -220,9 +220,7 @@ def test_a_wrong_table_is_one_line_and_an_exit_code(project: Project) -> None:
     (project.folder / "config" / "datasets.tsv").write_text("dataset\tpth\n")
     refused = project.snakemake("--dry-run")
     assert refused.returncode == 1
-    assert last_lines(refused.stdout) == [
-        "cellmill: config/datasets.tsv: unknown column 'pth'; there are: dataset, path, counts, label, source, licence"
-    ]
+    assert last_lines(refused.stdout) == ["cellmill: config/datasets.tsv: unknown column 'pth'; did you mean 'path'?"]
 
 
 def test_a_dataset_that_is_not_there_is_named(project: Project) -> None:

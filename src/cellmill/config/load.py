@@ -14,12 +14,12 @@ from cellmill.config.section import explain, unknown_key
 from cellmill.errors import ConfigError
 
 CHOICES = {
-    name: section.key
+    name: section
     for owner in (CorpusConfig, RunConfig)
     for name, section in sections_of(owner).items()
     if issubclass(section, Plugin)
 }
-"""Sections whose options depend on a choice, and the key that makes it."""
+"""Sections whose options depend on a choice, and the contract of that choice."""
 TOP = (*CORPUS_SECTIONS, *RUN_SECTIONS, "report", "corpora", "runs")
 
 
@@ -111,9 +111,10 @@ def _merge(defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
             if key == "train" and {"steps", "epochs"} & {k for k, v in value.items() if v is not None}:
                 base.pop("steps", None)
                 base.pop("epochs", None)
-            name = CHOICES.get(key)
-            if name is not None and value.get(name, base.get(name)) != base.get(name):
-                base = {}
+            if (contract := CHOICES.get(key)) is not None:
+                before = base.get(contract.key, contract.default)
+                if value.get(contract.key, before) != before:
+                    base = {}
             merged[key] = base | value
         else:
             merged[key] = value

@@ -24,6 +24,7 @@ from cellmill.config.options import (
 )
 from cellmill.config.run import Report, check_together
 from cellmill.config.section import Section
+from cellmill.errors import did_you_mean
 
 
 # of several bases pydantic puts the fields of the last first
@@ -42,7 +43,7 @@ class RunConfig(EvaluateOptions, EmbedOptions, ConsolidateOptions, PlanOptions):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        check_together(self.tokens, self.stream, self.model, self.parallel, self.train)
+        check_together(self.tokens, self.stream, self.model, self.objective, self.parallel, self.train)
         return self
 
 
@@ -73,11 +74,13 @@ class Workflow(Section):
                     raise ValueError(f"{kind}: {name!r} must be letters, digits, '_', '.' and '-'; it names a folder")
         for name, run in self.runs.items():
             if run.corpus not in self.corpora:
-                raise ValueError(f"runs.{name}.corpus: no corpus {run.corpus!r}; there are: {', '.join(self.corpora)}")
+                raise ValueError(
+                    f"runs.{name}.corpus: no corpus {run.corpus!r}; {did_you_mean(run.corpus, self.corpora)}"
+                )
             seen = [name]
             while (parent := self.runs[seen[-1]].init_from) is not None:
                 if parent not in self.runs:
-                    raise ValueError(f"runs.{seen[-1]}.init_from: no run {parent!r}; there are: {', '.join(self.runs)}")
+                    raise ValueError(f"runs.{seen[-1]}.init_from: no run {parent!r}; {did_you_mean(parent, self.runs)}")
                 if parent in seen:
                     raise ValueError(f"runs.{name}.init_from: a circle: {' -> '.join([*seen, parent])}")
                 seen.append(parent)
@@ -115,4 +118,4 @@ class Workflow(Section):
 
 def _require(name: str, known: dict[str, Dataset], where: str, table: str) -> None:
     if name not in known:
-        raise ValueError(f"{where}: no dataset {name!r} in {table}; there are: {', '.join(known)}")
+        raise ValueError(f"{where}: no dataset {name!r} in {table}; {did_you_mean(name, known)}")

@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from cellmill.config.family import FamilyConfig
+from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.section import Section
 from cellmill.config.tokens import Tokens
 
@@ -198,9 +199,21 @@ class Report(Section):
     title: str = Field("cellmill report", description="Its heading.")
 
 
-def check_together(tokens: Tokens, stream: Stream, model: FamilyConfig, parallel: Parallel, train: Train) -> None:
+def check_together(
+    tokens: Tokens, stream: Stream, model: FamilyConfig, objective: ObjectiveConfig, parallel: Parallel, train: Train
+) -> None:
     """Options of different sections that exclude each other. Raises ValueError naming both."""
-    model.check_tokens(tokens)
+    if objective.name not in model.objectives and model.family not in objective.families:
+        raise ValueError(
+            f"objective.name {objective.name}: the family {model.family} serves "
+            f"{', '.join(model.objectives) or 'none'}; choose one of these, or another model.family"
+        )
+    if tokens.value_kind not in model.value_kinds:
+        raise ValueError(
+            f"tokens.tokenizer {tokens.tokenizer} gives values of kind {tokens.value_kind}, the family {model.family} "
+            f"embeds {', '.join(model.value_kinds) or 'none'}; choose another tokenizer or family"
+        )
+    objective.check_tokens(tokens)
     _check_tensor_parallel(model, parallel)
     _check_pipeline(model, parallel)
     if parallel.cpu_offload == "full" and parallel.strategy == "ddp":

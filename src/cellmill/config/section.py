@@ -6,11 +6,12 @@ allowed; a yes/no is not a number.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+
+from cellmill.errors import did_you_mean
 
 
 class Section(BaseModel):
@@ -50,9 +51,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> tuple[list[str], 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """The message for a key that does not exist, with the nearest that does."""
-    known = list(known)
-    near = difflib.get_close_matches(key, known, n=1)
-    return f"unknown key {key!r}; " + (f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}")
+    return f"unknown key {key!r}; {did_you_mean(key, known)}"
 
 
 def _fields_at(model: Any, where: list[str]) -> list[str]:

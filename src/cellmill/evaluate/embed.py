@@ -19,30 +19,22 @@ import torch
 from anndata.io import write_elem
 
 from cellmill.config.tokens import Tokens
-from cellmill.data.counts_reader import CountsReader, create_h5, row_sums, select_columns
+from cellmill.data.count_matrix import row_sums, select_columns
+from cellmill.data.counts_reader import CountsReader
+from cellmill.data.gene_columns import GeneColumns, match_columns
 from cellmill.data.gene_ranking import inverse_medians, rank_order_rows
-from cellmill.data.genes import ORGANISMS, map_genes
-from cellmill.data.tokens import Batch, tokenize
+from cellmill.data.h5_file import create_h5
+from cellmill.data.packing import split_batch
+from cellmill.data.tokens import Batch, Tokenizer
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.models.batch import to_tensors
-from cellmill.models.export import load_model
+from cellmill.models.export import load_model, spec_of
 from cellmill.models.family import Model
 
 KEY = "X_cellmill"
 """Key in obsm."""
-PREFIX = {"human": "ENSG", "mouse": "ENSMUSG"}
 ROW_BLOCK = 1024  # cells read at once
-
-
-@dataclass(frozen=True)
-class GeneColumns:
-    """Columns of a file as rows of a vocabulary."""
-
-    target: np.ndarray
-    """Vocabulary row of each column, -1 for none; int32."""
-    measured: np.ndarray
-    """Mask of the columns that are gene expression, not antibodies or guides; bool."""
 
 
 @dataclass(frozen=True)
@@ -60,32 +52,7 @@ def load_for_inference(folder: Path) -> tuple[Model, Vocabulary, Tokens, dict[st
     """Exported model in eval mode, on a GPU if there is one; its vocabulary, tokens and config.json."""
     network, vocabulary, config = load_model(folder)
     network.to("cuda" if torch.cuda.is_available() else "cpu")
-    return network, vocabulary, Tokens.model_validate(config["tokens"]), config
-
-
-def place_genes(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
-    """Match the columns of `reader` to `vocabulary`, by name or through a table of gene symbols.
-
-    Takes the interpretation that matches most genes. Raises DataError when none matches any.
-    """
-    measured = np.ones(reader.n_vars, dtype=bool)
-    if "feature_types" in reader.var:  # 10x files with antibodies, whose names (CD3) would be taken for genes
-        measured = (reader.var["feature_types"].astype(str) == "Gene Expression").to_numpy()
-    organisms = [o for o in ORGANISMS if any(gene.startswith(PREFIX[o]) for gene in vocabulary.gene_ids)]
-    best = np.full(reader.n_vars, -1, np.int32)
-    for organism in (None, *organisms):
-        ids = map_genes(reader.var_names, reader.var, organism).gene_ids
-        target = np.where(measured, vocabulary.rows_of(ids), -1).astype(np.int32)
-        if _n_genes(target) > _n_genes(best):
-            best = target
-        if (best[measured] >= 0).all():
-            break  # all are matched
-    if _n_genes(best) == 0:
-        raise DataError(
-            f"{reader.path}: no genes in common with the model: its first gene is {reader.var_names[0]!r}, the model's "
-            f"{vocabulary.gene_ids[0]!r} ({vocabulary.symbols[0]}); name genes by Ensembl id or current symbol"
-        )
-    return GeneColumns(best, measured)
+    return network, vocabulary, spec_of(config, vocabulary.n_genes).tokens, config
 
 
 def read_tokens(
@@ -102,6 +69,7 @@ def read_tokens(
     and all counts of the chosen cells to `totals` (two int64).
     """
     inverse, first = inverse_medians(vocabulary.medians), 0
+    tokenizer: Tokenizer = tokens.load()(tokens)
     for raw in reader.rows(ROW_BLOCK):
         rows = np.flatnonzero(chosen[first : first + raw.shape[0]])
         cells, first = rows + first, first + raw.shape[0]
@@ -114,19 +82,7 @@ def read_tokens(
         block = block[nonempty]
         starts = block.indptr.astype(np.int64)
         genes, counts = rank_order_rows(starts, block.indices, block.data, inverse)
-        yield Batch(*tokenize(genes, counts, starts, tokens), cells[nonempty].astype(np.int64))
-
-
-def pack(batch: Batch, token_budget: int) -> Iterator[Batch]:
-    """Split `batch` in order into parts of at most `token_budget` tokens; a longer cell is a part of its own."""
-    cu, first = batch.cu_seqlens, 0
-    while first < len(batch.cells):
-        last = int(np.searchsorted(cu, cu[first] + token_budget, side="right")) - 1
-        last = max(last, first + 1)
-        span = slice(cu[first], cu[last])
-        part = cu[first : last + 1] - cu[first]
-        yield Batch(batch.genes[span], batch.values[span], part.astype(np.int32), batch.cells[first:last])
-        first = last
+        yield Batch(*tokenizer.tokenize(genes, counts, starts), cells[nonempty].astype(np.int64))
 
 
 def embed_cells(
@@ -139,12 +95,12 @@ def embed_cells(
 ) -> Embedding:
     """Embeddings of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, in file order."""
     chosen = np.ones(reader.n_obs, dtype=bool) if chosen is None else chosen
-    places, device = place_genes(reader, vocabulary), next(model.parameters()).device
+    places, device = match_columns(reader, vocabulary), next(model.parameters()).device
     totals, cells, vectors = np.zeros(2, np.int64), [], []
     model.eval()
     with torch.inference_mode():
         for block in read_tokens(reader, places, vocabulary, tokens, chosen, totals):
-            for batch in pack(block, token_budget):
+            for batch in split_batch(block, token_budget):
                 vectors.append(model.embed(to_tensors(batch, device)).float().cpu().numpy())
                 cells.append(batch.cells)
     if not vectors:
@@ -196,8 +152,3 @@ def read_embedding(path: Path, names: pd.Index, model_digest: str) -> np.ndarray
             f"{at + 1:,}; run embed again"
         )
     return vectors
-
-
-def _n_genes(target: np.ndarray) -> int:
-    """Distinct vocabulary rows in `target`."""
-    return len(np.unique(target[target >= 0]))

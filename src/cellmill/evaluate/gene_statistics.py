@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.data.manifest import Manifest
 from cellmill.data.shard_file import open_shards
-from cellmill.data.tokens import tokenize
+from cellmill.data.tokens import Tokenizer
+from cellmill.models.objective import GeneStatistics
 
 MAX_TRAIN_CELLS = 200_000
 """Training cells read at most; shards are preshuffled, so the first ones are a random sample."""
 _ROWS = 4096
 
 
-@dataclass(frozen=True)
-class GeneStatistics:
-    """Tokens of the training cells, gene by gene."""
-
-    n: np.ndarray
-    """Tokens of each gene, `(genes,)` int64."""
-    mean: np.ndarray
-    """Mean value of each gene's tokens, `(genes,)` float64; the mean over all tokens for a gene without any."""
-    global_mean: float
-    n_cells: int
-
-
 def read_gene_statistics(manifest: Manifest, tokens: Tokens, max_cells: int = MAX_TRAIN_CELLS) -> GeneStatistics:
     """Statistics over the first `max_cells` cells of the training shards."""
-    n_genes, n_cells = int(manifest.vocabulary["n_genes"]), 0
+    n_genes, n_cells = manifest.n_genes, 0
     n, total = np.zeros(n_genes, np.int64), np.zeros(n_genes)
+    tokenizer: Tokenizer = tokens.load()(tokens)
     shards = open_shards(manifest, "train")
     for shard in shards:
         for first in range(0, shard.n_obs, _ROWS):
@@ -43,7 +31,7 @@ def read_gene_statistics(manifest: Manifest, tokens: Tokens, max_cells: int = MA
             if len(genes):
                 shard.read_genes(int(starts[0]), [genes])
                 shard.read_counts(int(starts[0]), [counts])
-            ids, values, _ = tokenize(genes, counts, starts - starts[0], tokens)
+            ids, values, _ = tokenizer.tokenize(genes, counts, starts - starts[0])
             rows = ids - len(SPECIAL)
             n += np.bincount(rows, minlength=n_genes)
             total += np.bincount(rows, weights=values, minlength=n_genes)

@@ -6,7 +6,6 @@ Stage `evaluate` calls `run` once per dataset and writes what it returns to metr
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -20,10 +19,12 @@ from cellmill.config.tokens import Tokens
 from cellmill.data.counts_reader import CountsReader
 from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
-from cellmill.errors import DataError
-from cellmill.evaluate.gene_statistics import GeneStatistics, read_gene_statistics
-from cellmill.models.export import build, initial_tensors
+from cellmill.errors import DataError, did_you_mean
+from cellmill.evaluate.gene_statistics import read_gene_statistics
+from cellmill.models.build import build
+from cellmill.models.export import initial_tensors, spec_of
 from cellmill.models.family import Model
+from cellmill.models.objective import GeneStatistics
 from cellmill.parallel.materialize import materialize
 from cellmill.runs.verdict import Verdict, sentence
 
@@ -48,7 +49,7 @@ class EvaluatedModel:
     @cached_property
     def untrained(self) -> Model:
         """The same architecture with initial weights of `seed`, in eval mode, on the same device."""
-        model = build(self.config, self.vocabulary, "cpu")
+        model = build(spec_of(self.config, self.vocabulary.n_genes)).to_empty(device="cpu")
         device = next(self.network.parameters()).device
         materialize(model, device, initial_tensors(model, self.seed, None, self.vocabulary))
         return model.eval()
@@ -114,8 +115,8 @@ def read_roles(reader: CountsReader, columns: Mapping[str, str | None]) -> dict[
             continue
         if column not in reader.obs:
             known = [str(name) for name in reader.obs.columns]
-            near = difflib.get_close_matches(column, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"columns: {', '.join(known) or 'none'}"
-            raise DataError(f"{reader.path}: no obs column {column!r} (the dataset's {role}); {hint}")
+            raise DataError(
+                f"{reader.path}: no obs column {column!r} (the dataset's {role}); {did_you_mean(column, known)}"
+            )
         roles[role] = reader.obs[column]
     return roles

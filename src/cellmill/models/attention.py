@@ -69,8 +69,15 @@ def _by_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[
             parts.append(tiled_attention(q_, k_, v_, [length] * cells))
             continue
         batched = [x.unflatten(0, (cells, length)).transpose(1, 2) for x in (q_, k_, v_)]  # (cells, h, length, d)
-        parts.append(F.scaled_dot_product_attention(*batched).transpose(1, 2).flatten(0, 1))
+        # on the meta device torch would plan for attention that keeps its scores
+        attend = _flash_on_meta if q.is_meta else F.scaled_dot_product_attention
+        parts.append(attend(*batched).transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)
+
+
+def _flash_on_meta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
+    return out
 
 
 def attention_padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:

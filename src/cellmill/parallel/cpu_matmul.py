@@ -19,6 +19,12 @@ LARGE = 1 << 24
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """Dtype that autocast casts to on the device of `tensor`; None where it is off, and on the meta device."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+
+
 def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """(M, K), (N, K) and (N,) -> (M, N), `a @ b.T + bias`; of plain tensors and without a gradient."""
     return _onednn(a, b, bias) if _suits(a, b) else F.linear(a, b, bias)
@@ -29,8 +35,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(M, in) -> (M, out)."""
-        cast = torch.is_autocast_enabled(input.device.type)
-        if cast or isinstance(self.weight, DTensor) or not _suits(input, self.weight):
+        if autocast_dtype(input) is not None or isinstance(self.weight, DTensor) or not _suits(input, self.weight):
             return F.linear(input, self.weight, self.bias)
         return _Linear.apply(input, self.weight, self.bias)
 

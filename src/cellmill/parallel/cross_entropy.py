@@ -12,6 +12,7 @@ Legend: N targets, H hidden, V rows of the table that this process has.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from cellmill.config.family import CHUNK_LOGITS
-from cellmill.parallel.cpu_matmul import product
+from cellmill.parallel.cpu_matmul import autocast_dtype, product
 from cellmill.parallel.vocab_parallel import first_row, own_rows
 
+CHUNK_LOGITS = 1 << 24
+"""Logits of a chunk on a GPU: 64 MB, and enough targets for its matrix products."""
 ELEMENTS = {"cpu": 1 << 22}
 """Logits of a chunk: what stays in a CPU's cache. `CHUNK_LOGITS` on other devices, which want large products."""
 SCALED_ROWS = 4096  # of a gradient, at once in float32
@@ -45,9 +47,8 @@ def token_loss(states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, an
         rows = -(-rows // table.device_mesh.size())  # the same on each process, or they would part ways
         states, table, bias = own_rows(states, table, bias)
     size = max(1, ELEMENTS.get(states.device.type, CHUNK_LOGITS) // rows)
-    kind = states.device.type
-    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
-    with torch.autocast(kind, enabled=False):
+    low = autocast_dtype(states) or states.dtype
+    with nullcontext() if states.is_meta else torch.autocast(states.device.type, enabled=False):
         return _ChunkedCrossEntropy.apply(states, table, bias, answers, group, size, low, torch.is_grad_enabled())
 
 

@@ -18,7 +18,9 @@ from cellmill.files import read_json
 def check_run(options: TrainOptions, nodes: int, nproc_per_node: int, train_cells: int) -> None:
     """Raises ConfigError when sections exclude each other or do not fit the number of processes or cells."""
     try:
-        check_together(options.tokens, options.stream, options.model, options.parallel, options.train)
+        check_together(
+            options.tokens, options.stream, options.model, options.objective, options.parallel, options.train
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from None
     sizes = layout(options.parallel, nodes * nproc_per_node, nproc_per_node)

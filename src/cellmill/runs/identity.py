@@ -33,7 +33,7 @@ def identity(options: dict[str, Any], init_from: str | None) -> dict[str, Any]:
     """The options that define a run's numbers, as {section.key: value}, from its resolved sections."""
     values = {
         f"{section}.{key}": value
-        for section in ("tokens", "stream", "model", "train")
+        for section in ("tokens", "stream", "model", "objective", "train")
         for key, value in options[section].items()
         if key not in FREE.get(section, ())
     }

@@ -84,7 +84,7 @@ def run(
             points += umap_rows(name, reader.obs.index, vectors, roles.get("label"), unseen, section.seed)
     write_umap(out.parent / "umap.tsv", points)
     about: dict[str, Any] = {"digest": digest, "vocabulary_digest": evaluated.vocabulary.digest}
-    about |= {"step": evaluated.config.get("step"), "objective": evaluated.config["model"]["objective"]}
+    about |= {"step": evaluated.config.get("step"), "objective": evaluated.network.objective.config.name}
     resolved = section.model_dump(mode="json")
     metrics = {"model": about, "fingerprint": shards.fingerprint, "options": resolved, "datasets": datasets}
     write_json(out, metrics)  # last: its existence means that umap.tsv is complete

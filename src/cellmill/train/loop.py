@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch.profiler import record_function
 
-from cellmill.config.family import ModelSize
 from cellmill.config.run import Train
 from cellmill.data.stream import CellStream
 from cellmill.data.tokens import Batch
@@ -31,6 +30,7 @@ from cellmill.parallel.fsdp import ParallelModel
 from cellmill.parallel.mesh import Mesh
 from cellmill.parallel.pipeline import PipelineModel
 from cellmill.parallel.pipeline_stages import Stages
+from cellmill.planner.size import ModelSize
 from cellmill.track.tracker import Tracker
 from cellmill.train.async_scalars import AsyncScalars, to_device
 from cellmill.train.checkpoint import Checkpoints

@@ -29,6 +29,7 @@ from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import UserError
 from cellmill.files import read_json, write_json, write_text
 from cellmill.launch.processes import die_with_parent
+from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors
 from cellmill.models.family import Model
 from cellmill.parallel.compile_blocks import compile_blocks
@@ -41,7 +42,8 @@ from cellmill.parallel.pipeline_stages import Stages, keep_stage
 from cellmill.parallel.recompute import checkpoint_activations
 from cellmill.parallel.tensor_parallel import apply_tensor_parallel
 from cellmill.planner.devices import peak_flops
-from cellmill.planner.out_of_memory import advice, is_out_of_memory
+from cellmill.planner.out_of_memory import ask, is_out_of_memory
+from cellmill.planner.size import measure
 from cellmill.runs.folder import Checkpoint, TrainFolder
 from cellmill.runs.metrics import cut_back
 from cellmill.runs.progress import status
@@ -97,7 +99,7 @@ def main(path: Path, error_file: Path) -> None:
         device=device,
         train=options.train,
         steps=steps,
-        size=options.model.size(vocabulary.n_genes, options.tokens),
+        size=measure(ModelSpec.of(options, vocabulary.n_genes)),
         train_stream=train_stream,
         val_stream=val_stream,
         checkpoints=checkpoints,
@@ -163,8 +165,7 @@ def build_model(
 def _build_stage(options: TrainOptions, vocabulary: Vocabulary, stage: int, mesh: Mesh) -> Model:
     """One stage, laid out, on the meta device; the whole model where there is no pipeline."""
     parallel = options.parallel
-    with torch.device("meta"):
-        model: Model = options.model.load()(options.model, vocabulary.n_genes, options.tokens)
+    model = build(ModelSpec.of(options, vocabulary.n_genes))
     if parallel.pp > 1:
         keep_stage(model, stage, parallel.stages)
     apply_tensor_parallel(model, model.plan.tensor, parallel, mesh)
@@ -278,13 +279,9 @@ def _who() -> str:
 def _advice(error: BaseException, folder: Path) -> str:
     """What the plan says to change; less where there is no memory left to find out."""
     traceback.clear_frames(error.__traceback__)  # they hold the model, its activations and the batch
-    try:
-        record = read_json(folder / "run.json")
-        options: TrainOptions = check_options(TrainOptions, record["options"], "run.json")
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        return advice(record, options, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]), device)
-    except (MemoryError, OSError, UserError):
-        return "lower train.token_budget, or set parallel.activation_checkpointing to full"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = ask(folder / "run.json", int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]), device)
+    return found or "lower train.token_budget, or set parallel.activation_checkpointing to full"
 
 
 def give_up(error_file: Path, line: str) -> None:

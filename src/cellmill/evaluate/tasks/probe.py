@@ -30,7 +30,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.evaluate import ProbeConfig
-from cellmill.data.counts_reader import CountsReader, row_sums
+from cellmill.data.count_matrix import counts_per_10k
+from cellmill.data.counts_reader import CountsReader
 from cellmill.errors import DataError
 from cellmill.evaluate.embed import embed_cells
 from cellmill.evaluate.task import TOKEN_BUDGET, Context, TaskResult
@@ -141,8 +142,7 @@ def choose_cells(labels: pd.Series, folds: int, seed: int, max_cells: int = MAX_
 
 def log_normalise(counts: sp.csr_matrix) -> sp.csr_matrix:
     """log(1 + counts per 10,000 of the cell), float32; a cell without counts stays zero."""
-    scale = 1e4 / np.maximum(row_sums(counts), 1)
-    values = np.log1p(counts.data * np.repeat(scale, np.diff(counts.indptr))).astype(np.float32)
+    values = np.log1p(counts_per_10k(counts.data, counts.indptr)).astype(np.float32)
     return sp.csr_matrix((values, counts.indices, counts.indptr), shape=counts.shape)
 
 
