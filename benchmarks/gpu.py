@@ -40,8 +40,8 @@ from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.masked.model import MaskedModel
 from cellmill.parallel.clip import clip_grad_norm
 from cellmill.parallel.compile_blocks import compile_blocks
-from cellmill.parallel.fsdp import ParallelModel
 from cellmill.parallel.mesh import build_mesh
+from cellmill.parallel.step import ParallelModel
 from cellmill.planner.devices import peak_flops
 from cellmill.planner.memory import memory_per_rank
 from cellmill.train.optimizer import build_optimizer

@@ -40,8 +40,8 @@ from cellmill.models.batch import TensorBatch, on_device, to_tensors
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.masked.model import MaskedModel
 from cellmill.parallel.clip import clip_grad_norm
-from cellmill.parallel.fsdp import ParallelModel
 from cellmill.parallel.mesh import build_mesh
+from cellmill.parallel.step import ParallelModel
 from cellmill.train.optimizer import build_optimizer
 
 try:

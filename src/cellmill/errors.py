@@ -12,8 +12,8 @@ class UserError(Exception):
     exit_code = 2
 
 
-class ConfigError(UserError):
-    """An unknown, malformed or impossible option."""
+class ConfigError(UserError, ValueError):
+    """An unknown, malformed or impossible option. A ValueError too, as pydantic expects of a validator."""
 
 
 class DataError(UserError):

@@ -34,9 +34,9 @@ from cellmill.planner.size import measure
 from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.loop import Progress, Trainer
-from cellmill.train.meter import Meter
 from cellmill.train.optimizer import build_optimizer
 from cellmill.train.stop import StopFlag
+from cellmill.train.telemetry import Meter
 from cellmill.train.worker import build_model, build_parallel_model, build_streams, open_profile
 
 DEVICE = torch.device("cpu")
@@ -97,6 +97,17 @@ def go_on(made: Trainer, folder: str) -> None:
     made.progress = Progress(**checkpoint.state()["progress"])
     epoch, step = divmod(made.progress.step, made.train_stream.steps_per_epoch)
     made.train_stream.load_state_dict(made.train_stream.state_dict() | {"epoch": epoch, "step": step})
+
+
+def logged(corpus: str, options: dict[str, Any], folder: str, steps: int) -> list[dict[str, float]]:
+    """Every logged line of a training, without what depends on the machine."""
+    made, lines = trainer(corpus, options, folder, steps)
+    made.run()
+    for stream in (made.train_stream, made.val_stream):
+        if stream is not None:
+            stream.close()
+    kept = ("step", "loss", "grad_norm", "lr", "val_loss", "cells", "tokens")
+    return [{key: line[key] for key in kept if key in line} for line in lines.lines]
 
 
 def curve(corpus: str, options: dict[str, Any], folder: str, steps: int, load: bool = False) -> list[list[float]]:

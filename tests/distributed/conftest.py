@@ -73,7 +73,7 @@ def options(parallel: dict[str, Any] | None = None, **overrides: dict[str, Any])
         },
     }
     for section, values in overrides.items():
-        tree[section] = tree[section] | values
+        tree[section] = tree.get(section, {}) | values
     return tree | split(tree["model"])
 
 

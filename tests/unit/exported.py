@@ -47,7 +47,8 @@ def export_model(folder: Path, genes: Path, tokens: dict[str, Any] | None = None
         "step": 0,
     }
     network = build(given)
-    tensors = dict(initial_tensors(network, seed, None, known))
+    kept = network.state_dict().keys()  # parameters and persistent buffers
+    tensors = {name: tensor for name, tensor in initial_tensors(network, seed, None, known) if name in kept}
     shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     write_safetensors(folder / "model.safetensors", shapes, tensors.__getitem__)
     known.write(folder / "vocabulary.tsv")

@@ -237,9 +237,9 @@ def test_more_ranks_than_cells_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"world": 3}, "stream.lanes 8 is not a multiple of 3 data-parallel ranks"),
-        ({"global_batch": 12}, "train.global_batch 12 is not a multiple of stream.lanes 8"),
-        ({"token_budget": 11}, "tokens.max_tokens 12 is more than token_budget 11"),
+        ({"world": 3}, "stream.lanes 8 is not a multiple of 3 processes"),
+        ({"global_batch": 12}, "train.global_batch: expected a multiple of stream.lanes 8, got 12"),
+        ({"token_budget": 11}, "tokens.max_tokens 12 exceeds train.token_budget 11"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(manifest: Manifest, changes: dict[str, Any], message: str) -> None:

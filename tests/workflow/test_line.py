@@ -119,7 +119,7 @@ def test_the_report_of_snakemake_has_the_captions(done: tuple[Project, str]) -> 
     page = done[0].folder / "snakemake.html"
     text = page.read_text()
     page.unlink()
-    for caption in ("Cells and genes of dataset sim before and after", "Embeddings of run tiny on held-out cells"):
+    for caption in ("Cells and genes of dataset sim before and after", "Evaluation of run tiny on held-out cells"):
         assert caption in text
 
 
@@ -152,7 +152,7 @@ def last_lines(text: str) -> list[str]:
         ("trian={lr: 1}", "unknown key 'trian'; did you mean 'train'?"),
         (
             "train={lr: fast}",
-            "train.lr: input should be a valid number, unable to parse string as a number, not 'fast'",
+            "train.lr: input should be a valid number, unable to parse string as a number, got 'fast'",
         ),
         ("runs={tiny: {corpus: lung}}", "runs.tiny.corpus: no corpus 'lung'; there are: sim"),
     ],
@@ -168,10 +168,13 @@ def test_a_wrong_configuration_is_one_line_and_an_exit_code(project: Project, ch
     [
         (
             "{shard_size: 3}",
-            "run tiny: parallel.shard_size 3 does not divide 2 processes; 2 does, or change",
+            "run tiny: parallel.shard_size 3 does not divide 2 processes; use 2, or change",
         ),
-        ("{tp: 3}", "config/config.yaml: runs.tiny: parallel.tp 3 does not divide model.heads 2; 2 does"),
-        ("{pp: 2}", "config/config.yaml: runs.tiny: parallel.pp 2 with schedule 1F1B makes 2 stages of model.layers 1"),
+        ("{tp: 3}", "config/config.yaml: runs.tiny: parallel.tp 3 does not divide model.heads 2; use 2"),
+        (
+            "{pp: 2}",
+            "config/config.yaml: runs.tiny: parallel.pp 2 with schedule 1F1B has 2 pipeline stages for model.layers 1",
+        ),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused_by_a_dry_run_with_what_can(
@@ -188,7 +191,7 @@ def test_a_layout_that_cannot_be_is_refused_by_a_dry_run_with_what_can(
     [
         (
             "train:nproc_per_node=3",
-            "run tiny: stream.lanes 4 is not a multiple of 3 processes: use 2 of them (the profile)",
+            "run tiny: stream.lanes 4 is not a multiple of 3 processes; set 2 in the profile",
         ),
         (
             "train:nproc_per_node=0",
@@ -196,7 +199,7 @@ def test_a_layout_that_cannot_be_is_refused_by_a_dry_run_with_what_can(
         ),
         (
             "plan:nodes=2-4",
-            "run tiny: the profile's set-resources: nodes: a number such as 2 or a range such as 1-2 is ",
+            "run tiny: the profile's set-resources: nodes: expected a number such as 2 or a range such as 1-2, ",
         ),
     ],
 )

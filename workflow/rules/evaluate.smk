@@ -1,4 +1,4 @@
-# The exported model on cells: embeddings and evaluation. It reads nothing else of the run.
+# Evaluation of an exported model; nothing else of its run is read.
 
 
 rule embed:

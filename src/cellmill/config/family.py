@@ -19,6 +19,11 @@ class FamilyConfig(Plugin):
     kind: ClassVar[str] = "family"
     key: ClassVar[str] = "family"
     default: ClassVar[str | None] = "masked"
+    moved: ClassVar[dict[str, str]] = {
+        "objective": "objective.name",
+        "mask_frac": "objective.mask_frac",
+        "cell_loss_weight": "objective.cell_loss_weight",
+    }
 
     family: str
     weight_keys: ClassVar[tuple[str, ...]] = ()

@@ -1,4 +1,4 @@
-"""Sections of the configuration that each stage reads. A new section is one line here, and its class."""
+"""Sections of the configuration that each stage reads. A new section is its class and one line here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from cellmill.config.corpus import Preprocess, Shard, VocabularyConfig
 from cellmill.config.evaluate import Evaluate
 from cellmill.config.family import FamilyConfig
 from cellmill.config.objective import ObjectiveConfig
-from cellmill.config.run import Consolidate, Embed, Parallel, Plan, Report, Stream, Train
+from cellmill.config.parallel import Parallel
+from cellmill.config.run import Consolidate, Embed, Plan, Report, Stream, Train
 from cellmill.config.section import Section
 from cellmill.config.tokens import Tokens
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from cellmill.config.load import check_options
+from cellmill.config.options import TrainOptions
+
 OBJECTIVE_KEYS = ("mask_frac", "cell_loss_weight")
 """In section `model` until 0.1.0, beside `objective`."""
 WITHOUT_BINS = ("rank", "continuous")
@@ -26,3 +29,9 @@ def upgrade_options(options: dict[str, Any]) -> dict[str, Any]:
         options["objective"] = {"name": model["objective"], **moved}
         options["model"] = {key: value for key, value in model.items() if key not in ("objective", *OBJECTIVE_KEYS)}
     return options
+
+
+def stored_options(options: dict[str, Any], source: str) -> TrainOptions:
+    """Parse the options stored in `source`. Raises ConfigError if this version cannot read them."""
+    parsed: TrainOptions = check_options(TrainOptions, upgrade_options(options), source)
+    return parsed

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from cellmill.config.checks import check_batch, check_budget, check_lanes
 from cellmill.config.run import Stream as StreamOptions
 from cellmill.config.tokens import Tokens
 from cellmill.data.manifest import Manifest
@@ -74,7 +75,9 @@ class CellStream:
         shuffle: bool = True,
         max_cells: int | None = None,
     ):
-        _check(tokens, stream, global_batch, token_budget, world)
+        check_lanes(stream.lanes, global_batch, world)
+        check_batch(global_batch, stream.lanes)
+        check_budget(tokens.max_tokens, token_budget)
         opened = Manifest.read(manifest)
         entry = opened.entry(split)
         sizes = tuple(shard.n_obs for shard in entry.shards)
@@ -236,16 +239,3 @@ class _Ahead:
         except BaseException as error:
             end = (None, error)
         self._queue.put(end)
-
-
-def _check(tokens: Tokens, stream: StreamOptions, global_batch: int, token_budget: int, world: int) -> None:
-    if stream.lanes % world:
-        raise ConfigError(
-            f"stream.lanes {stream.lanes} is not a multiple of {world} data-parallel ranks; change either"
-        )
-    if global_batch % stream.lanes:
-        raise ConfigError(f"train.global_batch {global_batch} is not a multiple of stream.lanes {stream.lanes}")
-    if tokens.max_tokens > token_budget:
-        raise ConfigError(
-            f"tokens.max_tokens {tokens.max_tokens} is more than token_budget {token_budget}: one cell would not fit"
-        )

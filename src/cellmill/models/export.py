@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -29,7 +29,7 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.files import atomic_path, read_json, sha256_file
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
-from cellmill.parallel.materialize import plain_name
+from cellmill.parallel.materialize import fill, named_tensors
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}
@@ -105,6 +105,8 @@ def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
             f"{config['weights_sha256'][:12]}: damaged, or another model's; export the model again (consolidate)"
         )
     model.load_state_dict(tensors, assign=True)
+    rest = {name for name, _ in named_tensors(model)} - expected.keys()  # non-persistent buffers
+    fill(model, initial_tensors(model, config.get("seed", 0), None, vocabulary, only=rest))
     return model.eval(), vocabulary, config
 
 
@@ -117,19 +119,21 @@ def spec_of(config: dict[str, Any], n_genes: int) -> ModelSpec:
 
 
 def initial_tensors(
-    model: Model, seed: int, init_from: Path | None, vocabulary: Vocabulary
+    model: Model, seed: int, init_from: Path | None, vocabulary: Vocabulary, only: Collection[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """First value of every parameter, as (name, full CPU tensor), one at a time; the same on every rank.
+    """Initial value of every parameter and buffer, as (name, full CPU tensor), one at a time; the same on every rank.
 
-    A parameter's generator is seeded with the CRC-32 of seed and name, so the values depend on no order and no layout.
+    A tensor's generator is seeded with the CRC-32 of seed and name, so the values depend on no order and no layout.
+    `only` yields the tensors of these names alone.
     With `init_from`, an exported model, its tensors take their place; in those with a row for each gene, rows are
     found by Ensembl id, and genes it did not know keep their fresh values. Tensors it lacks (another objective's
     head) stay fresh. Raises ConfigError when a shared tensor has another shape.
     """
     source = _Source(init_from) if init_from is not None else None
-    for name, parameter in model.named_parameters():
-        name = plain_name(name)
-        tensor = torch.empty(parameter.shape, dtype=parameter.dtype)
+    for name, empty in named_tensors(model):
+        if only is not None and name not in only:
+            continue
+        tensor = torch.empty(empty.shape, dtype=empty.dtype)
         # one 32-bit number from both: torch's CPU generator does not read the upper half of a seed
         generator = torch.Generator().manual_seed(crc32(f"{seed}:{name}".encode()))
         model.initialize(name, tensor, generator)

@@ -17,7 +17,7 @@ from typing import Literal
 from cellmill.config.layout import Layout
 from cellmill.config.run import Parallel
 from cellmill.parallel.partition import stages_of
-from cellmill.planner.memory import ELEMENT, FLOAT32, is_sharded, reshards
+from cellmill.planner.memory import ELEMENT, FLOAT32, is_sharded
 from cellmill.planner.size import ModelSize
 from cellmill.planner.stage_share import shares_of
 
@@ -135,7 +135,7 @@ def _of_data(
         yield "all-reduce", "dp_replicate", FLOAT32 * trained, 1 + FLOAT32 * trained // BUCKET_BYTES
         return
     # the root's weights are gathered once and kept for the backward pass; a pipeline keeps all for its micro-batches
-    passes = 2 if reshards(parallel) else 1
+    passes = 2 if parallel.reshards_after_forward else 1
     gathered = outside + (whole - outside) * passes
     times = 1 if parallel.pp > 1 else micro_batches
     blocks, root = sum(stage.blocks for stage in stages), int(outside > 0)

@@ -20,8 +20,6 @@ FLOAT32 = 4
 ELEMENT = {"32-true": 4, "bf16-mixed": 2, "16-mixed": 2}
 """Bytes of an element in forward and backward, and of one kept for the backward pass."""
 AUTOCAST_ACTIVATION = 2.5  # the residual stream and what enters the norms stay float32: 2.3 measured, on a CPU
-RESHARDED = ("FULL_SHARD", "HYBRID_SHARD")
-"""Strategies that let a block's weights go after its forward pass and gather them again."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +49,8 @@ class Memory:
 
 
 def is_sharded(parallel: Parallel, layout: Layout) -> bool:
-    """Whether FSDP2 wraps the model: `parallel.wrap` leaves a single process alone, and uses it for ddp's products."""
+    """Whether FSDP2 wraps the model: `parallel.fsdp` leaves a single process alone, and uses it for ddp's products."""
     return layout.dp > 1 and (parallel.strategy == "fsdp" or layout.tp * layout.pp > 1)
-
-
-def reshards(parallel: Parallel) -> bool:
-    """Whether FSDP2 lets a block's weights go between the passes."""
-    return parallel.strategy == "fsdp" and parallel.sharding_strategy in RESHARDED and parallel.pp == 1
 
 
 def kept_in_a_block(size: ModelSize, parallel: Parallel) -> float:
@@ -168,7 +161,7 @@ def _moments(
         return
     accumulated = FLOAT32 * trained if micro_batches > 1 else 0  # reduced with the last micro-batch only
     several = outside + min(2, size.blocks) * block  # the next is fetched while one computes
-    gathered = element * (several if reshards(parallel) else whole)
+    gathered = element * (several if parallel.reshards_after_forward else whole)
     yield Memory(**begun, gradients=accumulated + element * block_trained, gathered=gathered, communication=0)
     if parallel.pp > 1:
         # each stage's gradients are reduced when its last micro-batch is through

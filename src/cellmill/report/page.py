@@ -14,7 +14,7 @@ from cellmill.errors import DataError
 from cellmill.report import figures
 from cellmill.report.collect import ReportedCorpus, ReportedRun, largest_memory, losses
 from cellmill.report.task_table import TaskTable, compare_runs
-from cellmill.runs.cost import span
+from cellmill.runs.run_cost import span
 
 MEASURES = {"n_genes": "genes per cell", "n_counts": "counts per cell", "mito_frac": "mitochondrial fraction"}
 
