@@ -32,7 +32,7 @@ from train_step import commit, synchronize
 
 from cellmill.config.layout import Layout
 from cellmill.config.run import Parallel, Train
-from cellmill.config.tokens import Tokens
+from cellmill.config.tokens import ContinuousTokens
 from cellmill.data.tokens import Batch
 from cellmill.models.attention import attention, attention_padded
 from cellmill.models.batch import TensorBatch, on_device, to_tensors
@@ -40,8 +40,8 @@ from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.masked.model import MaskedModel
 from cellmill.parallel.clip import clip_grad_norm
 from cellmill.parallel.compile_blocks import compile_blocks
-from cellmill.parallel.fsdp import ParallelModel
 from cellmill.parallel.mesh import build_mesh
+from cellmill.parallel.step import ParallelModel
 from cellmill.planner.devices import peak_flops
 from cellmill.planner.memory import memory_per_rank
 from cellmill.train.optimizer import build_optimizer
@@ -138,7 +138,7 @@ def lengths_of(size: Size, kind: str, step: int) -> np.ndarray:
 
 def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.device) -> Measured:
     """Training steps of one size. `kind`: full; packed or padded, of cells that vary."""
-    tokens = Tokens(tokenizer="continuous", max_tokens=size.genes)
+    tokens = ContinuousTokens(max_tokens=size.genes)
     config = MaskedConfig(
         objective="masked_gene", cell_loss_weight=0, hidden=size.hidden, layers=size.layers, heads=size.heads
     )

@@ -29,8 +29,9 @@ from cellmill.data.tokens import Batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.masked.model import MaskedModel
 from cellmill.parallel.clip import clip_grad_norm
-from cellmill.parallel.fsdp import ParallelModel, apply_fsdp
+from cellmill.parallel.fsdp import apply_fsdp
 from cellmill.parallel.mesh import build_mesh
+from cellmill.parallel.step import ParallelModel
 from cellmill.planner.cost import Cost, cost
 from cellmill.planner.devices import Device, device_named
 from cellmill.planner.fit import Hardware, Limit, need

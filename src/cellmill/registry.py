@@ -14,6 +14,19 @@ from cellmill.errors import ConfigError, did_you_mean
 
 BUILT_IN: dict[str, dict[str, str]] = {
     "family": {"masked": "cellmill.models.masked.config:MaskedConfig"},
+    "objective": {
+        "masked_value": "cellmill.models.objectives.config:MaskedValueConfig",
+        "masked_gene": "cellmill.models.objectives.config:MaskedGeneConfig",
+    },
+    "tokenizer": {
+        "rank": "cellmill.config.tokens:RankTokens",
+        "binned": "cellmill.config.tokens:BinnedTokens",
+        "continuous": "cellmill.config.tokens:ContinuousTokens",
+    },
+    "task": {
+        "probe": "cellmill.config.evaluate:ProbeConfig",
+        "reconstruct": "cellmill.config.evaluate:ReconstructConfig",
+    },
 }
 
 

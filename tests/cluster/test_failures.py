@@ -74,9 +74,9 @@ def test_a_rank_that_raises_is_named_with_its_node(failed: dict[str, Launched]) 
 def test_a_loss_that_is_not_finite_ends_the_run(failed: dict[str, Launched]) -> None:
     ends(
         failed["nan"],
-        r"loss (nan|inf|-inf) and gradient norm (nan|inf|\S+) at step \d+, skipped as were the 4 before it "
-        r"\(train.max_bad_steps 5\): lower train.lr \(1e\+38\) or raise train.warmup_steps; the checkpoints before it "
-        r"are untouched; rank 0 had .*",
+        r"loss (nan|inf|-inf) and gradient norm (nan|inf|\S+) at step \d+, the last of 5 bad steps in a row "
+        r"\(train.max_bad_steps 5\): lower train.lr \(1e\+38\) or raise train.warmup_steps; earlier checkpoints are "
+        r"intact; rank 0 had .*",
     )
 
 
@@ -85,7 +85,7 @@ def test_a_job_killed_for_memory_says_which_key_to_change(failed: dict[str, Laun
         pytest.skip("memory limits need root and a writable cgroup v1")
     ends(
         failed["memory"],
-        r"node\d: a process was killed because the node's memory for this job was used up; raise set-resources: train: "
+        r"node\d: a process was killed because the job used up its memory on this node; raise set-resources: train: "
         "mem_mb in the profile, or lower train.token_budget",
     )
 
@@ -102,7 +102,7 @@ def test_what_sbatch_refuses_is_said_in_its_words_and_leaves_no_job(failed: dict
     run = failed["refused"]
     assert last_line(run) == (
         "cellmill train: sbatch refused the job: invalid partition specified: no-such-partition Batch job submission "
-        "failed: Invalid partition name specified; what is asked for is in the profile, set-resources: train"
+        "failed: Invalid partition name specified; the request is in the profile, set-resources: train"
     )
     assert list((run.train / "jobs").iterdir()) == []
 

@@ -25,16 +25,18 @@ from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import UserError
 from cellmill.models import attention
 from cellmill.models.batch import to_tensors
+from cellmill.models.build import ModelSpec
 from cellmill.parallel import compile_blocks, cpu_matmul, cross_entropy
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh, set_timeouts
 from cellmill.parallel.vocab_parallel import embed_tokens
+from cellmill.planner.size import measure
 from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.loop import Progress, Trainer
-from cellmill.train.meter import Meter
 from cellmill.train.optimizer import build_optimizer
 from cellmill.train.stop import StopFlag
+from cellmill.train.telemetry import Meter
 from cellmill.train.worker import build_model, build_parallel_model, build_streams, open_profile
 
 DEVICE = torch.device("cpu")
@@ -74,7 +76,7 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
         device=DEVICE,
         train=parsed.train,
         steps=steps,
-        size=parsed.model.size(vocabulary.n_genes, parsed.tokens),
+        size=measure(ModelSpec.of(parsed, vocabulary.n_genes)),
         train_stream=train_stream,
         val_stream=val_stream,
         checkpoints=Checkpoints(TrainFolder(Path(folder)), parsed.train.keep_checkpoints),

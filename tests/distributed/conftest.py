@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from cellmill.cli import main
 from tests.distributed.pool import Pool
+from tests.models import split
 
 
 @pytest.fixture(scope="session")
@@ -72,8 +73,8 @@ def options(parallel: dict[str, Any] | None = None, **overrides: dict[str, Any])
         },
     }
     for section, values in overrides.items():
-        tree[section] = tree[section] | values
-    return tree
+        tree[section] = tree.get(section, {}) | values
+    return tree | split(tree["model"])
 
 
 CONFIG = """

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cellmill.train.memory_stats import memory_bytes
+from cellmill.train.telemetry import memory_bytes
 from tests.distributed.cases import DEVICE, trainer
 
 

@@ -10,6 +10,7 @@ import pytest
 from cellmill.config.layout import layout
 from cellmill.config.options import TrainOptions
 from cellmill.planner.memory import memory_of
+from cellmill.planner.size import size_of
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
 
@@ -36,7 +37,7 @@ def test_memory_of_the_plan_is_what_processes_allocate(
     given = options(LAYOUTS[name], model=MODEL, tokens={"max_tokens": 100}, train=train)
     parsed = TrainOptions.model_validate(given)
     parallel = parsed.parallel
-    size = parsed.model.size(N_GENES, parsed.tokens, parallel.tp, parallel.sequence_parallel)
+    size = size_of(parsed, N_GENES)
     found = pool.run("measures.allocated", corpus=corpus, options=given)
     each = WORLD // parallel.pp
     for stage in range(parallel.pp):

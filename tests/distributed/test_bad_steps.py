@@ -51,7 +51,7 @@ def test_a_resumed_run_skips_and_ends_as_one_left_alone(pool: Pool, corpus: str,
     run = options(train={"steps": 9, "checkpoint_every_steps": 4, "max_bad_steps": 3})
     each = {"corpus": corpus, "options": run, "bad": [2, 4, 5, 6], "steps": 9}
     alone = pool.run("spoiled", folder=str(tmp_path / "alone"), **each)
-    assert "at step 6, skipped as were the 2 before it (train.max_bad_steps 3)" in alone[0]["error"]
+    assert "at step 6, the last of 3 bad steps in a row (train.max_bad_steps 3)" in alone[0]["error"]
     shutil.copytree(tmp_path / "alone", tmp_path / "resumed")
     resumed = pool.run("spoiled", folder=str(tmp_path / "resumed"), load=True, **each)
     assert resumed[0]["lines"][0]["step"] == 5
@@ -65,11 +65,11 @@ def test_the_end_names_the_rank_and_the_cells(pool: Pool, corpus: str, tmp_path:
     found = pool.run("spoiled", corpus=corpus, options=run, folder=str(tmp_path), steps=6, bad=[2, 3])
     assert len({rank["error"] for rank in found}) == 1, "ranks disagree"
     rank, cells = {"ddp": (1, 4), "FULL_SHARD x tp 2": (2, 8), "FULL_SHARD x pp 2": (1, 8)}[layout]
-    more = f" and {cells - 4} more cells, which are in the log" if cells > 4 else ""
+    more = rf" and {cells - 4} more cells \(see the log\)" if cells > 4 else ""
     cell = r"sim:\S+ \(train-\S+\.h5ad row \d+\)"
     assert re.fullmatch(
-        r"loss nan and gradient norm nan at step 3, skipped as were the 1 before it \(train\.max_bad_steps 2\): lower "
-        r"train\.lr \(0\.001\) or raise train\.warmup_steps; the checkpoints before it are untouched; "
+        r"loss nan and gradient norm nan at step 3, the last of 2 bad steps in a row \(train\.max_bad_steps 2\): "
+        r"lower train\.lr \(0\.001\) or raise train\.warmup_steps; earlier checkpoints are intact; "
         rf"rank {rank} had {cell}, {cell}, {cell}, {cell}{more}",
         found[0]["error"],
     )

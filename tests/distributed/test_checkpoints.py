@@ -82,7 +82,7 @@ def test_a_planted_pickle_in_the_metadata_is_refused_and_not_run(half: Path, tmp
 
     shutil.copytree(half / "checkpoints" / "step-00000004", tmp_path / "checkpoint")
     (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps(Planted()))
-    with pytest.raises(DataError, match=r"builtins\.eval has no place in checkpoint metadata"):
+    with pytest.raises(DataError, match=r"builtins\.eval is not allowed in checkpoint metadata"):
         CheckpointReader(tmp_path / "checkpoint").read_metadata()
     assert not trace.exists()
 
@@ -112,7 +112,7 @@ def test_when_every_checkpoint_is_damaged_the_run_stops(half: Path, tmp_path: Pa
     run = tmp_path / "run"
     shutil.copytree(half, run)
     next((run / "checkpoints" / "step-00000004").glob("*.distcp")).unlink()
-    with pytest.raises(DataError, match=r"no checkpoint is whole .* begin again at step 0"):
+    with pytest.raises(DataError, match=r"every checkpoint is damaged .* start again at step 0"):
         TrainFolder(run).newest_whole()
 
 

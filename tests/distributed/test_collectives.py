@@ -10,6 +10,7 @@ import pytest
 from cellmill.config.layout import layout
 from cellmill.config.options import TrainOptions
 from cellmill.planner.communication import traffic_of
+from cellmill.planner.size import size_of
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
 
@@ -42,7 +43,7 @@ def test_bytes_of_each_collective_and_axis_are_those_of_the_plan(
     parsed = TrainOptions.model_validate(given)
     parallel = parsed.parallel
     sizes = layout(parallel, WORLD, LOCAL_WORLD)
-    size = parsed.model.size(N_GENES, parsed.tokens, parallel.tp, parallel.sequence_parallel)
+    size = size_of(parsed, N_GENES)
     for rank, found in enumerate(pool.run("measures.collectives", corpus=corpus, options=given)):
         assert found["micro_batches"] > 1 or not train
         stage = rank // (WORLD // parallel.pp)

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from cellmill.config.options import TrainOptions
+from cellmill.planner.size import size_of
 from tests.distributed import cases
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
@@ -163,11 +164,12 @@ def test_what_a_tensor_parallel_process_holds_is_what_the_size_says(
     wide = {"hidden": 64, "layers": 4} | model
     cut = options({"tp": 4, "sequence_parallel": sequence_parallel}, model=wide, train={"global_batch": 64})
     parsed = TrainOptions.model_validate(cut)
-    size = parsed.model.size(120, parsed.tokens, 4, sequence_parallel)
+    size = size_of(parsed, 120)
     found = pool.run("held", corpus=corpus, options=cut)
     assert max(rank["parameters"] for rank in found) == size.parameters
     for rank in found:
-        expected = size.activations_per_token + size.logits_per_token
+        expected = size.begin.activations_per_token + size.finish.activations_per_token
+        expected += size.blocks * size.block.activations_per_token
         assert rank["activations_per_token"] == pytest.approx(expected, rel=0.1)
 
 

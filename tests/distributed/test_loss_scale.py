@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cellmill.runs.folder import TrainFolder
-from cellmill.train import loss_scale
+from cellmill.train import step_guard
 from tests.distributed import cases
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
@@ -66,7 +66,7 @@ def test_an_overflow_on_one_process_is_skipped_by_all_and_halves_the_scale(
 def test_a_scale_that_is_too_large_comes_down_and_one_that_is_good_grows(
     alone: None, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_scale, "GROWTH_STEPS", 2)
+    monkeypatch.setattr(step_guard, "GROWTH_STEPS", 2)
     found = cases.overflow(
         corpus, options(HALF, train={"steps": 20}), str(tmp_path), 20, at=-1, rank=0, initial=2.0**24
     )
@@ -81,8 +81,8 @@ def test_a_scale_that_is_too_large_comes_down_and_one_that_is_good_grows(
 def test_a_resumed_run_goes_on_with_its_scale(
     alone: None, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_scale, "GROWTH_STEPS", 4)
-    monkeypatch.setattr(loss_scale, "INITIAL", LOW)
+    monkeypatch.setattr(step_guard, "GROWTH_STEPS", 4)
+    monkeypatch.setattr(step_guard, "INITIAL_SCALE", LOW)
     train = {"checkpoint_every_steps": 3, "schedule": "constant"}
     whole = cases.curve(corpus, options(HALF, train=train), str(tmp_path / "whole"), STEPS)
     cases.curve(corpus, options(HALF, train=train), str(tmp_path / "halves"), 3)

@@ -14,7 +14,7 @@ import torch
 
 from cellmill.config.options import TrainOptions
 from cellmill.planner.out_of_memory import advice, is_out_of_memory
-from cellmill.train.worker import complain
+from cellmill.train.failure import error_line
 from tests.distributed.conftest import options
 
 CUDA = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1 GiB is free"
@@ -32,7 +32,7 @@ def run(corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[st
 
 
 def test_the_line_names_the_parts_the_largest_first_and_the_first_change(run: dict[str, Any], tmp_path: Path) -> None:
-    line = complain(torch.OutOfMemoryError(CUDA), tmp_path)
+    line = error_line(torch.OutOfMemoryError(CUDA), tmp_path)
     assert line is not None
     who, _, rest = line.partition("; ")
     assert who == f"rank 3 on {os.uname().nodename}: out of memory ({CUDA[:120].rstrip('.')})"
@@ -49,7 +49,7 @@ def test_the_parts_are_those_of_the_plan(run: dict[str, Any]) -> None:
 
 
 def test_without_a_plan_it_still_says_what_to_change(tmp_path: Path) -> None:
-    line = complain(MemoryError(), tmp_path)
+    line = error_line(MemoryError(), tmp_path)
     assert line is not None
     assert line.endswith(
         "out of memory (MemoryError); lower train.token_budget, or set parallel.activation_checkpointing to full"

@@ -80,6 +80,6 @@ def test_the_layer_imports_no_torch(layer: str) -> None:
     assert "torch" not in loaded_by(*in_layers(layer))
 
 
-@pytest.mark.parametrize("stage", ["demo", "simulate", "preprocess", "vocabulary", "shard", "plan", "train", "report"])
+@pytest.mark.parametrize("stage", ["demo", "simulate", "preprocess", "vocabulary", "shard", "train", "report"])
 def test_the_stage_imports_no_torch(stage: str) -> None:
     assert "torch" not in loaded_by(f"cellmill.stages.{stage}")

@@ -10,9 +10,10 @@ from cellmill.config.options import PreprocessOptions, ShardOptions, VocabularyO
 from cellmill.config.tokens import Tokens
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.files import sha256_file, write_json
-from cellmill.models.export import build, initial_tensors, write_safetensors
-from cellmill.models.masked.config import MaskedConfig
+from cellmill.models.build import build
+from cellmill.models.export import initial_tensors, write_safetensors
 from cellmill.stages import preprocess, shard, vocabulary
+from tests.models import spec
 
 SMALL = {"family": "masked", "hidden": 16, "layers": 2, "heads": 2}
 
@@ -33,18 +34,21 @@ def make_corpus(folder: Path, raw: Path, **split: Any) -> dict[str, Path]:
 def export_model(folder: Path, genes: Path, tokens: dict[str, Any] | None = None, seed: int = 0, **model: Any) -> Path:
     """The folder of a small model over the vocabulary in `genes`, with the weights that `seed` gives."""
     known = Vocabulary.read(genes)
+    given = spec(known.n_genes, Tokens.model_validate({"max_tokens": 64} | (tokens or {})), **(SMALL | model))
     config = {
         "format": WEIGHTS_FORMAT,
         "family": "masked",
-        "model": MaskedConfig.model_validate(SMALL | model).model_dump(mode="json"),
-        "tokens": Tokens.model_validate({"max_tokens": 64} | (tokens or {})).model_dump(mode="json"),
+        "model": given.model.model_dump(mode="json"),
+        "objective": given.objective.model_dump(mode="json"),
+        "tokens": given.tokens.model_dump(mode="json"),
         "n_genes": known.n_genes,
         "vocabulary_digest": known.digest,
         "fingerprint": "none",
         "step": 0,
     }
-    network = build(config, known, "cpu")
-    tensors = dict(initial_tensors(network, seed, None, known))
+    network = build(given)
+    kept = network.state_dict().keys()  # parameters and persistent buffers
+    tensors = {name: tensor for name, tensor in initial_tensors(network, seed, None, known) if name in kept}
     shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     write_safetensors(folder / "model.safetensors", shapes, tensors.__getitem__)
     known.write(folder / "vocabulary.tsv")

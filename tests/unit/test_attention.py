@@ -27,14 +27,18 @@ def _cu_seqlens(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
+either_way = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+
+
+@either_way
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_packed_attention_and_its_gradients_are_those_of_padded_attention(
-    lengths: list[int], dtype: torch.dtype
+    lengths: list[int], dtype: torch.dtype, causal: bool
 ) -> None:
     packed, padded = _qkv(sum(lengths), dtype), _qkv(sum(lengths), dtype)
-    out = attention(*packed, _cu_seqlens(lengths), lengths)
-    expected = attention_padded(*padded, lengths)
+    out = attention(*packed, _cu_seqlens(lengths), lengths, causal)
+    expected = attention_padded(*padded, lengths, causal)
     assert out.dtype == dtype
     torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -44,14 +48,17 @@ def test_packed_attention_and_its_gradients_are_those_of_padded_attention(
         torch.testing.assert_close(ours.grad, theirs.grad, atol=4 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_the_padded_reference_is_softmax_attention_written_out() -> None:
+@either_way
+def test_the_padded_reference_is_softmax_attention_written_out(causal: bool) -> None:
     lengths = [5, 2]
     q, k, v = _qkv(7, torch.float32)
     rows = []
     for q_cell, k_cell, v_cell in zip(q.split(lengths), k.split(lengths), v.split(lengths)):
         scores = torch.einsum("ihd,jhd->hij", q_cell, k_cell) / 8**0.5
+        if causal:
+            scores = torch.where(torch.arange(len(k_cell)) <= torch.arange(len(q_cell))[:, None], scores, -torch.inf)
         rows.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v_cell))
-    torch.testing.assert_close(attention_padded(q, k, v, lengths), torch.cat(rows), atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(attention_padded(q, k, v, lengths, causal), torch.cat(rows), atol=2e-6, rtol=2e-6)
 
 
 def test_a_cell_does_not_see_another() -> None:
@@ -64,11 +71,32 @@ def test_a_cell_does_not_see_another() -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_tiles_of_queries_leave_none_out(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("lengths", [[9, 30, 1, 4], [300, 2, 301]], ids=["runs of cells", "tiles"])
+def test_later_tokens_never_change_earlier_outputs_or_their_gradients(lengths: list[int], dtype: torch.dtype) -> None:
+    outs, gradients = [], []
+    for last in (0.0, 7.0):
+        packed = [x.detach() for x in _qkv(sum(lengths), dtype)]
+        for x in packed:
+            x[lengths[0] - 1] = last
+            x.requires_grad_()
+        out = attention(*packed, _cu_seqlens(lengths), lengths, causal=True)
+        out[: lengths[0] - 1].square().sum().backward()
+        outs.append(out[: lengths[0] - 1])
+        gradients.append([x.grad for x in packed])
+    assert torch.equal(*outs)
+    for before, after in zip(*gradients):
+        assert torch.equal(before, after)
+        assert not after[lengths[0] - 1 :].any(), "an earlier output depends on a later token"
+
+
+@either_way
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_tiles_of_queries_leave_none_out(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, causal: bool) -> None:
     monkeypatch.setattr(cpu_attention, "SCORES", 300 * 7)  # seven queries at once, with a rest
     lengths = [300, 1, 299]
     packed, padded = _qkv(sum(lengths), dtype), _qkv(sum(lengths), dtype)
-    out, expected = attention(*packed, _cu_seqlens(lengths), lengths), attention_padded(*padded, lengths)
+    out = attention(*packed, _cu_seqlens(lengths), lengths, causal)
+    expected = attention_padded(*padded, lengths, causal)
     torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     out.square().sum().backward()
     expected.square().sum().backward()
@@ -91,15 +119,17 @@ def test_no_cells_give_no_tokens_and_gradients_of_no_tokens() -> None:
     assert all(x.grad is not None for x in packed)
 
 
-def test_a_cell_without_tokens_among_others_changes_nothing() -> None:
+@either_way
+def test_a_cell_without_tokens_among_others_changes_nothing(causal: bool) -> None:
     q, k, v = _qkv(5, torch.float32)
-    with_empty = attention(q, k, v, _cu_seqlens([0, 2, 0, 3]), [0, 2, 0, 3])
-    assert torch.equal(with_empty, attention(q, k, v, _cu_seqlens([2, 3]), [2, 3]))
+    with_empty = attention(q, k, v, _cu_seqlens([0, 2, 0, 3]), [0, 2, 0, 3], causal)
+    assert torch.equal(with_empty, attention(q, k, v, _cu_seqlens([2, 3]), [2, 3], causal))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the variable-length kernel needs a GPU")
+@either_way
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_the_gpu_kernel_gives_what_padded_attention_gives(lengths: list[int]) -> None:
+def test_the_gpu_kernel_gives_what_padded_attention_gives(lengths: list[int], causal: bool) -> None:
     q, k, v = (x.detach().cuda() for x in _qkv(sum(lengths), torch.bfloat16))
-    out = attention(q, k, v, _cu_seqlens(lengths).cuda(), lengths)
-    torch.testing.assert_close(out, attention_padded(q, k, v, lengths), atol=2e-2, rtol=2e-2)
+    out = attention(q, k, v, _cu_seqlens(lengths).cuda(), lengths, causal)
+    torch.testing.assert_close(out, attention_padded(q, k, v, lengths, causal), atol=2e-2, rtol=2e-2)

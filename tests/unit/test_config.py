@@ -21,6 +21,7 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.pipeline import RunConfig
 from cellmill.config.plugin import Plugin, by_name
 from cellmill.config.section import Section
+from cellmill.config.upgrade import upgrade_options
 from cellmill.errors import ConfigError
 
 TREE = """
@@ -81,6 +82,25 @@ def test_a_run_overrides_single_keys_of_a_default_section(config: Config) -> Non
     assert deep.train.model_dump() == plain.train.model_dump() | {"lr": 0.5}
 
 
+def test_a_run_with_another_tokenizer_keeps_the_options_that_all_tokenizers_have(config: Config) -> None:
+    rank = {"tokens": {"tokenizer": "rank"}, "objective": {"name": "masked_gene"}}
+    same = {"tokens": {"tokenizer": "binned", "max_tokens": 99}}
+    tree = {"runs": {name: {"corpus": "pbmc"} | run for name, run in (("plain", {}), ("rank", rank), ("same", same))}}
+    runs = config(tokens={"tokenizer": "binned", "bins": 10, "max_tokens": 100}, **tree).runs
+    assert runs["plain"].tokens.model_dump() == {"tokenizer": "binned", "max_tokens": 100, "bins": 10}
+    assert runs["rank"].tokens.model_dump() == {"tokenizer": "rank", "max_tokens": 100}
+    assert runs["same"].tokens.model_dump() == {"tokenizer": "binned", "max_tokens": 99, "bins": 10}
+
+
+def test_options_of_earlier_versions_drop_the_bins_that_their_tokenizer_did_not_read() -> None:
+    for tokenizer in ("rank", "continuous"):
+        stored = {"tokens": {"tokenizer": tokenizer, "max_tokens": 256, "bins": 51}, "train": {"lr": 1}}
+        assert upgrade_options(stored) == {"tokens": {"tokenizer": tokenizer, "max_tokens": 256}, "train": {"lr": 1}}
+        assert stored["tokens"]["bins"] == 51
+    binned = {"tokens": {"tokenizer": "binned", "max_tokens": 256, "bins": 9}}
+    assert upgrade_options(binned) == binned
+
+
 def test_a_length_of_the_run_replaces_the_default_length(config: Config) -> None:
     train = config(runs={"demo": {"corpus": "pbmc", "train": {"steps": 7}}}).runs["demo"].train
     assert (train.steps, train.epochs) == (7, None)
@@ -132,8 +152,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "misspelt section": ({"trian": {}}, "unknown key 'trian'; did you mean 'train'?"),
     "unknown section": (
         {"zzz": {}},
-        "unknown key 'zzz'; there are: preprocess, vocabulary, shard, tokens, stream, model, parallel, train, plan, "
-        "consolidate, embed, evaluate, report, corpora, runs",
+        "unknown key 'zzz'; there are: preprocess, vocabulary, shard, tokens, stream, model, objective, parallel, "
+        "train, plan, consolidate, embed, evaluate, report, corpora, runs",
     ),
     "misspelt key": ({"train": {"lrr": 1}}, "train: unknown key 'lrr'; did you mean 'lr'?"),
     "misspelt key of the model": ({"model": {"hiden": 32}}, "model: unknown key 'hiden'; did you mean 'hidden'?"),
@@ -152,7 +172,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "train.lr: input should be a valid number, unable to parse string as a number, got 'fast'",
     ),
     "yes for a number": ({"train": {"lr": True}}, "train.lr: expected a number, got a boolean"),
-    "no for a whole number": ({"tokens": {"bins": False}}, "tokens.bins: expected a number, got a boolean"),
+    "no for a whole number": ({"stream": {"lanes": False}}, "stream.lanes: expected a number, got a boolean"),
     "yes for a number that may be null": (
         {"train": {"clip_norm": True}},
         "train.clip_norm: expected a number, got a boolean",
@@ -180,8 +200,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "section is a list": ({"train": [1]}, "train: expected a mapping, got [1]"),
     "values of rank tokens": (
         {"tokens": {"tokenizer": "rank"}},
-        "runs.demo: model.objective masked_value needs values, which tokens.tokenizer rank does not have; choose "
-        "binned or continuous, or masked_gene",
+        "runs.demo: objective masked_value needs values, which tokens.tokenizer rank does not have; choose "
+        "binned or continuous, or objective masked_gene",
     ),
     "a cell beyond the budget": (
         {"train": {"token_budget": 100}},
@@ -256,7 +276,7 @@ TABLES: dict[str, tuple[str, str]] = {
     "header alone": ("dataset\tpath\n", ": no datasets; add a row for each .h5ad file"),
     "unknown column": (
         "dataset\tpth\na\tb\n",
-        ": unknown column 'pth'; there are: dataset, path, counts, label, source, licence",
+        ": unknown column 'pth'; did you mean 'path'?",
     ),
     "no path": ("dataset\tpath\na\t\n", ", line 2: path: is missing"),
     "too many cells": ("dataset\tpath\na\tb\tc\n", ", line 2: more cells than the header has columns"),

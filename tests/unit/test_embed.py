@@ -10,14 +10,13 @@ import pytest
 import scipy.sparse as sp
 
 from cellmill.config.options import EmbedOptions
-from cellmill.config.tokens import Tokens
+from cellmill.config.tokens import ContinuousTokens
 from cellmill.data.counts_reader import open_counts
 from cellmill.data.manifest import Manifest
-from cellmill.data.tokens import Batch
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.evaluate import embed as module
-from cellmill.evaluate.embed import pack, read_embedding, write_embedding
+from cellmill.evaluate.embed import read_embedding, write_embedding
 from cellmill.files import sha256_file
 from cellmill.models.export import load_model
 from cellmill.stages import embed
@@ -114,9 +113,9 @@ def test_tokens_made_on_the_fly_are_those_of_the_shards(corpus: dict[str, Path])
     manifest = Manifest.read(corpus["manifest"])
     known = Vocabulary.read(corpus["vocabulary"])
     with open_counts(corpus["cells"]) as reader:
-        places = module.place_genes(reader, known)
+        places = module.match_columns(reader, known)
         every, totals = np.ones(reader.n_obs, bool), np.zeros(2, np.int64)
-        for block in module.read_tokens(reader, places, known, Tokens(max_tokens=64), every, totals):
+        for block in module.read_tokens(reader, places, known, ContinuousTokens(max_tokens=64), every, totals):
             for at, cell in enumerate(block.cells):
                 span = slice(block.cu_seqlens[at], block.cu_seqlens[at + 1])
                 from_file[reader.obs.index[cell]] = block.genes[span]
@@ -186,17 +185,6 @@ def test_antibodies_are_not_taken_for_genes_of_the_same_name(
     protein.var_names, protein.var["feature_types"] = [f"{adata.var_names[0]}.1"], "Antibody Capture"
     both = ad.concat([adata, protein], axis="var", merge="first")
     assert (_vectors(model, _written(both, tmp_path / "a.h5ad")) == reference).all()
-
-
-def test_parts_hold_every_cell_once_within_the_budget() -> None:
-    lengths = np.array([3, 9, 2, 2, 1, 30, 4])
-    cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    batch = Batch(np.arange(cu[-1], dtype=np.int32), np.arange(cu[-1], dtype=np.float32), cu, np.arange(7))
-    parts = list(pack(batch, 12))
-    assert [part.cells.tolist() for part in parts] == [[0, 1], [2, 3, 4], [5], [6]]
-    assert (np.concatenate([part.genes for part in parts]) == batch.genes).all()
-    assert all(part.cu_seqlens[0] == 0 and part.cu_seqlens[-1] == len(part.genes) for part in parts)
-    assert list(pack(Batch(batch.genes[:0], batch.values[:0], cu[:1], batch.cells[:0]), 12)) == []
 
 
 def test_embeddings_of_another_model_or_of_other_cells_are_refused(tmp_path: Path) -> None:

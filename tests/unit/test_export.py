@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from cellmill.config.tokens import Tokens
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
+from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, load_model, write_safetensors
-from cellmill.models.masked.config import MaskedConfig
-from cellmill.models.masked.model import MaskedModel
+from cellmill.models.family import Model
+from tests.models import spec
 
 HIDDEN = 16
 REMEDY = "export the model again (consolidate)"
@@ -37,12 +38,9 @@ def exported(tmp_path: Path) -> Path:
     return export_model(tmp_path / "model", genes, seed=3)
 
 
-def _model(
-    n_genes: int, hidden: int = HIDDEN, objective: str = "masked_value", tokenizer: str = "continuous"
-) -> MaskedModel:
-    config = MaskedConfig.model_validate({"hidden": hidden, "layers": 2, "heads": 2, "objective": objective})
-    with torch.device("meta"):
-        return MaskedModel(config, n_genes, Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 64}))
+def _model(n_genes: int, hidden: int = HIDDEN, objective: str = "masked_value", tokenizer: str = "continuous") -> Model:
+    tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 64})
+    return build(spec(n_genes, tokens, hidden=hidden, layers=2, heads=2, objective=objective))
 
 
 def _first(

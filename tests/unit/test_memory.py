@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,21 +9,28 @@ import pytest
 from cellmill.config.layout import layout
 from cellmill.config.run import Parallel
 from cellmill.config.tokens import Tokens
-from cellmill.models.masked.config import MaskedConfig
 from cellmill.parallel.partition import stages_of
 from cellmill.planner.memory import Memory, host_bytes_per_rank, memory_of, memory_per_rank
+from cellmill.planner.size import measure
 from cellmill.planner.stage_share import shares_of
+from tests.models import spec
 
-CONFIG, TOKENS = MaskedConfig(hidden=64, layers=6, heads=4, objective="masked_gene"), Tokens(max_tokens=512)
-SIZE = CONFIG.size(2000, TOKENS)
+TOKENS = Tokens.model_validate({"max_tokens": 512})
+SPEC = spec(2000, TOKENS, hidden=64, layers=6, heads=4, objective="masked_gene")
+SIZE = measure(SPEC)
 LONG, SHORT = 4096, 16
 
 
 def _memory(world: int, tokens: int = LONG, micro_batches: int = 1, **options: Any) -> Memory:
     parallel = Parallel.model_validate(options)
-    size = CONFIG.size(2000, TOKENS, parallel.tp, parallel.sequence_parallel)
-    size = replace(size, table_gradients=0)  # of so small a model they would hide the rest
+    size = measure(SPEC, parallel.tp, parallel.sequence_parallel)
     return memory_per_rank(size, parallel, layout(parallel, world, world), tokens, micro_batches)
+
+
+def _activations(of_block: float, recomputed: float = 0.0) -> float:
+    """Elements kept per token where each block keeps `of_block`, and one more makes again `recomputed`."""
+    outside = SIZE.begin.activations_per_token + SIZE.finish.activations_per_token
+    return SIZE.blocks * of_block + recomputed + outside
 
 
 def test_one_process_holds_weights_and_moments_in_float32_and_gradients_or_activations() -> None:
@@ -33,8 +39,8 @@ def test_one_process_holds_weights_and_moments_in_float32_and_gradients_or_activ
     for found in (begun, ended):
         assert (found.parameters, found.optimizer) == (4 * parameters, 8 * parameters)
         assert (found.gathered, found.communication, found.pipeline) == (0, 0, 0)
-    assert begun.gradients == 4 * SIZE.block_parameters
-    assert begun.activations == pytest.approx(4 * SIZE.activations_per_token * LONG, rel=0.1)
+    assert begun.gradients == 4 * SIZE.block.parameters
+    assert begun.activations == pytest.approx(4 * _activations(SIZE.block.activations_per_token) * LONG, rel=0.1)
     assert ended.gradients == 4 * parameters
     assert ended.logits == 0 < begun.logits
 
@@ -50,7 +56,7 @@ def test_full_shard_divides_what_is_kept_by_the_processes() -> None:
         found = _memory(world, sharding_strategy="FULL_SHARD")
         share = -(-SIZE.parameters // world)
         assert (found.parameters, found.optimizer) == (4 * share, 8 * share)
-        assert found.gathered == 4 * (SIZE.outside_parameters + 2 * SIZE.block_parameters)
+        assert found.gathered == 4 * (SIZE.outside_parameters + 2 * SIZE.block.parameters)
         ended = _memory(world, tokens=SHORT, sharding_strategy="FULL_SHARD")
         assert ended.gradients >= 4 * share
         assert ended.communication > 0
@@ -61,7 +67,7 @@ def test_tensor_parallel_divides_what_it_cuts_and_a_share_of_tokens_the_stream()
         _memory(4, strategy="ddp", **options) for options in ({}, {"tp": 4}, {"tp": 4, "sequence_parallel": True})
     )
     assert cut.parameters == shared.parameters < whole.parameters / 3.3  # all but norms, two biases and heads
-    assert cut.logits == pytest.approx(whole.logits / 4, rel=1e-3)
+    assert cut.logits == pytest.approx(whole.logits / 4, rel=0.15)  # but for the heads
     assert shared.activations < cut.activations < 0.7 * whole.activations
 
 
@@ -93,9 +99,10 @@ def test_activation_checkpointing_keeps_one_block_and_the_inputs_of_all() -> Non
         _memory(1, activation_checkpointing=how).activations for how in (None, "selective", "full")
     )
     assert 1.8 * recomputed < chosen < 0.8 * kept
-    assert chosen == pytest.approx(4 * SIZE.activations_per_token_selective * LONG, rel=0.15)
+    block, selective, width = SIZE.block.activations_per_token, SIZE.selective_per_token, SIZE.width
+    assert chosen == pytest.approx(4 * _activations(selective, block - selective + width) * LONG, rel=0.15)
     assert recomputed < kept / 2.5
-    assert recomputed == pytest.approx(4 * SIZE.activations_per_token_checkpointed * LONG, rel=0.15)
+    assert recomputed == pytest.approx(4 * _activations(width, block - width) * LONG, rel=0.15)
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"])
@@ -103,7 +110,7 @@ def test_processes_of_a_pipeline_have_each_block_once_and_what_both_ends_read_tw
     parallel = Parallel(pp=3, schedule=schedule)  # type: ignore[arg-type]
     shares = [share for rank in range(3) for share in shares_of(rank, parallel, SIZE.blocks)]
     assert sum(share.blocks for share in shares) == SIZE.blocks
-    once_more = SIZE.shared_parameters
+    once_more = SIZE.tied.parameters
     assert sum(share.parameters(SIZE) for share in shares) == SIZE.parameters + once_more
     assert sum(share.flops(SIZE, 10, 100) for share in shares) == pytest.approx(
         10 * SIZE.flops_per_token + 100 * SIZE.flops_per_token_pair
@@ -140,6 +147,6 @@ def test_what_the_host_keeps_is_not_on_the_device() -> None:
         assert moments.total == plain.total - plain.optimizer
         assert full.total < moments.total - plain.parameters
         parallel = Parallel.model_validate(strategy | {"cpu_offload": "optimizer"})
-        assert host_bytes_per_rank(SIZE, parallel, layout(parallel, 4, 4)) == 2 * plain.optimizer
+        assert host_bytes_per_rank(SIZE, parallel, layout(parallel, 4, 4)) == pytest.approx(2 * plain.optimizer, abs=16)
         parallel = Parallel.model_validate(strategy)
         assert host_bytes_per_rank(SIZE, parallel, layout(parallel, 4, 4)) == 0

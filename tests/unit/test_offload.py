@@ -18,7 +18,7 @@ copied_or_not = pytest.mark.parametrize("copied", [False, True], ids=["in place"
 
 def _pair(monkeypatch: pytest.MonkeyPatch, copied: bool) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
     """Two equal models with torch's AdamW and ours; `copied` as though the parameters were on a GPU."""
-    monkeypatch.setattr(offload, "_is_elsewhere", lambda shard: copied)
+    monkeypatch.setattr(offload, "_needs_copy", lambda shard: copied)
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())

@@ -5,20 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from cellmill.config.layout import min_microbatches
 from cellmill.config.run import Parallel
-from cellmill.config.tokens import Tokens
 from cellmill.data.shuffle import cut_batch, cut_evenly
-from cellmill.models.masked.config import MaskedConfig
-from cellmill.models.masked.model import MaskedModel
+from cellmill.models.build import build
 from cellmill.parallel.partition import blocks_of, process_of, stages_of
 from cellmill.parallel.pipeline_stages import keep_stage, tied_parameters
+from tests.models import spec
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -53,11 +54,11 @@ def test_blocks_are_dealt_out_in_order_and_evenly(stages: int, blocks: int) -> N
 def test_stages_together_are_the_model_and_only_ends_share(
     objective: Any, cell_loss_weight: float, stages: int
 ) -> None:
-    config = MaskedConfig(layers=4, hidden=16, objective=objective, cell_loss_weight=cell_loss_weight)
-    whole = {name: p.shape for name, p in _model(config).named_parameters()}
+    config = spec(30, layers=4, hidden=16, objective=objective, cell_loss_weight=cell_loss_weight)
+    whole = {name: p.shape for name, p in build(config).named_parameters()}
     found: dict[str, list[int]] = {}
     for stage in range(stages):
-        part = _model(config)
+        part = build(config)
         keep_stage(part, stage, stages)
         for name, parameter in part.named_parameters():
             assert parameter.shape == whole[name]
@@ -69,11 +70,6 @@ def test_stages_together_are_the_model_and_only_ends_share(
     assert twice == shared
     assert all(found[name] == [0, stages - 1] for name in twice)
     assert bool(twice) == (objective == "masked_gene" or cell_loss_weight > 0)
-
-
-def _model(config: MaskedConfig) -> MaskedModel:
-    with torch.device("meta"):
-        return MaskedModel(config, 30, Tokens())
 
 
 @pytest.mark.parametrize(
@@ -110,19 +106,17 @@ def test_even_micro_batches_are_the_smallest_that_so_many_do_with() -> None:
 def test_three_billion_parameters_are_built_without_their_memory() -> None:
     program = """
 import resource, torch
-from cellmill.config.tokens import Tokens
-from cellmill.models.masked.config import MaskedConfig
-from cellmill.models.masked.model import MaskedModel
+from cellmill.models.build import build
 from cellmill.parallel.pipeline_stages import keep_stage
+from tests.models import spec
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-with torch.device("meta"):
-    model = MaskedModel(MaskedConfig(hidden=2560, layers=40, heads=20), 20_000, Tokens())
+model = build(spec(20_000, hidden=2560, layers=40, heads=20))
 parameters = sum(p.numel() for p in model.parameters())
 keep_stage(model, 1, 4)
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(parameters, sum(p.numel() for p in model.parameters()), after - before)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     parameters, of_a_stage, grown_kb = map(int, done.stdout.split())
     assert parameters > 3e9
     assert of_a_stage == pytest.approx(parameters / 4, rel=0.1)

@@ -16,10 +16,11 @@ from cellmill.config.options import PlanOptions
 from cellmill.data.manifest import Manifest
 from cellmill.data.stream import CellStream
 from cellmill.errors import ConfigError
-from cellmill.models.masked.model import MaskedModel
+from cellmill.models.build import ModelSpec, build
 from cellmill.planner.devices import device_named
 from cellmill.planner.fit import Hardware, Limit, amount, memory_limit, need
 from cellmill.planner.fit import remedy as remedy_of
+from cellmill.planner.size import size_of
 from cellmill.planner.work import Cells, detected_genes
 from cellmill.stages import plan
 
@@ -111,7 +112,7 @@ def test_micro_batches_are_near_those_of_the_stream(corpus: Manifest, tmp_path: 
 
 def test_parameters_are_those_of_the_model(corpus: Manifest, tmp_path: Path) -> None:
     options = _options()
-    model = MaskedModel(options.model, 40, options.tokens)  # type: ignore[arg-type]
+    model = build(ModelSpec.of(options, 40))
     found = _plan(corpus, tmp_path)
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
     assert found["memory"]["total_bytes"] == sum(found["memory"]["parts_bytes"].values())
@@ -121,7 +122,7 @@ def test_parameters_are_those_of_the_model(corpus: Manifest, tmp_path: Path) -> 
 def test_flops_are_counted_with_the_lengths_of_the_cells(corpus: Manifest, tmp_path: Path) -> None:
     options = _options()
     lengths = np.minimum(detected_genes(corpus), 16).astype(float)
-    size = options.model.size(40, options.tokens)
+    size = size_of(options, 40)
     per_cell = size.flops_per_token * lengths.mean() + size.flops_per_token_pair * (lengths**2).mean()
     found = _plan(corpus, tmp_path, device="h100", nproc=4)
     assert found["flops_per_step"] == pytest.approx(32 * per_cell)
@@ -233,8 +234,8 @@ BIG = {"model": {"hidden": 768, "layers": 8, "heads": 8}, "train": {"token_budge
     ("memory_gb", "remedy"),
     [
         (1.5, "lower train.token_budget to 256"),
-        (1.38, "lower train.token_budget to 128"),
-        (1.345, "set parallel.activation_checkpointing to full and lower train.token_budget to 256"),
+        (1.39, "lower train.token_budget to 128"),
+        (1.365, "set parallel.activation_checkpointing to full and lower train.token_budget to 256"),
         (0.66, "set parallel.activation_checkpointing to full and use fsdp with parallel.sharding_strategy FULL_SHARD"),
         (0.01, "use a device with more memory (the profile) or a smaller model"),
     ],

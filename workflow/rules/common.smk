@@ -39,6 +39,11 @@ def options(stage):
     return section
 
 
+# the machine of a training: a resource of the rule and a flag of the command for each option
+machine_defaults = {name: field.default for name, field in Machine.model_fields.items()}
+machine_flags = " ".join(f"--{name.replace('_', '-')}={{resources.{name}:q}}" for name in Machine.model_fields)
+
+
 def fits_processes(wildcards, resources):
     """True if the run can be laid out on the profile's processes; `snakemake -n` ends with an error if not."""
     run = pipeline.runs[wildcards.run]

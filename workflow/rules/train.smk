@@ -55,29 +55,7 @@ rule train:
     conda:
         "../../envs/cellmill.yaml"
     resources:
-        # one option of `cellmill train` each
-        launcher="local",
-        nodes=1,
-        nproc_per_node=1,
-        slurm_partition="",
-        slurm_account="",
-        qos="",
-        constraint="",
-        reservation="",
-        gpus_per_node="",
-        gres="",
-        runtime=60,
-        mem_mb=0,
-        cpus_per_task=0,
-        modules="",
-        container="",
-        interface="",
-        sbatch_options="",
-        save_within_s=120,
-        max_restarts=2,
-        max_jobs=100,
-        poll_s=10,
-        on_interrupt="cancel",
+        **machine_defaults,
     params:
         options=options("train"),
         fits=fits_processes,
@@ -86,17 +64,7 @@ rule train:
         # Snakemake sets these to the threads of the rule; the launcher divides the cores over the processes
         "unset OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS;"
         " cellmill train --options {params.options:q} --manifest {input.manifest:q} --vocabulary {input.vocabulary:q}"
-        ' --out "$(dirname {output:q})" {params.parent:q} --launcher {resources.launcher:q}'
-        " --nodes {resources.nodes:q} --nproc-per-node {resources.nproc_per_node:q}"
-        " --slurm-partition={resources.slurm_partition:q} --slurm-account={resources.slurm_account:q}"
-        " --qos={resources.qos:q} --constraint={resources.constraint:q} --reservation={resources.reservation:q}"
-        " --gpus-per-node={resources.gpus_per_node:q} --gres={resources.gres:q} --runtime {resources.runtime:q}"
-        " --mem-mb {resources.mem_mb:q} --cpus-per-task {resources.cpus_per_task:q}"
-        " --modules={resources.modules:q} --container={resources.container:q} --interface={resources.interface:q}"
-        " --sbatch-options={resources.sbatch_options:q} --save-within-s {resources.save_within_s:q}"
-        " --max-restarts {resources.max_restarts:q} --max-jobs {resources.max_jobs:q}"
-        " --poll-s {resources.poll_s:q} --on-interrupt {resources.on_interrupt:q}"
-        " 2>&1 | tee -i {log:q}"
+        ' --out "$(dirname {output:q})" {params.parent:q} ' + machine_flags + " 2>&1 | tee -i {log:q}"
 
 
 rule consolidate:

@@ -15,7 +15,7 @@ from cellmill.errors import ConfigError
 
 def check_together(options: TrainOptions) -> None:
     """Refuse options of different sections that exclude each other, naming both."""
-    options.model.check_tokens(options.tokens)
+    _check_objective(options)
     _check_tensor_parallel(options.model, options.parallel)
     _check_pipeline(options.model, options.parallel)
     _check_compile(options.parallel)
@@ -68,6 +68,21 @@ def check_lanes(lanes: int, global_batch: int, dp: int, processes: str = "") -> 
         f"stream.lanes {lanes} is not a multiple of {processes or f'{dp} processes'}; "
         f"set {nearest(dp, divisors(lanes))} in the profile, or {other}"
     )
+
+
+def _check_objective(options: TrainOptions) -> None:
+    model, objective, tokens = options.model, options.objective, options.tokens
+    if objective.name not in model.objectives and model.family not in objective.families:
+        raise ConfigError(
+            f"objective.name {objective.name}: family {model.family} serves {', '.join(model.objectives) or 'none'}; "
+            "choose one of these, or another model.family"
+        )
+    if tokens.value_kind not in model.value_kinds:
+        raise ConfigError(
+            f"tokens.tokenizer {tokens.tokenizer} has values of kind {tokens.value_kind}, family {model.family} embeds "
+            f"{', '.join(model.value_kinds) or 'none'}; choose another tokenizer or family"
+        )
+    objective.check_tokens(tokens)
 
 
 def _check_tensor_parallel(model: FamilyConfig, parallel: Parallel) -> None:

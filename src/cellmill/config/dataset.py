@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from cellmill.config.section import Section, explain
-from cellmill.errors import ConfigError
+from cellmill.errors import ConfigError, did_you_mean
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 
@@ -42,7 +42,7 @@ def read_datasets(table: Path) -> dict[str, Dataset]:
         raise ConfigError(f"{table}: not UTF-8 text; save it as tab-separated UTF-8") from None
     known = list(Dataset.model_fields)
     if unknown := [name for name in header if name not in known]:
-        raise ConfigError(f"{table}: unknown column {unknown[0]!r}; there are: {', '.join(known)}")
+        raise ConfigError(f"{table}: unknown column {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
     datasets: dict[str, Dataset] = {}
     for line, row in rows:
         if None in row:

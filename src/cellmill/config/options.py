@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import SerializeAsAny
+from pydantic import Field, SerializeAsAny
 
 from cellmill.config.corpus import Preprocess, Shard, VocabularyConfig
+from cellmill.config.evaluate import Evaluate
 from cellmill.config.family import FamilyConfig
+from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.parallel import Parallel
-from cellmill.config.run import Consolidate, Embed, Evaluate, Plan, Report, Stream, Train
+from cellmill.config.run import Consolidate, Embed, Plan, Report, Stream, Train
 from cellmill.config.section import Section
 from cellmill.config.tokens import Tokens
 
@@ -28,6 +30,7 @@ class TrainOptions(Section):
     tokens: SerializeAsAny[Tokens]
     stream: Stream
     model: SerializeAsAny[FamilyConfig]
+    objective: SerializeAsAny[ObjectiveConfig] = Field(default_factory=lambda: ObjectiveConfig.model_validate({}))
     parallel: Parallel
     train: Train
 

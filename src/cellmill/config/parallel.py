@@ -75,6 +75,14 @@ class Parallel(Section):
         return self.precision != "32-true"
 
     @property
+    def reshards_after_forward(self) -> bool:
+        """Whether FSDP2 frees a block's gathered weights after its forward pass and gathers them again.
+
+        Not in a pipeline, which needs a stage's weights for many micro-batches at a time.
+        """
+        return self.strategy == "fsdp" and self.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and self.pp == 1
+
+    @property
     def stages(self) -> int:
         """Number of pipeline stages."""
         return self.pp * (1 if self.pp == 1 or self.schedule in ("GPipe", "1F1B") else 2)

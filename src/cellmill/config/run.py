@@ -140,19 +140,6 @@ class Embed(Section):
     )
 
 
-class Evaluate(Section):
-    """The embedding judged on held-out cells, beside its baselines."""
-
-    datasets: list[str] | None = Field(None, description="Datasets to evaluate; null is those of the run's corpus.")
-    cells: Literal["heldout", "all"] = Field(
-        "heldout", description="heldout leaves out every cell the model was trained or validated on."
-    )
-    folds: int = Field(5, ge=2, description="Cross-validation folds of the probes.")
-    neighbors: int = Field(15, ge=1, description="k of the kNN probe.")
-    mask_frac: float = Field(0.15, gt=0, lt=1, description="Fraction of a cell's tokens hidden for reconstruction.")
-    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of folds, masks, the untrained model and the UMAP.")
-
-
 class Report(Section):
     """The report page over all runs."""
 

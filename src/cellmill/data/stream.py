@@ -20,10 +20,11 @@ from cellmill.config.checks import check_batch, check_budget, check_lanes
 from cellmill.config.run import Stream as StreamOptions
 from cellmill.config.tokens import Tokens
 from cellmill.data.manifest import Manifest
+from cellmill.data.packing import cut_batch, cut_evenly
 from cellmill.data.prefetch import Prefetch, PrefetchedStep
 from cellmill.data.shard_file import cell_names, open_shards
-from cellmill.data.shuffle import EpochLayout, cut_batch, cut_evenly
-from cellmill.data.tokens import Batch, empty_batch, tokenize
+from cellmill.data.shuffle import EpochLayout
+from cellmill.data.tokens import Batch, Tokenizer, empty_batch
 from cellmill.errors import ConfigError, DataError
 
 _AHEAD = 2  # steps tokenized ahead of the one that is used
@@ -88,16 +89,17 @@ class CellStream:
         self.fingerprint = opened.fingerprint
         if shuffle and self.n_cells < world:
             raise ConfigError(f"{world} ranks for {self.n_cells} {split} cells of {manifest}: use fewer processes")
-        self._tokens, self._budget, self._rank, self._world = tokens, token_budget, rank, world
+        self._max_tokens, self._budget, self._rank, self._world = tokens.max_tokens, token_budget, rank, world
         self._min_microbatches, self._microbatch_multiple = min_microbatches, microbatch_multiple
-        rank_only = tokens.tokenizer == "rank"
+        self._tokenizer: Tokenizer = tokens.load()(tokens)
+        needs_counts = self._tokenizer.needs_counts
         self._shards = open_shards(opened, split)
         self._rows = Prefetch(
             self._shards,
             self._layout,
             list(range(rank, stream.lanes, world)),
-            with_counts=not rank_only,
-            max_genes=tokens.max_tokens if rank_only else None,
+            with_counts=needs_counts,
+            max_genes=None if needs_counts else tokens.max_tokens,
             io_threads=stream.io_threads,
         )
         self._order = {"seed": seed, **order, "global_batch": global_batch}
@@ -184,12 +186,12 @@ class CellStream:
             starts = step.starts[first : last + 1]
             of = slice(starts[0], starts[-1])
             counts = step.counts[of] if step.counts is not None else None
-            made = tokenize(step.genes[of], counts, starts - starts[0], self._tokens)
+            made = self._tokenizer.tokenize(step.genes[of], counts, starts - starts[0])
             batches.append(Batch(*made, step.cells[first:last]))
-        return batches + [empty_batch(self._tokens) for _ in range(number - len(batches))]
+        return batches + [empty_batch(self._tokenizer.dtype) for _ in range(number - len(batches))]
 
     def _lengths(self, step: PrefetchedStep, rank: int) -> np.ndarray:
-        return np.minimum(np.concatenate(step.lengths[rank :: self._world]), self._tokens.max_tokens)
+        return np.minimum(np.concatenate(step.lengths[rank :: self._world]), self._max_tokens)
 
 
 class _Ahead:

@@ -1,1 +1,1 @@
-"""Embeddings of cells, and what they are worth beside plain baselines."""
+"""Embeddings of cells, and tasks that judge them against baselines."""

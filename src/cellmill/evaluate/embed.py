@@ -19,10 +19,13 @@ import torch
 from anndata.io import write_elem
 
 from cellmill.config.tokens import Tokens
-from cellmill.data.counts_reader import CountsReader, create_h5, row_sums, select_columns
+from cellmill.data.count_matrix import row_sums, select_columns
+from cellmill.data.counts_reader import CountsReader
+from cellmill.data.gene_columns import GeneColumns, match_columns
 from cellmill.data.gene_ranking import inverse_medians, rank_order_rows
-from cellmill.data.genes import ORGANISMS, map_genes
-from cellmill.data.tokens import Batch, tokenize
+from cellmill.data.h5_file import create_h5
+from cellmill.data.packing import split_batch
+from cellmill.data.tokens import Batch, Tokenizer
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.models.batch import to_tensors
@@ -30,20 +33,7 @@ from cellmill.models.family import Model
 
 KEY = "X_cellmill"
 """Of obsm."""
-PREFIX = {"human": "ENSG", "mouse": "ENSMUSG"}
 ROW_BLOCK = 1024  # cells read at once
-
-
-@dataclass(frozen=True)
-class GeneColumns:
-    """Where the columns of a file lie in a vocabulary."""
-
-    target: np.ndarray
-    """Row of the vocabulary for each column, -1 for none; int32."""
-    measured: np.ndarray
-    """Whether a column is a gene's expression, not an antibody or a guide; bool."""
-    found: int
-    """Genes of the vocabulary that the file has."""
 
 
 @dataclass(frozen=True)
@@ -55,31 +45,6 @@ class Embedding:
     coverage_frac: float
     """Fraction of the cells' counts that fall on genes of the vocabulary."""
     n_without_genes: int
-
-
-def place_genes(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
-    """Columns of `reader` as rows of `vocabulary`: by their names as they are, or through a table of symbols.
-
-    The reading that finds most of the vocabulary's genes is taken. Raises DataError when none finds any.
-    """
-    measured = np.ones(reader.n_vars, dtype=bool)
-    if "feature_types" in reader.var:  # antibodies and guides of 10x files: names such as CD3 would pass for genes
-        measured = (reader.var["feature_types"].astype(str) == "Gene Expression").to_numpy()
-    organisms = [o for o in ORGANISMS if any(gene.startswith(PREFIX[o]) for gene in vocabulary.gene_ids)]
-    best = np.full(reader.n_vars, -1, np.int32)
-    for organism in (None, *organisms):
-        ids = map_genes(reader.var_names, reader.var, organism).gene_ids
-        target = np.where(measured, vocabulary.rows_of(ids), -1).astype(np.int32)
-        if _found(target) > _found(best):
-            best = target
-        if (best[measured] >= 0).all():
-            break  # no table can find more
-    if _found(best) == 0:
-        raise DataError(
-            f"{reader.path}: no genes in common with the model: its first is {reader.var_names[0]!r}, the model's "
-            f"{vocabulary.gene_ids[0]!r} ({vocabulary.symbols[0]}); name genes by Ensembl id or current symbol"
-        )
-    return GeneColumns(best, measured, _found(best))
 
 
 def read_tokens(
@@ -96,6 +61,7 @@ def read_tokens(
     all counts of the chosen cells to `totals` (two int64).
     """
     inverse, first = inverse_medians(vocabulary.medians), 0
+    tokenizer: Tokenizer = tokens.load()(tokens)
     for raw in reader.rows(ROW_BLOCK):
         rows = np.flatnonzero(chosen[first : first + raw.shape[0]])
         cells, first = rows + first, first + raw.shape[0]
@@ -108,19 +74,7 @@ def read_tokens(
         block = block[some]
         starts = block.indptr.astype(np.int64)
         genes, counts = rank_order_rows(starts, block.indices, block.data, inverse)
-        yield Batch(*tokenize(genes, counts, starts, tokens), cells[some].astype(np.int64))
-
-
-def pack(batch: Batch, token_budget: int) -> Iterator[Batch]:
-    """Cells of `batch` in order, in parts of at most `token_budget` tokens; a longer cell is a part of its own."""
-    cu, first = batch.cu_seqlens, 0
-    while first < len(batch.cells):
-        last = int(np.searchsorted(cu, cu[first] + token_budget, side="right")) - 1
-        last = max(last, first + 1)
-        span = slice(cu[first], cu[last])
-        part = cu[first : last + 1] - cu[first]
-        yield Batch(batch.genes[span], batch.values[span], part.astype(np.int32), batch.cells[first:last])
-        first = last
+        yield Batch(*tokenizer.tokenize(genes, counts, starts), cells[some].astype(np.int64))
 
 
 def embed_cells(
@@ -133,12 +87,12 @@ def embed_cells(
 ) -> Embedding:
     """Embeddings of the cells where `chosen` (bool, one for each cell; None takes all), in the file's order."""
     chosen = np.ones(reader.n_obs, dtype=bool) if chosen is None else chosen
-    places, device = place_genes(reader, vocabulary), next(model.parameters()).device
+    places, device = match_columns(reader, vocabulary), next(model.parameters()).device
     totals, found, vectors = np.zeros(2, np.int64), [], []
     model.eval()
     with torch.inference_mode():
         for block in read_tokens(reader, places, vocabulary, tokens, chosen, totals):
-            for batch in pack(block, token_budget):
+            for batch in split_batch(block, token_budget):
                 vectors.append(model.embed(to_tensors(batch, device)).float().cpu().numpy())
                 found.append(batch.cells)
     if not vectors:
@@ -191,7 +145,3 @@ def read_embedding(path: Path, names: pd.Index, model_digest: str) -> np.ndarray
             "embed the dataset again"
         )
     return vectors
-
-
-def _found(target: np.ndarray) -> int:
-    return len(np.unique(target[target >= 0]))

@@ -1,8 +1,8 @@
-"""Bidirectional attention inside each cell of a packed batch, behind one function.
+"""Attention inside each cell of a packed batch, bidirectional or causal, behind one function.
 
-On a GPU in half precision, variable-length flash attention where the GPU has it; on a CPU tiles of plain matrix
-products, where cells are long; elsewhere scaled-dot-product attention over runs of cells of equal length. Nothing is
-padded in any of them. The padded form is the oracle of the tests.
+Backends: variable-length flash attention on GPUs that have it, in half precision; tiled matmuls for long cells on a
+CPU; otherwise scaled-dot-product attention over runs of cells of equal length. None of them pads. `attention_padded`
+is the reference of the tests.
 
 Legend: T tokens of the batch, h heads, d width of a head.
 """
@@ -20,62 +20,82 @@ from torch.nn.utils.rnn import pad_sequence
 from cellmill.models.cpu_attention import tiled_attention
 
 LONG = 256
-"""Tokens of a cell from which tiles of plain products are faster than torch's kernel on a CPU."""
+"""Tokens of a cell from which tiled matmuls are faster than torch's kernel on a CPU."""
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, lengths: list[int]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    lengths: list[int],
+    causal: bool = False,
 ) -> torch.Tensor:
-    """Attention of each token to all tokens of its cell.
+    """Attend from each token to all tokens of its cell.
 
     Parameters
     ----------
     q, k, v
         (T, h, d).
     cu_seqlens, lengths
-        As in `TensorBatch`: where cells begin, and their lengths.
+        Cell boundaries and lengths, as in `TensorBatch`.
+    causal
+        Attend only to the token itself and to earlier tokens of the cell.
 
     Returns
     -------
     (T, h, d), the dtype of `q`.
     """
     if not lengths:
-        return v + 0 * (q + k)  # no cells: nothing to attend to, but gradients flow, as zeros
-    if _suits_varlen(q):
-        longest = max(lengths)
-        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest)
-    return _by_length(q, k, v, lengths)
+        return v + 0 * (q + k)  # no cells: an empty result, through which gradients flow as zeros
+    if _use_varlen(q):
+        longest, window = max(lengths), (-1, 0 if causal else -1)
+        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=window)
+    return _by_length(q, k, v, lengths, causal)
 
 
-def _suits_varlen(q: torch.Tensor) -> bool:
-    """Flash attention's own conditions."""
+def _use_varlen(q: torch.Tensor) -> bool:
+    """Check the requirements of flash attention."""
     suits = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     return suits and _has_flash(q.device)
 
 
 @cache
 def _has_flash(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere; a V100, whom 16-mixed is for, is older
+    return torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere; the V100, which needs 16-mixed, is older
 
 
-def _by_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Neighbouring cells of the same length are one call: views, no copies."""
+def _by_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], causal: bool) -> torch.Tensor:
+    """Call the backend once for each run of cells of equal length: views, no copies."""
     runs = [(length, len(list(cells))) for length, cells in groupby(lengths)]
     sizes = [length * cells for length, cells in runs]
     parts = []
     tiled = q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16)
     for (length, cells), q_, k_, v_ in zip(runs, q.split(sizes), k.split(sizes), v.split(sizes)):
         if tiled and length >= LONG:
-            parts.append(tiled_attention(q_, k_, v_, [length] * cells))
+            parts.append(tiled_attention(q_, k_, v_, [length] * cells, causal))
             continue
-        batched = [x.unflatten(0, (cells, length)).transpose(1, 2) for x in (q_, k_, v_)]  # (cells, h, length, d)
-        parts.append(F.scaled_dot_product_attention(*batched).transpose(1, 2).flatten(0, 1))
+        # (cells, h, length, d)
+        q_, k_, v_ = (x.unflatten(0, (cells, length)).transpose(1, 2) for x in (q_, k_, v_))
+        # on the meta device torch would plan for attention that keeps its scores
+        attend = _flash_on_meta if q.is_meta else F.scaled_dot_product_attention
+        parts.append(attend(q_, k_, v_, is_causal=causal).transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)
 
 
-def attention_padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """The same, padded to the longest cell with a mask: slow, obvious, the reference of tests and benchmarks."""
+def _flash_on_meta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=is_causal)[0]
+    return out
+
+
+def attention_padded(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], causal: bool = False
+) -> torch.Tensor:
+    """Attend as `attention`, padded to the longest cell with a mask: the slow, obvious reference."""
     q_, k_, v_ = (pad_sequence(x.split(lengths), batch_first=True).transpose(1, 2) for x in (q, k, v))
     inside = torch.arange(max(lengths), device=q.device) < torch.tensor(lengths, device=q.device)[:, None]
-    out = F.scaled_dot_product_attention(q_, k_, v_, attn_mask=inside[:, None, None, :]).transpose(1, 2)
+    mask = inside[:, None, None, :]
+    if causal:
+        mask = mask & torch.ones(max(lengths), max(lengths), dtype=torch.bool, device=q.device).tril()
+    out = F.scaled_dot_product_attention(q_, k_, v_, attn_mask=mask).transpose(1, 2)
     return out[inside]

@@ -11,27 +11,27 @@ from cellmill.config.tokens import SPECIAL
 from cellmill.data.tokens import Batch
 
 CPU = torch.device("cpu")
-PAD_CELL = 256  # tokens of one cell of `<pad>`: attention takes the square of it
+PAD_CELL = 256  # tokens of one cell of padding: the cost of attention grows with the square of a cell's length
 
 
 @dataclass(frozen=True)
 class TensorBatch:
-    """Cells one behind the other, without padding; it may hold no cells at all."""
+    """Concatenated cells without padding; possibly none."""
 
     genes: torch.Tensor
     """(tokens,) int64 token ids."""
     values: torch.Tensor
-    """(tokens,) float32 (continuous) or int64 (bins from 1; places in the cell from 0)."""
+    """(tokens,) float32 (continuous) or int64 (bins from 1; ranks in the cell from 0)."""
     cu_seqlens: torch.Tensor
-    """(cells + 1,) int32: where each cell begins, and where the last ends."""
+    """(cells + 1,) int32: start of each cell, and end of the last."""
     cells: torch.Tensor
-    """(cells,) int64: a stable id of each cell."""
+    """(cells,) int64: stable id of each cell."""
     lengths: list[int]
-    """Tokens of each cell, known to Python, so that nothing waits for a device to learn them."""
+    """Tokens of each cell as Python integers: reading them never waits for a device."""
 
 
 def to_tensors(batch: Batch, device: torch.device = CPU) -> TensorBatch:
-    """`batch` as tensors on `device`."""
+    """Return `batch` as tensors on `device`."""
     values = torch.from_numpy(batch.values)
     tensors = TensorBatch(
         genes=torch.from_numpy(batch.genes).long(),
@@ -44,9 +44,9 @@ def to_tensors(batch: Batch, device: torch.device = CPU) -> TensorBatch:
 
 
 def padded(batch: TensorBatch, tokens: int) -> TensorBatch:
-    """`batch` with as many `<pad>` tokens as make it `tokens` long, as last cells of their own.
+    """Pad `batch` to `tokens` with `<pad>` tokens, in cells of their own at the end.
 
-    They attend to each other alone and are never targets, so they change no loss and no gradient.
+    They attend only to each other and are never targets, so they change no loss and no gradient.
     """
     more = tokens - len(batch.genes)
     if not more:
@@ -64,7 +64,7 @@ def padded(batch: TensorBatch, tokens: int) -> TensorBatch:
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """A dataclass with its CPU tensors on `device`; copies to a GPU go through pinned memory and do not wait."""
+    """Copy the CPU tensors of a dataclass to `device`; copies to a GPU use pinned memory and do not block."""
     if device.type == "cpu":
         return value
     tensors = {
@@ -78,7 +78,7 @@ def on_device(value: Any, device: torch.device) -> Any:
 
 
 def positions(batch: TensorBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens,) int64 each: the number of a token's cell in the batch, and its place in the cell."""
+    """Return (tokens,) int64 each: index of a token's cell in the batch, and the token's place in the cell."""
     counts = batch.cu_seqlens.diff().long()
     cell = torch.repeat_interleave(counts, output_size=len(batch.genes))
     place = torch.arange(len(batch.genes), device=batch.genes.device) - batch.cu_seqlens[:-1].long()[cell]

@@ -15,24 +15,26 @@ from cellmill.parallel.cpu_matmul import Linear
 
 
 class Entry(nn.Module):
-    """Where tokens enter the blocks: a name for layouts in which each process goes on with some of them."""
+    """Identity at which sequence parallel shards the tokens that enter the blocks."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(T, …), as it is."""
+        """(T, …) -> (T, …)."""
         return x
 
 
 class Block(nn.Module):
     """Attention and feed-forward, each after a norm and added to the residual stream.
 
-    Rows of `qkv` are those of the first head's query, key and value, then of the second's: any slice of whole heads
-    is a smaller layer of the same kind, so heads may be fewer here than in the model. What lies before attention and
-    after it are methods of tensors alone, in which nothing tells one block, or one batch, from another: to compile.
+    Rows of `qkv` are query, key and value of the first head, then of the second: any slice of whole heads is a smaller
+    layer of the same kind, so a tensor-parallel rank may have fewer heads than the model. `before` and `after` take
+    only tensors and depend on no block or batch, so all blocks share their compiled code.
     """
 
-    def __init__(self, hidden: int, heads: int, ffn_hidden: int, dropout: float, index: int) -> None:
+    def __init__(
+        self, hidden: int, heads: int, ffn_hidden: int, dropout: float, index: int, causal: bool = False
+    ) -> None:
         super().__init__()
-        self.head_width, self.dropout, self.index = hidden // heads, dropout, index
+        self.head_width, self.dropout, self.index, self.causal = hidden // heads, dropout, index, causal
         self.attention_norm = nn.LayerNorm(hidden)
         self.qkv = Linear(hidden, 3 * hidden)
         self.out = Linear(hidden, hidden)
@@ -43,11 +45,11 @@ class Block(nn.Module):
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor, lengths: list[int], token_keys: torch.Tensor
     ) -> torch.Tensor:
-        """(T, H) -> (T, H); `token_keys` (T,) int64 say what dropout drops. T may be a share of the batch's tokens."""
+        """(T, H) -> (T, H); `token_keys` (T,) int64 key the dropout. T may be this rank's share of the tokens."""
         drops = None
         if self.training and self.dropout:
             drops = (keyed_state(token_keys, 2 * self.index), keyed_state(token_keys, 2 * self.index + 1))
-        attended = attention(*self.before(x), cu_seqlens, lengths)
+        attended = attention(*self.before(x), cu_seqlens, lengths, self.causal)
         return self.after(x, attended.flatten(1), drops)
 
     def before(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -58,7 +60,7 @@ class Block(nn.Module):
     def after(
         self, x: torch.Tensor, attended: torch.Tensor, drops: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
-        """What entered and what attention made of it, (T, H), and states of both dropouts -> what leaves."""
+        """Residual input and attention output, (T, H) each, and states of both dropouts -> (T, H)."""
         x = x + self._drop(self.out(attended), drops and drops[0])
         return x + self._drop(self.down(F.gelu(self.up(self.ffn_norm(x)))), drops and drops[1])
 

@@ -1,8 +1,7 @@
-"""Random numbers as a pure function of a position, on any device.
+"""Counter-based random numbers: a pure function of integer keys, on any device.
 
-A draw is splitmix64 (Steele, Lea & Flood 2014) folded over integer keys such as (seed, step, cell, place). There is
-no generator to advance or to save: the same token gets the same draw in every layout, in every batch it falls into,
-and when its block is recomputed.
+A draw is splitmix64 (Steele, Lea & Flood 2014) folded over keys such as (seed, step, cell, place). There is no
+generator state to advance or save: a token gets the same draw in every layout, in every batch, and in recomputation.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ _SECOND = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def keyed_bits(*keys: torch.Tensor | int) -> torch.Tensor:
-    """63 random bits as non-negative int64, for each element of the broadcast keys (int64 tensors or ints).
+    """Return 63 random bits as non-negative int64 for each element of the broadcast keys.
 
-    At least one key is a tensor.
+    Keys are int64 tensors or ints, at least one a tensor.
     """
     return _shift(keyed_state(*keys), 1)
 
 
 def keyed_state(*keys: torch.Tensor | int) -> torch.Tensor:
-    """int64: the same before its last bit goes, into which more keys may be folded."""
+    """Return the int64 state behind `keyed_bits`, into which more keys can be folded."""
     device = next(key.device for key in keys if isinstance(key, torch.Tensor))
     state = torch.zeros((), dtype=torch.int64, device=device)
     for key in keys:
@@ -32,12 +31,12 @@ def keyed_state(*keys: torch.Tensor | int) -> torch.Tensor:
 
 
 def keyed_dropout(x: torch.Tensor, p: float, states: torch.Tensor) -> torch.Tensor:
-    """Dropout of `x` (tokens, width) with probability `p`; what is dropped depends on (state, column).
+    """Apply dropout to `x` (tokens, width) with probability `p`; the mask depends on (state, column).
 
     Parameters
     ----------
     states
-        (tokens,) int64, of `keyed_state`: of the token and of the place in the network, so that no two drop the same.
+        (tokens,) int64 from `keyed_state` of the token and the layer, so that no two layers share a mask.
     """
     columns = torch.arange(x.shape[1], device=x.device)
     kept = _shift(_mix(states[:, None] ^ columns[None, :]), 1) >= threshold(p)
@@ -45,7 +44,7 @@ def keyed_dropout(x: torch.Tensor, p: float, states: torch.Tensor) -> torch.Tens
 
 
 def threshold(probability: float) -> int:
-    """The number that a share of `probability` of `keyed_bits` lies below."""
+    """Return the bound below which `keyed_bits` fall with `probability`."""
     return min(int(probability * 2.0**63), 2**63 - 1)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -21,12 +21,15 @@ from safetensors import SafetensorError, safe_open
 
 from cellmill.config.family import WEIGHTS_FORMAT, FamilyConfig
 from cellmill.config.load import check_options
+from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.tokens import SPECIAL, Tokens
+from cellmill.config.upgrade import upgrade_options
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import atomic_path, read_json, sha256_file
+from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
-from cellmill.parallel.materialize import plain_name
+from cellmill.parallel.materialize import fill, named_tensors
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}
@@ -77,6 +80,7 @@ def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
         key for key in ("family", "model", "tokens", "vocabulary_digest", "weights_sha256") if key not in config
     ]:
         raise DataError(f"{folder / 'config.json'}: {missing[0]} is missing; export the model again (consolidate)")
+    config = upgrade_options(config)
     if wrong := [key for key in ("family", "vocabulary_digest", "weights_sha256") if not isinstance(config[key], str)]:
         raise DataError(f"{folder / 'config.json'}: {wrong[0]} is not a text; export the model again (consolidate)")
     vocabulary = Vocabulary.read(folder / "vocabulary.tsv")
@@ -85,7 +89,7 @@ def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
             f"{folder / 'vocabulary.tsv'}: its digest is {vocabulary.digest[:12]}, the model was trained with "
             f"{config['vocabulary_digest'][:12]}; export the model again (consolidate)"
         )
-    model = build(config, vocabulary, "cpu")
+    model = build(spec_of(config, vocabulary.n_genes)).to_empty(device="cpu")
     tensors = dict(_read_tensors(folder / "model.safetensors"))
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -101,35 +105,38 @@ def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
             f"{config['weights_sha256'][:12]}: damaged, or another model's; export the model again (consolidate)"
         )
     model.load_state_dict(tensors, assign=True)
+    rest = {name for name, _ in named_tensors(model)} - expected.keys()  # non-persistent buffers
+    fill(model, initial_tensors(model, config.get("seed", 0), None, vocabulary, only=rest))
     return model.eval(), vocabulary, config
 
 
-def build(config: dict[str, Any], vocabulary: Vocabulary, device: str) -> Model:
-    """The model that a config.json describes, with memory but without values."""
-    options: FamilyConfig = check_options(FamilyConfig, config["model"], "config.json: model")
-    tokens: Tokens = check_options(Tokens, config["tokens"], "config.json: tokens")
-    with torch.device("meta"):
-        model: Model = options.load()(options, vocabulary.n_genes, tokens)
-    return model.to_empty(device=device)
+def spec_of(config: dict[str, Any], n_genes: int) -> ModelSpec:
+    """Return the specification of the model that a config.json describes, also one of an earlier version."""
+    stored = upgrade_options({key: config[key] for key in ("model", "objective", "tokens") if key in config})
+    sections = (("model", FamilyConfig), ("objective", ObjectiveConfig), ("tokens", Tokens))
+    found = {name: check_options(kind, stored[name], f"config.json: {name}") for name, kind in sections}
+    return ModelSpec(**found, n_genes=n_genes)
 
 
 def initial_tensors(
-    model: Model, seed: int, init_from: Path | None, vocabulary: Vocabulary
+    model: Model, seed: int, init_from: Path | None, vocabulary: Vocabulary, only: Collection[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """First value of every parameter, as (name, full CPU tensor), one at a time; the same on every rank.
+    """Initial value of every parameter and buffer, as (name, full CPU tensor), one at a time; the same on every rank.
 
-    A parameter's generator is seeded with the CRC-32 of seed and name, so the values depend on no order and no layout.
+    A tensor's generator is seeded with the CRC-32 of seed and name, so the values depend on no order and no layout.
+    `only` yields the tensors of these names alone.
     With `init_from`, an exported model, its tensors take their place; in those with a row for each gene, rows are
     found by Ensembl id, and genes it did not know keep their fresh values. Tensors it lacks (another objective's
     head) stay fresh. Raises ConfigError when a shared tensor has another shape.
     """
     source = _Source(init_from) if init_from is not None else None
-    for name, parameter in model.named_parameters():
-        name = plain_name(name)
-        tensor = torch.empty(parameter.shape, dtype=parameter.dtype)
+    for name, empty in named_tensors(model):
+        if only is not None and name not in only:
+            continue
+        tensor = torch.empty(empty.shape, dtype=empty.dtype)
         # one 32-bit number from both: torch's CPU generator does not read the upper half of a seed
         generator = torch.Generator().manual_seed(crc32(f"{seed}:{name}".encode()))
-        model.reset_parameter(name, tensor, generator)
+        model.initialize(name, tensor, generator)
         if source is not None:
             source.fill(name, tensor, vocabulary if name in model.gene_rows else None)
         yield name, tensor

@@ -1,1 +1,1 @@
-"""How a model is laid out over processes. Knows nn.Module, meshes and names, never a model family."""
+"""Parallel layouts of a model. Knows nn.Module, device meshes and parameter names, but no model family."""

@@ -1,9 +1,8 @@
-"""torch.compile of what a family names in its blocks: norms, activations, dropout and sums become few kernels.
+"""torch.compile of the block methods that a family names: norms, activations, dropout and additions are fused.
 
-Attention stays outside: it has kernels of its own, and the lengths of cells, which Python knows, would compile anew for
-each batch. What is compiled is a method, not a module: names stay, hooks of FSDP2 and recomputation run around it, and
-the next process group's collectives of tensor parallel are traced into it. Applied after tensor parallel and before
-recomputation.
+Attention stays eager: it has its own kernels, and cell lengths, which are Python integers, would recompile for each
+batch. Methods are compiled, not modules: parameter names do not change, hooks of FSDP2 and recomputation run around
+the compiled code, and tensor-parallel collectives are traced into it.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ BACKEND = "inductor"
 
 
 def compile_blocks(model: nn.Module, blocks: str, methods: Sequence[str]) -> None:
-    """Compiles `methods` of each block of the ModuleList called `blocks`, for any number of tokens. In place.
+    """Compile `methods` of each block of the ModuleList `blocks`, for any number of tokens. In place.
 
-    Nothing is compiled before the first step, and then again for what differs: evaluation, no tokens at all.
+    Compilation starts at the first step, and again for each variant: evaluation, an empty batch.
     """
     modules = list(cast(nn.ModuleList, model.get_submodule(blocks)))
-    # torch counts variants over all blocks, whose code is one; hooks of tensor parallel are different in each
+    # torch counts variants over all blocks, which share their code; tensor-parallel hooks differ between blocks
     variants = 8 * len(modules)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, variants)
     torch._dynamo.config.accumulated_recompile_limit = max(
@@ -31,5 +30,5 @@ def compile_blocks(model: nn.Module, blocks: str, methods: Sequence[str]) -> Non
     )
     for block in modules:
         for name in methods:
-            whole = torch.compile(getattr(block, name), dynamic=True, fullgraph=True, backend=BACKEND)
-            setattr(block, name, whole)
+            compiled = torch.compile(getattr(block, name), dynamic=True, fullgraph=True, backend=BACKEND)
+            setattr(block, name, compiled)

@@ -1,8 +1,8 @@
-"""Matrix products on a CPU, in float32 too by oneDNN, which torch asks in bfloat16 alone.
+"""Matrix products on a CPU through oneDNN, in float32 too, where torch would call MKL.
 
-In float32 torch asks MKL, which takes AMD's processors for older ones than they are: 77-97 GFLOP/s against 134-217 on
-one core with AVX-512. torch has no public way to ask oneDNN, so its own operation for compiled code is used where it
-exists. Elsewhere, and for small products, which it is slow to begin, all is as torch has it.
+MKL selects old code paths on AMD processors: 77-97 GFLOP/s in float32 against 134-217 with oneDNN on one AVX-512 core.
+torch has no public switch, so this calls its operator for compiled code where that exists. Small products, for which
+oneDNN is slow to start, and all other cases are torch's.
 """
 
 from __future__ import annotations
@@ -15,22 +15,28 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 LARGE = 1 << 24
-"""Multiply-adds from which it is worth it."""
+"""Multiply-adds from which oneDNN is faster."""
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """Dtype that autocast casts to on the device of `tensor`; None where it is off, and on the meta device."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+
+
 def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """(M, K), (N, K) and (N,) -> (M, N), `a @ b.T + bias`; of plain tensors and without a gradient."""
-    return _onednn(a, b, bias) if _suits(a, b) else F.linear(a, b, bias)
+    """(M, K), (N, K) and (N,) -> (M, N), `a @ b.T + bias`; plain tensors, no autograd."""
+    return _onednn(a, b, bias) if _use_onednn(a, b) else F.linear(a, b, bias)
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, faster in float32 on a CPU."""
+    """`nn.Linear` through oneDNN for float32 on a CPU."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(M, in) -> (M, out)."""
-        cast = torch.is_autocast_enabled(input.device.type)
-        if cast or isinstance(self.weight, DTensor) or not _suits(input, self.weight):
+        autocast = autocast_dtype(input) is not None
+        if autocast or isinstance(self.weight, DTensor) or not _use_onednn(input, self.weight):
             return F.linear(input, self.weight, self.bias)
         return _Linear.apply(input, self.weight, self.bias)
 
@@ -52,11 +58,11 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _suits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _use_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
     plain = _HAS_ONEDNN and a.device.type == "cpu" and a.ndim == 2 and a.dtype == b.dtype == torch.float32
     return plain and a.numel() * len(b) >= LARGE and not torch.compiler.is_compiling()
 
 
 def _onednn(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
-    return found
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+    return out

@@ -1,17 +1,18 @@
-"""Cross-entropy over a table of tokens that never has all logits: they live for one chunk of targets at a time.
+"""Chunked cross-entropy over a token table: logits exist for one chunk of targets at a time.
 
-A chunk's logits are turned in place into their own gradient, and that at once into its part of the gradients of
-states, table and bias: nothing of size (targets, vocabulary) is kept for the backward pass, which only scales.
+The logits of a chunk become their own gradient in place, which is added to the gradients of states, table and bias
+right away. Nothing of size (targets, vocabulary) is kept for the backward pass, which only scales.
 
-Source: Liger Kernel, Hsu et al. 2024, section 3.2 (gradients in the forward pass, chunk by chunk); Cut Cross-Entropy,
-Wijmans et al. 2024, for what it saves. Over tensor-parallel processes a chunk needs three numbers of each target from
-the others (Megatron-LM, Shoeybi et al. 2019, section 3).
+Source: Liger Kernel, Hsu et al. 2024, section 3.2 (chunked gradients in the forward pass); Cut Cross-Entropy, Wijmans
+et al. 2024 (memory saved). With tensor parallel, each target of a chunk needs three numbers from the other ranks
+(Megatron-LM, Shoeybi et al. 2019, section 3).
 
-Legend: N targets, H hidden, V rows of the table that this process has.
+Legend: N targets, H hidden, V local rows of the table.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,40 +20,40 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from cellmill.config.family import CHUNK_LOGITS
-from cellmill.parallel.cpu_matmul import product
+from cellmill.parallel.cpu_matmul import autocast_dtype, product
 from cellmill.parallel.vocab_parallel import first_row, own_rows
 
+CHUNK_LOGITS = 1 << 24
+"""Logits of a chunk on a GPU: 64 MB, and enough targets for its matrix products."""
 ELEMENTS = {"cpu": 1 << 22}
-"""Logits of a chunk: what stays in a CPU's cache. `CHUNK_LOGITS` on other devices, which want large products."""
-SCALED_ROWS = 4096  # of a gradient, at once in float32
+"""Logits of a chunk that fit a CPU's cache. Other devices use `CHUNK_LOGITS`: they need large products."""
+SCALED_ROWS = 4096  # rows of a gradient that are scaled in float32 at a time
 
 
 def token_loss(states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
     """Cross-entropy of the logits `states @ table.T + bias`, summed over the targets: a float32 scalar.
 
-    Products are in the dtype of autocast, or else in that of `states`; all else is float32. A backward pass can be
-    done once. Collective over the processes that share a table.
+    Products use the autocast dtype, or else that of `states`; everything else is float32. `backward` can run once.
+    Collective over the ranks that share a sharded table.
 
     Parameters
     ----------
     states, table, bias, answers
-        (N, H), (V, H), whole or a DTensor cut by rows, (V,) and (N,) int64.
+        (N, H), (V, H), a plain tensor or a DTensor sharded by rows, (V,) and (N,) int64.
     """
     group, rows = None, len(table)
     if isinstance(table, DTensor):
         answers, group = answers - first_row(table), table.device_mesh.get_group()
-        rows = -(-rows // table.device_mesh.size())  # the same on each process, or they would part ways
+        rows = -(-rows // table.device_mesh.size())  # equal on every rank, so that all have the same chunks
         states, table, bias = own_rows(states, table, bias)
-    size = max(1, ELEMENTS.get(states.device.type, CHUNK_LOGITS) // rows)
-    kind = states.device.type
-    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
-    with torch.autocast(kind, enabled=False):
-        return _ChunkedCrossEntropy.apply(states, table, bias, answers, group, size, low, torch.is_grad_enabled())
+    chunk = max(1, ELEMENTS.get(states.device.type, CHUNK_LOGITS) // rows)
+    dtype = autocast_dtype(states) or states.dtype
+    with nullcontext() if states.is_meta else torch.autocast(states.device.type, enabled=False):
+        return _ChunkedCrossEntropy.apply(states, table, bias, answers, group, chunk, dtype, torch.is_grad_enabled())
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Answers count from this process's first row; those of other processes lie outside its rows."""
+    """Answers are relative to this rank's first row; answers in the rows of other ranks are out of range."""
 
     @staticmethod
     def forward(
@@ -62,31 +63,31 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor,
         answers: torch.Tensor,
         group: dist.ProcessGroup | None,
-        size: int,
-        low: torch.dtype,
-        learns: bool,
+        chunk: int,
+        dtype: torch.dtype,
+        grad_enabled: bool,
     ) -> torch.Tensor:
-        to_states, to_table, to_bias = (learns and needed for needed in ctx.needs_input_grad[:3])
+        to_states, to_table, to_bias = (grad_enabled and needed for needed in ctx.needs_input_grad[:3])
         loss = torch.zeros((), device=states.device)
-        of_states = torch.empty_like(states) if to_states else None
-        of_table = torch.zeros(table.shape, device=table.device) if to_table else None
-        of_bias = torch.zeros(bias.shape, device=bias.device) if to_bias else None
-        rows, offset = table.to(low), bias.to(low)
-        for start in range(0, len(states), size):
-            part = states[start : start + size].to(low)
+        states_grad = torch.empty_like(states) if to_states else None
+        table_grad = torch.zeros(table.shape, device=table.device) if to_table else None
+        bias_grad = torch.zeros(bias.shape, device=bias.device) if to_bias else None
+        rows, offset = table.to(dtype), bias.to(dtype)
+        for start in range(0, len(states), chunk):
+            part = states[start : start + chunk].to(dtype)
             logits = product(part, rows, offset).float()
-            loss += _loss_and_slope(logits, answers[start : start + size], group)
-            slope = logits.to(low)
-            if of_states is not None:
-                of_states[start : start + size] = product(slope, rows.t())
-            if of_table is not None:
-                _add_product(of_table, slope.t(), part)
-            if of_bias is not None:
-                of_bias += logits.sum(0)
+            loss += _loss_and_gradient(logits, answers[start : start + chunk], group)
+            gradient = logits.to(dtype)
+            if states_grad is not None:
+                states_grad[start : start + chunk] = product(gradient, rows.t())
+            if table_grad is not None:
+                _add_product(table_grad, gradient.t(), part)
+            if bias_grad is not None:
+                bias_grad += logits.sum(0)
         ctx.save_for_backward(
-            of_states,
-            None if of_table is None else of_table.to(table.dtype),
-            None if of_bias is None else of_bias.to(bias.dtype),
+            states_grad,
+            None if table_grad is None else table_grad.to(table.dtype),
+            None if bias_grad is None else bias_grad.to(bias.dtype),
         )
         return loss
 
@@ -97,17 +98,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (*gradients, None, None, None, None, None)
 
 
-def _loss_and_slope(logits: torch.Tensor, answers: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The summed loss of float32 `logits` (n, V), which become its gradient in place."""
+def _loss_and_gradient(logits: torch.Tensor, answers: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return the summed loss of float32 `logits` (n, V), which become its gradient in place."""
     count, rows = logits.shape
-    highest = logits.amax(1) if rows else logits.new_full((count,), -torch.inf)
+    maximum = logits.amax(1) if rows else logits.new_full((count,), -torch.inf)
     if group is not None:
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-    logits.sub_(highest[:, None])
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+    logits.sub_(maximum[:, None])
     inside = (answers >= 0) & (answers < rows)
     at = answers.clamp(0, max(rows - 1, 0))[:, None]
-    asked = logits.gather(1, at)[:, 0] * inside if rows else torch.zeros_like(highest)
-    sums = torch.stack([logits.exp_().sum(1), asked])
+    correct = logits.gather(1, at)[:, 0] * inside if rows else torch.zeros_like(maximum)
+    sums = torch.stack([logits.exp_().sum(1), correct])
     if group is not None:
         dist.all_reduce(sums, group=group)
     logits.div_(sums[0][:, None])
@@ -117,16 +118,16 @@ def _loss_and_slope(logits: torch.Tensor, answers: torch.Tensor, group: dist.Pro
 
 
 def _scaled(own: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """`own * factor`, in place: a second copy of the table's gradient would be the largest thing here."""
+    """Return `own * factor`, in place: a second copy of the table's gradient would be the largest tensor here."""
     if own.dtype == factor.dtype:
         return own.mul_(factor)
-    for part in own.split(SCALED_ROWS):  # a GPU would round the factor to 16 bits first
+    for part in own.split(SCALED_ROWS):  # mul_ on a GPU would round the factor to 16 bits first
         part.copy_(part * factor.expand(part.shape))
     return own
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b, in the float32 of `total`, whatever the products are in."""
+    """Add `a @ b` to the float32 `total`, whatever the dtype of the product."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

@@ -1,8 +1,8 @@
-"""A step through a pipeline: torch's schedules over the stages of `parallel.stages`.
+"""Forward and backward of one optimizer step through a pipeline, by torch's schedules.
 
-All processes of a pipeline read the same cells, so each knows every micro-batch and only activations are sent. They
-are sent as tensors of one shape, to which a step's micro-batches are padded; another step may have another. What the
-first and the last stage both have is one parameter: its gradients are added up before they are used.
+All ranks of a pipeline read the same cells, so each knows every micro-batch and only activations are sent. These have
+one shape within a step, to which its micro-batches are padded. A parameter tied between the first and the last stage is
+one parameter: the gradients of both copies are summed before use.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from torch.distributed.tensor import DTensor
 
 from cellmill.config.run import Parallel
-from cellmill.parallel.fsdp import LOW
+from cellmill.parallel.fsdp import COMPUTE_DTYPE
 from cellmill.parallel.mesh import Mesh
 from cellmill.parallel.partition import process_of
-from cellmill.parallel.pipeline_stages import Stages, tied_parameters
+from cellmill.parallel.pipeline_stages import PipelineStages, tied_parameters
 
 SCHEDULES = {"ZBV": "ZBVZeroBubble"}
-"""Names of torch's schedules, where they differ from ours."""
-ROUND = 64  # tokens: lengths of micro-batches are rounded up to so many, so that few of them differ
+"""torch's names of schedules, where they differ from ours."""
+ROUND = 64  # micro-batches are padded to a multiple of this many tokens, so that few lengths differ
 
 
 class PipelineModel(nn.Module):
-    """What the loop calls in the place of `wrap.Replica` where the model is in stages.
+    """The step interface of `ParallelModel`, for a model in pipeline stages.
 
     Parameters
     ----------
     stages
-        Laid out, materialised and initialised.
+        After `parallelize` and `materialize`.
     """
 
-    def __init__(self, stages: Stages, parallel: Parallel, mesh: Mesh) -> None:
+    def __init__(self, stages: PipelineStages, parallel: Parallel, mesh: Mesh) -> None:
         super().__init__()
         self.stages, self.parallel = stages, parallel
         self.group = mesh.pp.get_group()
         self.device = mesh.device
         sharded = isinstance(stages.parts[0], FSDPModule)
-        low = LOW.get(parallel.precision)
-        # FSDP casts whatever goes in; autocast leaves the residual stream alone
-        self.dtype = low if low is not None and sharded else torch.float32
+        dtype = COMPUTE_DTYPE.get(parallel.precision)
+        # FSDP2 casts a stage's inputs; autocast keeps the residual stream in float32
+        self.dtype = dtype if dtype is not None and sharded else torch.float32
         self.precision = parallel.precision
-        self.low = None if sharded else low
+        self.autocast_dtype = None if sharded else dtype
         self.token_multiple = parallel.tp if parallel.sequence_parallel else 1
         for number, part in zip(stages.numbers, stages.parts):
-            # a hook of FSDP runs around it, as around the forward that it replaces
+            # hooks of FSDP2 run around it, as around the forward that it replaces
             part.forward = _Forward(part, number, self)  # type: ignore[assignment]
         self.width = int(stages.parts[0].width)  # type: ignore[arg-type]
         self._schedules: dict[tuple[int, int], Any] = {}
@@ -61,28 +61,29 @@ class PipelineModel(nn.Module):
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
 
     def padded_lengths(self, tokens: Sequence[int]) -> list[int]:
-        """To how many tokens each micro-batch of a step is padded: all to the same."""
+        """Return the padded tokens of each micro-batch of a step: the same for all."""
         step = ROUND * self.token_multiple
         return [max(step, -(-max(tokens) // step) * step)] * len(tokens)
 
     def forward_backward(
         self, micro_batches: Sequence[Any], targets: torch.Tensor, factor: torch.Tensor | float = 1.0
     ) -> torch.Tensor:
-        """As `Replica.forward_backward`. Processes without the last stage return 0, those with it as much more as
-        processes share its cells. Collective: every rank.
+        """Accumulate gradients as `ParallelModel.forward_backward`. Collective: every rank.
+
+        Ranks without the last stage return 0, ranks with it `pp` times their loss: `Mesh.sum` divides by `pp`.
         """
         self._begin(micro_batches)
         self._factor = factor / targets
         schedule = self._schedule(len(micro_batches), sum(micro_batches[0].lengths))
         schedule.step(target=torch.arange(len(micro_batches)), return_outputs=False)
-        self._join_copies()
+        self._sum_tied_gradients()
         return self._loss * self.parallel.pp / targets
 
     @torch.no_grad()
     def loss(self, micro_batches: Sequence[Any]) -> torch.Tensor:
-        """As `Replica.loss`; what processes return is as in `forward_backward`. Collective: every rank.
+        """Return the loss as `ParallelModel.loss`, scaled as in `forward_backward`. Collective: every rank.
 
-        Forward alone: stage after stage, each with all micro-batches (torch's V-shaped schedules cannot).
+        Forward only, stage after stage, each with all micro-batches: torch's V-shaped schedules have no such mode.
         """
         self._begin(micro_batches)
         sent: list[dist.Work] = []
@@ -103,7 +104,7 @@ class PipelineModel(nn.Module):
         return self._loss * self.parallel.pp
 
     def _received(self, number: int, chunk: int, own: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What the stage before made of a micro-batch."""
+        """Return the input of a micro-batch from the previous stage; nothing for the first stage."""
         if number == 0:
             return ()
         peer = self._process_of(number - 1)
@@ -115,7 +116,7 @@ class PipelineModel(nn.Module):
         return (x,)
 
     def _process_of(self, stage: int) -> int | None:
-        """Global rank of the process that has `stage`; None for this one."""
+        """Return the global rank that holds `stage`, None for this rank."""
         rank = process_of(stage, self.parallel)
         return None if stage in self.stages.numbers else dist.get_global_rank(self.group, rank)
 
@@ -124,18 +125,18 @@ class PipelineModel(nn.Module):
         self._loss.zero_()
 
     def _schedule(self, micro_batches: int, tokens: int) -> Any:
-        """torch's schedule for so many micro-batches of so many tokens: its buffers are of that shape."""
+        """Return torch's schedule for this number of micro-batches and tokens, which fix the shape of its buffers."""
         key = (micro_batches, tokens)
         if key not in self._schedules:
-            self._schedules.clear()  # one at a time: buffers are memory
+            self._schedules.clear()  # one at a time: its buffers take memory
             stages = [self._stage(number, part, tokens) for number, part in zip(self.stages.numbers, self.stages.parts)]
             kind = get_schedule_class(SCHEDULES.get(self.parallel.schedule, self.parallel.schedule))
-            several = issubclass(kind, PipelineScheduleMulti)
+            interleaved = issubclass(kind, PipelineScheduleMulti)
             self._schedules[key] = kind(
-                stages if several else stages[0],
+                stages if interleaved else stages[0],
                 n_microbatches=micro_batches,
                 loss_fn=lambda loss, _: loss.sum() * self._factor,
-                scale_grads=False,  # the loss is a sum already divided by the targets of the step
+                scale_grads=False,  # the loss is a sum, divided by the step's targets already
             )
         return self._schedules[key]
 
@@ -152,17 +153,17 @@ class PipelineModel(nn.Module):
             input_args=() if number == 0 else (sent,),
             output_args=(torch.empty(1, device="meta", requires_grad=True) if last else sent,),
             group=self.group,
-            # one weight in several products, as the vocabulary in both losses, cannot be split from their inputs'
-            # gradients: the last stage does both at once
+            # torch cannot split off the gradient of a weight that is used in several products, such as the vocabulary
+            # in both losses: the last stage computes input and weight gradients together
             dw_builder=(lambda: _nothing) if last else None,
         )
 
-    def _join_copies(self) -> None:
-        """Adds up the gradients of what the first and the last stage both have; both then have the sum."""
+    def _sum_tied_gradients(self) -> None:
+        """Sum the gradients of tied parameters over the first and the last stage, into both copies."""
         first, last = self.stages.first, self.stages.last
         if first is not None and last is not None:
             theirs = tied_parameters(last)
-            for name, parameter in tied_parameters(first).items():
+            for name, parameter in _trained(tied_parameters(first)):
                 total = _gradient(parameter).add_(_gradient(theirs[name]))
                 _gradient(theirs[name]).copy_(total)
             return
@@ -170,28 +171,33 @@ class PipelineModel(nn.Module):
         if part is None:
             return
         peer = dist.get_global_rank(self.group, self.parallel.pp - 1 if part is first else 0)
-        for _, parameter in sorted(tied_parameters(part).items()):
+        for _, parameter in _trained(tied_parameters(part)):
             own = _gradient(parameter)
             other = torch.empty_like(own)
             ops = [dist.P2POp(dist.isend, own, peer, self.group), dist.P2POp(dist.irecv, other, peer, self.group)]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
-            own.add_(other)  # a + b is b + a to the last bit: the copies stay equal
+            own.add_(other)  # a + b equals b + a bitwise: the copies stay equal
 
 
 def _nothing() -> None:
     pass
 
 
+def _trained(parameters: dict[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    """Trained parameters in the order of names, which is the same on both ends of the pipeline."""
+    return sorted((name, parameter) for name, parameter in parameters.items() if parameter.requires_grad)
+
+
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """What this process has of it, zeros where no loss reached the parameter."""
+    """Return this rank's gradient, zeros where no loss reached the parameter."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
 
 
 class _Stage(PipelineStage):
-    """Tells its module which micro-batch comes: all else than activations each process has already."""
+    """torch's stage that tells its module which micro-batch is next: every rank has all inputs but activations."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.submod.forward.chunk = fwd_chunk_id  # type: ignore[union-attr]
@@ -199,20 +205,20 @@ class _Stage(PipelineStage):
 
 
 class _Forward:
-    """A stage's forward: (T, H) -> (T, H), from nothing in the first stage, to the loss, (1,), in the last."""
+    """Forward of a stage: (T, H) -> (T, H); the first stage takes no input, the last returns the loss, (1,)."""
 
     def __init__(self, part: Any, number: int, pipeline: PipelineModel) -> None:
-        # kept off the module: it would find itself among its children
+        # not an attribute of the module, which would register its own parent as a child
         self.part, self.number, self.pipeline, self.chunk = part, number, pipeline, 0
 
     def __call__(self, *args: torch.Tensor) -> torch.Tensor:
         pipeline, part = self.pipeline, self.part
-        prepared = pipeline._prepared[self.chunk]
-        with nullcontext() if pipeline.low is None else torch.autocast(pipeline.device.type, pipeline.low):
+        prepared, dtype = pipeline._prepared[self.chunk], pipeline.autocast_dtype
+        with nullcontext() if dtype is None else torch.autocast(pipeline.device.type, dtype):
             x = args[0] if args else part.begin(prepared)
             x = part.through(x, prepared)
             if self.number < pipeline.parallel.stages - 1:
                 return x
             loss = part.finish(x, prepared)
         pipeline._loss += loss.detach()
-        return loss[None].clone()  # a view would lose FSDP's hook
+        return loss[None].clone()  # a view would lose the hook of FSDP2

@@ -1,6 +1,6 @@
-"""A model in stages: which blocks each process of a pipeline has, and the model without the others.
+"""Pipeline stages of a model: the parts that this rank holds, and the tied parameters of the first and last stage.
 
-Parameters keep the names they have in the whole model, so checkpoints, first weights and exports know no stages.
+Parameters keep the names of the whole model, so checkpoints, initial weights and exports do not depend on stages.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.partition import blocks_of
 
 
-class Stages(nn.Module):
-    """The stages of this process, each a model without what others have.
+class PipelineStages(nn.Module):
+    """The pipeline stages of this rank, each a model without the modules of other stages.
 
     Parameters
     ----------
     parts
-        Models (`cellmill.models.family.Model`) by the number of their stage.
+        Models (`cellmill.models.family.Model`) by stage number.
     stages
-        How many there are in all processes together.
+        Number of stages over all ranks.
     """
 
     def __init__(self, parts: dict[int, nn.Module], stages: int) -> None:
@@ -29,21 +29,21 @@ class Stages(nn.Module):
         self.numbers, self.parts = list(parts), nn.ModuleList(parts.values())
         self.first, self.last = parts.get(0), parts.get(stages - 1)
         self.tied = frozenset() if self.last is None else frozenset(id(p) for p in tied_parameters(self.last).values())
-        """Identities of the last stage's copies: each is a parameter that the first stage already has."""
+        """Identities of the last stage's copies of tied parameters; the first stage counts them in norms."""
 
     def prepare(self, batch: object, *, seed: int, step: int) -> Any:
-        """As `Model.prepare`, which reads no parameters: each stage draws the same."""
+        """Call `Model.prepare`, which reads no parameters: every stage draws the same."""
         part: Any = self.parts[0]
         return part.prepare(batch, seed=seed, step=step)
 
 
 def keep_stage(model: nn.Module, stage: int, stages: int) -> None:
-    """Removes what other stages have from the whole `model`, on the meta device. In place."""
+    """Remove from the whole `model` what other stages hold. In place, on the meta device."""
     plan: Any = model.plan
     blocks = model.get_submodule(plan.blocks)
     kept_blocks = blocks_of(stage, stages, len(list(blocks.children())))
     for name in [name for name, _ in blocks.named_children() if int(name) not in kept_blocks]:
-        blocks._modules.pop(name)  # del would number the others anew
+        blocks._modules.pop(name)  # del would renumber the others
     begin, finish = set(plan.begin), set(plan.finish)
     kept = (begin if stage == 0 else set()) | (finish if stage == stages - 1 else set())
     for name in (begin | finish) - kept:
@@ -52,7 +52,7 @@ def keep_stage(model: nn.Module, stage: int, stages: int) -> None:
 
 
 def tied_parameters(part: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters, by name, that the first and the last stage, of which `part` is one, both have."""
+    """Return, by plain name, the parameters that both ends of the pipeline hold; `part` is one of the ends."""
     plan: Any = part.plan
     both = {*plan.begin} & {*plan.finish}
     return {plain_name(name): p for name, p in part.named_parameters() if name.split(".")[0] in both}

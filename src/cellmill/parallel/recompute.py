@@ -1,9 +1,8 @@
-"""Activations that the backward pass makes again, block by block, for memory.
+"""Activation checkpointing: blocks recompute activations in the backward pass to save memory.
 
-`full` keeps what enters a block. `selective` also keeps what is dear to make, the products of its matrices and its
-attention, and makes again what is cheap: norms, GELU, dropout, sums, casts, and what tensor-parallel processes put
-together for a product. Batched products are made again too: they are attention where no kernel of its own takes it,
-and their scores are the square of a cell's length.
+`full` keeps only the input of a block. `selective` also keeps the outputs of its matmuls and of attention, and
+recomputes what is cheap: norms, GELU, dropout, additions, casts, and tensor-parallel all-gathers. Batched matmuls are
+recomputed as well: they are attention without a fused kernel, whose scores grow with the square of a cell's length.
 
 Source: Chen et al. 2016 (sublinear memory); Korthikanti et al. 2022, section 5 (selective).
 """
@@ -31,16 +30,16 @@ KEPT = frozenset(
         "torch_attn::_varlen_attn",
     }
 )
-"""What `selective` keeps, by the operator's name: not every build of torch has each."""
+"""Operators whose outputs `selective` keeps, by name: not every build of torch has all of them."""
 
 
 def checkpoint_activations(model: nn.Module, blocks: str, how: Literal["full", "selective"] = "full") -> None:
-    """Makes each block of the ModuleList called `blocks` recompute its activations. In place; names stay the same."""
+    """Wrap each block of the ModuleList `blocks` in activation checkpointing. In place; plain names do not change."""
     modules = cast(nn.ModuleList, model.get_submodule(blocks))
-    chosen = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if how == "selective" else {}
+    context = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if how == "selective" else {}
     for name, block in modules.named_children():
-        # no RNG state to keep: dropout is keyed by position, so recomputation is exact without it
-        wrapped = checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT, preserve_rng_state=False, **chosen)
+        # no RNG state to keep: dropout is keyed by position, so recomputation reproduces it
+        wrapped = checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT, preserve_rng_state=False, **context)
         modules.register_module(name, wrapped)
 
 

@@ -1,8 +1,9 @@
-"""Tensor parallel: matrices cut over the axis `tp`, by names that a family gives, with torch's own styles.
+"""Tensor parallel: modules sharded over the mesh axis `tp`, by the names and styles of a family's plan.
 
-Processes of one `tp` group take the same cells. Between two cut matrices each has what all have, or with sequence
-parallel its share of the tokens, which must then be a multiple of the group's size (`models.batch.padded`). Applied
-first: recomputation and FSDP2 go around it. Modules take and give plain tensors; only parameters are DTensors.
+Ranks of one `tp` group read the same cells. Between two sharded matrices activations are replicated, or with sequence
+parallel sharded by tokens, whose number must then be divisible by tp (`models.batch.padded`). Applied first:
+recomputation and FSDP2 wrap around it. Modules take and return plain tensors; parameters of sharded modules, and
+buffers of these modules, are DTensors.
 """
 
 from __future__ import annotations
@@ -27,41 +28,41 @@ from cellmill.config.run import Parallel
 from cellmill.parallel.mesh import Mesh
 
 Style = Literal["columns", "rows", "vocabulary", "norm", "enter", "leave"]
-"""What becomes of a module.
+"""Sharding of one module.
 
 columns
-    A linear layer whose outputs are cut: whole heads, or a part of the feed-forward width.
+    A linear layer sharded by outputs: by whole heads, or by feed-forward width.
 rows
-    The linear layer after it, whose inputs are cut; what it gives is summed over the processes.
+    The linear layer after it, sharded by inputs; its outputs are summed over ranks.
 vocabulary
-    An embedding cut by tokens of the vocabulary; it is read by `parallel.vocabulary`.
+    An embedding sharded by tokens of the vocabulary, to be read through `parallel.vocab_parallel`.
 norm
-    Between two cut matrices: with sequence parallel, over this process's tokens.
+    A replicated module between two sharded ones: with sequence parallel it sees this rank's tokens.
 enter
-    A module that hands on what it is given, (tokens, …): with sequence parallel, each process's share of it.
+    A module that returns its input, (tokens, …): with sequence parallel, this rank's share of the tokens.
 leave
     The first module that needs all tokens again.
 """
 
 
 def apply_tensor_parallel(model: nn.Module, styles: Mapping[str, Style], parallel: Parallel, mesh: Mesh) -> None:
-    """Cuts the modules that `styles` names (`*` is any block) over the axis `tp`. In place, on the meta device too.
+    """Shard the modules that `styles` names (`*` is any block) over the axis `tp`. In place, also on the meta device.
 
     tp = 1 leaves the model as it is.
     """
     if parallel.tp == 1:
         return
-    known = _tokens_shared() if parallel.sequence_parallel else _tokens_whole()
-    here = {name for name, _ in model.named_children()}  # a stage of a pipeline has not all of them
+    known = _sharded_tokens() if parallel.sequence_parallel else _replicated_tokens()
+    here = {name for name, _ in model.named_children()}  # a pipeline stage lacks some
     plan = {name: known[style] for name, style in styles.items() if style in known and name.split(".")[0] in here}
     parallelize_module(model, mesh.devices["tp"], plan, src_data_rank=None)
 
 
-def _tokens_whole() -> dict[Style, ParallelStyle]:
+def _replicated_tokens() -> dict[Style, ParallelStyle]:
     return {"columns": ColwiseParallel(), "rows": RowwiseParallel(), "vocabulary": _Vocabulary()}
 
 
-def _tokens_shared() -> dict[Style, ParallelStyle]:
+def _sharded_tokens() -> dict[Style, ParallelStyle]:
     share, whole = Shard(0), Replicate()
     return {
         "columns": ColwiseParallel(input_layouts=share),
@@ -74,13 +75,13 @@ def _tokens_shared() -> dict[Style, ParallelStyle]:
 
 
 class _Vocabulary(ParallelStyle):
-    """Cuts an embedding's rows. What reads it does so by `parallel.vocabulary`: DTensor's own gradient is whole."""
+    """Row-sharded embedding, read through `parallel.vocab_parallel`: DTensor's own lookup gives a full gradient."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, _cut_rows)
+        return distribute_module(module, device_mesh, _shard_rows)
 
 
-def _cut_rows(name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+def _shard_rows(name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
     for key, parameter in module.named_parameters(recurse=False):
-        cut = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=None)
-        module.register_parameter(key, nn.Parameter(cut))
+        sharded = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=None)
+        module.register_parameter(key, nn.Parameter(sharded))

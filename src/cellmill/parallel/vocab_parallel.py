@@ -1,7 +1,7 @@
-"""Embedding and logits over a table of tokens, whole or cut by rows over tensor-parallel processes.
+"""Embedding lookup and logits over a token table, plain or sharded by rows over tensor-parallel ranks.
 
-Cut, no process ever has the logits of all tokens: each makes those of its rows. Any number of rows, divisible or not.
-The loss is in `parallel.cross_entropy`.
+Sharded, each rank computes the logits of its own rows and never all of them. Any number of rows, divisible or not. The
+loss is in `parallel.cross_entropy`.
 
 Legend: T tokens, N targets, H hidden, V rows of the table.
 """
@@ -14,22 +14,22 @@ from torch.nn import functional as F
 
 
 def embed_tokens(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """(T,) int64 and (V, H) -> (T, H), whole on each process."""
+    """(T,) int64 and (V, H) -> (T, H), replicated."""
     if not isinstance(table, DTensor):
         return F.embedding(tokens, table)
     own = table.to_local()
     rows = tokens - first_row(table)
     inside = (rows >= 0) & (rows < len(own))
     if len(own):
-        found = F.embedding(rows.clamp(0, len(own) - 1), own) * inside[:, None]
-    else:  # fewer tokens than processes
-        found = own.new_zeros(len(tokens), own.shape[1]) + own.sum()
-    part = DTensor.from_local(found, table.device_mesh, [Partial()])
+        embedded = F.embedding(rows.clamp(0, len(own) - 1), own) * inside[:, None]
+    else:  # fewer tokens than ranks
+        embedded = own.new_zeros(len(tokens), own.shape[1]) + own.sum()
+    part = DTensor.from_local(embedded, table.device_mesh, [Partial()])
     return part.redistribute(placements=[Replicate()]).to_local()
 
 
 def token_logits(states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """(N, H), (V, H) and (V,) -> (N, V) float32; a DTensor cut along V where the table is cut."""
+    """(N, H), (V, H) and (V,) -> (N, V) float32; a DTensor sharded along V where the table is sharded."""
     if not isinstance(table, DTensor):
         return F.linear(states, table.to(states.dtype), bias.to(states.dtype)).float()
     states, rows, bias = own_rows(states, table, bias)
@@ -41,15 +41,15 @@ def token_logits(states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor) 
 def own_rows(
     states: torch.Tensor, table: DTensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(N, H) states, (own V, H) table and (own V,) bias, plain: what this process needs for its rows' logits."""
+    """Return (N, H) states, (local V, H) table and (local V,) bias as plain tensors: the inputs of local logits."""
     mesh = table.device_mesh
-    # each process's rows give a part of the gradient of what all have
+    # each rank's rows contribute a partial gradient of the replicated states
     states = DTensor.from_local(states, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
     bias = DTensor.from_local(bias, mesh, [Replicate()]).redistribute(placements=[Shard(0)]).to_local()
     return states, table.to_local(), bias
 
 
 def first_row(table: DTensor) -> int:
-    """Number of this process's first row, as torch cuts: all but the last have as many as fit evenly or one more."""
+    """Return the index of this rank's first row, as torch shards: ceil(V / ranks) rows each, fewer on the last."""
     mesh = table.device_mesh
     return -(-len(table) // mesh.size()) * mesh.get_local_rank()

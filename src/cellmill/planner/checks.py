@@ -8,6 +8,7 @@ from cellmill.config import check_options
 from cellmill.config.checks import check_processes, check_together
 from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.config.options import TrainOptions
+from cellmill.config.upgrade import upgrade_options
 from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
@@ -37,7 +38,7 @@ def check_weights(options: TrainOptions, init_from: Path) -> None:
         raise ConfigError(
             f"{init_from}: a model of format {config['format']}, this version's are of {WEIGHTS_FORMAT}; train it again"
         )
-    theirs = check_options(type(options.model), config["model"], f"{init_from / 'config.json'}: model")
+    theirs = check_options(type(options.model), upgrade_options(config)["model"], f"{init_from / 'config.json'}: model")
     pairs = [(f"model.{key}", getattr(theirs, key), getattr(options.model, key)) for key in options.model.weight_keys]
     pairs.append(("tokens.tokenizer", config["tokens"]["tokenizer"], options.tokens.tokenizer))
     for key, before, now in pairs:

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from cellmill.config.family import ModelSize
 from cellmill.config.layout import Layout
 from cellmill.config.run import Parallel
 from cellmill.parallel.partition import stages_of
-from cellmill.planner.memory import ELEMENT, FLOAT32, is_sharded, reshards
+from cellmill.planner.memory import ELEMENT, FLOAT32, is_sharded
+from cellmill.planner.size import ModelSize
 from cellmill.planner.stage_share import shares_of
 
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's own choice
@@ -130,17 +130,18 @@ def _of_data(
     stages = shares_of(rank, parallel, size.blocks)
     whole = sum(stage.parameters(size) for stage in stages)
     outside = sum(stage.outside(size) for stage in stages)
+    trained = sum(stage.trained(size) for stage in stages)
     if not is_sharded(parallel, layout):
-        yield "all-reduce", "dp_replicate", FLOAT32 * whole, 1 + FLOAT32 * whole // BUCKET_BYTES
+        yield "all-reduce", "dp_replicate", FLOAT32 * trained, 1 + FLOAT32 * trained // BUCKET_BYTES
         return
     # the root's weights are gathered once and kept for the backward pass; a pipeline keeps all for its micro-batches
-    passes = 2 if reshards(parallel) else 1
+    passes = 2 if parallel.reshards_after_forward else 1
     gathered = outside + (whole - outside) * passes
     times = 1 if parallel.pp > 1 else micro_batches
     blocks, root = sum(stage.blocks for stage in stages), int(outside > 0)
     yield "all-gather", "dp_shard", ELEMENT[parallel.precision] * gathered * times, (root + blocks * passes) * times
-    yield "reduce-scatter", "dp_shard", FLOAT32 * whole, root + blocks  # with the last micro-batch alone
-    yield "all-reduce", "dp_replicate", FLOAT32 * whole / layout.dp_shard, root + blocks
+    yield "reduce-scatter", "dp_shard", FLOAT32 * trained, root + blocks  # with the last micro-batch alone
+    yield "all-reduce", "dp_replicate", FLOAT32 * trained / layout.dp_shard, root + blocks
 
 
 def _of_tensors(
@@ -151,10 +152,10 @@ def _of_tensors(
     element = ELEMENT[parallel.precision]
     blocks = sum(stage.blocks for stage in stages)
     first, last = any(stage.first for stage in stages), any(stage.last for stage in stages)
-    outside = first * size.begin_sums_per_token + last * size.finish_sums_per_token
-    ends = (first and size.begin_sums_per_token > 0) + (last and size.finish_sums_per_token > 0)
+    outside = first * size.begin.sums_per_token + last * size.finish.sums_per_token
+    ends = (first and size.begin.sums_per_token > 0) + (last and size.finish.sums_per_token > 0)
     yield "all-reduce", "tp", element * tokens * outside, ends * micro_batches
-    sums = size.block_sums_per_token
+    sums = size.block.sums_per_token
     recomputed = parallel.activation_checkpointing == "full"
     # recomputing ends with the last thing that is wanted, before the block's last sum
     again = sums / 2 if recomputed else 0
@@ -192,4 +193,4 @@ def _of_pipeline(
     yield "point to point", "pp", ELEMENT[parallel.precision] * tokens * size.width * sent, sent * micro_batches
     if (0 in own) != (parallel.stages - 1 in own):
         share = layout.dp_shard if is_sharded(parallel, layout) else 1
-        yield "point to point", "pp", FLOAT32 * size.shared_parameters / share, 1
+        yield "point to point", "pp", FLOAT32 * size.tied.parameters / share, 1

@@ -8,10 +8,12 @@ from typing import Any
 
 from cellmill.config.layout import Layout
 from cellmill.config.options import PlanOptions
+from cellmill.models.build import ModelSpec
 from cellmill.planner.communication import Traffic, traffic_per_rank
 from cellmill.planner.devices import Device
 from cellmill.planner.fit import Hardware
 from cellmill.planner.memory import Memory
+from cellmill.planner.size import measure, size_of
 from cellmill.planner.step_time import Network, StepTime, step_time
 from cellmill.planner.work import Cells, Work, measure_work
 
@@ -42,8 +44,7 @@ def cost(options: PlanOptions, cells: Cells, place: Hardware, device: Device, me
     parallel = options.parallel
     sizes = place.layout(parallel)
     work = measure_work(options, cells, sizes)
-    size = options.model.size(cells.n_genes, options.tokens, parallel.tp, parallel.sequence_parallel)
-    whole = options.model.size(cells.n_genes, options.tokens)
+    size, whole = size_of(options, cells.n_genes), measure(ModelSpec.of(options, cells.n_genes))
     of_cell = whole.flops_per_token * work.tokens_per_cell + whole.flops_per_token_pair * work.pairs_per_cell
     flops_per_step = of_cell * work.cells_per_step
     own_cells = work.cells_per_step / sizes.dp

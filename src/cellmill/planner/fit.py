@@ -15,6 +15,7 @@ from cellmill.config.run import Parallel
 from cellmill.errors import ConfigError
 from cellmill.planner.devices import Device, device_named
 from cellmill.planner.memory import Memory, memory_per_rank
+from cellmill.planner.size import size_of
 from cellmill.planner.work import Cells, measure_work
 
 GB = 1e9
@@ -75,7 +76,7 @@ def need(options: PlanOptions, cells: Cells, place: Hardware, micro_tokens: int 
     parallel = options.parallel
     sizes = place.layout(parallel)
     work = measure_work(options, cells, sizes)
-    size = options.model.size(cells.n_genes, options.tokens, parallel.tp, parallel.sequence_parallel)
+    size = size_of(options, cells.n_genes)
     tokens = work.micro_tokens if micro_tokens is None else micro_tokens
     return memory_per_rank(size, parallel, sizes, tokens, work.most_micro_batches)
 

@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from cellmill.config.family import ModelSize
 from cellmill.config.layout import Layout
 from cellmill.config.run import Parallel
 from cellmill.planner.bubble import kept_micro_batches
+from cellmill.planner.size import ModelSize
 from cellmill.planner.stage_share import Share, shares_of
 
 FLOAT32 = 4
 ELEMENT = {"32-true": 4, "bf16-mixed": 2, "16-mixed": 2}
 """Bytes of an element in forward and backward, and of one kept for the backward pass."""
 AUTOCAST_ACTIVATION = 2.5  # the residual stream and what enters the norms stay float32: 2.3 measured, on a CPU
-RESHARDED = ("FULL_SHARD", "HYBRID_SHARD")
-"""Strategies that let a block's weights go after its forward pass and gather them again."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +49,15 @@ class Memory:
 
 
 def is_sharded(parallel: Parallel, layout: Layout) -> bool:
-    """Whether FSDP2 wraps the model: `parallel.wrap` leaves a single process alone, and uses it for ddp's products."""
+    """Whether FSDP2 wraps the model: `parallel.fsdp` leaves a single process alone, and uses it for ddp's products."""
     return layout.dp > 1 and (parallel.strategy == "fsdp" or layout.tp * layout.pp > 1)
 
 
-def reshards(parallel: Parallel) -> bool:
-    """Whether FSDP2 lets a block's weights go between the passes."""
-    return parallel.strategy == "fsdp" and parallel.sharding_strategy in RESHARDED and parallel.pp == 1
-
-
-def kept_in_a_block(size: ModelSize, parallel: Parallel) -> int:
+def kept_in_a_block(size: ModelSize, parallel: Parallel) -> float:
     """Elements a token that each block keeps between the passes."""
     return {
-        None: size.block_activations_per_token,
-        "selective": size.block_activations_per_token_selective,
+        None: size.block.activations_per_token,
+        "selective": size.selective_per_token,
         "full": size.width,
     }[parallel.activation_checkpointing]
 
@@ -77,8 +70,8 @@ def host_bytes_per_rank(size: ModelSize, parallel: Parallel, layout: Layout) -> 
     if parallel.cpu_offload is None:
         return 0
     stages = (shares_of(rank, parallel, size.blocks) for rank in range(layout.pp))
-    whole = max(sum(stage.parameters(size) for stage in of_rank) for of_rank in stages)
-    return 4 * FLOAT32 * (-(-whole // layout.dp_shard) if is_sharded(parallel, layout) else whole)
+    most = max(sum(stage.parameters(size) + 3 * stage.trained(size) for stage in of_rank) for of_rank in stages)
+    return FLOAT32 * (-(-most // layout.dp_shard) if is_sharded(parallel, layout) else most)
 
 
 def memory_per_rank(
@@ -109,11 +102,8 @@ def memory_of(
 
 
 def _logits(size: ModelSize, tokens: int) -> int:
-    """With their gradients, or of a chunk as much once more, for a product."""
-    number = size.logits_per_token * tokens
-    if size.most_logits is not None:
-        number = min(number, size.most_logits)
-    return round(FLOAT32 * (2 * number + size.table_gradients))
+    """Logits and their gradients, in chunks where the loss makes them so; float32 in every precision."""
+    return round(FLOAT32 * size.workspace_of(tokens))
 
 
 def _moments(
@@ -128,28 +118,29 @@ def _moments(
     """The backward pass as it begins, and in its last block."""
     low, sharded = parallel.low, is_sharded(parallel, layout)
     element = ELEMENT[parallel.precision]
-    whole = sum(stage.parameters(size) for stage in stages)
+    whole, trained = (sum(count) for count in zip(*((s.parameters(size), s.trained(size)) for s in stages)))
     outside = sum(stage.outside(size) for stage in stages)
-    block = size.block_parameters
-    share = -(-whole // layout.dp_shard) if sharded else whole
+    outside_trained = sum(stage.outside_trained(size) for stage in stages)
+    block, block_trained = size.block.parameters, size.block.trained
+    share, trained_share = (-(-count // layout.dp_shard) if sharded else count for count in (whole, trained))
     on_host = parallel.cpu_offload
-    own_gradients = 0 if on_host == "full" else FLOAT32 * share
+    own_gradients = 0 if on_host == "full" else FLOAT32 * trained_share
     of_block = kept_in_a_block(size, parallel)
     activation = AUTOCAST_ACTIVATION if low and not sharded else element
     # one block's backward pass beside what is kept
-    working = size.working_per_token + size.block_activations_per_token - of_block
+    working = size.working_per_token + size.block.activations_per_token - of_block
     passes = [1]
     if parallel.pp > 1:
         kept = kept_micro_batches(parallel, rank, micro_batches)
         passes = [-(-kept // 2), kept // 2] if len(stages) > 1 else [kept]
     held = sum(number * stage.activations(size, of_block) for number, stage in zip(passes, stages))
     # what follows the blocks has let go of its own by then
-    held += max(working - any(stage.last for stage in stages) * size.finish_activations_per_token, 0)
+    held += max(working - any(stage.last for stage in stages) * size.finish.activations_per_token, 0)
     logits = _logits(size, tokens) if any(stage.last for stage in stages) else 0
     received = sum((not stage.first) + (not stage.last) for stage in stages) * micro_batches * size.width * tokens
     lasting = {
-        "parameters": 0 if on_host == "full" else FLOAT32 * share,
-        "optimizer": 0 if on_host else 2 * FLOAT32 * share,
+        "parameters": FLOAT32 * (size.buffers + (0 if on_host == "full" else share)),
+        "optimizer": 0 if on_host else 2 * FLOAT32 * trained_share,
         "pipeline": element * received if parallel.pp > 1 else 0,
     }
     begun = {
@@ -161,17 +152,17 @@ def _moments(
         gathered = 2 * whole if low else 0  # autocast keeps the weights it casts until the backward pass
         # DistributedDataParallel's buckets stay, and are what is sent; what is accumulated lies beside them
         copies = (layout.dp > 1) + (micro_batches > 1)
-        before = FLOAT32 * (copies * whole or block)
+        before = FLOAT32 * (copies * trained or block_trained)
         yield Memory(**begun, gradients=before, gathered=gathered, communication=0)
         if parallel.pp == 1:
-            left = size.block_activations_per_token + size.begin_activations_per_token + size.working_per_token
+            left = size.block.activations_per_token + size.begin.activations_per_token + size.working_per_token
             ended = lasting | {"activations": round(activation * left * tokens), "logits": 0}
-            yield Memory(**ended, gradients=FLOAT32 * whole, gathered=gathered, communication=0)
+            yield Memory(**ended, gradients=FLOAT32 * trained, gathered=gathered, communication=0)
         return
-    accumulated = FLOAT32 * whole if micro_batches > 1 else 0  # reduced with the last micro-batch only
+    accumulated = FLOAT32 * trained if micro_batches > 1 else 0  # reduced with the last micro-batch only
     several = outside + min(2, size.blocks) * block  # the next is fetched while one computes
-    gathered = element * (several if reshards(parallel) else whole)
-    yield Memory(**begun, gradients=accumulated + element * block, gathered=gathered, communication=0)
+    gathered = element * (several if parallel.reshards_after_forward else whole)
+    yield Memory(**begun, gradients=accumulated + element * block_trained, gathered=gathered, communication=0)
     if parallel.pp > 1:
         # each stage's gradients are reduced when its last micro-batch is through
         yield Memory(
@@ -180,21 +171,21 @@ def _moments(
             logits=0,
             gradients=accumulated + own_gradients,
             gathered=gathered,
-            communication=FLOAT32 * max(block, outside),
+            communication=FLOAT32 * max(block_trained, outside_trained),
         )
         return
-    left = size.block_activations_per_token + size.begin_activations_per_token + size.working_per_token
+    left = size.block.activations_per_token + size.begin.activations_per_token + size.working_per_token
     ended = lasting | {"activations": round(activation * left * tokens), "logits": 0}
     # one piece is reduced, in float32, while the gradients of the next are made; the root's come last
     yield Memory(
         **ended,
-        gradients=own_gradients + element * (outside + block),
+        gradients=own_gradients + element * (outside_trained + block_trained),
         gathered=element * (outside + block),
-        communication=FLOAT32 * block,
+        communication=FLOAT32 * block_trained,
     )
     yield Memory(
         **(ended | {"activations": 0}),
-        gradients=own_gradients + element * outside,
+        gradients=own_gradients + element * outside_trained,
         gathered=element * outside,
-        communication=FLOAT32 * outside,
+        communication=FLOAT32 * outside_trained,
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cellmill.config.family import ModelSize
 from cellmill.config.run import Parallel
 from cellmill.parallel.partition import blocks_of, stages_of
+from cellmill.planner.size import ModelSize
 
 
 @dataclass(frozen=True)
@@ -20,24 +20,33 @@ class Share:
     """Whether it has what follows them."""
 
     def parameters(self, size: ModelSize) -> int:
-        """Elements."""
-        return self.blocks * size.block_parameters + self.outside(size)
+        """Parameters of the stage."""
+        return self.blocks * size.block.parameters + self.outside(size)
 
     def outside(self, size: ModelSize) -> int:
-        """Parameters outside the blocks; those that the first and the last stage share are in both."""
+        """Parameters outside the blocks; tied ones are in both the first and the last stage."""
         if self.first and self.last:
             return size.outside_parameters
-        return self.first * size.begin_parameters + self.last * size.finish_parameters
+        return self.first * size.begin.parameters + self.last * size.finish.parameters
+
+    def trained(self, size: ModelSize) -> int:
+        """Parameters of the stage that have a gradient and optimizer state."""
+        return self.blocks * size.block.trained + self.outside_trained(size)
+
+    def outside_trained(self, size: ModelSize) -> int:
+        """Return the same outside the blocks."""
+        tied = size.tied.trained if self.first and self.last else 0
+        return self.first * size.begin.trained + self.last * size.finish.trained - tied
 
     def flops(self, size: ModelSize, tokens: float, pairs: float) -> float:
-        """Forward and backward, of so many tokens and (query, key) pairs."""
-        of_token = self.blocks * size.block_flops_per_token
-        of_token += self.first * size.begin_flops_per_token + self.last * size.finish_flops_per_token
-        return of_token * tokens + self.blocks * size.block_flops_per_token_pair * pairs
+        """Forward and backward FLOPs for so many tokens and (query, key) pairs."""
+        of_token = self.blocks * size.block.flops_per_token
+        of_token += self.first * size.begin.flops_per_token + self.last * size.finish.flops_per_token
+        return of_token * tokens + self.blocks * size.pair_flops * pairs
 
-    def activations(self, size: ModelSize, of_block: int) -> int:
-        """Elements a token kept between the passes, `of_block` of them in each block."""
-        outside = self.first * size.begin_activations_per_token + self.last * size.finish_activations_per_token
+    def activations(self, size: ModelSize, of_block: float) -> float:
+        """Elements kept per token between the passes, `of_block` of them in each block."""
+        outside = self.first * size.begin.activations_per_token + self.last * size.finish.activations_per_token
         return self.blocks * of_block + outside
 
 

@@ -11,11 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cellmill.config.family import ModelSize
 from cellmill.config.layout import Layout
 from cellmill.config.run import Parallel
 from cellmill.planner.bubble import idle_frac
 from cellmill.planner.communication import Traffic
+from cellmill.planner.size import ModelSize
 from cellmill.planner.stage_share import shares_of
 
 NETWORK_FRAC = 0.8  # NCCL's own tests reach some 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
@@ -110,7 +110,7 @@ def _recomputed(size: ModelSize, parallel: Parallel, blocks: int, tokens: float,
     """FLOPs of the forward passes that are done again."""
     if parallel.activation_checkpointing is None:
         return 0.0
-    again = size.block_flops_per_token * tokens + size.block_flops_per_token_pair * pairs
+    again = size.block.flops_per_token * tokens + size.pair_flops * pairs
     return (1 - BACKWARD_FRAC) * blocks * again
 
 

@@ -6,10 +6,12 @@ from dataclasses import asdict
 from typing import Any
 
 from cellmill.config.options import PlanOptions
+from cellmill.models.build import ModelSpec
 from cellmill.planner.bubble import idle_frac
 from cellmill.planner.cost import Cost, describe_traffic, links
 from cellmill.planner.fit import Hardware, amount
 from cellmill.planner.memory import host_bytes_per_rank
+from cellmill.planner.size import measure, size_of
 
 LARGE_FRAC = 0.2  # of the hours, for validations
 
@@ -19,7 +21,7 @@ def describe(options: PlanOptions, cost: Cost, place: Hardware) -> dict[str, Any
     work, time, limit = cost.work, cost.time, place.limit
     tokens_per_step = work.tokens_per_cell * work.cells_per_step
     return {
-        "parameters": options.model.size(work.n_genes, options.tokens).parameters,
+        "parameters": measure(ModelSpec.of(options, work.n_genes)).parameters,
         "memory": {
             "parts_bytes": asdict(cost.memory),
             "total_bytes": cost.memory.total,
@@ -103,9 +105,8 @@ def layout_words(sizes: dict[str, Any]) -> str:
 
 
 def _host_bytes(options: PlanOptions, cost: Cost, place: Hardware) -> int:
-    parallel = options.parallel
-    own = options.model.size(cost.work.n_genes, options.tokens, parallel.tp, parallel.sequence_parallel)
-    return 0 if place.device == "cpu" else host_bytes_per_rank(own, parallel, cost.sizes)
+    own = size_of(options, cost.work.n_genes)
+    return 0 if place.device == "cpu" else host_bytes_per_rank(own, options.parallel, cost.sizes)
 
 
 def _seconds(step: dict[str, float] | None) -> str:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.config.options import ConsolidateOptions
+from cellmill.config.upgrade import upgrade_options
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.files import sha256_file, write_json, write_text
@@ -76,11 +77,12 @@ def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype, shape: tuple[in
 
 
 def _config(state: dict[str, Any], genes: Vocabulary) -> dict[str, Any]:
-    options, progress = state["options"], state["progress"]
+    options, progress = upgrade_options(state["options"]), state["progress"]
     return {
         "format": WEIGHTS_FORMAT,
         "family": options["model"]["family"],
         "model": options["model"],
+        "objective": options["objective"],
         "tokens": options["tokens"],
         "n_genes": genes.n_genes,
         "vocabulary_digest": genes.digest,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cellmill.data.counts_reader import count_dtype, write_cells
+from cellmill.data.counts_writer import count_dtype, write_cells
 from cellmill.data.simulate import simulate
 
 

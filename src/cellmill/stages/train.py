@@ -30,7 +30,7 @@ from cellmill.planner.checks import check_run, check_vocabulary, check_weights
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.identity import changed_keys, check_data, identity
 from cellmill.runs.progress import status
-from cellmill.runs.spent import accounted, write_cost
+from cellmill.runs.run_cost import accounted, write_cost
 
 
 def run(
@@ -56,7 +56,7 @@ def run(
     with folder.locked(follows=machine.launcher == "slurm") as lock:
         record: dict[str, Any] = {
             "options": options.model_dump(mode="json"),
-            "identity": identity(options.model_dump(mode="json"), _weights_digest(init_from)),
+            "identity": identity(options, _weights_digest(init_from)),
             "fingerprint": shards.fingerprint,
             "manifest": str(manifest),
             "vocabulary": str(vocabulary),
@@ -118,7 +118,7 @@ def _is_living(launcher: SlurmLauncher, folder: TrainFolder, record: dict[str, A
             f"end it with `scancel {job.job_id}`"
         )
     before = read_json(folder.path / "run.json")
-    if changes := changed_keys(before["identity"], record["identity"]):
+    if changes := changed_keys(before, record["identity"], str(folder.path / "run.json")):
         raise UserError(
             f"{folder.path}: job {job.job_id} is training with another configuration ({'; '.join(changes)}); end it "
             f"with `scancel {job.job_id}`, or change the configuration back"
@@ -148,7 +148,7 @@ def _is_done(folder: TrainFolder, belongs: dict[str, Any], fingerprint: str) -> 
     if checkpoint is None:
         return False
     state = checkpoint.state()
-    if changes := changed_keys(state["identity"], belongs):
+    if changes := changed_keys(state, belongs, str(checkpoint.path / "state.json")):
         aside = folder.set_aside()
         print(f"the configuration changed ({'; '.join(changes)}): the earlier training is now in {aside}", flush=True)
         return False

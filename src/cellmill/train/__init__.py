@@ -1,1 +1,1 @@
-"""The training loop, its state on disk, and what is measured of it."""
+"""Training: the worker of each rank, its loop, its checkpoints and its telemetry."""

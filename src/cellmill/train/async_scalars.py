@@ -1,4 +1,4 @@
-"""Numbers on their way between the host and a device, for which neither waits."""
+"""Scalars between host and device, copied without blocking either."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import torch
 
 
 class AsyncScalars:
-    """Numbers of a device, asked for now and read when they have long been there.
+    """Non-blocking copy of device scalars to the host.
 
-    The copy stands in the device's queue where it is asked for, so to read it does not wait for what came after.
+    The copy is queued on the current stream when this is made, so `read` does not wait for work that is queued later.
     """
 
-    def __init__(self, numbers: torch.Tensor) -> None:
-        self._host, self._arrived = numbers, None
-        if numbers.is_cuda:
-            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._host.copy_(numbers, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(numbers.device))
+    def __init__(self, scalars: torch.Tensor) -> None:
+        self._host, self._copied = scalars, None
+        if scalars.is_cuda:
+            self._host = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True)
+            self._host.copy_(scalars, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(scalars.device))
 
     def read(self) -> list[float]:
-        """The numbers, of a scalar too a list."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        found: list[float] = self._host.flatten().tolist()
-        return found
+        """Return the scalars as a flat list; waits for the copy."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        scalars: list[float] = self._host.flatten().tolist()
+        return scalars
 
 
-def to_device(numbers: Sequence[float], device: torch.device) -> torch.Tensor:
-    """float64 on `device`; the host goes on at once."""
-    made = torch.tensor(numbers, dtype=torch.float64)
-    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+def to_device(scalars: Sequence[float], device: torch.device) -> torch.Tensor:
+    """Copy to `device` as float64, without blocking the host."""
+    tensor = torch.tensor(scalars, dtype=torch.float64)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

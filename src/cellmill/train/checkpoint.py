@@ -1,7 +1,7 @@
-"""Sharded checkpoints by torch.distributed.checkpoint (DCP): saved in the background, readable in any layout.
+"""Sharded checkpoints by torch.distributed.checkpoint (DCP): saved in the background, loaded in any layout.
 
 Only tensors go through DCP; progress and identity are JSON beside them. DCP's `.metadata` is a pickle, so it is read
-with an unpickler that knows DCP's own classes and nothing else: a planted one is refused, not run.
+with an unpickler that allows only DCP's own classes: a planted pickle is refused, not run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from cellmill.errors import DataError
 from cellmill.files import write_json
 from cellmill.parallel.fsdp import reshard
-from cellmill.parallel.materialize import plain_name
+from cellmill.parallel.materialize import named_tensors
 from cellmill.runs.folder import Checkpoint, TrainFolder
 
 DCP_CLASSES = {
@@ -52,19 +52,19 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in DCP_CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in checkpoint metadata")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in checkpoint metadata")
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """Reads a checkpoint folder; its pickled metadata can hold DCP's own classes only."""
+    """Reader of a checkpoint folder whose pickled metadata may only hold DCP's own classes."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's index. Raises DataError when it holds anything else or is not readable."""
+        """Return the checkpoint's index. Raises DataError when it holds other classes or is not readable."""
         path = Path(self.path) / ".metadata"
         try:
             metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
         except (pickle.UnpicklingError, EOFError, OSError, AttributeError, ValueError) as error:
-            raise DataError(f"{path}: not a checkpoint's metadata ({error}); it was not loaded") from None
+            raise DataError(f"{path}: not a checkpoint's metadata ({error}); nothing was loaded") from None
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -72,21 +72,21 @@ class CheckpointReader(dcp.FileSystemReader):
 
 
 class Checkpoints:
-    """Saves and loads a run's checkpoints. Methods are collective but where they say not: every rank.
+    """Checkpoints of a run. Methods are collective, every rank, unless they say otherwise.
 
     Parameters
     ----------
     folder
-        Of the run.
+        Folder of the run.
     keep
-        Newest checkpoints to keep, beside the best.
+        Number of newest checkpoints to keep, besides the best.
     """
 
     def __init__(self, folder: TrainFolder, keep: int) -> None:
         self.folder, self.keep = folder, keep
-        # its own gloo group: a save in the background must not mix with the collectives of training
+        # its own gloo group: a background save must not interleave with the collectives of training
         self._group = dist.new_group(backend="gloo")
-        # the copy lives as long as the run: fresh memory for each save took most of what a step waits for
+        # the copy's memory is reused for the whole run: allocating it anew was most of the stall of a save
         self._staging = BlockingAsyncStager(cache_staged_state_dict=True)
         self._writing: Future[Any] | None = None
         self._finishing: threading.Thread | None = None
@@ -94,7 +94,7 @@ class Checkpoints:
         self.saved_step: int | None = None
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, state: dict[str, Any]) -> None:
-        """Copies the tensors and writes them in the background; waits only for the save before this one."""
+        """Copy the tensors and write them in the background; waits only for the previous save."""
         if self.saved_step == step:
             return
         self.wait()
@@ -105,13 +105,13 @@ class Checkpoints:
         dist.barrier(self._group)
         tensors = tensors_of(model, optimizer)
         if self._staging.state_dict_cache is None and not torch.accelerator.is_available():
-            # torch's own is pinned memory, which wants an accelerator
+            # torch would pin it, which needs an accelerator
             self._staging.state_dict_cache = {
                 part: {name: tensor.clone() for name, tensor in own.items()} for part, own in tensors.items()
             }
         self._writing = dcp.async_save(
             tensors,
-            # what is copied to the CPU already need not be copied ahead of its writing
+            # the tensors are on the CPU already
             storage_writer=dcp.FileSystemWriter(path, sync_files=True, per_thread_copy_ahead=0),
             process_group=self._group,
             async_stager=self._staging,
@@ -122,12 +122,12 @@ class Checkpoints:
         self.saved_step = step
 
     def is_writing(self) -> bool:
-        """Whether this process still writes, or rank 0 still looks at what was written. No communication."""
+        """Return whether this rank is writing, or rank 0 is finishing a checkpoint. No communication."""
         writing, finishing = self._writing, self._finishing
         return (writing is not None and not writing.done()) or (finishing is not None and finishing.is_alive())
 
     def wait(self) -> None:
-        """Returns when nothing is being written any more. Raises DataError if that failed."""
+        """Wait until nothing is being written. Raises DataError if a save failed."""
         if self._writing is not None:
             try:
                 self._writing.result()
@@ -139,40 +139,40 @@ class Checkpoints:
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
-        """Raises DataError when a save in the background has failed. Called each step: no communication."""
+        """Raise DataError when a background save has failed. Called each step: no communication."""
         if self._error is not None:
             reason = _reason(self._error)
             raise DataError(
                 f"{self.folder.checkpoint_folder}: the checkpoint of step {self.saved_step} could not be written "
-                f"({reason}); earlier ones are untouched: make room and run the same command again"
+                f"({reason}); earlier ones are intact: free some space and run the same command again"
             ) from self._error
 
     def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Tensors of `checkpoint` into the model and its optimizer, whatever layout either has."""
-        CheckpointReader(checkpoint.path).read_metadata()  # DCP would bury its error under one of its own
+        """Load the tensors of `checkpoint` into the model and its optimizer, whatever the layouts of both."""
+        CheckpointReader(checkpoint.path).read_metadata()  # its error is clearer than DCP's
         dcp.load(
             tensors_of(model, optimizer),
             storage_reader=CheckpointReader(checkpoint.path),
             process_group=self._group,
         )
-        _fill_copies(model, optimizer)
+        _fill_tied_copies(model, optimizer)
         self.saved_step = checkpoint.step
 
     def _finish(self, path: Path, writing: Future[Any]) -> None:
         try:
             writing.result()
             self.folder.finish(path, self.keep)
-        except BaseException as error:  # kept for the main thread, which raises it
+        except BaseException as error:  # raised later by the main thread
             self._error = self._error or error
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """What a checkpoint holds: parameters by name, and AdamW's state of each, as they lie here and not copied.
+    """Return the tensors of a checkpoint, not copied: parameters, persistent buffers and AdamW's states.
 
-    State that is not there yet begins as zeros. What is left out (lr, betas) is set from the configuration.
+    States that do not exist yet are made as zeros. Other optimizer options (lr, betas) come from the configuration.
     """
     reshard(model)
-    own = _by_name(model)
+    own = dict(named_tensors(model, persistent=True))
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     states = {
         f"state.{name}.{key}": value
@@ -180,26 +180,22 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
         if id(parameter) in trained
         for key, value in _state(optimizer, parameter).items()
     }
-    return {"model": {name: parameter.detach() for name, parameter in own.items()}, "optimizer": states}
+    return {"model": {name: tensor.detach() for name, tensor in own.items()}, "optimizer": states}
 
 
-def _by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {plain_name(name): parameter for name, parameter in model.named_parameters()}
-
-
-def _fill_copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Where the first and the last stage share a process, what both have was read into one of them."""
-    own = _by_name(model)
+def _fill_tied_copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Copy tensors that two pipeline stages of this rank have, and that were loaded into one of them, to the other."""
+    loaded = dict(named_tensors(model, persistent=True))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if (read := own[plain_name(name)]) is not parameter:
-                parameter.copy_(read)
-                for key, value in _state(optimizer, parameter).items():
-                    value.copy_(_state(optimizer, read)[key])
+        for name, tensor in named_tensors(model, persistent=True):
+            if (source := loaded[name]) is not tensor:
+                tensor.copy_(source)
+                for key, value in optimizer.state.get(source, {}).items():
+                    _state(optimizer, tensor)[key].copy_(value)
 
 
-def _state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-    """AdamW's state of a parameter."""
+def _state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return AdamW's state of a parameter, made as zeros where there is none."""
     if not optimizer.state[parameter]:
         zeros = parameter.detach()
         optimizer.state[parameter] = {

@@ -1,8 +1,8 @@
-"""Finds a process that hangs: where each is in a training, told to the others, and looked at when nothing goes on.
+"""Detection of hung ranks: each rank publishes its position in the training, and a stall names the rank behind.
 
-All processes go through the same places in the same order, so whoever has been through the fewest is what the others
-wait for. To note a place costs an assignment. A thread tells it through the store of torchrun's agent: rank 0 may be
-the one that hangs. Time is counted in turns of that thread, so a job that was suspended as a whole is not blamed.
+All ranks pass the same positions in the same order, so the others wait for whichever has passed the fewest. Noting a
+position costs an assignment; a thread publishes it through the store of torchrun's agent, since rank 0 may be the one
+that hangs. Time is counted in ticks of that thread, so a job that was suspended as a whole is not reported.
 """
 
 from __future__ import annotations
@@ -18,108 +18,110 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-START_FACTOR = 5  # before the first steps are done: rendezvous, weights, compilation, cold files
-TURNS = 20  # of the thread in timeout_s
-ANSWER_S = 60.0  # how long the store may take
+START_FACTOR = 5  # longer timeout before the first steps are done: rendezvous, weights, compilation, cold files
+TICKS = 20  # of the thread within timeout_s
+STORE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a process is."""
+    """Position of one rank."""
 
     passed: int
-    """Places it has been through."""
+    """Number of positions passed."""
     what: str
-    turn: int
-    """Of its thread; one that stands still is that of a process that is stopped, or whose node is gone."""
+    tick: int
+    """Of its thread; it stands still where the process is stopped or its node is lost."""
     host: str
     saving: bool = False
-    """Whether a checkpoint is being written, which takes as long as it takes."""
+    """Whether a checkpoint is being written, for which there is no timeout."""
 
 
 class HangWatch:
-    """Where this process is. Nothing looks at it until `start`."""
+    """Position of this rank, watched from `start` on."""
 
     def __init__(self) -> None:
         self.passed, self.what, self.warm = 0, "the start", False
         self.saving: Callable[[], bool] = lambda: False
-        """Whether this process writes a checkpoint: the others may wait for it longer than `timeout_s`."""
+        """Whether this rank is writing a checkpoint: others may wait for it longer than `timeout_s`."""
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def at(self, what: str) -> None:
-        """Notes that this process has come to `what`, a collective or what comes before one. Every rank, the same."""
+        """Note that this rank has reached `what`: a collective, or the work before one. Every rank, in one order."""
         self.what = what
         self.passed += 1
 
     def start(self, timeout_s: float, end: Callable[[str], None]) -> None:
-        """Looks from now on, in a thread; `end` is given the line that names who hangs. Needs torchrun."""
+        """Start the thread; it calls `end` with a line that names the hung rank. Needs torchrun."""
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # a connection of its own: a call that waits holds the other's lock
-        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=ANSWER_S))
+        # a connection of its own: a blocking call holds the lock of torch's
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S))
         arguments = (dist.PrefixStore("watch", store), timeout_s, end)
         self._thread = threading.Thread(target=self._run, args=arguments, name="watch", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Looks no more."""
+        """Stop the thread."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
 
     def _run(self, store: dist.Store, timeout_s: float, end: Callable[[str], None]) -> None:
         rank, world, host = dist.get_rank(), dist.get_world_size(), os.uname().nodename
-        passed, stood, turn = -1, 0, 0
+        passed, stalled, tick = -1, 0, 0
         earlier: list[Position | None] = []
         try:
-            while not self._closing.wait(timeout_s / TURNS):
-                turn += 1
-                mine = Position(self.passed, self.what, turn, host, self.saving())
+            while not self._closing.wait(timeout_s / TICKS):
+                tick += 1
+                mine = Position(self.passed, self.what, tick, host, self.saving())
                 store.set(str(rank), json.dumps(asdict(mine)))
-                stood = stood + 1 if mine.passed == passed else 0
+                stalled = stalled + 1 if mine.passed == passed else 0
                 passed = mine.passed
-                limit = TURNS * (1 if self.warm else START_FACTOR)
-                if stood == limit // 2:
-                    earlier = _places(store, world)
-                if stood > limit:
-                    now = _places(store, world)
-                    if any(place is not None and place.saving for place in now):
-                        stood = 0
+                limit = TICKS * (1 if self.warm else START_FACTOR)
+                if stalled == limit // 2:
+                    earlier = _positions(store, world)
+                if stalled > limit:
+                    now = _positions(store, world)
+                    if any(position is not None and position.saving for position in now):
+                        stalled = 0
                         continue
-                    if mine.passed == min(place.passed for place in now if place is not None):
-                        faulthandler.dump_traceback(sys.stderr)  # where, for the log
-                    end(finding(earlier, now, timeout_s * limit / TURNS))
+                    if mine.passed == min(position.passed for position in now if position is not None):
+                        faulthandler.dump_traceback(sys.stderr)  # the stack goes to the log
+                    end(hang_line(earlier, now, timeout_s * limit / TICKS))
                     return
-        except dist.DistError:  # the agent is gone: this process is being ended
+        except dist.DistError:  # the agent is gone, and is ending this process
             return
 
 
-def finding(earlier: list[Position | None], now: list[Position | None], waited_s: float) -> str:
-    """The line that says which ranks the others wait for.
+def hang_line(earlier: list[Position | None], now: list[Position | None], waited_s: float) -> str:
+    """Return the line that names the ranks for which the others wait.
 
     Parameters
     ----------
     earlier, now
-        Places by rank, `waited_s` / 2 apart; None for a rank that never told its own.
+        Positions by rank, `waited_s` / 2 apart; None for a rank that never published one.
     """
-    known = {rank: place for rank, place in enumerate(now) if place is not None}
-    furthest, fewest = (of(known.values(), key=lambda place: place.passed) for of in (max, min))
+    known = {rank: position for rank, position in enumerate(now) if position is not None}
+    furthest, hindmost = (of(known.values(), key=lambda position: position.passed) for of in (max, min))
     silent = [
-        rank for rank, (a, b) in enumerate(zip(earlier, now)) if b is None or (a is not None and a.turn == b.turn)
+        rank for rank, (a, b) in enumerate(zip(earlier, now)) if b is None or (a is not None and a.tick == b.tick)
     ]
-    behind = [rank for rank, place in known.items() if fewest.passed == place.passed < furthest.passed]
-    waited = f"for {waited_s:g} s (train.timeout_s)"
+    behind = [rank for rank, position in known.items() if hindmost.passed == position.passed < furthest.passed]
+    waited = f"{waited_s:g} s (train.timeout_s)"
     if len(now) == 1:
-        return f"rank 0 on {furthest.host} has been at {furthest.what} {waited}: where, is in the log"
+        return f"rank 0 on {furthest.host} has been stuck at {furthest.what} for {waited}; its stack is in the log"
     if not (hung := silent or behind):
-        return f"all ranks have been at {furthest.what} {waited}: no one is behind, look at the network between them"
-    what = f"rank {hung[0]}" + (f" on {known[hung[0]].host}" if hung[0] in known else "")
+        return f"all ranks have waited {waited} at {furthest.what} and none is behind: check the network between them"
+    who = f"rank {hung[0]}" + (f" on {known[hung[0]].host}" if hung[0] in known else "")
+    do, be = "does", "is"
     if others := hung[1:]:
-        what += f" and {len(others)} more (ranks {', '.join(map(str, others[:8]))}{', …' if len(others) > 8 else ''})"
-    state = "does not answer" if silent else f"is still at {fewest.what}"
-    return f"{what} did not come through {furthest.what} {waited} and the others wait: it {state}"
+        who += f" and {len(others)} more (ranks {', '.join(map(str, others[:8]))}{', …' if len(others) > 8 else ''})"
+        do, be = "do", "are"
+    state = f"{do} not respond" if silent else f"{be} stuck at {hindmost.what}"
+    return f"{who} {state}; the other ranks have waited {waited} at {furthest.what}"
 
 
-def _places(store: dist.Store, world: int) -> list[Position | None]:
+def _positions(store: dist.Store, world: int) -> list[Position | None]:
     keys = [str(rank) for rank in range(world)]
     return [Position(**json.loads(store.get(key))) if store.check([key]) else None for key in keys]

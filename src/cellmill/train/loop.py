@@ -1,8 +1,8 @@
-"""The training loop: one optimizer step, validation, checkpoints, and stopping, the same in every layout.
+"""The training loop: optimizer steps, validation, checkpoints and stopping, the same in every layout.
 
-A step is `global_batch` cells. Each rank takes its share in micro-batches; the loss of all of them is a sum divided
-by the global count of targets, so unequal shares change nothing. What a step reports (loss, norm, a wish to stop) is
-read one step late: by then it is there, and a GPU is never waited for.
+A step is `global_batch` cells. Each rank takes its share in micro-batches; the loss is a sum divided by the global
+number of targets, so unequal shares change nothing. The report of a step (loss, norm, stop requests) is read one step
+late, when its copy to the host is done: the loop never waits for a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch.profiler import record_function
 
-from cellmill.config.family import ModelSize
 from cellmill.config.run import Train
 from cellmill.data.stream import CellStream
 from cellmill.data.tokens import Batch
@@ -27,28 +26,26 @@ from cellmill.errors import UserError
 from cellmill.models.batch import TensorBatch, on_device, padded, to_tensors
 from cellmill.models.family import Model
 from cellmill.parallel.clip import clip_grad_norm
-from cellmill.parallel.fsdp import ParallelModel
 from cellmill.parallel.mesh import Mesh
 from cellmill.parallel.pipeline import PipelineModel
-from cellmill.parallel.pipeline_stages import Stages
+from cellmill.parallel.pipeline_stages import PipelineStages
+from cellmill.parallel.step import ParallelModel
+from cellmill.planner.size import ModelSize
 from cellmill.track.tracker import Tracker
 from cellmill.train.async_scalars import AsyncScalars, to_device
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.hang_watch import HangWatch
-from cellmill.train.loss_scale import LossScale
-from cellmill.train.memory_stats import memory_line, own_memory
-from cellmill.train.meter import Meter
 from cellmill.train.schedule import learning_rate
-from cellmill.train.step_guard import Suspects, name_cells, step_if
-from cellmill.train.step_profile import StepProfile
+from cellmill.train.step_guard import LossScale, Suspects, name_cells, step_if
 from cellmill.train.stop import StopFlag
+from cellmill.train.telemetry import Meter, StepProfile, memory_line, own_memory
 
-VALIDATION = -1  # in the place of the step in the masks' key: the same masks at each validation, none of training
+VALIDATION = -1  # the step that keys the masks of validation: the same each time, and never those of training
 
 
 @dataclass
 class Progress:
-    """How far a run is; saved in every checkpoint."""
+    """Progress of a run; saved in every checkpoint."""
 
     step: int = 0
     cells: int = 0
@@ -59,40 +56,40 @@ class Progress:
     best_step: int | None = None
     val_step: int | None = None
     skipped_steps: int = 0
-    """Whose loss or gradient norm was not finite."""
+    """Steps whose loss or gradient norm was not finite."""
     skipped_in_a_row: int = 0
-    """Without those that were skipped to find a scale of the loss."""
+    """Without steps skipped because the loss scale was too large."""
     loss_scale: float | None = None
     good_steps: int = 0
-    """Since the scale of the loss last changed."""
+    """Applied steps since the loss scale last changed."""
 
 
 @dataclass
 class StepReport:
-    """What all ranks know of a step, still on its way from the device.
+    """Global scalars of a step, being copied from the device.
 
-    `known` holds [gradient norm, scale of the loss in the next step or 0, loss, processes whose gradient norm is not
-    finite, those that want to stop, checkpoint due, cells, tokens, FLOPs], from the loss on summed over processes, and
-    where the step is logged the memory of each.
+    `scalars` are [gradient norm, loss scale of the next step or 0, loss, ranks whose gradient norm is not finite, ranks
+    asked to stop, checkpoint due, cells, tokens, FLOPs], summed over ranks from the loss on, followed by the memory of
+    each rank where the step is logged.
     """
 
     step: int
-    known: AsyncScalars
+    scalars: AsyncScalars
     lr: float
     waited_s: float
     ended: float
-    """When its last call returned, so that rates do not depend on when it is read."""
+    """Time of its last call, so that rates do not depend on when the report is read."""
     own_loss: torch.Tensor
-    """This process's share."""
+    """This rank's share of the loss."""
     cells: list[np.ndarray]
-    """Ids of its cells."""
+    """Ids of this rank's cells."""
 
 
 @dataclass
 class Trainer:
-    """Everything a training needs, and `run`. Collective: every rank makes one and calls it."""
+    """A training and its parts. Collective: every rank makes one and calls `run`."""
 
-    model: Model | Stages
+    model: Model | PipelineStages
     parallel_model: ParallelModel | PipelineModel
     optimizer: torch.optim.Optimizer
     mesh: Mesh
@@ -113,9 +110,9 @@ class Trainer:
     profile: StepProfile | None = None
 
     def run(self) -> bool:
-        """Trains to the last step. True when done, False when stopped by a signal; either way the state is saved."""
+        """Train to the last step. Returns True when done, False when stopped by a signal; both save the state."""
         self._clock = self._saved_at = time.perf_counter()
-        if self._validation_is_owed():
+        if self._validation_is_due():
             self._pause(save=False, validate=True)
         batches = iter(self.train_stream)
         pending: StepReport | None = None
@@ -141,9 +138,9 @@ class Trainer:
         return True
 
     def _step(self, batches: Iterator[list[Batch]]) -> StepReport:
-        """One optimizer step."""
+        """Run one optimizer step."""
         began = time.perf_counter()
-        with self._part("data", "the cells"):
+        with self._part("data", "data loading"):
             read = next(batches)
             micro_batches = [to_tensors(batch) for batch in read]
         waited_s = time.perf_counter() - began
@@ -163,39 +160,39 @@ class Trainer:
         with self._part("report", "the sum of losses"):
             own = [self.stop.received is not None, self._due(), *self._work(micro_batches)]
             own += own_memory(self.mesh) if self._is_logged(step + 1) else []
-            verdict = torch.stack([loss, (~norm.isfinite()).to(loss)])
-            values = self.mesh.sum(torch.cat([verdict, to_device(own, self.device)]))
+            checked = torch.stack([loss, (~norm.isfinite()).to(loss)])
+            values = self.mesh.sum(torch.cat([checked, to_device(own, self.device)]))
         with record_function("optimizer"):
             applied = values[0].isfinite() & (values[1] == 0)
             step_if(applied, self.optimizer)
             following = torch.zeros_like(loss) if scale is None else scale.adapt(applied)
-            known = AsyncScalars(torch.cat([torch.stack([norm.detach().to(loss), following.to(loss)]), values]))
+            scalars = AsyncScalars(torch.cat([torch.stack([norm.detach().to(loss), following.to(loss)]), values]))
             self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
         cells = [batch.cells for batch in read]
-        return StepReport(step + 1, known, lr, waited_s, time.perf_counter(), loss, cells)
+        return StepReport(step + 1, scalars, lr, waited_s, time.perf_counter(), loss, cells)
 
     @cached_property
     def _scale(self) -> LossScale | None:
-        # made at the first step, when progress is that of the checkpoint
+        # made at the first step, after the checkpoint's progress was loaded
         if self.parallel_model.precision != "16-mixed":
             return None
         return LossScale(self.device, self.progress.loss_scale, self.progress.good_steps)
 
     def _part(self, name: str, waits_for: str) -> AbstractContextManager[Any]:
-        """Names a part of a step: to a profile, and to who watches whether all processes come to it."""
+        """Name a part of the step in profiles and to the hang watch."""
         self.watch.at(f"{waits_for} of step {self.progress.step + 1}")
         return record_function(name)
 
     def _prepare(self, batches: list[TensorBatch], step: int) -> list[Any]:
-        """Masks drawn on the CPU, where counting them makes nobody wait, then moved to the device."""
+        """Pad micro-batches, draw their masks on the CPU, where counting targets blocks nothing, and copy them."""
         lengths = self.parallel_model.padded_lengths([len(batch.genes) for batch in batches])
-        made = [padded(batch, length) for batch, length in zip(batches, lengths)]
+        padded_batches = [padded(batch, length) for batch, length in zip(batches, lengths)]
         draw = self.model.prepare
-        return [on_device(draw(batch, seed=self.train.seed, step=step), self.device) for batch in made]
+        return [on_device(draw(batch, seed=self.train.seed, step=step), self.device) for batch in padded_batches]
 
     def _work(self, batches: list[TensorBatch]) -> tuple[int, int, float]:
-        """Cells, tokens and FLOPs of this process's share of a step."""
+        """Return cells, tokens and FLOPs of this rank's share of a step."""
         lengths = [length for batch in batches for length in batch.lengths]
         pairs = sum(length * length for length in lengths)
         flops = self.size.flops_per_token * sum(lengths) + self.size.flops_per_token_pair * pairs
@@ -209,8 +206,8 @@ class Trainer:
         return every is not None and self.mesh.dp_rank == 0 and time.perf_counter() - self._saved_at > 60 * every
 
     def _read(self, report: StepReport) -> tuple[bool, bool]:
-        """Checks and logs a step; returns whether to stop and whether a checkpoint is due."""
-        norm, scale, loss, bad_norms, stop, due, cells, tokens, flops, *memory = report.known.read()
+        """Check and log a step. Returns whether to stop and whether a checkpoint is due."""
+        norm, scale, loss, bad_norms, stop, due, cells, tokens, flops, *memory = report.scalars.read()
         scaled = {"loss_scale": scale} if self._scale is not None else {}
         self.progress.cells += round(cells)
         self.meter.cells += round(cells)
@@ -228,30 +225,30 @@ class Trainer:
         return stop > 0, due > 0
 
     def _skipped(self, report: StepReport, loss: float, norm: float, scaled: dict[str, float]) -> None:
-        """Counts a step that was not applied. Raises UserError when there were too many in a row."""
+        """Count a step that was not applied. Raises UserError after train.max_bad_steps in a row."""
         progress, what = self.progress, f"loss {loss:g} and gradient norm {norm:g}"
         progress.skipped_steps += 1
         self._log({"step": report.step, "skipped": what, "skipped_steps": progress.skipped_steps} | scaled)
         if math.isfinite(loss) and scaled.get("loss_scale", 0) >= 1:
-            return  # gradients that float16 cannot hold: how a scale is found, not what is wrong with a run
+            return  # float16 gradients overflowed: the scale is being found, nothing is wrong with the run
         progress.skipped_in_a_row += 1
         if progress.skipped_in_a_row < self.train.max_bad_steps:
             return
         mine = Suspects(self.mesh.dp_rank, math.isfinite(report.own_loss.item()), np.concatenate(report.cells))
         raise UserError(
-            f"{what} at step {report.step}, skipped as were the {progress.skipped_in_a_row - 1} before it "
+            f"{what} at step {report.step}, the last of {progress.skipped_in_a_row} bad steps in a row "
             f"(train.max_bad_steps {self.train.max_bad_steps}): lower train.lr ({self.train.lr:g}) or raise "
-            "train.warmup_steps; the checkpoints before it are untouched; "
+            "train.warmup_steps; earlier checkpoints are intact; "
             f"{name_cells(mine, self.train_stream.names)}"
         )
 
     def _pause(self, save: bool, validate: bool) -> None:
-        """Between two steps: validates and saves where it is time to."""
+        """Validate and save between two steps, where due."""
         step = self.progress.step
         now = time.perf_counter()
         self.progress.wall_s += now - self._clock
         self._clock = now
-        if validate and self._validation_is_owed():
+        if validate and self._validation_is_due():
             save |= self._validate(self.val_stream)
         if save or step == self.steps or step % self.train.checkpoint_every_steps == 0:
             self.watch.at(f"the checkpoint of step {step}")
@@ -260,17 +257,17 @@ class Trainer:
             state = {"progress": asdict(self.progress), **self.saved_with}
             self.checkpoints.save(self.model, self.optimizer, step, state)
             self._saved_at = time.perf_counter()
-        self.meter.read(time.perf_counter())  # neither validation nor the copy of a checkpoint counts as training
+        self.meter.read(time.perf_counter())  # validation and checkpoint copies do not count as training
 
-    def _validation_is_owed(self) -> bool:
-        # one that a stop left out is made up for on resume, so that the curve is that of a run left alone
+    def _validation_is_due(self) -> bool:
+        # a validation skipped by a stop is made up for on resume, so that the curve is that of an uninterrupted run
         step = self.progress.step
         at_boundary = step > 0 and (step == self.steps or step % self.train.val_every_steps == 0)
         return self.val_stream is not None and at_boundary and self.progress.val_step != step
 
     @torch.no_grad()
     def _validate(self, stream: CellStream | None) -> bool:
-        """Mean loss over validation cells, with the same masks each time. True when it is the best so far."""
+        """Log the mean loss over validation cells, with the same masks each time. Returns whether it is the best."""
         assert stream is not None
         self.parallel_model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -282,7 +279,7 @@ class Trainer:
         self.parallel_model.train()
         loss_sum, targets = self.mesh.sum(totals).tolist()
         loss, self.progress.val_step = loss_sum / targets, self.progress.step
-        if not math.isfinite(loss):  # of float16, perhaps; the training itself may be well
+        if not math.isfinite(loss):  # may be float16 overflow alone; training goes on
             self.progress.val_loss = None
             self._log({"step": self.progress.step, "skipped": f"validation loss {loss:g}"})
             return False

@@ -1,9 +1,9 @@
-"""AdamW whose moments and arithmetic are the CPU's, for parameters that stay on their device (ZeRO-Offload).
+"""AdamW on the CPU for parameters on a device (ZeRO-Offload).
 
-Gradients come to pinned host memory, fused AdamW updates this process's shards there, and the new weights go back
-without waiting: the moments, half of what mixed-precision training keeps, take no device memory. Each shard is 4 bytes
-an element over the bus in each direction and step. The step waits for gradients only, group by group, so that one
-group is computed while the next arrives.
+Gradients are copied to pinned host memory, fused AdamW updates this rank's shards there, and the new weights are copied
+back without blocking. The moments, half of the state of mixed-precision training, take no device memory. Each step
+moves 4 bytes for each local element in each direction. It waits only for gradients, group by group, so that one group
+is computed while the next is copied.
 
 Source: ZeRO-Offload, Ren et al. 2021, section 4.
 """
@@ -23,62 +23,62 @@ from cellmill.train.async_scalars import AsyncScalars
 
 @dataclass
 class _Host:
-    """Pinned copies of this process's shard of a parameter and of its gradient."""
+    """Pinned copies of this rank's shard of a parameter and of its gradient."""
 
     weights: torch.Tensor
     gradient: torch.Tensor
-    equal_to: tuple[int, int] | None = None
-    """What the parameter was (`_version_of`) when `weights` was equal to it: a checkpoint writes another."""
+    version: tuple[int, int] | None = None
+    """`_version_of` the parameter that `weights` equals; loading a checkpoint changes it."""
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov & Hutter 2019) on the CPU; `state[parameter]` is that of `torch.optim.AdamW`, on the CPU.
+    """AdamW (Loshchilov & Hutter 2019) whose state is that of `torch.optim.AdamW`, but on the CPU.
 
-    Takes what AdamW takes: dense float32 parameters, plain or DTensors, of any meshes. No communication.
+    Takes float32 parameters, plain or DTensors on any mesh. No communication.
 
     Parameters
     ----------
     groups
-        Of parameters, materialised, each with its `weight_decay`.
+        Groups of materialized parameters, each with its `weight_decay`.
     """
 
     found_inf: torch.Tensor | None = None
-    """As that of fused AdamW: where it is 1, the step changes nothing. A scalar on any device."""
+    """Scalar on any device; the step changes nothing where it is 1, as in fused AdamW."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float = 1e-8) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._hosts: dict[torch.Tensor, _Host] = {}
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
-            there = parameter.detach().to("cpu")  # a DTensor stays one: checkpoints know which shard it is
+            host = parameter.detach().to("cpu")  # a DTensor stays one: checkpoints need its placement
             self.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": torch.zeros_like(there),
-                "exp_avg_sq": torch.zeros_like(there),
+                "exp_avg": torch.zeros_like(host),
+                "exp_avg_sq": torch.zeros_like(host),
             }
-            if _is_elsewhere(_local(parameter)):
-                self._hosts[parameter] = _Host(_pinned_like(_local(there)), _pinned_like(_local(there)))
+            if _needs_copy(_local(parameter)):
+                self._hosts[parameter] = _Host(_pinned_like(_local(host)), _pinned_like(_local(host)))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step over all parameters with a gradient."""
-        assert closure is None, "gradients are those of the backward pass before"
+        """Step over all parameters with a gradient."""
+        assert closure is None, "closures are not supported"
         trained = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
-        found_inf = None if self.found_inf is None else AsyncScalars(self.found_inf)  # asked for ahead of the gradients
-        arrivals = [self._fetch(parameters) for parameters in trained]
+        found_inf = None if self.found_inf is None else AsyncScalars(self.found_inf)  # copied before the gradients
+        copies = [self._fetch(parameters) for parameters in trained]
         if found_inf is not None and any(found_inf.read()):
             return
-        for group, parameters, arrived in zip(self.param_groups, trained, arrivals):
-            if arrived is not None:
-                arrived.synchronize()
+        for group, parameters, copied in zip(self.param_groups, trained, copies):
+            if copied is not None:
+                copied.synchronize()
             self._update(group, parameters)
 
     def _fetch(self, parameters: list[torch.Tensor]) -> torch.cuda.Event | None:
-        """Asks for gradients, and for weights that something else has written; returns when all will be there."""
+        """Start copying gradients, and weights written from outside; return the event of their arrival."""
         for parameter in parameters:
             host = self._hosts.get(parameter)
             if host is not None:
                 host.gradient.copy_(_local(parameter.grad), non_blocking=True)
-                if host.equal_to != _version_of(parameter):
+                if host.version != _version_of(parameter):
                     host.weights.copy_(_local(parameter), non_blocking=True)
         if not parameters or _local(parameters[0]).device.type != "cuda":
             return None
@@ -106,24 +106,24 @@ class OffloadedAdamW(torch.optim.Optimizer):
         )
         for parameter, host in zip(parameters, hosts):
             if host is not None:
-                # on the stream of the next forward pass; the gradients after it are waited for before `weights` changes
+                # ordered before the next forward pass, whose gradients are awaited before `weights` changes again
                 _local(parameter).copy_(host.weights, non_blocking=True)
-                host.equal_to = _version_of(parameter)
+                host.version = _version_of(parameter)
 
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor:
-    """This process's shard. Asked for anew each time: FSDP2 moves it in memory before its first forward pass."""
+    """Return this rank's shard. Not cached: FSDP2 moves it in memory before its first forward pass."""
     return cast(torch.Tensor, tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _version_of(parameter: torch.Tensor) -> tuple[int, int]:
-    """Another after anything has written to it in place, or moved it."""
+    """Return a value that changes when the parameter is written in place or moved."""
     own = _local(parameter)
     return own.data_ptr(), own._version
 
 
-def _is_elsewhere(shard: torch.Tensor) -> bool:
-    """Whether it has to be copied for the CPU to work on it."""
+def _needs_copy(shard: torch.Tensor) -> bool:
+    """Whether the CPU needs a copy of the shard to work on."""
     return shard.device.type != "cpu"
 
 

@@ -1,7 +1,6 @@
-"""AdamW (Loshchilov & Hutter 2019), fused, with weight decay on the matrices of linear layers only.
+"""Fused AdamW (Loshchilov & Hutter 2019) with weight decay only on the matrices of linear layers.
 
-Which parameters decay is decided by the type of their module, never by a name: norms, biases and embeddings of any
-family are left alone.
+The type of a parameter's module decides, never its name: norms, biases and embeddings of any family do not decay.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ from cellmill.train.offload import OffloadedAdamW
 
 
 def build_optimizer(model: nn.Module, train: Train, cpu_offload: str | None = None) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters of `model`, after it was laid out and materialised.
+    """Return AdamW over the trainable parameters of `model`, after `materialize`.
 
     With `cpu_offload` "optimizer" its moments are on the CPU; with "full" the parameters already are.
     """
     decayed = decayed_parameters(model)
-    # a group for each mesh too: the fused step takes no list of tensors that lie on different ones
-    found: dict[tuple[float, object], list[nn.Parameter]] = {}
+    # one group for each mesh: the fused step takes no list of tensors on different meshes
+    groups: dict[tuple[float, object], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             decay = train.weight_decay if name in decayed else 0.0
-            found.setdefault((decay, mesh_of(parameter)), []).append(parameter)
-    groups: list[dict[str, Any]] = [{"params": group, "weight_decay": decay} for (decay, _), group in found.items()]
+            groups.setdefault((decay, mesh_of(parameter)), []).append(parameter)
+    options: list[dict[str, Any]] = [{"params": group, "weight_decay": decay} for (decay, _), group in groups.items()]
     betas = (train.beta1, train.beta2)
     if cpu_offload == "optimizer":
-        return OffloadedAdamW(groups, lr=train.lr, betas=betas)
-    return torch.optim.AdamW(groups, lr=train.lr, betas=betas, fused=True)
+        return OffloadedAdamW(options, lr=train.lr, betas=betas)
+    return torch.optim.AdamW(options, lr=train.lr, betas=betas, fused=True)
 
 
 def decayed_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters that decay: weights of linear layers."""
+    """Return the names of the parameters that decay: weights of linear layers."""
     return {
         f"{name}.weight" if name else "weight"
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""How long a run is, and its learning rate as a pure function of the step: resuming needs no scheduler state."""
+"""Learning-rate schedule as a pure function of the step: resuming needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cellmill.config.run import Train
 
 
 def learning_rate(train: Train, step: int, steps: int) -> float:
-    """The rate of optimizer step `step` (from 0) out of `steps`: linear warm-up, then the schedule's decay.
+    """Return the rate of optimizer step `step` (from 0) out of `steps`: linear warm-up, then the schedule's decay.
 
     The last step of a cosine or linear schedule has `lr * min_lr_frac`.
     """

@@ -1,8 +1,12 @@
-"""Steps whose loss or gradient norm is not finite: never applied, counted, and after so many in a row the end.
+"""Steps whose loss or gradient norm is not finite are skipped, and float16 losses are scaled so that few are.
 
-Whether a step is applied is decided on the device, by a number that all processes have alike to the last bit, and
-fused AdamW reads it there (`found_inf`): nobody waits for it. The loop learns of it when it reads the step's report,
-one step late, and only then are the cells of the batch asked for.
+Whether a step is applied is decided on the device, by a number that is equal on all ranks to the last bit and that
+fused AdamW reads there (`found_inf`): nothing waits for it. The loop learns of it when it reads the step's report, one
+step late, and only then collects the cells of the batch. After `train.max_bad_steps` skipped in a row the run ends.
+
+Loss scaling keeps small gradients above the smallest float16 number. The loss is multiplied before the backward pass
+and gradients are divided after it, so norm and clipping see true gradients. The scale halves after a skipped step and
+doubles after `GROWTH_STEPS` applied ones. Source: Micikevicius et al. 2018 (mixed precision training), section 3.2.
 """
 
 from __future__ import annotations
@@ -13,30 +17,83 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 
-SHOWN = 4  # cells named in the line; all of them are in the log
+INITIAL_SCALE = 2.0**16
+GROWTH_STEPS = 2000
+SHOWN = 4  # cells named in the error; the log has all of them
 
 
 def step_if(applied: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """One step of `optimizer`, which leaves parameters and state as they are, bit for bit, where `applied` is false.
+    """Step `optimizer` where `applied` is true; otherwise leave parameters and state as they are, bit for bit.
 
     Parameters
     ----------
     applied
-        Bool scalar. The host waits for it where it lies on a device and the parameters do not.
+        Bool scalar. The host waits for it where it is on a device and the parameters are not.
     optimizer
-        Fused: no other looks.
+        Fused: only fused optimizers read `found_inf`. One without parameters is not stepped.
     """
-    found = (~applied).to(torch.float32)
-    first = next(parameter for group in optimizer.param_groups for parameter in group["params"])
-    # torch would move it without waiting, and parameters on the CPU would read what is not there yet
-    optimizer.found_inf = found.to(first.device)  # type: ignore[attr-defined]
+    first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
+    if first is None:
+        return
+    # torch would copy it without blocking, and a step on the CPU would read it before it is there
+    optimizer.found_inf = (~applied).to(torch.float32).to(first.device)  # type: ignore[attr-defined]
     optimizer.step()
+
+
+class LossScale:
+    """Dynamic loss scale, a tensor on the device. Every rank calls each method alike; none communicates.
+
+    Parameters
+    ----------
+    device
+        Device on which gradients are reduced.
+    value, good_steps
+        From `read` of the run that is resumed; None and 0 for a new run.
+    """
+
+    def __init__(self, device: torch.device, value: float | None = None, good_steps: int = 0) -> None:
+        self.value = torch.tensor(INITIAL_SCALE if value is None else value, dtype=torch.float32, device=device)
+        """float32 scalar."""
+        self.good_steps = torch.tensor(good_steps, dtype=torch.int32, device=device)
+
+    def unscale(self, model: nn.Module) -> None:
+        """Divide all gradients by the scale, in place."""
+        inverse = self.value.reciprocal()
+        shards: dict[torch.device, list[torch.Tensor]] = {}
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                shard = _shard(parameter.grad)
+                shards.setdefault(shard.device, []).append(shard)
+        for device, group in shards.items():
+            torch._foreach_mul_(group, inverse.to(device))
+
+    def adapt(self, applied: torch.Tensor) -> torch.Tensor:
+        """Update the scale after a step; `applied` is a bool scalar, equal on all ranks.
+
+        Returns a copy of the scale of the next step.
+        """
+        overflowed = (~applied).to(self.value)
+        torch._amp_update_scale_(self.value, self.good_steps, overflowed, 2.0, 0.5, GROWTH_STEPS)
+        return self.value.clone()
+
+    def read(self) -> tuple[float, int]:
+        """Return the scale and the applied steps since it last changed. Waits for the device."""
+        return float(self.value), int(self.good_steps)
+
+
+def _shard(gradient: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard: scaling shards, or the parts of a partial sum, scales the whole."""
+    own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return own.trigger_wait() if isinstance(own, AsyncCollectiveTensor) else own
 
 
 @dataclass(frozen=True)
 class Suspects:
-    """The cells one process took in a step, and whether its own loss was finite."""
+    """Cells that one rank read in a step, and whether its own loss was finite."""
 
     dp_rank: int
     finite: bool
@@ -45,23 +102,23 @@ class Suspects:
 
 
 def name_cells(mine: Suspects, names: Callable[[np.ndarray], Sequence[str]]) -> str:
-    """The cells that may be to blame for a step, by rank: of ranks whose own loss was not finite, of all when each was.
+    """Return the cells of a bad step by rank: of ranks whose own loss was not finite, or of all if each was finite.
 
-    Prints what this process took in full. Collective: every rank.
+    Prints all cells of this rank. Collective: every rank.
 
     Parameters
     ----------
     names
-        The names of cells by their ids.
+        Maps cell ids to names.
     """
-    found: list[Suspects | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    known = [(rank, suspects) for rank, suspects in enumerate(found) if suspects is not None]
+    gathered: list[Suspects | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    known = [(rank, suspects) for rank, suspects in enumerate(gathered) if suspects is not None]
     bad = {suspects.dp_rank for _, suspects in known if not suspects.finite} or {s.dp_rank for _, s in known}
-    first = {suspects.dp_rank: rank for rank, suspects in reversed(known)}  # those that share its cells say no more
-    own = dist.get_rank()
-    if first[mine.dp_rank] == own and mine.dp_rank in bad:
-        print(f"rank {own} had the cells {', '.join(names(mine.cells))}", flush=True)
+    first = {suspects.dp_rank: rank for rank, suspects in reversed(known)}  # model-parallel peers read the same cells
+    rank = dist.get_rank()
+    if first[mine.dp_rank] == rank and mine.dp_rank in bad:
+        print(f"rank {rank} had the cells {', '.join(names(mine.cells))}", flush=True)
     return "; ".join(
         f"rank {rank} had {_some(suspects.cells, names)}"
         for rank, suspects in known
@@ -70,5 +127,5 @@ def name_cells(mine: Suspects, names: Callable[[np.ndarray], Sequence[str]]) -> 
 
 
 def _some(cells: np.ndarray, names: Callable[[np.ndarray], Sequence[str]]) -> str:
-    more = f" and {len(cells) - SHOWN} more cells, which are in the log" if len(cells) > SHOWN else ""
+    more = f" and {len(cells) - SHOWN} more cells (see the log)" if len(cells) > SHOWN else ""
     return ", ".join(names(cells[:SHOWN])) + more if len(cells) else "no cells"

@@ -1,6 +1,4 @@
-"""Signals that ask a training to stop. The handler sets a flag and no more: saving is done by all ranks together,
-at the end of a common step, not inside a handler.
-"""
+"""Signals that stop a training. The handler only sets a flag: all ranks save together at the end of a common step."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.
 
 
 class StopFlag:
-    """Set by any of SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2 from the moment it is made."""
+    """Handler of `SIGNALS`, installed when made; `received` is the name of the last one."""
 
     def __init__(self) -> None:
         self.received: str | None = None

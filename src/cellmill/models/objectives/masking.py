@@ -1,8 +1,7 @@
-"""What is hidden from the masked encoder, and what it has to say there.
+"""Token masks of the masked objectives, and the batch that the encoder sees.
 
-A share `mask_frac` of a cell's tokens, and at least one, is drawn by a hash of (seed, step, cell, place), so a token
-is masked in every layout or in none. masked_gene hides which gene a token is and keeps its value; masked_value hides
-the value and keeps the gene. What is hidden is replaced before the model sees it, so it cannot leak.
+A fraction `mask_frac` of a cell's tokens, and at least one, is drawn by a hash of (seed, step, cell, place), so that a
+token is masked in every layout or in none. Hidden content is replaced before the model sees it, so it cannot leak.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ PAD_TOKEN, MASK_TOKEN = (SPECIAL.index(token) for token in ("<pad>", "<mask>"))
 
 @dataclass(frozen=True)
 class MaskedBatch:
-    """A batch as the model sees it, and the answers."""
+    """A batch as the encoder sees it, and the answers."""
 
     genes: torch.Tensor
     """(tokens,) int64; `<mask>` where the gene is hidden."""
@@ -37,20 +36,19 @@ class MaskedBatch:
     token_keys: torch.Tensor
     """(tokens,) int64, for dropout."""
     targets: torch.Tensor
-    """(targets,) int64, ascending: which tokens are judged."""
+    """(targets,) int64, ascending: positions of the masked tokens."""
     answers: torch.Tensor
     """(targets,): hidden genes (int64 token ids) or hidden values."""
     n_targets: torch.Tensor
 
 
-def mask(batch: TensorBatch, objective: str, mask_frac: float, seed: int, step: int) -> MaskedBatch:
-    """Draws the mask of a batch; see the module."""
+def mask(batch: TensorBatch, hides_gene: bool, mask_frac: float, seed: int, step: int) -> MaskedBatch:
+    """Draw the mask of a batch and hide the genes, or else the values, of masked tokens."""
     cell, place = positions(batch)
     keys = keyed_bits(batch.cells[cell], seed, step, place)
     lowest = torch.full((len(batch.lengths),), 2**63 - 1, device=keys.device).scatter_reduce(0, cell, keys, "amin")
     masked = ((keys < threshold(mask_frac)) | (keys == lowest[cell])) & (batch.genes != PAD_TOKEN)
     targets = masked.nonzero().flatten()
-    hides_gene = objective == "masked_gene"
     return MaskedBatch(
         genes=batch.genes.masked_fill(masked, MASK_TOKEN) if hides_gene else batch.genes,
         values=batch.values if hides_gene else batch.values.masked_fill(masked, 0),
@@ -67,7 +65,7 @@ def mask(batch: TensorBatch, objective: str, mask_frac: float, seed: int, step: 
 
 
 def unmasked(batch: TensorBatch) -> MaskedBatch:
-    """The batch with nothing hidden and nothing asked, for embeddings."""
+    """The batch with nothing masked, for embeddings."""
     cell, place = positions(batch)
     none = torch.zeros(0, dtype=torch.int64, device=place.device)
     return MaskedBatch(

@@ -1,0 +1,24 @@
+"""The torch-free half of an objective: its options, and the tokens and families that it suits."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from cellmill.config.plugin import Plugin
+from cellmill.config.tokens import Tokens
+
+
+class ObjectiveConfig(Plugin):
+    """What a model is trained to predict, and how its loss is made."""
+
+    kind: ClassVar[str] = "objective"
+    default: ClassVar[str | None] = "masked_value"
+    families: ClassVar[tuple[str, ...]] = ()
+    """Families that it serves, beside those that name it in `FamilyConfig.objectives`."""
+
+    name: str = Field(description="Name of the objective.")
+
+    def check_tokens(self, tokens: Tokens) -> None:
+        """Raise ValueError when the objective cannot be computed from such tokens."""

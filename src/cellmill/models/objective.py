@@ -1,0 +1,69 @@
+"""The contract of an objective: targets, loss and the figures that `evaluate` prints, in one file.
+
+An objective holds no parameters. Modules that it needs (heads) become attributes of the model under the names that
+the objective chooses, so that checkpoints, layouts and exports treat them as any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from cellmill.config.objective import ObjectiveConfig
+from cellmill.config.tokens import Tokens
+from cellmill.models.batch import TensorBatch
+from cellmill.models.initial import Fill
+from cellmill.runs.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class GeneStatistics:
+    """Tokens of training cells, gene by gene: the baseline of a judge."""
+
+    n: np.ndarray
+    """Tokens of each gene, `(genes,)` int64."""
+    mean: np.ndarray
+    """Mean value of each gene's tokens, `(genes,)` float64; the mean over all tokens where a gene has none."""
+    global_mean: float
+    n_cells: int
+
+
+class Objective:
+    """Base of every objective."""
+
+    def __init__(self, config: ObjectiveConfig, tokens: Tokens) -> None:
+        self.config, self.tokens = config, tokens
+
+    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        """Add heads to `model` on the meta device, as its attributes.
+
+        Returns the names of the modules and parameters of the model that `loss` reads, the heads among them: those
+        that the model reads before its blocks too are tied between the first and the last stage of a pipeline.
+        """
+        raise NotImplementedError
+
+    def initial_value(self, name: str) -> Fill | None:
+        """Initial values of a parameter that `attach` put directly on the model; None for an unknown name."""
+        return None
+
+    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> Any:
+        """Draw masks and targets: a pure function of (seed, step, cell, place in the cell), without parameters."""
+        raise NotImplementedError
+
+    def loss(self, model: Any, states: torch.Tensor, prepared: Any) -> torch.Tensor:
+        """Return the loss summed over the targets, a float32 scalar, from the normed states (T, H)."""
+        raise NotImplementedError
+
+    def observe(self, model: Any, prepared: Any) -> tuple[torch.Tensor, ...]:
+        """Return per-target tensors for `judge`, to be concatenated over batches.
+
+        The first is the vocabulary row of each target's gene, (targets,) int64.
+        """
+        raise NotImplementedError
+
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
+        """Return figures of what `observe` gave, and verdicts that compare them with a baseline without a model."""
+        raise NotImplementedError

@@ -1,0 +1,1 @@
+"""Objectives: one file each, with its loss and how `evaluate` judges it."""

@@ -1,0 +1,90 @@
+"""Forward and backward of one optimizer step, without a pipeline: plain, DistributedDataParallel or FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from cellmill.config.run import Parallel
+from cellmill.parallel.fsdp import COMPUTE_DTYPE
+from cellmill.parallel.mesh import Mesh
+
+
+class ParallelModel(nn.Module):
+    """One step interface for all layouts without a pipeline; `PipelineModel` has the same.
+
+    Parameters
+    ----------
+    model
+        After `parallelize` and `materialize`.
+    """
+
+    def __init__(self, model: nn.Module, parallel: Parallel, mesh: Mesh) -> None:
+        super().__init__()
+        self.core = model
+        self.scale = 1.0
+        self.token_multiple = parallel.tp if parallel.sequence_parallel else 1
+        self.outer: nn.Module = model
+        device = mesh.device
+        if parallel.strategy == "ddp" and mesh.dp_world > 1 and mesh.model_parallel_size == 1:
+            self.outer = DistributedDataParallel(
+                model,
+                device_ids=[device.index] if device.type == "cuda" else None,
+                process_group=mesh.dp_group,
+                gradient_as_bucket_view=True,
+                broadcast_buffers=False,  # they are constants, equal on every rank
+            )
+            self.scale = float(mesh.dp_world)  # DDP averages; gradients must be sums
+        sharded = isinstance(model, FSDPModule)
+        self.precision = parallel.precision
+        self.autocast_dtype = None if sharded else COMPUTE_DTYPE.get(parallel.precision)
+        self.device_type = device.type
+
+    def forward(self, prepared: object) -> torch.Tensor:
+        """Return the summed loss of a micro-batch, a float32 scalar."""
+        with nullcontext() if self.autocast_dtype is None else torch.autocast(self.device_type, self.autocast_dtype):
+            return self.outer(prepared)
+
+    def padded_lengths(self, tokens: Sequence[int]) -> list[int]:
+        """Return the padded tokens of each micro-batch of a step: divisible by tp with sequence parallel."""
+        return [-(-n // self.token_multiple) * self.token_multiple for n in tokens]
+
+    @torch.no_grad()
+    def loss(self, micro_batches: Sequence[object]) -> torch.Tensor:
+        """Return the loss summed over this rank's micro-batches, a float64 scalar.
+
+        Collective: every rank, with the same number of micro-batches.
+        """
+        return torch.stack([self(prepared).double() for prepared in micro_batches]).sum()
+
+    def forward_backward(
+        self, micro_batches: Sequence[object], targets: torch.Tensor, factor: torch.Tensor | float = 1.0
+    ) -> torch.Tensor:
+        """Accumulate gradients of a step's loss: the sum over micro-batches divided by the step's global `targets`.
+
+        Returns this rank's share of the loss, a float64 scalar; `factor` multiplies only the gradients, which are
+        reduced over ranks with the last micro-batch. Collective: every rank, with the same number of micro-batches.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=targets.device)
+        for index, prepared in enumerate(micro_batches):
+            with self._micro_step(last=index == len(micro_batches) - 1):
+                loss = self(prepared)
+                (loss * (self.scale * factor / targets)).backward()
+            total += loss.detach()
+        return total / targets
+
+    @contextmanager
+    def _micro_step(self, last: bool) -> Iterator[None]:
+        if isinstance(self.outer, DistributedDataParallel) and not last:
+            with self.outer.no_sync():
+                yield
+            return
+        if isinstance(self.core, FSDPModule):
+            self.core.set_is_last_backward(last)
+            self.core.set_requires_gradient_sync(last)
+        yield

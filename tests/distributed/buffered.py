@@ -1,0 +1,97 @@
+"""A family whose model has buffers, persistent and not, on the root and in each block; registered where imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from cellmill import registry
+from cellmill.config.tokens import Tokens
+from cellmill.models.initial import Fill, normal
+from cellmill.models.masked.config import MaskedConfig
+from cellmill.models.masked.model import MaskedModel
+from cellmill.models.objective import Objective
+from cellmill.models.objectives.masking import MaskedBatch
+from cellmill.parallel.materialize import named_tensors
+from cellmill.train.checkpoint import CheckpointReader
+from tests.distributed import cases
+
+registry.BUILT_IN["family"]["buffered"] = "tests.distributed.buffered:BufferedConfig"
+PERIOD = 7
+
+
+class BufferedConfig(MaskedConfig):
+    implementation: ClassVar[str] = "tests.distributed.buffered:BufferedModel"
+    family: Literal["buffered"] = "buffered"  # type: ignore[assignment]
+
+
+class BufferedModel(MaskedModel):
+    """The masked encoder with a table of offsets by place in the cell, and blocks whose input is scaled."""
+
+    def __init__(self, config: MaskedConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
+        super().__init__(config, n_genes, tokens, objective)
+        self.register_buffer("offsets", torch.empty(PERIOD, config.hidden), persistent=False)
+        self.register_buffer("order", torch.empty(PERIOD, dtype=torch.int64))
+        for block in self.blocks:
+            block.register_buffer("scale", torch.empty(()))
+            block.initial_value = {"scale": between_halves}.get  # type: ignore[assignment]
+
+    def begin(self, prepared: MaskedBatch) -> torch.Tensor:
+        begins = prepared.cu_seqlens[:-1].long()[prepared.cell]
+        place = torch.arange(len(prepared.cell)) - begins
+        return self.enter(self.inputs(prepared) + self.offsets[self.order[place % PERIOD]])
+
+    def through(self, x: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
+        keys = self.enter_keys(prepared.token_keys)
+        for block in self.blocks:
+            x = block(x * block.scale, prepared.cu_seqlens, prepared.lengths, keys)
+        return x
+
+    def initial_value(self, name: str) -> Fill | None:
+        own = {"order": permutation, "offsets": normal(0.1)}
+        return own.get(name) or super().initial_value(name)
+
+
+def permutation(tensor: torch.Tensor, generator: torch.Generator) -> object:
+    return tensor.copy_(torch.randperm(PERIOD, generator=generator))
+
+
+def between_halves(tensor: torch.Tensor, generator: torch.Generator) -> object:
+    return tensor.uniform_(0.5, 1.5, generator=generator)
+
+
+def buffers_of(model: torch.nn.Module) -> dict[str, bytes]:
+    parameters = {id(parameter) for parameter in model.parameters()}
+    return {
+        name: cases.full(tensor).numpy().tobytes()
+        for name, tensor in named_tensors(model)
+        if id(tensor) not in parameters
+    }
+
+
+def curve_and_buffers(
+    corpus: str, options: dict[str, Any], folder: str, steps: int, load: bool = False
+) -> tuple[list[list[float]], dict[str, bytes], dict[str, bytes]]:
+    """[loss, gradient norm] of each step, and the buffers before the first step and after the last.
+
+    With `load`, persistent buffers are spoiled before the newest checkpoint in `folder` is loaded.
+    """
+    made, lines = cases.trainer(corpus, options, folder, steps)
+    before = buffers_of(made.model)
+    if load:
+        for name, tensor in named_tensors(made.model, persistent=True):
+            if name in before:
+                tensor.zero_()
+        cases.go_on(made, folder)
+    made.run()
+    made.train_stream.close()
+    return [[line["loss"], line["grad_norm"]] for line in lines.lines if "loss" in line], before, buffers_of(made.model)
+
+
+def checkpointed(folder: str) -> set[str]:
+    """Names of the model's tensors in the newest checkpoint."""
+    newest = max(Path(folder, "checkpoints").iterdir())
+    names = CheckpointReader(newest).read_metadata().state_dict_metadata
+    return {name.removeprefix("model.") for name in names if name.startswith("model.")}

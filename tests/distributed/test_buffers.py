@@ -1,0 +1,57 @@
+"""Buffers have their values on every rank of every layout, and checkpoints keep the persistent ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed import buffered
+from tests.distributed.conftest import options
+from tests.distributed.pool import Pool
+from tests.distributed.test_layouts import BOTH_CUT, LAYOUTS
+
+STEPS = 4
+SPREAD: dict[str, dict[str, Any]] = {
+    **{name: LAYOUTS[name] for name in ("ddp", "FULL_SHARD", "HYBRID_SHARD", "tp 4", BOTH_CUT)},
+    "FULL_SHARD, recomputed": LAYOUTS["FULL_SHARD"] | {"activation_checkpointing": "full"},
+    "FULL_SHARD, offloaded": LAYOUTS["FULL_SHARD"] | {"cpu_offload": "full"},
+    "pp 2": {"pp": 2, "sharding_strategy": "FULL_SHARD"},
+    "pp 2, ZBV": {"pp": 2, "schedule": "ZBV", "sharding_strategy": "FULL_SHARD"},
+}
+PERSISTENT = {"order", *(f"blocks.{index}.scale" for index in range(4))}
+
+
+def run(parallel: dict[str, Any], **train: Any) -> dict[str, Any]:
+    model = {"family": "buffered", "layers": 4}
+    train = {"steps": STEPS, "schedule": "constant", "checkpoint_every_steps": 2} | train
+    return options(parallel, model=model, train=train)
+
+
+@pytest.fixture(scope="module")
+def reference(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
+    return buffered.curve_and_buffers(corpus, run({}), str(tmp_path_factory.mktemp("one")), STEPS)
+
+
+@pytest.mark.parametrize("layout", SPREAD)
+def test_every_rank_has_the_buffers_of_one_process_and_a_checkpoint_restores_them(
+    pool: Pool, corpus: str, reference: tuple[Any, Any, Any], tmp_path: Path, layout: str
+) -> None:
+    curve, expected, _ = reference
+    assert expected.keys() == PERSISTENT | {"offsets"}
+    assert all(any(content) for content in expected.values())
+    first = {"corpus": corpus, "options": run(SPREAD[layout]), "folder": str(tmp_path)}
+    halves = [pool.run("buffered.curve_and_buffers", steps=2, **first)]
+    halves += [pool.run("buffered.curve_and_buffers", steps=STEPS, load=True, **first)]
+    for half, part in zip(halves, (curve[:2], curve[2:])):
+        np.testing.assert_allclose(np.array(half[0][0]), np.array(part), atol=5e-6, rtol=5e-6)
+        for _, before, after in half:
+            assert before.items() <= expected.items()
+            assert after == before
+            assert {"order", "offsets"} <= before.keys()
+    assert set().union(*(before for _, before, _ in halves[0])) == expected.keys()
+    names = buffered.checkpointed(str(tmp_path))
+    assert names >= PERSISTENT
+    assert "offsets" not in names
