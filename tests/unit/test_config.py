@@ -1,4 +1,4 @@
-"""Configuration: defaults, overrides, and the one line a user gets for each way to write it wrong."""
+"""Configuration: defaults, overrides, new sections, and the one-line error for every mistake."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def table(tmp_path: Path) -> Path:
 
 @dataclasses.dataclass
 class Config:
-    """A small configuration; a call gives it checked, with sections replaced or, where they are mappings, updated."""
+    """A small configuration; a call checks it with sections replaced or, if they are mappings, updated."""
 
     table: Path
 
@@ -92,14 +92,6 @@ def test_a_run_with_another_tokenizer_keeps_the_options_that_all_tokenizers_have
     assert runs["same"].tokens.model_dump() == {"tokenizer": "binned", "max_tokens": 99, "bins": 10}
 
 
-def test_a_run_that_names_the_default_choice_keeps_the_default_section(config: Config) -> None:
-    named = {"tokens": {"tokenizer": "continuous"}, "model": {"family": "masked"}}
-    run = config(tokens={"max_tokens": 100}, model={"hidden": 64}, runs={"demo": {"corpus": "pbmc"} | named}).runs[
-        "demo"
-    ]
-    assert (run.tokens.max_tokens, run.model.model_dump()["hidden"]) == (100, 64)
-
-
 def test_options_of_earlier_versions_drop_the_bins_that_their_tokenizer_did_not_read() -> None:
     for tokenizer in ("rank", "continuous"):
         stored = {"tokens": {"tokenizer": tokenizer, "max_tokens": 256, "bins": 51}, "train": {"lr": 1}}
@@ -109,7 +101,7 @@ def test_options_of_earlier_versions_drop_the_bins_that_their_tokenizer_did_not_
     assert upgrade_options(binned) == binned
 
 
-def test_a_length_given_by_the_run_takes_the_place_of_the_default_one(config: Config) -> None:
+def test_a_length_of_the_run_replaces_the_default_length(config: Config) -> None:
     train = config(runs={"demo": {"corpus": "pbmc", "train": {"steps": 7}}}).runs["demo"].train
     assert (train.steps, train.epochs) == (7, None)
 
@@ -142,12 +134,12 @@ def test_a_stage_is_handed_its_own_sections_and_takes_them_back_from_json(config
     assert options.model_dump(mode="json") == sections
 
 
-def test_a_run_is_evaluated_on_its_corpus_or_on_what_it_names(config: Config) -> None:
+def test_a_run_is_evaluated_on_its_corpus_or_on_the_datasets_it_names(config: Config) -> None:
     assert config().evaluated_on("demo") == ["sim", "other"]
     assert config(evaluate={"datasets": ["other"]}).evaluated_on("demo") == ["other"]
 
 
-def test_a_corpus_is_made_of_the_datasets_it_names_in_the_order_of_the_table(config: Config, table: Path) -> None:
+def test_a_corpus_has_the_datasets_it_names_in_the_order_of_the_table(config: Config, table: Path) -> None:
     assert config().trained_on("pbmc") == ["sim", "other"]
     named = {"pbmc": {"table": str(table), "datasets": ["other", "sim"]}}
     assert config(corpora=named).trained_on("pbmc") == ["sim", "other"]
@@ -247,12 +239,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_said_in_one_line(config: Config, case: str) -> None:
+def test_a_mistake_is_refused_in_one_line(config: Config, case: str) -> None:
     sections, message = WRONG[case]
     assert config.refused(**copy.deepcopy(sections)) == f"config/config.yaml: {message}"
 
 
-def test_a_dataset_that_the_table_lacks_is_named_with_those_it_has(config: Config, table: Path) -> None:
+def test_an_unknown_dataset_is_named_with_the_known_ones(config: Config, table: Path) -> None:
     end = f"no dataset 'nope' in {table}; there are: sim, other"
     assert config.refused(evaluate={"datasets": ["nope"]}) == (
         f"config/config.yaml: runs.demo.evaluate.datasets: {end}"
@@ -262,12 +254,12 @@ def test_a_dataset_that_the_table_lacks_is_named_with_those_it_has(config: Confi
 
 
 @pytest.mark.parametrize("tree", [None, [], "text"])
-def test_a_file_that_is_no_mapping_is_refused(tree: Any) -> None:
+def test_a_file_without_a_mapping_is_refused(tree: Any) -> None:
     with pytest.raises(ConfigError, match=r"^config/config\.yaml: expected a mapping of sections, got \w+$"):
         check_config(tree)
 
 
-def test_a_file_that_is_missing_or_no_yaml_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     with pytest.raises(ConfigError) as missing:
         load_config(path)
@@ -307,7 +299,7 @@ def test_a_wrong_table_is_named_with_its_line(tmp_path: Path, case: str) -> None
     assert str(caught.value) == f"{path}{message}"
 
 
-def test_a_table_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_table_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_datasets(tmp_path / "none.tsv")
     assert str(caught.value) == (f"{tmp_path}/none.tsv: No such file or directory; expected the table of datasets")
@@ -348,7 +340,7 @@ class Melon(Fruit):
 
 
 class Basket(Section):
-    """What a run takes along."""
+    """Provisions of a run."""
 
     moved: ClassVar[dict[str, str]] = {"grams": "basket.size"}
 
@@ -376,7 +368,7 @@ class BasketWorkflow(Workflow):
 
 @pytest.fixture
 def basket(config: Config, monkeypatch: pytest.MonkeyPatch) -> Callable[..., BasketWorkflow]:
-    """A workflow with two sections that cellmill does not have, one with several choices by name, one with one."""
+    """Check a workflow with two more sections: one maps names of choices to options, one is a choice itself."""
     choices = {"apple": f"{__name__}:Apple", "melon": f"{__name__}:Melon"}
     monkeypatch.setitem(registry.BUILT_IN, "fruit", choices)
     monkeypatch.setitem(OPTIONS, "train", BasketOptions)
@@ -450,7 +442,7 @@ def test_a_new_section_is_documented_and_in_the_schema(basket: Callable[..., Wor
     table = "| key | type | default | |\n|---|---|---|---|\n"
     choice = f"{table}| `ripe` | yes/no | `true` | Ready to eat. |\n"
     assert (
-        "## basket\n\nWhat a run takes along. Read by: `train`.\n\n"
+        "## basket\n\nProvisions of a run. Read by: `train`.\n\n"
         f"{table}| `size` | integer, ≥ 1 | `2` | Its size. |\n"
         "| `fruits` | mapping of fruit names to options | none | What is in it. |\n\n"
         "Options of each fruit in `basket.fruits`:\n\n"

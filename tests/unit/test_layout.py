@@ -1,4 +1,4 @@
-"""Sizes of the mesh's axes, and what is refused."""
+"""Sizes of the mesh axes, and the layouts that are refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_layout_of_each_strategy(options: dict[str, Any], world: int, local_
     assert layout(Parallel.model_validate(options), world, local_world) == expected
 
 
-def test_a_group_size_that_does_not_divide_is_refused_with_one_that_does() -> None:
+def test_a_shard_size_that_does_not_divide_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError) as error:
         layout(Parallel(sharding_strategy="HYBRID_SHARD", shard_size=4), 6, 6)
     assert str(error.value) == (
@@ -94,7 +94,7 @@ def test_a_group_size_that_does_not_divide_is_refused_with_one_that_does() -> No
         ),
     ],
 )
-def test_a_product_that_cannot_be_is_refused_with_the_nearest_that_can(
+def test_an_impossible_product_is_refused_with_the_nearest_possible(
     options: dict[str, Any], world: int, local_world: int, message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
@@ -142,7 +142,7 @@ def test_a_product_that_cannot_be_is_refused_with_the_nearest_that_can(
         ),
     ],
 )
-def test_a_model_that_cannot_be_cut_so_is_refused(
+def test_a_model_that_the_layout_cannot_cut_is_refused(
     model: dict[str, Any], parallel: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
@@ -150,7 +150,7 @@ def test_a_model_that_cannot_be_cut_so_is_refused(
     assert str(error.value) == message
 
 
-def test_a_family_that_names_nothing_to_cut_is_refused_with_tensor_parallel_and_pipelines() -> None:
+def test_a_family_that_names_nothing_to_cut_is_refused_with_tensor_and_pipeline_parallelism() -> None:
     class Plain(MaskedConfig):
         def cut_by_tp(self) -> dict[str, int]:
             return FamilyConfig.cut_by_tp(self)
@@ -210,7 +210,7 @@ def test_a_batch_that_lanes_cannot_share_is_refused_with_the_nearest() -> None:
         ({"sharding_strategy": "FULL_SHARD"}, "FULL_SHARD"),
     ],
 )
-def test_a_group_size_that_nothing_reads_is_refused(options: dict[str, Any], name: str) -> None:
+def test_a_shard_size_without_hybrid_shard_is_refused(options: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError) as error:
         layout(Parallel.model_validate(options | {"shard_size": 2}), 4, 4)
     assert (
@@ -218,7 +218,7 @@ def test_a_group_size_that_nothing_reads_is_refused(options: dict[str, Any], nam
     )
 
 
-def test_devices_are_known_by_the_name_of_the_profile_and_of_the_product() -> None:
+def test_devices_are_known_by_profile_name_and_by_product_name() -> None:
     assert device_named("h100").memory_gb == 80
     assert peak_flops("NVIDIA H100 80GB HBM3", "bf16-mixed") == 989e12
     assert peak_flops("NVIDIA A100-SXM4-80GB", "32-true") == 19.5e12
@@ -230,7 +230,7 @@ def test_devices_are_known_by_the_name_of_the_profile_and_of_the_product() -> No
     )
 
 
-def test_parameters_on_the_cpu_are_refused_where_fsdp_does_not_keep_them() -> None:
+def test_parameters_on_the_cpu_are_refused_without_fsdp() -> None:
     full = {"cpu_offload": "full"}
     with pytest.raises(ConfigError) as error:
         _check(MaskedConfig(), full | {"strategy": "ddp"})
@@ -262,7 +262,7 @@ def test_parameters_on_the_cpu_are_refused_where_fsdp_does_not_keep_them() -> No
         ),
     ],
 )
-def test_what_cannot_be_compiled_is_refused_with_what_can(chosen: dict[str, Any], message: str) -> None:
+def test_options_that_exclude_compile_are_refused_with_an_alternative(chosen: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         _check(MaskedConfig(), chosen | {"compile": True})
     assert str(error.value) == message
