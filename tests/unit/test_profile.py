@@ -182,8 +182,8 @@ def test_a_value_that_is_another_to_snakemake_is_named(train: dict[str, Any], me
         ({"nodes": 0}, "nodes: expected a number such as 2 or a range such as 1-2, got '0'"),
         (
             {"slurm_account": "lab; rm -rf $HOME/x"},
-            "slurm_account: 'lab; rm -rf {HOME}/x': expected only the characters of SLURM's values, letters, digits and "
-            ". , : + = @ / * & | ( ) [ ] ! % - _",
+            "slurm_account: 'lab; rm -rf {HOME}/x': expected only the characters of SLURM's values, letters, digits "
+            "and . , : + = @ / * & | ( ) [ ] ! % - _",
         ),
     ],
 )
