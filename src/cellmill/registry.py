@@ -18,6 +18,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "masked_value": "cellmill.models.objectives.config:MaskedValueConfig",
         "masked_gene": "cellmill.models.objectives.config:MaskedGeneConfig",
     },
+    "method": {"full": "cellmill.config.finetune:FullConfig"},
 }
 
 

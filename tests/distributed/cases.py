@@ -17,17 +17,21 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from cellmill.cli import main
+from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import Parallel
 from cellmill.data.stream import CellStream
 from cellmill.data.tokens import Batch
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import UserError
+from cellmill.finetune.method import load_method
 from cellmill.models import attention
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec
+from cellmill.models.export import load_model
 from cellmill.parallel import compile_blocks, cpu_matmul, cross_entropy
-from cellmill.parallel.materialize import plain_name
+from cellmill.parallel.materialize import named_tensors, plain_name
 from cellmill.parallel.mesh import build_mesh, set_timeouts
 from cellmill.parallel.vocab_parallel import embed_tokens
 from cellmill.planner.size import measure
@@ -71,7 +75,7 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
     made = Trainer(
         model=model,
         parallel_model=build_parallel_model(model, parsed.parallel, mesh),
-        optimizer=build_optimizer(model, parsed.train, parsed.parallel.cpu_offload),
+        optimizer=build_optimizer(model, parsed.train, parsed.parallel.cpu_offload, load_method(parsed.finetune).group),
         mesh=mesh,
         device=DEVICE,
         train=parsed.train,
@@ -84,7 +88,12 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
         meter=Meter(None, dist.get_world_size()),
         stop=_NoSignal(),
         progress=Progress(),
-        saved_with={"fingerprint": train_stream.fingerprint},
+        saved_with={
+            "identity": {"weights_format": WEIGHTS_FORMAT},
+            "fingerprint": train_stream.fingerprint,
+            "vocabulary_digest": vocabulary.digest,
+            "options": parsed.model_dump(mode="json"),
+        },
     )
     return made, lines
 
@@ -299,6 +308,14 @@ def spoiled_validation(corpus: str, options: dict[str, Any], folder: str, steps:
     made.train_stream.close()
     made.val_stream.close()
     return {"done": done, "lines": lines.lines, "progress": vars(made.progress)}
+
+
+def exported(corpus: str, folder: Path, out: Path) -> dict[str, torch.Tensor]:
+    """Tensors of the model that consolidate makes of the newest checkpoint, by name; buffers too."""
+    chosen = ["--options", '{"consolidate": {"checkpoint": "last"}}', "--vocabulary", f"{corpus}/vocabulary.tsv"]
+    assert main(["consolidate", *chosen, "--train", str(folder), "--out", str(out)]) == 0
+    model, _, _ = load_model(out)
+    return {name: tensor.detach() for name, tensor in named_tensors(model)}
 
 
 def timeouts(parallel: dict[str, Any], seconds: float) -> list[float]:

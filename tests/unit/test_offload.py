@@ -12,6 +12,7 @@ from cellmill.config.run import Train
 from cellmill.train import offload
 from cellmill.train.offload import OffloadedAdamW
 from cellmill.train.optimizer import build_optimizer
+from cellmill.train.step_guard import step_if
 
 copied_or_not = pytest.mark.parametrize("copied", [False, True], ids=["in place", "copied"])
 
@@ -83,3 +84,11 @@ def test_a_step_that_overflowed_changes_nothing(monkeypatch: pytest.MonkeyPatch,
         optimizer.found_inf.zero_()  # type: ignore[attr-defined]
     _step(models, optimizers, 3)
     assert all(torch.equal(a, b) for a, b in zip(*map(_parameters, models)))
+
+
+@pytest.mark.parametrize("offload", [None, "optimizer"])
+def test_an_optimizer_of_a_stage_without_trained_parameters_steps(offload: str | None) -> None:
+    optimizer = build_optimizer(nn.Linear(2, 2).requires_grad_(False), Train(steps=1), offload)
+    step_if(torch.tensor(True), optimizer)
+    optimizer.step()
+    assert not optimizer.state

@@ -6,6 +6,7 @@ from pydantic import Field, SerializeAsAny
 
 from cellmill.config.corpus import Preprocess, Shard, VocabularyConfig
 from cellmill.config.family import FamilyConfig
+from cellmill.config.finetune import MethodConfig
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.run import Consolidate, Embed, Evaluate, Parallel, Plan, Report, Stream, Train
 from cellmill.config.section import Section
@@ -29,6 +30,7 @@ class TrainOptions(Section):
     stream: Stream
     model: SerializeAsAny[FamilyConfig]
     objective: SerializeAsAny[ObjectiveConfig] = Field(default_factory=lambda: ObjectiveConfig.model_validate({}))
+    finetune: SerializeAsAny[MethodConfig] = Field(default_factory=lambda: MethodConfig.model_validate({}))
     parallel: Parallel
     train: Train
 

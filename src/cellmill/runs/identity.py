@@ -31,9 +31,12 @@ FREE = {
 
 def identity(options: dict[str, Any], init_from: str | None) -> dict[str, Any]:
     """The options that define a run's numbers, as {section.key: value}, from its resolved sections."""
+    sections = ["tokens", "stream", "model", "objective", "train"]
+    if options.get("finetune", {"method": "full"}) != {"method": "full"}:
+        sections.append("finetune")  # the default is left out: runs from before the section keep their identity
     values = {
         f"{section}.{key}": value
-        for section in ("tokens", "stream", "model", "objective", "train")
+        for section in sections
         for key, value in options[section].items()
         if key not in FREE.get(section, ())
     }
