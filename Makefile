@@ -1,13 +1,13 @@
-# make demo    the whole line on 700 real PBMC, from nothing but Python and pip
+# make demo    the whole workflow on 700 real PBMC, from nothing but Python and pip
 # make test    every test
-# make check   format, types, lint, generated files
-# PYTHON=…     another Python than python3, when .venv is made
+# make check   format, types, lint, generated files, figures and laws of the source tree
+# PYTHON=…     the Python that .venv is made with, if not python3
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-# 2 workers: most tests wait on small processes of their own, each with one thread
+# 2 workers: most tests wait for small processes they start, each with one thread
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 .PHONY: demo test check install
@@ -27,6 +27,7 @@ check: install
 	$(BIN)/snakefmt --check Snakefile workflow
 	$(BIN)/snakemake --lint
 	$(BIN)/python -m cellmill.config.document --check
+	$(BIN)/python tools/house.py
 
 install: $(STAMP)
 

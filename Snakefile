@@ -1,5 +1,5 @@
-# So that `snakemake` works at the root; the pipeline is workflow/Snakefile.
+# Entry at the root; the workflow is workflow/Snakefile.
 include: "workflow/Snakefile"
 
 
-workflow.default_target = "all"  # included rules are no default target by themselves
+workflow.default_target = "all"  # Snakemake takes no default target from an included file

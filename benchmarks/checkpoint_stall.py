@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from train_step import GENES, commit, machine, synchronize
 
 from cellmill.config.run import Parallel, Train
-from cellmill.config.tokens import Tokens
+from cellmill.config.tokens import ContinuousTokens
 from cellmill.data.tokens import Batch
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.masked.config import MaskedConfig
@@ -52,7 +52,7 @@ def main() -> None:
     device = torch.device(arguments.device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    model = MaskedModel(CONFIG, GENES, Tokens()).to(device)
+    model = MaskedModel(CONFIG, GENES, ContinuousTokens()).to(device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(0, 0.02) if parameter.ndim > 1 else model.reset_parameter(

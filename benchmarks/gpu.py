@@ -32,7 +32,7 @@ from train_step import commit, synchronize
 
 from cellmill.config.layout import Layout
 from cellmill.config.run import Parallel, Train
-from cellmill.config.tokens import Tokens
+from cellmill.config.tokens import ContinuousTokens
 from cellmill.data.tokens import Batch
 from cellmill.models.attention import attention, attention_padded
 from cellmill.models.batch import TensorBatch, on_device, to_tensors
@@ -138,7 +138,7 @@ def lengths_of(size: Size, kind: str, step: int) -> np.ndarray:
 
 def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.device) -> Measured:
     """Training steps of one size. `kind`: full; packed or padded, of cells that vary."""
-    tokens = Tokens(tokenizer="continuous", max_tokens=size.genes)
+    tokens = ContinuousTokens(max_tokens=size.genes)
     config = MaskedConfig(
         objective="masked_gene", cell_loss_weight=0, hidden=size.hidden, layers=size.layers, heads=size.heads
     )

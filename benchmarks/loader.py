@@ -34,7 +34,7 @@ import scipy.sparse as sp
 from cellmill.config.corpus import Shard
 from cellmill.config.run import Stream as StreamOptions
 from cellmill.config.tokens import Tokens
-from cellmill.data.counts_reader import write_cells
+from cellmill.data.counts_writer import write_cells
 from cellmill.data.gene_ranking import inverse_medians, rank_order_rows
 from cellmill.data.manifest import Manifest
 from cellmill.data.prefetch import Prefetch
@@ -156,7 +156,7 @@ def own_rows(corpus: Corpus, options: StreamOptions, batch: int) -> Iterator[Ite
 def open_stream(
     corpus: Corpus, options: StreamOptions, batch: int, tokenizer: str, rank: int = 0, world: int = 1
 ) -> CellStream:
-    tokens = Tokens(tokenizer=tokenizer, max_tokens=MAX_TOKENS)  # type: ignore[arg-type]
+    tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": MAX_TOKENS})
     sizes = {"global_batch": batch, "token_budget": batch * MAX_TOKENS}
     return CellStream(corpus.manifest, "train", tokens, options, **sizes, rank=rank, world=world, seed=0)
 

@@ -28,17 +28,17 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from cellmill.models.masked.objective import mask
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from cellmill.config.run import Parallel, Train
-from cellmill.config.tokens import Tokens
+from cellmill.config.tokens import ContinuousTokens
 from cellmill.data.tokens import Batch
 from cellmill.models.batch import TensorBatch, on_device, to_tensors
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.masked.model import MaskedModel
-from cellmill.models.masked.objective import mask
 from cellmill.parallel.clip import clip_grad_norm
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel
@@ -54,7 +54,7 @@ SHORTEST, LONGEST, MEAN = 500, 4096, 1940
 VOCABULARY = GENES + 2
 PACKED = "cellmill"
 NOT_ASKED = -100  # ignored by cross_entropy
-TOKENS = Tokens(tokenizer="continuous", max_tokens=LONGEST)
+TOKENS = ContinuousTokens(max_tokens=LONGEST)
 CONFIG = MaskedConfig(
     objective="masked_gene", mask_frac=MASK_FRAC, cell_loss_weight=0, hidden=HIDDEN, layers=LAYERS, heads=HEADS
 )

@@ -1,8 +1,8 @@
-"""The command line: one sub-command for each rule of the workflow, and the two that make data.
+"""The command line: one sub-command per rule of the workflow, two that make data, and those for runs and machines.
 
-Every sub-command is a function of files: what it reads and writes are arguments, its options are the sections of
-config/config.yaml that the stage reads. The workflow passes those as `--options` (JSON); by hand `--config` with
-`--run` or `--corpus` reads them from the file. A stage is imported when it is called, so `--help` needs no torch.
+A stage is a function of files: its inputs and outputs are arguments, its options are the sections of config/config.yaml
+that it reads. The workflow passes them as `--options` (JSON); by hand, `--config` with `--run` or `--corpus` reads them
+from the file. A stage is imported when it is called, so `--help` needs no torch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 
 COMMANDS = ("profiles", "preflight", "status", "attach", "cancel", "logs")
-"""Sub-commands that look after runs and machines; the others are stages."""
-_HOW_MANY = ("nodes", "nproc_per_node")  # of the machine's options, those that plan reads too
+"""Sub-commands for runs and machines; the others are stages."""
+_PLANNED = ("nodes", "nproc_per_node")  # options of the machine that plan reads too
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one sub-command. Exit codes: 0 done, 2 something the user can mend, 75 stopped with its state saved,
+    """Run one sub-command. Exit codes: 0 done, 2 an error the user can fix, 75 stopped with its state saved,
     130 interrupted, 1 a bug."""
     arguments = vars(_parser().parse_args(argv))
     stage = arguments.pop("stage")
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
             arguments["options"] = _options(stage, arguments)
         if "nodes" in arguments:
             given = {name: arguments.pop(name) for name in Machine.model_fields if name in arguments}
-            if stage == "plan":  # of any number of nodes a range may have
+            if stage == "plan":  # which takes a range of nodes, as launcher slurm does
                 given["launcher"] = "slurm"
             arguments["machine"] = check_options(Machine, given, "the machine (profile, set-resources)")
         room = "commands" if stage in COMMANDS else "stages"
@@ -62,25 +62,29 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
         except ValueError as error:
             raise UserError(f"--options: not valid JSON ({error})") from None
         return check_options(OPTIONS[stage], sections, "--options")
-    if stage == "embed" and name is None:  # an exported model stands alone: no configuration has to be there
+    if stage == "embed" and name is None:  # an exported model needs no configuration
         return check_options(OPTIONS[stage], {"embed": {}}, "embed")
-    pipeline = load_config(config)
-    known = {"report": {}, "preprocess": pipeline.corpora, "vocabulary": pipeline.corpora, "shard": pipeline.corpora}
-    owners = known.get(stage, pipeline.runs)
+    workflow = load_config(config)
+    owners = workflow.entries(stage)
     if owners and name is None and len(owners) == 1:
         name = next(iter(owners))
     if owners and name not in owners:
-        kind = "corpus" if owners is pipeline.corpora else "run"
-        asked = f"no {kind} is called {name!r}" if name else f"--{kind} is wanted"
-        raise UserError(f"{asked}: {config} has {', '.join(owners)}")
-    return check_options(OPTIONS[stage], pipeline.section(stage, name), str(config))
+        kind = "corpus" if owners is workflow.corpora else "run"
+        message = f"no {kind} {name!r} in {config}" if name else f"--{kind} is required for {config}"
+        raise UserError(f"{message}; there are: {', '.join(owners)}")
+    return check_options(OPTIONS[stage], workflow.section(stage, name), str(config))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cellmill", description=__doc__.split("\n\n")[0])
     parser.add_argument("--version", action="version", version=f"cellmill {__version__}")
     stages = parser.add_subparsers(dest="stage", required=True, metavar="STAGE")
+    for add in (_add_data, _add_corpus, _add_training, _add_model, _add_machine_commands, _add_run_commands):
+        add(stages)
+    return parser
 
+
+def _add_data(stages: Any) -> None:
     demo = stages.add_parser("demo", help="write the demo data: 700 real PBMC")
     demo.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
 
@@ -93,76 +97,88 @@ def _parser() -> argparse.ArgumentParser:
         default=2000,
         help="genes, the first protein-coding of the human table (default: %(default)s)",
     )
-    simulate.add_argument("--types", type=int, default=8, help="cell types, leaves of a tree (default: %(default)s)")
+    simulate.add_argument(
+        "--types", type=int, default=8, help="cell types, the leaves of a tree (default: %(default)s)"
+    )
     simulate.add_argument("--batches", type=int, default=2, help="technical batches (default: %(default)s)")
-    simulate.add_argument("--perturbations", type=int, default=0, help="perturbed genes, beside the control")
-    simulate.add_argument("--seed", type=int, default=0, help="of everything drawn (default: %(default)s)")
+    simulate.add_argument("--perturbations", type=int, default=0, help="perturbed genes, in addition to the control")
+    simulate.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
 
-    preprocess = _stage(stages, "preprocess", "count, filter and name the cells of one dataset", "corpus")
+
+def _add_corpus(stages: Any) -> None:
+    preprocess = _stage(stages, "preprocess", "read, filter and annotate the counts of one dataset", "corpus")
     preprocess.add_argument("--input", type=Path, required=True, help="the .h5ad with raw counts")
-    preprocess.add_argument("--counts", default="X", help="where they lie: X, raw or the name of a layer")
+    preprocess.add_argument("--counts", default="X", help="matrix of the counts: X, raw or the name of a layer")
     preprocess.add_argument("--dataset", required=True, help="name of the dataset")
-    preprocess.add_argument("--source", default="", help="where the data come from, for the report")
-    preprocess.add_argument("--licence", default="", help="under what licence, for the report")
+    preprocess.add_argument("--source", default="", help="origin of the data, for the report")
+    preprocess.add_argument("--licence", default="", help="licence of the data, for the report")
     preprocess.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
     preprocess.add_argument("--report", type=Path, required=True, help="the QC report (.json) to write")
 
-    vocabulary = _stage(stages, "vocabulary", "the genes of a corpus, their medians, special tokens", "corpus")
+    vocabulary = _stage(stages, "vocabulary", "collect the genes of a corpus and their medians", "corpus")
     vocabulary.add_argument("--cells", type=Path, nargs="+", required=True, help="preprocessed .h5ad files")
     vocabulary.add_argument("--out", type=Path, required=True, help="vocabulary.tsv")
 
-    shard = _stage(stages, "shard", "train, val and test shards in rank order", "corpus")
+    shard = _stage(stages, "shard", "write train, val and test shards", "corpus")
     shard.add_argument("--cells", type=Path, nargs="+", required=True, help="preprocessed .h5ad files")
     shard.add_argument("--vocabulary", type=Path, required=True)
     shard.add_argument("--out", type=Path, required=True, help="manifest.json; shards go beside it")
 
-    plan = _stage(stages, "plan", "memory, time and steps of a run, before anything is queued", "run")
-    plan.add_argument("--manifest", type=Path, help="of the shards; without it a corpus is assumed")
-    plan.add_argument("--out", type=Path, help="plan.json; without it nothing is written")
+
+def _add_training(stages: Any) -> None:
+    plan = _stage(stages, "plan", "estimate memory and time of a run before it is submitted", "run")
+    plan.add_argument("--manifest", type=Path, help="manifest.json of the shards; without it a corpus is assumed")
+    plan.add_argument("--out", type=Path, help="plan.json to write (default: none)")
     _machine(plan)
-    plan.add_argument("--device", default="cpu", help="what each process computes on, such as h100 (default: cpu)")
-    plan.add_argument("--suggest", action="store_true", help="print the best layouts instead")
+    plan.add_argument("--device", default="cpu", help="device of each process, such as h100 (default: cpu)")
+    plan.add_argument("--suggest", action="store_true", help="print the best layouts instead of the plan")
     assumed = {"cells": 1_000_000, "genes": 20_000}
     for name, number in assumed.items():
-        text = "assumed without a manifest (default: %(default)s)"
+        text = f"number of {name} assumed without a manifest (default: %(default)s)"
         plan.add_argument(f"--{name}", type=_count, default=number, help=text)
 
-    train = _stage(stages, "train", "train a run, or go on with it", "run")
-    train.add_argument("--manifest", type=Path, required=True, help="of the shards")
+    train = _stage(stages, "train", "train a run, or resume it", "run")
+    train.add_argument("--manifest", type=Path, required=True, help="manifest.json of the shards")
     train.add_argument("--vocabulary", type=Path, required=True)
     train.add_argument("--out", type=Path, required=True, help="folder for checkpoints, metrics.jsonl, status.json")
-    train.add_argument("--init-from", type=Path, help="exported model that gives the first weights")
+    train.add_argument("--init-from", type=Path, help="folder of an exported model with the initial weights")
     _machine(train)
     _cluster(train)
 
-    consolidate = _stage(stages, "consolidate", "a checkpoint as a model that stands alone", "run")
+    consolidate = _stage(stages, "consolidate", "export a checkpoint as a self-contained model", "run")
     consolidate.add_argument("--train", type=Path, required=True, help="folder of the training run")
     consolidate.add_argument("--vocabulary", type=Path, required=True)
     consolidate.add_argument("--out", type=Path, required=True, help="folder of the exported model")
 
-    embed = _stage(stages, "embed", "cells of a dataset through an exported model", "run")
+
+def _add_model(stages: Any) -> None:
+    embed = _stage(stages, "embed", "embed the cells of a dataset with an exported model", "run")
     embed.add_argument("--model", type=Path, required=True, help="folder of an exported model")
     embed.add_argument("--input", type=Path, required=True, help=".h5ad, preprocessed or raw counts")
-    embed.add_argument("--counts", default="X", help="where the counts lie: X, raw or the name of a layer")
+    embed.add_argument("--counts", default="X", help="matrix of the counts: X, raw or the name of a layer")
     embed.add_argument("--out", type=Path, required=True, help="the .h5ad to write, with obsm['X_cellmill']")
 
-    evaluate = _stage(stages, "evaluate", "judge embeddings on held-out cells beside baselines", "run")
+    evaluate = _stage(stages, "evaluate", "evaluate embeddings on held-out cells next to baselines", "run")
     evaluate.add_argument("--model", type=Path, required=True, help="folder of the exported model")
-    evaluate.add_argument("--manifest", type=Path, required=True, help="of the shards it was trained on")
+    evaluate.add_argument("--manifest", type=Path, required=True, help="manifest.json of the shards it was trained on")
     evaluate.add_argument(
-        "--ancestors", type=Path, nargs="*", default=[], help="manifests of the runs its first weights came from"
+        "--ancestors", type=Path, nargs="*", default=[], help="manifests of the runs its initial weights came from"
     )
     evaluate.add_argument("--cells", type=Path, nargs="+", required=True, help="preprocessed .h5ad files")
-    evaluate.add_argument("--embeddings", type=Path, nargs="+", required=True, help="one for each, in the same order")
-    evaluate.add_argument("--labels", nargs="+", required=True, help="obs column for each; '-' for none")
+    evaluate.add_argument(
+        "--embeddings", type=Path, nargs="+", required=True, help="one per file of --cells, in the same order"
+    )
+    evaluate.add_argument("--labels", nargs="+", required=True, help="obs column per file; '-' for none")
     evaluate.add_argument("--out", type=Path, required=True, help="metrics.json")
 
-    report = _stage(stages, "report", "one page over all runs", None)
+    report = _stage(stages, "report", "write one page over all runs", None)
     report.add_argument("--runs", type=Path, nargs="+", required=True, help="folders of runs")
     report.add_argument("--corpora", type=Path, nargs="+", required=True, help="folders of corpora")
     report.add_argument("--out", type=Path, required=True, help="index.html")
 
-    profiles = stages.add_parser("profiles", help="link the profiles where Snakemake looks")
+
+def _add_machine_commands(stages: Any) -> None:
+    profiles = stages.add_parser("profiles", help="link the profiles into Snakemake's profile folder")
     profiles.add_argument("what", choices=["install"])
     profiles.add_argument(
         "--from", dest="source", type=Path, default=Path("profiles"), help="folder of profiles (default: %(default)s)"
@@ -170,64 +186,65 @@ def _parser() -> argparse.ArgumentParser:
 
     preflight = stages.add_parser(
         "preflight",
-        help="go, or why not, before a big run is queued",
-        description="Checks a profile's machine against the configuration, asks SLURM, and tries the nodes.",
+        help="check the machine before a big run is submitted",
+        description="Check a profile's machine against the configuration, SLURM and its nodes.",
     )
-    preflight.add_argument("--profile", required=True, help="its name, or the path of its folder or file")
+    preflight.add_argument("--profile", required=True, help="name of the profile, or the path of its folder or file")
     preflight.add_argument("--config", type=Path, default=Path("config/config.yaml"), help="(default: %(default)s)")
-    preflight.add_argument("--no-job", action="store_true", help="do not try the nodes")
+    preflight.add_argument("--no-job", action="store_true", help="do not submit a test job")
     preflight.add_argument(
-        "--wait-min", type=float, default=30, help="minutes the job may wait in the queue (default: %(default)s)"
+        "--wait-min", type=float, default=30, help="minutes the test job may wait in the queue (default: %(default)s)"
     )
     preflight.add_argument(
         "--out",
         type=Path,
         default=Path("results/preflight"),
-        help="folder, shared with the nodes, for NAME.json and the job (default: %(default)s)",
+        help="folder shared with the nodes for NAME.json and the job (default: %(default)s)",
     )
-    _looking_after(stages)
-    return parser
 
 
-def _stage(stages: Any, name: str, text: str, owner: str | None) -> argparse.ArgumentParser:
-    parser = stages.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    parser.add_argument("--config", type=Path, default=Path("config/config.yaml"), help="(default: %(default)s)")
-    if owner is not None:
-        parser.add_argument(f"--{owner}", dest="name", help="its name in the configuration; needed if there are many")
-    parser.add_argument("--options", help="the stage's sections as JSON, in place of --config")
-    return parser
-
-
-def _looking_after(stages: Any) -> None:
-    """The commands for runs that are queued, running or over."""
+def _add_run_commands(stages: Any) -> None:
+    """Commands for runs that are queued, running or finished."""
     texts = {
-        "status": "where each run stands",
+        "status": "show the state of each run",
         "attach": "follow the log of a run's job until it ends",
-        "cancel": "end a run, its state saved",
-        "logs": "what a run printed",
+        "cancel": "stop a run and save its state",
+        "logs": "print the log of a run",
     }
     for name, text in texts.items():
         parser = stages.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name == "status":
             parser.add_argument("runs", nargs="*", metavar="RUN", help="names of runs (default: all)")
         else:
-            parser.add_argument("run", metavar="RUN", help="its name")
-        parser.add_argument("--results", type=Path, default=Path("results"), help="folder (default: %(default)s)")
+            parser.add_argument("run", metavar="RUN", help="name of the run")
+        parser.add_argument(
+            "--results", type=Path, default=Path("results"), help="folder of results (default: %(default)s)"
+        )
         if name == "logs":
-            parser.add_argument("--follow", action="store_true", help="go on as long as it runs")
+            parser.add_argument("--follow", action="store_true", help="follow it until the run ends")
+
+
+def _stage(stages: Any, name: str, text: str, owner: str | None) -> argparse.ArgumentParser:
+    parser = stages.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.add_argument("--config", type=Path, default=Path("config/config.yaml"), help="(default: %(default)s)")
+    if owner is not None:
+        parser.add_argument(f"--{owner}", dest="name", help=f"name of the {owner}; required if there are several")
+    parser.add_argument("--options", help="sections of the stage as JSON, instead of --config")
+    return parser
 
 
 def _machine(parser: argparse.ArgumentParser) -> None:
-    for name in _HOW_MANY:
+    for name in _PLANNED:
         field = Machine.model_fields[name]
         parser.add_argument(_flag(name), default=field.default, help=f"{field.description} (default: %(default)s)")
 
 
 def _cluster(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("where it runs", "the profile's `set-resources: train:`, one flag for each key")
+    group = parser.add_argument_group("machine", "`set-resources: train:` of the profile, one flag per key")
     for name, field in Machine.model_fields.items():
-        if name not in _HOW_MANY:
-            text = f"{field.description} (default: {field.default or 'none'})".replace("%", "%%")
+        if name not in _PLANNED:
+            default = "none" if field.default == "" else field.default
+            text = f"{field.description} (default: {default})".replace("%", "%%")
             group.add_argument(_flag(name), default=field.default, help=text)
 
 

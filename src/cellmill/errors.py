@@ -1,21 +1,33 @@
-"""What a user can mend: raised with a message that names the value, what would be right and where to change it."""
+"""Errors that a user can fix: the message names the value, what is expected and where to change it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """Ends as one line on stderr and a non-zero exit, without a traceback."""
+    """Printed as one line on stderr, with a non-zero exit code and no traceback."""
 
     exit_code = 2
 
 
-class ConfigError(UserError):
-    """An option that is unknown, malformed or impossible."""
+class ConfigError(UserError, ValueError):
+    """An unknown, malformed or impossible option. A ValueError too, as pydantic expects of a validator."""
 
 
 class DataError(UserError):
-    """A file that is missing, damaged or not what it should be."""
+    """A missing, damaged or unexpected file."""
 
 
 class Stopped(UserError):
-    """A run that was asked to stop, saved its state and can go on: nothing is wrong, but it is not done."""
+    """A run that was asked to stop and saved its state: resumable, not done."""
 
     exit_code = 75  # EX_TEMPFAIL: try again later
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Hint for an unknown `name`: the closest of `known`, or all of them."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known) or 'none'}"

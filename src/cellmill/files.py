@@ -1,8 +1,7 @@
-"""Files that are whole or not there: write beside, fsync, rename.
+"""Atomic files: write to a temporary file in the same folder, fsync, rename.
 
-Every artifact of the pipeline is written through here, so a killed process, a full disk or a lost node leaves
-the old file or none, never half of one. A folder's manifest is written last: its existence says that the rest
-is complete.
+Every output of the workflow is written through here, so a killed process, a full disk or a lost node leaves the old
+file or none, never a partial one. A folder's manifest is written last: if it exists, the rest is complete.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from cellmill.errors import DataError
 
 @contextmanager
 def atomic_path(final: Path) -> Iterator[Path]:
-    """A temporary path beside `final` to write to; becomes `final` (fsynced, renamed) when the block ends well.
+    """A temporary path to write to, fsynced and renamed to `final` when the block ends without an error.
 
-    The temporary keeps the suffix of `final`, since libraries choose a format by it. Removed when the block raises.
+    It has the suffix of `final`, since libraries choose a format by suffix. Removed if the block raises.
     """
     final = Path(final)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +31,7 @@ def atomic_path(final: Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        temporary.chmod(0o666 & ~_umask())  # mkstemp makes 0600, which colleagues of the same group cannot read
+        temporary.chmod(0o666 & ~_umask())  # mkstemp creates 0600, which others of the group cannot read
         fsync_file(temporary)
         temporary.replace(final)
         fsync_folder(final.parent)
@@ -41,18 +40,18 @@ def atomic_path(final: Path) -> Iterator[Path]:
 
 
 def write_text(final: Path, text: str) -> None:
-    """`text` as UTF-8 in `final`, atomically."""
+    """Write `text` as UTF-8 to `final`, atomically."""
     with atomic_path(final) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(final: Path, value: Any) -> None:
-    """`value` as indented JSON in `final`, atomically. NaN is refused: it is not JSON."""
+    """Write `value` as indented JSON to `final`, atomically. NaN raises ValueError: it is not JSON."""
     write_text(final, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """The JSON in `path`. Raises DataError naming the file when it is missing or not JSON."""
+    """Read the JSON in `path`. Raises DataError naming the file if it is missing or not JSON."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -68,7 +67,7 @@ def sha256_file(path: Path) -> str:
 
 
 def digest(value: Any) -> str:
-    """Hexadecimal SHA-256 of a JSON-able value, independent of key order."""
+    """Hexadecimal SHA-256 of a JSON-able value, independent of the order of keys."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -82,12 +81,12 @@ def fsync_file(path: Path) -> None:
 
 
 def fsync_folder(path: Path) -> None:
-    """Makes a rename inside `path` durable."""
+    """Make a rename inside `path` durable."""
     fsync_file(path)
 
 
 def _umask() -> int:
-    # the umask can only be read by setting it; Linux also shows it here, without a race between threads
+    # reading the umask means setting it, a race between threads; Linux also has it in /proc
     for line in Path("/proc/self/status").read_text().splitlines() if Path("/proc/self/status").exists() else ():
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)

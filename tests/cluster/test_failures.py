@@ -85,7 +85,7 @@ def test_a_job_killed_for_memory_says_which_key_to_change(failed: dict[str, Laun
         pytest.skip("memory limits need root and a writable cgroup v1")
     ends(
         failed["memory"],
-        r"node\d: a process was killed because the node's memory for this job was used up; raise set-resources: train: "
+        r"node\d: a process was killed because the job used up its memory on this node; raise set-resources: train: "
         "mem_mb in the profile, or lower train.token_budget",
     )
 
@@ -102,7 +102,7 @@ def test_what_sbatch_refuses_is_said_in_its_words_and_leaves_no_job(failed: dict
     run = failed["refused"]
     assert last_line(run) == (
         "cellmill train: sbatch refused the job: invalid partition specified: no-such-partition Batch job submission "
-        "failed: Invalid partition name specified; what is asked for is in the profile, set-resources: train"
+        "failed: Invalid partition name specified; the request is in the profile, set-resources: train"
     )
     assert list((run.train / "jobs").iterdir()) == []
 

@@ -132,7 +132,7 @@ def test_a_job_that_was_submitted_and_not_recorded_is_adopted(rig: Rig, corpus: 
     assert len(rig.squeue()) == 1
     second = Launched.start(corpus, train, opts, rig.environment, **on_slurm())
     assert second.end() == 0, second.printed
-    assert re.search(r"job \d+ was submitted and not recorded: adopted by its name", second.printed)
+    assert re.search(r"job \d+ was submitted but not recorded: adopted by its name", second.printed)
     assert second.job_ids() == []
     assert second.step() == 8
 
@@ -178,12 +178,12 @@ def test_the_queue_may_fail_for_a_while(rig: Rig, corpus: str, tmp_path: Path) -
     assert not (tmp_path / "bin" / "sbatch.3").exists(), "a second job was submitted"
     assert len(rig.squeue()) == 1
     rig.stop_controller()
-    run.wait_for_print("warning: no usable answer from the queue (squeue: ")
+    run.wait_for_print("warning: no usable answer from squeue (squeue: ")
     rig.start_controller()
     assert run.end() == 0, run.printed
     assert f"warning: sbatch: {lost.removeprefix('sbatch: error: ')}; trying again\n" in run.printed
-    assert "the queue answers again\n" in run.printed
-    assert "was submitted and not recorded: adopted by its name" in run.printed
+    assert "squeue answers again\n" in run.printed
+    assert "was submitted but not recorded: adopted by its name" in run.printed
 
 
 def test_inside_an_allocation_the_nodes_of_the_allocation_are_used(rig: Rig, corpus: str, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_inside_an_allocation_the_nodes_of_the_allocation_are_used(rig: Rig, cor
         words(corpus, tmp_path / "other" / "train", run_options(8), **machine), capture_output=True, text=True
     )
     assert outside.stderr == (
-        "cellmill train: launcher allocation: this is not inside a SLURM job; start it with salloc or sbatch\n"
+        "cellmill train: launcher allocation: not inside a SLURM job; start it with salloc or sbatch\n"
     )
 
 

@@ -86,26 +86,26 @@ def test_a_machine_that_is_there_is_tried_on_its_nodes_and_it_is_go(rig: Rig, pr
     wanted = [
         r"ok  profile: profiles/one/config\.yaml: launcher slurm, 2 x 2 processes",
         r"ok  commands: sbatch, srun, squeue, scancel",
-        r"\?   accounting: none \(sacct: .*\): the cost of a run comes from its own files",
+        r"\?   accounting: none \(sacct: .*\): the cost of a run is computed from its own files",
         r"ok  partition: gpu-h100 is up",
-        r"ok  time limit: gpu-h100 allows 60 min, asked are 30",
-        r"ok  nodes: 2 of the 2 nodes of gpu-h100 are up, asked are 2",
-        r"\?   GPUs: nodes of gpu-h100 have 2 x h100, and none is asked for; set-resources: train: gpus_per_node: "
+        r"ok  time limit: gpu-h100 allows 60 min, requested: 30",
+        r"ok  nodes: 2 of the 2 nodes of gpu-h100 are up, requested: 2",
+        r"\?   GPUs: nodes of gpu-h100 have 2 x h100, but none is requested; set-resources: train: gpus_per_node: "
         r"h100:2, if the runs are to use them",
-        r"ok  memory: 2 nodes of gpu-h100 have 8000 MB, asked are 3000",
-        r"ok  CPUs: 2 nodes of gpu-h100 have 8, asked are 4",
-        r"ok  constraint: 2 nodes of gpu-h100 are h100, asked are 2",
+        r"ok  memory: 2 nodes of gpu-h100 have 8000 MB, requested: 3000",
+        r"ok  CPUs: 2 nodes of gpu-h100 have 8, requested: 4",
+        r"ok  constraint: 2 nodes of gpu-h100 are h100, requested: 2",
         r"ok  start: SLURM expects \d{4}-\d\d-\d\d \d\d:\d\d:\d\d on node\[3-4\]",
         r"ok  run tiny: fits 4 processes: 2 replicas of 2 shards, cells not counted yet",
-        r"\?   genes of sim: none\.h5ad is not there yet",
+        r"\?   genes of sim: none\.h5ad does not exist yet",
         rf"submitted job (\d+); its log: {log}\1_0_log\.out",
         r"ok  job: job \d+ ran on node\[3-4\] after \d+ s in the queue",
-        rf"ok  shared folder: ({addresses}) read what this machine wrote, and it what they wrote",
+        rf"ok  shared folder: ({addresses}) and this machine read each other's files",
         r"(ok |\? )  ?write speed: [\d,]+ MB/s with fsync on \S+, the slowest.*",
         rf"ok  python: (\S+) on ({addresses}), \1 here",
         rf"ok  cellmill: (\S+) on ({addresses}), \1 here",
         rf"ok  torch: \S+ on ({addresses})",
-        r"ok  GPUs: none asked for and none there: processes compute on CPU cores",
+        r"ok  GPUs: none requested and none visible: processes compute on CPU cores",
         rf"ok  clock: ({addresses}) within [\d.]+ s of this machine",
         r"ok  all-reduce in a node: [\d.]+ GB/s bus bandwidth on \S+, the slowest, 16 MB by gloo",
         rf"ok  all-reduce between nodes: [\d.e-]+ GB/s bus bandwidth over {interface}, 16 MB by gloo",
@@ -129,12 +129,12 @@ def test_what_the_cluster_cannot_give_is_told_without_queueing(rig: Rig, project
     lines = lines_of(start(rig, project, too_much), 2)
     refusals = [line for line in lines if line.startswith("no ")]
     assert refusals == [
-        "no  time limit: gpu-a100 allows 60 min, asked are 300; set-resources: train: runtime: 60",
-        "no  nodes: 2 of the 2 nodes of gpu-a100 are up, asked are 4; set-resources: train: nodes: 2, or another "
+        "no  time limit: gpu-a100 allows 60 min, requested: 300; set-resources: train: runtime: 60",
+        "no  nodes: 2 of the 2 nodes of gpu-a100 are up, requested: 4; set-resources: train: nodes: 2, or another "
         "slurm_partition",
     ]
     # the controller's own words
-    said = "?   start: sbatch refuses the job as well: allocation failure: "
+    said = "?   start: sbatch refuses the job too: allocation failure: "
     assert f"{said}Requested node configuration is not available" in lines
     assert "?   job: not tried: the profile has to change first" in lines
     assert lines[-1] == "cellmill preflight: no go: 2 reasons"
@@ -144,7 +144,7 @@ def test_what_the_cluster_cannot_give_is_told_without_queueing(rig: Rig, project
     assert lines[-1] == "cellmill preflight: no go: 1 reason"
     lines = lines_of(start(rig, project, on_two_nodes(gpus_per_node="h100:2", mem_mb=9000)), 2)
     assert (
-        "no  GPUs: nodes of gpu-a100 have 2 x a100, asked are 2 x h100 on each of 2: 0 nodes have enough; "
+        "no  GPUs: nodes of gpu-a100 have 2 x a100, requested: 2 x h100 on each of 2: 0 nodes have enough; "
         "set-resources: train: gpus_per_node, or another slurm_partition"
     ) in lines
     # what sinfo does not tell, sbatch does
@@ -185,7 +185,7 @@ def test_a_job_that_is_not_wanted_any_more_is_cancelled(rig: Rig, project: Path)
         late = [line for line in lines if line.startswith("no ")]
         assert len(late) == 1
         assert re.fullmatch(
-            r"no  job: job \d+ was still PENDING( \(\w+\))? after 0\.05 min in the queue and is cancelled; --wait-min "
+            r"no  job: job \d+ was still PENDING( \(\w+\))? after 0\.05 min in the queue and was cancelled; --wait-min "
             r"waits longer; set-resources: train: slurm_partition, qos or nodes may be served sooner",
             late[0],
         )
@@ -211,7 +211,9 @@ def test_inside_an_allocation_its_own_nodes_are_tried(rig: Rig, project: Path) -
     machine = {"launcher": "allocation", "nodes": 2, "nproc_per_node": 1, "mem_mb": 1000, "cpus_per_task": 2}
     salloc = ["salloc", "-p", "gpu-h100", "-N", "2", "--mem=3000", "-c", "4", "-t", "5"]
     lines = lines_of(start(rig, project, machine, inside=salloc), 0)
-    assert [line for line in lines if re.fullmatch(r"ok  launcher: allocation: job \d+ has 2 nodes, asked are 2", line)]
+    assert [
+        line for line in lines if re.fullmatch(r"ok  launcher: allocation: job \d+ has 2 nodes, requested: 2", line)
+    ]
     assert "ok  job: its processes ran" in lines
     assert [line for line in lines if line.startswith("ok  all-reduce between nodes: ")]
     assert "go" in lines

@@ -47,15 +47,18 @@ DEVICE = torch.device("cpu")
 
 
 class Lines:
-    """A tracker that keeps what it is given."""
+    """A tracker that keeps its lines."""
 
     def __init__(self) -> None:
         self.lines: list[dict[str, Any]] = []
 
-    def log(self, line: dict[str, Any]) -> None:
-        self.lines.append(line)
+    def start(self, config: dict[str, Any], resume_step: int) -> None:
+        pass
 
-    def close(self) -> None:
+    def log(self, step: int, scalars: dict[str, Any]) -> None:
+        self.lines.append({"step": step} | scalars)
+
+    def finish(self, status: str) -> None:
         pass
 
 
@@ -106,6 +109,17 @@ def go_on(made: Trainer, folder: str) -> None:
     made.progress = Progress(**checkpoint.state()["progress"])
     epoch, step = divmod(made.progress.step, made.train_stream.steps_per_epoch)
     made.train_stream.load_state_dict(made.train_stream.state_dict() | {"epoch": epoch, "step": step})
+
+
+def logged(corpus: str, options: dict[str, Any], folder: str, steps: int) -> list[dict[str, float]]:
+    """Every logged line of a training, without what depends on the machine."""
+    made, lines = trainer(corpus, options, folder, steps)
+    made.run()
+    for stream in (made.train_stream, made.val_stream):
+        if stream is not None:
+            stream.close()
+    kept = ("step", "loss", "grad_norm", "lr", "val_loss", "cells", "tokens")
+    return [{key: line[key] for key in kept if key in line} for line in lines.lines]
 
 
 def curve(corpus: str, options: dict[str, Any], folder: str, steps: int, load: bool = False) -> list[list[float]]:

@@ -112,7 +112,7 @@ def test_when_every_checkpoint_is_damaged_the_run_stops(half: Path, tmp_path: Pa
     run = tmp_path / "run"
     shutil.copytree(half, run)
     next((run / "checkpoints" / "step-00000004").glob("*.distcp")).unlink()
-    with pytest.raises(DataError, match=r"no checkpoint is whole .* begin again at step 0"):
+    with pytest.raises(DataError, match=r"every checkpoint is damaged .* start again at step 0"):
         TrainFolder(run).newest_whole()
 
 

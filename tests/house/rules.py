@@ -1,4 +1,4 @@
-"""The rules of the workflow as text: enough to say what each declares."""
+"""Rules of the workflow as text, with their directives."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ WORKFLOW = Path(__file__).resolve().parents[2] / "workflow"
 
 def rules() -> dict[str, str]:
     """Body of each rule by name."""
-    found: dict[str, str] = {}
+    bodies: dict[str, str] = {}
     for path in (WORKFLOW / "Snakefile", *sorted((WORKFLOW / "rules").glob("*.smk"))):
         for match in re.finditer(r"^rule (\w+):\n((?:    .*\n|\n(?=\s))*)", path.read_text(encoding="utf-8"), re.M):
-            found[match[1]] = match[2]
-    return found
+            bodies[match[1]] = match[2]
+    return bodies
 
 
 def directive(body: str, name: str) -> str:
-    """Text of one directive of a rule, or nothing."""
+    """Text of one directive of a rule; empty if absent."""
     match = re.search(rf"^    {name}:\n((?:        .*\n)+)", body, re.M)
     return match[1] if match else ""
 

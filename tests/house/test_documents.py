@@ -1,4 +1,4 @@
-"""What is written about the code is true of it: generated files, examples, commands, targets, the tree."""
+"""Documents agree with the code: generated files, examples, commands, targets, the tree."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXAMPLES = sorted((ROOT / "config" / "examples").glob("*.yaml"))
 
 
 def lines_of_code(text: str) -> list[str]:
-    """Lines of fenced blocks, continued ones joined, and what stands between backticks in the prose."""
+    """Lines of fenced blocks, continued ones joined, and text between backticks in the prose."""
     blocks = re.findall(r"^```[a-z]*\n(.*?)^```", text, re.M | re.S)
     prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     return [*"".join(blocks).replace("\\\n", " ").splitlines(), *re.findall(r"`([^`\n]+)`", prose)]
@@ -32,15 +32,15 @@ def lines_of_code(text: str) -> list[str]:
 
 def documented(program: str) -> list[tuple[str, list[str]]]:
     """Every documented command of a program, as (document, words)."""
-    found = []
+    commands = []
     for name in DOCUMENTS:
         text = (ROOT / name).read_text(encoding="utf-8")
-        found += [(name, line) for line in lines_of_code(text) if line.split()[:1] == [program]]
+        commands += [(name, line) for line in lines_of_code(text) if line.split()[:1] == [program]]
     for path in EXAMPLES:
         text = path.read_text(encoding="utf-8")
         joined = re.sub(r"\\\n#", " ", text)
-        found += [(path.name, line) for line in re.findall(rf"^#\s+({program} .*)$", joined, re.M)]
-    return [(name, shlex.split(line, comments=True)) for name, line in found]
+        commands += [(path.name, line) for line in re.findall(rf"^#\s+({program} .*)$", joined, re.M)]
+    return [(name, shlex.split(line, comments=True)) for name, line in commands]
 
 
 def test_generated_files_are_up_to_date() -> None:
@@ -69,15 +69,16 @@ def test_the_configuration_is_accepted_by_the_program_and_by_the_schema(
 def test_the_schema_refuses_what_the_program_refuses() -> None:
     schema = json.loads((ROOT / SCHEMA).read_text())
     good = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
-    for wrong in ({"trian": {}}, {"train": {"lrr": 1}}, {"train": {"lr": 0}}, {"tokens": {"tokenizer": "ranks"}}):
+    bins = {"tokens": {"tokenizer": "rank", "bins": 9}}
+    for wrong in ({"trian": {}}, {"train": {"lrr": 1}}, {"train": {"lr": 0}}, bins):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(good | wrong, schema)
 
 
 def test_every_documented_cellmill_command_parses() -> None:
-    found = [(name, words[1:]) for name, words in documented("cellmill") if len(words) > 2]
-    assert len(found) > 4
-    for name, words in found:
+    commands = [(name, words[1:]) for name, words in documented("cellmill") if len(words) > 2]
+    assert len(commands) > 4
+    for name, words in commands:
         assert parses(words), f"{name}: cellmill {' '.join(words)}"
 
 
@@ -122,7 +123,7 @@ def test_every_stage_is_a_rule_a_command_and_a_row_of_the_readme() -> None:
 
 
 def folders() -> set[str]:
-    """Folders of the repository with files that git knows or would take."""
+    """Folders of the repository with files that git tracks or would track."""
     listing = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(listing, capture_output=True, text=True)
     if done.returncode:
@@ -148,14 +149,14 @@ def test_the_tree_in_the_readme_is_the_tree() -> None:
     assert folders() - shown == set(), "folders that README's tree does not show"
 
 
-def test_links_of_documents_lead_somewhere() -> None:
+def test_links_of_documents_exist() -> None:
     for name in [*DOCUMENTS, "CHANGELOG.md"]:
         for link in re.findall(r"\]\(([^)#]+)\)", (ROOT / name).read_text(encoding="utf-8")):
             if "://" not in link:
                 assert ((ROOT / name).parent / link).exists(), f"{name}: {link}"
 
 
-def test_every_test_the_readme_names_exists() -> None:
+def test_every_test_named_in_the_readme_exists() -> None:
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "README.md").read_text(encoding="utf-8")))
     sources = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     assert len(named) > 10

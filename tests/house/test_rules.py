@@ -23,7 +23,7 @@ def test_the_rule_has_a_log_a_benchmark_and_an_environment(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WORKING)
-def test_the_rule_calls_its_sub_command_and_quotes_what_it_fills_in(name: str) -> None:
+def test_the_rule_calls_its_sub_command_and_quotes_every_interpolation(name: str) -> None:
     shell = directive(WORKING[name], "shell")
     assert f"cellmill {name.removesuffix('_data')} " in shell
     assert not re.search(r"^    (run|script|notebook|wrapper):", WORKING[name], re.M)

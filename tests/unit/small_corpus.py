@@ -9,7 +9,7 @@ import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.corpus import Shard
-from cellmill.data.counts_reader import count_dtype, write_cells
+from cellmill.data.counts_writer import count_dtype, write_cells
 from cellmill.data.manifest import Manifest
 from cellmill.data.shard_writer import write_shards
 from cellmill.data.vocabulary import Vocabulary

@@ -74,14 +74,14 @@ def test_help_imports_no_torch_no_pandas_and_no_hdf5() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_the_installed_command_gives_its_version() -> None:
+def test_the_installed_command_prints_its_version() -> None:
     command = [str(Path(sys.executable).with_name("cellmill")), "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == f"cellmill {__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["shrad"], ["shard"], ["simulate", "--out", "x", "--cells", "many"]])
-def test_a_command_that_is_wrong_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2
@@ -91,8 +91,8 @@ def test_a_command_that_is_wrong_exits_with_2(arguments: list[str], capsys: pyte
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config", "CONFIG"], "--corpus is wanted: CONFIG has a, b"),
-        (["--config", "CONFIG", "--corpus", "c"], "no corpus is called 'c': CONFIG has a, b"),
+        (["--config", "CONFIG"], "--corpus is required for CONFIG; there are: a, b"),
+        (["--config", "CONFIG", "--corpus", "c"], "no corpus 'c' in CONFIG; there are: a, b"),
         (["--config", "none.yaml"], "none.yaml: No such file or directory"),
         (["--options", "{"], "--options: not valid JSON ("),
         (["--options", "{}"], "--options: shard: is missing"),
@@ -100,7 +100,7 @@ def test_a_command_that_is_wrong_exits_with_2(arguments: list[str], capsys: pyte
         (["--options", '{"shrad": {}}'], "--options: "),
     ],
 )
-def test_options_that_are_wrong_are_one_line(
+def test_wrong_options_are_refused_in_one_line(
     arguments: list[str], message: str, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert shard(*(word.replace("CONFIG", str(config)) for word in arguments)) == 2
@@ -109,10 +109,10 @@ def test_options_that_are_wrong_are_one_line(
     assert error.count("\n") == 1
 
 
-def test_an_unknown_run_is_answered_with_those_there_are(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_run_is_answered_with_the_known_ones(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "--config", str(config), "--run", "three", "--manifest", "m.json", "--out", "plan.json"]
     assert main(command) == 2
-    assert capsys.readouterr().err == f"cellmill plan: no run is called 'three': {config} has one, two\n"
+    assert capsys.readouterr().err == f"cellmill plan: no run 'three' in {config}; there are: one, two\n"
 
 
 def test_a_missing_input_is_named_in_one_line(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,8 +129,8 @@ def test_a_missing_input_is_named_in_one_line(config: Path, tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("raised", "code", "line"),
     [
-        (UserError("mend it"), 2, "cellmill simulate: mend it\n"),
-        (DataError("x.h5ad: cut"), 2, "cellmill simulate: x.h5ad: cut\n"),
+        (UserError("set it"), 2, "cellmill simulate: set it\n"),
+        (DataError("x.h5ad: truncated"), 2, "cellmill simulate: x.h5ad: truncated\n"),
         (Stopped("stopped at step 3"), 75, "cellmill simulate: stopped at step 3\n"),
         (
             OSError(28, "No space left on device", "out.h5ad"),
@@ -140,7 +140,7 @@ def test_a_missing_input_is_named_in_one_line(config: Path, tmp_path: Path, caps
         (KeyboardInterrupt(), 130, "cellmill simulate: interrupted\n"),
     ],
 )
-def test_exit_codes_tell_what_can_be_mended_from_what_can_go_on(
+def test_exit_codes_tell_errors_from_stopped_runs(
     raised: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(**arguments: object) -> None:

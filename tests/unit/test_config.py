@@ -1,18 +1,27 @@
-"""Configuration: defaults, overrides, and the one line a user gets for each way to write it wrong."""
+"""Configuration: defaults, overrides, new sections, and the one-line error for every mistake."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
+import jsonschema
 import pytest
 import yaml
+from pydantic import Field, SerializeAsAny, field_validator
 
-from cellmill.config import OPTIONS, Workflow, check_config, check_options, load_config
+from cellmill import registry
+from cellmill.config import OPTIONS, Workflow, check_config, check_options, document, load_config
 from cellmill.config.dataset import read_datasets
+from cellmill.config.options import TrainOptions
+from cellmill.config.pipeline import RunConfig
+from cellmill.config.plugin import Plugin, by_name
+from cellmill.config.section import Section
+from cellmill.config.upgrade import upgrade_options
 from cellmill.errors import ConfigError
 
 TREE = """
@@ -31,7 +40,7 @@ def table(tmp_path: Path) -> Path:
 
 @dataclasses.dataclass
 class Config:
-    """A small configuration; a call gives it checked, with sections replaced or, where they are mappings, updated."""
+    """A small configuration; a call checks it with sections replaced or, if they are mappings, updated."""
 
     table: Path
 
@@ -73,7 +82,26 @@ def test_a_run_overrides_single_keys_of_a_default_section(config: Config) -> Non
     assert deep.train.model_dump() == plain.train.model_dump() | {"lr": 0.5}
 
 
-def test_a_length_given_by_the_run_takes_the_place_of_the_default_one(config: Config) -> None:
+def test_a_run_with_another_tokenizer_keeps_the_options_that_all_tokenizers_have(config: Config) -> None:
+    rank = {"tokens": {"tokenizer": "rank"}, "objective": {"name": "masked_gene"}}
+    same = {"tokens": {"tokenizer": "binned", "max_tokens": 99}}
+    tree = {"runs": {name: {"corpus": "pbmc"} | run for name, run in (("plain", {}), ("rank", rank), ("same", same))}}
+    runs = config(tokens={"tokenizer": "binned", "bins": 10, "max_tokens": 100}, **tree).runs
+    assert runs["plain"].tokens.model_dump() == {"tokenizer": "binned", "max_tokens": 100, "bins": 10}
+    assert runs["rank"].tokens.model_dump() == {"tokenizer": "rank", "max_tokens": 100}
+    assert runs["same"].tokens.model_dump() == {"tokenizer": "binned", "max_tokens": 99, "bins": 10}
+
+
+def test_options_of_earlier_versions_drop_the_bins_that_their_tokenizer_did_not_read() -> None:
+    for tokenizer in ("rank", "continuous"):
+        stored = {"tokens": {"tokenizer": tokenizer, "max_tokens": 256, "bins": 51}, "train": {"lr": 1}}
+        assert upgrade_options(stored) == {"tokens": {"tokenizer": tokenizer, "max_tokens": 256}, "train": {"lr": 1}}
+        assert stored["tokens"]["bins"] == 51
+    binned = {"tokens": {"tokenizer": "binned", "max_tokens": 256, "bins": 9}}
+    assert upgrade_options(binned) == binned
+
+
+def test_a_length_of_the_run_replaces_the_default_length(config: Config) -> None:
     train = config(runs={"demo": {"corpus": "pbmc", "train": {"steps": 7}}}).runs["demo"].train
     assert (train.steps, train.epochs) == (7, None)
 
@@ -106,12 +134,12 @@ def test_a_stage_is_handed_its_own_sections_and_takes_them_back_from_json(config
     assert options.model_dump(mode="json") == sections
 
 
-def test_a_run_is_evaluated_on_its_corpus_or_on_what_it_names(config: Config) -> None:
+def test_a_run_is_evaluated_on_its_corpus_or_on_the_datasets_it_names(config: Config) -> None:
     assert config().evaluated_on("demo") == ["sim", "other"]
     assert config(evaluate={"datasets": ["other"]}).evaluated_on("demo") == ["other"]
 
 
-def test_a_corpus_is_made_of_the_datasets_it_names_in_the_order_of_the_table(config: Config, table: Path) -> None:
+def test_a_corpus_has_the_datasets_it_names_in_the_order_of_the_table(config: Config, table: Path) -> None:
     assert config().trained_on("pbmc") == ["sim", "other"]
     named = {"pbmc": {"table": str(table), "datasets": ["other", "sim"]}}
     assert config(corpora=named).trained_on("pbmc") == ["sim", "other"]
@@ -124,8 +152,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "misspelt section": ({"trian": {}}, "unknown key 'trian'; did you mean 'train'?"),
     "unknown section": (
         {"zzz": {}},
-        "unknown key 'zzz'; there are: preprocess, vocabulary, shard, tokens, stream, model, parallel, train, plan, "
-        "consolidate, embed, evaluate, report, corpora, runs",
+        "unknown key 'zzz'; there are: preprocess, vocabulary, shard, tokens, stream, model, objective, parallel, "
+        "train, plan, consolidate, embed, evaluate, report, corpora, runs",
     ),
     "misspelt key": ({"train": {"lrr": 1}}, "train: unknown key 'lrr'; did you mean 'lr'?"),
     "misspelt key of the model": ({"model": {"hiden": 32}}, "model: unknown key 'hiden'; did you mean 'hidden'?"),
@@ -138,49 +166,55 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"runs": {"demo": {"corpus": "pbmc", "trian": {}}}},
         "runs.demo: unknown key 'trian'; did you mean 'train'?",
     ),
-    "out of range": ({"train": {"lr": -1}}, "train.lr: input should be greater than 0, not -1"),
+    "out of range": ({"train": {"lr": -1}}, "train.lr: input should be greater than 0, got -1"),
     "no number": (
         {"train": {"lr": "fast"}},
-        "train.lr: input should be a valid number, unable to parse string as a number, not 'fast'",
+        "train.lr: input should be a valid number, unable to parse string as a number, got 'fast'",
     ),
-    "yes for a number": ({"train": {"lr": True}}, "train.lr: a number is wanted, not yes/no"),
-    "no for a whole number": ({"tokens": {"bins": False}}, "tokens.bins: a number is wanted, not yes/no"),
+    "yes for a number": ({"train": {"lr": True}}, "train.lr: expected a number, got a boolean"),
+    "no for a whole number": ({"stream": {"lanes": False}}, "stream.lanes: expected a number, got a boolean"),
     "yes for a number that may be null": (
         {"train": {"clip_norm": True}},
-        "train.clip_norm: a number is wanted, not yes/no",
+        "train.clip_norm: expected a number, got a boolean",
     ),
     "half a step": (
         {"train": {"warmup_steps": 1.5}},
-        "train.warmup_steps: input should be a valid integer, got a number with a fractional part, not 1.5",
+        "train.warmup_steps: input should be a valid integer, got a number with a fractional part, got 1.5",
     ),
     "no such choice": (
         {"parallel": {"sharding_strategy": "FULL"}},
         "parallel.sharding_strategy: input should be 'FULL_SHARD', 'SHARD_GRAD_OP', 'HYBRID_SHARD' or 'NO_SHARD', "
-        "not 'FULL'",
+        "got 'FULL'",
     ),
-    "two lengths": ({"train": {"steps": 3}}, "train: set one of steps and epochs and the other to null, not both"),
-    "endless": ({"train": {"epochs": float("inf")}}, "train.epochs: input should be a finite number, not inf"),
-    "no length": ({"train": {"epochs": None}}, "train: set one of steps and epochs and the other to null, not neither"),
-    "no such family": ({"model": {"family": "foo"}}, "model: no family is called 'foo'; there are: masked"),
-    "model is no mapping": ({"model": 3}, "model: a mapping is wanted, not 3"),
-    "section is a list": ({"train": [1]}, "train: a mapping is wanted, not [1]"),
+    "two lengths": (
+        {"train": {"steps": 3}},
+        "train: expected one of steps and epochs, got both; set one of them, and the other to null",
+    ),
+    "endless": ({"train": {"epochs": float("inf")}}, "train.epochs: input should be a finite number, got inf"),
+    "no length": (
+        {"train": {"epochs": None}},
+        "train: expected one of steps and epochs, got neither; set one of them, and the other to null",
+    ),
+    "no such family": ({"model": {"family": "foo"}}, "model: unknown family 'foo'; there are: masked"),
+    "model is no mapping": ({"model": 3}, "model: expected a mapping, got 3"),
+    "section is a list": ({"train": [1]}, "train: expected a mapping, got [1]"),
     "values of rank tokens": (
         {"tokens": {"tokenizer": "rank"}},
-        "runs.demo: model.objective masked_value needs values, which tokens.tokenizer rank does not have; choose "
-        "binned or continuous, or masked_gene",
+        "runs.demo: objective masked_value needs values, which tokens.tokenizer rank does not have; choose "
+        "binned or continuous, or objective masked_gene",
     ),
     "a cell beyond the budget": (
         {"train": {"token_budget": 100}},
-        "runs.demo: tokens.max_tokens 2048 is more than train.token_budget 100: one cell would not fit; raise the "
-        "budget or cut cells earlier",
+        "runs.demo: tokens.max_tokens 2048 exceeds train.token_budget 100: one cell would not fit; raise the budget "
+        "or lower max_tokens",
     ),
     "lanes do not divide": (
         {"train": {"global_batch": 17}},
-        "runs.demo: train.global_batch 17 is not a multiple of stream.lanes 8: each lane gives an equal share",
+        "runs.demo: train.global_batch: expected a multiple of stream.lanes 8, got 17; set 16",
     ),
     "nothing to train on": (
         {"shard": {"val_frac": 0.6, "test_frac": 0.5}},
-        "shard: val_frac + test_frac = 1.1 leaves no cells to train on",
+        "shard: val_frac + test_frac = 1.1 leaves no cells for training",
     ),
     "run without a corpus": ({"runs": {"demo": None}}, "runs.demo.corpus: is missing"),
     "no such corpus": (
@@ -197,20 +231,20 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a name that is no folder": (
         {"runs": {"a/b": {"corpus": "pbmc"}}},
-        "runs: 'a/b' must be letters, digits, '_', '.' and '-'; it names a folder",
+        "runs: 'a/b' names a folder; use letters, digits, '_', '.' and '-'",
     ),
-    "no runs": ({"runs": None}, "runs: at least one is wanted, as a mapping of names"),
-    "a run that is a word": ({"runs": {"demo": "pbmc"}}, "runs.demo: a mapping is wanted, not 'pbmc'"),
+    "no runs": ({"runs": None}, "runs: expected a mapping with at least one name, got None"),
+    "a run that is a word": ({"runs": {"demo": "pbmc"}}, "runs.demo: expected a mapping, got 'pbmc'"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_said_in_one_line(config: Config, case: str) -> None:
+def test_a_mistake_is_refused_in_one_line(config: Config, case: str) -> None:
     sections, message = WRONG[case]
     assert config.refused(**copy.deepcopy(sections)) == f"config/config.yaml: {message}"
 
 
-def test_a_dataset_that_the_table_lacks_is_named_with_those_it_has(config: Config, table: Path) -> None:
+def test_an_unknown_dataset_is_named_with_the_known_ones(config: Config, table: Path) -> None:
     end = f"no dataset 'nope' in {table}; there are: sim, other"
     assert config.refused(evaluate={"datasets": ["nope"]}) == (
         f"config/config.yaml: runs.demo.evaluate.datasets: {end}"
@@ -220,12 +254,12 @@ def test_a_dataset_that_the_table_lacks_is_named_with_those_it_has(config: Confi
 
 
 @pytest.mark.parametrize("tree", [None, [], "text"])
-def test_a_file_that_is_no_mapping_is_refused(tree: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^config/config\.yaml: a mapping of sections is wanted, not \w+$"):
+def test_a_file_without_a_mapping_is_refused(tree: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^config/config\.yaml: expected a mapping of sections, got \w+$"):
         check_config(tree)
 
 
-def test_a_file_that_is_missing_or_no_yaml_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     with pytest.raises(ConfigError) as missing:
         load_config(path)
@@ -238,19 +272,19 @@ def test_a_file_that_is_missing_or_no_yaml_is_named(tmp_path: Path) -> None:
 
 
 TABLES: dict[str, tuple[str, str]] = {
-    "empty": ("", ": no datasets; add a row for each .h5ad file"),
-    "header alone": ("dataset\tpath\n", ": no datasets; add a row for each .h5ad file"),
+    "empty": ("", ": no datasets; add a row per .h5ad file"),
+    "header alone": ("dataset\tpath\n", ": no datasets; add a row per .h5ad file"),
     "unknown column": (
         "dataset\tpth\na\tb\n",
-        ": unknown column 'pth'; there are: dataset, path, counts, label, source, licence",
+        ": unknown column 'pth'; did you mean 'path'?",
     ),
     "no path": ("dataset\tpath\na\t\n", ", line 2: path: is missing"),
-    "too many cells": ("dataset\tpath\na\tb\tc\n", ", line 2: more cells than the header has columns"),
+    "too many cells": ("dataset\tpath\na\tb\tc\n", ", line 2: more fields than columns in the header"),
     "not text": ("dataset\tpath\n\udcff\tb\n", ": not UTF-8 text; save it as tab-separated UTF-8"),
-    "twice": ("dataset\tpath\na\tb\na\tc\n", ", line 3: dataset 'a' is listed twice"),
+    "twice": ("dataset\tpath\na\tb\na\tc\n", ", line 3: dataset 'a' is a duplicate; rename it"),
     "a name that is a path": (
         "dataset\tpath\na/b\tc\n",
-        ", line 2: dataset: string should match pattern '^[A-Za-z0-9][A-Za-z0-9_.-]*$', not 'a/b'",
+        ", line 2: dataset: string should match pattern '^[A-Za-z0-9][A-Za-z0-9_.-]*$', got 'a/b'",
     ),
 }
 
@@ -265,10 +299,10 @@ def test_a_wrong_table_is_named_with_its_line(tmp_path: Path, case: str) -> None
     assert str(caught.value) == f"{path}{message}"
 
 
-def test_a_table_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_table_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_datasets(tmp_path / "none.tsv")
-    assert str(caught.value) == (f"{tmp_path}/none.tsv: No such file or directory; it should be the table of datasets")
+    assert str(caught.value) == (f"{tmp_path}/none.tsv: No such file or directory; expected the table of datasets")
 
 
 def test_empty_cells_of_the_table_are_the_defaults(table: Path) -> None:
@@ -281,3 +315,141 @@ def test_a_checked_configuration_cannot_be_changed(config: Config) -> None:
     train = config().runs["demo"].train
     with pytest.raises(ValueError, match="frozen"):
         train.lr = 1.0  # type: ignore[misc]
+
+
+class Fruit(Plugin):
+    kind: ClassVar[str] = "fruit"
+    default: ClassVar[str | None] = "apple"
+
+    name: str
+    ripe: bool = Field(True, description="Ready to eat.")
+
+
+class Apple(Fruit):
+    """A fruit of trees."""
+
+    name: Literal["apple"] = "apple"
+    seeds: int = Field(3, ge=1, description="Seeds of one.")
+
+
+class Melon(Fruit):
+    """A fruit of fields."""
+
+    name: Literal["melon"] = "melon"
+    weight_kg: float | None = Field(None, gt=0, description="Weight of one.")
+
+
+class Basket(Section):
+    """Provisions of a run."""
+
+    moved: ClassVar[dict[str, str]] = {"grams": "basket.size"}
+
+    size: int = Field(2, ge=1, description="Its size.")
+    fruits: dict[str, SerializeAsAny[Fruit]] = Field({}, description="What is in it.")
+
+    @field_validator("fruits", mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        return by_name(Fruit, value)
+
+
+class BasketOptions(TrainOptions):
+    basket: Basket
+    dessert: SerializeAsAny[Fruit]
+
+
+class BasketRun(RunConfig, BasketOptions):
+    pass
+
+
+class BasketWorkflow(Workflow):
+    runs: dict[str, BasketRun] = Field(min_length=1)  # type: ignore[assignment]
+
+
+@pytest.fixture
+def basket(config: Config, monkeypatch: pytest.MonkeyPatch) -> Callable[..., BasketWorkflow]:
+    """Check a workflow with two more sections: one maps names of choices to options, one is a choice itself."""
+    choices = {"apple": f"{__name__}:Apple", "melon": f"{__name__}:Melon"}
+    monkeypatch.setitem(registry.BUILT_IN, "fruit", choices)
+    monkeypatch.setitem(OPTIONS, "train", BasketOptions)
+    return lambda **sections: check_config(config.tree(**sections), workflow=BasketWorkflow)
+
+
+def test_a_new_section_is_a_class_and_a_line_in_the_options_of_its_stage(basket: Callable[..., Workflow]) -> None:
+    runs = {"demo": {"corpus": "pbmc"}, "big": {"corpus": "pbmc", "basket": {"size": 9}}}
+    workflow = basket(basket={"fruits": {"melon": None}}, runs=runs)
+    demo, big = (workflow.section("train", name) for name in runs)
+    assert demo["basket"] == {"size": 2, "fruits": {"melon": {"name": "melon", "ripe": True, "weight_kg": None}}}
+    assert demo["dessert"] == {"name": "apple", "ripe": True, "seeds": 3}
+    assert big == demo | {"basket": demo["basket"] | {"size": 9}}
+    assert check_options(OPTIONS["train"], json.loads(json.dumps(big)), "--options").model_dump(mode="json") == big
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"basket": {"siez": 1}}, "basket: unknown key 'siez'; did you mean 'size'?"),
+        ({"basket": {"grams": 1}}, "basket: grams has moved; set basket.size"),
+        ({"basket": {"fruits": {"aple": None}}}, "basket.fruits: aple: unknown fruit 'aple'; did you mean 'apple'?"),
+        (
+            {"basket": {"fruits": {"apple": {"seed": 1}}}},
+            "basket.fruits: apple: unknown key 'seed'; did you mean 'seeds'?",
+        ),
+        ({"basket": {"fruits": ["apple"]}}, "basket.fruits: expected a mapping of names, got ['apple']"),
+        ({"basket": {"fruits": {"apple": 3}}}, "basket.fruits: apple: expected a mapping of options, got 3"),
+        ({"dessert": {"name": "melon", "seeds": 3}}, "dessert: unknown key 'seeds'; there are: name, ripe, weight_kg"),
+        ({"dessert": {"seeds": 0}}, "dessert: seeds: input should be greater than or equal to 1, got 0"),
+        (
+            {"runs": {"demo": {"corpus": "pbmc", "dessert": 3}}},
+            "runs.demo.dessert: expected a mapping with `name`, got 3",
+        ),
+    ],
+)
+def test_options_of_a_choice_are_refused_in_one_line(
+    basket: Callable[..., Workflow], sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        basket(**sections)
+    assert str(caught.value) == f"config/config.yaml: {message}"
+    if "unknown fruit" not in message:  # an installed package may have more than the schema knows
+        with pytest.raises(jsonschema.ValidationError):
+            validate(GOOD | sections)
+
+
+def test_a_run_that_names_another_choice_inherits_only_the_options_of_the_contract(
+    basket: Callable[..., Workflow],
+) -> None:
+    own = {"same": {"name": "apple"}, "other": {"name": "melon"}, "more": {"seeds": 5}, "none": None}
+    runs = {name: {"corpus": "pbmc", "dessert": dessert} for name, dessert in own.items()}
+    workflow = basket(dessert={"seeds": 7, "ripe": False}, runs=runs)
+    assert {name: workflow.section("train", name)["dessert"] for name in runs} == {
+        "same": {"name": "apple", "ripe": False, "seeds": 7},
+        "other": {"name": "melon", "ripe": False, "weight_kg": None},
+        "more": {"name": "apple", "ripe": False, "seeds": 5},
+        "none": {"name": "apple", "ripe": False, "seeds": 7},
+    }
+
+
+GOOD: dict[str, Any] = {"corpora": {"a": None}, "runs": {"demo": {"corpus": "a"}}}
+
+
+def validate(tree: dict[str, Any]) -> None:
+    jsonschema.validate(tree, document.schema(BasketWorkflow))
+
+
+def test_a_new_section_is_documented_and_in_the_schema(basket: Callable[..., Workflow]) -> None:
+    text = document.readme(BasketWorkflow)
+    table = "| key | type | default | |\n|---|---|---|---|\n"
+    choice = f"{table}| `ripe` | yes/no | `true` | Ready to eat. |\n"
+    assert (
+        "## basket\n\nProvisions of a run. Read by: `train`.\n\n"
+        f"{table}| `size` | integer, ≥ 1 | `2` | Its size. |\n"
+        "| `fruits` | mapping of fruit names to options | none | What is in it. |\n\n"
+        "Options of each fruit in `basket.fruits`:\n\n"
+        f"### fruit `apple`\n\nA fruit of trees.\n\n{choice}| `seeds` | integer, ≥ 1 | `3` | Seeds of one. |\n\n"
+        f"### fruit `melon`\n\nA fruit of fields.\n\n{choice}| `weight_kg` | number, > 0, or null | `null` |"
+    ) in text
+    assert "## dessert\n\nOptions of the fruit that `name` names, `apple` by default. Read by: `train`." in text
+    run: dict[str, Any] = {"corpus": "a", "dessert": None, "basket": {"fruits": {"melon": {"weight_kg": "3e-1"}}}}
+    validate(GOOD | {"runs": {"b": run}, "dessert": {"seeds": 3}, "basket": None})
+    validate(GOOD | {"dessert": {"name": "installed", "any": 3}, "basket": {"fruits": {"installed": {"any": 3}}}})

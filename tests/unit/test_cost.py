@@ -15,9 +15,10 @@ import pytest
 from cellmill.config.machine import Machine
 from cellmill.config.options import ReportOptions
 from cellmill.errors import Stopped
-from cellmill.runs.cost import cost, gpus_here, noted, sentence, span
 from cellmill.runs.jobs import JobRecord
-from cellmill.runs.spent import training_seconds, write_cost
+from cellmill.runs.local_starts import local_start, visible_gpus
+from cellmill.runs.progress import training_seconds
+from cellmill.runs.run_cost import cost, sentence, span, write_cost
 from cellmill.stages import report
 
 T = 1_795_249_940.0  # when the first job was submitted
@@ -132,8 +133,8 @@ def test_without_accounting_the_attempt_files_say_nearly_the_same(tmp_path: Path
     assert totals["cpu_core_hours"] == pytest.approx((8 * 30 + 4 * 25 + 8 * 45) / 3600)
     assert (totals["cpu_efficiency_frac"], totals["max_memory_gb"], totals["training_efficiency_frac"]) == (None,) * 3
     assert found["unknown"] == {
-        "cpu_efficiency_frac": "not known of 1, 2: sacct is not on PATH",
-        "max_memory_gb": "not known of 1, 2: sacct is not on PATH",
+        "cpu_efficiency_frac": "unknown for 1, 2: sacct is not on PATH",
+        "max_memory_gb": "unknown for 1, 2: sacct is not on PATH",
         "training_efficiency_frac": "metrics.jsonl has no rates",
     }
     assert sentence(found) == "0.0972 GPU-hours in 3 jobs, waited 2 min in the queue"
@@ -149,7 +150,7 @@ def test_without_accounting_the_attempt_files_say_nearly_the_same(tmp_path: Path
             CANCELLED.replace("|0|2|2|", "|0|two|2|").replace("2|gpu", "1|gpu"),
             0,
             "",
-            "sacct gives 'two' where a number",
+            "sacct: expected a number, got 'two'",
         ),
         (REQUEUED.replace("NAME", "another"), 0, "", "sacct does not know the job"),
     ],
@@ -173,24 +174,23 @@ def test_a_job_that_left_nothing_is_null_with_a_reason(tmp_path: Path, no_slurm:
     found = cost(tmp_path, None, T)
     assert found is not None
     assert found["totals"]["gpu_hours"] is None
-    assert found["unknown"]["gpu_hours"] == (
-        "not known of 7: it left no attempt file, and there is no accounting of it"
-    )
+    assert found["unknown"]["gpu_hours"] == ("unknown for 7: it left no attempt file, and there is no accounting of it")
     assert sentence(found) == "an unknown number of GPU-hours in 1 job"
 
 
 def test_trainings_on_this_machine_are_noted_however_they_end(tmp_path: Path, no_slurm: Path) -> None:
     machine = Machine(nproc_per_node=2)
     busy = "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass"
-    with noted(tmp_path, machine):
+    with local_start(tmp_path, machine):
         subprocess.run([sys.executable, "-c", busy], check=True)
-    with pytest.raises(Stopped), noted(tmp_path, machine):
+    with pytest.raises(Stopped), local_start(tmp_path, machine):
         raise Stopped("asked to")
-    with pytest.raises(ZeroDivisionError), noted(tmp_path, machine):
+    with pytest.raises(ZeroDivisionError), local_start(tmp_path, machine):
         raise ZeroDivisionError
     killed = (
         f"from pathlib import Path\nfrom cellmill.config.machine import Machine\nimport os\n"
-        f"from cellmill.runs.cost import noted\nwith noted(Path({str(tmp_path)!r}), Machine()): os._exit(9)"
+        f"from cellmill.runs.local_starts import local_start\n"
+        f"with local_start(Path({str(tmp_path)!r}), Machine()): os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", killed]).returncode == 9
     began = json.loads((tmp_path / "local.json").read_text())[-1]["started_at"]
@@ -199,7 +199,7 @@ def test_trainings_on_this_machine_are_noted_however_they_end(tmp_path: Path, no
     found = cost(tmp_path, 3.0, T)
     assert found is not None
     assert [job["state"] for job in found["jobs"]] == ["COMPLETED", "STOPPED", "FAILED", "RUNNING"]
-    with noted(tmp_path, machine):  # the next one closes what was killed, at its last sign
+    with local_start(tmp_path, machine):  # the next one closes what was killed, at its last sign
         (tmp_path / "metrics.jsonl").unlink()
     found = cost(tmp_path, 3.0, T)
     assert found is not None
@@ -249,9 +249,9 @@ def test_training_time_is_that_of_the_curve_at_its_own_rates(tmp_path: Path) -> 
 
 def test_gpus_that_were_hidden_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpus_here() == 0
+    assert visible_gpus() == 0
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert gpus_here() == 0
+    assert visible_gpus() == 0
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_the_report_has_a_table_of_what_was_written(tmp_path: Path, no_slurm: Pa
     options = ReportOptions.model_validate({"report": {}})
     report.run(options=options, runs=[tmp_path / "runs" / "<b>one"], corpora=[], out=out)
     text = " ".join(re.sub(r"<[^>]*>", " ", out.read_text().partition('<h3 id="cost">')[2]).split())
-    assert text.startswith("Cost run starts GPU-hours core-hours time held in the queue of it training cores used")
+    assert text.startswith("Cost run starts GPU-hours core-hours node time queue wait training CPU use")
     assert "&lt;b&gt;one 1 0.04 0.08 36 s 10 s – – – own files" in text
-    assert "&lt;b&gt;one: cpu efficiency frac, not known of 1: sacct is not on PATH; max memory gb" in text
+    assert "&lt;b&gt;one: cpu efficiency frac, unknown for 1: sacct is not on PATH; max memory gb" in text
     assert "1 gpu-a100 COMPLETED 10 s 36 s 2 4 4 8" in text

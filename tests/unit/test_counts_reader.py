@@ -1,4 +1,4 @@
-"""Reading and writing counts in row blocks: equal to anndata, canonical, bounded, and loud when damaged."""
+"""Reading and writing counts in row blocks: equal to anndata, canonical, in bounded memory, with errors on damage."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ import pytest
 import scipy.sparse as sp
 
 from cellmill.data import counts_reader
-from cellmill.data.counts_reader import count_dtype, open_counts, row_sums, select_columns, write_cells
+from cellmill.data.count_matrix import counts_per_10k, row_sums, select_columns
+from cellmill.data.counts_reader import open_counts
+from cellmill.data.counts_writer import count_dtype, write_cells
 from cellmill.errors import DataError
 
 Make = Callable[..., Path]
 
 
-def read(path: Path, place: str = "X", block: int = 50) -> sp.csr_matrix:
-    with open_counts(path, place) as reader:
+def read(path: Path, matrix: str = "X", block: int = 50) -> sp.csr_matrix:
+    with open_counts(path, matrix) as reader:
         return sp.vstack(list(reader.rows(block)), format="csr")
 
 
@@ -91,7 +93,8 @@ def test_a_large_file_is_read_and_written_in_the_memory_of_a_block(tmp_path: Pat
     script = """
         import resource, sys, tracemalloc
         import numpy as np, pandas as pd, scipy.sparse as sp
-        from cellmill.data.counts_reader import open_counts, write_cells
+        from cellmill.data.counts_reader import open_counts
+        from cellmill.data.counts_writer import write_cells
         path, n, block = sys.argv[1], 40_000, 500
         one = sp.random(block, 5_000, 0.05, "csr", random_state=0)
         one.data = np.rint(one.data * 9 + 1)
@@ -119,7 +122,7 @@ def test_written_cells_are_contiguous_aligned_and_open_in_anndata(tmp_path: Path
     matrix.data = np.arange(matrix.nnz) % 60_000 + 1.0
     obs = pd.DataFrame({"label": pd.Categorical(["a", "b", "a"] * 1000)}, index=[f"c{i}" for i in range(3000)])
     var = pd.DataFrame({"symbol": "s"}, index=[f"g{j}" for j in range(200)])
-    path = tmp_path / "counts_reader.h5ad"
+    path = tmp_path / "cells.h5ad"
     blocks = [matrix[a : a + 700] for a in range(0, 3000, 700)]
     write_cells(path, obs, var, blocks, matrix.nnz, count_dtype(60_000))
     with h5py.File(path) as file:
@@ -139,7 +142,7 @@ def test_written_cells_are_contiguous_aligned_and_open_in_anndata(tmp_path: Path
     assert (matrix[5:9] != ad.read_h5ad(path, backed="r")[5:9].to_memory().X).nnz == 0
 
 
-def test_counts_beyond_16_bits_are_written_in_32_and_never_cut(tmp_path: Path) -> None:
+def test_counts_beyond_16_bits_are_written_in_32_and_never_wrap(tmp_path: Path) -> None:
     assert count_dtype(65_535) == np.uint16
     assert count_dtype(65_536) == np.uint32
     matrix = sp.csr_matrix(np.array([[70_000, 1]], np.uint32))
@@ -151,14 +154,14 @@ def test_counts_beyond_16_bits_are_written_in_32_and_never_cut(tmp_path: Path) -
     assert os.listdir(tmp_path) == ["wide.h5ad"]
 
 
-def test_columns_are_moved_summed_and_left_out(counts: sp.csr_matrix) -> None:
+def test_columns_are_moved_summed_and_dropped(counts: sp.csr_matrix) -> None:
     random = np.random.default_rng(1)
     target, before = random.integers(-1, 9, 37).astype(np.int32), counts.toarray()
     moved = select_columns(counts.astype(np.uint32), target, 9)
     wanted = np.zeros((230, 9))
-    for j, place in enumerate(target):
-        if place >= 0:
-            wanted[:, place] += counts.toarray()[:, j]
+    for j, column in enumerate(target):
+        if column >= 0:
+            wanted[:, column] += counts.toarray()[:, j]
     assert (moved.toarray() == wanted).all()
     assert moved.has_canonical_format
     assert (row_sums(moved) == wanted.sum(axis=1)).all()
@@ -167,13 +170,22 @@ def test_columns_are_moved_summed_and_left_out(counts: sp.csr_matrix) -> None:
     assert (counts.toarray() == before).all()
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_counts_per_10k_are_scanpys_normalisation_and_skip_empty_cells(dtype: type) -> None:
+    matrix = sp.csr_matrix(np.array([[0, 3, 1], [0, 0, 0], [7, 0, 0], [0, 0, 0]], np.uint16))
+    values = counts_per_10k(matrix.data, matrix.indptr, dtype)
+    assert values.dtype == dtype
+    assert values.tolist() == [7500, 2500, 10_000]
+    assert counts_per_10k(matrix.data[:0], np.zeros(3, int), dtype).tolist() == []
+
+
 def spoil(value: float) -> np.ndarray:
     matrix = np.ones((3, 3), np.float32)
     matrix[1, 2] = value
     return matrix
 
 
-NO_OTHER = "the file has no other matrix, so take one with raw counts"
+NO_OTHER = "the file has no other matrix; use a file with raw counts"
 
 
 @pytest.mark.parametrize(
@@ -187,17 +199,17 @@ NO_OTHER = "the file has no other matrix, so take one with raw counts"
         ),
         (
             spoil(float("nan")),
-            "nan (cell 'cell_1', gene 'gene_2') is not a number; counts are whole numbers from 0",
+            "nan (cell 'cell_1', gene 'gene_2') is not finite; counts are whole numbers from 0",
         ),
         (
             spoil(float("inf")),
-            "inf (cell 'cell_1', gene 'gene_2') is not a number; counts are whole numbers from 0",
+            "inf (cell 'cell_1', gene 'gene_2') is not finite; counts are whole numbers from 0",
         ),
-        (spoil(1e12), "1e+12 (cell 'cell_1', gene 'gene_2') is too large; counts fit in 32 bits"),
+        (spoil(1e12), "1e+12 (cell 'cell_1', gene 'gene_2') is too large; the limit is 2^32 - 1"),
     ],
 )
 @pytest.mark.parametrize("form", [np.asarray, sp.csr_matrix, sp.csc_matrix])
-def test_what_is_not_a_count_is_refused(
+def test_values_that_are_not_counts_are_refused(
     make_h5ad: Make, form: Callable[..., object], matrix: np.ndarray, text: str
 ) -> None:
     path = make_h5ad(form(matrix))
@@ -229,10 +241,10 @@ def test_missing_foreign_and_empty_files_are_named(tmp_path: Path, make_h5ad: Ma
     assert message(tmp_path) == f"{tmp_path}: not a file"
     for text in ("", "cell,gene\n1,2\n"):
         (tmp_path / "text.h5ad").write_text(text)
-        assert message(tmp_path / "text.h5ad") == f"{tmp_path}/text.h5ad: not an HDF5 file, so not an .h5ad"
+        assert message(tmp_path / "text.h5ad") == f"{tmp_path}/text.h5ad: not an HDF5 file"
     with h5py.File(tmp_path / "other.h5", "w") as file:
         file["x"] = [1]
-    assert message(tmp_path / "other.h5").endswith("an HDF5 file, but not an .h5ad: it has no obs and var")
+    assert message(tmp_path / "other.h5").endswith("not an .h5ad: no obs and var groups")
     with h5py.File(tmp_path / "10x.h5", "w") as file:
         file.create_group("matrix")
     assert "a 10x Genomics .h5 file" in message(tmp_path / "10x.h5")
@@ -240,12 +252,12 @@ def test_missing_foreign_and_empty_files_are_named(tmp_path: Path, make_h5ad: Ma
     assert message(make_h5ad(np.ones((3, 0), np.float32))).endswith("empty: 3 cells x 0 genes")
 
 
-def test_a_file_cut_at_any_place_is_refused(make_h5ad: Make, counts: sp.csr_matrix, tmp_path: Path) -> None:
+def test_a_file_truncated_anywhere_is_refused(make_h5ad: Make, counts: sp.csr_matrix, tmp_path: Path) -> None:
     whole = make_h5ad(counts).read_bytes()
     cut = tmp_path / "cut.h5ad"
     for frac in (0.01, 0.3, 0.6, 0.95, 0.999):
         cut.write_bytes(whole[: int(len(whole) * frac)])
-        with pytest.raises(DataError, match=r"cut.h5ad: truncated: [\d,]+ of [\d,]+ bytes are there; copy it again"):
+        with pytest.raises(DataError, match=r"cut.h5ad: truncated: [\d,]+ of [\d,]+ bytes; copy it again"):
             open_counts(cut)
 
 
@@ -253,7 +265,7 @@ def test_a_file_cut_at_any_place_is_refused(make_h5ad: Make, counts: sp.csr_matr
     ("name", "at", "value"), [("indices", 3, 99), ("indices", 3, -1), ("indptr", 4, 10**6), ("indptr", -1, 1)]
 )
 @pytest.mark.parametrize("form", [sp.csr_matrix, sp.csc_matrix])
-def test_a_matrix_that_does_not_fit_together_is_refused(
+def test_a_matrix_with_inconsistent_arrays_is_refused(
     make_h5ad: Make, counts: sp.csr_matrix, form: Callable[..., object], name: str, at: int, value: int
 ) -> None:
     path = make_h5ad(form(counts))
@@ -296,10 +308,10 @@ def test_a_full_disk_ends_in_one_line_and_leaves_the_old_file(tmp_path: Path, si
     assert os.listdir(tmp_path) == ["out.h5ad"]
 
 
-def test_a_disk_that_fills_up_at_any_byte_is_one_error_and_no_crash(tmp_path: Path, counts: sp.csr_matrix) -> None:
+def test_a_disk_that_fills_up_at_any_byte_is_one_error_without_a_crash(tmp_path: Path, counts: sp.csr_matrix) -> None:
     obs = pd.DataFrame({"label": [f"type {i % 3}" for i in range(230)]}, index=[f"cell_{i}" for i in range(230)])
     var = pd.DataFrame(index=[f"gene_{j}" for j in range(37)])
-    path = tmp_path / "counts_reader.h5ad"
+    path = tmp_path / "cells.h5ad"
 
     def write(nnz: int | None) -> None:
         write_cells(path, obs, var, (counts[a : a + 50] for a in range(0, 230, 50)), nnz, count_dtype(9))

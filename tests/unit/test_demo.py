@@ -42,7 +42,7 @@ def test_the_demo_equals_the_counts_recovered_elsewhere(written: Path, shared: C
     assert list(data.var_names) == list(other.var_names)
 
 
-def test_counts_come_back_from_rounded_logarithms_and_others_are_refused() -> None:
+def test_counts_are_recovered_from_rounded_logarithms_and_other_values_are_refused() -> None:
     random = np.random.default_rng(0)
     counts = sp.csr_matrix(random.poisson(1, (40, 30)))
     totals = counts.sum(axis=1).A1 + random.integers(1, 5000, 40)
@@ -50,12 +50,12 @@ def test_counts_come_back_from_rounded_logarithms_and_others_are_refused() -> No
     logs = scaled.log1p().astype(np.float32).tocsr()
     assert (demo.recover_counts(logs, totals, Path("x.h5ad")) != counts).nnz == 0
     with pytest.raises(
-        DataError, match=r"x.h5ad: counts cannot be recovered: 0\.\d+ from a whole number, 0.1 is allowed"
+        DataError, match=r"x.h5ad: cannot recover counts: expected whole numbers within 0.1, got one 0\.\d+ away"
     ):
         demo.recover_counts(logs, totals * 1.3, Path("x.h5ad"))
 
 
-def test_without_scanpy_the_way_to_get_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_scanpy_the_error_names_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "find_spec", lambda name: None)
     with pytest.raises(DataError) as error:
         demo.shipped_file()

@@ -1,20 +1,29 @@
-"""The stage: only cells the model never saw, the same numbers at every run, and one line for each thing amiss."""
+"""Stage evaluate: only held-out cells, reproducible numbers, any task by name, one-line errors."""
 
 from __future__ import annotations
 
 import json
+import re
+from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import anndata as ad
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
+from cellmill import registry
+from cellmill.config.evaluate import TaskConfig
 from cellmill.config.options import EmbedOptions, EvaluateOptions
 from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.heldout import held_out, seen_cells
-from cellmill.report.collect import read_umap
+from cellmill.evaluate.task import Context, TaskResult
+from cellmill.evaluate.umap_table import read_umap
+from cellmill.report.collect import read_run
+from cellmill.report.page import render
+from cellmill.runs.verdict import compare
 from cellmill.stages import embed, evaluate
 from tests.unit.exported import export_model, make_corpus
 
@@ -69,7 +78,7 @@ def test_only_cells_of_the_test_split_are_scored(corpus: dict[str, Path], tmp_pa
     }
     assert {row["obs_name"] for row in read_umap(tmp_path / "umap.tsv") if row["heldout"] == "1"} == test
     assert len(read_umap(tmp_path / "umap.tsv")) == dataset["n_cells"]
-    probe = dataset["probe"]
+    probe = dataset["tasks"]["probe"]["figures"]
     assert sum(probe["classes"].values()) == probe["n_cells"]
     assert probe["n_cells"] + sum(probe["dropped_classes"].values()) == len(test)
     assert metrics["fingerprint"] == manifest.fingerprint
@@ -85,7 +94,7 @@ def test_the_same_files_give_the_same_numbers(corpus: dict[str, Path], tmp_path:
 def test_the_table_has_every_baseline_and_random_weights_are_no_better_than_untrained_ones(
     corpus: dict[str, Path], tmp_path: Path
 ) -> None:
-    probe = _evaluate(corpus, tmp_path / "metrics.json", seed=0)["datasets"]["simulated"]["probe"]
+    probe = _evaluate(corpus, tmp_path / "metrics.json", seed=0)["datasets"]["simulated"]["tasks"]["probe"]
     rows = {row["name"]: row for row in probe["rows"]}
     assert list(rows) == [
         "embedding + logistic regression",
@@ -97,10 +106,10 @@ def test_the_table_has_every_baseline_and_random_weights_are_no_better_than_untr
         "PCA50 + kNN",
         "all genes + logistic regression",
     ]
-    # the model has the weights of seed 0, and so has the untrained one: they must come out alike
+    # the exported model has the initial weights of seed 0, like the untrained one
     own, untrained = rows["embedding + logistic regression"], rows["untrained + logistic regression"]
     assert own["accuracy_folds"] == untrained["accuracy_folds"]
-    assert "embedding + logistic regression ties with untrained + logistic regression" in " ".join(probe["verdict"])
+    assert "embedding + logistic regression ties with untrained + logistic regression" in " ".join(probe["sentences"])
 
 
 def test_all_cells_are_scored_when_asked_and_when_the_dataset_is_not_in_the_corpus(
@@ -114,18 +123,12 @@ def test_all_cells_are_scored_when_asked_and_when_the_dataset_is_not_in_the_corp
     assert dataset["in_corpus"] is False
 
 
-def test_a_dataset_without_label_is_reconstructed_and_drawn(corpus: dict[str, Path], tmp_path: Path) -> None:
+def test_a_dataset_without_label_skips_the_probe_and_nothing_else(corpus: dict[str, Path], tmp_path: Path) -> None:
     dataset = _evaluate(corpus, tmp_path / "metrics.json", "-")["datasets"]["simulated"]
-    assert dataset["probe"] is None
-    assert dataset["label"] is None
-    assert dataset["reconstruction"]["n_targets"] > 0
+    assert dataset["roles"] == {}
+    assert dataset["tasks"]["probe"]["skipped"] == "the dataset has no label column"
+    assert dataset["tasks"]["reconstruct"]["figures"]["n_targets"] > 0
     assert {row["label"] for row in read_umap(tmp_path / "umap.tsv")} == {""}
-
-
-def test_the_fraction_hidden_is_the_one_asked_for(corpus: dict[str, Path], tmp_path: Path) -> None:
-    few = _evaluate(corpus, tmp_path / "a.json", "-", mask_frac=0.1)["datasets"]["simulated"]["reconstruction"]
-    many = _evaluate(corpus, tmp_path / "b.json", "-", mask_frac=0.5)["datasets"]["simulated"]["reconstruction"]
-    assert many["n_targets"] == pytest.approx(5 * few["n_targets"], rel=0.1)
 
 
 def test_rare_classes_and_missing_labels_are_left_out_by_name(
@@ -134,10 +137,11 @@ def test_rare_classes_and_missing_labels_are_left_out_by_name(
     labels = np.array(["a", "b"], dtype=object)[np.arange(600) % 2]
     labels[:3], labels[3:10] = "rare", None
     changed = _changed(corpus, tmp_path, "elsewhere", mine=labels)
-    probe = _evaluate(changed, tmp_path / "metrics.json", "mine")["datasets"]["elsewhere"]["probe"]
+    metrics = _evaluate(changed, tmp_path / "metrics.json", "mine")
+    probe = metrics["datasets"]["elsewhere"]["tasks"]["probe"]["figures"]
     assert probe["dropped_classes"] == {"rare": 3}
     assert probe["n_unlabelled"] == 7
-    assert "elsewhere: mine: left out, with fewer cells than the 5 folds: rare 3\n" in capsys.readouterr().out
+    assert "elsewhere: probe: left out for fewer cells than 5 folds: rare 3\n" in capsys.readouterr().out
 
 
 def test_a_label_whose_scored_classes_are_all_too_small_is_skipped_with_the_reason(
@@ -146,10 +150,11 @@ def test_a_label_whose_scored_classes_are_all_too_small_is_skipped_with_the_reas
     labels = np.array(["common"] * 597 + ["rare"] * 3, dtype=object)
     changed = _changed(corpus, tmp_path, "elsewhere", mine=labels)
     dataset = _evaluate(changed, tmp_path / "metrics.json", "mine")["datasets"]["elsewhere"]
-    assert dataset["probe"] is None
-    assert dataset["probe_skipped"] == (
-        "1 classes of mine have the 5 scored cells that as many folds need; raise shard.test_frac or lower "
-        "evaluate.folds"
+    probe = dataset["tasks"]["probe"]
+    assert probe["rows"] == []
+    assert probe["skipped"] == (
+        "1 classes of mine have at least 5 scored cells (evaluate.folds), expected two or more; raise shard.test_frac "
+        "or lower evaluate.folds"
     )
 
 
@@ -158,7 +163,7 @@ def test_labels_that_cannot_be_probed_are_refused_in_one_line(corpus: dict[str, 
     with pytest.raises(DataError, match=message):
         _evaluate(corpus, tmp_path / "metrics.json", "cell_tipe")
     changed = _changed(corpus, tmp_path, one="same", none=np.nan)
-    remedy = "a probe needs two: name another label, or none$"
+    remedy = "expected two classes or more for task probe: name another label column, or leave it empty$"
     with pytest.raises(DataError, match=f"obs column 'one' has one class, 'same'; {remedy}"):
         _evaluate(changed, tmp_path / "metrics.json", "one")
     with pytest.raises(DataError, match=f"obs column 'none' has no values; {remedy}"):
@@ -168,7 +173,7 @@ def test_labels_that_cannot_be_probed_are_refused_in_one_line(corpus: dict[str, 
 
 def test_embeddings_of_another_model_are_refused(corpus: dict[str, Path], tmp_path: Path) -> None:
     other = export_model(tmp_path / "other", corpus["vocabulary"], hidden=32)
-    message = r"simulated\.h5ad: made by model \w{12}, this one is \w{12}; embed the dataset again$"
+    message = r"simulated\.h5ad: made by model \w{12}, expected \w{12}; run embed again$"
     with pytest.raises(DataError, match=message):
         _evaluate(corpus | {"model": other}, tmp_path / "metrics.json")
 
@@ -176,7 +181,7 @@ def test_embeddings_of_another_model_are_refused(corpus: dict[str, Path], tmp_pa
 def test_files_that_do_not_pair_up_are_refused(corpus: dict[str, Path], tmp_path: Path) -> None:
     options = EvaluateOptions.model_validate({"evaluate": {}})
     shared = {"options": options, "model": corpus["model"], "manifest": corpus["manifest"], "out": tmp_path / "m.json"}
-    with pytest.raises(ConfigError, match=r"^--cells names 1 files, --embeddings 1, --labels 2 columns; one of each"):
+    with pytest.raises(ConfigError, match=r"got 1 cells files, 1 embeddings and 2 labels$"):
         evaluate.run(cells=[corpus["cells"]], embeddings=[corpus["embedding"]], labels=["a", "b"], **shared)
     with pytest.raises(ConfigError, match=r"^--cells: two files are called 'simulated'; "):
         evaluate.run(cells=2 * [corpus["cells"]], embeddings=2 * [corpus["embedding"]], labels=["-", "-"], **shared)
@@ -189,6 +194,51 @@ def test_a_corpus_without_held_out_cells_says_what_to_change(tmp_path: Path, sim
     message = "no held-out cells: all 600 were trained or validated on; raise shard.test_frac, or set evaluate.cells to"
     with pytest.raises(DataError, match=message):
         _evaluate(corpus, tmp_path / "metrics.json")
+
+
+class ToyConfig(TaskConfig):
+    """Options of the toy task."""
+
+    implementation: ClassVar[str] = f"{__name__}:Toy"
+
+    name: Literal["toy"] = "toy"
+    scale: float = 1.0
+
+
+class Toy:
+    """Ranks the model against a baseline by the number of scored cells."""
+
+    def __init__(self, config: ToyConfig) -> None:
+        self.scale = config.scale
+
+    def run(self, context: Context) -> TaskResult:
+        cells = self.scale * int(context.scored.sum())
+        rows = [{"name": "ours", "kind": "model", "cell_score": cells, "runs": [1, 2]}]
+        rows.append({"name": "theirs", "kind": "baseline", "cell_score": cells + 1, "runs": []})
+        verdicts = [compare("ours", "theirs", "cell score", -1.0)]
+        return TaskResult(rows, "cell_score", verdicts, {"width": context.vectors.shape[1]})
+
+
+def test_a_plugin_task_runs_by_name_into_metrics_and_page(
+    corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = EntryPoint("toy", f"{__name__}:ToyConfig", "cellmill.task")
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "cellmill.task" else [])
+    metrics = _evaluate(corpus, tmp_path / "run" / "evaluate" / "metrics.json", tasks={"toy": {"scale": 2}})
+    assert metrics["options"]["tasks"] == {"toy": {"name": "toy", "scale": 2.0}}
+    dataset = metrics["datasets"]["simulated"]
+    assert list(dataset["tasks"]) == ["toy"]
+    toy = dataset["tasks"]["toy"]
+    assert toy["rows"][0] == {"name": "ours", "kind": "model", "cell_score": 2.0 * dataset["n_scored"], "runs": [1, 2]}
+    sentence = "ours loses to theirs by 1.000 cell score."
+    assert (toy["sentences"], toy["verdicts"][0]["outcome"]) == ([sentence], "lost")
+    page = " ".join(re.sub(r"<[^>]*>", " ", render("r", [read_run(tmp_path / "run")], [])).split())
+    for text in ("toy: cell score", f"theirs best {2 * dataset['n_scored'] + 1}", f"simulated: {sentence}", "width 16"):
+        assert text in page, text
+    with pytest.raises(ValidationError, match="toy: unknown key 'scalle'; did you mean 'scale'"):
+        EvaluateOptions.model_validate({"evaluate": {"tasks": {"toy": {"scalle": 2}}}})
+    with pytest.raises(ValidationError, match="tye: no task is called 'tye'; there are: probe, reconstruct, toy"):
+        EvaluateOptions.model_validate({"evaluate": {"tasks": {"tye": {}}}})
 
 
 def test_seen_cells_are_those_of_train_and_val(corpus: dict[str, Path]) -> None:

@@ -1,4 +1,4 @@
-"""Files are whole or not there: killed writers, full disks, modes, and what a bad file says."""
+"""Atomic files: killed writers, full disks, file modes, and the errors of bad files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def start_writer(final: Path, limit: int) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("before", [None, "old"])
-def test_a_writer_that_is_killed_leaves_the_old_file_or_none(tmp_path: Path, before: str | None) -> None:
+def test_a_killed_writer_leaves_the_old_file_or_none(tmp_path: Path, before: str | None) -> None:
     final = tmp_path / "out.bin"
     if before is not None:
         final.write_text(before)
@@ -62,7 +62,7 @@ def test_a_writer_that_is_killed_leaves_the_old_file_or_none(tmp_path: Path, bef
 
 
 @pytest.mark.parametrize("before", [None, "old"])
-def test_a_full_disk_leaves_the_old_file_or_none_and_nothing_beside_it(tmp_path: Path, before: str | None) -> None:
+def test_a_full_disk_leaves_the_old_file_or_none_and_no_temporary_file(tmp_path: Path, before: str | None) -> None:
     final = tmp_path / "out.bin"
     if before is not None:
         final.write_text(before)
@@ -74,7 +74,7 @@ def test_a_full_disk_leaves_the_old_file_or_none_and_nothing_beside_it(tmp_path:
     assert (final.read_text() if final.exists() else None) == before
 
 
-def test_a_full_disk_ends_a_stage_in_one_line_with_its_output_absent(tmp_path: Path) -> None:
+def test_a_full_disk_ends_a_stage_in_one_line_without_output(tmp_path: Path) -> None:
     out = tmp_path / "cells.h5ad"
     command = [sys.executable, "-c", LIMITED, "simulate", "--out", str(out), "--cells", "500", "--genes", "300"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -85,7 +85,7 @@ def test_a_full_disk_ends_a_stage_in_one_line_with_its_output_absent(tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_error_in_the_block_keeps_the_old_file_and_leaves_nothing(tmp_path: Path) -> None:
+def test_an_error_in_the_block_keeps_the_old_file_and_no_temporary_file(tmp_path: Path) -> None:
     final = tmp_path / "out.txt"
     write_text(final, "old")
 
@@ -111,7 +111,7 @@ def test_the_file_appears_only_when_the_block_ends_and_its_folder_is_made(tmp_pa
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
-def test_the_mode_is_that_of_any_file_under_the_umask(tmp_path: Path, umask: int) -> None:
+def test_the_file_mode_follows_the_umask(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
         write_text(tmp_path / "ours", "")
@@ -122,7 +122,7 @@ def test_the_mode_is_that_of_any_file_under_the_umask(tmp_path: Path, umask: int
     assert ours == plain == 0o666 & ~umask
 
 
-def test_json_comes_back_and_nan_is_refused(tmp_path: Path) -> None:
+def test_json_round_trips_and_nan_is_refused(tmp_path: Path) -> None:
     value = {"a": [1, 2.5, None], "é": {"b": True}}
     write_json(tmp_path / "value.json", value)
     assert read_json(tmp_path / "value.json") == value
@@ -131,7 +131,7 @@ def test_json_comes_back_and_nan_is_refused(tmp_path: Path) -> None:
     assert read_json(tmp_path / "value.json") == value
 
 
-def test_json_that_is_missing_or_cut_is_named(tmp_path: Path) -> None:
+def test_missing_or_truncated_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     with pytest.raises(DataError) as missing:
         read_json(path)
@@ -141,7 +141,7 @@ def test_json_that_is_missing_or_cut_is_named(tmp_path: Path) -> None:
         read_json(path)
 
 
-def test_digests_are_of_bytes_and_of_values_in_any_key_order(tmp_path: Path) -> None:
+def test_digests_depend_on_bytes_and_not_on_the_order_of_keys(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"cells" * 100_000)
     assert sha256_file(tmp_path / "file") == hashlib.sha256(b"cells" * 100_000).hexdigest()
     assert digest({"a": 1, "b": [1, 2]}) == digest({"b": [1, 2], "a": 1})

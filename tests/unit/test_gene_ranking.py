@@ -17,7 +17,7 @@ def plainly(genes: np.ndarray, counts: np.ndarray, inverse: np.ndarray) -> np.nd
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
-def test_order_is_that_of_a_plain_sort_whatever_the_order_given(dtype: type) -> None:
+def test_the_rank_order_equals_a_plain_sort_for_any_input_order(dtype: type) -> None:
     rng = np.random.default_rng(0)
     inverse = inverse_medians(rng.choice([0.5, 1, 2, 4], 5000))  # few values: many ties
     for size in (0, 1, 2, 700):
@@ -31,7 +31,7 @@ def test_order_is_that_of_a_plain_sort_whatever_the_order_given(dtype: type) -> 
         np.testing.assert_array_equal(moved, counts[place])
 
 
-def test_all_equal_values_come_by_gene() -> None:
+def test_ties_are_broken_by_gene() -> None:
     genes = np.array([7, 3, 9, 1], np.int32)
     ordered, _ = rank_order(genes, np.full(4, 2, np.uint16), np.ones(10, np.float32))
     assert ordered.tolist() == [1, 3, 7, 9]
@@ -45,7 +45,7 @@ def test_genes_and_counts_beyond_16_bits_are_exact() -> None:
     assert moved.tolist() == [4_000_000_000, 65_537, 65_536]
 
 
-def test_a_block_of_rows_is_each_row_alone_bit_for_bit() -> None:
+def test_rows_of_a_block_are_ordered_as_each_row_alone_bit_for_bit() -> None:
     rng = np.random.default_rng(1)
     inverse = inverse_medians(rng.lognormal(0, 1, 300))
     lengths = np.array([0, 5, 0, 120, 1, 33, 0])
@@ -58,13 +58,13 @@ def test_a_block_of_rows_is_each_row_alone_bit_for_bit() -> None:
             np.testing.assert_array_equal(part[a:b], alone)
 
 
-def test_library_size_plays_no_part() -> None:
+def test_library_size_does_not_change_the_order() -> None:
     genes, counts = np.arange(50, dtype=np.int32), np.random.default_rng(2).integers(1, 9, 50).astype(np.uint32)
     inverse = inverse_medians(np.random.default_rng(3).lognormal(0, 1, 50))
     np.testing.assert_array_equal(rank_order(genes, counts, inverse)[0], rank_order(genes, counts * 8, inverse)[0])
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
-def test_a_median_that_is_not_above_zero_is_refused(bad: float) -> None:
-    with pytest.raises(DataError, match="median of gene 1 is"):
+def test_a_median_that_is_not_positive_is_refused(bad: float) -> None:
+    with pytest.raises(DataError, match="expected a positive median for gene 1 "):
         inverse_medians(np.array([1.0, bad], np.float32))

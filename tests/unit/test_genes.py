@@ -27,13 +27,13 @@ def test_ids_are_taken_without_their_version() -> None:
 
 
 @pytest.mark.parametrize("column", genes.ID_COLUMNS)
-def test_an_id_in_a_column_goes_before_the_name(column: str) -> None:
+def test_an_id_in_a_column_takes_precedence_over_the_name(column: str) -> None:
     names = ["TP53", "whatever", "BRCA2"]
     got = ids(names, **{column: ["ENSG00000000003", "ENSG00000000419.9", ""]})
     assert got == ["ENSG00000000003", "ENSG00000000419", "ENSG00000139618"]
 
 
-def test_current_symbols_go_before_previous_ones_and_those_before_aliases() -> None:
+def test_current_symbols_take_precedence_over_previous_ones_and_those_over_aliases() -> None:
     mapped = map_genes(["BRCA2", "C10orf11", "FANCD1", "SEP15", "C10ORF11"], pd.DataFrame(index=range(5)), "human")
     assert mapped.gene_ids[0] == mapped.gene_ids[2] == "ENSG00000139618"
     assert mapped.gene_ids[1] == mapped.gene_ids[4] == "ENSG00000148655"
@@ -52,7 +52,7 @@ def test_current_symbols_go_before_previous_ones_and_those_before_aliases() -> N
     }
 
 
-def test_a_name_of_several_genes_maps_to_none() -> None:
+def test_an_ambiguous_name_maps_to_no_gene() -> None:
     mapped = map_genes(["QARS", "no-such-gene", "TP53"], pd.DataFrame(index=range(3)), "human")
     assert mapped.gene_ids[:2] == ["", ""]
     assert (mapped.coverage.ambiguous, mapped.coverage.unmapped, mapped.coverage.symbol) == (1, 1, 1)
@@ -75,7 +75,7 @@ def test_names_of_the_other_organism_do_not_map() -> None:
     assert map_genes(mouse, pd.DataFrame(index=mouse), "human").coverage.frac < 0.05
 
 
-def test_mitochondrial_genes_are_known_by_symbol_even_under_ids() -> None:
+def test_mitochondrial_genes_are_recognised_by_symbol_when_named_by_id() -> None:
     names = ["ENSG00000198804", "MT-CO1", "ENSG00000139618", "MT1X"]
     assert map_genes(names, pd.DataFrame(index=names), "human").is_mito.tolist() == [True, True, False, False]
     assert map_genes(["mt-Co1", "Mtor"], pd.DataFrame(index=range(2)), "mouse").is_mito.tolist() == [True, False]
@@ -83,13 +83,13 @@ def test_mitochondrial_genes_are_known_by_symbol_even_under_ids() -> None:
     assert sum(symbol.startswith("mt-") for symbol in gene_symbols("mouse").values()) == 37
 
 
-def test_without_organism_names_are_ids_as_they_are() -> None:
+def test_without_an_organism_names_are_used_as_ids() -> None:
     mapped = map_genes(["a", "b"], pd.DataFrame({"symbol": ["MT-X", None]}, index=["a", "b"]), None)
     assert (mapped.gene_ids, mapped.symbols, mapped.is_mito.tolist()) == (["a", "b"], ["MT-X", "b"], [True, False])
     assert mapped.coverage.frac == 1.0
 
 
-def test_the_tables_are_sorted_whole_and_carry_no_time() -> None:
+def test_the_tables_are_sorted_complete_and_without_a_timestamp() -> None:
     for organism, n_genes in (("human", 79_012), ("mouse", 78_317)):
         path = Path(genes.__file__).parent / "genes" / f"{organism}.tsv.gz"
         assert path.read_bytes()[4:8] == bytes(4)

@@ -41,7 +41,7 @@ def test_a_copied_run_does_not_take_the_job_of_the_original_for_its_own(tmp_path
 def test_a_damaged_record_says_that_it_may_be_removed(tmp_path: Path, text: str) -> None:
     damaged = record(tmp_path / "train", "7").path / "job.json"
     damaged.write_text(text)
-    expected = f"{damaged}: is not a job's record; remove the file: a job that still lives is then found by its name"
+    expected = f"{damaged}: not a job record; remove the file: a job that is still alive is then found by its name"
     with pytest.raises(DataError, match=re.escape(expected)):
         Jobs(tmp_path / "train").newest()
     name = Jobs(tmp_path / "train").name

@@ -9,13 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cellmill.cli import main
-from cellmill.commands.attach import JobLives
+from cellmill.launch.follow import JobFollower
 from cellmill.launch.queue import Queue
+from cellmill.launch.tail import Tail
+from cellmill.runs.job_states import JobState
 from tests.unit.test_status import RUNNING, checkpoint, command, hold, holders, job, results, run_of, squeue
 
 __all__ = ["holders", "results"]
@@ -109,7 +113,7 @@ def test_a_local_training_is_followed_until_its_lock_is_free(
     assert following[0].end() == (0, "step 100/600\nstep 200/600\nthe end\n", "")
     code, attached, told = following[1].end()
     first, rest = attached.split("\n", 1)
-    assert re.fullmatch(rf"following process {process.pid} of \S+ on \S+, its log: {log}; Ctrl-C ends .* only", first)
+    assert re.fullmatch(rf"following process {process.pid} of \S+ on \S+, its log: {log}; Ctrl-C ends only .*", first)
     assert rest == "step 100/600\nstep 200/600\nthe end\n"
     assert (code, told) == (75, "cellmill attach: the training ended; saved at step 100\n")
 
@@ -130,8 +134,9 @@ def test_a_job_is_followed_to_its_end_and_says_how_it_ended(results: Path) -> No
     answer.write_text(f"41|COMPLETED|None||{record.name}\n")
     code, printed, told = attached.end()
     assert printed == (
-        f"following job 41, its log: {record.log}; Ctrl-C ends the following only\njob 41: PENDING (Priority)\n"
-        "job 41: RUNNING\nstep 1/2\nstep 2/2\njob 41 ended with COMPLETED: the training is done\n"
+        f"following job 41, its log: {record.log}; Ctrl-C ends only the following\njob 41: PENDING (Priority)\n"
+        "job 41: RUNNING on node1\nstep 1/2\nstep 2/2\njob 41: COMPLETED\n"
+        "job 41 ended with COMPLETED: the training is done\n"
     )
     assert (code, told) == (0, "")
     assert (record.path / "job.json").read_bytes() == before, "attach changes no file"
@@ -142,7 +147,7 @@ def test_a_job_is_followed_to_its_end_and_says_how_it_ended(results: Path) -> No
     ("word", "error", "code", "line"),
     [
         ("FAILED", "node1: out of memory", 2, "job 41 ended with FAILED: node1: out of memory"),
-        ("FAILED", "", 2, "job 41 ended with FAILED; saved at step 100; `cellmill logs one` has what it printed"),
+        ("FAILED", "", 2, "job 41 ended with FAILED; saved at step 100; `cellmill logs one` shows its output"),
         ("TIMEOUT", "", 75, "job 41 ended with TIMEOUT; saved at step 100"),
     ],
 )
@@ -162,28 +167,26 @@ def test_a_job_that_does_not_end_well_is_said(results: Path, word: str, error: s
     assert (ended, told) == (code, f"cellmill attach: {line}\n")
 
 
-def test_slurm_is_asked_more_rarely_the_longer_a_job_is_followed(
-    results: Path, capsys: pytest.CaptureFixture[str]
+def test_slurm_is_asked_less_often_the_longer_a_job_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls = results.parent / "calls"
-    command(results, "squeue", f"echo asked >> {calls}; echo '41|RUNNING|None|node1|cellmill-one.001'")
-    lives = JobLives("41", Queue(0))
+    now, asked = [1000.0], []
 
-    def asked(seconds: float) -> int:
-        calls.write_text("")
-        give_up = time.monotonic() + seconds
-        while time.monotonic() < give_up:
-            assert lives()
-            time.sleep(0.05)
-        return len(calls.read_text().split())
+    class Running(Queue):
+        def state(self, job_id: str) -> JobState:
+            asked.append(now[0])
+            return JobState("RUNNING", nodes="node1")
 
-    assert asked(1.0) >= 2
-    lives._began -= 8  # a second between two looks
-    assert 1 <= asked(2.2) <= 3
-    lives._began -= 1000
-    assert asked(1.5) <= 2
-    assert asked(1.0) == 0, "the next look is ten seconds away"
-    assert capsys.readouterr().out == "job 41: RUNNING\n"
+    monkeypatch.setattr("cellmill.launch.follow.time", SimpleNamespace(monotonic=lambda: now[0]))
+    follower = JobFollower("41", Running(0), Tail(tmp_path / "log"), slowest_poll_s=10)
+    for _ in range(500):
+        assert follower.alive()
+        now[0] += 1
+    pauses = [after - before for before, after in pairwise(asked)]
+    assert pauses[:10] == [1] * 10
+    assert pauses == sorted(pauses)
+    assert pauses[-20:] == [10] * 20
+    assert capsys.readouterr().out == "job 41: RUNNING on node1\n"
 
 
 def test_ctrl_c_ends_the_following_and_not_the_job(results: Path) -> None:
@@ -195,7 +198,7 @@ def test_ctrl_c_ends_the_following_and_not_the_job(results: Path) -> None:
     os.killpg(attached.process.pid, signal.SIGINT)
     code, printed, told = attached.end()
     assert (code, told) == (0, "")
-    assert printed.endswith("\nnot following any more; job 41 goes on\n")
+    assert printed.endswith("\nno longer following; job 41 goes on\n")
 
 
 @pytest.mark.parametrize("stage", ["attach", "cancel"])
@@ -212,7 +215,7 @@ def test_where_nothing_lives_that_is_said_in_a_line(
     assert (main([stage, "one", "--results", str(results)]), *capsys.readouterr()) == expected
     command(results, "squeue", "echo down >&2; exit 1")
     assert main([stage, "one", "--results", str(results)]) == 2
-    assert capsys.readouterr().err == (f"cellmill {stage}: the queue gave no usable answer (squeue: down); try again\n")
+    assert capsys.readouterr().err == (f"cellmill {stage}: no usable answer from squeue (squeue: down); try again\n")
 
 
 def test_a_job_is_cancelled_and_its_end_waited_for(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,7 +275,7 @@ def test_a_training_on_another_host_is_left_alone_and_the_host_named(
         json.dump(holder | {"host": "login7"}, file)
     assert main(["cancel", "one", "--results", str(results)]) == 2
     assert capsys.readouterr().err == (
-        f"cellmill cancel: {train}: is trained by process {process.pid} of {holder['user']} on login7: run cellmill "
+        f"cellmill cancel: {train}: trained by process {process.pid} of {holder['user']} on login7: run cellmill "
         "cancel on login7\n"
     )
     assert process.poll() is None

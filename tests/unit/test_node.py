@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cellmill.launch.node import NodeTask, write_task
+from cellmill.launch.node import NodeTask
+from cellmill.launch.nodelist import expand
 
 DIES = """
 import json, os, signal, sys
@@ -54,7 +55,7 @@ def test_lost_processes_are_started_again_where_that_can_help(
     error = str(tmp_path / "error.txt") if says_why else ""
     arguments = [str(count), str(state), "10" if saves else "0", error]
     port = 20_000 + secrets.randbelow(12_000)  # as a job has it: below those that are given away
-    write_task(NodeTask("dies", arguments, 1, 0, port, "", str(tmp_path), restarts, str(state)), tmp_path / "task")
+    NodeTask("dies", arguments, 1, 0, port, "", str(tmp_path), restarts, str(state)).write()
     task = start(tmp_path, node=0, nodes=1)
     printed_all, _ = task.communicate(timeout=200)
     assert len(count.read_text()) == starts, printed_all
@@ -67,7 +68,7 @@ def test_lost_processes_are_started_again_where_that_can_help(
 def test_a_node_whose_processes_wait_for_those_of_a_lost_one_ends_with_it(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(WAITS)
     port = 20_000 + secrets.randbelow(12_000)
-    write_task(NodeTask("waits", [str(tmp_path)], 1, 0, port, "", str(tmp_path)), tmp_path / "task")
+    NodeTask("waits", [str(tmp_path)], 1, 0, port, "", str(tmp_path)).write()
     tasks = [start(tmp_path, node, nodes=2) for node in range(2)]
     printed = [task.communicate(timeout=100)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [1, 1], printed
@@ -75,15 +76,29 @@ def test_a_node_whose_processes_wait_for_those_of_a_lost_one_ends_with_it(tmp_pa
     assert "torchrun ended with exit code -9" in printed[1]
 
 
+@pytest.mark.parametrize(
+    ("nodelist", "hosts"),
+    [
+        ("n1", ["n1"]),
+        ("n1,n3", ["n1", "n3"]),
+        ("gpu-[001-003,7],login", ["gpu-001", "gpu-002", "gpu-003", "gpu-7", "login"]),
+        ("r[1-2]n[09-10].site", ["r1n09.site", "r1n10.site", "r2n09.site", "r2n10.site"]),
+        ("127.0.0.1,127.0.0.2", ["127.0.0.1", "127.0.0.2"]),
+        ("", []),
+    ],
+)
+def test_a_node_list_is_expanded_in_its_order(nodelist: str, hosts: list[str]) -> None:
+    assert expand(nodelist) == hosts
+
+
 def start(folder: Path, node: int, nodes: int) -> subprocess.Popen[str]:
     """The task in `folder`, as SLURM starts it on a node."""
     hosts = ",".join(f"127.0.0.{number + 1}" for number in range(nodes))
     slurm = {"SLURM_JOB_ID": "7", "SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURM_LOCALID": "0"}
-    slurm |= {"SLURM_NTASKS": str(nodes), "SLURM_STEP_NUM_NODES": str(nodes)}
-    slurm |= {"SLURM_STEP_NODELIST": hosts, "SLURM_JOB_NODELIST": hosts}
+    slurm |= {"SLURM_NTASKS": str(nodes), "SLURM_STEP_NODELIST": hosts}
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
-        [sys.executable, "-m", "cellmill.launch.node", str(folder / "task")],
+        [sys.executable, "-m", "cellmill.launch.node", str(folder / "task.json")],
         env=os.environ | slurm | {"PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -171,7 +171,7 @@ def test_tensor_parallel_shares_the_cells_of_its_group(
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("processes")]
     assert lines[1] == "processes   4 x cpu, ddp (2 replicas of 1 shards x tp 2), 32-true"
     message = _refused_alone(corpus, tmp_path, nproc=12, parallel={"tp": 2})
-    assert message.startswith("stream.lanes 8 is not a multiple of 6 groups of tp 2: use 4 of them (the profile)")
+    assert message.startswith("stream.lanes 8 is not a multiple of 6 groups of tp 2; set 4 in the profile")
 
 
 def test_cells_that_are_cut_and_a_warm_up_without_end_are_said(
@@ -197,12 +197,12 @@ def test_a_machine_is_shared_by_its_processes(corpus: Manifest, tmp_path: Path) 
     [
         (
             3,
-            "stream.lanes 8 is not a multiple of 3 processes: use 2 of them (the profile), "
+            "stream.lanes 8 is not a multiple of 3 processes; set 2 in the profile, "
             "or stream.lanes 3 with train.global_batch 33",
         ),
         (
             16,
-            "stream.lanes 8 is not a multiple of 16 processes: use 8 of them (the profile), or stream.lanes 16",
+            "stream.lanes 8 is not a multiple of 16 processes; set 8 in the profile, or stream.lanes 16",
         ),
     ],
 )
@@ -214,7 +214,7 @@ def test_processes_that_cannot_share_the_lanes_are_refused(
 
 def test_more_processes_than_cells_are_refused(corpus: Manifest, tmp_path: Path) -> None:
     message = _refused(corpus, tmp_path, nodes=64, nproc=8, stream={"lanes": 512}, train={"global_batch": 512})
-    assert message == "512 processes for 250 training cells: use fewer processes (the profile)"
+    assert message == "512 processes for 250 training cells; set fewer processes in the profile"
 
 
 def test_an_unknown_device_is_refused_with_those_there_are(corpus: Manifest, tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_an_unknown_device_is_refused_with_those_there_are(corpus: Manifest, tmp
 
 def test_options_that_exclude_each_other_are_refused(corpus: Manifest, tmp_path: Path) -> None:
     message = _refused(corpus, tmp_path, tokens={"max_tokens": 65})
-    assert message.startswith("tokens.max_tokens 65 is more than train.token_budget 64")
+    assert message.startswith("tokens.max_tokens 65 exceeds train.token_budget 64")
 
 
 # 59 million parameters: under ddp 1.18 GB with moments, buckets and accumulated gradients, 0.23 GB of activations

@@ -20,7 +20,7 @@ import yaml
 from cellmill.cli import main
 from cellmill.config.machine import Machine
 from cellmill.preflight.check import Check
-from cellmill.preflight.nodes import (
+from cellmill.preflight.judge import (
     judge_allreduce,
     judge_clocks,
     judge_disk,
@@ -29,12 +29,11 @@ from cellmill.preflight.nodes import (
     judge_gpus,
     judge_interface,
     judge_version,
-    locked,
-    node_file,
 )
+from cellmill.preflight.node_probe import bus_gb_per_s, busiest
 from cellmill.preflight.partition import gpu_request
 from cellmill.preflight.run_once import End
-from cellmill.preflight.worker import bus_gb_per_s, busiest
+from cellmill.runs.lock import locked
 
 CONFIG = """
 corpora: {sim: {table: datasets.tsv}}
@@ -161,17 +160,17 @@ def test_two_agents_of_two_processes_on_this_machine_are_tried_and_it_is_go(proj
         r"ok  run wide: fits 4 processes: 2 replicas of 2 shards, cells not counted yet",
         r"ok  genes of sim: 400 of 400 \(100\.0%\) have a human Ensembl id",
         r"ok  job: its processes ran",
-        rf"ok  shared folder: {host} read what this machine wrote, and it what they wrote",
+        rf"ok  shared folder: {host} and this machine read each other's files",
         rf"(ok |\? ) write speed: [\d,]+ MB/s with fsync on {host}, the slowest.*",
         rf"ok  python: {python} on {host}, {python} here",
         rf"ok  cellmill: (\S+) on {host}, \1 here",
         rf"ok  torch: \S+ on {host}",
-        r"ok  GPUs: none asked for and none there: processes compute on CPU cores",
+        r"ok  GPUs: none requested and none visible: processes compute on CPU cores",
         rf"ok  all-reduce in a node: [\d.]+ GB/s bus bandwidth on {host}, the slowest, 16 MB by gloo",
         r"ok  all-reduce between nodes: [\d.]+ GB/s bus bandwidth over lo, 16 MB by gloo",
         r"go",
     ]
-    if "GPUs: none asked" not in printed:
+    if "GPUs: none requested" not in printed:
         pytest.skip("this machine has GPUs, and the lines are of CPU cores")
     assert len(lines) == len(wanted), printed
     for line, pattern in zip(lines, wanted):
@@ -226,7 +225,7 @@ def workers_in(folder: Path) -> list[str]:
             words = path.read_bytes().decode(errors="replace")
         except OSError:
             continue
-        if "preflight_worker" in words and str(folder) in words:
+        if "cellmill.preflight.node_probe" in words and str(folder) in words:
             found.append(words)
     return found
 
@@ -241,10 +240,11 @@ def test_one_preflight_of_a_profile_at_a_time(project: Path, capsys: pytest.Capt
     profile = write_profile(nproc_per_node=1)
     folder = Path("results/preflight/one")
     folder.mkdir(parents=True)
-    with locked(folder):
+    with locked(folder, "busy"):
         code, lines, last = preflight(capsys, profile)
-    who = f"process {os.getpid()} on {os.uname().nodename}"
-    assert f"no  job: results/preflight/one: another preflight of this profile is at it ({who})" in lines
+    line = next(line for line in lines if line.startswith("no  job: "))
+    busy = rf"another preflight of this profile is running \(process {os.getpid()} of .+\)"
+    assert re.fullmatch(rf"no  job: results/preflight/one: {busy}", line)
     assert (code, last) == (2, "cellmill preflight: no go: 1 reason")
 
 
@@ -261,19 +261,19 @@ def test_a_cluster_that_has_what_is_asked_for_is_go_and_says_what_it_has(
         "ok  commands: sbatch, srun, squeue, scancel",
         "ok  accounting: sacct answers",
         "ok  partition: gpu is up",
-        "ok  time limit: gpu allows 2880 min, asked are 600",
-        "ok  nodes: 3 of the 5 nodes of gpu are up, asked are 2",
-        "ok  GPUs: 2 nodes of gpu have them, asked are 4 x a100 on each of 2",
-        "ok  memory: 2 nodes of gpu have 250000 MB, asked are 200000",
-        "ok  CPUs: 2 nodes of gpu have 32, asked are 32",
-        "ok  constraint: 2 nodes of gpu are a100&ib, asked are 2",
+        "ok  time limit: gpu allows 2880 min, requested: 600",
+        "ok  nodes: 3 of the 5 nodes of gpu are up, requested: 2",
+        "ok  GPUs: 2 nodes of gpu have them, requested: 4 x a100 on each of 2",
+        "ok  memory: 2 nodes of gpu have 250000 MB, requested: 200000",
+        "ok  CPUs: 2 nodes of gpu have 32, requested: 32",
+        "ok  constraint: 2 nodes of gpu are a100&ib, requested: 2",
         "ok  start: SLURM expects 2031-02-03 04:05:06 on n[1-2]",
         "ok  account: lab is one of yours",
         "ok  qos: long is one of yours",
         "ok  run tiny: fits 8 processes: 8 replicas, cells not counted yet",
         "ok  run wide: fits 8 processes: 2 replicas of 4 shards, cells not counted yet",
         "ok  genes of sim: 400 of 400 (100.0%) have a human Ensembl id",
-        "?   job: not tried (--no-job): what the nodes are is not known",
+        "?   job: not tried (--no-job): the nodes were not checked",
         "go",
     ]
     assert (code, last) == (0, "")
@@ -295,41 +295,41 @@ def test_a_cluster_that_has_what_is_asked_for_is_go_and_says_what_it_has(
         ({"slurm_partition": "new"}, "no  partition: new is inact; set-resources: train: slurm_partition: another"),
         (
             {"runtime": "3d"},
-            "no  time limit: gpu allows 2880 min, asked are 4320; set-resources: train: runtime: 2880",
+            "no  time limit: gpu allows 2880 min, requested: 4320; set-resources: train: runtime: 2880",
         ),
         (
             {"nodes": 4},
-            "no  nodes: 3 of the 5 nodes of gpu are up, asked are 4; set-resources: train: nodes: 3, or another "
+            "no  nodes: 3 of the 5 nodes of gpu are up, requested: 4; set-resources: train: nodes: 3, or another "
             "slurm_partition",
         ),
         (
             {"nodes": 3},
-            "no  GPUs: nodes of gpu have 2 x a100 and 4 x a100, asked are 4 x a100 on each of 3: 2 nodes have enough; "
+            "no  GPUs: nodes of gpu have 2 x a100 and 4 x a100, requested: 4 x a100 on each of 3: 2 nodes have enough; "
             "set-resources: train: gpus_per_node, or another slurm_partition",
         ),
         (
             {"gpus_per_node": "h100:4"},
-            "no  GPUs: nodes of gpu have 2 x a100 and 4 x a100, asked are 4 x h100 on each of 2: 0 nodes have enough; "
+            "no  GPUs: nodes of gpu have 2 x a100 and 4 x a100, requested: 4 x h100 on each of 2: 0 nodes have enough; "
             "set-resources: train: gpus_per_node, or another slurm_partition",
         ),
         (
             {"gpus_per_node": "", "gres": "gpu:a100:8,nvme:1", "nproc_per_node": 1},
-            "no  GPUs: nodes of gpu have 2 x a100 and 4 x a100, asked are 8 x a100 on each of 2: 0 nodes have enough; "
+            "no  GPUs: nodes of gpu have 2 x a100 and 4 x a100, requested: 8 x a100 on each of 2: 0 nodes have enough; "
             "set-resources: train: gres, or another slurm_partition",
         ),
         (
             {"slurm_partition": "cpu", "nodes": 1},
-            "no  GPUs: cpu has none, asked are 4 x a100 on each of 1: 0 nodes have enough; set-resources: train: "
+            "no  GPUs: cpu has none, requested: 4 x a100 on each of 1: 0 nodes have enough; set-resources: train: "
             "gpus_per_node, or another slurm_partition",
         ),
         (
             {"mem_mb": 300_000},
-            "no  memory: 2 nodes of gpu have 250000 MB, asked are 300000; set-resources: train: mem_mb: 250000, or 0 "
+            "no  memory: 2 nodes of gpu have 250000 MB, requested: 300000; set-resources: train: mem_mb: 250000, or 0 "
             "for all of it",
         ),
         (
             {"cpus_per_task": 64},
-            "no  CPUs: 2 nodes of gpu have 32, asked are 64; set-resources: train: cpus_per_task: 32",
+            "no  CPUs: 2 nodes of gpu have 32, requested: 64; set-resources: train: cpus_per_task: 32",
         ),
         (
             {"constraint": "a100&nvlink"},
@@ -337,7 +337,7 @@ def test_a_cluster_that_has_what_is_asked_for_is_go_and_says_what_it_has(
         ),
         (
             {"gpus_per_node": 2, "nproc_per_node": 2, "nodes": 3, "constraint": "ib"},
-            "no  constraint: 2 nodes of gpu are ib, asked are 3; set-resources: train: constraint or nodes",
+            "no  constraint: 2 nodes of gpu are ib, requested: 3; set-resources: train: constraint or nodes",
         ),
         (
             {"gpus_per_node": "a100:2"},
@@ -349,7 +349,7 @@ def test_a_cluster_that_has_what_is_asked_for_is_go_and_says_what_it_has(
         ),
         (
             {"gpus_per_node": ""},
-            "?   GPUs: nodes of gpu have 2 x a100 and 4 x a100, and none is asked for; set-resources: train: "
+            "?   GPUs: nodes of gpu have 2 x a100 and 4 x a100, but none is requested; set-resources: train: "
             "gpus_per_node: a100:4, if the runs are to use them",
         ),
         ({"constraint": "[a100|ib]"}, "ok  constraint: gpu has nodes that are a100, ib"),
@@ -357,7 +357,7 @@ def test_a_cluster_that_has_what_is_asked_for_is_go_and_says_what_it_has(
         # one that fits is enough
         (
             {"slurm_partition": "short,cpu", "gpus_per_node": "", "nodes": 1},
-            "ok  time limit: cpu allows any time, asked are 600",
+            "ok  time limit: cpu allows any time, requested: 600",
         ),
         (
             {"slurm_account": "lba"},
@@ -386,20 +386,20 @@ def test_what_a_cluster_lacks_is_one_line_with_the_key(
         (
             {"sinfo": ("slurm_load_partitions: Unable to contact slurm controller\n", 1)},
             {},
-            ["?   partition: not known: sinfo: slurm_load_partitions: Unable to contact slurm controller"],
+            ["?   partition: unknown: sinfo: slurm_load_partitions: Unable to contact slurm controller"],
         ),
-        ({"sinfo": "Hello\n"}, {}, ["?   partition: not known: sinfo answered 'Hello'"]),
+        ({"sinfo": "Hello\n"}, {}, ["?   partition: unknown: sinfo answered 'Hello'"]),
         (
             {"sinfo": "n1|gpu|up|soon|idle|32|250000|gpu:4|x\n"},
             {},
-            ["?   partition: not known: sinfo gives the time limit 'soon'"],
+            ["?   partition: unknown: sinfo: expected a time limit, got 'soon'"],
         ),
         (
             {"sinfo": SINFO.replace("cpu*", "cpu")},
             {"slurm_partition": ""},
             [
-                "no  partition: there is no default one; set-resources: train: slurm_partition: one of cpu, gpu, new, "
-                "short"
+                "no  partition: there is no default partition; set-resources: train: slurm_partition: one of cpu, "
+                "gpu, new, short"
             ],
         ),
         (
@@ -429,9 +429,9 @@ def test_what_a_cluster_lacks_is_one_line_with_the_key(
             {"sacct": ("Slurm accounting storage is disabled\n", 1), "sacctmgr": ("sacctmgr: no\n", 1)},
             {"slurm_account": "lab"},
             [
-                "?   accounting: none (sacct: Slurm accounting storage is disabled): the cost of a run comes from its "
-                "own files",
-                "?   account: not known: sacctmgr: no",
+                "?   accounting: none (sacct: Slurm accounting storage is disabled): the cost of a run is computed "
+                "from its own files",
+                "?   account: unknown: sacctmgr: no",
             ],
         ),
         (
@@ -471,7 +471,7 @@ def test_commands_that_are_missing_are_named_and_the_configuration_is_judged_all
         capsys, write_profile(plan={"device": "a100"}, **slurm(nproc_per_node=5, gpus_per_node="a100:5"))
     )
     misfit = (
-        "stream.lanes 48 is not a multiple of 10 processes: use 8 of them (the profile), or stream.lanes 10 with "
+        "stream.lanes 48 is not a multiple of 10 processes; set 8 in the profile, or stream.lanes 10 with "
         "train.global_batch 50; set-resources: train: nodes, nproc_per_node"
     )
     assert lines == [
@@ -492,7 +492,7 @@ def test_every_number_of_nodes_of_a_range_must_fit(
 ) -> None:
     machine = slurm(nodes="'2-3'", gpus_per_node="", nproc_per_node=3)
     code, lines, _ = preflight(capsys, write_profile(plan={"device": "a100"}, **machine), "--no-job")
-    assert "ok  nodes: 3 of the 5 nodes of gpu are up, asked are 2-3" in lines
+    assert "ok  nodes: 3 of the 5 nodes of gpu are up, requested: 2-3" in lines
     assert [line for line in lines if line.startswith("no  run tiny: stream.lanes 48 is not a multiple of 9 processes")]
     assert code == 2
 
@@ -505,11 +505,11 @@ def test_an_allocation_must_be_there_and_large_enough(
 ) -> None:
     profile = write_profile(launcher="allocation", nodes=4, nproc_per_node=2)
     wanted = {
-        None: "no  launcher: allocation: this is not inside a SLURM job; use salloc or sbatch, or set-resources: "
+        None: "no  launcher: allocation: not inside a SLURM job; use salloc or sbatch, or set-resources: "
         "train: launcher: slurm",
-        "2": "no  launcher: allocation: job 5 has 2 nodes, asked are 4; set-resources: train: nodes: 2, or a larger "
+        "2": "no  launcher: allocation: job 5 has 2 nodes, requested: 4; set-resources: train: nodes: 2, or a larger "
         "job",
-        "4": "ok  launcher: allocation: job 5 has 4 nodes, asked are 4",
+        "4": "ok  launcher: allocation: job 5 has 4 nodes, requested: 4",
     }
     for nodes, line in wanted.items():
         if nodes is not None:
@@ -542,10 +542,10 @@ def test_a_plan_of_another_machine_and_a_name_that_snakemake_does_not_find_are_t
     assert lines[1:5] == [
         "?   profile's name: snakemake --profile one does not find it; `cellmill profiles install` links it, or give "
         "profiles/one",
-        "?   default-resources: slurm_partition does not reach a training, whose rule has its own; write it under "
+        "?   default-resources: slurm_partition does not reach a training, whose rule declares its own; write it under "
         "set-resources: train too",
-        "no  plan's nodes: 2, a training has 1; set-resources: plan: nodes: 1",
-        "no  plan's nproc_per_node: 1, a training has 2; set-resources: plan: nproc_per_node: 2",
+        "no  plan's nodes: 2, but train has 1; set-resources: plan: nodes: 1",
+        "no  plan's nproc_per_node: 1, but train has 2; set-resources: plan: nproc_per_node: 2",
     ]
     assert (code, last) == (2, "cellmill preflight: no go: 2 reasons")
     other = project / "home" / "snakemake" / "one" / "config.yaml"
@@ -558,9 +558,15 @@ def test_a_plan_of_another_machine_and_a_name_that_snakemake_does_not_find_are_t
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--profile", "none"], "cellmill preflight: no profile is called 'none': none of profiles/none, none, "),
-        (["--profile", "one", "--wait-min", "0"], "cellmill preflight: --wait-min 0: a number of minutes above 0 is"),
-        (["--profile", "one", "--wait-min", "nan"], "cellmill preflight: --wait-min nan: a number of minutes above 0"),
+        (["--profile", "none"], "cellmill preflight: no profile 'none': none of profiles/none, "),
+        (
+            ["--profile", "one", "--wait-min", "0"],
+            "cellmill preflight: --wait-min: expected a number of minutes above 0, got 0",
+        ),
+        (
+            ["--profile", "one", "--wait-min", "nan"],
+            "cellmill preflight: --wait-min: expected a number of minutes above 0, got nan",
+        ),
     ],
 )
 def test_what_cannot_be_begun_is_one_line(
@@ -591,7 +597,7 @@ def test_genes_are_counted_without_reading_a_count(
     code, lines, _ = preflight(capsys, write_profile(), "--no-job")
     genes = [line for line in lines if "genes of" in line]
     assert genes == [
-        "?   genes of sim: none.h5ad is not there yet",
+        "?   genes of sim: none.h5ad does not exist yet",
         f"no  genes of mouse: {mouse}: 0 of 37 genes (0.0%) map to a human Ensembl id, preprocess.min_coverage_frac is "
         "0.5; 5.4% map as mouse: set preprocess.organism to mouse",
         f"no  genes of odd: {odd}: 3 of 37 genes (8.1%) map to a human Ensembl id, preprocess.min_coverage_frac is "
@@ -613,9 +619,8 @@ def test_genes_are_counted_without_reading_a_count(
         (project / "config.yaml").write_text(loose + f"embed: {{min_coverage_frac: {threshold}}}\n")
         code, lines, _ = preflight(capsys, write_profile(), "--no-job")
         line = next(line for line in lines if "genes of" in line)
-        figure = "genes of odd: 3 of 37 (8.1%) have a human Ensembl id; of the vocabulary's 3 genes it has 2 (66.7%)"
-        doubt = ", a smaller fraction than embed.min_coverage_frac 0.9, which is of counts, and judged when cells "
-        doubt += "are embedded"
+        figure = "genes of odd: 3 of 37 (8.1%) have a human Ensembl id; it has 2 (66.7%) of the vocabulary's 3 genes"
+        doubt = "; embed.min_coverage_frac is 0.9, of counts, and checked when cells are embedded"
         assert line == start + figure + (doubt if threshold == 0.9 else "")
         assert code == 0
 
@@ -657,6 +662,7 @@ def node(host: str = "n1", **changes: Any) -> dict[str, Any]:
         "token": "t",
         "head_time": 1000.0,
         "time": 1000.5,
+        "seen": 1001.5,
     }
     return facts | changes
 
@@ -688,7 +694,7 @@ def test_gpus_are_counted_and_compared_with_the_plan() -> None:
     nodes = [node("n1"), node("n2")]
     assert text(judge_gpus(machine, "a100", nodes)) == ["ok  GPUs: 4 x NVIDIA A100-SXM4-80GB on n1, n2"]
     assert text(judge_gpus(machine, "h100", nodes)) == [
-        "?   GPUs: 4 x NVIDIA A100-SXM4-80GB on n1, n2, and the plan is made for h100; set-resources: plan: device"
+        "?   GPUs: 4 x NVIDIA A100-SXM4-80GB on n1, n2, but the plan assumes h100; set-resources: plan: device"
     ]
     assert text(judge_gpus(machine, "a100", [node("n1"), node("n2", gpus=["NVIDIA H100"] * 4)])) == [
         "?   GPUs: 4 x NVIDIA A100-SXM4-80GB and NVIDIA H100 on n1, n2: the slowest sets the pace; set-resources: "
@@ -698,21 +704,21 @@ def test_gpus_are_counted_and_compared_with_the_plan() -> None:
         "no  GPUs: n2 shows 1 to 4 processes; set-resources: train: gpus_per_node: 4, or nproc_per_node: 1"
     ]
     assert text(judge_gpus(machine, "a100", [node(gpus=[], cuda=None, torch="2.13.0+cpu")])) == [
-        "no  GPUs: torch 2.13.0+cpu on n1 is built without CUDA; install a build with it, or set-resources: train: "
+        "no  GPUs: torch 2.13.0+cpu on n1 is built without CUDA; install a build with CUDA, or set-resources: train: "
         "modules or container with one"
     ]
     assert text(judge_gpus(Machine(), "cpu", [node(gpus=[])])) == [
-        "ok  GPUs: none asked for and none there: processes compute on CPU cores"
+        "ok  GPUs: none requested and none visible: processes compute on CPU cores"
     ]
 
 
 def test_a_folder_that_is_not_shared_names_the_nodes(tmp_path: Path) -> None:
     assert text(judge_folder([node("n1"), node("n2", token=None)], "t")) == [
-        "no  shared folder: n2 did not see what this machine had written and fsynced; work in a folder that every node "
-        "mounts, or set-resources: train: sbatch_options: exclude=n2"
+        "no  shared folder: n2 did not see a file that this machine had written and fsynced; work in a folder that "
+        "every node mounts, or set-resources: train: sbatch_options: exclude=n2"
     ]
     assert text(judge_folder([node("n1"), node("n2")], "t")) == [
-        "ok  shared folder: n1, n2 read what this machine wrote, and it what they wrote"
+        "ok  shared folder: n1, n2 and this machine read each other's files"
     ]
 
 
@@ -721,7 +727,7 @@ def test_write_speed_is_that_of_the_slowest_node() -> None:
         "ok  write speed: 500 MB/s with fsync on n2, the slowest"
     ]
     assert text(judge_disk([node(write_s=6.7108864)])) == [
-        "?   write speed: 10 MB/s with fsync on n1: checkpoints take long; work in a faster folder"
+        "?   write speed: 10 MB/s with fsync on n1: checkpoints will be slow; work in a faster folder"
     ]
     assert text(judge_disk([node(write_s=None, write_error="No space left on device")])) == [
         "no  write speed: n1 cannot write 64 MB here: No space left on device; make room, or work in another folder"
@@ -745,8 +751,7 @@ def test_write_speed_is_that_of_the_slowest_node() -> None:
     ],
 )
 def test_a_clock_is_told_to_be_wrong_only_where_that_is_certain(time_: float, line: str) -> None:
-    seen = {node_file(0): 1001.5, node_file(1): 1001.5}
-    assert text(judge_clocks([node("n1"), node("n2", time=time_)], seen)) == [line]
+    assert text(judge_clocks([node("n1"), node("n2", time=time_)])) == [line]
 
 
 def test_an_interface_that_a_node_lacks_is_named() -> None:
@@ -754,7 +759,7 @@ def test_an_interface_that_a_node_lacks_is_named() -> None:
     for fine in ("", "eth0", "eth", "=eth0", "ib1,eth0", "^lo"):
         assert text(judge_interface(fine, nodes)) == []
     assert text(judge_interface("ib0", nodes)) == [
-        "no  interface: n2 has no ib0: there are eth0, lo; set-resources: train: interface"
+        "no  interface: n2 has no ib0: it has eth0, lo; set-resources: train: interface"
     ]
 
 
@@ -780,7 +785,7 @@ def test_bandwidth_is_told_with_what_carried_it() -> None:
         "train: interface: that of the fast network"
     )
     one = allreduce(inside=[{"host": "n1", "bus_gb_per_s": None}], between=None, interfaces={"n1": None})
-    assert text(judge_allreduce("", nodes, one)) == ["ok  all-reduce: nothing to measure for one process; nccl works"]
+    assert text(judge_allreduce("", nodes, one)) == ["ok  all-reduce: nothing to measure with one process; nccl works"]
 
 
 def test_what_carried_the_bytes_to_other_nodes_is_not_what_processes_of_one_node_used() -> None:
@@ -824,7 +829,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
             {"state": "FAILED"},
             [],
             False,
-            "no  job: job 7 ended with FAILED on n[1-2] before any process wrote a word: No module named 'torch' (log: "
+            "no  job: job 7 ended with FAILED on n[1-2] before any process reported: No module named 'torch' (log: "
             "FOLDER/log); work in a folder that the nodes mount; set-resources: train: modules, container or mem_mb "
             "may be wrong",
         ),
@@ -832,16 +837,15 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
             {"state": "TIMEOUT"},
             ["n1", "n2"],
             False,
-            "no  job: job 7 ended with TIMEOUT on n[1-2] before its processes had met (log: FOLDER/log); "
+            "no  job: job 7 ended with TIMEOUT on n[1-2] before its processes had connected (log: FOLDER/log); "
             "set-resources: train: interface: one that connects the nodes",
         ),
     ],
     ids=lambda value: str(value)[:30],
 )
 def test_a_job_that_failed_says_how_far_it_came(
-    tmp_path: Path, commands: Callable[..., None], end: dict[str, Any], hosts: list[str], whole: bool, line: str
+    tmp_path: Path, end: dict[str, Any], hosts: list[str], whole: bool, line: str
 ) -> None:
-    commands(scontrol="n1\nn2\n")
     (tmp_path / "log").write_text("srun: n1\nNo module named 'torch'\n\n")
     ended = End(path=tmp_path, job_id="7", nodes="n[1-2]", log=tmp_path / "log", **end)
     assert text(judge_end(ended, hosts, whole)) == [line.replace("FOLDER", str(tmp_path))]

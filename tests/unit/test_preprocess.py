@@ -74,7 +74,7 @@ def test_what_is_kept_equals_a_dense_reference(
     assert report["nnz"] == int((wanted > 0).to_numpy().sum())
 
 
-def test_the_report_says_where_everything_went(panel: Path, tmp_path: Path) -> None:
+def test_the_report_counts_every_dropped_cell_and_gene(panel: Path, tmp_path: Path) -> None:
     got, report = run(panel, tmp_path / "out.h5ad", min_genes=2, min_cells=2)
     assert report["dataset"] == "d"
     assert report["source"] == {
@@ -114,7 +114,7 @@ def test_ids_symbols_and_obs_are_kept(panel: Path, tmp_path: Path) -> None:
     assert set(got.obs["label"].cat.categories) == set(got.obs["label"])
 
 
-def test_a_cell_whose_genes_all_go_is_dropped_too(make_h5ad: Make, tmp_path: Path) -> None:
+def test_a_cell_left_without_genes_is_dropped(make_h5ad: Make, tmp_path: Path) -> None:
     matrix = np.zeros((5, 3), np.float32)
     matrix[:4, 0] = 1
     matrix[4, 1] = 9
@@ -123,13 +123,13 @@ def test_a_cell_whose_genes_all_go_is_dropped_too(make_h5ad: Make, tmp_path: Pat
     assert report["cells"]["dropped"]["no gene left"] == 1
 
 
-def test_antibodies_are_no_genes(make_h5ad: Make, tmp_path: Path) -> None:
+def test_antibodies_are_not_genes(make_h5ad: Make, tmp_path: Path) -> None:
     var = pd.DataFrame({"feature_types": ["Gene Expression", "Antibody Capture"]}, index=["CD4", "CD19"])
     got, report = run(make_h5ad(np.ones((4, 2), np.float32), var=var), tmp_path / "out.h5ad")
     assert got.var["symbol"].tolist() == ["CD4"]
     assert report["genes"]["dropped"]["not gene expression"] == 1
     var["feature_types"] = "Antibody Capture"
-    with pytest.raises(DataError, match=r"no gene: var\['feature_types'\] is nowhere 'Gene Expression'"):
+    with pytest.raises(DataError, match=r"no genes: no var\['feature_types'\] is 'Gene Expression'"):
         run(make_h5ad(np.ones((4, 2), np.float32), var=var), tmp_path / "none.h5ad")
     assert report["coverage"]["frac"] == 1.0
 
@@ -154,14 +154,14 @@ def test_low_coverage_names_the_other_organism_or_the_names(panel: Path, make_h5
     odd = make_h5ad(np.ones((4, 3), np.float32), "odd.h5ad", genes=["TP53", "x1", "x2"])
     assert message(odd) == (
         f"{odd}: 1 of 3 genes (33.3%) map to a human Ensembl id, preprocess.min_coverage_frac is 0.5; "
-        "unknown are 'x1', 'x2': name genes by Ensembl id or symbol, or lower the threshold"
+        "unknown: 'x1', 'x2'; name genes by Ensembl id or symbol, or lower the threshold"
     )
     assert "0 of 3 genes" in message(odd, organism="mouse", min_coverage_frac=0)
     assert run(odd, tmp_path / "odd_out.h5ad", organism=None)[0].n_vars == 3
     assert not (tmp_path / "out.h5ad").exists()
 
 
-def test_an_absent_obs_column_is_named_with_the_nearest(panel: Path, tmp_path: Path) -> None:
+def test_a_missing_obs_column_is_named_with_the_closest(panel: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         run(panel, tmp_path / "out.h5ad", keep_obs=["labels"])
     assert str(error.value) == f"{panel}: no obs column 'labels' (preprocess.keep_obs); did you mean 'label'?"
@@ -176,20 +176,20 @@ def test_nothing_left_names_the_filter_and_the_option(panel: Path, make_h5ad: Ma
         return str(error.value).removeprefix(f"{path}: ")
 
     assert message(panel, min_genes=200) == (
-        "no cell of 60 is left after QC: no counts drops 1, min_genes 200 drops 59; lower preprocess.min_genes"
+        "none of 60 cells is left after QC: no counts drops 1, min_genes 200 drops 59; lower preprocess.min_genes"
     )
     assert message(panel, min_counts=500) == (
-        "no cell of 60 is left after QC: no counts drops 1, min_counts 500 drops 59; lower preprocess.min_counts"
+        "none of 60 cells is left after QC: no counts drops 1, min_counts 500 drops 59; lower preprocess.min_counts"
     )
     mito = make_h5ad(np.ones((4, 2), np.float32), "mito.h5ad", genes=["TP53", "MT-CO1"])
     assert message(mito, max_mito_frac=0.2) == (
-        "no cell of 4 is left after QC: max_mito_frac 0.2 drops 4; raise preprocess.max_mito_frac"
+        "none of 4 cells is left after QC: max_mito_frac 0.2 drops 4; raise preprocess.max_mito_frac"
     )
     assert message(mito, min_cells=5) == (
-        "no gene of 2 is left after QC: none is detected in 5 of the 4 cells that pass; lower preprocess.min_cells"
+        "none of 2 genes is left after QC: none is detected in 5 of the 4 cells that pass; lower preprocess.min_cells"
     )
     zeros = make_h5ad(np.zeros((4, 2), np.float32), "zeros.h5ad", genes=["TP53", "MT-CO1"])
-    assert message(zeros) == "no cell of 4 is left after QC: none has a count"
+    assert message(zeros) == "none of 4 cells is left after QC: none has a count"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Probes against scikit-learn, nothing fitted outside a fold, and the sentences of the verdict."""
+"""Probes against scikit-learn, nothing fitted outside a fold, and the verdicts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from cellmill.evaluate.probe import choose_cells, log_normalise, probe, verdict
+from cellmill.evaluate.tasks.probe import choose_cells, judge_probes, log_normalise, probe_table
+from cellmill.runs.verdict import compare, sentence
 
 
 def _problem(n: int = 120) -> tuple[np.ndarray, np.ndarray, sp.csr_matrix, np.ndarray]:
@@ -30,17 +31,18 @@ def _problem(n: int = 120) -> tuple[np.ndarray, np.ndarray, sp.csr_matrix, np.nd
     return embedding, noise, log_normalise(sp.csr_matrix(counts.astype(np.uint32))), labels
 
 
-def _row(name: str, accuracy: list[float], f1: float, kind: str = "baseline") -> dict[str, object]:
+def _row(name: str, accuracy: list[float], f1: list[float], kind: str = "baseline") -> dict[str, object]:
     return {
         "name": name, "kind": kind, "accuracy_mean": float(np.mean(accuracy)), "accuracy_folds": accuracy,
-        "macro_f1_mean": f1,
+        "macro_f1_mean": float(np.mean(f1)), "macro_f1_folds": f1,
     }  # fmt: skip
 
 
 def test_rows_equal_scikit_learn_pipelines_cross_validated_over_the_same_folds() -> None:
     embedding, noise, genes, labels = _problem()
     rows = {
-        row["name"]: row for row in probe(embedding, noise, genes, labels, folds=5, neighbors=7, seed=3, components=5)
+        row["name"]: row
+        for row in probe_table(embedding, noise, genes, labels, folds=5, neighbors=7, seed=3, components=5)
     }
     folds = StratifiedKFold(5, shuffle=True, random_state=3)
     linear = LogisticRegression(max_iter=1000)
@@ -63,7 +65,7 @@ def test_rows_equal_scikit_learn_pipelines_cross_validated_over_the_same_folds()
             assert rows[name][f"{key}_sd"] == pytest.approx(scores.std(ddof=1))
     assert rows["majority"]["accuracy_mean"] == pytest.approx(1 / 3)
     assert rows["majority"]["macro_f1_mean"] == pytest.approx(1 / 6)
-    assert [row["kind"] for row in rows.values()] == ["linear", "knn"] + 6 * ["baseline"]
+    assert [row["kind"] for row in rows.values()] == 2 * ["model"] + 6 * ["baseline"]
 
 
 def test_components_are_fitted_on_the_training_cells_of_a_fold_only() -> None:
@@ -77,7 +79,7 @@ def test_components_are_fitted_on_the_training_cells_of_a_fold_only() -> None:
     folds = list(StratifiedKFold(5, shuffle=True, random_state=0).split(genes, labels))
     planted = folds[2][1]
     genes[planted, 0] += 1000 * random.normal(size=len(planted))
-    rows = probe(genes, genes, sp.csr_matrix(genes), labels, folds=5, neighbors=3, seed=0, components=1)
+    rows = probe_table(genes, genes, sp.csr_matrix(genes), labels, folds=5, neighbors=3, seed=0, components=1)
     scores = next(row for row in rows if row["name"] == "PCA50 + logistic regression")["accuracy_folds"]
     assert scores[2] == 1.0
     assert max(scores[:2] + scores[3:]) < 0.95
@@ -88,7 +90,7 @@ def test_all_genes_beat_components_on_real_cells_as_measured_before(shared: Call
     chosen = choose_cells(adata.obs["bulk_labels"], folds=5, seed=0)
     genes = log_normalise(sp.csr_matrix(adata.X, dtype=np.uint32))[chosen.cells]
     blank = np.zeros((len(chosen.cells), 2), np.float32)
-    rows = {row["name"]: row for row in probe(blank, blank, genes, chosen.labels, folds=5, neighbors=15, seed=0)}
+    rows = {row["name"]: row for row in probe_table(blank, blank, genes, chosen.labels, folds=5, neighbors=15, seed=0)}
     reference = {"majority": 0.343, "PCA50 + kNN": 0.803, "PCA50 + logistic regression": 0.816}
     for name, accuracy in (reference | {"all genes + logistic regression": 0.839}).items():
         assert rows[name]["accuracy_mean"] == pytest.approx(accuracy, abs=0.015), name
@@ -121,28 +123,48 @@ def test_too_many_cells_are_drawn_from_the_same_at_every_run() -> None:
     assert (chosen.cells != choose_cells(labels, folds=5, seed=5, max_cells=100).cells).any()
 
 
-def test_the_verdict_says_losses_ties_and_wins_in_figures() -> None:
+def test_the_verdicts_call_every_loss_a_loss_and_a_gain_within_the_spread_a_tie() -> None:
     rows = [
-        _row("embedding + logistic regression", [0.80, 0.80], 0.60, "linear"),
-        _row("embedding + kNN", [0.70, 0.78], 0.50, "knn"),
-        _row("untrained + logistic regression", [0.70, 0.70], 0.50),
-        _row("untrained + kNN", [0.73, 0.73], 0.50),
-        _row("majority", [0.80, 0.80], 0.20),
-        _row("PCA50 + logistic regression", [0.80, 0.80], 0.65),
-        _row("PCA50 + kNN", [0.75, 0.79], 0.40),
-        _row("all genes + logistic regression", [0.83, 0.85], 0.70),
+        _row("embedding + logistic regression", [0.80, 0.80], [0.60, 0.60], "model"),
+        _row("embedding + kNN", [0.70, 0.78], [0.50, 0.50], "model"),
+        _row("untrained + logistic regression", [0.70, 0.70], [0.50, 0.50]),
+        _row("untrained + kNN", [0.73, 0.73], [0.50, 0.50]),
+        _row("majority", [0.80, 0.80], [0.20, 0.20]),
+        _row("PCA50 + logistic regression", [0.80, 0.80], [0.65, 0.65]),
+        _row("PCA50 + kNN", [0.75, 0.79], [0.40, 0.40]),
+        _row("all genes + logistic regression", [0.83, 0.85], [0.70, 0.70]),
     ]
-    assert verdict(rows) == [
-        "Best by accuracy: all genes + logistic regression (0.840).",
+    verdicts = judge_probes(rows)
+    assert [sentence(verdict) for verdict in verdicts] == [
         "embedding + logistic regression loses to all genes + logistic regression by 0.040 accuracy "
-        "(0.800 against 0.840).",
-        "embedding + logistic regression ties with PCA50 + logistic regression in accuracy (0.800), "
-        "and loses to it by 0.050 macro-F1.",
-        "embedding + logistic regression beats untrained + logistic regression by 0.100 accuracy "
-        "(0.800 against 0.700).",
-        "embedding + logistic regression ties with majority in accuracy (0.800).",
-        "embedding + kNN loses to PCA50 + kNN by 0.030 accuracy (0.740 against 0.770), "
-        "though it wins by 0.100 macro-F1.",
-        "embedding + kNN is 0.010 accuracy above untrained + kNN (0.740 against 0.730), "
-        "within the spread over folds (sd 0.057): no clear win.",
+        "(-0.054 to -0.026).",
+        "embedding + logistic regression ties with PCA50 + logistic regression in accuracy (0.000 to 0.000).",
+        "embedding + logistic regression loses to PCA50 + logistic regression by 0.050 macro-F1 (-0.050 to -0.050).",
+        "embedding + logistic regression beats untrained + logistic regression by 0.100 accuracy (0.100 to 0.100).",
+        "embedding + logistic regression ties with majority in accuracy (0.000 to 0.000).",
+        "embedding + kNN loses to PCA50 + kNN by 0.030 accuracy (-0.058 to -0.002).",
+        "embedding + kNN beats PCA50 + kNN by 0.100 macro-F1 (0.100 to 0.100).",
+        "embedding + kNN is ahead of untrained + kNN by 0.010 accuracy (-0.047 to 0.067): no clear win.",
+        "embedding + kNN loses to majority by 0.060 accuracy (-0.117 to -0.003).",
+        "embedding + kNN beats majority by 0.300 macro-F1 (0.300 to 0.300).",
     ]
+    assert [verdict.outcome for verdict in verdicts] == [
+        "lost",
+        "tied",
+        "lost",
+        "won",
+        "tied",
+        "lost",
+        "won",
+        "tied",
+        "lost",
+        "won",
+    ]
+    assert (verdicts[0].metric, verdicts[0].difference) == ("accuracy", -0.04)
+    assert verdicts[0].interval == pytest.approx((-0.04 - 0.02 / 2**0.5, -0.04 + 0.02 / 2**0.5))
+
+
+def test_a_lower_value_wins_where_lower_is_better() -> None:
+    verdict = compare("model", "frequency", "nats cross-entropy", -0.25, lower_is_better=True)
+    assert sentence(verdict) == "model beats frequency by 0.250 nats cross-entropy."
+    assert (verdict.difference, verdict.interval, verdict.outcome) == (-0.25, None, "won")

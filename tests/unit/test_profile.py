@@ -135,6 +135,7 @@ def test_the_machine_is_what_the_rule_train_is_called_with(alone: Path) -> None:
     _machine(parser)
     _cluster(parser)
     given = vars(parser.parse_known_args(flags)[0])
+    assert {flag.partition("=")[0] for flag in flags} >= {f"--{name.replace('_', '-')}" for name in given}
     assert read_profile("one").machine() == check_options(Machine, given, "the rule's flags")
 
 
@@ -143,7 +144,7 @@ def test_what_default_resources_says_of_a_site_does_not_reach_a_training() -> No
         "default-resources: {slurm_partition: cpu, slurm_account: lab, runtime: 5}\nset-resources: {train: {qos: x}}\n"
     )
     found = read_profile("one")
-    assert found.unread() == ["slurm_partition", "slurm_account"]
+    assert found.unread == ["slurm_partition", "slurm_account"]
     assert found.machine() == Machine(qos="x")
 
 
@@ -158,12 +159,12 @@ def test_what_default_resources_says_of_a_site_does_not_reach_a_training() -> No
         ),
         (
             {"mem_mb": "input.size_mb"},
-            "mem_mb: Snakemake reads 'input.size_mb' as Python; write \"'input.size_mb'\", in both quotes, for a text",
+            "mem_mb: expected a number without quotes, got 'input.size_mb'; `mem: 16G` takes a unit",
         ),
-        ({"runtime": "1-00:00:00"}, "runtime: a time such as 90 (minutes) or 2h is wanted, not '1-00:00:00'"),
-        ({"mem": "lots"}, "mem: a size such as 16000 (MB) or 16G is wanted, not 'lots'"),
-        ({"mem_mb": "8G"}, "mem_mb: a number without quotes is wanted, not '8G'; `mem: 16G` takes a unit"),
-        ({"mem_mb": "0"}, "mem_mb: a number without quotes is wanted, not '0'; `mem: 16G` takes a unit"),
+        ({"runtime": "1-00:00:00"}, "runtime: expected a time such as 90 (minutes) or 2h, got '1-00:00:00'"),
+        ({"mem": "lots"}, "mem: expected a size such as 16000 (MB) or 16G, got 'lots'"),
+        ({"mem_mb": "8G"}, "mem_mb: expected a number without quotes, got '8G'; `mem: 16G` takes a unit"),
+        ({"mem_mb": "0"}, "mem_mb: expected a number without quotes, got '0'; `mem: 16G` takes a unit"),
         ({"mem": "8G", "mem_mb": 8000}, "mem_mb is given twice, in two units"),
     ],
 )
@@ -178,11 +179,11 @@ def test_a_value_that_is_another_to_snakemake_is_named(train: dict[str, Any], me
     ("train", "message"),
     [
         ({"partition": "gpu"}, "unknown key 'partition'; did you mean 'slurm_partition'?"),
-        ({"nodes": 0}, "nodes: a number such as 2 or a range such as 1-2 is wanted, not '0'"),
+        ({"nodes": 0}, "nodes: expected a number such as 2 or a range such as 1-2, got '0'"),
         (
             {"slurm_account": "lab; rm -rf $HOME/x"},
-            "slurm_account: 'lab; rm -rf {HOME}/x' has a character that no SLURM value needs: letters, digits and "
-            ". , : + = @ / * & | ( ) [ ] ! % - _ are allowed",
+            "slurm_account: 'lab; rm -rf {HOME}/x': expected only the characters of SLURM's values, letters, digits "
+            "and . , : + = @ / * & | ( ) [ ] ! % - _",
         ),
     ],
 )
@@ -197,12 +198,11 @@ def test_a_machine_that_is_none_is_one_line_with_the_key(alone: Path, train: dic
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- a\n", "a profile is a mapping of Snakemake's options, not list"),
-        ("a: [\n", "not valid YAML: "),
-        ("__use_yte__: true\n", "__use_yte__: templates are not read here; give a profile without them"),
-        ("set-resources: {train: 4}\n", "set-resources: a mapping of rules, each a mapping of resources, is wanted"),
-        ("set-resources: [train=4]\n", "set-resources: entries are rule:resource=value, not ['train=4']"),
-        ("default-resources: 4\n", "default-resources: a mapping is wanted, not 4"),
+        ("- a\n", "The config file doesn't appear to contain 'key: value' pairs (aka. a YAML mapping)."),
+        ("a: [\n", "Couldn't parse config file: while parsing a flow node expected the node content, but found"),
+        ("set-resources: {train: 4}\n", "Invalid set-resources format in profile. Expected two-level mapping, got"),
+        ("set-resources: [train=4]\n", "set-resources: expected rule:resource=value, got 'train=4'"),
+        ("default-resources: 4\n", "default-resources: expected a mapping, got '4'"),
     ],
 )
 def test_a_file_that_is_no_profile_is_one_line(text: str, message: str) -> None:
@@ -216,8 +216,8 @@ def test_a_file_that_is_no_profile_is_one_line(text: str, message: str) -> None:
 def test_a_name_is_looked_for_beside_the_pipeline_and_then_where_snakemake_looks(alone: Path) -> None:
     with pytest.raises(ConfigError) as error:
         find_profile("one")
-    places = f"profiles/one, one, {alone}/user/snakemake/one, {alone}/site/snakemake/one"
-    assert str(error.value) == f"no profile is called 'one': none of {places} is one, or holds config.yaml"
+    places = f"profiles/one, {alone}/one, {alone}/user/snakemake/one, {alone}/site/snakemake/one"
+    assert str(error.value) == f"no profile 'one': none of {places} is a profile or has a config.yaml"
     for place in ("site/snakemake/one", "user/snakemake/one", "one", "profiles/one"):
         path = write("cores: 1\n", f"{place}/config.yaml")
         assert find_profile("one").resolve() == path.resolve()

@@ -50,7 +50,7 @@ def test_what_is_there_and_not_ours_is_left_alone(
     else:
         (home / "slurm").symlink_to(tmp_path if kind == "another link" else tmp_path / "nowhere")
     assert install(root) == 2
-    assert capsys.readouterr().err.startswith(f"cellmill profiles: {home / 'slurm'}: is there already and ")
+    assert capsys.readouterr().err.startswith(f"cellmill profiles: {home / 'slurm'}: exists and is ")
     assert [path.name for path in home.iterdir()] == ["slurm"], "others were linked before the refusal"
 
 
@@ -77,8 +77,8 @@ def test_a_profile_called_default_is_refused(home: Path, tmp_path: Path, capsys:
     (tmp_path / "profiles" / "default" / "config.yaml").write_text("cores: 1\n")
     assert install(tmp_path) == 2
     assert capsys.readouterr().err == (
-        f"cellmill profiles: {tmp_path}/profiles/default: Snakemake loads a profile of that name by itself, over "
-        "--profile key by key; rename it\n"
+        f"cellmill profiles: {tmp_path}/profiles/default: Snakemake loads a profile of that name unasked, and it "
+        "overrides --profile key by key; rename it\n"
     )
     assert not home.exists()
 
@@ -86,5 +86,5 @@ def test_a_profile_called_default_is_refused(home: Path, tmp_path: Path, capsys:
 def test_without_profiles_it_says_where_to_stand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profiles", "install", "--from", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
-        f"cellmill profiles: {tmp_path}: has no profiles; run this at the root of a checkout, or say --from FOLDER\n"
+        f"cellmill profiles: {tmp_path}: has no profiles; run this at the root of a checkout, or set --from FOLDER\n"
     )

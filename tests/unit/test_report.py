@@ -1,9 +1,10 @@
-"""The report says what the folders hold, escapes what users named, and loads nothing."""
+"""The report shows what the folders hold, escapes user text, and loads nothing."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,19 @@ from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
 from cellmill.report import figures
 from cellmill.report.collect import largest_memory, losses, read_corpus, read_run
+from cellmill.report.page import flat, number, render
+from cellmill.report.task_table import Column, columns
+from cellmill.runs.verdict import Outcome, Verdict
 from cellmill.stages import report
 
 EVIL = "<script>alert(1)"
 ROWS = [
-    ("embedding + logistic regression", "linear", 0.80),
-    ("embedding + kNN", "knn", 0.75),
+    ("embedding + logistic regression", "model", 0.80),
+    ("embedding + kNN", "model", 0.75),
     ("all genes + logistic regression", "baseline", 0.84),
 ]
-LOSS = "embedding + kNN loses to all genes + logistic regression by 0.090 accuracy (0.750 against 0.840)."
+LOST = Verdict("embedding + kNN", "PCA50 + kNN", "accuracy", -0.09, (-0.12, -0.06), "lost")
+LOSS = "embedding + kNN loses to PCA50 + kNN by 0.090 accuracy (-0.120 to -0.060)."
 
 
 def _write(path: Path, value: Any) -> None:
@@ -36,15 +41,21 @@ def _run(folder: Path) -> Path:
          "macro_f1_sd": 0.03, "accuracy_folds": [a, a], "macro_f1_folds": [a, a], "not_converged": 0}
         for name, kind, a in ROWS
     ]  # fmt: skip
-    probe = {
+    figures = {
         "n_cells": 90, "classes": {EVIL: 50, "B $x_$": 40}, "dropped_classes": {"<b>few": 3}, "n_unlabelled": 2,
-        "n_left_out": 0, "folds": 5, "neighbors": 15, "rows": rows, "verdict": [LOSS],
+        "folds": 5,
     }  # fmt: skip
-    filled = {"objective": "masked_value", "n_cells": 95, "r2_over_gene_mean": -0.012, "verdict": []}
-    shared = {"n_cells": 300, "n_scored": 95, "cells": "heldout", "n_without_genes": 0, "probe_skipped": None}
+    result: dict[str, Any] = {
+        "rows": [], "metric": None, "verdicts": [], "sentences": [], "figures": {}, "skipped": None,
+    }  # fmt: skip
+    lost = {"verdicts": [asdict(LOST)], "sentences": [LOSS]}
+    probe = result | {"rows": rows, "metric": "accuracy", "figures": figures} | lost
+    skipped = result | {"skipped": "the dataset has no label column"}
+    masked = result | {"figures": {"n_cells": 95, "r2_over_gene_mean": -0.012}}
+    shared = {"n_cells": 300, "n_scored": 95, "cells": "heldout", "n_without_genes": 0}
     datasets = {
-        "pbmc": shared | {"label": "type", "probe": probe, "reconstruction": filled},
-        "bare": shared | {"label": None, "probe": None, "reconstruction": filled},
+        "pbmc": shared | {"roles": {"label": "type"}, "tasks": {"probe": probe, "reconstruct": masked}},
+        "bare": shared | {"roles": {}, "tasks": {"probe": skipped, "reconstruct": masked}},
     }
     _write(folder / "plan.json", {"parameters": 1234567, "steps": 200, "hours": 0.5})
     _write(folder / "train/status.json", {"state": "done", "step": 199, "cells": 6368, "best_val_loss": 0.4321})
@@ -96,7 +107,7 @@ class _Page(HTMLParser):
         self.tags.append((tag, dict(attrs)))
 
     def handle_data(self, data: str) -> None:
-        self.text += data
+        self.text += f" {data}"
 
 
 def test_the_page_loads_nothing_from_elsewhere(page: str) -> None:
@@ -107,19 +118,20 @@ def test_the_page_loads_nothing_from_elsewhere(page: str) -> None:
             assert (attributes.get(name) or "#").startswith(("#", "data:"))
 
 
-def test_whatever_users_named_is_escaped(page: str) -> None:
+def test_user_text_is_escaped(page: str) -> None:
     assert "<script" not in page
     assert "<b>few" not in page
     assert page.count("&lt;script&gt;alert(1)") > 5
 
 
-def test_the_page_says_what_the_folders_hold(page: str) -> None:
+def test_the_page_shows_what_the_folders_hold(page: str) -> None:
     text = " ".join(_Page(page).text.split())
     for wanted in (
-        "1,234,567", "6,368", "0.4321", "0.840", "0.800", LOSS, "Where models lose", "B $x_$", "<b>few (3)",
-        "2 cells have no label", "No label column is named for this dataset", "-0.012", "97.3 %", "min_genes: 5",
+        "1,234,567", "6,368", "0.4321", "0.840", "0.800", LOSS, "Where models lose", "B $x_$", "<b>few 3",
+        "0.840 ± 0.020", "probe: accuracy", "n unlabelled 2", "Skipped: the dataset has no label column.", "-0.012",
+        "97.3 %", "min_genes: 5",
         "a vocabulary of 1 genes", "240", "f00d" * 16, "cafe" * 16, "beef" * 16, "2.99.1", "train.lr", "raw.h5ad",
-        "3 cells, of which 1 are held out",
+        "3 cells, 1 of them held out",
     ):  # fmt: skip
         assert wanted in text, wanted
 
@@ -135,29 +147,29 @@ def test_the_best_row_and_the_rows_of_the_model_are_marked(page: str) -> None:
 
 def test_the_same_folders_give_the_same_bytes(tmp_path: Path, page: str) -> None:
     runs = [read_run(tmp_path / "runs" / "first"), read_run(tmp_path / "runs" / EVIL)]
-    assert report.render(f"Cells {EVIL}", runs, [read_corpus(tmp_path / "corpora" / "pbmc")]) == page
+    assert render(f"Cells {EVIL}", runs, [read_corpus(tmp_path / "corpora" / "pbmc")]) == page
 
 
-def test_what_is_not_there_yet_is_said(tmp_path: Path) -> None:
+def test_the_page_says_which_files_are_missing(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "corpus").mkdir()
-    text = _Page(report.render("r", [read_run(tmp_path / "run")], [read_corpus(tmp_path / "corpus")])).text
+    text = _Page(render("r", [read_run(tmp_path / "run")], [read_corpus(tmp_path / "corpus")])).text
     for wanted in ("not trained", "not evaluated", "nothing was logged yet", "not sharded", "No QC reports"):
         assert wanted in text, wanted
 
 
-def test_a_torn_last_line_of_metrics_is_left_out(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_of_metrics_is_left_out(tmp_path: Path) -> None:
     assert [line["step"] for line in read_run(_run(tmp_path / "run")).lines] == [1, 2, 2]
 
 
 def test_missing_folders_damaged_files_and_doubled_names_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"gone: no such folder; it should be the folder of a run$"):
+    with pytest.raises(DataError, match=r"gone: expected the folder of a run, found none$"):
         read_run(tmp_path / "gone")
     run = _run(tmp_path / "run")
-    with pytest.raises(DataError, match=r"^two runs are called 'run'; give their folders different names$"):
-        report.render("r", [read_run(run), read_run(run)], [])
+    with pytest.raises(DataError, match=r"^two runs are called 'run'; rename one of their folders$"):
+        render("r", [read_run(run), read_run(run)], [])
     _write(run / "evaluate/umap.tsv", "x\ty\n")
-    with pytest.raises(DataError, match=r"umap\.tsv: the columns should be dataset, obs_name, label, x, y, heldout;"):
+    with pytest.raises(DataError, match=r"umap\.tsv: expected the columns dataset, obs_name, label, x, y, heldout;"):
         read_run(run)
     (run / "evaluate/umap.tsv").unlink()
     _write(run / "plan.json", "{")
@@ -165,11 +177,29 @@ def test_missing_folders_damaged_files_and_doubled_names_are_named(tmp_path: Pat
         read_run(run)
 
 
-def test_only_sentences_that_do_not_flatter_count_as_losses() -> None:
-    sentences = ["a beats b by 0.1 accuracy.", "a ties with b in accuracy (0.8).", "a is above b: no clear win.", LOSS]
-    evaluation = {"datasets": {"d": {"probe": {"verdict": sentences}, "reconstruction": None}}}
-    assert losses(evaluation) == [f"d: {text}" for text in sentences[1:]]
+def test_losses_are_the_comparisons_that_were_not_won() -> None:
+    outcomes: list[Outcome] = ["won", "tied", "lost"]
+    verdicts = [asdict(replace(LOST, outcome=outcome)) for outcome in outcomes]
+    evaluation = {"datasets": {"d": {"tasks": {"probe": {"sentences": outcomes, "verdicts": verdicts}}}}}
+    assert losses(evaluation) == ["d: tied", "d: lost"]
     assert losses(None) == []
+
+
+def test_columns_join_means_and_deviations_and_leave_out_lists_and_counts_that_are_zero() -> None:
+    rows = [
+        {"name": "a", "kind": "model", "f_mean": 0.5, "f_sd": 0.1, "f_folds": [0.5], "failed": 0, "zero": 0.0},
+        {"name": "b", "f_mean": 0.6, "f_sd": 0.1, "f_folds": [], "failed": 0, "zero": 0.0, "only_sd": 0.2},
+    ]
+    assert list(columns(rows)) == [Column("f", "f_mean", "f_sd"), Column("zero", "zero"), Column("only_sd", "only_sd")]
+    assert Column("failed", "failed") in columns([rows[0] | {"failed": 2}, rows[1]])
+
+
+def test_metrics_of_an_earlier_form_are_refused(tmp_path: Path) -> None:
+    _write(tmp_path / "run/evaluate/metrics.json", {"datasets": {"d": {"probe": None}}})
+    with pytest.raises(
+        DataError, match=r"metrics\.json: written by an earlier version of cellmill; run evaluate again$"
+    ):
+        read_run(tmp_path / "run")
 
 
 def test_a_figure_is_one_svg_element_that_takes_the_colours_of_the_page() -> None:
@@ -186,11 +216,11 @@ def test_a_figure_is_one_svg_element_that_takes_the_colours_of_the_page() -> Non
     [(None, "–"), (True, "yes"), (1234567, "1,234,567"), (0.123456, "0.1235"), (98765.4, "98,765"), ("x", "x")],
 )
 def test_figures_are_printed_short(value: Any, text: str) -> None:
-    assert report.number(value) == text
+    assert number(value) == text
 
 
 def test_nested_options_are_flattened_with_dotted_keys() -> None:
-    assert list(report.flat({"a": {"b": 1, "c": []}, "d": [1, 2]})) == [("a.b", 1), ("a.c", "none"), ("d", "1, 2")]
+    assert list(flat({"a": {"b": 1, "c": []}, "d": [1, 2]})) == [("a.b", 1), ("a.c", "none"), ("d", "1, 2")]
 
 
 def test_the_largest_memory_is_given_with_its_rank(tmp_path: Path) -> None:

@@ -46,7 +46,6 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr(module, "TICK_S", 0.05)
 
     def make(answer: str = "Submitted batch job NUMBER", code: int = 0, first: str = "PENDING") -> Path:
         head = f"#!{sys.executable} -S\nimport re, sys\nfrom pathlib import Path\nfolder = Path({str(folder)!r})\n"
@@ -108,7 +107,7 @@ def test_a_job_that_waits_too_long_is_cancelled(tmp_path: Path, cluster: Callabl
     folder = cluster()
     with pytest.raises(StillQueued) as error:
         run(tmp_path, wait_s=0.6)
-    assert str(error.value) == "job 7 was still PENDING (Resources) after 0.01 min in the queue and is cancelled"
+    assert str(error.value) == "job 7 was still PENDING (Resources) after 0.01 min in the queue and was cancelled"
     assert (folder / "cancelled").read_text() == "7\n"
     assert job_json(tmp_path)["state"] == "CANCELLED"
 
@@ -182,10 +181,11 @@ def test_a_queue_that_says_nothing_usable_is_given_up(
     with pytest.raises(UserError) as error:
         run(tmp_path)
     assert str(error.value) == (
-        "no usable answer from the queue for 1 s (squeue answered 'Hello'); job 7 may still run, `scancel 7` ends it"
+        "no usable answer from squeue for 1 s (squeue answered 'Hello'); job 7 may still run: run the same command to "
+        "follow it again, or end it with `scancel 7`"
     )
     (folder / "squeue").unlink()
-    with pytest.raises(UserError, match=r"^no usable answer from the queue within 1 s \(squeue: .*not on PATH\)$"):
+    with pytest.raises(UserError, match=r"^no usable answer from squeue within 1 s \(squeue: .*not on PATH\)$"):
         run(tmp_path)
 
 

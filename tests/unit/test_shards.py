@@ -169,7 +169,7 @@ def test_the_order_on_disk_is_shuffled_and_depends_on_the_seed_alone(tmp_path: P
     assert abs(np.corrcoef(numbers, np.arange(250))[0, 1]) < 0.2
 
 
-def test_the_same_shards_come_of_datasets_in_any_order(tmp_path: Path) -> None:
+def test_datasets_in_any_order_give_the_same_shards(tmp_path: Path) -> None:
     paths, _, ids = two_datasets(tmp_path)
     made = [
         write_shards(some, vocabulary_of(ids), Shard(), tmp_path / name / "manifest.json")
@@ -193,7 +193,7 @@ def test_identical_cells_of_two_files_fall_into_one_split(tmp_path: Path) -> Non
         assert cells["a"] == cells["b"]
 
 
-def test_a_column_splits_whole_values(tmp_path: Path) -> None:
+def test_cells_of_one_value_of_a_column_stay_in_one_split(tmp_path: Path) -> None:
     ids = genes_named(20)
     donors = [f"d{i % 8}" for i in range(200)]
     path = write_dataset(tmp_path / "a.h5ad", random_counts(200, 20), ids, {"donor": pd.Categorical(donors)})
@@ -208,7 +208,7 @@ def test_a_column_splits_whole_values(tmp_path: Path) -> None:
     assert not (tmp_path / "s2").exists()
 
 
-def test_cells_without_a_gene_of_the_vocabulary_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_cells_without_a_gene_of_the_vocabulary_are_dropped_and_counted(tmp_path: Path) -> None:
     dense = random_counts(60, 20).toarray()
     dense[::10, :15] = 0
     dense[::10, 19] = 4
@@ -247,7 +247,7 @@ def test_a_rerun_replaces_a_larger_shard_set(tmp_path: Path) -> None:
     verify(after)
 
 
-def test_a_rerun_that_dies_leaves_no_manifest_that_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rerun_that_fails_leaves_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = write_corpus(tmp_path, 350)
 
     def disk_is_full(path: Path) -> str:
@@ -262,7 +262,7 @@ def test_a_rerun_that_dies_leaves_no_manifest_that_lies(tmp_path: Path, monkeypa
 
 
 def rewrite(path: Path, **layout: object) -> None:
-    """X/indices of a shard written anew with another layout."""
+    """Write X/indices of a shard again with another layout."""
     with h5py.File(path, "a") as file:
         values = file["X/indices"][:]
         del file["X/indices"]
@@ -295,12 +295,12 @@ def widen(path: Path) -> None:
     [
         (lambda path: rewrite(path, chunks=(64,)), "/X/indices is chunked"),
         (lambda path: rewrite(path, chunks=(64,), compression="gzip"), "/X/indices is compressed or filtered"),
-        (widen, "/X/indices is <i8, not <i4"),
+        (widen, "/X/indices: expected <i4, got <i8"),
         (cut, "truncated: .* bytes"),
-        (grow, "X/indptr does not fit"),
-        (swap, "cells 50, the manifest has 100: not the shard it lists"),
+        (grow, "damaged: X/indptr does not match"),
+        (swap, "expected cells 100 as in the manifest, got 50"),
         (lambda path: path.write_bytes(b"no"), "not an HDF5 file"),
-        (lambda path: path.unlink(), "no such shard"),
+        (lambda path: path.unlink(), "no such file"),
     ],
     ids=["chunked", "compressed", "int64", "truncated", "indptr", "swapped", "no hdf5", "gone"],
 )
@@ -318,18 +318,20 @@ def test_a_damaged_shard_is_named_when_it_is_opened(
         verify(manifest)
 
 
-def test_one_changed_byte_in_the_middle_is_found_by_verify(corpus: Manifest, tmp_path: Path) -> None:
+def test_verify_detects_one_changed_byte(corpus: Manifest, tmp_path: Path) -> None:
     folder = tmp_path / "shards"
     shutil.copytree(corpus.path.parent, folder)
     manifest, path = Manifest.read(folder / "manifest.json"), folder / "train-00000.h5ad"
     with h5py.File(path, "a") as file:
         file["X/data"][100] += 1
     assert len(open_shards(manifest, "train")) == 3
-    with pytest.raises(DataError, match=r"train-00000\.h5ad: sha256 is [0-9a-f]{12}, the manifest has [0-9a-f]{12}"):
+    with pytest.raises(
+        DataError, match=r"train-00000\.h5ad: expected sha256 [0-9a-f]{12} as in the manifest, got [0-9a-f]{12}"
+    ):
         verify(manifest)
 
 
-def test_a_shard_cut_while_it_is_open_is_a_short_read_and_no_endless_wait(corpus: Manifest, tmp_path: Path) -> None:
+def test_a_shard_truncated_while_open_is_a_short_read_and_not_an_endless_wait(corpus: Manifest, tmp_path: Path) -> None:
     folder = tmp_path / "shards"
     shutil.copytree(corpus.path.parent, folder)
     rows = open_shards(Manifest.read(folder / "manifest.json"), "train")[0]
@@ -342,8 +344,8 @@ def test_a_shard_cut_while_it_is_open_is_a_short_read_and_no_endless_wait(corpus
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        ({"format": 2}, "format 2, this version reads 1"),
-        ({"seed": 9}, "its fingerprint is .* edited or damaged"),
+        ({"format": 2}, "expected manifest format 1, got 2"),
+        ({"seed": 9}, "expected fingerprint .* edited or damaged"),
         ({"splits": {"train": {}}}, "not a shard manifest"),
         ({"vocabulary": None, "fingerprint": "x"}, "edited or damaged"),
     ],
@@ -355,8 +357,8 @@ def test_an_edited_manifest_is_refused(corpus: Manifest, tmp_path: Path, edit: d
         Manifest.read(path)
 
 
-def test_an_empty_split_is_named(corpus: Manifest) -> None:
-    with pytest.raises(DataError, match=r"no cells in the val split \(there is: train\); raise shard\.val_frac"):
+def test_an_empty_split_is_refused_by_name(corpus: Manifest) -> None:
+    with pytest.raises(DataError, match=r"no cells in the val split, only in: train; raise shard\.val_frac"):
         corpus.entry("val")
 
 

@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from cellmill.errors import Stopped, UserError
 from cellmill.launch import queue as queue_module
 from cellmill.launch.job import Job
 from cellmill.launch.slurm import RunFiles, SlurmLauncher
-from cellmill.launch.tail import Tail
+from cellmill.launch.tail import BEGINS, Tail
 
 SUBMITTED = [0, "Submitted batch job 7\n", ""]
 NONE: list[Any] = [0, "", ""]
@@ -76,9 +78,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scripted:
 )
 def test_a_rejected_job_is_said_in_sbatch_s_words_and_tried_once(scripted: Scripted, said: str) -> None:
     scripted.answers(squeue=[NONE], sbatch=[[1, "", f"sbatch: error: {said}\n"]])
-    with pytest.raises(
-        UserError, match=re.escape(f"sbatch refused the job: {said}; what is asked for is in the profile")
-    ):
+    with pytest.raises(UserError, match=re.escape(f"sbatch refused the job: {said}; the request is in the profile")):
         scripted.run()
     assert len(scripted.calls("sbatch")) == 1
     assert list((scripted.train / "jobs").iterdir()) == []
@@ -92,7 +92,7 @@ def test_a_held_job_is_waited_for_and_says_how_it_is_released(
     scripted.states = ["done"]
     scripted.run()
     printed = capsys.readouterr().out
-    assert "job 7: PENDING (JobHeldUser): held: `scontrol release 7` lets it go on\n" in printed
+    assert "job 7: PENDING (JobHeldUser): held: `scontrol release 7` releases it\n" in printed
     assert printed.count("JobHeldUser") == 1
     assert printed.endswith("job 7: RUNNING on node1\njob 7: COMPLETED\n")
 
@@ -115,7 +115,7 @@ def test_a_job_that_vanishes_is_followed_by_another_when_the_files_say_that_it_i
 def test_jobs_that_vanish_again_and_again_are_given_up(scripted: Scripted) -> None:
     scripted.answers(squeue=[NONE], sbatch=[SUBMITTED])
     with pytest.raises(
-        UserError, match=r"^3 jobs in a row ended without a new checkpoint; job 7 ended with GONE; where"
+        UserError, match=r"^3 jobs in a row ended without a new checkpoint; job 7 ended with GONE; if the jobs"
     ):
         scripted.run()
     assert len(scripted.calls("sbatch")) == 3
@@ -132,7 +132,7 @@ def test_accounting_is_asked_when_the_queue_has_forgotten_a_job(scripted: Script
     [
         ([1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"], "squeue: slurm_load"),
         ([0, "<html>504 Gateway Time-out</html>\n", ""], "squeue answered '<html>504"),
-        ([0, "7|FLYING|None|node1|{name}\n", ""], "squeue gives job 7 a state that is not known: FLYING"),
+        ([0, "7|FLYING|None|node1|{name}\n", ""], "squeue gives job 7 an unknown state: FLYING"),
         ([{"sleep": 3}, "", ""], "squeue: no answer within 1 s"),
     ],
 )
@@ -152,8 +152,8 @@ def test_silence_and_nonsense_are_waited_out_and_never_taken_for_an_end(
     scripted.states = ["done"]
     scripted.run()
     printed = capsys.readouterr().out
-    assert f"warning: no usable answer from the queue ({shown}" in printed
-    assert "the queue answers again\n" in printed
+    assert f"warning: no usable answer from squeue ({shown}" in printed
+    assert "squeue answers again\n" in printed
     assert len(scripted.calls("sbatch")) == 1
 
 
@@ -170,7 +170,7 @@ def test_sbatch_that_does_not_answer_is_tried_again_but_not_when_the_job_is_ther
     printed = capsys.readouterr().out
     assert len(scripted.calls("sbatch")) == 2, "the second answer was lost, the job was not"
     assert "Socket timed out on send/recv operation; trying again\n" in printed
-    assert "job 7 was submitted and not recorded: adopted by its name\n" in printed
+    assert "job 7 was submitted but not recorded: adopted by its name\n" in printed
 
 
 def test_the_batch_script_asks_for_what_the_profile_says_and_quotes_it(
@@ -238,6 +238,34 @@ srun --unbuffered --output '{folder}/%j_%t_log.out' --ntasks-per-node=1 --cpus-p
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
+def test_submitit_names_its_files_and_begins_its_log_as_the_launcher_relies_on(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Private parts of submitit, for which its version is bounded: the pickle's name before and after sbatch's answer,
+    and the first line of the log."""
+    sbatch = scripted.fake / "bin" / "sbatch"
+    listing = (
+        f"print(*os.listdir({str(scripted.train / 'jobs' / '001')!r}), file=open({str(scripted.fake / 'seen')!r}, 'w'))"
+    )
+    sbatch.write_text(sbatch.read_text().replace("sys.exit(code)", f"{listing}\nsys.exit(code)"))
+    scripted.answers(squeue=[NONE, NONE, listed("COMPLETED")], sbatch=[SUBMITTED])
+    scripted.states = ["done"]
+    scripted.run()
+    folder = scripted.train / "jobs" / "001"
+    assert re.search(r"(^| )[0-9a-f]{32}\.pkl( |$)", (scripted.fake / "seen").read_text().strip())
+    assert [path.name for path in folder.glob("*.pkl")] == ["7_submitted.pkl"]
+    task = json.loads((folder / "task.json").read_text()) | {"module": "this", "arguments": []}
+    (folder / "task.json").write_text(json.dumps(task))
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}
+    slurm |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SUBMITIT_EXECUTOR": "slurm"}
+    words = [sys.executable, "-m", "submitit.core._submit", str(folder)]
+    done = subprocess.run(words, env=os.environ | slurm, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Beautiful is better than ugly." in done.stdout
+    assert BEGINS in (done.stdout + done.stderr).splitlines()[0]
+    assert json.loads((folder / "attempt-000.json").read_text())["exit_code"] == 0
+
+
 def test_without_slurm_the_launcher_says_where_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted = Scripted(tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", "/nowhere")
@@ -250,7 +278,7 @@ def test_without_slurm_the_launcher_says_where_to_run(tmp_path: Path, monkeypatc
 def test_a_folder_whose_name_slurm_would_change_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted = Scripted(tmp_path / "100%jobs", monkeypatch)
     scripted.answers(squeue=[NONE])
-    with pytest.raises(UserError, match=r"SLURM gives % and .+ a meaning of its own; use a folder without them"):
+    with pytest.raises(UserError, match=r"SLURM interprets % and .+ in the path of a log; use a folder without them"):
         scripted.run()
 
 
@@ -287,7 +315,9 @@ def test_a_task_that_cannot_be_launched_ends_the_job_instead_of_letting_the_othe
     submitted.write_text(submitted.read_text().replace("sys.exit(code)", f"{writes}\nsys.exit(code)"))
     scripted.run()
     printed = capsys.readouterr().out
-    assert "srun: task 1 launch failed: Slurmd could not connect IO: the other tasks would wait for it" in printed
+    assert (
+        "srun: error: task 1 launch failed: Slurmd could not connect IO: the other tasks would wait for it" in printed
+    )
     assert len(scripted.calls("scancel")) == 1
     assert "job 7 ended with LAUNCH_FAILED; going on from step 5 with another job\n" in printed
 
@@ -298,12 +328,13 @@ def test_a_launch_that_failed_before_the_job_was_queued_again_counts_no_more(tmp
     log = tmp_path / "log"
     log.write_text(begins + failed + begins + "step 1/10\n")
     tail = Tail(log)
-    tail.copy()
-    assert tail.not_launched == ""
+    tail.read()
+    assert tail.not_launched is None
     with open(log, "a") as file:
         file.write(failed)
-    tail.copy()
-    assert tail.not_launched == "task 1 launch failed: Slurmd could not connect IO"
+    tail.read()
+    assert tail.not_launched is not None
+    assert tail.not_launched[3] == "Slurmd could not connect IO"
 
 
 def noting(file: Path) -> str:

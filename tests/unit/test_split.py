@@ -10,7 +10,7 @@ from cellmill.data.split import hash_cells, hash_genes, require_column, split_by
 from cellmill.errors import DataError
 
 
-def test_the_hash_of_a_cell_knows_no_order_of_columns_and_no_absent_genes() -> None:
+def test_the_hash_of_a_cell_ignores_column_order_and_undetected_genes() -> None:
     counts, ids = random_counts(50, 30), genes_named(30)
     hashes = hash_cells(counts.indptr, counts.indices, counts.data, hash_genes(ids))
     order = np.random.default_rng(0).permutation(30)
@@ -21,7 +21,7 @@ def test_the_hash_of_a_cell_knows_no_order_of_columns_and_no_absent_genes() -> N
     assert len(np.unique(hashes)) == 50
 
 
-def test_a_changed_count_or_gene_changes_the_hash_and_two_swapped_counts_too() -> None:
+def test_a_changed_count_a_changed_gene_and_swapped_counts_change_the_hash() -> None:
     genes = hash_genes(genes_named(5))
     rows = [([0, 1], [2, 3]), ([0, 1], [3, 2]), ([0, 2], [2, 3]), ([0, 1], [2, 4]), ([0], [2])]
     hashes = {int(hash_cells(np.array([0, len(g)]), np.array(g), np.array(c), genes)[0]) for g, c in rows}
@@ -37,14 +37,14 @@ def test_identical_cells_stay_together_and_fractions_are_kept() -> None:
     assert (split_by_content(hashes, 1, 0.1, 0.2) != split).mean() > 0.3
 
 
-def test_an_empty_split_is_an_error_that_names_it() -> None:
-    with pytest.raises(DataError, match=r"the val split of 3 cells \(1 distinct\) came out empty .*shard\.val_frac"):
+def test_an_empty_split_is_refused_by_name() -> None:
+    with pytest.raises(DataError, match=r"the val split of 3 cells \(1 distinct\) is empty .*shard\.val_frac"):
         split_by_content(np.zeros(3, np.uint64), 0, 1e-9, 0)
     with pytest.raises(DataError, match="the train split"):
         split_by_content(np.zeros(3, np.uint64), 0, 0.5, 0.499999)
 
 
-def test_values_stay_whole_and_every_split_gets_one() -> None:
+def test_cells_of_one_value_stay_together_and_every_split_gets_a_value() -> None:
     values = np.repeat(np.array([f"donor{i}" for i in range(10)], object), 7)
     split = split_by_value(values, "donor", 0, 0.1, 0.3)
     of_donor = split.reshape(10, 7)
@@ -56,13 +56,13 @@ def test_values_stay_whole_and_every_split_gets_one() -> None:
 
 
 def test_one_value_cannot_be_split() -> None:
-    with pytest.raises(DataError, match="'donor' has only the value 'a', too few to part into train and val"):
+    with pytest.raises(DataError, match="'donor' has only the value 'a', too few to split into train and val"):
         split_by_value(np.array(["a", "a"], object), "donor", 0, 0.1, 0)
-    with pytest.raises(DataError, match="has only 2 values, too few to part into train and val and test"):
+    with pytest.raises(DataError, match="has only 2 values, too few to split into train and val and test"):
         split_by_value(np.array(["a", "b"], object), "donor", 0, 0.1, 0.1)
 
 
-def test_an_absent_column_is_named_with_the_nearest() -> None:
+def test_a_missing_column_is_named_with_the_closest() -> None:
     with pytest.raises(DataError, match=r"x\.h5ad: no obs column 'doner' .*did you mean 'donor'\?"):
         require_column("doner", ["donor", "tissue"], "x.h5ad")
     with pytest.raises(DataError, match="there are: dataset, donor"):

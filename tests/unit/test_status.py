@@ -158,7 +158,7 @@ def test_a_queue_that_does_not_answer_is_said_and_the_record_shown(
     assert status(results, capsys) == head + row + "squeue is not on PATH: jobs are shown as last recorded\n"
     command(results, "squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
     assert status(results, capsys) == head + row + (
-        "the queue gave no usable answer (squeue: slurm_load_jobs error: Unable to contact slurm controller): jobs are "
+        "no usable answer from squeue (squeue: slurm_load_jobs error: Unable to contact slurm controller): jobs are "
         "shown as last recorded\n"
     )
     command(results, "squeue", "echo '<html>503</html>'")
@@ -214,16 +214,16 @@ def test_one_damaged_run_hides_no_other(results: Path, capsys: pytest.CaptureFix
     assert [line.split()[:2] for line in printed[1:5]] == states
     assert printed[5].startswith(f"bad: {results}/runs/bad/train/state.json: not valid JSON (")
     file = results / "runs/odd/train/state.json"
-    assert printed[6] == f"odd: {file}: is not a run's state; the next start writes it anew"
-    assert printed[7] == "old: its files are not as cellmill writes them (KeyError: 'how')"
+    assert printed[6] == f"odd: {file}: not a run's state; the next start rewrites it"
+    assert printed[7] == "old: unexpected content in its files (KeyError: 'how')"
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("three", "'three': no such run; {runs} has one, two"),
-        ("../one", "'../one': a run's name is wanted, not a path; {runs} has one, two"),
-        ("one/train", "'one/train': a run's name is wanted, not a path; {runs} has one, two"),
+        ("../one", "'../one': expected the name of a run, got a path; {runs} has one, two"),
+        ("one/train", "'one/train': expected the name of a run, got a path; {runs} has one, two"),
         ("..", "'..': no such run; {runs} has one, two"),
     ],
 )
@@ -241,7 +241,7 @@ def test_a_name_that_is_no_run_is_answered_with_those_there_are(
 def test_results_that_are_none_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--results", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err == (
-        f"cellmill status: {tmp_path}/none/runs: no such folder; --results should be the results folder of a workflow\n"
+        f"cellmill status: {tmp_path}/none/runs: no such folder; set --results to the results folder of a workflow\n"
     )
 
 

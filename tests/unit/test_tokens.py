@@ -1,20 +1,28 @@
-"""Tokens against one cell at a time in plain numpy."""
+"""Tokenizers against one cell at a time in plain numpy."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from small_corpus import write_corpus
 
-from cellmill.config.tokens import Tokens
-from cellmill.data.tokens import bin_counts, empty_batch, tokenize
-from cellmill.errors import DataError
+from cellmill import registry
+from cellmill.config.run import Stream
+from cellmill.config.tokens import BinnedTokens, ContinuousTokens, RankTokens, Tokens
+from cellmill.data.stream import CellStream
+from cellmill.data.tokenizers.binned import bin_counts
+from cellmill.data.tokens import Prefixes, empty_batch
 
 LENGTHS = (0, 1, 2, 60, 0, 7, 200)
+OPTIONS = {"rank": RankTokens, "binned": BinnedTokens, "continuous": ContinuousTokens}
+every_tokenizer = pytest.mark.parametrize("tokenizer", OPTIONS)
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def cells(dtype: type = np.uint16, largest: int = 40) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def cells(dtype: type = np.uint16, largest: int = 40) -> Arrays:
     rng = np.random.default_rng(0)
     starts = np.concatenate([[0], np.cumsum(LENGTHS)])
     genes = np.concatenate([rng.choice(500, n, replace=False) for n in LENGTHS]).astype(np.int32)
@@ -22,10 +30,14 @@ def cells(dtype: type = np.uint16, largest: int = 40) -> tuple[np.ndarray, np.nd
     return genes, counts, starts
 
 
-def plainly(genes: np.ndarray, counts: np.ndarray, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
-    if tokens.tokenizer == "rank":
+def tokenize(genes: np.ndarray, counts: np.ndarray | None, starts: np.ndarray, tokens: Tokens) -> Arrays:
+    return tokens.load()(tokens).tokenize(genes, counts, starts)  # type: ignore[no-any-return]
+
+
+def reference(genes: np.ndarray, counts: np.ndarray, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
+    if isinstance(tokens, RankTokens):
         values = np.arange(len(genes), dtype=np.int32)
-    elif tokens.tokenizer == "binned":
+    elif isinstance(tokens, BinnedTokens):
         values = bin_counts(counts, tokens.bins) if len(counts) else np.empty(0, np.int32)
     else:
         values = np.log1p(counts / max(int(counts.sum()), 1) * 1e4).astype(np.float32)
@@ -33,74 +45,125 @@ def plainly(genes: np.ndarray, counts: np.ndarray, tokens: Tokens) -> tuple[np.n
 
 
 @pytest.mark.parametrize("max_tokens", [1, 50, 2048])
-@pytest.mark.parametrize("tokenizer", ["rank", "binned", "continuous"])
-def test_many_cells_at_once_are_each_cell_alone(tokenizer: str, max_tokens: int) -> None:
+@every_tokenizer
+def test_many_cells_at_once_equal_each_cell_alone(tokenizer: str, max_tokens: int) -> None:
     genes, counts, starts = cells()
-    tokens = Tokens(tokenizer=tokenizer, max_tokens=max_tokens, bins=11)
+    tokens = OPTIONS[tokenizer](max_tokens=max_tokens)
     ids, values, cu = tokenize(genes, counts, starts, tokens)
     assert (ids.dtype, cu.dtype) == (np.int32, np.int32)
-    assert values.dtype == (np.float32 if tokenizer == "continuous" else np.int32)
+    assert values.dtype == tokens.load().dtype == (np.float32 if tokenizer == "continuous" else np.int32)
     assert np.diff(cu).tolist() == [min(n, max_tokens) for n in LENGTHS]
     for cell, (a, b) in enumerate(pairwise(starts)):
-        wanted_ids, wanted = plainly(genes[a:b], counts[a:b], tokens)
-        np.testing.assert_array_equal(ids[cu[cell] : cu[cell + 1]], wanted_ids)
-        found = values[cu[cell] : cu[cell + 1]]
+        expected_ids, expected = reference(genes[a:b], counts[a:b], tokens)
+        np.testing.assert_array_equal(ids[cu[cell] : cu[cell + 1]], expected_ids)
+        own = values[cu[cell] : cu[cell + 1]]
         if tokenizer == "continuous":
-            np.testing.assert_allclose(found, wanted, rtol=2e-6)
+            np.testing.assert_allclose(own, expected, rtol=2e-6)
         else:
-            np.testing.assert_array_equal(found, wanted)
+            np.testing.assert_array_equal(own, expected)
 
 
 @pytest.mark.parametrize("bins", [2, 3, 51, 200])
 @pytest.mark.parametrize("largest", [1, 3, 40, 60_000])
-def test_bins_are_numpys_quantiles_exactly(bins: int, largest: int) -> None:
+def test_bins_equal_numpys_quantiles_exactly(bins: int, largest: int) -> None:
     rng = np.random.default_rng(largest)
     lengths = rng.integers(1, 300, 50)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     counts = rng.integers(1, largest + 1, starts[-1]).astype(np.uint16)
-    genes = np.zeros(len(counts), np.int32)
-    _, values, _ = tokenize(genes, counts, starts, Tokens(tokenizer="binned", bins=bins))
-    wanted = [np.digitize(counts[a:b], np.quantile(counts[a:b], np.linspace(0, 1, bins))) for a, b in pairwise(starts)]
-    np.testing.assert_array_equal(values, np.concatenate(wanted))
+    _, values, _ = tokenize(np.zeros(len(counts), np.int32), counts, starts, BinnedTokens(bins=bins))
+    quantiles = [np.quantile(counts[a:b], np.linspace(0, 1, bins)) for a, b in pairwise(starts)]
+    expected = [np.digitize(counts[a:b], edges) for (a, b), edges in zip(pairwise(starts), quantiles)]
+    np.testing.assert_array_equal(values, np.concatenate(expected))
     assert values.min() >= 1
     assert values.max() <= bins
 
 
-def test_huge_counts_are_binned_too() -> None:
+def test_counts_too_large_for_a_table_are_binned_too() -> None:
     counts = np.array([1, 2, 4_000_000_000, 1, 5], np.uint32)
-    _, values, _ = tokenize(np.zeros(5, np.int32), counts, np.array([0, 3, 5]), Tokens(tokenizer="binned", bins=3))
+    _, values, _ = tokenize(np.zeros(5, np.int32), counts, np.array([0, 3, 5]), BinnedTokens(bins=3))
     assert values.tolist() == [1, 2, 3, 1, 3]
 
 
 def test_the_library_of_a_cell_is_summed_before_the_cut() -> None:
     counts = np.array([6, 3, 1], np.uint16)
-    _, values, _ = tokenize(np.arange(3, dtype=np.int32), counts, np.array([0, 3]), Tokens(max_tokens=1))
+    _, values, _ = tokenize(np.arange(3, dtype=np.int32), counts, np.array([0, 3]), ContinuousTokens(max_tokens=1))
     np.testing.assert_allclose(values, np.log1p([6000.0]), rtol=1e-6)
 
 
-def test_a_cells_tokens_do_not_depend_on_its_neighbours() -> None:
+@every_tokenizer
+def test_the_tokens_of_a_cell_do_not_depend_on_its_neighbours(tokenizer: str) -> None:
     genes, counts, starts = cells()
-    for tokenizer in ("rank", "binned", "continuous"):
-        tokens = Tokens(tokenizer=tokenizer, max_tokens=50)
-        _, together, cu = tokenize(genes, counts, starts, tokens)
-        for cell, (a, b) in enumerate(pairwise(starts)):
-            _, alone, _ = tokenize(genes[a:b], counts[a:b], np.array([0, b - a]), tokens)
-            np.testing.assert_array_equal(together[cu[cell] : cu[cell + 1]], alone)
+    tokens = OPTIONS[tokenizer](max_tokens=50)
+    _, together, cu = tokenize(genes, counts, starts, tokens)
+    for cell, (a, b) in enumerate(pairwise(starts)):
+        _, alone, _ = tokenize(genes[a:b], counts[a:b], np.array([0, b - a]), tokens)
+        np.testing.assert_array_equal(together[cu[cell] : cu[cell + 1]], alone)
 
 
-@pytest.mark.parametrize("tokenizer", ["rank", "binned", "continuous"])
-def test_no_cells_are_a_legal_batch(tokenizer: str) -> None:
-    tokens = Tokens(tokenizer=tokenizer)
+@every_tokenizer
+def test_no_cells_are_an_empty_batch(tokenizer: str) -> None:
+    tokens = OPTIONS[tokenizer]()
     none = np.empty(0, np.int32)
-    ids, values, cu = tokenize(none, none.astype(np.uint16), np.zeros(1, np.int64), tokens)
-    empty = empty_batch(tokens)
-    for found, wanted in ((ids, empty.genes), (values, empty.values), (cu, empty.cu_seqlens)):
-        assert found.dtype == wanted.dtype
-        np.testing.assert_array_equal(found, wanted)
+    made = tokenize(none, none.astype(np.uint16), np.zeros(1, np.int64), tokens)
+    empty = empty_batch(tokens.load().dtype)
+    for array, expected in zip(made, (empty.genes, empty.values, empty.cu_seqlens)):
+        assert array.dtype == expected.dtype
+        np.testing.assert_array_equal(array, expected)
 
 
-def test_only_rank_does_without_counts() -> None:
-    genes, _, starts = cells()
-    assert len(tokenize(genes, None, starts, Tokens(tokenizer="rank"))[0]) == len(genes)
-    with pytest.raises(DataError, match="tokenizer binned needs counts"):
-        tokenize(genes, None, starts, Tokens(tokenizer="binned"))
+@every_tokenizer
+def test_a_tokenizer_that_needs_no_counts_makes_the_same_tokens_of_prefixes_alone(tokenizer: str) -> None:
+    genes, counts, starts = cells()
+    tokens = OPTIONS[tokenizer](max_tokens=50)
+    assert tokens.load().needs_counts == (tokenizer != "rank")
+    if tokenizer == "rank":
+        kept = Prefixes(starts, 50)
+        whole = tokenize(genes, counts, starts, tokens)
+        for array, expected in zip(tokenize(kept.of(genes), None, kept.cu_seqlens, tokens), whole):
+            np.testing.assert_array_equal(array, expected)
+
+
+@every_tokenizer
+def test_values_index_a_table_of_n_values_rows(tokenizer: str) -> None:
+    tokens = OPTIONS[tokenizer](max_tokens=50)
+    _, values, _ = tokenize(*cells(), tokens)
+    assert tokens.n_values == {"scalar": 0, "class": 52, "place": 50}[tokens.value_kind]
+    if tokens.n_values:
+        assert values.min() >= (tokens.value_kind == "class")
+        assert values.max() == tokens.n_values - 1
+
+
+class DetectedTokens(Tokens):
+    """Genes alone, with a threshold."""
+
+    implementation: ClassVar[str] = f"{__name__}:DetectedTokenizer"
+    value_kind: ClassVar[Any] = "none"
+    tokenizer: str = "detected"
+    threshold: int = 5
+
+
+class DetectedTokenizer:
+    dtype = np.dtype(np.int8)
+    needs_counts = True
+
+    def __init__(self, options: DetectedTokens) -> None:
+        self._options = options
+
+    def tokenize(self, genes: np.ndarray, counts: np.ndarray | None, starts: np.ndarray) -> Arrays:
+        assert counts is not None
+        kept = np.concatenate([[0], np.cumsum(counts >= self._options.threshold)])[starts]
+        ids = genes[counts >= self._options.threshold].astype(np.int32) + 2
+        return ids, np.zeros(len(ids), self.dtype), kept.astype(np.int32)
+
+
+def test_an_installed_tokenizer_is_chosen_by_name_and_streams(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.BUILT_IN["tokenizer"], "detected", f"{__name__}:DetectedTokens")
+    tokens = Tokens.model_validate({"tokenizer": "detected", "threshold": 20})
+    assert (tokens.n_values, tokens.model_dump()["threshold"]) == (0, 20)
+    manifest = write_corpus(tmp_path, 30)
+    sizes = {"global_batch": 10, "token_budget": 4096, "rank": 0, "world": 1, "seed": 0}
+    stream = CellStream(manifest.path, "train", tokens, Stream(lanes=1), shuffle=False, **sizes)
+    batches = [batch for step in stream for batch in step]
+    stream.close()
+    assert sum(len(batch.cells) for batch in batches) == 30
+    assert {batch.values.dtype for batch in batches} == {np.dtype(np.int8)}

@@ -11,8 +11,7 @@ from cellmill.config.layout import Layout, layout
 from cellmill.config.machine import Machine
 from cellmill.config.run import Parallel
 from cellmill.launch.job import Job
-from cellmill.launch.node import TaskStep
-from cellmill.launch.submit import node_task
+from cellmill.launch.node import NodeTask, StepNode
 
 NODES, GPUS = 64, 8
 
@@ -20,13 +19,12 @@ NODES, GPUS = 64, 8
 def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     """The agent's command on each node, from what SLURM tells its tasks."""
     machine = Machine(launcher="slurm", nodes=str(NODES), nproc_per_node=GPUS, gpus_per_node="h100:8")
-    task = node_task(Job("some.module", ["argument"], NODES, GPUS), machine, tmp_path)
+    task = NodeTask.of(Job("some.module", ["argument"], NODES, GPUS), machine, tmp_path)
     found = []
     for node in range(NODES):
         monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu-[001-032],gpu-[101-132]")
-        monkeypatch.setenv("SLURM_STEP_NUM_NODES", str(NODES))
         monkeypatch.setenv("SLURM_NODEID", str(node))
-        found.append(task.command(TaskStep()))
+        found.append(task.command(StepNode.of_this_process()))
     return found
 
 
@@ -45,7 +43,7 @@ def test_every_node_has_its_rank_and_all_the_same_master_and_port(
 
 def test_ports_of_jobs_differ(tmp_path: Path) -> None:
     machine = Machine(launcher="slurm")
-    ports = {node_task(Job("m", [], 1, 1), machine, tmp_path).port for _ in range(100)}
+    ports = {NodeTask.of(Job("m", [], 1, 1), machine, tmp_path).port for _ in range(100)}
     assert len(ports) > 90
 
 

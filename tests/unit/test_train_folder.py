@@ -8,9 +8,11 @@ import shutil
 import stat
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cellmill.config.upgrade import stored_options
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import write_json
 from cellmill.runs.folder import TrainFolder
@@ -64,7 +66,7 @@ def test_a_manifest_that_is_none_is_damage(tmp_path: Path, text: str) -> None:
     folder = TrainFolder(tmp_path)
     save(folder, 1, 1)
     (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").write_text(text)
-    with pytest.raises(DataError, match=r"manifest\.json: is not a checkpoint's manifest"):
+    with pytest.raises(DataError, match=r"manifest\.json: not a checkpoint's manifest"):
         folder.newest_whole()
 
 
@@ -85,7 +87,7 @@ def test_without_validation_the_newest_is_the_best(tmp_path: Path) -> None:
 def test_a_best_that_is_gone_is_an_error_with_a_way_out(tmp_path: Path) -> None:
     folder = TrainFolder(tmp_path)
     save(folder, 2, 1)
-    with pytest.raises(DataError, match=r"the best checkpoint, step 1, is gone; set consolidate\.checkpoint: last"):
+    with pytest.raises(DataError, match=r"the best checkpoint, step 1, is missing; set consolidate\.checkpoint: last"):
         folder.best()
 
 
@@ -132,9 +134,10 @@ def test_two_trainings_do_not_share_a_folder(tmp_path: Path) -> None:
 def test_the_curve_is_cut_back_to_the_checkpoint_and_a_torn_line_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tracker = JsonlTracker(path)
+    tracker.start({}, 0)
     for step in range(1, 6):
-        tracker.log({"step": step, "loss": 1 / step})
-    tracker.close()
+        tracker.log(step, {"loss": 1 / step})
+    tracker.finish("done")
     with open(path, "a") as file:
         file.write('{"step": 6, "lo')
     assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 4, 5]
@@ -144,19 +147,44 @@ def test_the_curve_is_cut_back_to_the_checkpoint_and_a_torn_line_dropped(tmp_pat
     ]
 
 
+TREE: dict[str, Any] = {
+    "tokens": {"max_tokens": 64},
+    "stream": {"lanes": 8, "io_threads": 4},
+    "model": {"hidden": 8, "heads": 2},
+    "parallel": {"strategy": "ddp"},
+    "train": {"steps": 10, "lr": 0.1, "keep_checkpoints": 2, "token_budget": 100},
+}
+
+
+def changes(stored: dict[str, Any], init_from: str | None = None, **changed: dict[str, Any]) -> list[str]:
+    """Changed keys between stored options and TREE with some sections changed."""
+    tree = {section: keys | changed.get(section, {}) for section, keys in TREE.items()}
+    now = identity(stored_options(tree, "now"), init_from)
+    record = {"options": stored, "identity": identity(stored_options(TREE, "then"), None)}
+    return changed_keys(record, now, "state.json")
+
+
 def test_only_options_that_define_the_numbers_make_another_run() -> None:
-    options = {
-        "tokens": {"max_tokens": 64},
-        "stream": {"lanes": 8, "io_threads": 4},
-        "model": {"hidden": 8},
-        "parallel": {"strategy": "ddp"},
-        "train": {"lr": 0.1, "keep_checkpoints": 2, "token_budget": 100},
-    }
-    before = identity(options, None)
-    free = options | {"parallel": {"strategy": "fsdp"}, "train": {"lr": 0.1, "keep_checkpoints": 9, "token_budget": 7}}
-    assert changed_keys(before, identity(free, None)) == []
-    other = options | {"train": {"lr": 0.2, "keep_checkpoints": 2, "token_budget": 100}}
-    assert changed_keys(before, identity(other, "abc")) == ["init_from None -> abc", "train.lr 0.1 -> 0.2"]
+    resolved = stored_options(TREE, "then").model_dump(mode="json")
+    assert changes(resolved, parallel={"strategy": "fsdp"}, train={"keep_checkpoints": 9, "token_budget": 7}) == []
+    assert changes(resolved, "abc", train={"lr": 0.2}) == ["init_from None -> abc", "train.lr 0.1 -> 0.2"]
+
+
+def test_an_option_added_since_a_run_was_stored_is_no_change_at_its_default() -> None:
+    resolved = stored_options(TREE, "then").model_dump(mode="json")
+    for section, key in (("train", "weight_decay"), ("stream", "window_blocks"), ("tokens", "tokenizer")):
+        older = resolved | {section: {name: value for name, value in resolved[section].items() if name != key}}
+        assert older[section] != resolved[section]
+        assert changes(older) == []
+    older = resolved | {"train": {name: value for name, value in resolved["train"].items() if name != "weight_decay"}}
+    default = resolved["train"]["weight_decay"]
+    assert changes(older, train={"weight_decay": 0.5}) == [f"train.weight_decay {default} -> 0.5"]
+
+
+def test_stored_options_that_this_version_cannot_read_are_named_with_their_file() -> None:
+    resolved = stored_options(TREE, "then").model_dump(mode="json")
+    with pytest.raises(ConfigError, match=r"^state\.json: train: unknown key 'momentum'"):
+        changes(resolved | {"train": resolved["train"] | {"momentum": 0.9}})
 
 
 def test_changed_data_are_refused_with_both_fingerprints() -> None:

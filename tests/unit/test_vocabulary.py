@@ -63,7 +63,7 @@ def test_merged_medians_equal_those_of_one_pass_in_any_order() -> None:
     assert (left.counts() == np.bincount(genes)).all()
 
 
-def test_cells_are_counted_exactly_over_files_and_medians_follow(simulated: Path, tmp_path: Path) -> None:
+def test_cells_are_counted_exactly_and_medians_pooled_over_files(simulated: Path, tmp_path: Path) -> None:
     data = ad.read_h5ad(simulated)
     paths = [tmp_path / "a.h5ad", tmp_path / "b.h5ad"]
     data[:350, :300].copy().write_h5ad(paths[0])
@@ -77,14 +77,14 @@ def test_cells_are_counted_exactly_over_files_and_medians_follow(simulated: Path
     assert build_vocabulary(paths[::-1]).digest == got.digest
 
 
-def test_few_cells_and_too_many_genes_cut_the_vocabulary(simulated: Path) -> None:
+def test_min_cells_and_max_genes_limit_the_vocabulary(simulated: Path) -> None:
     n_cells, _ = reference(simulated)
     assert build_vocabulary([simulated], min_cells=100).gene_ids == sorted(g for g, n in n_cells.items() if n >= 100)
     top = sorted(n_cells, key=lambda g: (-n_cells[g], g))[:25]
     assert build_vocabulary([simulated], max_genes=25).gene_ids == sorted(top)
 
 
-def test_the_file_holds_special_tokens_first_and_reads_back_the_same(simulated: Path, tmp_path: Path) -> None:
+def test_the_file_begins_with_special_tokens_and_reads_back_equal(simulated: Path, tmp_path: Path) -> None:
     path = tmp_path / "vocabulary.tsv"
     stage.run(options=VocabularyOptions.model_validate({"vocabulary": {}}), cells=[simulated], out=path)
     table = pd.read_csv(path, sep="\t")
@@ -104,12 +104,12 @@ def test_a_damaged_vocabulary_is_named_with_its_line(simulated: Path, tmp_path: 
     text = path.read_text()
     lines = text.splitlines(keepends=True)
     for damaged, message in (
-        ("", "not a whole vocabulary: the columns should be token_id, gene_id, symbol, n_cells, median"),
-        (text[:-1], "not a whole vocabulary"),
-        ("".join(lines[:3]), "not a vocabulary: it has no genes, or one twice"),
-        ("".join(lines[:1] + lines[2:]), "line 2: token 0 should be here: <pad>"),
-        ("".join(lines[:4] + lines[5:]), "line 5: token 3 should be here: gene id, symbol, n_cells, median"),
-        (text.replace("\n4\t" + lines[5].split("\t")[1], "\n4\t" + lines[4].split("\t")[1]), "or one twice"),
+        ("", "not a complete vocabulary: expected columns token_id, gene_id, symbol, n_cells, median"),
+        (text[:-1], "not a complete vocabulary"),
+        ("".join(lines[:3]), "not a vocabulary: no genes, or a duplicate"),
+        ("".join(lines[:1] + lines[2:]), "line 2: expected token 0: <pad>"),
+        ("".join(lines[:4] + lines[5:]), "line 5: expected token 3: gene id, symbol, n_cells, median"),
+        (text.replace("\n4\t" + lines[5].split("\t")[1], "\n4\t" + lines[4].split("\t")[1]), "or a duplicate"),
         (text.replace(lines[3].split("\t")[4], "nan\n"), "a median is not a positive number"),
     ):
         path.write_text(damaged)
@@ -128,7 +128,7 @@ def test_datasets_without_a_gene_in_common_are_refused(make_h5ad: Make) -> None:
         build_vocabulary([human, more, mouse])
     assert str(error.value) == (
         f"{mouse}: no genes in common with the other datasets of the corpus (its first is ENSMUSG1); "
-        "is it of another organism? Give it a corpus of its own"
+        "if it is of another organism, put it in a corpus of its own"
     )
     assert build_vocabulary([human, more]).n_genes == 3
 
@@ -139,8 +139,7 @@ def test_an_empty_vocabulary_and_odd_names_are_refused(make_h5ad: Make) -> None:
     with pytest.raises(DataError) as error:
         build_vocabulary([path], min_cells=4)
     assert str(error.value) == (
-        "no gene is left for the vocabulary: none of 2 is detected in 4 cells, the most are 3; "
-        "lower vocabulary.min_cells"
+        "no gene is left for the vocabulary: none of 2 is detected in 4 cells, at most in 3; lower vocabulary.min_cells"
     )
     with pytest.raises(DataError, match="'A\\\\tB' cannot name a gene"):
         build_vocabulary([make_h5ad(ones, genes=["A\tB", "C"])])

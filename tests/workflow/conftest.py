@@ -1,4 +1,4 @@
-"""A pipeline in a folder of its own: the repository's Snakefile on a few hundred simulated cells and a tiny model."""
+"""A project in its own folder: the repository's Snakefile with a few hundred simulated cells and a tiny model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ tokens: {max_tokens: 64}
 stream: {lanes: 4, block_cells: 8, window_blocks: 4}
 model: {hidden: 16, layers: 1, heads: 2}
 train: {steps: 12, global_batch: 16, token_budget: 2048, warmup_steps: 2, log_every_steps: 4, val_every_steps: 6}
-evaluate: {folds: 3, neighbors: 5}
+evaluate: {folds: 3, tasks: {probe: {neighbors: 5}, reconstruct: {}}}
 runs: {tiny: {corpus: sim}}
 """
 
@@ -42,7 +42,7 @@ class Project:
         return [*words, *arguments]
 
     def snakemake(self, *arguments: str, profile: str | None = "profiles/local") -> subprocess.CompletedProcess[str]:
-        """What a user sees of a `snakemake` call, as one text in `stdout`."""
+        """Run `snakemake`; `stdout` is all that a user sees."""
         return subprocess.run(
             self.command(*arguments, profile=profile),
             cwd=self.folder,
@@ -55,7 +55,7 @@ class Project:
         )
 
     def jobs(self, *arguments: str, profile: str | None = "profiles/local") -> dict[str, int]:
-        """How many jobs of each rule would run, the rule `all` aside."""
+        """Number of jobs of each rule that would run, except `all`."""
         done = self.snakemake("--dry-run", *arguments, profile=profile)
         assert done.returncode == 0, done.stdout
         if "Job stats:" not in done.stdout:
@@ -65,7 +65,7 @@ class Project:
         return {name: int(n) for name, n in re.findall(r"^(\w+) +(\d+)$", table, re.M) if name != "all"}
 
     def write_config(self, name: str = "config.yaml", **sections: Any) -> str:
-        """Writes config/`name`: the small one, with keys of some sections changed."""
+        """Write config/`name`: CONFIG with keys of some sections changed."""
         tree = copy.deepcopy(yaml.safe_load(CONFIG))
         for section, values in sections.items():
             tree[section] = tree.get(section, {}) | values
@@ -89,20 +89,20 @@ def make_project(folder: Path, cells: Path) -> Project:
     project = Project(folder)
     project.write_config()
     (folder / "config" / "datasets.tsv").write_text(
-        "dataset\tpath\tlabel\tsource\nsim\tdata/sim.h5ad\tcell_type\t\n"  # what is not known is empty or left out
+        "dataset\tpath\tlabel\tsource\nsim\tdata/sim.h5ad\tcell_type\t\n"  # unknown columns are empty or left out
     )
     return project
 
 
 @pytest.fixture
 def project(tmp_path: Path, cells: Path) -> Project:
-    """A fresh one, where nothing has run."""
+    """A fresh project."""
     return make_project(tmp_path / "project", cells)
 
 
 @pytest.fixture(scope="session")
 def done(tmp_path_factory: pytest.TempPathFactory, cells: Path) -> tuple[Project, str]:
-    """One where everything has run, and what was printed meanwhile. Tests leave it as it is."""
+    """A project in which everything has run, and the output of that run. Tests do not change it."""
     project = make_project(tmp_path_factory.mktemp("done") / "project", cells)
     run = project.snakemake()
     assert run.returncode == 0, run.stdout

@@ -1,4 +1,4 @@
-"""A training that is stopped while Snakemake runs it, and the same command again."""
+"""A training that is stopped under Snakemake, and the same command again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATUS = "results/runs/tiny/train/status.json"
 
 
 def start(project: Project) -> subprocess.Popen[str]:
-    """Snakemake in a process group of its own, as a terminal starts it."""
+    """Snakemake in its own process group, as a terminal starts it."""
     return subprocess.Popen(
         project.command("--", STATUS),
         cwd=project.folder,
@@ -34,11 +34,11 @@ def start(project: Project) -> subprocess.Popen[str]:
 def wait_for_checkpoint(folder: Path) -> None:
     until = time.monotonic() + 240
     while not list(folder.glob("checkpoints/step-*/manifest.json")):
-        assert time.monotonic() < until, "no checkpoint came"
+        assert time.monotonic() < until, "no checkpoint was written"
         time.sleep(0.05)
 
 
-def test_a_training_that_is_stopped_goes_on_from_its_checkpoint_with_the_same_command(project: Project) -> None:
+def test_a_stopped_training_resumes_from_its_checkpoint_with_the_same_command(project: Project) -> None:
     length = {"steps": 100, "checkpoint_every_steps": 10, "log_every_steps": 20, "val_every_steps": 100}
     project.write_config(train=length | {"global_batch": 16, "token_budget": 2048, "warmup_steps": 2})
     folder = (project.folder / STATUS).parent
@@ -63,7 +63,7 @@ def test_a_training_that_is_stopped_goes_on_from_its_checkpoint_with_the_same_co
     assert steps[-1] == 100
 
 
-def test_a_changed_option_trains_anew_and_keeps_the_earlier_training_aside(project: Project) -> None:
+def test_a_changed_option_trains_anew_and_moves_the_earlier_training_aside(project: Project) -> None:
     first = project.snakemake("--", STATUS)
     assert first.returncode == 0, first.stdout
     second = project.snakemake("--config", "train={lr: 5e-4}", "--", STATUS)

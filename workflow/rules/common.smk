@@ -1,5 +1,5 @@
-# The configuration, checked once, and what rules take from it. Nothing slow is imported: every job of a cluster
-# parses this file again.
+# The checked configuration and functions that rules take from it. Nothing slow is imported: every job of a cluster parses
+# this file again.
 import json
 import os
 import re
@@ -9,18 +9,18 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 from cellmill.config import check_config, check_options
-from cellmill.config.layout import check_lanes, layout
+from cellmill.config.checks import check_processes
 from cellmill.config.machine import Machine
 from cellmill.errors import ConfigError
 
-# the cellmill of this Python, also where its environment is not activated
+# find the cellmill of this Python even if its environment is not activated
 os.environ.update(PATH=os.pathsep.join([str(Path(sys.executable).parent), *os.get_exec_path()]))
 
 try:
     pipeline = check_config(config, " + ".join(os.path.relpath(path) for path in workflow.configfiles))
     datasets = {corpus: pipeline.datasets(corpus) for corpus in pipeline.corpora}
 except ConfigError as error:
-    sys.exit(f"cellmill: {error}")  # a WorkflowError would add where in this file it was raised
+    sys.exit(f"cellmill: {error}")  # a WorkflowError would add its place in this file
 
 
 wildcard_constraints:
@@ -30,7 +30,7 @@ wildcard_constraints:
 
 
 def options(stage):
-    """A function of the wildcards that gives, as JSON, the sections of the configuration that `stage` reads."""
+    """Function of the wildcards: the sections of the configuration that `stage` reads, as JSON."""
 
     def section(wildcards):
         name = wildcards.get("run") or wildcards.get("corpus")
@@ -39,23 +39,27 @@ def options(stage):
     return section
 
 
+# the machine of a training: a resource of the rule and a flag of the command for each option
+machine_defaults = {name: field.default for name, field in Machine.model_fields.items()}
+machine_flags = " ".join(f"--{name.replace('_', '-')}={{resources.{name}:q}}" for name in Machine.model_fields)
+
+
 def fits_processes(wildcards, resources):
-    """True when the profile's processes can be laid out as the run asks: what cannot be is refused by `snakemake -n`."""
+    """True if the run can be laid out on the profile's processes; `snakemake -n` ends with an error if not."""
     run = pipeline.runs[wildcards.run]
     given = {name: getattr(resources, name) for name in ("nodes", "nproc_per_node")}
-    given["launcher"] = getattr(resources, "launcher", "slurm")  # plan has none, and takes ranges
+    given["launcher"] = getattr(resources, "launcher", "slurm")  # plan has none, and takes a range of nodes
     try:
         machine = check_options(Machine, given, "the profile's set-resources")
         for nodes in machine.node_counts:
-            sizes = layout(run.parallel, nodes * machine.nproc_per_node, machine.nproc_per_node)
-            check_lanes(run.stream.lanes, run.train.global_batch, sizes)
+            check_processes(run, nodes, machine.nproc_per_node)
     except ConfigError as error:
-        sys.exit(f"cellmill: run {wildcards.run}: {error}")  # a WorkflowError would be told by a traceback
+        sys.exit(f"cellmill: run {wildcards.run}: {error}")  # a WorkflowError would print a traceback
     return True
 
 
 def dataset_of(wildcards):
-    """The row of the corpus's table that a dataset has."""
+    """Row of the dataset in the corpus's table."""
     table = datasets[wildcards.corpus]
     if wildcards.dataset not in table:
         raise WorkflowError(
@@ -66,7 +70,7 @@ def dataset_of(wildcards):
 
 
 def cells_of_corpus(wildcards):
-    """Preprocessed cells of every dataset the corpus is made of."""
+    """Preprocessed cells of every dataset of the corpus."""
     return [f"results/corpora/{wildcards.corpus}/cells/{name}.h5ad" for name in pipeline.trained_on(wildcards.corpus)]
 
 
@@ -76,7 +80,7 @@ def corpus_of(wildcards):
 
 
 def evaluated(pattern):
-    """A function of the wildcards that fills `pattern` with each dataset the run is evaluated on."""
+    """Function of the wildcards: `pattern` for each dataset the run is evaluated on."""
 
     def files(wildcards):
         names = pipeline.evaluated_on(wildcards.run)
@@ -86,13 +90,13 @@ def evaluated(pattern):
 
 
 def label_columns(wildcards):
-    """obs column that holds the label of each dataset the run is evaluated on; '-' for none."""
+    """obs column of the label for each dataset the run is evaluated on; '-' for none."""
     table = datasets[pipeline.runs[wildcards.run].corpus]
     return [table[name].label or "-" for name in pipeline.evaluated_on(wildcards.run)]
 
 
 def parent_model(wildcards):
-    """Weights of the run that this one starts from: none or one."""
+    """Weights of the run that this one starts from; empty if it starts anew."""
     parent = pipeline.runs[wildcards.run].init_from
     return [] if parent is None else [f"results/runs/{parent}/model/model.safetensors"]
 
@@ -103,7 +107,7 @@ def parent_argument(wildcards):
 
 
 def ancestor_manifests(wildcards):
-    """Manifests of the runs that this one's first weights came from: their cells are not held out either."""
+    """Manifests of the runs that the initial weights came from: their cells are not held out either."""
     manifests, run = [], pipeline.runs[wildcards.run]
     while run.init_from is not None:
         run = pipeline.runs[run.init_from]
@@ -112,6 +116,6 @@ def ancestor_manifests(wildcards):
 
 
 def reported_corpora():
-    """Corpora that a run uses, in the order of the configuration."""
+    """Corpora used by any run, in the order of the configuration."""
     used = {run.corpus for run in pipeline.runs.values()}
     return [corpus for corpus in pipeline.corpora if corpus in used]

@@ -1,7 +1,7 @@
-# Datasets to a corpus: counted, filtered and named cells, a vocabulary, shards.
+# Datasets to a corpus: preprocessed cells, a vocabulary, shards.
 #
-# Memory and minutes are what a job asks a cluster for when no profile says otherwise: more than the work needs, with
-# room for the two snakemakes that a job of the SLURM plugin holds besides. The image is used with `--sdm apptainer`.
+# Memory and runtime are defaults of a cluster job without a profile: more than the work needs, with room for the two
+# snakemake processes in a job of the SLURM plugin. The image is used with `--sdm apptainer`.
 
 
 localrules:
@@ -46,7 +46,7 @@ rule preprocess:
     params:
         options=options("preprocess"),
         counts=lambda wildcards: dataset_of(wildcards).counts,
-        # `--source=…`: Snakemake quotes an empty text as nothing, and the option would take the next word
+        # `--source=…`: Snakemake quotes an empty string as nothing, and the option would take the next word
         source=lambda wildcards: dataset_of(wildcards).source or "",
         licence=lambda wildcards: dataset_of(wildcards).licence or "",
     shell:

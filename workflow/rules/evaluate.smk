@@ -1,4 +1,4 @@
-# An exported model, and nothing else of its run, judged on cells.
+# Evaluation of an exported model; nothing else of its run is read.
 
 
 rule embed:

@@ -1,8 +1,8 @@
-# One page over all runs.
+# One HTML page over all runs.
 
 
 localrules:
-    report,  # a second over small files
+    report,  # takes a second on small files
 
 
 rule report:

@@ -1,9 +1,9 @@
-# A run: planned, trained, exported. The machine (nodes, processes, partition …) comes from the profile's set-resources,
-# so that another one reruns nothing.
+# A run: plan, training, export. The machine (nodes, processes, partition …) is in the profile's set-resources, so that
+# another machine reruns nothing.
 
 
 localrules:
-    plan,  # arithmetic of a second; what it refuses is refused before anything is queued
+    plan,  # takes a second, and refuses a run before anything is submitted
     train,
 
 
@@ -29,20 +29,20 @@ rule plan:
         device="cpu",
     params:
         options=options("plan"),
-        fits=fits_processes,  # depends on resources, which Snakemake takes for no reason to run again
+        fits=fits_processes,  # depends on resources, which Snakemake takes for no reason to rerun
     shell:
         "cellmill plan --options {params.options:q} --manifest {input:q} --out {output:q} --nodes {resources.nodes:q}"
         " --nproc-per-node {resources.nproc_per_node:q} --device {resources.device:q} 2>&1 | tee -i {log:q}"
 
 
-# Only status.json is an output: Snakemake deletes the outputs of a job that failed, and the checkpoints beside it are
-# what a run goes on from. It starts its processes or submits its jobs itself, so it stays where Snakemake runs.
+# Only status.json is an output: Snakemake deletes the outputs of a failed job, and the run resumes from the checkpoints
+# in that folder. It starts its processes or submits its jobs itself, so it is a local rule.
 rule train:
     input:
         manifest=lambda wildcards: f"{corpus_of(wildcards)}/shards/manifest.json",
         vocabulary=lambda wildcards: f"{corpus_of(wildcards)}/vocabulary.tsv",
-        # must have agreed. Not ancient(): Snakemake would then overlook train's own changed options whenever plan reruns.
-        # A training whose options are the same finds itself done.
+        # a plan that refuses stops the run. Not ancient(): Snakemake would then miss changed options of train whenever
+        # plan reruns. A training with the same options ends at once as done.
         plan="results/runs/{run}/plan.json",
         parent=parent_model,
     output:
@@ -51,52 +51,20 @@ rule train:
         "logs/train/{run}.log",
     benchmark:
         "results/benchmarks/train/{run}.tsv"
-    retries: 0  # it goes on by itself after what is no fault of its own, and an error would come again
+    retries: 0  # it resumes by itself after failures of the machine; an error of its own would come again
     conda:
         "../../envs/cellmill.yaml"
     resources:
-        # the options of cellmill train of these names
-        launcher="local",
-        nodes=1,
-        nproc_per_node=1,
-        slurm_partition="",
-        slurm_account="",
-        qos="",
-        constraint="",
-        reservation="",
-        gpus_per_node="",
-        gres="",
-        runtime=60,
-        mem_mb=0,
-        cpus_per_task=0,
-        modules="",
-        container="",
-        interface="",
-        sbatch_options="",
-        save_within_s=120,
-        max_restarts=2,
-        max_jobs=100,
-        poll_s=10,
-        on_interrupt="cancel",
+        **machine_defaults,
     params:
         options=options("train"),
         fits=fits_processes,
         parent=parent_argument,
     shell:
-        # Snakemake sets these to the threads of the rule; the launcher divides the cores among the processes
+        # Snakemake sets these to the threads of the rule; the launcher divides the cores over the processes
         "unset OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS;"
         " cellmill train --options {params.options:q} --manifest {input.manifest:q} --vocabulary {input.vocabulary:q}"
-        ' --out "$(dirname {output:q})" {params.parent:q} --launcher {resources.launcher:q}'
-        " --nodes {resources.nodes:q} --nproc-per-node {resources.nproc_per_node:q}"
-        " --slurm-partition={resources.slurm_partition:q} --slurm-account={resources.slurm_account:q}"
-        " --qos={resources.qos:q} --constraint={resources.constraint:q} --reservation={resources.reservation:q}"
-        " --gpus-per-node={resources.gpus_per_node:q} --gres={resources.gres:q} --runtime {resources.runtime:q}"
-        " --mem-mb {resources.mem_mb:q} --cpus-per-task {resources.cpus_per_task:q}"
-        " --modules={resources.modules:q} --container={resources.container:q} --interface={resources.interface:q}"
-        " --sbatch-options={resources.sbatch_options:q} --save-within-s {resources.save_within_s:q}"
-        " --max-restarts {resources.max_restarts:q} --max-jobs {resources.max_jobs:q}"
-        " --poll-s {resources.poll_s:q} --on-interrupt {resources.on_interrupt:q}"
-        " 2>&1 | tee -i {log:q}"
+        ' --out "$(dirname {output:q})" {params.parent:q} ' + machine_flags + " 2>&1 | tee -i {log:q}"
 
 
 rule consolidate:

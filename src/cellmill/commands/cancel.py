@@ -7,22 +7,24 @@ import signal
 import time
 from pathlib import Path
 
-from cellmill.commands.run_names import folder_of, holder_of, living_jobs, record_of
+from cellmill.commands.results import living_jobs, train_folder
 from cellmill.errors import UserError
 from cellmill.launch.cancel_job import cancel_job
-from cellmill.launch.queue import Line, Queue, QueueError
-from cellmill.runs.folder import Holder, TrainFolder
+from cellmill.launch.queue import Queue, QueuedJob, QueueError
+from cellmill.runs.folder import TrainFolder
+from cellmill.runs.jobs import Jobs
+from cellmill.runs.lock import Holder, holder_of
 
-LET_GO_S = 15  # how long a launcher may take to see that its job was cancelled
+LAUNCHER_S = 15  # how long a launcher may take to notice that its job was cancelled
 SAVE_S = 600  # how long a training on this machine may take to save
 TICK_S = 0.2
 
 
 def run(*, run: str, results: Path) -> None:
-    """Cancels the job of `run`, or ends its training on this machine. Raises UserError when it cannot."""
-    train = folder_of(results, run)
+    """Cancel the job of `run`, or end its training on this machine. Raises UserError if it cannot."""
+    train = train_folder(results, run)
     holder = holder_of(train)
-    if holder is not None and not holder.follows:  # then no job of this run lives
+    if holder is not None and not holder.follows:  # then no job of this run is alive
         ended = [_end_process(train, holder)]
     else:
         ended = _cancel_jobs(train)
@@ -36,53 +38,53 @@ def run(*, run: str, results: Path) -> None:
 
 
 def _cancel_jobs(train: Path) -> list[str]:
-    """Ends the run's jobs; what was done."""
+    """Cancel the run's jobs; return a line for each."""
     done: list[str] = []
-    while lines := _living(train):  # its launcher may just have submitted the next one
-        for line in lines:
-            print(f"cancelling job {line.job_id}", flush=True)
-            state = cancel_job(line.job_id)
-            if _let_go(train):  # else its launcher follows on, and records the end itself
-                record = record_of(train, line)
+    while jobs := _living(train):  # its launcher may just have submitted the next one
+        for job in jobs:
+            print(f"cancelling job {job.job_id}", flush=True)
+            state = cancel_job(job.job_id)
+            if _is_released(train):  # otherwise the launcher still follows, and records the end itself
+                record = Jobs(train).record(job.job_id)
                 if record is not None and record.ended_at is None:
                     record.now(state.name, state.reason, ended=True)
-            done.append(f"cancelled job {line.job_id}")
+            done.append(f"cancelled job {job.job_id}")
     return done
 
 
-def _living(train: Path) -> list[Line]:
+def _living(train: Path) -> list[QueuedJob]:
     try:
         return living_jobs(train, Queue(1.0))
     except QueueError as error:
-        raise UserError(f"the queue gave no usable answer ({error}); try again") from None
+        raise UserError(f"no usable answer from squeue ({error}); try again") from None
 
 
-def _let_go(train: Path) -> bool:
-    """Whether no launcher holds the run, which is waited for: one that follows a cancelled job ends by itself."""
-    give_up = time.monotonic() + LET_GO_S
+def _is_released(train: Path) -> bool:
+    """Wait for a launcher, which ends after its job was cancelled, to release the run's lock; True if it is free."""
+    deadline = time.monotonic() + LAUNCHER_S
     while holder_of(train) is not None:
-        if time.monotonic() > give_up:
+        if time.monotonic() > deadline:
             return False
         time.sleep(TICK_S)
     return True
 
 
 def _end_process(train: Path, holder: Holder) -> str:
-    """Asks the lock's holder to save and end, and waits until it has; what was done."""
+    """Ask the lock's holder to save and end, and wait until it has; return a line about it."""
     if not holder.holds(train / "lock"):
         here = holder.host == os.uname().nodename
-        where = "it has passed the lock on; end its processes" if here else f"run cellmill cancel on {holder.host}"
-        raise UserError(f"{train}: is trained by {holder.text}: {where}")
+        remedy = "it has passed the lock on; end its processes" if here else f"run cellmill cancel on {holder.host}"
+        raise UserError(f"{train}: trained by {holder.text}: {remedy}")
     print(f"asking {holder.text} to save and end", flush=True)
     try:
         os.kill(holder.pid, signal.SIGTERM)
     except ProcessLookupError:
         pass
     except PermissionError:
-        raise UserError(f"{train}: is trained by {holder.text}, whom you may not signal") from None
-    give_up = time.monotonic() + SAVE_S
+        raise UserError(f"{train}: trained by {holder.text}, which you may not signal") from None
+    deadline = time.monotonic() + SAVE_S
     while holder_of(train) is not None:
-        if time.monotonic() > give_up:
-            raise UserError(f"{holder.text} was asked to end {SAVE_S // 60} min ago and has not yet")
+        if time.monotonic() > deadline:
+            raise UserError(f"{holder.text} was asked to end {SAVE_S // 60} min ago and has not ended")
         time.sleep(TICK_S)
     return f"ended process {holder.pid}"

@@ -1,4 +1,4 @@
-"""logs: what the newest training of a run printed, from its job or on this machine."""
+"""logs: the output of a run's latest training, from its job or on this machine."""
 
 from __future__ import annotations
 
@@ -7,35 +7,38 @@ import sys
 from pathlib import Path
 
 from cellmill.commands import attach
-from cellmill.commands.run_names import folder_of, holder_of, local_log
+from cellmill.commands.results import train_folder, train_log
 from cellmill.errors import UserError
+from cellmill.launch.follow import TICK_S, JobFollower
 from cellmill.launch.queue import Queue
 from cellmill.launch.tail import Tail
-from cellmill.runs.cost import read_local
 from cellmill.runs.jobs import Jobs
+from cellmill.runs.local_starts import read_local
+from cellmill.runs.lock import holder_of
 
 
 def run(*, run: str, results: Path, follow: bool) -> None:
-    """Prints the log of `run`, and with `follow` what is appended as long as it runs. Raises UserError without one."""
-    train, beside = folder_of(results, run), local_log(results, run)
+    """Print the log of `run`; with `follow` also what is appended while it runs. Raises UserError without a log."""
+    train, printed = train_folder(results, run), train_log(results, run)
     newest, local = Jobs(train).newest(), read_local(train)
     if newest is not None and local and local[-1]["started_at"] > newest.submitted_at:
         newest = None
     holder = holder_of(train)
     try:
         if follow and holder is not None and not holder.follows:
-            attach.follow(Tail(beside), lambda: holder_of(train) is not None)
+            attach.follow_local(Tail(printed), train)
         elif follow and newest is not None:
-            attach.follow(Tail(newest.log), attach.JobLives(newest.job_id, Queue(1.0)))
+            tail, rarely = Tail(newest.log), attach.SLOWEST_POLL_S
+            attach.follow(tail, JobFollower(newest.job_id, Queue(TICK_S), tail, slowest_poll_s=rarely).alive)
         elif newest is not None and newest.log.exists():
-            Tail(newest.log).copy()
-        elif beside.exists():  # of a training here or in an allocation, or of the launcher of a job that waits
-            Tail(beside).copy()
+            Tail(newest.log).read()
+        elif printed.exists():  # of a training here or in an allocation, or of the launcher of a waiting job
+            Tail(printed).read()
         elif newest is not None:
             raise UserError(f"{run}: job {newest.job_id} ({newest.state}) has no log yet; it will be {newest.log}")
         else:
-            raise UserError(f"{run}: no log: it has no job, and {beside} does not exist")
+            raise UserError(f"{run}: no log: it has no job, and {printed} does not exist")
     except KeyboardInterrupt:
         return
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

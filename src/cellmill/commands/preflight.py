@@ -1,8 +1,8 @@
-"""preflight: whether a profile's machine can take the configuration's runs, found out before they are queued.
+"""preflight: checks that a profile's machine can run the configuration, before anything is queued.
 
-First what can be asked at once: the profile, SLURM (`preflight_site`), the configuration, the genes of its datasets.
-Then what only the nodes know, by one short job through the launcher a training has (`preflight_nodes`). Each check is
-a line: ok, no, or ? where nothing stands in the way and nothing is certain either. Imports no torch.
+First the checks that need no job: the profile, SLURM, the configuration, the genes of its datasets. Then those that
+only the nodes can answer, by one short job of the profile's launcher. Each check is a line: ok, no, or ? for a doubt.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ CORPORA = Path("results/corpora")
 
 
 def run(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: float) -> None:
-    """Prints the checks and `go`, and writes them to `out`/NAME.json. Raises UserError when it is no go."""
+    """Print the checks and `go`, and write them to `out`/NAME.json. Raises UserError if it is no go."""
     if not wait_min > 0:
-        raise UserError(f"--wait-min {wait_min:g}: a number of minutes above 0 is wanted")
-    found = read_profile(profile)
+        raise UserError(f"--wait-min: expected a number of minutes above 0, got {wait_min:g}")
+    parsed = read_profile(profile)
     made: list[Check] = []
 
     def show(checks: Iterable[Check]) -> bool:
-        """Prints each as it is made; whether none of them stands in the way."""
+        """Print each check as it is made; return True if none is a no."""
         before = len(made)
         for check in checks:
             made.append(check)
@@ -53,43 +53,43 @@ def run(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: float)
 
     facts: dict[str, Any] = {}
     machine: Machine | None = None
-    device = str(found.plan.get("device", "cpu"))
+    device = str(parsed.plan.get("device", "cpu"))
     try:
-        machine = found.machine()
+        machine = parsed.machine()
         device_named(device)
     except ConfigError as error:
         show([no("profile", str(error))])
     if machine is not None:
-        show(check_profile(machine, found, profile))
-        queues = show(check_launcher(machine))
-        if queues and machine.launcher == "slurm":
-            queues = show(check_site(machine))
+        show(check_profile(machine, parsed, profile))
+        can_queue = show(check_launcher(machine))
+        if can_queue and machine.launcher == "slurm":
+            can_queue = show(check_site(machine))
         show(check_configuration(machine, config))
         if no_job:
-            show([doubt("job", "not tried (--no-job): what the nodes are is not known")])
-        elif not queues:
+            show([doubt("job", "not tried (--no-job): the nodes were not checked")])
+        elif not can_queue:
             show([doubt("job", "not tried: the profile has to change first")])
         else:
-            nodes = NodeCheck(machine, device, out / found.name, 60 * wait_min)
+            nodes = NodeCheck(machine, device, out / parsed.name, 60 * wait_min)
             show(nodes.run())
             facts = nodes.facts
     reasons = sum(check.verdict == "no" for check in made)
     answer = {
-        "profile": found.name,
-        "path": str(found.path),
+        "profile": parsed.name,
+        "path": str(parsed.path),
         "checked_at": time.time(),
         "go": not reasons,
         "machine": None if machine is None else machine.model_dump(mode="json"),
         "checks": [asdict(check) for check in made],
     }
-    write_json(out / f"{found.name}.json", answer | facts)
+    write_json(out / f"{parsed.name}.json", answer | facts)
     if reasons:
         raise UserError(f"no go: {reasons} {'reason' if reasons == 1 else 'reasons'}")
     print("go", flush=True)
 
 
 def check_profile(machine: Machine, profile: Profile, asked: str) -> Iterator[Check]:
-    """What the profile says, beside what Snakemake makes of it."""
+    """Checks of the profile by itself, and of what Snakemake makes of it."""
     processes = f"{machine.nodes} x {machine.nproc_per_node} processes"
     over = f", with {profile.over} over it" if profile.over else ""
     yield ok("profile", f"{profile.path}{over}: launcher {machine.launcher}, {processes}")
@@ -102,16 +102,16 @@ def check_profile(machine: Machine, profile: Profile, asked: str) -> Iterator[Ch
         )
     elif reads.resolve() != profile.path.resolve():
         yield doubt("profile's name", f"snakemake --profile {asked} reads {reads}", f"give {profile.path.parent}")
-    if unread := profile.unread():
+    if unread := profile.unread:
         yield doubt(
             "default-resources",
-            f"{', '.join(unread)} does not reach a training, whose rule has its own",
+            f"{', '.join(unread)} does not reach a training, whose rule declares its own",
             f"write it under {TRAIN[:-1]} too",
         )
     for key, trains in (("nodes", machine.nodes), ("nproc_per_node", str(machine.nproc_per_node))):
         plans = str(profile.plan.get(key, 1))
         if plans != trains:
-            yield no(f"plan's {key}", f"{plans}, a training has {trains}", f"set-resources: plan: {key}: {trains}")
+            yield no(f"plan's {key}", f"{plans}, but train has {trains}", f"set-resources: plan: {key}: {trains}")
     gpus, each = gpu_request(machine)[1], machine.nproc_per_node
     remedy = f"{TRAIN} nproc_per_node: {gpus}"
     if gpus and each > gpus:
@@ -121,7 +121,7 @@ def check_profile(machine: Machine, profile: Profile, asked: str) -> Iterator[Ch
 
 
 def check_configuration(machine: Machine, config: Path) -> Iterator[Check]:
-    """Every run of the configuration on this machine, and the genes of its datasets."""
+    """Checks of every run of the configuration on this machine, and of the genes of its datasets."""
     try:
         pipeline = load_config(config)
     except ConfigError as error:
@@ -156,7 +156,7 @@ def _check_run(machine: Machine, pipeline: Workflow, name: str) -> Check:
 
 
 def _check_genes(pipeline: Workflow, corpus: str) -> Iterator[Check]:
-    """How many genes of each dataset that a run needs have a name that is known; no count is read."""
+    """Checks of the genes of every dataset that a run needs: how many have a known name. Reads no counts."""
     runs = {name: run for name, run in pipeline.runs.items() if run.corpus == corpus}
     thresholds = dict.fromkeys(pipeline.trained_on(corpus), 0.0)
     for name, run in runs.items():
@@ -168,7 +168,7 @@ def _check_genes(pipeline: Workflow, corpus: str) -> Iterator[Check]:
         try:
             vocabulary = Vocabulary.read(file)
         except UserError as error:
-            yield no(f"vocabulary of {corpus}", str(error), "remove it: the rule vocabulary makes it again")
+            yield no(f"vocabulary of {corpus}", str(error), "remove it: the rule vocabulary rebuilds it")
     table = pipeline.datasets(corpus)
     for name, threshold in thresholds.items():
         yield _check_dataset(table[name], pipeline.corpora[corpus].preprocess, vocabulary, threshold)
@@ -177,22 +177,23 @@ def _check_genes(pipeline: Workflow, corpus: str) -> Iterator[Check]:
 def _check_dataset(dataset: Dataset, options: Preprocess, vocabulary: Vocabulary | None, threshold: float) -> Check:
     what, path = f"genes of {dataset.dataset}", Path(dataset.path)
     if not path.exists():
-        return doubt(what, f"{path} is not there yet")
+        return doubt(what, f"{path} does not exist yet")
     try:
         with open_counts(path, dataset.counts) as reader:
             genes = name_genes(reader, options)
     except UserError as error:
         return no(what, str(error))
     coverage = genes.coverage
-    found = round(coverage.frac * coverage.n_genes)
+    named = round(coverage.frac * coverage.n_genes)
     kind = f"have a {coverage.organism} Ensembl id" if coverage.organism else "are taken for ids as they are"
-    figure = f"{found:,} of {coverage.n_genes:,} ({coverage.frac:.1%}) {kind}"
+    figure = f"{named:,} of {coverage.n_genes:,} ({coverage.frac:.1%}) {kind}"
     if vocabulary is None:
         return ok(what, figure)
     shared = int((vocabulary.rows_of(genes.gene_ids) >= 0).sum())
     frac = shared / max(1, vocabulary.n_genes)
-    figure += f"; of the vocabulary's {vocabulary.n_genes:,} genes it has {shared:,} ({frac:.1%})"
+    figure += f"; it has {shared:,} ({frac:.1%}) of the vocabulary's {vocabulary.n_genes:,} genes"
     if frac < threshold:
-        judged = "which is of counts, and judged when cells are embedded"
-        return doubt(what, f"{figure}, a smaller fraction than embed.min_coverage_frac {threshold:g}, {judged}")
+        return doubt(
+            what, f"{figure}; embed.min_coverage_frac is {threshold:g}, of counts, and checked when cells are embedded"
+        )
     return ok(what, figure)

@@ -1,6 +1,6 @@
-"""status: where each run stands, in one table. Reads small files, asks the queue once; needs neither SLURM nor torch.
+"""status: the state of each run, in one table. Reads small files and asks squeue once; needs neither SLURM nor torch.
 
-`running` is said of a run that SLURM runs or whose lock is held; where files merely say so, it was killed.
+A run is `running` if SLURM runs it or its lock is held; if only its files say so, it was killed.
 """
 
 from __future__ import annotations
@@ -11,58 +11,60 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cellmill.commands.run_names import folder_of, holder_of, is_open, names
+from cellmill.commands.results import run_names, train_folder
 from cellmill.errors import UserError
 from cellmill.files import read_json
-from cellmill.launch.queue import Line, Queue, QueueError
-from cellmill.runs.cost import read_local, span
+from cellmill.launch.queue import Queue, QueuedJob, QueueError
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.job_states import GONE, UNKNOWN, JobState
 from cellmill.runs.jobs import JobRecord, Jobs
-from cellmill.runs.metrics import last_lines
+from cellmill.runs.local_starts import read_local
+from cellmill.runs.lock import holder_of
+from cellmill.runs.metrics import TAIL_BYTES, read_lines
 from cellmill.runs.progress import progress_of, step_seconds
+from cellmill.runs.run_cost import span
 
 HEAD = ("run", "state", "step", "loss", "job", "slurm", "left", "saved", "last line")
-RIGHT = {"step", "loss", "left", "saved", "last line"}
+RIGHT_ALIGNED = {"step", "loss", "left", "saved", "last line"}
 WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 STOPPED = {"COMPLETED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED", "DEADLINE", GONE}
-"""Ends after which the same command goes on."""
+"""End states after which the same command resumes."""
 KILLED = "stopped (killed)"
-"""On this machine, without a chance to save: it goes on from its last checkpoint."""
+"""On this machine, without a chance to save: it resumes from its last checkpoint."""
 
 
 def run(*, runs: list[str], results: Path) -> None:
-    """Prints the table of `runs`, or of all there are under `results`."""
-    folders = {name: folder_of(results, name) for name in runs} or {n: folder_of(results, n) for n in names(results)}
+    """Print the table of `runs`, or of all runs under `results`."""
+    folders = {name: train_folder(results, name) for name in runs or run_names(results)}
     if not folders:
         print(f"{results / 'runs'}: no run yet")
         return
-    queue = Answer.get(list(folders.values()))
-    notes = [queue.trouble] if queue.trouble else []
+    answer = QueueAnswer.get(list(folders.values()))
+    notes = [answer.trouble] if answer.trouble else []
     rows = []
     for name, train in folders.items():
         try:
-            rows.append(row(name, train, queue))
+            rows.append(row(name, train, answer))
         except (UserError, OSError, KeyError, TypeError, ValueError) as error:  # one damaged run hides no other
             rows.append([name, "?", *"-" * (len(HEAD) - 2)])
-            notes.append(f"{name}: {_said(error)}")
+            notes.append(f"{name}: {_message(error)}")
     print(table(rows))
     for note in notes:
         print(note)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the queue said of all runs."""
+class QueueAnswer:
+    """squeue's answer for all runs."""
 
-    lines: list[Line]
+    jobs: list[QueuedJob]
     queue: Queue | None
     trouble: str = ""
 
     @classmethod
-    def get(cls, trains: list[Path]) -> Answer:
-        """Asks the queue when a run has a job that may live."""
-        if not any(_may_live(train) for train in trains):
+    def get(cls, trains: list[Path]) -> QueueAnswer:
+        """Ask squeue if a run has a job that may be alive."""
+        if not any(_may_be_alive(train) for train in trains):
             return cls([], None)
         if shutil.which("squeue") is None:
             return cls([], None, "squeue is not on PATH: jobs are shown as last recorded")
@@ -70,26 +72,26 @@ class Answer:
         try:
             return cls(queue.named(""), queue)
         except QueueError as error:
-            return cls([], None, f"the queue gave no usable answer ({error}): jobs are shown as last recorded")
+            return cls([], None, f"no usable answer from squeue ({error}): jobs are shown as last recorded")
 
 
-def _may_live(train: Path) -> bool:
+def _may_be_alive(train: Path) -> bool:
     try:
-        return is_open(train)
-    except (UserError, OSError):  # said in its own row
+        return Jobs(train).may_be_alive()
+    except (UserError, OSError):  # reported in its own row
         return False
 
 
-def row(name: str, train: Path, queue: Answer) -> list[str]:
-    """The cells of one run."""
+def row(name: str, train: Path, answer: QueueAnswer) -> list[str]:
+    """Table cells of one run."""
     holder = holder_of(train)
-    job_id, slurm = job_of(train, queue, holder is not None)
+    job_id, slurm = job_of(train, answer, holder is not None)
     state = state_of(train, slurm, holder is not None, holder is not None and holder.follows)
-    curve = last_lines(train / "metrics.jsonl")
-    now = progress_of(train)
-    step = max([line["step"] for line in curve], default=now.get("step"))
-    steps = now.get("steps") or _planned_steps(train)
-    loss = next((line["loss"] for line in reversed(curve) if "loss" in line), now.get("train_loss"))
+    curve = read_lines(train / "metrics.jsonl", TAIL_BYTES)
+    progress = progress_of(train)
+    step = max([line["step"] for line in curve], default=progress.get("step"))
+    steps = progress.get("steps") or _planned_steps(train)
+    loss = next((line["loss"] for line in reversed(curve) if "loss" in line), progress.get("train_loss"))
     saved = TrainFolder(train).saved_step()
     left = None
     if state == "running" and steps and step is not None and (each := step_seconds(train, curve)) is not None:
@@ -101,29 +103,29 @@ def row(name: str, train: Path, queue: Answer) -> list[str]:
         "-" if step is None else f"{step}/{steps or '-'}",
         "-" if loss is None else f"{loss:.4g}",
         job_id or "-",
-        _word(slurm) if slurm else "-",
+        _slurm_text(slurm) if slurm else "-",
         "-" if left is None else span(left),
         str(saved or "-"),
         "-" if age is None else f"{span(max(0.0, age))} ago",
     ]
 
 
-def job_of(train: Path, queue: Answer, held: bool) -> tuple[str, JobState | None]:
-    """Number and state of the run's newest job: SLURM's word where it gave one, else the last on record."""
+def job_of(train: Path, answer: QueueAnswer, held: bool) -> tuple[str, JobState | None]:
+    """Id and state of the run's newest job: SLURM's if it gave one, else the last on record."""
     jobs = Jobs(train)
-    for line in queue.lines:
-        if line.name.startswith(f"{jobs.name}."):
-            return line.job_id, line.state
+    for job in answer.jobs:
+        if job.name.startswith(f"{jobs.name}."):
+            return job.job_id, job.state
     newest = jobs.newest()
     if newest is None:
         return "", None
     recorded = JobState(newest.state, newest.reason)
-    if newest.ended_at is not None or queue.queue is None:
+    if newest.ended_at is not None or answer.queue is None:
         return newest.job_id, recorded
-    for line in queue.lines:
-        if line.job_id == newest.job_id:  # of another name: an allocation, which outlives what is started in it
-            return line.job_id, line.state if held else JobState(GONE, "the allocation goes on")
-    state = queue.queue.state(newest.job_id)  # ended while nobody followed it
+    for job in answer.jobs:
+        if job.job_id == newest.job_id:  # of another name: an allocation, which outlives what is started in it
+            return job.job_id, job.state if held else JobState(GONE, "the allocation goes on")
+    state = answer.queue.state(newest.job_id)  # ended while nobody followed it
     return newest.job_id, recorded if state.name == UNKNOWN else state
 
 
@@ -157,25 +159,26 @@ def _planned_steps(train: Path) -> int | None:
     return read_json(plan).get("steps") if plan.exists() else None
 
 
-def _word(slurm: JobState) -> str:
+def _slurm_text(slurm: JobState) -> str:
     return f"{slurm.name} ({slurm.reason})" if slurm.reason else slurm.name
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}"
-    return f"its files are not as cellmill writes them ({type(error).__name__}: {error})"
+    return f"unexpected content in its files ({type(error).__name__}: {error})"
 
 
 def table(rows: list[list[str]]) -> str:
-    """Columns set apart by two spaces; figures to the right."""
+    """Columns separated by two spaces; numbers right-aligned."""
     cells: list[Any] = [list(HEAD), *rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(HEAD))]
     return "\n".join(
         "  ".join(
-            text.rjust(width) if head in RIGHT else text.ljust(width) for text, width, head in zip(line, widths, HEAD)
+            text.rjust(width) if head in RIGHT_ALIGNED else text.ljust(width)
+            for text, width, head in zip(line, widths, HEAD)
         ).rstrip()
         for line in cells
     )

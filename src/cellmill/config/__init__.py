@@ -1,4 +1,4 @@
-"""Every option of cellmill: types, defaults, a sentence each, and the checks between them. Torch-free."""
+"""Every option of cellmill: types, defaults, descriptions, and the checks across sections. Torch-free."""
 
 from cellmill.config.load import check_config, check_options, load_config
 from cellmill.config.options import OPTIONS

@@ -10,50 +10,50 @@ from cellmill.config.section import Section
 
 
 class Preprocess(Section):
-    """Counts, quality control and gene names of one dataset."""
+    """Quality control and gene names of one dataset."""
 
     organism: Literal["human", "mouse"] | None = Field(
-        "human", description="Gene table that maps symbols to Ensembl ids; null takes var_names as ids, unmapped."
+        "human", description="Gene table that maps symbols to Ensembl ids; null uses var_names as ids."
     )
-    min_genes: int = Field(200, ge=0, description="A cell with fewer detected genes is dropped.")
+    min_genes: int = Field(200, ge=0, description="Drop cells with fewer detected genes.")
     min_counts: int = Field(
-        1, ge=1, description="A cell with fewer counts is dropped; a cell without counts always is."
+        1, ge=1, description="Drop cells with fewer counts; cells without counts are always dropped."
     )
     max_mito_frac: float = Field(
-        0.2, ge=0, le=1, description="A cell with a larger fraction of mitochondrial counts is dropped; 1 keeps all."
+        0.2, ge=0, le=1, description="Drop cells with a larger fraction of mitochondrial counts; 1 keeps all."
     )
-    min_cells: int = Field(3, ge=0, description="A gene detected in fewer of the kept cells is dropped.")
+    min_cells: int = Field(3, ge=0, description="Drop genes detected in fewer of the kept cells.")
     min_coverage_frac: float = Field(
-        0.5, ge=0, le=1, description="Smallest fraction of a dataset's genes that must map to an Ensembl id."
+        0.5, ge=0, le=1, description="Smallest accepted fraction of a dataset's genes that map to an Ensembl id."
     )
-    keep_obs: list[str] | None = Field(None, description="obs columns to keep; null keeps all of them.")
-    row_block: int = Field(4096, ge=1, description="Cells read into memory at a time.")
+    keep_obs: list[str] | None = Field(None, description="obs columns to keep; null keeps all.")
+    row_block: int = Field(4096, ge=1, description="Cells in memory at a time.")
 
 
 class VocabularyConfig(Section):
-    """Which genes become tokens."""
+    """Selection of the genes that become tokens."""
 
-    min_cells: int = Field(1, ge=1, description="A gene detected in fewer cells of the corpus gets no token.")
+    min_cells: int = Field(1, ge=1, description="Leave out genes detected in fewer cells of the corpus.")
     max_genes: int | None = Field(
-        None, ge=1, description="Keep only so many genes, those in most cells; null keeps all."
+        None, ge=1, description="Most genes to keep, those detected in most cells; null keeps all."
     )
 
 
 class Shard(Section):
-    """Train, val and test shards."""
+    """Split into train, val and test, and size of the shards."""
 
-    cells_per_shard: int = Field(16_384, ge=64, description="Cells in one shard file.")
+    cells_per_shard: int = Field(16_384, ge=64, description="Cells per shard file.")
     split_by: str | None = Field(
         None,
-        description="obs column, or `dataset`, whose values stay whole in one split (say donor); "
-        "null splits by a hash of a cell's counts, so that identical cells stay together.",
+        description="obs column, such as donor, or `dataset`, to split by: cells of one value stay together; null "
+        "splits by a hash of a cell's counts, so identical cells stay together.",
     )
-    val_frac: float = Field(0.1, ge=0, lt=1, description="Fraction of cells (or of split_by's values) for validation.")
+    val_frac: float = Field(0.1, ge=0, lt=1, description="Fraction of cells, or of split_by's values, for validation.")
     test_frac: float = Field(0.1, ge=0, lt=1, description="Fraction held out for evaluation.")
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of the split and of the order on disk.")
 
     @model_validator(mode="after")
-    def _something_is_left_to_train_on(self) -> Self:
+    def _train_split_is_not_empty(self) -> Self:
         if self.val_frac + self.test_frac >= 1:
-            raise ValueError(f"val_frac + test_frac = {self.val_frac + self.test_frac:g} leaves no cells to train on")
+            raise ValueError(f"val_frac + test_frac = {self.val_frac + self.test_frac:g} leaves no cells for training")
         return self

@@ -19,11 +19,18 @@ class FamilyConfig(Plugin):
     kind: ClassVar[str] = "family"
     key: ClassVar[str] = "family"
     default: ClassVar[str | None] = "masked"
+    moved: ClassVar[dict[str, str]] = {
+        "objective": "objective.name",
+        "mask_frac": "objective.mask_frac",
+        "cell_loss_weight": "objective.cell_loss_weight",
+    }
 
     family: str
     weight_keys: ClassVar[tuple[str, ...]] = ()
     """Options that must be equal for the weights of one model to mean the same in another."""
 
+    value_kinds: ClassVar[tuple[str, ...]] = ()
+    """Kinds of token values (`Tokens.value_kind`) that the family can embed."""
     objectives: ClassVar[tuple[str, ...]] = ()
     """Objectives that the family serves, beside those that name it in `ObjectiveConfig.families`."""
 

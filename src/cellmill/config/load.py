@@ -1,4 +1,4 @@
-"""From YAML to a checked `Workflow`, with errors that name the key, the nearest right one and the file."""
+"""From YAML to a checked `Workflow`; errors name the key, the nearest existing one and the file."""
 
 from __future__ import annotations
 
@@ -8,23 +8,13 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from cellmill.config.pipeline import CORPUS_SECTIONS, RUN_SECTIONS, CorpusConfig, RunConfig, Workflow, sections_of
-from cellmill.config.plugin import Plugin
-from cellmill.config.section import explain, unknown_key
+from cellmill.config.pipeline import Workflow, entries_of, sections_of
+from cellmill.config.section import Section, explain, unknown_key
 from cellmill.errors import ConfigError
-
-CHOICES = {
-    name: section.key
-    for owner in (CorpusConfig, RunConfig)
-    for name, section in sections_of(owner).items()
-    if issubclass(section, Plugin)
-}
-"""Sections whose options depend on a choice, and the key that makes it."""
-TOP = (*CORPUS_SECTIONS, *RUN_SECTIONS, "report", "corpora", "runs")
 
 
 def load_config(path: Path) -> Workflow:
-    """The configuration in a YAML file. Raises ConfigError with one line that names the key."""
+    """Configuration of a YAML file. Raises ConfigError with one line that names the key."""
     try:
         tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -36,30 +26,17 @@ def load_config(path: Path) -> Workflow:
     return check_config(tree, str(path))
 
 
-def check_config(tree: Any, source: str = "config/config.yaml") -> Workflow:
-    """The configuration in a tree of dicts, as Snakemake loads it. Raises ConfigError naming the key in `source`."""
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{source}: a mapping of sections is wanted, not {type(tree).__name__}")
-    for key in tree:
-        if key not in TOP:
-            raise ConfigError(f"{source}: {unknown_key(str(key), TOP)}")
-    merged = {
-        "report": tree.get("report") or {},
-        "corpora": _with_defaults(tree, "corpora", CORPUS_SECTIONS, source),
-        "runs": _with_defaults(tree, "runs", RUN_SECTIONS, source),
-    }
+def check_config(tree: Any, source: str = "config/config.yaml", workflow: type[Workflow] = Workflow) -> Workflow:
+    """Configuration of a tree of dicts, as Snakemake loads it. Raises ConfigError naming the key in `source`."""
     try:
-        pipeline = Workflow.model_validate(merged)
-        for corpus in pipeline.corpora:
-            pipeline.trained_on(corpus)
-        for run in pipeline.runs:
-            pipeline.evaluated_on(run)
+        checked = workflow.model_validate(with_defaults(tree, workflow))
     except ValidationError as error:
-        where, message = explain(error, Workflow)
+        where, message = explain(error, workflow)
         raise ConfigError(f"{source}: {_line(_as_written(where, tree), message)}") from None
-    except ValueError as error:
+    except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
-    return pipeline
+    checked.check_datasets(source)
+    return checked
 
 
 def check_options(model: type[BaseModel], options: Any, source: str) -> Any:
@@ -70,12 +47,52 @@ def check_options(model: type[BaseModel], options: Any, source: str) -> Any:
         raise ConfigError(f"{source}: {_line(*explain(error, model))}") from None
 
 
+def top_level(workflow: type[Workflow] = Workflow) -> dict[str, type[Section] | None]:
+    """Keys of a configuration file: every section, and None for the mappings of corpora and runs."""
+    owners = entries_of(workflow)
+    inherited = {name: section for owner in owners.values() for name, section in sections_of(owner).items()}
+    return {**inherited, **sections_of(workflow), **dict.fromkeys(owners)}
+
+
+def with_defaults(tree: Any, workflow: type[Workflow] = Workflow) -> dict[str, Any]:
+    """The tree with the sections at its top merged into each corpus and run."""
+    if not isinstance(tree, dict):
+        raise ConfigError(f"expected a mapping of sections, got {type(tree).__name__}")
+    for key in tree:
+        if key not in top_level(workflow):
+            raise ConfigError(unknown_key(str(key), top_level(workflow)))
+    merged: dict[str, Any] = {name: tree.get(name) or {} for name in sections_of(workflow)}
+    for kind, owner in entries_of(workflow).items():
+        entries = tree.get(kind)
+        if not isinstance(entries, dict) or not entries:
+            raise ConfigError(f"{kind}: expected a mapping with at least one name, got {entries!r}")
+        defaults = {name: _mapping(tree.get(name), name) for name in sections_of(owner)}
+        merged[kind] = {
+            str(name): _merge(defaults, _mapping(own, f"{kind}.{name}"), owner) for name, own in entries.items()
+        }
+    return merged
+
+
+def _mapping(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict | None):
+        raise ConfigError(f"{where}: expected a mapping, got {value!r}")
+    return value or {}
+
+
+def _merge(defaults: dict[str, Any], own: dict[str, Any], owner: type[Section]) -> dict[str, Any]:
+    merged = defaults | own
+    for name, section in sections_of(owner).items():
+        if isinstance(own.get(name), dict | None):
+            merged[name] = section.override(defaults[name], own.get(name) or {})
+    return merged
+
+
 def _line(where: list[str], message: str) -> str:
     return f"{'.'.join(where)}: {message}" if where else message
 
 
 def _as_written(where: list[str], tree: dict[str, Any]) -> list[str]:
-    """A default that every run inherits is reported where it was written: at the top, not in the run."""
+    """`where`, or the place at the top of the file that a run or corpus inherited the value from."""
     if len(where) > 2 and where[0] in ("corpora", "runs") and where[2] in tree:
         here: Any = {str(name): entry for name, entry in tree[where[0]].items()}.get(where[1])
         for part in where[2:]:
@@ -83,38 +100,3 @@ def _as_written(where: list[str], tree: dict[str, Any]) -> list[str]:
                 return where[2:]
             here = here[part]
     return where
-
-
-def _with_defaults(tree: dict[str, Any], kind: str, sections: tuple[str, ...], source: str) -> dict[str, Any]:
-    entries = tree.get(kind)
-    if not isinstance(entries, dict) or not entries:
-        raise ConfigError(f"{source}: {kind}: at least one is wanted, as a mapping of names")
-    defaults = {section: tree.get(section) or {} for section in sections}
-    for section, value in defaults.items():
-        if not isinstance(value, dict):
-            raise ConfigError(f"{source}: {section}: a mapping is wanted, not {value!r}")
-    merged = {}
-    for name, own in entries.items():
-        if own is not None and not isinstance(own, dict):
-            raise ConfigError(f"{source}: {kind}.{name}: a mapping is wanted, not {own!r}")
-        merged[str(name)] = _merge(defaults, own or {})
-    return merged
-
-
-def _merge(defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(defaults)
-    for key, value in own.items():
-        base = merged.get(key)
-        if isinstance(base, dict) and isinstance(value, dict):
-            base = dict(base)
-            # a length given by the run takes the place of the default's, and another choice shares no option
-            if key == "train" and {"steps", "epochs"} & {k for k, v in value.items() if v is not None}:
-                base.pop("steps", None)
-                base.pop("epochs", None)
-            name = CHOICES.get(key)
-            if name is not None and value.get(name, base.get(name)) != base.get(name):
-                base = {}
-            merged[key] = base | value
-        else:
-            merged[key] = value
-    return merged

@@ -1,16 +1,19 @@
-"""Sections of the configuration that each stage reads. A new section is one line here, and its class."""
+"""Sections of the configuration that each stage reads. A new section is its class and one line here."""
 
 from __future__ import annotations
 
 from pydantic import Field, SerializeAsAny
 
 from cellmill.config.corpus import Preprocess, Shard, VocabularyConfig
+from cellmill.config.evaluate import Evaluate
 from cellmill.config.family import FamilyConfig
 from cellmill.config.finetune import MethodConfig
 from cellmill.config.objective import ObjectiveConfig
-from cellmill.config.run import Consolidate, Embed, Evaluate, Parallel, Plan, Report, Stream, Train
+from cellmill.config.parallel import Parallel
+from cellmill.config.run import Consolidate, Embed, Plan, Report, Stream, Train
 from cellmill.config.section import Section
 from cellmill.config.tokens import Tokens
+from cellmill.config.track import Track
 
 
 class PreprocessOptions(Section):
@@ -33,6 +36,7 @@ class TrainOptions(Section):
     finetune: SerializeAsAny[MethodConfig] = Field(default_factory=lambda: MethodConfig.model_validate({}))
     parallel: Parallel
     train: Train
+    track: Track = Track()
 
 
 class PlanOptions(TrainOptions):

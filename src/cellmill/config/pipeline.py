@@ -1,16 +1,18 @@
 """The whole configuration: defaults for each section, corpora, and runs that may override any of them.
 
 `Workflow.section(stage, name)` is what a rule hands to its stage: only the options that stage reads, so that a
-changed key reruns those stages and no other.
+changed key reruns those stages and no others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_origin
 
 from pydantic import BaseModel, Field, model_validator
 
+from cellmill.config.checks import check_together
 from cellmill.config.dataset import Dataset, is_name, read_datasets
 from cellmill.config.options import (
     OPTIONS,
@@ -22,44 +24,33 @@ from cellmill.config.options import (
     ShardOptions,
     VocabularyOptions,
 )
-from cellmill.config.run import Report, check_together
-from cellmill.config.section import Section
+from cellmill.config.run import Report
+from cellmill.config.section import Section, part_of
+from cellmill.errors import ConfigError, did_you_mean
 
 
-# of several bases pydantic puts the fields of the last first
+# with several bases, pydantic puts the fields of the last one first
 class CorpusConfig(ShardOptions, VocabularyOptions, PreprocessOptions):
     """Datasets that are preprocessed, counted and sharded together."""
 
     table: str = Field("config/datasets.tsv", description="Table of datasets.")
-    datasets: list[str] | None = Field(None, description="Names of its rows to use; null uses all.")
+    datasets: list[str] | None = Field(None, description="Names of the rows to use; null uses all.")
 
 
 class RunConfig(EvaluateOptions, EmbedOptions, ConsolidateOptions, PlanOptions):
     """One model, from plan to evaluation."""
 
     corpus: str = Field(description="Name of its corpus.")
-    init_from: str | None = Field(None, description="Run whose exported model gives the first weights.")
+    init_from: str | None = Field(None, description="Run whose exported model provides the initial weights.")
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        check_together(self.tokens, self.stream, self.model, self.objective, self.parallel, self.train)
+        check_together(self)
         return self
 
 
-def sections_of(owner: type[BaseModel]) -> dict[str, type[Section]]:
-    """Sections that a corpus, a run or the whole workflow has, by name."""
-    return {
-        name: field.annotation
-        for name, field in owner.model_fields.items()
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-    }
-
-
-CORPUS_SECTIONS, RUN_SECTIONS = tuple(sections_of(CorpusConfig)), tuple(sections_of(RunConfig))
-
-
 class Workflow(Section):
-    """config/config.yaml, with every default filled in and every override applied."""
+    """config/config.yaml with all defaults and overrides applied."""
 
     report: Report
     corpora: dict[str, CorpusConfig] = Field(min_length=1)
@@ -70,49 +61,69 @@ class Workflow(Section):
         for kind, names in (("corpora", self.corpora), ("runs", self.runs)):
             for name in names:
                 if not is_name(name):
-                    raise ValueError(f"{kind}: {name!r} must be letters, digits, '_', '.' and '-'; it names a folder")
+                    raise ValueError(f"{kind}: {name!r} names a folder; use letters, digits, '_', '.' and '-'")
         for name, run in self.runs.items():
             if run.corpus not in self.corpora:
                 raise ValueError(f"runs.{name}.corpus: no corpus {run.corpus!r}; there are: {', '.join(self.corpora)}")
-            seen = [name]
-            while (parent := self.runs[seen[-1]].init_from) is not None:
+            chain = [name]
+            while (parent := self.runs[chain[-1]].init_from) is not None:
                 if parent not in self.runs:
-                    raise ValueError(f"runs.{seen[-1]}.init_from: no run {parent!r}; there are: {', '.join(self.runs)}")
-                if parent in seen:
-                    raise ValueError(f"runs.{name}.init_from: a circle: {' -> '.join([*seen, parent])}")
-                seen.append(parent)
+                    known = ", ".join(self.runs)
+                    raise ValueError(f"runs.{chain[-1]}.init_from: no run {parent!r}; there are: {known}")
+                if parent in chain:
+                    raise ValueError(f"runs.{name}.init_from: a circle: {' -> '.join([*chain, parent])}")
+                chain.append(parent)
         return self
 
     def datasets(self, corpus: str) -> dict[str, Dataset]:
-        """Every dataset of the corpus's table, also those the corpus does not train on."""
+        """Every dataset of the corpus's table, including those the corpus does not train on."""
         return read_datasets(Path(self.corpora[corpus].table))
 
+    def check_datasets(self, source: str) -> None:
+        """Read every table. Raises ConfigError naming a dataset of `source` that its table does not have."""
+        chosen = [(f"corpora.{name}", name, corpus.datasets) for name, corpus in self.corpora.items()]
+        chosen += [(f"runs.{name}.evaluate", run.corpus, run.evaluate.datasets) for name, run in self.runs.items()]
+        for where, corpus, names in chosen:
+            known = self.datasets(corpus)
+            for name in names or ():
+                if name not in known:
+                    raise ConfigError(
+                        f"{source}: {where}.datasets: no dataset {name!r} in {self.corpora[corpus].table}; "
+                        f"{did_you_mean(name, known)}"
+                    )
+
     def trained_on(self, corpus: str) -> list[str]:
-        """Names of the datasets the corpus is made of, in the table's order."""
-        known, wanted = self.datasets(corpus), self.corpora[corpus].datasets
-        for name in wanted or ():
-            _require(name, known, f"corpora.{corpus}.datasets", self.corpora[corpus].table)
-        return [name for name in known if wanted is None or name in wanted]
+        """Names of the corpus's datasets, in the table's order."""
+        chosen = self.corpora[corpus].datasets
+        return [name for name in self.datasets(corpus) if chosen is None or name in chosen]
 
     def evaluated_on(self, run: str) -> list[str]:
-        """Names of the datasets the run is evaluated on: those asked for, else its corpus's."""
-        corpus = self.runs[run].corpus
-        known, wanted = self.datasets(corpus), self.runs[run].evaluate.datasets
-        for name in wanted or ():
-            _require(name, known, f"runs.{run}.evaluate.datasets", self.corpora[corpus].table)
-        return wanted if wanted is not None else self.trained_on(corpus)
+        """Names of the datasets the run is evaluated on: `evaluate.datasets`, or those of its corpus."""
+        chosen = self.runs[run].evaluate.datasets
+        return chosen if chosen is not None else self.trained_on(self.runs[run].corpus)
+
+    def entries(self, stage: str) -> Mapping[str, Section]:
+        """Corpora or runs, whichever `stage` is run for; empty for a stage over all of them."""
+        first = next(iter(OPTIONS[stage].model_fields))
+        owners = [kind for kind, owner in entries_of(type(self)).items() if first in owner.model_fields]
+        return getattr(self, owners[0]) if owners else {}
 
     def section(self, stage: str, name: str | None = None) -> dict[str, Any]:
-        """The options `stage` reads, as JSON-able {section: options}, for the corpus or run called `name`."""
-        if stage == "report":
-            owner: Section = self
-        elif stage in CORPUS_SECTIONS:
-            owner = self.corpora[name or ""]
-        else:
-            owner = self.runs[name or ""]
+        """JSON-able {section: options} that `stage` reads, for the corpus or run called `name`."""
+        owner = self.entries(stage).get(name or "", self)
         return {section: getattr(owner, section).model_dump(mode="json") for section in OPTIONS[stage].model_fields}
 
 
-def _require(name: str, known: dict[str, Dataset], where: str, table: str) -> None:
-    if name not in known:
-        raise ValueError(f"{where}: no dataset {name!r} in {table}; there are: {', '.join(known)}")
+def sections_of(owner: type[BaseModel]) -> dict[str, type[Section]]:
+    """Sections of a corpus, a run or the whole workflow by name."""
+    annotations = {name: field.annotation for name, field in owner.model_fields.items()}
+    return {name: a for name, a in annotations.items() if isinstance(a, type) and issubclass(a, Section)}
+
+
+def entries_of(workflow: type[BaseModel] = Workflow) -> dict[str, type[Section]]:
+    """The classes of a corpus and of a run, by the key that holds them."""
+    return {
+        name: part_of(field.annotation)
+        for name, field in workflow.model_fields.items()
+        if get_origin(field.annotation) is dict
+    }

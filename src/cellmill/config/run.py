@@ -1,122 +1,47 @@
-"""Sections of a run, from its tokens to its evaluation, and of the report."""
+"""Sections of a run from stream to evaluation, and of the report."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cellmill.config.family import FamilyConfig
-from cellmill.config.objective import ObjectiveConfig
+from cellmill.config.parallel import Parallel as Parallel
 from cellmill.config.section import Section
-from cellmill.config.tokens import Tokens
 
 
 class Stream(Section):
-    """How shards are read: none of it changes which cells an epoch holds, all of it their order."""
+    """Order in which cells are read from shards; an epoch holds the same cells whatever is set here."""
 
     lanes: int = Field(
         8,
         ge=1,
-        description="Independent streams of cells; a multiple of every data-parallel world size the run may use, "
-        "so that a global batch is the same cells in each.",
+        description="Independent streams of cells. A multiple of every data-parallel size the run may use, so that a "
+        "global batch has the same cells in each.",
     )
-    block_cells: int = Field(64, ge=1, description="Contiguous cells read at once.")
-    window_blocks: int = Field(16, ge=1, description="Blocks of one lane among which its cells are shuffled.")
+    block_cells: int = Field(64, ge=1, description="Contiguous cells per read.")
+    window_blocks: int = Field(16, ge=1, description="Blocks of one lane whose cells are shuffled together.")
     io_threads: int = Field(4, ge=1, description="Threads that read blocks.")
 
 
-class Parallel(Section):
-    """How a model is laid out over processes; how many there are is the profile's business."""
-
-    strategy: Literal["ddp", "fsdp"] = Field("fsdp", description="DistributedDataParallel, or FSDP2.")
-    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = Field(
-        "HYBRID_SHARD",
-        description="What fsdp shards: all over all (ZeRO-3), gradients and optimizer (ZeRO-2), "
-        "all inside a group of shard_size and replicas between groups, or nothing. Not read by ddp.",
-    )
-    shard_size: int | None = Field(
-        None,
-        ge=1,
-        description="Processes in one HYBRID_SHARD group; null is the processes of one node, divided by tp.",
-    )
-    tp: int = Field(
-        1, ge=1, description="Tensor parallel: processes that share each matrix and the cells; best inside a node."
-    )
-    sequence_parallel: bool = Field(
-        False, description="Tensor-parallel processes also share the tokens between matrices, for memory."
-    )
-    pp: int = Field(
-        1, ge=1, description="Pipeline parallel: processes that hold some of the blocks each; best between nodes."
-    )
-    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"] = Field(
-        "1F1B",
-        description="Order in which a pipeline takes its micro-batches; the last four give each process two stages.",
-    )
-    microbatches: int | None = Field(
-        None,
-        ge=1,
-        description="Fewest micro-batches a pipeline is filled with each step, for a smaller share of idle time; null "
-        "is twice the stages. train.token_budget may ask for more.",
-    )
-    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = Field(
-        "32-true",
-        description="Number format of forward and backward; 16-mixed, for GPUs without bfloat16, scales the loss "
-        "and skips steps whose gradients overflow.",
-    )
-    activation_checkpointing: Literal["full", "selective"] | None = Field(
-        None,
-        description="full recomputes each block in the backward pass, for memory; selective only what is cheap: all "
-        "but products of matrices and attention; null keeps activations.",
-    )
-    compile: bool = Field(
-        False,
-        description="torch.compile of each block around its attention: faster on a GPU after minutes of compiling, and "
-        "less memory than planned. It needs a C++ compiler where training runs.",
-    )
-    cpu_offload: Literal["full", "optimizer"] | None = Field(
-        None,
-        description="What is kept in the host's memory: optimizer, AdamW's moments, and its step is the CPU's; full, "
-        "parameters and gradients too, which needs strategy fsdp and two data-parallel processes or more.",
-    )
-
-    @property
-    def low(self) -> bool:
-        """Whether forward and backward are in a format of 16 bits."""
-        return self.precision != "32-true"
-
-    @property
-    def reshards_after_forward(self) -> bool:
-        """Whether FSDP2 frees a block's gathered weights after its forward pass and gathers them again.
-
-        Not in a pipeline, which needs a stage's weights for many micro-batches at a time.
-        """
-        return self.strategy == "fsdp" and self.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and self.pp == 1
-
-    @property
-    def stages(self) -> int:
-        """Stages of the pipeline."""
-        return self.pp * (1 if self.pp == 1 or self.schedule in ("GPipe", "1F1B") else 2)
-
-
 class Plan(Section):
-    """What is assumed of the machine before it is asked for."""
+    """Assumptions of the plan about the machine."""
 
     memory_gb: float | None = Field(
-        None, gt=0, description="Memory of one process's device; null looks the profile's device up."
+        None, gt=0, description="Device memory of one process; null takes that of the profile's device."
     )
-    memory_frac: float = Field(0.9, gt=0, le=1, description="Fraction of it a run may use.")
+    memory_frac: float = Field(0.9, gt=0, le=1, description="Fraction of that memory a run may use.")
     mfu_frac: float = Field(
         0.35,
         gt=0,
         le=1,
-        description="Fraction of the device's peak assumed while it computes; communication and idle time come on top.",
+        description="Assumed fraction of the device's peak FLOP/s; communication and idle time are added.",
     )
     intra_node_gbs: float | None = Field(
-        None, gt=0, description="GB/s one process sends inside its node; null looks the profile's device up."
+        None, gt=0, description="GB/s one process can send inside its node; null takes that of the profile's device."
     )
     inter_node_gbs: float | None = Field(
-        None, gt=0, description="GB/s one process sends to other nodes; null looks the profile's device up."
+        None, gt=0, description="GB/s one process can send to other nodes; null takes that of the profile's device."
     )
 
 
@@ -127,46 +52,58 @@ class Train(Section):
         None, ge=1, le=10**9, description="Optimizer steps; exactly one of steps and epochs is set."
     )
     epochs: float | None = Field(None, gt=0, le=10**6, description="Passes over the training cells.")
-    global_batch: int = Field(256, ge=1, le=10**7, description="Cells per optimizer step, over all processes.")
+    global_batch: int = Field(256, ge=1, le=10**7, description="Cells per optimizer step over all processes.")
     token_budget: int = Field(
-        16_384, ge=1, description="Most tokens one process takes at once; a larger share of the batch is accumulated."
+        16_384,
+        ge=1,
+        description="Maximum tokens of a micro-batch; a process accumulates gradients over as many as its share needs.",
     )
     lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Course of lr after the warm-up.")
-    warmup_steps: int = Field(100, ge=0, description="Steps over which lr rises from 0.")
-    min_lr_frac: float = Field(0.1, ge=0, le=1, description="Fraction of lr that is left at the last step.")
-    weight_decay: float = Field(
-        0.1, ge=0, description="AdamW decay of matrices; norms, biases and embeddings have none."
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="Learning-rate schedule after warm-up."
     )
-    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW decay of the first moment.")
-    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW decay of the second moment.")
-    clip_norm: float | None = Field(1.0, gt=0, description="Largest global gradient norm; null does not clip.")
+    warmup_steps: int = Field(100, ge=0, description="Steps of linear warm-up from 0 to lr.")
+    min_lr_frac: float = Field(0.1, ge=0, le=1, description="Learning rate at the last step, as a fraction of lr.")
+    weight_decay: float = Field(
+        0.1, ge=0, description="AdamW weight decay of matrices; norms, biases and embeddings have none."
+    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW decay rate of the first moment.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW decay rate of the second moment.")
+    clip_norm: float | None = Field(1.0, gt=0, description="Maximum global gradient norm; null disables clipping.")
     max_bad_steps: int = Field(
         5,
         ge=1,
-        description="Steps whose loss or gradient norm is not finite are skipped and counted; so many in a row end the "
-        "training.",
+        description="Consecutive steps with a non-finite loss or gradient norm that end the training; each is skipped.",
     )
     timeout_s: float = Field(
         600,
         gt=0,
-        description="Seconds that processes wait for one that hangs before all end; five times as long until the first "
-        "steps are done.",
+        description="Seconds without progress after which a hanging process ends the training; five times as long "
+        "during the first steps.",
     )
-    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of weights, order, masks and dropout.")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of weights, shuffling, masks and dropout.")
     val_every_steps: int = Field(200, ge=1, description="Steps between validations; the last step always validates.")
     val_cells: int | None = Field(None, ge=1, description="Validation cells used; null uses all.")
     checkpoint_every_steps: int = Field(500, ge=1, description="Steps between checkpoints.")
-    checkpoint_every_min: float | None = Field(None, gt=0, description="Also a checkpoint after so many minutes.")
-    keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept, beside the best.")
-    log_every_steps: int = Field(10, ge=1, description="Steps between lines of metrics.jsonl.")
+    checkpoint_every_min: float | None = Field(
+        None, gt=0, description="Minutes between additional checkpoints; null has none."
+    )
+    keep_checkpoints: int = Field(2, ge=1, description="Number of newest checkpoints kept in addition to the best.")
+    log_every_steps: int = Field(10, ge=1, description="Steps between logged metrics.")
     profile_steps: list[int] | None = Field(
         None,
         min_length=2,
         max_length=2,
-        description="First and last optimizer step, from 1, to record: a trace of torch's profiler, and on a GPU a "
-        "snapshot of its memory, in the run's train/profile/; null records none.",
+        description="First and last optimizer step (from 1) to profile: a torch profiler trace, and on a GPU a memory "
+        "snapshot, in train/profile/ of the run; null profiles none.",
     )
+
+    @classmethod
+    def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+        """A length given by the run replaces the one at the top."""
+        if own.get("steps") is not None or own.get("epochs") is not None:
+            defaults = {key: value for key, value in defaults.items() if key not in ("steps", "epochs")}
+        return defaults | own
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the whole run."""
@@ -176,123 +113,34 @@ class Train(Section):
     def _one_length(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
             both = "both" if self.steps is not None else "neither"
-            raise ValueError(f"set one of steps and epochs and the other to null, not {both}")
+            raise ValueError(f"expected one of steps and epochs, got {both}; set one of them, and the other to null")
         return self
 
     @model_validator(mode="after")
     def _steps_in_order(self) -> Self:
         if self.profile_steps is not None and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
-            raise ValueError(f"profile_steps: {self.profile_steps} is not [first, last] with 1 <= first <= last")
+            raise ValueError(f"profile_steps: expected [first, last] with 1 <= first <= last, got {self.profile_steps}")
         return self
 
 
 class Consolidate(Section):
-    """Which checkpoint is exported."""
+    """Export of a checkpoint."""
 
-    checkpoint: Literal["best", "last"] = Field("best", description="best by validation loss, or the last one.")
+    checkpoint: Literal["best", "last"] = Field(
+        "best", description="Checkpoint with the lowest validation loss, or the last one."
+    )
 
 
 class Embed(Section):
-    """Cells through the exported model."""
+    """Embedding of cells with the exported model."""
 
-    token_budget: int = Field(16_384, ge=1, description="Most tokens in one forward pass.")
+    token_budget: int = Field(16_384, ge=1, description="Maximum tokens of one forward pass.")
     min_coverage_frac: float = Field(
-        0.3, ge=0, le=1, description="Smallest fraction of a dataset's counts that must fall on genes the model knows."
+        0.3, ge=0, le=1, description="Minimum fraction of a dataset's counts in genes of the model's vocabulary."
     )
-
-
-class Evaluate(Section):
-    """The embedding judged on held-out cells, beside its baselines."""
-
-    datasets: list[str] | None = Field(None, description="Datasets to evaluate; null is those of the run's corpus.")
-    cells: Literal["heldout", "all"] = Field(
-        "heldout", description="heldout leaves out every cell the model was trained or validated on."
-    )
-    folds: int = Field(5, ge=2, description="Cross-validation folds of the probes.")
-    neighbors: int = Field(15, ge=1, description="k of the kNN probe.")
-    mask_frac: float = Field(0.15, gt=0, lt=1, description="Fraction of a cell's tokens hidden for reconstruction.")
-    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of folds, masks, the untrained model and the UMAP.")
 
 
 class Report(Section):
-    """The page at the end."""
+    """The report page over all runs."""
 
-    title: str = Field("cellmill report", description="Its heading.")
-
-
-def check_together(
-    tokens: Tokens, stream: Stream, model: FamilyConfig, objective: ObjectiveConfig, parallel: Parallel, train: Train
-) -> None:
-    """Options of different sections that exclude each other. Raises ValueError naming both."""
-    if objective.name not in model.objectives and model.family not in objective.families:
-        raise ValueError(
-            f"objective.name {objective.name}: the family {model.family} serves "
-            f"{', '.join(model.objectives) or 'none'}; choose one of these, or another model.family"
-        )
-    objective.check_tokens(tokens)
-    _check_tensor_parallel(model, parallel)
-    _check_pipeline(model, parallel)
-    if parallel.cpu_offload == "full" and parallel.strategy == "ddp":
-        raise ValueError("parallel.cpu_offload full is FSDP2's, not strategy ddp's: set strategy to fsdp, or optimizer")
-    if parallel.compile and parallel.activation_checkpointing == "selective":
-        raise ValueError(
-            "parallel.activation_checkpointing selective is what compile does by itself: set it to null, or to full"
-        )
-    if parallel.compile and parallel.schedule in ("InterleavedZeroBubble", "ZBV", "DualPipeV"):
-        raise ValueError(
-            f"parallel.schedule {parallel.schedule} takes a backward pass apart, which compile makes one: set "
-            "compile to no, or schedule to Interleaved1F1B"
-        )
-    if tokens.max_tokens > train.token_budget:
-        raise ValueError(
-            f"tokens.max_tokens {tokens.max_tokens} is more than train.token_budget {train.token_budget}: "
-            "one cell would not fit; raise the budget or cut cells earlier"
-        )
-    if train.global_batch % stream.lanes:
-        raise ValueError(
-            f"train.global_batch {train.global_batch} is not a multiple of stream.lanes {stream.lanes}: "
-            "each lane gives an equal share"
-        )
-
-
-def _check_tensor_parallel(model: FamilyConfig, parallel: Parallel) -> None:
-    tp = parallel.tp
-    if tp == 1:
-        if parallel.sequence_parallel:
-            raise ValueError("parallel.sequence_parallel is read with tensor parallel alone: set parallel.tp, or no")
-        return
-    cut = model.cut_by_tp()
-    if not cut:
-        raise ValueError(
-            f"parallel.tp {tp}: the family {model.family} does not say what tensor parallel may cut; set it to 1"
-        )
-    possible = [n for n in range(1, min(cut.values()) + 1) if not any(size % n for size in cut.values())]
-    for name, size in cut.items():
-        if size % tp:
-            raise ValueError(f"parallel.tp {tp} does not divide {name} {size}; {nearest(tp, possible)} does")
-
-
-def _check_pipeline(model: FamilyConfig, parallel: Parallel) -> None:
-    if parallel.pp == 1:
-        for name in ("schedule", "microbatches"):
-            if getattr(parallel, name) != Parallel.model_fields[name].default:
-                raise ValueError(f"parallel.{name} is read with a pipeline alone: set parallel.pp, or leave it out")
-        return
-    blocks = model.cut_by_pp()
-    if not blocks:
-        raise ValueError(
-            f"parallel.pp {parallel.pp}: the family {model.family} does not say where a pipeline may cut it; "
-            "set it to 1"
-        )
-    for name, size in blocks.items():
-        if size < parallel.stages:
-            most = size * parallel.pp // parallel.stages
-            raise ValueError(
-                f"parallel.pp {parallel.pp} with schedule {parallel.schedule} makes {parallel.stages} stages of {name} "
-                f"{size}: each needs one; " + (f"pp {most} fits" if most > 1 else "1F1B makes fewer, or set pp to 1")
-            )
-
-
-def nearest(wanted: int, possible: list[int]) -> int:
-    """The number of `possible` that is nearest to `wanted`; of two, the smaller."""
-    return min(possible, key=lambda n: (abs(n - wanted), n))
+    title: str = Field("cellmill report", description="Heading of the page.")

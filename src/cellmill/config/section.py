@@ -1,64 +1,73 @@
-"""The shape every configuration section has: frozen, no unknown keys, a sentence for each field.
+"""Base class of every configuration section: frozen, no unknown keys, a description for each field.
 
-YAML as Snakemake loads it gives `3e-4` as a string, so numbers are accepted as text, and so is `null` where null is
-allowed; a yes/no is not a number.
+Snakemake's YAML loads `3e-4` as text, so numbers are accepted as text, and "null" where null is allowed. A boolean is
+not accepted as a number.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, ClassVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
+from cellmill.errors import did_you_mean
+
 
 class Section(BaseModel):
-    """Base of every section; see the fields' descriptions for meaning, unit and default."""
+    """Options of one section; the fields' descriptions give meaning, unit and default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _yes_is_not_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and info.field_name is not None:
-            annotation = cls.model_fields[info.field_name].annotation
-            if annotation in (int, float, int | None, float | None):
-                raise ValueError("a number is wanted, not yes/no")
-        if value == "null" and info.field_name is not None and cls._may_be_null(info.field_name):
-            return None  # what Snakemake makes of `--config 'train={clip_norm: null}'`
-        return value
+    moved: ClassVar[dict[str, str]] = {}
+    """Keys that stood here in earlier versions, and where they stand now."""
 
     @classmethod
-    def _may_be_null(cls, field: str) -> bool:
-        return type(None) in get_args(cls.model_fields[field].annotation)
+    def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+        """The section as a run or corpus has it: keys of its `own`, then those of the section at the top."""
+        return defaults | own
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and annotation in (int, float, int | None, float | None):
+            raise ValueError("expected a number, got a boolean")
+        if value == "null" and type(None) in get_args(annotation):
+            return None  # `--config 'train={clip_norm: null}'` of Snakemake
+        return value
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> tuple[list[str], str]:
-    """Where the first problem of `error` lies and what it is, in one line; `model` is what was validated."""
+    """Location and one-line message of the first problem of `error`, raised when validating `model`."""
     first = error.errors()[0]
     where = [str(part) for part in first["loc"]]
     if first["type"] == "extra_forbidden":
-        return where[:-1], unknown_key(where[-1], _fields_at(model, where[:-1]))
+        section = _model_at(model, where[:-1])
+        return where[:-1], unknown_key(where[-1], section.model_fields, getattr(section, "moved", {}))
     if first["type"] == "missing":
         return where, "is missing"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] != "value_error" and not isinstance(first["input"], dict):
-        message += f", not {first['input']!r}"
+        message += f", got {first['input']!r}"
     return where, message[0].lower() + message[1:]
 
 
-def unknown_key(key: str, known: Iterable[str]) -> str:
-    """The message for a key that does not exist, with the nearest that does."""
-    known = list(known)
-    near = difflib.get_close_matches(key, known, n=1)
-    return f"unknown key {key!r}; " + (f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}")
+def unknown_key(key: str, known: Iterable[str], moved: dict[str, str] | None = None) -> str:
+    """Message for a key that does not exist, with its new place or the nearest name that exists."""
+    if moved and key in moved:
+        return f"{key} has moved; set {moved[key]}"
+    return f"unknown key {key!r}; {did_you_mean(key, known)}"
 
 
-def _fields_at(model: Any, where: list[str]) -> list[str]:
+def part_of(annotation: Any) -> Any:
+    """Type of the values of a `dict[str, X]`, or the type itself; without pydantic's annotations."""
+    if get_origin(annotation) is dict:
+        annotation = get_args(annotation)[1]
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _model_at(model: Any, where: list[str]) -> Any:
     for part in where:
-        if get_origin(model) is dict:
-            model = get_args(model)[1]
-        else:
-            model = model.model_fields[part].annotation
-    return list(model.model_fields)
+        model = get_args(model)[1] if get_origin(model) is dict else model.model_fields[part].annotation
+    return model

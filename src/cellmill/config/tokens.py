@@ -1,26 +1,69 @@
-"""Section `tokens`, and the special tokens that every vocabulary begins with. Torch-free."""
+"""Section `tokens`, one class per tokenizer, and the special tokens that begin every vocabulary. Torch-free."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from cellmill.config.section import Section
+from cellmill.config.plugin import Plugin
 
 SPECIAL = ("<pad>", "<mask>")
 """Token ids 0 and 1; the gene in row g of the vocabulary has token g + len(SPECIAL)."""
 
 
-class Tokens(Section):
-    """How a cell becomes tokens."""
+class Tokens(Plugin):
+    """Contract of a tokenizer's options; see `cellmill.data.tokens.Tokenizer` for its implementation."""
 
-    tokenizer: Literal["rank", "binned", "continuous"] = Field(
-        "continuous",
-        description="Beside its gene a token carries: rank, its place in the cell ordered by count over corpus median; "
-        "binned, the quantile bin of its count within the cell; continuous, log(1 + counts per 10,000).",
+    kind: ClassVar[str] = "tokenizer"
+    key: ClassVar[str] = "tokenizer"
+    default: ClassVar[str | None] = "continuous"
+
+    value_kind: ClassVar[Literal["none", "class", "scalar", "place"]]
+    """Meaning of a token's value: none, an integer class from 1, a number, or the token's place in its cell from 0."""
+
+    tokenizer: str
+    max_tokens: int = Field(2048, ge=1, description="Most tokens of a cell; those with the lowest rank value are cut.")
+
+    @property
+    def n_values(self) -> int:
+        """Rows of an embedding table of the values (classes or places); 0 for value kinds none and scalar."""
+        return 0
+
+
+class ContinuousTokens(Tokens):
+    """Tokens of a gene and log(1 + counts per 10,000)."""
+
+    implementation: ClassVar[str] = "cellmill.data.tokenizers.continuous:ContinuousTokenizer"
+    value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "scalar"
+
+    tokenizer: Literal["continuous"] = Field("continuous", description="Value: log(1 + counts per 10,000).")
+
+
+class BinnedTokens(Tokens):
+    """Tokens of a gene and the quantile bin of its count."""
+
+    implementation: ClassVar[str] = "cellmill.data.tokenizers.binned:BinnedTokenizer"
+    value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "class"
+
+    tokenizer: Literal["binned"] = Field("binned", description="Value: quantile bin of the count within the cell.")
+    bins: int = Field(51, ge=2, description="Number of bins.")
+
+    @property
+    def n_values(self) -> int:
+        return self.bins + 1  # bins count from 1
+
+
+class RankTokens(Tokens):
+    """Tokens of a gene and its place in the cell."""
+
+    implementation: ClassVar[str] = "cellmill.data.tokenizers.rank:RankTokenizer"
+    value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "place"
+
+    tokenizer: Literal["rank"] = Field(
+        "rank", description="Value: place of the gene in the cell, sorted by count over corpus median."
     )
-    max_tokens: int = Field(
-        2048, ge=1, description="A cell's tokens beyond so many, the lowest by rank value, are cut."
-    )
-    bins: int = Field(51, ge=2, description="Number of value bins of the binned tokenizer.")
+
+    @property
+    def n_values(self) -> int:
+        return self.max_tokens

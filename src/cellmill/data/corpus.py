@@ -1,6 +1,6 @@
-"""From the cells of a corpus to its vocabulary, in one pass over the files.
+"""Vocabulary of a corpus, from its cells in one pass over the files.
 
-Medians are read off histograms of logarithms, which are exact to 0.5 % and add up in any order.
+Medians come from histograms of logarithms, which are exact to 0.5 % and can be added in any order.
 """
 
 from __future__ import annotations
@@ -11,44 +11,45 @@ from pathlib import Path
 import numpy as np
 
 from cellmill.config.tokens import SPECIAL
-from cellmill.data.counts_reader import open_counts, row_sums
-from cellmill.data.vocabulary import PER_CELL, Vocabulary
+from cellmill.data.count_matrix import TARGET_SUM, counts_per_10k
+from cellmill.data.counts_reader import open_counts
+from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 
 _BLOCK = 1024  # cells
 
-# bins of ln(counts per 10,000), from 2^-10 (one count in a cell of 10 million) to 10,000 (a cell's only gene)
+# bins of ln(counts per 10,000), from 2^-10 (one count in a cell of 10 million) to 10,000 (a cell with one gene)
 _LOW = -10 * np.log(2.0)
-_WIDTH = 2 * np.log1p(0.005) * 0.999  # the middle of a bin is within 0.5 % of everything in it
-_BINS = int(np.ceil((np.log(PER_CELL) - _LOW) / _WIDTH)) + 1
+_WIDTH = 2 * np.log1p(0.005) * 0.999  # the middle of a bin is within 0.5 % of its values
+_BINS = int(np.ceil((np.log(TARGET_SUM) - _LOW) / _WIDTH)) + 1
 
 
 class Medians:
-    """Medians of many genes' nonzeros in one pass: histograms that add up in any order.
+    """One-pass medians of the nonzero values of each gene, from histograms.
 
-    Values are positive counts per 10,000. Takes 6.6 KB a gene; within 0.5 % of the exact median.
+    Values are positive counts per 10,000. Takes 6.6 KB per gene; within 0.5 % of the exact median.
     """
 
     def __init__(self, n_genes: int):
         self._bins = np.zeros((n_genes, _BINS), np.uint32)
 
     def add(self, genes: np.ndarray, values: np.ndarray) -> None:
-        """Counts one value for each entry of `genes` (rows, int)."""
-        at = ((np.log(values) - _LOW) * (1 / _WIDTH)).astype(np.int64)
-        np.clip(at, 0, _BINS - 1, out=at)
-        at += np.multiply(genes, _BINS, dtype=np.int64)
-        np.add.at(self._bins.reshape(-1), at, np.uint32(1))
+        """Add values, `(n,)`, each of the gene (row, int) at the same position of `genes`."""
+        bins = ((np.log(values) - _LOW) * (1 / _WIDTH)).astype(np.int64)
+        np.clip(bins, 0, _BINS - 1, out=bins)
+        bins += np.multiply(genes, _BINS, dtype=np.int64)
+        np.add.at(self._bins.reshape(-1), bins, np.uint32(1))
 
     def merge(self, other: Medians) -> None:
-        """Adds what `other` has counted."""
+        """Add the values of `other`."""
         self._bins += other._bins
 
     def counts(self) -> np.ndarray:
-        """Values counted for each gene, int64."""
+        """Number of values of each gene, int64."""
         return self._bins.sum(axis=1, dtype=np.int64)
 
     def medians(self) -> np.ndarray:
-        """Median of each gene, float32; of an even number of values the mean of the two in the middle."""
+        """Median of each gene, float32; for an even number of values the mean of the two in the middle."""
         result = np.empty(len(self._bins), np.float32)
         for gene, bins in enumerate(self._bins):
             total = np.cumsum(bins, dtype=np.int64)
@@ -58,10 +59,10 @@ class Medians:
 
 
 def build_vocabulary(paths: Iterable[Path], min_cells: int = 1, max_genes: int | None = None) -> Vocabulary:
-    """The vocabulary of preprocessed .h5ad files, which is the same in any order of theirs.
+    """Vocabulary of preprocessed .h5ad files, independent of their order.
 
-    Keeps genes detected in at least `min_cells` cells, and of those the `max_genes` in most cells (ties by id).
-    Raises DataError when a file shares no gene with the others, or no gene is left.
+    Keeps genes detected in at least `min_cells` cells, and of those the `max_genes` detected in most cells (ties by
+    id). Raises DataError when a file shares no gene with the others, or no gene is left.
     """
     paths = [Path(path) for path in paths]
     symbols = _union(paths)
@@ -70,18 +71,17 @@ def build_vocabulary(paths: Iterable[Path], min_cells: int = 1, max_genes: int |
     medians, n_cells = Medians(len(gene_ids)), np.zeros(len(gene_ids), np.int64)
     for path in paths:
         with open_counts(path) as reader:
-            place = np.array([rows[gene] for gene in reader.var_names])
+            row_of_column = np.array([rows[gene] for gene in reader.var_names])
             for block in reader.rows(_BLOCK):
-                scale = PER_CELL / np.maximum(row_sums(block), 1)
-                genes = place[block.indices]
-                medians.add(genes, block.data * np.repeat(scale, np.diff(block.indptr)))
+                genes = row_of_column[block.indices]
+                medians.add(genes, counts_per_10k(block.data, block.indptr))
                 n_cells += np.bincount(genes, minlength=len(gene_ids))
     keep = np.flatnonzero(n_cells >= max(min_cells, 1))
     if not len(keep):
         most = int(n_cells.max(initial=0))
         raise DataError(
-            f"no gene is left for the vocabulary: none of {len(gene_ids):,} is detected in {min_cells:,} cells, the "
-            f"most are {most:,}; lower vocabulary.min_cells"
+            f"no gene is left for the vocabulary: none of {len(gene_ids):,} is detected in {min_cells:,} cells, at "
+            f"most in {most:,}; lower vocabulary.min_cells"
         )
     if max_genes is not None:
         keep = np.sort(keep[np.argsort(-n_cells[keep], kind="stable")][:max_genes])
@@ -90,7 +90,7 @@ def build_vocabulary(paths: Iterable[Path], min_cells: int = 1, max_genes: int |
 
 
 def _union(paths: list[Path]) -> dict[str, str]:
-    """Symbol of every gene of the files; of two symbols of a gene the first in the alphabet."""
+    """Symbol of every gene in the files; if they differ, the first in alphabetical order."""
     symbols: dict[str, str] = {}
     owners: dict[str, set[Path]] = {}
     for path in paths:
@@ -99,14 +99,14 @@ def _union(paths: list[Path]) -> dict[str, str]:
             for gene, symbol in zip(reader.var_names, own):
                 for text in (gene, str(symbol)):
                     if text != " ".join(text.split()) or gene in SPECIAL:
-                        raise DataError(f"{path}: {text!r} cannot name a gene: it is a special token or has odd spaces")
+                        raise DataError(f"{path}: {text!r} cannot name a gene: a special token, or odd whitespace")
                 symbols[gene] = min(symbols.get(gene, str(symbol)), str(symbol))
                 owners.setdefault(gene, set()).add(path)
-    alone = [path for path in paths if all(path not in found or len(found) == 1 for found in owners.values())]
+    alone = [path for path in paths if all(path not in files or len(files) == 1 for files in owners.values())]
     if alone and len(set(paths)) > 1:
-        first = next(gene for gene, found in sorted(owners.items()) if alone[0] in found)
+        first = next(gene for gene, files in sorted(owners.items()) if alone[0] in files)
         raise DataError(
             f"{alone[0]}: no genes in common with the other datasets of the corpus (its first is {first}); "
-            "is it of another organism? Give it a corpus of its own"
+            "if it is of another organism, put it in a corpus of its own"
         )
     return symbols

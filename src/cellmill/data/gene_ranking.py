@@ -1,9 +1,9 @@
-"""The order of genes inside a cell: by count over the gene's corpus median, highest first, ties by gene.
+"""Rank order of the genes in a cell: by count over the gene's corpus median, highest first, ties by gene.
 
-Shards are written in this order once, and cells that are embedded on the fly go through the same function, so both
-give the same tokens bit for bit. The size of a cell's library scales all its values alike and plays no part. The
-key is float32 and never negative, so its bits sort as it does: one sort of (key bits, position) packed in 64 bits
-is exact for genes and counts of any width, and takes about a tenth of an argsort.
+Shards are written in this order, and cells embedded on the fly go through the same function, so both give the same
+tokens bit for bit. The library size scales all values of a cell alike and does not matter. The sort key is float32
+and never negative, so its bits sort as integers: one sort of (key bits, position) packed in 64 bits is exact for
+genes and counts of any width, and takes about a tenth of an argsort.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from cellmill.errors import DataError
 
 
 def inverse_medians(medians: np.ndarray) -> np.ndarray:
-    """One over each gene's corpus median, float32. Raises DataError for a median that is not above zero."""
+    """1 / corpus median of each gene, float32. Raises DataError for a median that is not positive."""
     bad = ~(np.isfinite(medians) & (medians > 0))
     if bad.any():
         raise DataError(
-            f"the vocabulary's median of gene {int(bad.argmax())} is {medians[bad.argmax()]:g}; "
-            "it must be above 0: make the vocabulary again"
+            f"expected a positive median for gene {int(bad.argmax())} of the vocabulary, got "
+            f"{medians[bad.argmax()]:g}; make the vocabulary again"
         )
     return np.float32(1) / medians.astype(np.float32)
 
@@ -39,15 +39,15 @@ def rank_order_rows(
     Parameters
     ----------
     starts
-        `(cells + 1,)`, where each cell's genes start; the first is 0.
+        `(cells + 1,)`, offset of each cell's first gene; the first is 0.
     genes, counts
-        `(nonzeros,)`, in any order inside a cell, each gene at most once; at most 2**32 of them.
+        `(nonzeros,)`, in any order within a cell, each gene at most once; at most 2**32 nonzeros.
     inverse_median
         `(genes of the vocabulary,)` float32, see `inverse_medians`.
 
     Returns
     -------
-    genes as int32 and counts in their own dtype, both `(nonzeros,)`.
+    Genes as int32 and counts in their own dtype, both `(nonzeros,)`.
     """
     genes, counts = _by_gene(starts, genes.astype(np.int32, copy=False), counts)
     key = counts.astype(np.float32) * inverse_median[genes]
@@ -56,12 +56,12 @@ def rank_order_rows(
     edges = starts.tolist()
     for start, stop in pairwise(edges):
         packed[start:stop].sort()
-    place = (packed & np.uint64(0xFFFFFFFF)).view(np.int64)
-    return genes[place], counts[place]
+    order = (packed & np.uint64(0xFFFFFFFF)).view(np.int64)
+    return genes[order], counts[order]
 
 
 def _by_gene(starts: np.ndarray, genes: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Genes ascending in each cell: ties of the key are then broken by position."""
+    """Sort the genes of each cell, so that ties of the key are broken by position."""
     if len(genes) < 2:
         return genes, counts
     ascending = genes[1:] > genes[:-1]
@@ -70,5 +70,5 @@ def _by_gene(starts: np.ndarray, genes: np.ndarray, counts: np.ndarray) -> tuple
     if ascending.all():
         return genes, counts
     cell = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    place = np.lexsort((genes, cell))
-    return genes[place], counts[place]
+    order = np.lexsort((genes, cell))
+    return genes[order], counts[order]

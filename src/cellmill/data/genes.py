@@ -1,8 +1,8 @@
 """Gene names as Ensembl ids, the key of every table in cellmill.
 
-Symbols change: of the names in an older dataset some percent are previous symbols or aliases by now, so those are
-looked up too (GENCODE, HGNC and MGI; genes/README.md). Case counts: `Actb` is a mouse gene and `ACTB` a human one,
-and a dataset of the other organism must not pass. A name of several genes maps to none.
+Symbols change: a few percent of the names in an older dataset are previous symbols or aliases by now, so those are
+looked up too (GENCODE, HGNC and MGI; genes/README.md). Case matters: `Actb` is a mouse gene and `ACTB` a human one,
+and a dataset of the other organism must not pass. A name shared by several genes maps to none.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import pandas as pd
 
 ORGANISMS = ("human", "mouse")
 ID_COLUMNS = ("ensembl_id", "ensembl_ids", "ensembl_gene_id", "gene_ids", "gene_id", "feature_id", "ensembl")
-"""var columns looked into for Ensembl ids, in this order, when the name itself is none."""
+"""var columns searched for Ensembl ids, in this order, when the name itself is not one."""
 SYMBOL_COLUMNS = ("symbol", "gene_symbol", "feature_name", "gene_name", "gene_symbols")
-"""var columns looked into for symbols, where a gene's name is an id that the table lacks."""
+"""var columns searched for symbols of ids that the table lacks."""
 
 _IDS = {
     organism: re.compile(rf"({prefix}\d{{11}})(?:\.\d+)?(?:_PAR_Y)?")
@@ -34,7 +34,7 @@ _EXAMPLES = 10
 
 @dataclass(frozen=True)
 class Coverage:
-    """How the genes of a dataset were named: numbers of var rows, and examples of those left without an id."""
+    """Number of var rows by how their Ensembl id was found, and examples of those without one."""
 
     organism: str | None
     n_genes: int
@@ -48,38 +48,38 @@ class Coverage:
 
     @property
     def frac(self) -> float:
-        """Fraction of the genes that have an Ensembl id."""
+        """Fraction of the genes with an Ensembl id."""
         return (self.id + self.symbol + self.previous + self.alias) / self.n_genes if self.n_genes else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, `frac` included, for a report."""
+        """All fields and `frac`, for a report."""
         return asdict(self) | {"examples": list(self.examples), "frac": self.frac}
 
 
 class MappedGenes(NamedTuple):
-    """Names of the genes of a dataset, one entry for each var row."""
+    """Gene names of a dataset, one entry per var row."""
 
     gene_ids: list[str]
-    """Ensembl id; empty where the name is unknown or belongs to several genes."""
+    """Ensembl id; empty if the name is unknown or ambiguous."""
     symbols: list[str]
-    """Current symbol, or the id where a gene has none."""
+    """Current symbol, or the id if the gene has none."""
     is_mito: np.ndarray
-    """Whether the gene lies on the mitochondrial genome; bool."""
+    """Mitochondrial genes; bool."""
     coverage: Coverage
 
 
 @dataclass(frozen=True)
 class _Table:
     symbols: dict[str, str]  # symbol of an id
-    ids: dict[str, dict[str, str]]  # kind of name -> id of a name; empty for a name of several genes
+    ids: dict[str, dict[str, str]]  # kind of name -> name -> id; empty for an ambiguous name
 
 
 def map_genes(var_names: Sequence[str], var: pd.DataFrame, organism: str | None) -> MappedGenes:
     """Ensembl ids and symbols of the genes of a dataset.
 
-    A gene is looked up by: its name, if that is an id (a version such as `.12` is cut); an id in a column of `var`
-    (`ID_COLUMNS`); its name as a current symbol, a previous symbol, an alias. Several genes may get the same id.
-    Without `organism` names are ids as they are.
+    A gene is looked up by its name if that is an id (a version such as `.12` is cut), by an id in a column of `var`
+    (`ID_COLUMNS`), then by its name as a current symbol, a previous symbol, an alias. Several genes may get the same
+    id. If `organism` is None, names are used as ids.
     """
     names = [str(name) for name in var_names]
     own = _column(var, SYMBOL_COLUMNS)
@@ -89,22 +89,29 @@ def map_genes(var_names: Sequence[str], var: pd.DataFrame, organism: str | None)
     table, pattern = _table(organism), _IDS[organism]
     columns = [values for column in ID_COLUMNS if (values := _column(var, (column,))) is not None]
     gene_ids: list[str] = []
-    left: list[str] = []
+    examples: list[str] = []
     symbols = []
     tally = dict.fromkeys(("id", *table.ids, "ambiguous", "unmapped"), 0)
     for row, name in enumerate(names):
         gene, kind = _look_up(name, (values[row] for values in columns), table, pattern)
         tally[kind] += 1
-        if not gene and len(left) < _EXAMPLES:
-            left.append(name)
+        if not gene and len(examples) < _EXAMPLES:
+            examples.append(name)
         gene_ids.append(gene)
         symbols.append(table.symbols.get(gene) or (own[row] if own else "") or gene or name)
-    coverage = Coverage(organism, len(names), **tally, examples=tuple(left))
+    coverage = Coverage(organism, len(names), **tally, examples=tuple(examples))
     return MappedGenes(gene_ids, symbols, _is_mito(symbols), coverage)
 
 
+def is_expression(var: pd.DataFrame) -> np.ndarray:
+    """Genes of a dataset; False for antibodies and guides of 10x files, whose names (CD3) would pass for genes."""
+    if "feature_types" not in var:
+        return np.ones(len(var), dtype=bool)
+    return var["feature_types"].astype(str).to_numpy() == "Gene Expression"
+
+
 def gene_symbols(organism: str) -> dict[str, str]:
-    """Symbol of every Ensembl id of an organism, by ascending id; a gene without symbol has its id."""
+    """Symbol of every Ensembl id of an organism, by ascending id; the id itself for a gene without a symbol."""
     return _table(organism).symbols
 
 
@@ -139,7 +146,7 @@ def _table(organism: str) -> _Table:
         for line in file:
             gene, symbol, previous, aliases = line.rstrip("\n").split("\t")
             symbols[gene] = symbol
-            # C1orf159 is often written C1ORF159
+            # C1orf159 is often spelled C1ORF159
             capitals = "|".join(n.upper() for n in (symbol, *previous.split("|")) if _OPEN_FRAME.fullmatch(n))
             for kind, names in (("symbol", symbol), ("previous", previous), ("alias", aliases), ("alias", capitals)):
                 for name in names.split("|") if names else ():

@@ -1,7 +1,7 @@
-"""The manifest of a corpus's shards: what they hold, and by what digests it is told that it is still so.
+"""The manifest of a corpus's shards: their contents, and digests to check them by.
 
-Written last of all files of a folder of shards: its existence means that they are complete. Needs no HDF5, so a
-launcher can check a corpus without the memory that takes.
+Written last in a folder of shards: its existence means they are complete. Needs no HDF5, so a launcher can check a
+corpus in little memory.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ REMEDY = "make the shards again (the `shard` stage)"
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """What the manifest says of one shard."""
+    """One shard."""
 
     name: str
     n_obs: int
     nnz: int
     dtype: str
-    """Of the counts: uint16, or uint32 where a count is larger."""
+    """Dtype of the counts: uint16, or uint32 if a count needs it."""
     sha256: str
-    """Of the file."""
+    """Of the file's bytes."""
     content: str
-    """SHA-256 of cells, genes and counts alone: the same whatever library wrote the file."""
+    """SHA-256 of cell names, genes and counts: independent of the library that wrote the file."""
 
 
 @dataclass(frozen=True)
 class SplitEntry:
-    """What the manifest says of one split."""
+    """One split."""
 
     n_obs: int
     nnz: int
@@ -46,30 +46,34 @@ class SplitEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """manifest.json: written last, so its existence says that the shards beside it are complete."""
+    """Contents of manifest.json; the shards are beside it."""
 
     path: Path
     fingerprint: str
-    """Of everything that defines the data: cells, order, split and vocabulary; not of paths or library versions."""
+    """Digest of cells, order, split and vocabulary; not of paths or library versions."""
     vocabulary: dict[str, Any]
-    """`digest`, `n_genes`, and `medians_digest`, of the medians that the order came from."""
+    """`digest`, `n_genes`, and `medians_digest`, of the medians used for the rank order."""
     seed: int
     split: dict[str, Any]
     """`by`, `val_frac`, `test_frac`."""
     obs_columns: list[str]
     left_out: dict[str, int]
-    """By dataset, cells in which no gene of the vocabulary is detected."""
+    """By dataset, number of cells without any gene of the vocabulary."""
     splits: dict[str, SplitEntry]
+
+    @property
+    def n_genes(self) -> int:
+        """Genes of the vocabulary."""
+        return int(self.vocabulary["n_genes"])
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The manifest in a file. Raises DataError when it is missing, malformed, edited or of another format."""
+        """Read a manifest. Raises DataError when it is missing, malformed, edited or of another format."""
         path = Path(path)
         tree = read_json(path)
         try:
-            found = tree["format"]
-            if found != FORMAT:
-                raise DataError(f"{path}: manifest of format {found!r}, this version reads {FORMAT}; {REMEDY}")
+            if tree["format"] != FORMAT:
+                raise DataError(f"{path}: expected manifest format {FORMAT}, got {tree['format']!r}; {REMEDY}")
             splits = {
                 name: SplitEntry(s["n_obs"], s["nnz"], tuple(ShardEntry(**shard) for shard in s["shards"]))
                 for name, s in tree["splits"].items()
@@ -81,31 +85,31 @@ class Manifest:
             raise DataError(f"{path}: not a shard manifest ({type(error).__name__}: {error}); {REMEDY}") from None
         if manifest.fingerprint != expected:
             raise DataError(
-                f"{path}: its fingerprint is {manifest.fingerprint[:12]}, its entries give {expected[:12]}: "
-                f"it was edited or damaged; {REMEDY}"
+                f"{path}: expected fingerprint {expected[:12]} from its entries, got {manifest.fingerprint[:12]}: "
+                f"edited or damaged; {REMEDY}"
             )
         return manifest
 
     def write(self) -> None:
-        """Writes the file, atomically."""
+        """Write the file, atomically."""
         tree = {"format": FORMAT} | asdict(self)
         del tree["path"]
         write_json(self.path, tree)
 
     def expected_fingerprint(self) -> str:
-        """The fingerprint that the other fields give."""
+        """Fingerprint computed from the other fields."""
         splits = {
             name: [[shard.n_obs, shard.nnz, shard.content] for shard in split.shards]
             for name, split in self.splits.items()
         }
-        what = {"format": FORMAT, "vocabulary": self.vocabulary, "seed": self.seed, "split": self.split}
-        return digest(what | {"splits": splits})
+        fields = {"format": FORMAT, "vocabulary": self.vocabulary, "seed": self.seed, "split": self.split}
+        return digest(fields | {"splits": splits})
 
     def entry(self, split: str) -> SplitEntry:
-        """The split called `split`. Raises DataError when the manifest has none, or it has no cells."""
+        """The entry of `split`. Raises DataError when it is missing or has no cells."""
         if split not in self.splits or not self.splits[split].n_obs:
-            have = ", ".join(name for name in SPLITS if name in self.splits and self.splits[name].n_obs)
-            raise DataError(f"{self.path}: no cells in the {split} split (there is: {have}); raise shard.{split}_frac")
+            others = ", ".join(name for name in SPLITS if name in self.splits and self.splits[name].n_obs)
+            raise DataError(f"{self.path}: no cells in the {split} split, only in: {others}; raise shard.{split}_frac")
         return self.splits[split]
 
     def shard_path(self, shard: ShardEntry) -> Path:
@@ -113,19 +117,19 @@ class Manifest:
 
 
 def verify(manifest: Manifest, splits: Iterable[str] = SPLITS, threads: int = 4) -> None:
-    """Hashes every byte of the shards of `splits`. Raises DataError naming the first whose sha256 is not as recorded.
+    """Hash every byte of the shards of `splits`. Raises DataError naming the first with another SHA-256.
 
-    About 1 GB/s a thread where the processor has SHA instructions: for the start of training, not for every open.
+    About 1 GB/s per thread on a processor with SHA instructions: for the start of training, not for every open.
     """
     shards = [shard for split in splits if split in manifest.splits for shard in manifest.splits[split].shards]
     paths = [manifest.shard_path(shard) for shard in shards]
     for path in paths:
         if not path.is_file():
-            raise DataError(f"{path}: no such shard, the manifest lists it; {REMEDY}")
+            raise DataError(f"{path}: no such file, but the manifest lists it; {REMEDY}")
     with ThreadPoolExecutor(threads) as pool:
-        for path, shard, found in zip(paths, shards, pool.map(sha256_file, paths)):
-            if found != shard.sha256:
+        for path, shard, sha256 in zip(paths, shards, pool.map(sha256_file, paths)):
+            if sha256 != shard.sha256:
                 raise DataError(
-                    f"{path}: sha256 is {found[:12]}, the manifest has {shard.sha256[:12]}: "
-                    f"the shard is damaged or was changed; {REMEDY}"
+                    f"{path}: expected sha256 {shard.sha256[:12]} as in the manifest, got {sha256[:12]}: "
+                    f"damaged or changed; {REMEDY}"
                 )

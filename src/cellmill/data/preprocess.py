@@ -1,13 +1,12 @@
 """Quality control and gene names of one dataset, in two streaming passes over its counts.
 
-The first pass measures every cell and counts, over the cells that pass, in how many each gene is detected; that
-fixes which genes stay and how many values there will be, so that the second pass can write contiguous arrays.
-A cell is measured on the genes that have an Ensembl id: what a model will see of it.
+The first pass measures every cell and counts the passing cells in which each gene is detected; that fixes which genes
+stay and the number of values, so the second pass can write contiguous arrays. Cells are measured on genes with an
+Ensembl id: those that a model sees.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,34 +18,38 @@ import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.corpus import Preprocess
-from cellmill.data.counts_reader import CountsReader, count_dtype, row_sums, select_columns, write_cells
-from cellmill.data.genes import ORGANISMS, Coverage, map_genes
-from cellmill.errors import DataError
+from cellmill.data.count_matrix import row_sums, select_columns
+from cellmill.data.counts_reader import CountsReader
+from cellmill.data.counts_writer import count_dtype, write_cells
+from cellmill.data.genes import ORGANISMS, Coverage, is_expression, map_genes
+from cellmill.errors import DataError, did_you_mean
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 BINS = 40  # of each histogram in the report
 DROPPED = ("no counts", "min_genes", "min_counts", "max_mito_frac", "no gene left")
-"""Why a cell goes: the first that holds. The last: all its genes were dropped by min_cells."""
+"""Reasons to drop a cell; the first that holds counts. The last: min_cells dropped all its genes."""
 
 
 @dataclass(frozen=True)
 class Genes:
-    """The genes of a dataset under their ids: `target[j]` is the place of var row j, or -1."""
+    """Genes of a dataset, one entry per Ensembl id."""
 
     gene_ids: list[str]
     symbols: list[str]
     is_mito: np.ndarray
     target: np.ndarray
+    """Gene of each var row, as index into `gene_ids`, or -1; int32."""
     coverage: Coverage
     not_expression: int
+    """Number of var rows that are not gene expression."""
     summed: dict[str, list[str]]
-    """Names of the var rows of an id that has several; their counts are summed."""
+    """Names of the var rows that share an id; their counts are summed."""
 
 
 def preprocess(reader: CountsReader, options: Preprocess, out: Path) -> dict[str, Any]:
-    """Writes the cells and genes of `reader` that pass to `out`; gives the QC report, JSON-able.
+    """Write the cells and genes of `reader` that pass QC to `out`; return the QC report, JSON-able.
 
-    Raises DataError when too few genes map, a column of `keep_obs` is absent, or nothing passes.
+    Raises DataError when too few genes map, a column of `keep_obs` is missing, or nothing passes.
     """
     columns = _obs_columns(reader, options.keep_obs)
     genes = name_genes(reader, options)
@@ -71,30 +74,28 @@ def preprocess(reader: CountsReader, options: Preprocess, out: Path) -> dict[str
 
 
 def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
-    """Places of the genes of a dataset, in the order of its var. Raises DataError under `min_coverage_frac`."""
-    expression = np.ones(reader.n_vars, dtype=bool)
-    if "feature_types" in reader.var:  # antibodies and guides of 10x files: names such as CD3 would pass for genes
-        expression = reader.var["feature_types"].astype(str).to_numpy() == "Gene Expression"
+    """Genes of a dataset, in the order of its var. Raises DataError below `min_coverage_frac`."""
+    expression = is_expression(reader.var)
     rows = np.flatnonzero(expression)
     names, var = [reader.var_names[row] for row in rows], reader.var.iloc[rows]
     if not names:
-        raise DataError(f"{reader.path}: no gene: var['feature_types'] is nowhere 'Gene Expression'")
+        raise DataError(f"{reader.path}: no genes: no var['feature_types'] is 'Gene Expression'")
     mapped = map_genes(names, var, options.organism)
     _check_coverage(reader.path, options, mapped.coverage, names, var)
-    places: dict[str, int] = {}
+    index: dict[str, int] = {}
     target = np.full(reader.n_vars, -1, np.int32)
     first, carriers = [], defaultdict(list)
-    for at, (row, gene) in enumerate(zip(rows, mapped.gene_ids)):
+    for i, (row, gene) in enumerate(zip(rows, mapped.gene_ids)):
         if not gene:
             continue
-        if gene not in places:
-            places[gene] = len(places)
-            first.append(at)
-        carriers[gene].append(names[at])
-        target[row] = places[gene]
+        if gene not in index:
+            index[gene] = len(index)
+            first.append(i)
+        carriers[gene].append(names[i])
+        target[row] = index[gene]
     return Genes(
-        gene_ids=list(places),
-        symbols=[mapped.symbols[at] for at in first],
+        gene_ids=list(index),
+        symbols=[mapped.symbols[i] for i in first],
         is_mito=mapped.is_mito[first],
         target=target,
         coverage=mapped.coverage,
@@ -106,16 +107,16 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
 def _check_coverage(path: Path, options: Preprocess, coverage: Coverage, names: list[str], var: pd.DataFrame) -> None:
     if coverage.frac >= options.min_coverage_frac and coverage.frac > 0:
         return
-    found = round(coverage.frac * coverage.n_genes)
+    n_mapped = round(coverage.frac * coverage.n_genes)
     text = (
-        f"{path}: {found:,} of {coverage.n_genes:,} genes ({coverage.frac:.1%}) map to a {options.organism} Ensembl "
+        f"{path}: {n_mapped:,} of {coverage.n_genes:,} genes ({coverage.frac:.1%}) map to a {options.organism} Ensembl "
         f"id, preprocess.min_coverage_frac is {options.min_coverage_frac:g}"
     )
     for other in ORGANISMS:
         if other != options.organism and (frac := map_genes(names, var, other).coverage.frac) > coverage.frac:
             raise DataError(f"{text}; {frac:.1%} map as {other}: set preprocess.organism to {other}")
     unknown = ", ".join(repr(name) for name in coverage.examples[:3])
-    raise DataError(f"{text}; unknown are {unknown}: name genes by Ensembl id or symbol, or lower the threshold")
+    raise DataError(f"{text}; unknown: {unknown}; name genes by Ensembl id or symbol, or lower the threshold")
 
 
 @dataclass
@@ -123,9 +124,9 @@ class _Cells:
     n_genes: np.ndarray
     n_counts: np.ndarray
     mito_frac: np.ndarray
-    reason: np.ndarray  # index into DROPPED, -1 for a cell that stays
-    detected: np.ndarray  # kept cells in which each gene is detected
-    largest: int  # count of a kept cell
+    reason: np.ndarray  # index into DROPPED, -1 for a kept cell
+    detected: np.ndarray  # number of kept cells in which each gene is detected
+    largest: int  # largest count of a kept cell
 
 
 def _measure(reader: CountsReader, genes: Genes, options: Preprocess) -> _Cells:
@@ -159,9 +160,9 @@ def _measure(reader: CountsReader, genes: Genes, options: Preprocess) -> _Cells:
 def _kept_rows(
     reader: CountsReader, genes: Genes, cells: _Cells, keep_gene: np.ndarray, row_block: int
 ) -> Iterator[sp.csr_matrix]:
-    """The second pass. A cell that min_cells left without genes is found here and marked in `cells.reason`."""
-    places = np.where(keep_gene, np.cumsum(keep_gene) - 1, -1).astype(np.int32)
-    target = np.where(genes.target >= 0, places[genes.target], -1).astype(np.int32)
+    """Second pass. Marks cells that min_cells left without genes in `cells.reason`."""
+    column = np.where(keep_gene, np.cumsum(keep_gene) - 1, -1).astype(np.int32)
+    target = np.where(genes.target >= 0, column[genes.target], -1).astype(np.int32)
     first = 0
     for raw in reader.rows(row_block):
         rows = slice(first, first + raw.shape[0])
@@ -174,14 +175,12 @@ def _kept_rows(
         yield block
 
 
-def _obs_columns(reader: CountsReader, wanted: list[str] | None) -> list[str]:
+def _obs_columns(reader: CountsReader, keep: list[str] | None) -> list[str]:
     known = [str(name) for name in reader.obs.columns]
-    for name in wanted or ():
+    for name in keep or ():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known) or 'none'}"
-            raise DataError(f"{reader.path}: no obs column {name!r} (preprocess.keep_obs); {hint}")
-    return known if wanted is None else list(dict.fromkeys(wanted))
+            raise DataError(f"{reader.path}: no obs column {name!r} (preprocess.keep_obs); {did_you_mean(name, known)}")
+    return known if keep is None else list(dict.fromkeys(keep))
 
 
 def _tally(cells: _Cells) -> dict[str, int]:
@@ -193,15 +192,15 @@ def _nothing_left(cells: _Cells, keep_gene: np.ndarray, options: Preprocess) -> 
     if (cells.reason < 0).any():
         kept = int((cells.reason < 0).sum())
         return (
-            f"no gene of {len(keep_gene):,} is left after QC: none is detected in {options.min_cells} of the "
+            f"none of {len(keep_gene):,} genes is left after QC: none is detected in {options.min_cells} of the "
             f"{kept:,} cells that pass; lower preprocess.min_cells"
         )
     if tally["no counts"] == n:
-        return f"no cell of {n:,} is left after QC: none has a count"
+        return f"none of {n:,} cells is left after QC: none has a count"
     parts = [f"{name}{_limit(name, options)} drops {count:,}" for name, count in tally.items() if count]
     first = max((name for name in DROPPED[1:4]), key=lambda name: tally[name])
-    way = "raise" if first == "max_mito_frac" else "lower"
-    return f"no cell of {n:,} is left after QC: {', '.join(parts)}; {way} preprocess.{first}"
+    change = "raise" if first == "max_mito_frac" else "lower"
+    return f"none of {n:,} cells is left after QC: {', '.join(parts)}; {change} preprocess.{first}"
 
 
 def _limit(name: str, options: Preprocess) -> str:
@@ -248,12 +247,12 @@ def _report(
 
 
 def _histogram(values: np.ndarray, kept: np.ndarray, logarithmic: bool) -> dict[str, list[float] | list[int]]:
-    """Cells in each bin, before and after QC; edges on a log scale hold zeros in the first bin."""
+    """Cells in each bin, before and after QC; on a log scale the first bin includes zeros."""
     if logarithmic:
         edges = np.geomspace(1, max(float(values.max()), 2.0), BINS + 1)
         values = np.maximum(values, 1)
     else:
         edges = np.linspace(0, max(float(values.max()), 0.05), BINS + 1)
-    edges[-1] = max(edges[-1], float(values.max()))  # the last edge may have lost a bit to rounding
+    edges[-1] = max(edges[-1], float(values.max()))  # rounding may have moved the last edge below the maximum
     before, after = np.histogram(values, edges)[0], np.histogram(values[kept], edges)[0]
     return {"edges": edges.tolist(), "before": before.tolist(), "after": after.tolist()}

@@ -1,9 +1,9 @@
-"""Cells of many datasets to shards: split, preshuffled and rank-ordered, with one shard of cells in memory at a time.
+"""Writing shards of many datasets: split, preshuffled and rank-ordered, with one shard of cells in memory at a time.
 
-Two passes. The first streams every dataset and keeps a few numbers for each cell: its split, its nonzeros among the
-vocabulary's genes, its largest count. The second takes the cells of one shard after another from wherever they lie,
-by pread in the order on disk, and writes them in shuffled order. Shards are preshuffled once so that blocks of
-contiguous cells, which are what is fast to read, are already mixed: a batch's donor entropy is 3.26 bits of 3.27.
+Two passes. The first streams every dataset and keeps a few numbers per cell: its split, its nonzeros among the
+vocabulary's genes, its largest count. The second gathers the cells of each shard from the datasets, by pread in disk
+order, and writes them in shuffled order. Cells are shuffled on disk so that blocks of contiguous cells, which are
+fast to read, are already mixed: a batch has a donor entropy of 3.26 of 3.27 bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.corpus import Shard as ShardOptions
-from cellmill.data.counts_reader import count_dtype, open_counts, select_columns, write_cells
+from cellmill.data.count_matrix import select_columns
+from cellmill.data.counts_reader import open_counts
+from cellmill.data.counts_writer import count_dtype, write_cells
 from cellmill.data.gene_ranking import inverse_medians, rank_order_rows
 from cellmill.data.manifest import Manifest, ShardEntry, SplitEntry
 from cellmill.data.shard_file import RowFile
@@ -31,9 +33,9 @@ from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.files import atomic_path, sha256_file
 
-_BLOCK = 1024  # cells mapped, ordered and written at a time
-_MOST_NONZEROS = np.iinfo(np.int32).max
-_THREADS = 4  # that read rows
+_BLOCK = 1024  # cells read, ordered and written at a time
+_MAX_NONZEROS = np.iinfo(np.int32).max  # of a shard: its indptr is int32
+_READ_THREADS = 4
 _SHARD_NAME = re.compile(r"(train|val|test)-\d{5}\.h5ad")
 _OWN_COLUMN = "dataset"
 
@@ -43,18 +45,18 @@ class _Dataset:
     name: str
     path: Path
     target: np.ndarray
-    """For each gene of the file its row in the vocabulary, or -1."""
+    """Row in the vocabulary of each gene of the file, or -1."""
     obs: pd.DataFrame
     hashes: np.ndarray
     nnz: np.ndarray
-    """Of each cell, among the vocabulary's genes."""
+    """Nonzeros of each cell among the vocabulary's genes."""
     largest: np.ndarray
-    """Largest count of each cell among them."""
+    """Largest count of each cell among the vocabulary's genes."""
 
 
 @dataclass(frozen=True)
 class _Cells:
-    """All cells of the corpus that have a gene of the vocabulary, one entry each."""
+    """Cells of the corpus with a gene of the vocabulary, one entry each."""
 
     dataset: np.ndarray
     row: np.ndarray
@@ -66,25 +68,23 @@ class _Cells:
 
 
 def write_shards(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, out: Path) -> Manifest:
-    """Writes the shards of a corpus beside `out`, and then `out`, the manifest.
+    """Write the shards of a corpus beside `out`, then the manifest to `out`.
+
+    Existing shards are replaced; their manifest is removed first, so that nobody reads a mixture.
 
     Parameters
     ----------
     cells
         Preprocessed .h5ad files; the stem of each is the name of its dataset.
 
-    Returns
-    -------
-    The manifest. A shard set that was there is replaced: its manifest goes first, so that nobody reads a mixture.
-
     Raises
     ------
     DataError
-        When a name occurs twice, a column is absent, a split comes out empty, or no cell has a gene of the vocabulary.
+        When a name occurs twice, a column is missing, a split is empty, or no cell has a gene of the vocabulary.
     """
     paths = {path.stem: path for path in cells}
     if len(paths) < len(cells):
-        raise DataError(f"{cells[0].parent}: two datasets have the same file name; a dataset is named by it")
+        raise DataError(f"{cells[0].parent}: two datasets have the same file name; rename one, it names the dataset")
     weights, hashes = inverse_medians(vocabulary.medians), hash_genes(vocabulary.gene_ids)
     datasets = [_scan(paths[name], vocabulary, hashes) for name in sorted(paths)]
     corpus, split = _divide(datasets, options)
@@ -98,9 +98,9 @@ def write_shards(cells: list[Path], vocabulary: Vocabulary, options: ShardOption
         order = order[permutation(len(order), options.seed, SHARDS, number)]
         shards: list[ShardEntry] = []
         for first in range(0, len(order), options.cells_per_shard):
-            some = order[first : first + options.cells_per_shard]
+            chosen = order[first : first + options.cells_per_shard]
             path = out.parent / f"{name}-{len(shards):05d}.h5ad"
-            shards.append(_write_shard(path, corpus[some], obs.iloc[some], datasets, sources, vocabulary, weights))
+            shards.append(_write_shard(path, corpus[chosen], obs.iloc[chosen], datasets, sources, vocabulary, weights))
         splits[name] = SplitEntry(len(order), sum(shard.nnz for shard in shards), tuple(shards))
     _remove_others(out.parent, {shard.name for entry in splits.values() for shard in entry.shards})
     return _write_manifest(out, vocabulary, options, columns, datasets, splits)
@@ -125,7 +125,7 @@ def _write_manifest(
     }
     unnamed = Manifest(path=out, fingerprint="", **fields)  # type: ignore[arg-type]
     manifest = Manifest(path=out, fingerprint=unnamed.expected_fingerprint(), **fields)  # type: ignore[arg-type]
-    manifest.write()  # last: its existence means the shards are complete
+    manifest.write()  # last: its existence means that the shards are complete
     return manifest
 
 
@@ -144,7 +144,7 @@ def _scan(path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarray) -> _Datas
 
 
 def _divide(datasets: list[_Dataset], options: ShardOptions) -> tuple[_Cells, np.ndarray]:
-    """The cells that have a gene of the vocabulary, and the split of each."""
+    """Cells with a gene of the vocabulary, and the split of each."""
     sizes = [len(dataset.nnz) for dataset in datasets]
     corpus = _Cells(
         np.repeat(np.arange(len(datasets)), sizes),
@@ -156,7 +156,7 @@ def _divide(datasets: list[_Dataset], options: ShardOptions) -> tuple[_Cells, np
     if not keep.any():
         raise DataError(
             f"{datasets[0].path}: none of {len(keep):,} cells of the corpus has a gene of the vocabulary; "
-            "was it made from these datasets?"
+            "give the vocabulary made from these datasets"
         )
     if options.split_by is None:
         hashes = np.concatenate([dataset.hashes for dataset in datasets])[keep]
@@ -168,7 +168,7 @@ def _divide(datasets: list[_Dataset], options: ShardOptions) -> tuple[_Cells, np
 
 
 def _values(dataset: _Dataset, column: str) -> np.ndarray:
-    """The column as text, `dataset` being the dataset's name."""
+    """Values of an obs column as text; for `dataset`, the dataset's name."""
     if column == _OWN_COLUMN:
         return np.full(len(dataset.obs), dataset.name, object)
     require_column(column, dataset.obs.columns, str(dataset.path))
@@ -176,15 +176,15 @@ def _values(dataset: _Dataset, column: str) -> np.ndarray:
     if values.isna().any():
         raise DataError(
             f"{dataset.path}: {int(values.isna().sum()):,} cells have no {column!r} (shard.split_by), so no split; "
-            "fill the column in, or split by another"
+            "fill in the column, or split by another"
         )
     return values.astype(str).to_numpy(object)
 
 
 def _joint_obs(datasets: list[_Dataset], corpus: _Cells) -> tuple[pd.DataFrame, list[str]]:
-    """obs of all cells and its columns: the union over datasets, text as categories, numbers as they are.
+    """obs of all cells, with the union of the datasets' columns, and the names of these.
 
-    Where a dataset lacks a column, its cells have NaN: no category, or not a number.
+    Text becomes categories, numbers stay numbers. Cells of a dataset without the column have NaN.
     """
     names = list(dict.fromkeys(str(column) for dataset in datasets for column in dataset.obs.columns))
     frame = pd.DataFrame(index=pd.RangeIndex(len(corpus.row)))
@@ -193,7 +193,7 @@ def _joint_obs(datasets: list[_Dataset], corpus: _Cells) -> tuple[pd.DataFrame, 
     rows = [corpus.row[corpus.dataset == number] for number in range(len(datasets))]
     for name in names:
         parts = [dataset.obs.get(name) for dataset in datasets]
-        # the user's own column of that name is kept beside the one that every shard has
+        # a user's own column `dataset` is kept under another name
         frame[name if name != _OWN_COLUMN else f"{_OWN_COLUMN}_original"] = _joint_column(parts, rows)
     cells = np.concatenate([dataset.obs.index.to_numpy(object)[r] for dataset, r in zip(datasets, rows)])
     frame.index = pd.Index([f"{a}:{b}" for a, b in zip(where, cells)], dtype=object)
@@ -212,16 +212,16 @@ def _joint_column(parts: list[pd.Series | None], rows: list[np.ndarray]) -> np.n
     else:
         dtype = None
     columns: list[np.ndarray] = []
-    for part, some in zip(parts, rows):
+    for part, chosen in zip(parts, rows):
         if part is None:
-            columns.append(np.full(len(some), None if dtype is None else np.nan, object if dtype is None else dtype))
+            columns.append(np.full(len(chosen), None if dtype is None else np.nan, object if dtype is None else dtype))
         elif dtype is None:
-            chosen = part.iloc[some].astype(object)
-            columns.append(chosen.astype(str).where(chosen.notna(), None).to_numpy(object))
+            values = part.iloc[chosen].astype(object)
+            columns.append(values.astype(str).where(values.notna(), None).to_numpy(object))
         elif dtype is np.float64:
-            columns.append(part.iloc[some].to_numpy(np.float64, na_value=np.nan))
+            columns.append(part.iloc[chosen].to_numpy(np.float64, na_value=np.nan))
         else:
-            columns.append(part.iloc[some].to_numpy(dtype))
+            columns.append(part.iloc[chosen].to_numpy(dtype))
     column = np.concatenate(columns)
     return column if dtype is not None else pd.Categorical(column)
 
@@ -236,8 +236,10 @@ def _write_shard(
     weights: np.ndarray,
 ) -> ShardEntry:
     nnz, dtype = int(cells.nnz.sum()), count_dtype(int(cells.largest.max()))
-    if nnz > _MOST_NONZEROS:
-        raise DataError(f"{path}: {nnz:,} nonzeros in one shard, at most {_MOST_NONZEROS:,}; lower cells_per_shard")
+    if nnz > _MAX_NONZEROS:
+        raise DataError(
+            f"{path}: {nnz:,} nonzeros in a shard, the limit is {_MAX_NONZEROS:,}; lower shard.cells_per_shard"
+        )
     content = hashlib.sha256("\n".join(obs.index).encode())
     var = pd.DataFrame(
         {"symbol": vocabulary.symbols, "n_cells": vocabulary.n_cells, "median": vocabulary.medians},
@@ -246,8 +248,7 @@ def _write_shard(
 
     def blocks() -> Iterator[sp.csr_matrix]:
         for block in _ordered_blocks(cells, datasets, sources, vocabulary.n_genes, weights):
-            counted = (block.indptr.astype("<i8"), block.indices.astype("<i4"), block.data.astype("<u4"))
-            for array in counted:
+            for array in (block.indptr.astype("<i8"), block.indices.astype("<i4"), block.data.astype("<u4")):
                 content.update(array.tobytes())
             yield block
 
@@ -258,7 +259,7 @@ def _write_shard(
 
 
 def _narrow_indptr(path: Path) -> None:
-    """int32, as the indices are: rows in rank order are not sorted, and scipy sorts only where both have one type."""
+    """Rewrite indptr as int32, like indices: scipy sorts rows (ours are in rank order) only if both have one dtype."""
     with h5py.File(path, "r+") as file:
         indptr = file["X/indptr"][:].astype("<i4")
         del file["X/indptr"]
@@ -268,55 +269,61 @@ def _narrow_indptr(path: Path) -> None:
 def _ordered_blocks(
     cells: _Cells, datasets: list[_Dataset], sources: list[RowFile], n_genes: int, weights: np.ndarray
 ) -> Iterator[sp.csr_matrix]:
-    """Rows of a shard over the vocabulary's genes, each in rank order, some at a time."""
-    starts, genes, counts = _gather(cells, sources)
+    """Rows of a shard over the vocabulary's genes, each in rank order, `_BLOCK` rows at a time."""
+    starts, columns, counts = _gather(cells, sources)
     target = np.concatenate([dataset.target for dataset in datasets])
-    columns = np.concatenate([[0], np.cumsum([source.n_vars for source in sources])])[cells.dataset]
     for first in range(0, len(cells.row), _BLOCK):
         edges = starts[first : first + _BLOCK + 1]
-        of = slice(edges[0], edges[-1])
-        row = target[genes[of] + np.repeat(columns[first : first + _BLOCK], np.diff(edges))]
-        keep = (row >= 0) & (counts[of] > 0)
-        indptr = np.concatenate([[0], np.cumsum(keep)])[edges - edges[0]]
-        if (np.diff(indptr) != cells.nnz[first : first + _BLOCK]).any():
-            raise DataError(f"{sources[0].path.parent}: a cells file changed while shards were made from it; run again")
-        ordered, of_gene = rank_order_rows(indptr, row[keep], counts[of][keep], weights)
-        yield sp.csr_matrix((of_gene, ordered, indptr), shape=(len(indptr) - 1, n_genes))
+        nonzeros = slice(edges[0], edges[-1])
+        shape = (len(edges) - 1, len(target))
+        block = sp.csr_matrix((counts[nonzeros], columns[nonzeros], edges - edges[0]), shape=shape)
+        block = select_columns(block, target, n_genes)
+        block.eliminate_zeros()
+        if (np.diff(block.indptr) != cells.nnz[first : first + _BLOCK]).any():
+            raise DataError(f"{sources[0].path.parent}: a cells file changed while shards were written; run again")
+        starts_of_block = block.indptr.astype(np.int64)
+        genes, of_gene = rank_order_rows(starts_of_block, block.indices, block.data, weights)
+        yield sp.csr_matrix((of_gene, genes, starts_of_block), shape=block.shape)
 
 
 def _gather(cells: _Cells, sources: list[RowFile]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows as they lie in their files: starts, columns (int32), counts (uint32), in the order of `cells`."""
+    """Rows of `cells` from their files: starts (int64), columns and counts (uint32).
+
+    Columns (int32) count through all files: those of file i follow those of file i - 1.
+    """
     lengths = np.zeros(len(cells.row), np.int64)
     for number, source in enumerate(sources):
-        mine = cells.dataset == number
-        lengths[mine] = np.diff(source.indptr)[cells.row[mine]]
+        own = cells.dataset == number
+        lengths[own] = np.diff(source.indptr)[cells.row[own]]
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    genes, counts = np.empty(starts[-1], np.int32), np.empty(starts[-1], np.uint32)
+    first_column = np.cumsum([0, *(source.n_vars for source in sources)])
+    columns, counts = np.empty(starts[-1], np.int32), np.empty(starts[-1], np.uint32)
 
     def read(task: tuple[int, np.ndarray]) -> None:
-        number, places = task
-        source, row = sources[number], cells.row[places]
-        for run in np.split(places, np.flatnonzero(np.diff(row) != 1) + 1):
-            spans = [slice(starts[place], starts[place + 1]) for place in run]
+        number, chosen = task
+        source, row = sources[number], cells.row[chosen]
+        for run in np.split(chosen, np.flatnonzero(np.diff(row) != 1) + 1):
+            spans = [slice(starts[cell], starts[cell + 1]) for cell in run]
             start, stop = source.indptr[cells.row[run[0]]], source.indptr[cells.row[run[-1]] + 1]
-            source.read_genes(int(start), [genes[span] for span in spans])
-            some = np.empty(stop - start, source.dtype)
-            source.read_counts(int(start), [some])
-            for span, at in zip(spans, np.cumsum([0, *lengths[run]])):
-                counts[span] = some[at : at + span.stop - span.start]
+            source.read_genes(int(start), [columns[span] for span in spans])
+            run_counts = np.empty(stop - start, source.dtype)
+            source.read_counts(int(start), [run_counts])
+            for span, offset in zip(spans, np.cumsum([0, *lengths[run]])):
+                columns[span] += first_column[number]
+                counts[span] = run_counts[offset : offset + span.stop - span.start]
 
     tasks = []
     for number in range(len(sources)):
-        places = np.flatnonzero(cells.dataset == number)
-        places = places[np.argsort(cells.row[places])]  # the order on disk, which disks and read-ahead like
-        tasks += [(number, places[first : first + _BLOCK]) for first in range(0, len(places), _BLOCK)]
-    with ThreadPoolExecutor(_THREADS) as pool:
+        chosen = np.flatnonzero(cells.dataset == number)
+        chosen = chosen[np.argsort(cells.row[chosen])]  # in disk order, for read-ahead
+        tasks += [(number, chosen[first : first + _BLOCK]) for first in range(0, len(chosen), _BLOCK)]
+    with ThreadPoolExecutor(_READ_THREADS) as pool:
         list(pool.map(read, tasks))
-    return starts, genes, counts
+    return starts, columns, counts
 
 
 def _remove_others(folder: Path, names: set[str]) -> None:
-    """Shards of an earlier, larger set."""
+    """Delete shards of an earlier, larger set."""
     for path in folder.iterdir():
         if _SHARD_NAME.fullmatch(path.name) and path.name not in names:
             path.unlink()

@@ -1,10 +1,10 @@
-"""Which cells come when: the arithmetic of an epoch's order, without any reading.
+"""Order of the cells in an epoch, as pure arithmetic: nothing is read.
 
-Every order is a pure function of a position (seed, epoch, lane, window), so any step of any epoch is reached without
-replaying what came before. Blocks of contiguous cells are permuted and dealt to `lanes`; inside a lane, cells are
-permuted in windows of blocks. What does not fill a round of lanes is cut by cell, so that lanes differ by at most one
-cell. A global batch takes the same number of cells of every lane and is therefore the same set of cells for every
-number of ranks. On cells preshuffled on disk a batch's donor entropy is that of a true shuffle (3.26 of 3.27 bits).
+The order is a pure function of (seed, epoch, lane, window), so any step of any epoch is reached without replaying
+earlier ones. Blocks of contiguous cells are permuted and dealt to `lanes`; within a lane, cells are permuted in
+windows of blocks. Blocks that do not fill a round of lanes are cut by cell, so lanes differ by at most one cell. A
+global batch takes the same number of cells from every lane and is therefore the same set of cells for any number of
+ranks. With cells preshuffled on disk, a batch has the donor entropy of a true shuffle (3.26 of 3.27 bits).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-BLOCKS, WINDOW, SHARDS = 1, 2, 3  # what a permutation is of: part of its key
+BLOCKS, WINDOW, SHARDS = 1, 2, 3  # purpose of a permutation: part of its key
 
 
 def permutation(n: int, seed: int, purpose: int, *position: int) -> np.ndarray:
-    """A permutation of `n`, int64, that depends on its arguments alone (at most three of `position`).
+    """Permutation of `n`, int64, a function of its arguments alone (at most three of `position`).
 
-    From raw Philox words, which numpy keeps stable between versions, as it does not keep Generator.permutation.
+    Made from raw Philox words, which numpy keeps stable between versions, unlike Generator.permutation.
     """
-    counter = np.zeros(4, np.uint64)  # the lowest word is the one that Philox itself counts up
+    counter = np.zeros(4, np.uint64)  # Philox itself increments the lowest word
     counter[1 : 1 + len(position)] = position
     philox = np.random.Philox(key=np.array([seed, purpose], np.uint64), counter=counter)
     return np.argsort(philox.random_raw(n), kind="stable")
@@ -29,7 +29,7 @@ def permutation(n: int, seed: int, purpose: int, *position: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of contiguous cells; `first` and `n` count cells, `shard` is the number of the shard. All int64."""
+    """Runs of contiguous cells: number of the shard, first cell in it and number of cells; all int64."""
 
     shard: np.ndarray
     first: np.ndarray
@@ -43,7 +43,7 @@ class Runs:
         return Runs(*(np.concatenate(pair) for pair in pairs))
 
     def cut(self, start: int, stop: int) -> Runs:
-        """Cells `start:stop` of all the runs laid end to end."""
+        """Cells `start:stop` of the concatenated runs."""
         ends = np.cumsum(self.n)
         low = np.clip(start - (ends - self.n), 0, self.n)
         high = np.clip(stop - (ends - self.n), 0, self.n)
@@ -52,10 +52,10 @@ class Runs:
 
 @dataclass(frozen=True)
 class EpochLayout:
-    """What defines the order of a split's cells, beside the epoch."""
+    """Everything but the epoch that defines the order of a split's cells."""
 
     shard_cells: tuple[int, ...]
-    """Cells of each shard."""
+    """Number of cells in each shard."""
     lanes: int
     block_cells: int
     window_blocks: int
@@ -71,7 +71,7 @@ class EpochLayout:
 
     @property
     def per_lane(self) -> int:
-        """Cells each lane gives to a global batch."""
+        """Cells per lane and global batch."""
         return self.global_batch // self.lanes
 
     @property
@@ -81,10 +81,10 @@ class EpochLayout:
 
 
 class Epoch:
-    """The order of one epoch.
+    """Order of one epoch.
 
-    Attributes: `lanes`, one `Runs` each; `lane_cells`, their lengths; `borders`, for each lane the cell at which each
-    of its windows starts, and its length at the end.
+    Attributes: `lanes`, one `Runs` each; `lane_cells`, the number of cells in each; `borders`, for each lane the first
+    cell of each of its windows, followed by the lane's number of cells.
     """
 
     def __init__(self, layout: EpochLayout, epoch: int):
@@ -104,42 +104,20 @@ class Epoch:
         self.borders = [_borders(runs, layout.window_blocks) for runs in self.lanes]
 
     def window_runs(self, lane: int, window: int) -> Runs:
-        """The runs whose cells window `window` of `lane` mixes."""
+        """Runs of cells in window `window` of `lane`."""
         size = self.layout.window_blocks
         return self.lanes[lane][window * size : (window + 1) * size]
 
     def window_order(self, lane: int, window: int) -> np.ndarray:
-        """The permutation of its cells, by their place in the window's runs laid end to end."""
+        """Permutation of the cells of the window's concatenated runs."""
         cells = int(self.borders[lane][window + 1] - self.borders[lane][window])
         if not self.layout.shuffle:
             return np.arange(cells)
         return permutation(cells, self.layout.seed, WINDOW, window, lane, self.epoch)
 
 
-def cut_batch(lengths: np.ndarray, token_budget: int) -> list[int]:
-    """Borders of micro-batches of cells with `lengths` tokens, filled greedily in order: `[0, ..., cells]`."""
-    total = np.cumsum(lengths)
-    borders = [0]
-    while borders[-1] < len(lengths):
-        used = int(total[borders[-1] - 1]) if borders[-1] else 0
-        borders.append(int(np.searchsorted(total, used + token_budget, side="right")))
-    return borders
-
-
-def cut_evenly(lengths: np.ndarray, most: int) -> list[int]:
-    """The same in at most `most` micro-batches, the largest of which is as small as can be."""
-    low, high = int(lengths.max(initial=1)), max(int(lengths.sum()), 1)
-    while low < high:  # the smallest budget that `most` of them do with
-        budget = (low + high) // 2
-        if len(cut_batch(lengths, budget)) - 1 <= most:
-            high = budget
-        else:
-            low = budget + 1
-    return cut_batch(lengths, low)
-
-
 def _blocks(layout: EpochLayout) -> tuple[Runs, Runs]:
-    """Full blocks and the shorter ones at the ends of shards, of the first `n_cells` cells."""
+    """Full blocks of the first `n_cells` cells, and the shorter blocks at the ends of shards."""
     left, size = layout.n_cells, layout.block_cells
     full, short = [], []
     for shard, cells in enumerate(layout.shard_cells):

@@ -1,142 +1,81 @@
-"""Cells as tokens: a gene and a value each, packed one cell behind the other without padding.
+"""Cells as tokens: a gene and a value each, packed one cell after another without padding.
 
-Rows come in rank order, so a cell that is cut keeps its prefix, the genes that stand out most. Values that describe
-the whole cell, its library and its quantiles, are taken before the cut. Everything is done for many cells at once.
+Genes come in rank order, so a cell that is cut keeps its most prominent genes. Each tokenizer is a file of
+`data/tokenizers/`; what they share is here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 
-from cellmill.config.tokens import SPECIAL, Tokens
-from cellmill.data.vocabulary import PER_CELL
-from cellmill.errors import DataError
-
-_MAX_TABLE = 1 << 24  # entries of a table over counts; cells with larger counts are binned one by one
+from cellmill.config.tokens import SPECIAL
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one rank; it may be empty: no cells, no tokens, `cu_seqlens` [0]."""
+    """One micro-batch of one rank. It may be empty: no cells, no tokens, `cu_seqlens` [0]."""
 
     genes: np.ndarray
     """`(tokens,)` int32, token ids."""
     values: np.ndarray
-    """`(tokens,)`: float32 log1p of counts per 10,000 (continuous), int32 bins from 1 (binned) or places (rank)."""
+    """`(tokens,)`, of the tokenizer's dtype."""
     cu_seqlens: np.ndarray
-    """`(cells + 1,)` int32, where each cell starts."""
+    """`(cells + 1,)` int32, offset of each cell's first token."""
     cells: np.ndarray
-    """`(cells,)` int64, a stable id of each: its place in the split's shards, or in the file."""
+    """`(cells,)` int64, stable id of each cell: its index in the split's shards, or in the file."""
 
 
-def value_dtype(tokens: Tokens) -> np.dtype:
-    """Of `Batch.values`."""
-    return np.dtype(np.float32 if tokens.tokenizer == "continuous" else np.int32)
+class Tokenizer(Protocol):
+    """Implementation of a `config.tokens.Tokens`, made from those options; pure and vectorised over cells."""
+
+    dtype: np.dtype
+    """Dtype of the values."""
+    needs_counts: bool
+    """If False, only the genes that fit into `max_tokens` are read, and no counts."""
+
+    def tokenize(
+        self, genes: np.ndarray, counts: np.ndarray | None, starts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids, values and `cu_seqlens`, as in `Batch`, of cells whose genes are in rank order.
+
+        Parameters
+        ----------
+        genes
+            `(nonzeros,)` rows of the vocabulary.
+        counts
+            `(nonzeros,)` of any integer type, above zero; may be None unless `needs_counts`.
+        starts
+            `(cells + 1,)`, offset of each cell's first gene; the first is 0.
+        """
 
 
-def empty_batch(tokens: Tokens) -> Batch:
-    """A batch of no cells."""
-    return Batch(np.empty(0, np.int32), np.empty(0, value_dtype(tokens)), np.zeros(1, np.int32), np.empty(0, np.int64))
+class Prefixes:
+    """The first `max_tokens` entries of each cell.
 
-
-def tokenize(
-    genes: np.ndarray, counts: np.ndarray | None, starts: np.ndarray, tokens: Tokens
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Token ids, values and `cu_seqlens` of cells whose rows are in rank order.
-
-    Parameters
-    ----------
-    genes
-        `(nonzeros,)` rows of the vocabulary.
-    counts
-        `(nonzeros,)` of any integer type, above zero; the rank tokenizer does not read them.
-    starts
-        `(cells + 1,)`, where each row starts; the first is 0.
-
-    Returns
-    -------
-    As in `Batch`; a cell has at most `tokens.max_tokens`.
+    Attributes: `lengths` `(cells,)`, and `cu_seqlens` `(cells + 1,)` int32.
     """
-    lengths = np.diff(starts)
-    kept = np.minimum(lengths, tokens.max_tokens)
-    cu = np.zeros(len(kept) + 1, np.int32)
-    np.cumsum(kept, out=cu[1:])
-    cut = cu[-1] < starts[-1]
-    if tokens.tokenizer == "rank":
-        values = _places(kept)
-    else:
-        if counts is None:
-            raise DataError(f"tokens.tokenizer {tokens.tokenizer} needs counts; only rank does without them")
-        values = _log_counts(counts, starts) if tokens.tokenizer == "continuous" else _bins(counts, starts, tokens.bins)
-        values = _prefixes(values, starts, kept) if cut else values
-    return np.add(_prefixes(genes, starts, kept) if cut else genes, len(SPECIAL), dtype=np.int32), values, cu
+
+    def __init__(self, starts: np.ndarray, max_tokens: int) -> None:
+        self._starts = starts
+        self.lengths = np.minimum(np.diff(starts), max_tokens)
+        self.cu_seqlens = np.zeros(len(starts), np.int32)
+        np.cumsum(self.lengths, out=self.cu_seqlens[1:])
+
+    def of(self, array: np.ndarray) -> np.ndarray:
+        """Entries of `array`, `(nonzeros,)`, that are kept."""
+        if self.cu_seqlens[-1] == self._starts[-1]:
+            return array
+        first = self._starts[:-1].tolist()
+        return np.concatenate([array[start : start + n] for start, n in zip(first, self.lengths.tolist())])
+
+    def token_ids(self, genes: np.ndarray) -> np.ndarray:
+        """Token ids, int32, of the kept `genes`, which are rows of the vocabulary."""
+        return np.add(self.of(genes), len(SPECIAL), dtype=np.int32)
 
 
-def bin_counts(counts: np.ndarray, bins: int) -> np.ndarray:
-    """The quantile bin, 1 to `bins`, of each nonzero count of one cell: how many of `bins` quantiles it reaches.
-
-    scGPT's binning (Cui et al. 2024, Methods, "Input embeddings") with its deterministic treatment of ties.
-    """
-    return np.digitize(counts, np.quantile(counts, np.linspace(0, 1, bins))).astype(np.int32)
-
-
-def _prefixes(array: np.ndarray, starts: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    first = starts[:-1].tolist()
-    pieces = [array[start : start + n] for start, n in zip(first, kept.tolist())]
-    return np.concatenate(pieces) if pieces else array[:0]
-
-
-def _places(lengths: np.ndarray) -> np.ndarray:
-    longest = np.arange(lengths.max(initial=0), dtype=np.int32)  # stays in cache: half the time of arange - repeat
-    pieces = [longest[:n] for n in lengths.tolist()]
-    return np.concatenate(pieces) if pieces else longest
-
-
-def _log_counts(counts: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    some = np.flatnonzero(np.diff(starts))
-    if not len(some):
-        return np.empty(0, np.float32)
-    first = starts[:-1][some]
-    # no temporary as long as the tokens: giving such memory back and forth cost more than the sums
-    library = np.add.reduceat(counts, first, dtype=np.int64)
-    values = counts.astype(np.float32)
-    ends = [*first[1:].tolist(), len(values)]
-    for start, stop, by in zip(first.tolist(), ends, np.float32(PER_CELL) / library.astype(np.float32)):
-        values[start:stop] *= by
-    return np.log1p(values, out=values)
-
-
-def _bins(counts: np.ndarray, starts: np.ndarray, bins: int) -> np.ndarray:
-    """`bin_counts` of every cell, by tables over the values that counts take: no sort, no search per token."""
-    lengths = np.diff(starts)
-    some = np.flatnonzero(lengths)
-    if not len(some):
-        return np.empty(0, np.int32)
-    largest = np.maximum.reduceat(counts, starts[:-1][some]).astype(np.int64)
-    if int((largest + 2).sum()) > _MAX_TABLE:
-        edges = starts.tolist()
-        return np.concatenate([bin_counts(counts[a:b], bins) for a, b in pairwise(edges) if b > a])
-    n = lengths[some]
-    # one table for each cell, all in a row: how often each count occurs, then how many are no larger
-    first = np.concatenate([[0], np.cumsum(largest + 2)])
-    at = np.repeat(first[:-1], n)
-    at += counts
-    up_to = np.cumsum(np.bincount(at, minlength=first[-1]))
-    ends = np.cumsum(n)
-    # numpy's linear quantiles, operation for operation: between the values at floor and ceil of q * (n - 1)
-    virtual = np.linspace(0, 1, bins) * (n - 1)[:, None]
-    low = np.floor(virtual).astype(np.int64)
-    high = np.minimum(low + 1, (n - 1)[:, None])
-    before = (ends - n)[:, None]
-    a = np.searchsorted(up_to, before + low, side="right") - first[:-1, None]
-    b = np.searchsorted(up_to, before + high, side="right") - first[:-1, None]
-    part = virtual - low
-    edges_of = np.where(part >= 0.5, b - (b - a) * (1 - part), a + (b - a) * part)
-    # a whole number reaches a quantile when it reaches the quantile rounded up
-    reached = np.bincount((first[:-1, None] + np.ceil(edges_of).astype(np.int64)).ravel(), minlength=first[-1])
-    table = np.cumsum(reached)
-    table -= np.repeat(np.arange(len(n)) * bins, largest + 2)
-    return table.astype(np.int32)[at]
+def empty_batch(dtype: np.dtype) -> Batch:
+    """Batch of no cells, with values of `dtype`."""
+    return Batch(np.empty(0, np.int32), np.empty(0, dtype), np.zeros(1, np.int32), np.empty(0, np.int64))

@@ -1,9 +1,9 @@
-"""The genes of a corpus as tokens: an artifact whose digest shards, checkpoints and exported models carry.
+"""Genes of a corpus as tokens: a file whose digest is recorded in shards, checkpoints and exported models.
 
-Token 0 is `<pad>`, 1 is `<mask>`, and the gene in row g of the vocabulary has token g + 2. Genes are in the order of
-their ids, so the same corpus gives the same tokens whatever the order of its files. Each gene has the median, over
-the cells where it is detected, of its counts per 10,000 of the cell: the scale of rank values (Geneformer,
-Theodoris et al. 2023). How it is made from cells is `data/corpus.py`.
+Token 0 is `<pad>`, 1 is `<mask>`, and the gene in row g of the vocabulary is token g + 2. Genes are sorted by id, so
+a corpus gives the same tokens in any order of its files. Each gene has the median of its counts per 10,000 over the
+cells in which it is detected: the scale of rank values (Geneformer, Theodoris et al. 2023). `data/corpus.py` makes
+the vocabulary from cells.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from cellmill.errors import DataError
 from cellmill.files import write_text
 
 COLUMNS = ("token_id", "gene_id", "symbol", "n_cells", "median")
-PER_CELL = 10_000.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,9 +31,9 @@ class Vocabulary:
     gene_ids: list[str]
     symbols: list[str]
     n_cells: np.ndarray
-    """Cells of the corpus in which each gene is detected; int64."""
+    """Number of cells of the corpus in which each gene is detected; int64."""
     medians: np.ndarray
-    """Median counts per 10,000 of the cell, where detected; float32."""
+    """Median counts per 10,000 over the cells in which a gene is detected; float32."""
 
     @property
     def n_genes(self) -> int:
@@ -46,28 +45,28 @@ class Vocabulary:
 
     @cached_property
     def digest(self) -> str:
-        """Hexadecimal SHA-256 of the text of the file."""
+        """Hexadecimal SHA-256 of the file's text."""
         return hashlib.sha256(self._text.encode()).hexdigest()
 
     def rows_of(self, gene_ids: Sequence[str]) -> np.ndarray:
-        """Row of each gene, int32; -1 for one that is not in the vocabulary."""
+        """Row of each gene, int32; -1 for genes not in the vocabulary."""
         return np.array([self._rows.get(gene, -1) for gene in gene_ids], dtype=np.int32)
 
     def write(self, path: Path) -> None:
-        """Writes the TSV, atomically."""
+        """Write the TSV, atomically."""
         write_text(path, self._text)
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The vocabulary in a TSV. Raises DataError naming the line that is not as `write` makes it."""
+        """Read a TSV of `write`. Raises DataError naming the malformed line."""
         try:
             lines = Path(path).read_text(encoding="utf-8").split("\n")
         except FileNotFoundError:
             raise DataError(f"{path}: no such file") from None
         except UnicodeDecodeError:
-            raise DataError(f"{path}: not a vocabulary: it is not text") from None
+            raise DataError(f"{path}: not a vocabulary: not UTF-8 text") from None
         if lines.pop() != "" or not lines or tuple(lines[0].split("\t")) != COLUMNS:
-            raise DataError(f"{path}: not a whole vocabulary: the columns should be {', '.join(COLUMNS)}")
+            raise DataError(f"{path}: not a complete vocabulary: expected columns {', '.join(COLUMNS)}")
         gene_ids, symbols, n_cells, medians = [], [], [], []
         for token, line in enumerate(lines[1:]):
             cells = line.split("\t")
@@ -82,11 +81,11 @@ class Vocabulary:
                     n_cells.append(int(count))
                     medians.append(np.float32(median))
             except ValueError:
-                wanted = SPECIAL[token] if special else "gene id, symbol, n_cells, median"
-                raise DataError(f"{path}, line {token + 2}: token {token} should be here: {wanted}") from None
+                fields = SPECIAL[token] if special else "gene id, symbol, n_cells, median"
+                raise DataError(f"{path}, line {token + 2}: expected token {token}: {fields}") from None
         vocabulary = cls(gene_ids, symbols, np.array(n_cells, np.int64), np.array(medians, np.float32))
         if len(lines) - 1 <= len(SPECIAL) or len(vocabulary._rows) != len(gene_ids):
-            raise DataError(f"{path}: not a vocabulary: it has no genes, or one twice")
+            raise DataError(f"{path}: not a vocabulary: no genes, or a duplicate")
         if not (np.isfinite(vocabulary.medians) & (vocabulary.medians > 0)).all():
             raise DataError(f"{path}: not a vocabulary: a median is not a positive number")
         return vocabulary

@@ -1,8 +1,8 @@
-"""Cells through an exported model: a file's counts, by the model's own genes, as one vector a cell.
+"""Embeddings of the cells of an .h5ad file by an exported model.
 
-Genes are found by Ensembl id, so neither the order of a file's columns nor genes the model does not know change an
-embedding. Cells become tokens by the functions that made the shards, in row blocks, packed without padding; how many
-are taken at once changes nothing but rounding. A cell without any known gene has no embedding: its row is NaN.
+Genes are matched by Ensembl id: neither the order of a file's columns nor genes that the model does not know change an
+embedding. Cells are tokenized as for the shards, in row blocks, and packed without padding; the token budget changes
+rounding alone. A cell without any known gene has no embedding: its row is NaN.
 """
 
 from __future__ import annotations
@@ -19,36 +19,27 @@ import torch
 from anndata.io import write_elem
 
 from cellmill.config.tokens import Tokens
-from cellmill.data.counts_reader import CountsReader, create_h5, row_sums, select_columns
+from cellmill.data.count_matrix import row_sums, select_columns
+from cellmill.data.counts_reader import CountsReader
+from cellmill.data.gene_columns import GeneColumns, match_columns
 from cellmill.data.gene_ranking import inverse_medians, rank_order_rows
-from cellmill.data.genes import ORGANISMS, map_genes
-from cellmill.data.tokens import Batch, tokenize
+from cellmill.data.h5_file import create_h5
+from cellmill.data.packing import split_batch
+from cellmill.data.tokens import Batch, Tokenizer
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.models.batch import to_tensors
+from cellmill.models.export import load_model, spec_of
 from cellmill.models.family import Model
 
 KEY = "X_cellmill"
-"""Of obsm."""
-PREFIX = {"human": "ENSG", "mouse": "ENSMUSG"}
+"""Key in obsm."""
 ROW_BLOCK = 1024  # cells read at once
 
 
 @dataclass(frozen=True)
-class GeneColumns:
-    """Where the columns of a file lie in a vocabulary."""
-
-    target: np.ndarray
-    """Row of the vocabulary for each column, -1 for none; int32."""
-    measured: np.ndarray
-    """Whether a column is a gene's expression, not an antibody or a guide; bool."""
-    found: int
-    """Genes of the vocabulary that the file has."""
-
-
-@dataclass(frozen=True)
 class Embedding:
-    """What `embed_cells` gives."""
+    """Result of `embed_cells`."""
 
     vectors: np.ndarray
     """`(cells, hidden)` float32; NaN where a cell has no gene that the model knows."""
@@ -57,29 +48,11 @@ class Embedding:
     n_without_genes: int
 
 
-def place_genes(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
-    """Columns of `reader` as rows of `vocabulary`: by their names as they are, or through a table of symbols.
-
-    The reading that finds most of the vocabulary's genes is taken. Raises DataError when none finds any.
-    """
-    measured = np.ones(reader.n_vars, dtype=bool)
-    if "feature_types" in reader.var:  # antibodies and guides of 10x files: names such as CD3 would pass for genes
-        measured = (reader.var["feature_types"].astype(str) == "Gene Expression").to_numpy()
-    organisms = [o for o in ORGANISMS if any(gene.startswith(PREFIX[o]) for gene in vocabulary.gene_ids)]
-    best = np.full(reader.n_vars, -1, np.int32)
-    for organism in (None, *organisms):
-        ids = map_genes(reader.var_names, reader.var, organism).gene_ids
-        target = np.where(measured, vocabulary.rows_of(ids), -1).astype(np.int32)
-        if _found(target) > _found(best):
-            best = target
-        if (best[measured] >= 0).all():
-            break  # no table can find more
-    if _found(best) == 0:
-        raise DataError(
-            f"{reader.path}: no genes in common with the model: its first is {reader.var_names[0]!r}, the model's "
-            f"{vocabulary.gene_ids[0]!r} ({vocabulary.symbols[0]}); name genes by Ensembl id or current symbol"
-        )
-    return GeneColumns(best, measured, _found(best))
+def load_for_inference(folder: Path) -> tuple[Model, Vocabulary, Tokens, dict[str, Any]]:
+    """Exported model in eval mode, on a GPU if there is one; its vocabulary, tokens and config.json."""
+    network, vocabulary, config = load_model(folder)
+    network.to("cuda" if torch.cuda.is_available() else "cpu")
+    return network, vocabulary, spec_of(config, vocabulary.n_genes).tokens, config
 
 
 def read_tokens(
@@ -90,12 +63,13 @@ def read_tokens(
     chosen: np.ndarray,
     totals: np.ndarray,
 ) -> Iterator[Batch]:
-    """Tokens of the cells where `chosen` (bool, one for each cell), a row block at a time.
+    """Tokens of the cells where `chosen` (bool, `(n_obs,)`) is True, one row block at a time.
 
-    `Batch.cells` are places in the file. Cells without a known gene are left out. Adds the counts on known genes and
-    all counts of the chosen cells to `totals` (two int64).
+    `Batch.cells` are row indices of the file. Cells without a known gene are left out. Adds the counts on known genes
+    and all counts of the chosen cells to `totals` (two int64).
     """
     inverse, first = inverse_medians(vocabulary.medians), 0
+    tokenizer: Tokenizer = tokens.load()(tokens)
     for raw in reader.rows(ROW_BLOCK):
         rows = np.flatnonzero(chosen[first : first + raw.shape[0]])
         cells, first = rows + first, first + raw.shape[0]
@@ -104,23 +78,11 @@ def read_tokens(
         raw = raw[rows] if len(rows) < raw.shape[0] else raw
         block = select_columns(raw, places.target, vocabulary.n_genes)
         totals += int(row_sums(block).sum()), int(row_sums(raw, raw.data * places.measured[raw.indices]).sum())
-        some = np.flatnonzero(np.diff(block.indptr))
-        block = block[some]
+        nonempty = np.flatnonzero(np.diff(block.indptr))
+        block = block[nonempty]
         starts = block.indptr.astype(np.int64)
         genes, counts = rank_order_rows(starts, block.indices, block.data, inverse)
-        yield Batch(*tokenize(genes, counts, starts, tokens), cells[some].astype(np.int64))
-
-
-def pack(batch: Batch, token_budget: int) -> Iterator[Batch]:
-    """Cells of `batch` in order, in parts of at most `token_budget` tokens; a longer cell is a part of its own."""
-    cu, first = batch.cu_seqlens, 0
-    while first < len(batch.cells):
-        last = int(np.searchsorted(cu, cu[first] + token_budget, side="right")) - 1
-        last = max(last, first + 1)
-        span = slice(cu[first], cu[last])
-        part = cu[first : last + 1] - cu[first]
-        yield Batch(batch.genes[span], batch.values[span], part.astype(np.int32), batch.cells[first:last])
-        first = last
+        yield Batch(*tokenizer.tokenize(genes, counts, starts), cells[nonempty].astype(np.int64))
 
 
 def embed_cells(
@@ -131,27 +93,26 @@ def embed_cells(
     token_budget: int,
     chosen: np.ndarray | None = None,
 ) -> Embedding:
-    """Embeddings of the cells where `chosen` (bool, one for each cell; None takes all), in the file's order."""
+    """Embeddings of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, in file order."""
     chosen = np.ones(reader.n_obs, dtype=bool) if chosen is None else chosen
-    places, device = place_genes(reader, vocabulary), next(model.parameters()).device
-    totals, found, vectors = np.zeros(2, np.int64), [], []
+    places, device = match_columns(reader, vocabulary), next(model.parameters()).device
+    totals, cells, vectors = np.zeros(2, np.int64), [], []
     model.eval()
     with torch.inference_mode():
         for block in read_tokens(reader, places, vocabulary, tokens, chosen, totals):
-            for batch in pack(block, token_budget):
+            for batch in split_batch(block, token_budget):
                 vectors.append(model.embed(to_tensors(batch, device)).float().cpu().numpy())
-                found.append(batch.cells)
+                cells.append(batch.cells)
     if not vectors:
         raise DataError(f"{reader.path}: no cell has a count on a gene that the model knows")
-    width = vectors[0].shape[1]
-    whole = np.full((reader.n_obs, width), np.nan, np.float32)
-    whole[np.concatenate(found)] = np.concatenate(vectors)
-    kept = whole[chosen]
-    return Embedding(kept, float(totals[0] / totals[1]), int(np.isnan(kept[:, 0]).sum()))
+    embedded = np.full((reader.n_obs, vectors[0].shape[1]), np.nan, np.float32)
+    embedded[np.concatenate(cells)] = np.concatenate(vectors)
+    embedded = embedded[chosen]
+    return Embedding(embedded, float(totals[0] / totals[1]), int(np.isnan(embedded[:, 0]).sum()))
 
 
 def check_coverage(path: Path, embedding: Embedding, min_coverage_frac: float) -> None:
-    """Raises DataError when too few of a dataset's counts fall on genes that the model knows."""
+    """Raise DataError when too few of a dataset's counts fall on genes that the model knows."""
     if embedding.coverage_frac < min_coverage_frac:
         raise DataError(
             f"{path}: {embedding.coverage_frac:.1%} of its counts fall on genes that the model knows, "
@@ -160,38 +121,34 @@ def check_coverage(path: Path, embedding: Embedding, min_coverage_frac: float) -
 
 
 def write_embedding(path: Path, obs: pd.DataFrame, vectors: np.ndarray, about: dict[str, Any]) -> None:
-    """An .h5ad without X: `obs` as it is, obsm["X_cellmill"] and uns["cellmill"]. Atomic; OSError names `path`."""
+    """Write `obs`, obsm["X_cellmill"] and uns["cellmill"] to an .h5ad without X. Atomic; OSError names `path`."""
     adata = ad.AnnData(obs=obs, obsm={KEY: vectors}, uns={"cellmill": about})
     with create_h5(path) as file:  # anndata's own writer crashes the interpreter when the disk is full
         write_elem(file, "/", adata)
 
 
 def read_embedding(path: Path, names: pd.Index, model_digest: str) -> np.ndarray:
-    """The vectors in a file of `write_embedding`, `(cells, hidden)` float32.
+    """Vectors of a file written by `write_embedding`, `(cells, hidden)` float32.
 
-    Raises DataError when the file is of another model, or not of the cells called `names` in this order.
+    Raises DataError when the file is of another model, or its obs names are not `names` in this order.
     """
     if not path.is_file():
-        raise DataError(f"{path}: no such file; embed the dataset first")
+        raise DataError(f"{path}: no such file; run embed first")
     try:
         adata = ad.read_h5ad(path)
         vectors, about = np.asarray(adata.obsm[KEY], np.float32), adata.uns["cellmill"]
-        found = str(about["model_digest"])
+        digest = str(about["model_digest"])
     except (KeyError, TypeError):
-        raise DataError(f"{path}: not an embedding of cellmill: it lacks obsm[{KEY!r}] or uns['cellmill']") from None
+        raise DataError(f"{path}: not an embedding by cellmill: obsm[{KEY!r}] or uns['cellmill'] is missing") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from None
-    if found != model_digest:
-        raise DataError(f"{path}: made by model {found[:12]}, this one is {model_digest[:12]}; embed the dataset again")
+    if digest != model_digest:
+        raise DataError(f"{path}: made by model {digest[:12]}, expected {model_digest[:12]}; run embed again")
     own = adata.obs_names.astype(str)
     if len(own) != len(names) or not (own == names).all():
         at = next((i for i, (a, b) in enumerate(zip(own, names)) if a != b), min(len(own), len(names)))
         raise DataError(
-            f"{path}: not of the same cells: {len(own):,} against {len(names):,}, first differing at cell {at + 1:,}; "
-            "embed the dataset again"
+            f"{path}: other cells than expected: {len(own):,} instead of {len(names):,}, the first difference at cell "
+            f"{at + 1:,}; run embed again"
         )
     return vectors
-
-
-def _found(target: np.ndarray) -> int:
-    return len(np.unique(target[target >= 0]))

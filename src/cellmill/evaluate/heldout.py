@@ -1,7 +1,6 @@
-"""Which cells a model has never seen: those that are in no training or validation shard of its corpus, nor of those
-that the run its first weights came from was trained on.
+"""Held-out cells: those in no training or validation shard, neither of the model's corpus nor of its ancestors'.
 
-A cell is known by its dataset and its name: the same cells under another dataset's name are not recognised.
+Cells are identified by dataset and obs name: a copy of a training cell in a dataset of another name counts as unseen.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from cellmill.errors import DataError
 
 
 def seen_cells(manifests: Iterable[Manifest], datasets: Iterable[str]) -> dict[str, set[str]]:
-    """obs names, by dataset, of the cells that were trained or validated on; empty for one outside the corpora."""
+    """obs names of training and validation cells, by dataset; an empty set for datasets outside the corpora."""
     seen: dict[str, set[str]] = {name: set() for name in datasets}
     for manifest in manifests:
         for shard in (shard for split in ("train", "val") for shard in manifest.splits[split].shards):
@@ -27,9 +26,7 @@ def seen_cells(manifests: Iterable[Manifest], datasets: Iterable[str]) -> dict[s
                 with h5py.File(path, "r") as file:
                     names = read_elem(file["obs"][file["obs"].attrs["_index"]])
             except (OSError, KeyError) as error:
-                raise DataError(
-                    f"{path}: the names of its cells cannot be read ({error}); make the shards again"
-                ) from None
+                raise DataError(f"{path}: cannot read its obs names ({error}); run shard again") from None
             for name in names:
                 dataset, _, cell = str(name).partition(":")
                 if dataset in seen:
@@ -38,5 +35,5 @@ def seen_cells(manifests: Iterable[Manifest], datasets: Iterable[str]) -> dict[s
 
 
 def held_out(obs_names: pd.Index, seen: set[str]) -> np.ndarray:
-    """Whether each cell is held out; bool."""
+    """Mask of the held-out cells; bool."""
     return ~obs_names.isin(list(seen)) if seen else np.ones(len(obs_names), dtype=bool)

@@ -1,32 +1,47 @@
-"""UMAP of embeddings, for the eye: seeded, in one thread, so the same cells give the same picture."""
+"""Seeded single-threaded UMAP of embeddings: the same cells give the same picture."""
 
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import umap
 
-UMAP_COLUMNS = ("dataset", "obs_name", "label", "x", "y", "heldout")
-"""Of umap.tsv."""
 MAX_CELLS = 20_000
-"""Cells drawn at most: more cannot be told apart on a page."""
+"""Cells drawn at most; more overlap on a page."""
 
 
 def project(vectors: np.ndarray, seed: int) -> np.ndarray:
-    """Coordinates `(cells, 2)` float32 of `vectors` `(cells, hidden)`; the first two columns of fewer than 4 cells."""
-    if len(vectors) < 4:  # too few for a graph of neighbours
+    """Coordinates `(cells, 2)` float32 of `vectors` `(cells, hidden)`; below 4 cells, the first two columns."""
+    if len(vectors) < 4:  # too few for a neighbour graph
         return np.pad(vectors, ((0, 0), (0, 2)))[:, :2].astype(np.float32)
-    near = min(15, len(vectors) - 1)
-    # the spectral start needs more cells than dimensions and neighbours; tiny sets begin at random
-    start = "spectral" if len(vectors) > 16 else "random"
+    neighbors = min(15, len(vectors) - 1)
+    # spectral initialisation needs more cells than dimensions and neighbours
+    init = "spectral" if len(vectors) > 16 else "random"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # on small or disconnected graphs it warns and goes on
-        return umap.UMAP(n_neighbors=near, init=start, random_state=seed, n_jobs=1).fit_transform(vectors)
+        warnings.simplefilter("ignore")  # it warns about small or disconnected graphs and continues
+        return umap.UMAP(n_neighbors=neighbors, init=init, random_state=seed, n_jobs=1).fit_transform(vectors)
 
 
-def drawn(n_cells: int, seed: int) -> np.ndarray:
-    """Places of the cells to draw, ascending: all, or MAX_CELLS by a seeded draw."""
+def sample_cells(n_cells: int, seed: int) -> np.ndarray:
+    """Indices of the cells to draw, ascending: all, or a seeded sample of MAX_CELLS."""
     if n_cells <= MAX_CELLS:
         return np.arange(n_cells)
     return np.sort(np.random.Generator(np.random.Philox(key=[seed, 1])).permutation(n_cells)[:MAX_CELLS])
+
+
+def umap_rows(
+    dataset: str, obs_names: pd.Index, vectors: np.ndarray, label: pd.Series | None, unseen: np.ndarray, seed: int
+) -> list[tuple[Any, ...]]:
+    """Rows of umap.tsv for the cells of one dataset that have an embedding."""
+    embedded = np.flatnonzero(np.isfinite(vectors).all(axis=1))
+    cells = embedded[sample_cells(len(embedded), seed)]
+    coordinates = project(vectors[cells], seed)
+    text = [""] * len(obs_names) if label is None else label.astype(object).where(label.notna(), "").astype(str)
+    labels = np.asarray(text, dtype=object)
+    return [
+        (dataset, obs_names[cell], labels[cell], f"{x:.5g}", f"{y:.5g}", int(unseen[cell]))
+        for cell, (x, y) in zip(cells, coordinates)
+    ]

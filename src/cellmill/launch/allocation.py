@@ -1,7 +1,6 @@
-"""Trains inside a job that is already there (salloc, or a batch script): one torchrun agent per node, started by srun.
+"""Training inside the SLURM job this process runs in (salloc, or a batch script): srun starts the task of each node.
 
-For sites where no process may stay on a login node: the whole workflow is then one batch job. What runs on each node
-is the same `NodeTask` a submitted job has.
+For sites that allow no process on a login node: the whole workflow is then one batch job.
 """
 
 from __future__ import annotations
@@ -10,64 +9,45 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 from cellmill.launch.job import Job
-from cellmill.launch.node import write_task
+from cellmill.launch.node import NodeTask
 from cellmill.launch.processes import die_with_parent
-from cellmill.launch.submit import node_task
+from cellmill.launch.signals import handled_by
 from cellmill.runs.jobs import JobRecord, Jobs
-
-STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def run_allocation(job: Callable[[Path], Job], machine: Machine, train: Path, keep_open: int) -> tuple[int, Path]:
-    """Runs the job `job` gives for a folder to its end. Returns srun's exit code and the file an error is left in.
+    """Run the job that `job` returns for its folder. Returns srun's exit code and the file for an error.
 
-    A signal is handed to the workers, who save; so is the end of this process, however it ends. Raises UserError
+    Signals are forwarded to the workers, who save; so is the end of this process, however it ends. Raises UserError
     outside an allocation.
 
     Parameters
     ----------
     keep_open
-        File descriptor srun inherits: a lock it holds stays held until the training has ended.
+        File descriptor that srun inherits: a lock it holds stays held until the training has ended.
     """
     job_id = os.environ.get("SLURM_JOB_ID")
     if job_id is None:
-        raise UserError("launcher allocation: this is not inside a SLURM job; start it with salloc or sbatch")
+        raise UserError("launcher allocation: not inside a SLURM job; start it with salloc or sbatch")
     jobs = Jobs(train)
     folder, name = jobs.new()
-    task = node_task(job(folder), machine, folder)
-    write_task(task, folder / "task.json")
-    record = JobRecord(
-        path=folder,
-        job_id=job_id,
-        name=name,
-        submitted_at=time.time(),
-        nodes=machine.nodes,
-        nproc_per_node=machine.nproc_per_node,
-        gpus_per_node=machine.gpus,
-        cpus_per_node=machine.cpus,
-        slurm_partition=os.environ.get("SLURM_JOB_PARTITION", ""),
-        runtime=machine.runtime,
-    ).now("RUNNING")
-    # a session of its own: Ctrl-C reaches this process alone
+    task = NodeTask.of(job(folder), machine, folder).write()
+    here = machine.model_copy(update={"slurm_partition": os.environ.get("SLURM_JOB_PARTITION", "")})
+    record = JobRecord.of(here, folder, job_id, name).now("RUNNING")
     step = subprocess.Popen(
-        _srun(machine, folder / "task.json"),
-        start_new_session=True,
+        _srun(machine, task),
+        start_new_session=True,  # Ctrl-C must reach this process alone
         pass_fds=(keep_open,),
         preexec_fn=lambda: die_with_parent(signal.SIGTERM),
     )
-    before = {number: signal.signal(number, lambda *_: step.send_signal(signal.SIGUSR2)) for number in STOPPED_BY}
-    try:
+    with handled_by(lambda number, frame: step.send_signal(signal.SIGUSR2)):
         code = step.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     record.now("COMPLETED" if code == 0 else "FAILED", ended=True)
     return code, folder / "error.txt"
 
@@ -80,12 +60,12 @@ def _srun(machine: Machine, task: Path) -> list[str]:
         "--ntasks-per-node=1",
         f"--cpus-per-task={machine.cpus}",
         "--kill-on-bad-exit=1",
-        "--overlap",  # the step cellmill itself may run in holds the nodes
+        "--overlap",  # cellmill itself may run in a step that holds the nodes
         "--unbuffered",
         *([f"--gpus-per-node={machine.gpus_per_node}"] if machine.gpus_per_node else []),
         *([f"--gres={machine.gres}"] if machine.gres else []),
         sys.executable,
         "-m",
         "cellmill.launch.node",
-        str(task.resolve()),
+        str(task),
     ]

@@ -1,4 +1,4 @@
-"""Ends a job and waits until it has ended: an answer of scancel's says only that it was asked."""
+"""Cancelling a job and waiting until it has ended: scancel only delivers the request."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def cancel_job(
     impatient: Callable[[], bool] = lambda: False,
     within_s: float = CANCEL_S,
 ) -> JobState:
-    """Cancels a job and returns how it ended. Raises UserError when it has not ended in time.
+    """Cancel a job; return its final state. Raises UserError if it has not ended in time.
 
     Parameters
     ----------
     wait
-        Waits so many seconds, or fewer.
+        Waits for a number of seconds, or less.
     impatient
-        Whether to wait no longer.
+        Returns True to stop waiting.
     """
     queue = Queue(TICK_S)
-    complaint, give_up = queue.cancel(job_id), time.monotonic() + within_s
+    complaint, deadline = queue.cancel(job_id), time.monotonic() + within_s
     while (state := queue.state(job_id)).alive or state.name == UNKNOWN:
-        if time.monotonic() > give_up or impatient():
+        if time.monotonic() > deadline or impatient():
             raise UserError(
-                f"job {job_id} was asked to end and has not yet ({complaint or state.name}); `scancel {job_id}` "
+                f"job {job_id} was cancelled but has not ended ({complaint or state.name}); `scancel {job_id}` "
                 "asks again"
             )
         if complaint:

@@ -1,31 +1,34 @@
-"""One torchrun agent as a command: what every launcher starts, on this machine or as the task of a cluster job."""
+"""The torchrun agent of one node, as a command line: what every launcher starts."""
 
 from __future__ import annotations
 
+import signal
 import sys
 from dataclasses import dataclass
 
-# without the last two an agent dies of the signal clusters announce a time limit with, and orphans its workers
-SIGNALS_TO_HANDLE = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
+from cellmill.launch.signals import STOP_SIGNALS
+
+# torchrun handles fewer by default: it would die of the signal that announces a time limit, and orphan its workers
+AGENT_SIGNALS = ",".join(number.name for number in (*STOP_SIGNALS, signal.SIGQUIT))
 
 
 @dataclass(frozen=True)
 class Job:
-    """`nproc_per_node` processes of a Python module on each of `nodes` machines."""
+    """`nproc_per_node` processes of a Python module on each of `nodes` nodes."""
 
     module: str
     arguments: list[str]
     nodes: int
     nproc_per_node: int
     max_restarts: int = 0
-    """How often all are started again after one was lost; see `restart`."""
+    """How often all processes are restarted after one was lost; see launch/restart.py."""
     error_file: str = ""
-    """Where a process that knows why it failed says so."""
+    """File for the line of a process that knows why it failed."""
     state_file: str = ""
-    """JSON whose `step` is where the newest start went on."""
+    """JSON file whose `step` is the step that the latest start resumed from."""
 
-    def command(self, node_rank: int, address: str, port: int, signals_to_handle: str = SIGNALS_TO_HANDLE) -> list[str]:
-        """The agent of one node; node 0 is at `address`."""
+    def command(self, node_rank: int, address: str, port: int, signals: str = AGENT_SIGNALS) -> list[str]:
+        """The agent of one node; node 0 listens at `address`."""
         return [
             sys.executable,
             "-m",
@@ -35,8 +38,8 @@ class Job:
             f"--node-rank={node_rank}",
             f"--master-addr={address}",
             f"--master-port={port}",
-            "--max-restarts=0",  # see `restart`
-            f"--signals-to-handle={signals_to_handle}",
+            "--max-restarts=0",  # see launch/restart.py
+            f"--signals-to-handle={signals}",
             "--module",
             self.module,
             *self.arguments,

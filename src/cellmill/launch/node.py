@@ -1,15 +1,17 @@
-"""What runs on each node of a cluster job: one torchrun agent, its signals, and what became of it.
+"""The task of each node of a cluster job: one torchrun agent, its signals and its restarts.
 
-Under cgroup tracking SLURM signals this process alone, so it hands signals on to the workers: they save and end by
-themselves, and the agent, which ignores signals, with them. When this process dies, so does all it started.
-It holds strings and numbers only, so that its pickle (submitit's) says nothing an argument list would not; under
-`allocation` the same comes from a JSON file.
+Every launcher of cluster jobs writes the task to task.json and runs it with `run_task`: submitit inside a submitted
+job, srun inside an allocation. Under cgroup tracking SLURM signals this process alone, so it forwards signals to the
+workers: they save and exit, and the agent, which ignores signals, exits with them. When this process dies, so does
+everything it started.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,29 +20,33 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from submitit.slurm.slurm import SlurmJobEnvironment
-
+from cellmill.config.machine import Machine
 from cellmill.files import read_json, write_json, write_text
 from cellmill.launch.job import Job
+from cellmill.launch.nodelist import expand
 from cellmill.launch.processes import children, die_with_parent, signal_all
 from cellmill.launch.restart import Restarts
+from cellmill.launch.signals import STOP_SIGNALS
 
-HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SEEN_EVERY_S = 15
 
 
 class NodeFailed(Exception):
-    """The agent of this node ended with an error; ends the SLURM task, and with it the job."""
+    """The agent of this node failed; ends the SLURM task, and with it the job."""
 
 
-class TaskStep(SlurmJobEnvironment):
-    """The job step this process is a task of: it may have fewer nodes than the job."""
+@dataclass(frozen=True)
+class StepNode:
+    """This node's place in the job step; a step may have fewer nodes than its job."""
 
-    _env = {  # noqa: RUF012 - submitit's own place for this
-        **SlurmJobEnvironment._env,
-        "nodes": "SLURM_STEP_NODELIST",
-        "num_nodes": "SLURM_STEP_NUM_NODES",
-    }
+    rank: int
+    hosts: list[str]
+    job_id: str
+
+    @classmethod
+    def of_this_process(cls) -> StepNode:
+        slurm = os.environ
+        return cls(int(slurm["SLURM_NODEID"]), expand(slurm["SLURM_STEP_NODELIST"]), slurm.get("SLURM_JOB_ID", ""))
 
 
 @dataclass(frozen=True)
@@ -54,93 +60,113 @@ class NodeTask:
     port: int
     interface: str
     folder: str
-    """For attempts and the error, shared by all nodes."""
+    """For attempt files and the error, shared by all nodes."""
     max_restarts: int = 0
     state_file: str = ""
 
-    def __call__(self) -> str:
-        step = TaskStep()
+    @classmethod
+    def of(cls, job: Job, machine: Machine, folder: Path) -> NodeTask:
+        """The task of `job`, with its files in `folder`."""
+        return cls(
+            module=job.module,
+            arguments=job.arguments,
+            nproc_per_node=job.nproc_per_node,
+            gpus_per_node=machine.gpus,
+            # below Linux's ephemeral ports, so that no outgoing connection occupies it
+            port=20_000 + secrets.randbelow(12_000),
+            interface=machine.interface,
+            folder=str(folder.resolve()),
+            max_restarts=job.max_restarts,
+            state_file=job.state_file,
+        )
+
+    def write(self) -> Path:
+        """Write the task as JSON; return the file for `run_task`."""
+        path = Path(self.folder) / "task.json"
+        write_json(path, asdict(self))
+        return path
+
+    def run(self, node: StepNode) -> None:
+        """Run this node's agent, and restart it as allowed. Raises NodeFailed if it failed."""
         attempt = None
-        if step.node == 0:
-            (Path(self.folder) / "error.txt").unlink(missing_ok=True)  # of the attempt before
-            attempt = Attempt.start(self, step)
-        out_of_memory = oom_kills()
-        stop = HandOn()
-        restarts = Restarts(self.job(step))
-        code = self.run_agent(step, 0, stop, attempt)
-        while code and not stop.received and oom_kills() == out_of_memory and restarts.again(code):
-            code = self.run_agent(step, restarts.done, stop, attempt)
+        if node.rank == 0:
+            (Path(self.folder) / "error.txt").unlink(missing_ok=True)  # of an earlier attempt
+            attempt = Attempt.start(self, node)
+        kills_before = oom_kills()
+        stop = Forwarder()
+        restarts = Restarts(self.job(node))
+        code = self.run_agent(node, 0, stop, attempt)
+        while code and not stop.received and oom_kills() == kills_before and restarts.again(code):
+            code = self.run_agent(node, restarts.done, stop, attempt)
         if attempt is not None:
             attempt.end(code)
-        if code and oom_kills() > out_of_memory:
+        if code and oom_kills() > kills_before:
             self.leave_error(
-                f"{step.hostname}: a process was killed because the node's memory for this job was used up; raise "
+                f"{socket.gethostname()}: a process was killed because the job used up its memory on this node; raise "
                 "set-resources: train: mem_mb in the profile, or lower train.token_budget"
             )
         if code:
             raise NodeFailed(f"torchrun ended with exit code {code}")
-        return "ended"
 
-    def run_agent(self, step: TaskStep, restart: int, stop: HandOn, attempt: Attempt | None) -> int:
-        """Starts the agent of this node, hands signals on to its workers, and gives its exit code.
+    def run_agent(self, node: StepNode, restart: int, stop: Forwarder, attempt: Attempt | None) -> int:
+        """Run this node's agent, forwarding signals to its workers; return its exit code.
 
-        It ends with that of any other node.
+        An agent that fails on another node ends this one too.
         """
-        agent = subprocess.Popen(self.command(step, restart), env=self.environment(), preexec_fn=_deaf)
+        agent = subprocess.Popen(self.command(node, restart), env=self.environment(), preexec_fn=_ignore_signals)
         worked = False
         lost = Path(self.folder) / f"lost-{os.environ.get('SLURM_RESTART_COUNT') or 0}-{restart}"
         while True:
             try:
                 code = agent.wait(timeout=1)
                 if code and not stop.received:
-                    with suppress(OSError):  # a full disk; the others find out by their collectives
+                    with suppress(OSError):  # a full disk; the other nodes notice in their collectives
                         lost.touch()
                 return code
             except subprocess.TimeoutExpired:
                 if lost.exists() and not stop.received:
-                    # NCCL may not notice that processes of another node are gone, and wait for them
+                    # NCCL may not notice that processes of another node have died, and wait for them
                     signal_all([*children(agent.pid), agent.pid], signal.SIGKILL)
                     continue
                 worked = worked or bool(children(agent.pid))
                 if restart and stop.received and not worked:
                     agent.kill()  # it waits for a node that will not come back, and has nothing to save
-                stop.hand_on(agent.pid)
+                stop.forward(agent.pid)
                 if attempt is not None:
                     attempt.seen()
 
-    def job(self, step: TaskStep) -> Job:
-        """What runs on all nodes."""
+    def job(self, node: StepNode) -> Job:
+        """The job over all nodes."""
         error = str(Path(self.folder) / "error.txt")
-        return Job(
-            self.module, self.arguments, step.num_nodes, self.nproc_per_node, self.max_restarts, error, self.state_file
-        )
+        nodes = len(node.hosts)
+        return Job(self.module, self.arguments, nodes, self.nproc_per_node, self.max_restarts, error, self.state_file)
 
-    def command(self, step: TaskStep, restart: int = 0) -> list[str]:
-        """The agent of the node this is; the first node's store listens, at another port after each restart."""
-        return self.job(step).command(step.node, step.hostnames[0], self.port + restart, signals_to_handle="SIGQUIT")
+    def command(self, node: StepNode, restart: int = 0) -> list[str]:
+        """The agent of `node`. The store listens on the first node, at another port after each restart."""
+        return self.job(node).command(node.rank, node.hosts[0], self.port + restart, signals="SIGQUIT")
 
     def environment(self) -> dict[str, str]:
-        """What the agent and its workers see."""
+        """Environment of the agent and its workers."""
         threads = max(1, len(os.sched_getaffinity(0)) // self.nproc_per_node)
-        found = {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONUNBUFFERED": "1"}
+        variables = {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONUNBUFFERED": "1"}
         if self.interface:
-            found |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
-        return found
+            variables |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
+        return variables
 
     def leave_error(self, text: str) -> None:
-        """The line the launcher ends with, unless a process has left one."""
+        """Write the line the launcher ends with, unless a process has left one."""
         file = Path(self.folder) / "error.txt"
         if not file.exists():
             write_text(file, text)
 
 
-class HandOn:
-    """Notes signals, and hands them on to workers once a second until they have ended: one that came while a worker
-    was still starting would be lost otherwise."""
+class Forwarder:
+    """Forwards a stop signal to the workers, once a second until they have ended: a worker that is still starting
+    would miss it."""
 
     def __init__(self) -> None:
         self.received: str | None = None
-        for number in HANDED_ON:
+        for number in STOP_SIGNALS:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: object) -> None:
@@ -148,27 +174,27 @@ class HandOn:
             self.received = signal.Signals(number).name
             os.write(1, f"{self.received}: saving\n".encode())
 
-    def hand_on(self, agent: int) -> None:
+    def forward(self, agent: int) -> None:
         if self.received is not None:
             signal_all(children(agent), signal.SIGTERM)
 
 
 class Attempt:
-    """attempt-NNN.json: when and where the job ran, for its cost where no accounting keeps it."""
+    """attempt-NNN.json: when and where the job ran, for its cost if there is no accounting."""
 
     def __init__(self, path: Path, value: dict[str, Any]) -> None:
         self.path, self.value = path, value
         self._write()
 
     @classmethod
-    def start(cls, task: NodeTask, step: TaskStep) -> Attempt:
-        now, nodes = time.time(), step.num_nodes
+    def start(cls, task: NodeTask, node: StepNode) -> Attempt:
+        now, nodes = time.time(), len(node.hosts)
         value = {
-            "job_id": step.raw_job_id,
+            "job_id": node.job_id,
             "started_at": now,
             "seen_at": now,
             "ended_at": None,
-            "hosts": list(step.hostnames),
+            "hosts": node.hosts,
             "processes": nodes * task.nproc_per_node,
             "gpus": nodes * task.gpus_per_node,
             "exit_code": None,
@@ -189,12 +215,12 @@ class Attempt:
     def _write(self) -> None:
         try:
             write_json(self.path, self.value)
-        except OSError as error:  # a full disk: the training itself says so, and may yet end well
+        except OSError as error:  # a full disk: the training reports it, or ends well all the same
             print(f"{self.path}: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def oom_kills() -> int:
-    """How many processes of this job step the kernel has killed for memory (cgroup v1 or v2); 0 where unknown."""
+    """Number of processes of this job step that the kernel killed for memory (cgroup v1 or v2); 0 if unknown."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "memory":  # v1: the step is the parent of the task
@@ -213,21 +239,20 @@ def _count(file: Path) -> int:
     return int(fields.get("oom_kill", 0))
 
 
-def _deaf() -> None:
-    # signals are for the workers, who set handlers of their own; an agent that heeds one kills them while they save
-    for number in HANDED_ON:
+def _ignore_signals() -> None:
+    # workers handle signals themselves; an agent that did would kill them while they save
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(signal.SIGKILL)
 
 
-def write_task(task: NodeTask, path: Path) -> None:
-    """`task` as the JSON file that `python -m cellmill.launch.node` takes."""
-    write_json(path, asdict(task))
+def run_task(path: str) -> None:
+    """Run the task in a task.json on this node. Raises NodeFailed if it failed."""
+    NodeTask(**read_json(Path(path))).run(StepNode.of_this_process())
 
 
 if __name__ == "__main__":
-    given = NodeTask(**read_json(Path(sys.argv[1])))
     try:
-        given()
+        run_task(sys.argv[1])
     except NodeFailed as error:
         sys.exit(f"{error}")

@@ -1,4 +1,4 @@
-"""What Linux offers against orphans: a child that dies with its parent, and the children of a process."""
+"""Linux's means against orphans: children that die with their parent, and the children of a process."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Asks the kernel to send this process `number` when its parent ends, however that ends (prctl(2))."""
+    """Ask the kernel to send this process signal `number` when its parent ends, however it ends (prctl(2))."""
     _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def children(pid: int) -> list[int]:
-    """Process ids of the children of `pid`, of all its threads; empty when it has ended."""
-    found: list[int] = []
+    """Process ids of the children of `pid`, of all its threads; empty if it has ended."""
+    pids: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
-            found += [int(child) for child in task.read_text().split()]
+            pids += [int(child) for child in task.read_text().split()]
         except OSError:  # the thread ended between listing and reading
             continue
-    return found
+    return pids
 
 
 def signal_all(pids: list[int], number: int) -> None:
-    """Sends a signal to those of `pids` that still live."""
+    """Send a signal to those of `pids` that are still alive."""
     for pid in pids:
         try:
             os.kill(pid, number)

@@ -1,7 +1,7 @@
-"""What SLURM says of jobs: squeue first, then sacct where a site has it.
+"""States of jobs, by squeue and, for jobs it has forgotten, by sacct.
 
-One `squeue` answer serves all launchers of a user on a host: it is kept in a file of theirs, and asked again when it
-is older than the poll interval. An answer that makes no sense, or none, is UNKNOWN and never taken for an end.
+One squeue answer serves all launchers of a user on a host: it is kept in a file and refreshed when it is older than
+the poll interval. No answer, or one that cannot be parsed, is UNKNOWN and never taken for the end of a job.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _LINE = re.compile(r"(\d+)\|([A-Z_]+)\|([^|]*)\|([^|]*)\|(.*)")
 
 
 @dataclass(frozen=True)
-class Line:
-    """One job in the queue."""
+class QueuedJob:
+    """One job as squeue lists it."""
 
     job_id: str
     state: JobState
@@ -41,83 +41,83 @@ class QueueError(Exception):
 
 
 class Queue:
-    """The jobs of this user; answers are at most `poll_s` seconds old."""
+    """Jobs of this user, by answers that are at most `poll_s` seconds old."""
 
     def __init__(self, poll_s: float) -> None:
         self.poll_s = poll_s
         self.trouble = ""
-        """Why the last answer was UNKNOWN."""
+        """Reason for the last UNKNOWN."""
 
     def state(self, job_id: str) -> JobState:
-        """The state of one job."""
+        """State of one job."""
         try:
-            found = self._find(job_id, self.poll_s) or self._find(job_id, 0)  # a job just submitted is in no old answer
+            state = self._find(job_id, self.poll_s) or self._find(job_id, 0)  # a new job is in no earlier answer
         except QueueError as error:
             self.trouble = str(error)
             return JobState(UNKNOWN)
-        if found is not None and found.name == UNKNOWN:
-            self.trouble = f"squeue gives job {job_id} a state that is not known: {found.reason}"
-        return found or self._from_accounting(job_id)
+        if state is not None and state.name == UNKNOWN:
+            self.trouble = f"squeue gives job {job_id} an unknown state: {state.reason}"
+        return state or self._from_accounting(job_id)
 
-    def named(self, prefix: str) -> list[Line]:
-        """Living jobs whose name begins with `prefix`, as of now. Raises QueueError without a usable answer."""
-        found = [line for line in self._lines(0) if line.name.startswith(prefix)]
-        for line in found:
-            if line.state.name == UNKNOWN:
-                raise QueueError(f"squeue gives job {line.job_id} a state that is not known: {line.state.reason}")
-        return [line for line in found if line.state.alive]
+    def named(self, prefix: str) -> list[QueuedJob]:
+        """Jobs alive now whose name begins with `prefix`. Raises QueueError without a usable answer."""
+        jobs = [job for job in self._jobs(0) if job.name.startswith(prefix)]
+        for job in jobs:
+            if job.state.name == UNKNOWN:
+                raise QueueError(f"squeue gives job {job.job_id} an unknown state: {job.state.reason}")
+        return [job for job in jobs if job.state.alive]
 
     def cancel(self, job_id: str) -> str:
-        """Cancels a job; what scancel complained about, or nothing."""
+        """Cancel a job; return scancel's error message, or an empty text."""
         return _call(["scancel", job_id])[1].strip()
 
     def _find(self, job_id: str, max_age_s: float) -> JobState | None:
-        return next((line.state for line in self._lines(max_age_s) if line.job_id == job_id), None)
+        return next((job.state for job in self._jobs(max_age_s) if job.job_id == job_id), None)
 
-    def _lines(self, max_age_s: float) -> list[Line]:
+    def _jobs(self, max_age_s: float) -> list[QueuedJob]:
         return parse(_shared_answer(max_age_s))
 
     def _from_accounting(self, job_id: str) -> JobState:
         output, _, code = _call(["sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State"])
         word = output.split()[0] if code == 0 and output.split() else ""
-        # accounting that is off, or down, costs nothing here: what a training reached is in its own files
+        # without accounting nothing is lost: the run's own files say how far it came
         return JobState(word) if word in ALIVE | ENDED else JobState(GONE)
 
 
-def parse(answer: str) -> list[Line]:
-    """squeue's answer as jobs. Raises QueueError when a line of it is not a job."""
-    lines = []
+def parse(answer: str) -> list[QueuedJob]:
+    """The jobs in squeue's answer. Raises QueueError if a line is not a job."""
+    jobs = []
     for text in answer.splitlines():
         match = _LINE.fullmatch(text.strip())
         if match is not None:
             number, word, reason, nodes, name = match.groups()
             if word in ALIVE | ENDED:
-                lines.append(Line(number, JobState(word, "" if reason == "None" else reason, nodes), name))
+                jobs.append(QueuedJob(number, JobState(word, "" if reason == "None" else reason, nodes), name))
             else:
-                lines.append(Line(number, JobState(UNKNOWN, word), name))
-        elif not re.match(r"\d+[_+]", text.strip()):  # a task of an array, a part of a heterogeneous job: not ours
+                jobs.append(QueuedJob(number, JobState(UNKNOWN, word), name))
+        elif not re.match(r"\d+[_+]", text.strip()):  # array task or component of a heterogeneous job: not ours
             raise QueueError(f"squeue answered {text.strip()[:80]!r}")
-    return lines
+    return jobs
 
 
 def _shared_answer(max_age_s: float) -> str:
     folder = _own_folder()
     if folder is None:
         return _ask()
-    where = f"{os.environ.get('SLURM_CONF')} {shutil.which('squeue')}"  # two clusters must not answer for each other
-    file = folder / f"squeue-{hashlib.sha256(where.encode()).hexdigest()[:12]}.json"
+    cluster = f"{os.environ.get('SLURM_CONF')} {shutil.which('squeue')}"  # clusters must not answer for each other
+    file = folder / f"squeue-{hashlib.sha256(cluster.encode()).hexdigest()[:12]}.json"
     if max_age_s > 0 and (kept := _kept(file, max_age_s)) is not None:
         return _usable(kept)
     asked = time.time()
     with open(file.with_suffix(".lock"), "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # somebody may have asked while we waited for the lock
+        # another launcher may have asked while this one waited for the lock
         kept = _kept(file, max(max_age_s, time.time() - asked))
         if kept is None:
             kept = {"asked_at": time.time(), "answer": "", "trouble": ""}
             try:
                 kept["answer"] = _ask()
-            except QueueError as error:  # kept as well: a controller in trouble is not asked by everybody
+            except QueueError as error:  # kept as well: spare a controller in trouble
                 kept["trouble"] = str(error)
             temporary = file.with_suffix(f".{os.getpid()}")
             temporary.write_text(json.dumps(kept))
@@ -141,7 +141,7 @@ def _kept(file: Path, max_age_s: float) -> dict[str, Any] | None:
 
 
 def _own_folder() -> Path | None:
-    """A folder on this host that only this user can write to; None when somebody else made one of that name."""
+    """A folder on this host that only this user can write to; None if another user owns that name."""
     path = Path(tempfile.gettempdir()) / f"cellmill-{os.getuid()}"
     try:
         path.mkdir(mode=0o700, exist_ok=True)
@@ -153,7 +153,7 @@ def _own_folder() -> Path | None:
 
 
 def _ask() -> str:
-    # by number, since a name may be set by the environment; -a: partitions may be hidden
+    # by uid, since the environment can change the name; -a: also hidden partitions
     output, error, code = _call(["squeue", "-a", "-h", "-t", "all", "-u", str(os.getuid()), "-o", "%i|%T|%r|%N|%j"])
     if code != 0:
         raise QueueError(f"squeue: {' '.join(error.split())[:200] or f'exit code {code}'}")
@@ -161,11 +161,11 @@ def _ask() -> str:
 
 
 def _call(command: list[str]) -> tuple[str, str, int]:
-    """Output, error and exit code of a SLURM command; 127 when it is not there, 124 when it does not answer."""
-    # what a user set there filters answers: a job that lives would seem to be gone, or not be cancelled
+    """Output, errors and exit code of a SLURM command; 127 if it does not exist, 124 if it does not answer."""
+    # these variables filter answers: a job would seem to be gone, or not be cancelled
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_FILTERS)}
     try:
-        # a session of its own: Ctrl-C at the terminal must not cut an answer short
+        # Ctrl-C at the terminal must not cut an answer short
         done = subprocess.run(
             command,
             capture_output=True,

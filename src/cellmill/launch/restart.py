@@ -1,8 +1,8 @@
-"""Whether processes are started again after one was lost: killed, or gone with its agent, without a word.
+"""Restarting all processes after one was lost: killed, or gone with its agent, without an error message.
 
-Agents are started afresh and torchrun's own --max-restarts stays 0: it would try what a process refused once more,
-and under static rendezvous its second start reads the keys of the first. This is the level that restarts first, in
-seconds and on the same machines; a chain of SLURM jobs goes on where it gives up.
+Agents are started afresh and torchrun's own --max-restarts stays 0: it would also retry what a process refused, and
+under static rendezvous its second start reads the keys of the first. This level restarts first, in seconds and on the
+same machines; where it gives up, a chain of SLURM jobs goes on.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from cellmill.launch.job import Job
 
 
 class Restarts:
-    """Counts the starts of one job."""
+    """Restarts of one job."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.done = job, 0
         self._from: int | None = None
 
     def again(self, code: int) -> bool:
-        """Whether to start once more after an agent ended with `code`; says so.
+        """True if the job is to be restarted after an agent ended with exit `code`; prints the decision.
 
-        Not where a process left the line that says why, since it would again, and not when the start before went on
-        from the same step: what comes twice is no accident.
+        Not if a process left an error message, since the error would come again, and not if the last start resumed
+        from the same step: a loss that comes twice is no accident.
         """
         job = self.job
         if self.done == job.max_restarts or Path(job.error_file).exists():
@@ -45,7 +45,7 @@ class Restarts:
         return True
 
     def _step(self) -> int:
-        """Where the newest start went on, as its rank 0 noted."""
+        """Step that the latest start resumed from, by its rank 0."""
         try:
             return int(read_json(Path(self.job.state_file))["step"])
         except (DataError, KeyError, TypeError):

@@ -1,58 +1,77 @@
-"""What signals ask of the process that follows a job: INT and TERM to cancel it, HUP and USR2 to leave it running (a
-lost terminal loses no job), USR1 to let another process follow it.
+"""Signals that ask a training to stop, and what each asks of a process that follows a job.
+
+A follower cancels its job on INT and TERM, leaves it running on HUP and USR2 (a lost terminal loses no job), and hands
+over to another follower on USR1.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event
 from typing import Any
 
+from cellmill.errors import Stopped
 
-class Signals:
-    """Notes what was asked, while it is entered: `asked` is None, cancel, detach or hand over."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+REQUESTS = {
+    signal.SIGINT: "cancel",
+    signal.SIGTERM: "cancel",
+    signal.SIGHUP: "detach",
+    signal.SIGUSR2: "detach",
+    signal.SIGUSR1: "hand over",
+}
 
-    def __init__(self) -> None:
-        self.asked: str | None = None
-        self.again = False
-        self._event = Event()
-        self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Signals:
-        meant = {
-            signal.SIGINT: "cancel",
-            signal.SIGTERM: "cancel",
-            signal.SIGHUP: "detach",
-            signal.SIGUSR2: "detach",
-            signal.SIGUSR1: "hand over",
-        }
+class Interrupted(Stopped):
+    """Ended by a signal, before there was anything to save."""
 
-        def note(number: int, frame: object) -> None:
-            self.asked, self.again = self.asked or meant[signal.Signals(number)], True
-            self._event.set()
 
-        for number in meant:
-            self._before[number] = signal.signal(number, note)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def wait(self, seconds: float) -> None:
-        """Waits, but not longer than until the next signal."""
-        self._event.wait(seconds)
-        self._event.clear()
+@contextmanager
+def handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Call `handler` on every stop signal; restore the earlier handlers afterwards."""
+    earlier = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, old in earlier.items():
+            signal.signal(number, old)
 
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Holds signals back, from this process and those it starts: a submission is made whole or not at all."""
-    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    """Delay stop signals, in this process and its children: a submission must not be cut in half."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+class Requests:
+    """What signals have asked of a follower."""
+
+    def __init__(self) -> None:
+        self.asked: str | None = None
+        """The first request: cancel, detach or hand over."""
+        self.again = False
+        """Set by every signal; reset it to notice the next one."""
+        self._event = Event()
+
+    def wait(self, seconds: float) -> None:
+        """Wait, at most until the next signal."""
+        self._event.wait(seconds)
+        self._event.clear()
+
+    def _note(self, number: int, frame: object) -> None:
+        self.asked, self.again = self.asked or REQUESTS[signal.Signals(number)], True
+        self._event.set()
+
+
+@contextmanager
+def requests() -> Iterator[Requests]:
+    """Collect the requests of signals instead of being ended by them."""
+    collected = Requests()
+    with handled_by(collected._note):
+        yield collected

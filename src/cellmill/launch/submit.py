@@ -1,19 +1,17 @@
-"""One submission: a batch script of one task per node, written and handed to sbatch by submitit.
+"""One submission: a batch script of one task per node, written by submitit and handed to sbatch.
 
-Every text in it was checked by `Machine` or is quoted here. What is pickled for the nodes is a `NodeTask`: strings and
-numbers, in a folder only this user can enter.
+Every value in the script was checked by `Machine` or is quoted here. What is pickled for the nodes is the path of the
+node's task, a JSON file in a folder only this user can enter.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import secrets
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.helpers import clean_env
@@ -22,7 +20,7 @@ from submitit.slurm.slurm import SlurmExecutor
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 from cellmill.launch.job import Job
-from cellmill.launch.node import NodeTask
+from cellmill.launch.node import NodeTask, run_task
 
 TRANSIENT = re.compile(
     "unable to contact slurm controller|socket timed out|temporarily unable|connection refused|connection reset|"
@@ -33,93 +31,79 @@ TRANSIENT = re.compile(
 
 
 class Unreachable(Exception):
-    """sbatch got no answer; whether the job was accepted is not known."""
+    """sbatch got no answer; the job may have been accepted or not."""
 
 
 def submit(job: Job, machine: Machine, folder: Path, name: str) -> str:
-    """Submits `job` with its files in `folder` and returns SLURM's number of it.
+    """Submit `job` with its files in `folder`; return its job id.
 
-    Raises Unreachable when SLURM may be tried again, UserError when it refuses.
+    Raises Unreachable if SLURM gave no answer, UserError if it refuses.
     """
     path = str(folder.resolve())
     if "%" in path or "\\" in path:
-        raise UserError(f"{path}: SLURM gives % and \\ in a log's path a meaning of its own; use a folder without them")
+        raise UserError(f"{path}: SLURM interprets % and \\ in the path of a log; use a folder without them")
+    task = NodeTask.of(job, machine, folder).write()
     try:
         with outside_any_job():
-            return str(batch_executor(machine, folder, name).submit(node_task(job, machine, folder)).job_id)
+            return str(_executor(machine, folder, name).submit(run_task, str(task)).job_id)
     except (FailedJobError, FailedSubmissionError) as error:
-        said = _complaint(error)
-        if TRANSIENT.search(said):
-            raise Unreachable(said) from None
+        complaint = _complaint(error)
+        if TRANSIENT.search(complaint):
+            raise Unreachable(complaint) from None
         raise UserError(
-            f"sbatch refused the job: {said}; what is asked for is in the profile, set-resources: train"
+            f"sbatch refused the job: {complaint}; the request is in the profile, set-resources: train"
         ) from None
 
 
 @contextmanager
 def outside_any_job() -> Iterator[None]:
-    """Hides the job this process may itself be in from what it starts, but not which cluster is meant."""
+    """Hide from child processes the SLURM job this process may be in, but not the cluster it selects."""
     cluster = {name: os.environ[name] for name in ("SLURM_CONF", "SLURM_CLUSTERS") if name in os.environ}
     with clean_env():
         os.environ.update(cluster)
         yield
 
 
-def node_task(job: Job, machine: Machine, folder: Path) -> NodeTask:
-    """What each node is to run."""
-    return NodeTask(
-        module=job.module,
-        arguments=job.arguments,
-        nproc_per_node=job.nproc_per_node,
-        gpus_per_node=machine.gpus,
-        # below Linux's ephemeral ports, so that no outgoing connection sits on it
-        port=20_000 + secrets.randbelow(12_000),
-        interface=machine.interface,
-        folder=str(folder.resolve()),
-        max_restarts=job.max_restarts,
-        state_file=job.state_file,
-    )
-
-
-def batch_executor(machine: Machine, folder: Path, name: str) -> SlurmExecutor:
-    """What writes and submits the batch script of a job."""
-    python = None
-    if machine.container:
-        python = f"apptainer exec --nv {shlex.quote(str(Path(machine.container).resolve()))} python3"
-    executor = SlurmExecutor(folder=folder.resolve(), max_num_timeout=0, python=python)
-    given = {
+def sbatch_options(machine: Machine) -> dict[str, str | bool]:
+    """Options of sbatch that request `machine`; True for those without a value."""
+    options = {
         "partition": machine.slurm_partition,
         "account": machine.slurm_account,
         "qos": machine.qos,
         "constraint": machine.constraint,
         "gres": machine.gres,
+        "gpus-per-node": machine.gpus_per_node,
+        "reservation": machine.reservation,
+        "nodes": machine.nodes,
+        "cpus-per-task": str(machine.cpus),
+        "mem": f"{machine.mem_mb}M" if machine.mem_mb else "0",
+        "time": str(machine.runtime),
     }
-    more: dict[str, Any] = {"nodes": machine.nodes, "requeue": True, **machine.options()}
-    if machine.reservation:
-        more["reservation"] = machine.reservation
-    if machine.gpus_per_node:
-        more["gpus-per-node"] = machine.gpus_per_node
+    return {name: value for name, value in options.items() if value} | machine.options()
+
+
+def _executor(machine: Machine, folder: Path, name: str) -> SlurmExecutor:
+    python = None
+    if machine.container:
+        python = f"apptainer exec --nv {shlex.quote(str(Path(machine.container).resolve()))} python3"
+    executor = SlurmExecutor(folder=folder.resolve(), max_num_timeout=0, python=python)
     executor.update_parameters(
-        **{key: value for key, value in given.items() if value},
         job_name=name,
-        nodes=machine.node_counts[0],
-        cpus_per_task=machine.cpus,
-        mem=f"{machine.mem_mb}M" if machine.mem_mb else "0",
-        time=machine.runtime,
+        nodes=machine.node_counts[0],  # submitit counts tasks by it
         signal_delay_s=machine.save_within_s,
-        wckey=None,  # some sites refuse a key they do not know
+        wckey=None,  # some sites refuse an unknown key
         stderr_to_stdout=True,
         setup=[f"module load {shlex.join(machine.modules.split())}"] if machine.modules else None,
-        # one task per node is said here alone: sbatch, told so, gives a range of nodes its smallest number.
+        # one task per node is requested only here: given to sbatch, it would pin a range of nodes to its minimum.
         # A task that fails must not leave the others waiting for it.
         srun_args=["--ntasks-per-node=1", f"--cpus-per-task={machine.cpus}", "--kill-on-bad-exit=1"],
-        additional_parameters=more,
+        additional_parameters={"requeue": True, **sbatch_options(machine)},
     )
     return executor
 
 
 def _complaint(error: Exception) -> str:
-    """What sbatch said, in one line."""
+    """sbatch's message in one line."""
     lines = [line.strip() for line in str(error).splitlines()]
-    said = [line for line in lines if line.startswith("sbatch:") or "error" in line.lower()]
-    return " ".join(said or lines)[:400].replace("sbatch: error: ", "")
+    errors = [line for line in lines if line.startswith("sbatch:") or "error" in line.lower()]
+    return " ".join(errors or lines)[:400].replace("sbatch: error: ", "")

@@ -1,4 +1,4 @@
-"""A job's log as it grows."""
+"""A growing log file of a job."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ NOT_LAUNCHED = re.compile(
     r"^srun: error: (?:tasks? ([\d,-]+):? launch failed|task launch for \S+ failed on node (\S+)): (.*)$",
     re.IGNORECASE | re.MULTILINE,
 )
-_BEGINS = "Starting with JobEnvironment"  # what submitit prints each time SLURM starts the job
+BEGINS = "Starting with JobEnvironment"  # printed by submitit each time SLURM starts the job
 
 
 class Tail:
-    """Copies what is appended to a file to stdout."""
+    """Reads what is appended to a file, and prints it if `echo`."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.position = path, 0
-        self.not_launched = ""
-        """What srun says of a task that it could not launch since the job last began: the others wait for it."""
+    def __init__(self, path: Path, echo: bool = True) -> None:
+        self.path, self.echo, self.position = path, echo, 0
+        self.not_launched: re.Match[str] | None = None
+        """srun's message about a task it could not launch in the present start: tasks, or node, and reason. The other
+        tasks wait for it."""
 
-    def copy(self) -> None:
-        """Copies what is new; a file that is not there yet has nothing new."""
+    def read(self) -> None:
+        """Read what is new. A file that does not exist yet has nothing new."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.position)
                 new = file.read()
-        except OSError:  # not there yet, or for a moment not reachable
+        except OSError:  # not there yet, or briefly unreachable
             return
         self.position += len(new)
         text = new.decode(errors="replace")
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        if _BEGINS in text:
-            self.not_launched = ""
-        if match := NOT_LAUNCHED.search(text.rpartition(_BEGINS)[2]):
-            self.not_launched = match[0].removeprefix("srun: error: ")
+        if self.echo:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        if BEGINS in text:
+            self.not_launched = None
+        self.not_launched = NOT_LAUNCHED.search(text.rpartition(BEGINS)[2]) or self.not_launched
 
-    def says_out_of_memory(self) -> bool:
-        """Whether SLURM reported there that the kernel killed a process for memory."""
+    def reports_out_of_memory(self) -> bool:
+        """True if SLURM reports in the log that the kernel killed a process for memory."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(0, os.SEEK_END)

@@ -54,6 +54,7 @@ def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
         key for key in ("family", "model", "tokens", "vocabulary_digest", "weights_sha256") if key not in config
     ]:
         raise DataError(f"{folder / 'config.json'}: {missing[0]} is missing; export the model again (consolidate)")
+    config = upgrade_options(config)
     if wrong := [key for key in ("family", "vocabulary_digest", "weights_sha256") if not isinstance(config[key], str)]:
         raise DataError(f"{folder / 'config.json'}: {wrong[0]} is not a text; export the model again (consolidate)")
     vocabulary = Vocabulary.read(folder / "vocabulary.tsv")

@@ -16,6 +16,7 @@ from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.tokens import Tokens
 from cellmill.models.batch import TensorBatch
 from cellmill.models.initial import Fill
+from cellmill.runs.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,6 @@ class Objective:
         """
         raise NotImplementedError
 
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> dict[str, Any]:
-        """Return the figures of what `observe` gave, beside a baseline without a model, and sentences in `verdict`."""
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
+        """Return figures of what `observe` gave, and verdicts that compare them with a baseline without a model."""
         raise NotImplementedError

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from cellmill.config import check_options
+from cellmill.config.checks import check_processes, check_together
 from cellmill.config.family import WEIGHTS_FORMAT
-from cellmill.config.layout import check_lanes, layout
 from cellmill.config.options import TrainOptions
-from cellmill.config.run import check_together
+from cellmill.config.upgrade import upgrade_options
 from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
@@ -17,18 +17,8 @@ from cellmill.files import read_json
 
 def check_run(options: TrainOptions, nodes: int, nproc_per_node: int, train_cells: int) -> None:
     """Raises ConfigError when sections exclude each other or do not fit the number of processes or cells."""
-    try:
-        check_together(
-            options.tokens, options.stream, options.model, options.objective, options.parallel, options.train
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    sizes = layout(options.parallel, nodes * nproc_per_node, nproc_per_node)
-    if train_cells < sizes.dp:
-        raise ConfigError(
-            f"{sizes.data_parallel_words} for {train_cells} training cells: use fewer processes (the profile)"
-        )
-    check_lanes(options.stream.lanes, options.train.global_batch, sizes)
+    check_together(options)
+    check_processes(options, nodes, nproc_per_node, train_cells)
 
 
 def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
@@ -48,7 +38,7 @@ def check_weights(options: TrainOptions, init_from: Path) -> None:
         raise ConfigError(
             f"{init_from}: a model of format {config['format']}, this version's are of {WEIGHTS_FORMAT}; train it again"
         )
-    theirs = check_options(type(options.model), config["model"], f"{init_from / 'config.json'}: model")
+    theirs = check_options(type(options.model), upgrade_options(config)["model"], f"{init_from / 'config.json'}: model")
     pairs = [(f"model.{key}", getattr(theirs, key), getattr(options.model, key)) for key in options.model.weight_keys]
     pairs.append(("tokens.tokenizer", config["tokens"]["tokenizer"], options.tokens.tokenizer))
     for key, before, now in pairs:

@@ -39,7 +39,7 @@ class Window:
     """Of whole tensors that collectives combined."""
     start: int = 0
     end: int = 0
-    meter: Meter | None = field(default=None, repr=False)
+    meter: OperationMeter | None = field(default=None, repr=False)
 
     def live_bytes(self) -> int:
         """Bytes allocated in the window and alive at its end."""
@@ -74,7 +74,7 @@ class Window:
         return self.meter.blocks
 
 
-class Meter(TorchDispatchMode):
+class OperationMeter(TorchDispatchMode):
     """Counts while it is entered; `window` says what of it belongs together."""
 
     def __init__(self) -> None:

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from cellmill.config import check_options
 from cellmill.config.options import PlanOptions, TrainOptions
 from cellmill.config.run import Plan
-from cellmill.config.upgrade import upgrade_options
+from cellmill.config.upgrade import stored_options
 from cellmill.data.manifest import Manifest
 from cellmill.files import read_json
 from cellmill.planner.fit import Hardware, Limit, amount, need, remedy
@@ -61,7 +60,7 @@ def advice(record: dict[str, Any], options: TrainOptions, world: int, nproc_per_
     )
     manifest = Manifest.read(Path(record["manifest"]))
     lengths = detected_genes(manifest).clip(max=options.tokens.max_tokens)
-    cells = Cells(lengths, int(manifest.vocabulary["n_genes"]))
+    cells = Cells(lengths, manifest.n_genes)
     place = Hardware(world // nproc_per_node, nproc_per_node, device, Limit(0, 0))
     memory = need(planned, cells, place)
     parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
@@ -75,5 +74,5 @@ def advice(record: dict[str, Any], options: TrainOptions, world: int, nproc_per_
 
 if __name__ == "__main__":
     _record = read_json(Path(sys.argv[1]))
-    _options: TrainOptions = check_options(TrainOptions, upgrade_options(_record["options"]), "run.json")
+    _options = stored_options(_record["options"], "run.json")
     print(advice(_record, _options, int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))

@@ -22,14 +22,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import Parallel
-from cellmill.data.tokens import Batch, tokenize
+from cellmill.data.tokens import Batch, Tokenizer
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.recompute import checkpoint_activations
 from cellmill.parallel.tensor_parallel import apply_tensor_parallel
-from cellmill.planner.meter import Meter
+from cellmill.planner.meter import OperationMeter
 
 FLOAT32 = 4
 SAMPLE_TOKENS = 1 << 14  # of the batch that is measured: a drawn fraction of them is within 1 %
@@ -240,7 +240,8 @@ def _sample(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
     genes = rng.integers(0, spec.n_genes, cells * cell_tokens, dtype=np.int32)
     counts = rng.integers(1, 50, cells * cell_tokens, dtype=np.uint32)
     starts = np.arange(cells + 1, dtype=np.int64) * cell_tokens
-    return Batch(*tokenize(genes, counts, starts, spec.tokens), np.arange(cells, dtype=np.int64))
+    tokenizer: Tokenizer = spec.tokens.load()(spec.tokens)
+    return Batch(*tokenizer.tokenize(genes, counts, starts), np.arange(cells, dtype=np.int64))
 
 
 class _Passes:
@@ -249,7 +250,7 @@ class _Passes:
     def __init__(self, model: Model, batch: Batch) -> None:
         prepared, self.tokens = _prepared(model, batch), int(batch.cu_seqlens[-1])
         self.pairs_per_token = float(np.square(np.diff(batch.cu_seqlens), dtype=np.float64).sum() / self.tokens)
-        with Meter() as meter:
+        with OperationMeter() as meter:
             with meter.window() as self.begin:
                 entered = model.begin(prepared)
             self.kept_by_begin = self._per_token(self.begin.live_bytes() - entered.nbytes)
@@ -277,7 +278,7 @@ class _Finish:
     def __init__(self, model: Model, batch: Batch) -> None:
         prepared, self.tokens = _prepared(model, batch), int(batch.cu_seqlens[-1])
         x = torch.empty_like(model.begin(prepared), requires_grad=True)
-        with Meter() as meter:
+        with OperationMeter() as meter:
             with meter.window() as forward:
                 loss = model.finish(x, prepared)
             with meter.window() as backward:

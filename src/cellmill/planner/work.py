@@ -10,8 +10,9 @@ import numpy as np
 from cellmill.config.layout import Layout, min_microbatches
 from cellmill.config.options import PlanOptions
 from cellmill.data.manifest import Manifest
+from cellmill.data.packing import cut_batch, cut_evenly
 from cellmill.data.shard_file import open_shards
-from cellmill.data.shuffle import EpochLayout, cut_batch, cut_evenly
+from cellmill.data.shuffle import EpochLayout
 
 SAMPLED_BATCHES = 4096  # of single processes, over which micro-batches are counted: shards are preshuffled,
 SAMPLED_STEPS = 64  # so any stretch is like another

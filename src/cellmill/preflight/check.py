@@ -1,4 +1,4 @@
-"""One line of a preflight's answer: ok, no, or ? where nothing stands in the way and nothing is certain either."""
+"""One line of a preflight's result: ok, no, or ? for a doubt that does not stand in the way."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 TRAIN = "set-resources: train:"
-"""Where the profile has the keys that remedies name."""
+"""Section of the profile with the keys that remedies name."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check, its figure, and for a `no` the key to change."""
+    """One check: its figure, and for a `no` the key to change."""
 
     verdict: Literal["ok", "no", "?"]
     what: str

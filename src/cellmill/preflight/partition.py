@@ -1,4 +1,4 @@
-"""What SLURM says of a profile's machine before anything is queued: partitions, nodes, accounts, the expected start."""
+"""Checks of a profile's machine against SLURM: partition, nodes, account, estimated start. Queues nothing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NEEDED = ("sbatch", "srun", "squeue", "scancel")
 
 
 def check_launcher(machine: Machine) -> Iterator[Check]:
-    """Whether the launcher has what it needs where this process runs."""
+    """Check that the launcher finds what it needs on this machine."""
     if machine.launcher == "local":
-        cores, wanted = len(os.sched_getaffinity(0)), machine.node_counts[-1] * machine.nproc_per_node
-        yield ok("launcher", f"local: {wanted} processes on this machine's {cores} cores")
+        cores, processes = len(os.sched_getaffinity(0)), machine.node_counts[-1] * machine.nproc_per_node
+        yield ok("launcher", f"local: {processes} processes on this machine's {cores} cores")
     elif machine.launcher == "allocation":
         yield _check_allocation(machine)
     elif missing := [name for name in NEEDED if shutil.which(name) is None]:
@@ -34,7 +34,7 @@ def check_launcher(machine: Machine) -> Iterator[Check]:
             slurm_site.accounting()
             yield ok("accounting", "sacct answers")
         except SiteError as error:
-            yield doubt("accounting", f"none ({error}): the cost of a run comes from its own files")
+            yield doubt("accounting", f"none ({error}): the cost of a run is computed from its own files")
 
 
 def _check_allocation(machine: Machine) -> Check:
@@ -42,7 +42,7 @@ def _check_allocation(machine: Machine) -> Check:
     if job_id is None:
         return no(
             "launcher",
-            "allocation: this is not inside a SLURM job",
+            "allocation: not inside a SLURM job",
             f"use salloc or sbatch, or {TRAIN} launcher: slurm",
         )
     if shutil.which("srun") is None:
@@ -50,21 +50,21 @@ def _check_allocation(machine: Machine) -> Check:
     if nodes < machine.node_counts[0]:
         return no(
             "launcher",
-            f"allocation: job {job_id} has {nodes} nodes, asked are {machine.nodes}",
+            f"allocation: job {job_id} has {nodes} nodes, requested: {machine.nodes}",
             f"{TRAIN} nodes: {nodes}, or a larger job",
         )
-    return ok("launcher", f"allocation: job {job_id} has {nodes} nodes, asked are {machine.nodes}")
+    return ok("launcher", f"allocation: job {job_id} has {nodes} nodes, requested: {machine.nodes}")
 
 
 def check_site(machine: Machine) -> Iterator[Check]:
-    """What SLURM says without queueing anything."""
-    seen = False
+    """Checks of partition, estimated start and account."""
+    failed = False
     try:
         for check in check_partitions(machine, slurm_site.partitions()):
-            seen |= check.verdict == "no"
+            failed |= check.verdict == "no"
             yield check
     except SiteError as error:
-        yield doubt("partition", f"not known: {error}")
+        yield doubt("partition", f"unknown: {error}")
     refused = False
     try:
         yield ok("start", f"SLURM expects {slurm_site.estimate(machine)}")
@@ -72,8 +72,8 @@ def check_site(machine: Machine) -> Iterator[Check]:
         yield doubt("start", f"no estimate: {error}")
     except Refused as error:
         refused = True
-        if seen:  # one reason is not counted twice
-            yield doubt("start", f"sbatch refuses the job as well: {error}")
+        if failed:  # do not count one reason twice
+            yield doubt("start", f"sbatch refuses the job too: {error}")
         else:
             yield no("start", f"sbatch refuses the job: {error}", f"change {TRAIN[:-1]}")
     if machine.slurm_account or machine.qos:
@@ -81,21 +81,23 @@ def check_site(machine: Machine) -> Iterator[Check]:
 
 
 def check_partitions(machine: Machine, known: dict[str, Partition]) -> Iterator[Check]:
-    """The checks of the partition that fits, or of the first that is asked for."""
-    asked = machine.slurm_partition.split(",") if machine.slurm_partition else []
-    asked = asked or [name for name, partition in known.items() if partition.default]
-    if not asked:
-        yield no("partition", "there is no default one", f"{TRAIN} slurm_partition: one of {', '.join(sorted(known))}")
-    elif missing := [name for name in asked if name not in known]:
+    """Checks of the first requested partition that fits; if none does, of the first."""
+    requested = machine.slurm_partition.split(",") if machine.slurm_partition else []
+    requested = requested or [name for name, partition in known.items() if partition.default]
+    if not requested:
+        yield no(
+            "partition", "there is no default partition", f"{TRAIN} slurm_partition: one of {', '.join(sorted(known))}"
+        )
+    elif missing := [name for name in requested if name not in known]:
         have = f"one of {', '.join(sorted(known))}"
         yield no("partition", f"there is no {missing[0]!r}", f"{TRAIN} slurm_partition: {have}")
     else:
-        tried = [list(_check_partition(machine, known[name])) for name in asked]
+        tried = [list(_check_partition(machine, known[name])) for name in requested]
         yield from next((made for made in tried if all(check.verdict != "no" for check in made)), tried[0])
 
 
 def _check_partition(machine: Machine, partition: Partition) -> Iterator[Check]:
-    """Whether a partition has what the machine asks for, node by node; ends where too few nodes are left."""
+    """Check one resource after the other on the nodes that had the earlier ones; stop when too few nodes are left."""
     name, fewest, limit = partition.name, machine.node_counts[0], partition.limit_min
     if partition.state != "up":
         yield no("partition", f"{name} is {partition.state}", f"{TRAIN} slurm_partition: another")
@@ -103,11 +105,11 @@ def _check_partition(machine: Machine, partition: Partition) -> Iterator[Check]:
     yield ok("partition", f"{name} is up")
     allows = "any time" if limit is None else f"{limit} min"
     if limit is not None and machine.runtime > limit:
-        yield no("time limit", f"{name} allows {allows}, asked are {machine.runtime}", f"{TRAIN} runtime: {limit}")
+        yield no("time limit", f"{name} allows {allows}, requested: {machine.runtime}", f"{TRAIN} runtime: {limit}")
     else:
-        yield ok("time limit", f"{name} allows {allows}, asked are {machine.runtime}")
+        yield ok("time limit", f"{name} allows {allows}, requested: {machine.runtime}")
     nodes = [node for node in partition.nodes if node.up]
-    of = f"{len(nodes)} of the {len(partition.nodes)} nodes of {name} are up, asked are {machine.nodes}"
+    of = f"{len(nodes)} of the {len(partition.nodes)} nodes of {name} are up, requested: {machine.nodes}"
     if len(nodes) < fewest:
         yield no("nodes", of, f"{TRAIN} nodes: {len(nodes) or 1}, or another slurm_partition")
         return
@@ -118,15 +120,15 @@ def _check_partition(machine: Machine, partition: Partition) -> Iterator[Check]:
     if len(nodes) < fewest:
         return
     memory = sorted((node.memory_mb for node in nodes), reverse=True)[fewest - 1]
-    asked = f"asked are {machine.mem_mb}" if machine.mem_mb else "all of it is asked for"
-    text = f"{_count(fewest)} of {name} {'has' if fewest == 1 else 'have'} {memory} MB, {asked}"
+    request = f"requested: {machine.mem_mb}" if machine.mem_mb else "requested: all of it"
+    text = f"{_count(fewest)} of {name} {'has' if fewest == 1 else 'have'} {memory} MB, {request}"
     if memory < machine.mem_mb:
         yield no("memory", text, f"{TRAIN} mem_mb: {memory}, or 0 for all of it")
         return
     yield ok("memory", text)
     nodes = [node for node in nodes if node.memory_mb >= machine.mem_mb]
     cpus = sorted((node.cpus for node in nodes), reverse=True)[fewest - 1]
-    text = f"{_count(fewest)} of {name} {'has' if fewest == 1 else 'have'} {cpus}, asked are {machine.cpus}"
+    text = f"{_count(fewest)} of {name} {'has' if fewest == 1 else 'have'} {cpus}, requested: {machine.cpus}"
     if cpus < machine.cpus:
         yield no("CPUs", text, f"{TRAIN} cpus_per_task: {cpus}")
         return
@@ -137,30 +139,30 @@ def _check_partition(machine: Machine, partition: Partition) -> Iterator[Check]:
 
 
 def _check_gpus(machine: Machine, name: str, nodes: list[Node]) -> tuple[Check | None, list[Node]]:
-    """The line about GPUs, and the nodes that have those asked for."""
+    """The check of GPUs, and the nodes that have those requested."""
     kind, per_node = gpu_request(machine)
     there = sorted({_gpus_text(node.gpus) for node in nodes if node.gpus})
     if not per_node:
         if not there:
             return None, nodes
-        ask = next(iter(sorted(next(node.gpus for node in nodes if node.gpus).items())))
+        first = next(iter(sorted(next(node.gpus for node in nodes if node.gpus).items())))
         return doubt(
             "GPUs",
-            f"nodes of {name} have {' and '.join(there)}, and none is asked for",
-            f"{TRAIN} gpus_per_node: {f'{ask[0]}:' if ask[0] else ''}{ask[1]}, if the runs are to use them",
+            f"nodes of {name} have {' and '.join(there)}, but none is requested",
+            f"{TRAIN} gpus_per_node: {f'{first[0]}:' if first[0] else ''}{first[1]}, if the runs are to use them",
         ), nodes
     fitting = [node for node in nodes if node.gpus_of(kind) >= per_node]
-    asked = f"asked are {per_node}{f' x {kind}' if kind else ''} on each of {machine.nodes}"
+    request = f"requested: {per_node}{f' x {kind}' if kind else ''} on each of {machine.nodes}"
     if len(fitting) < machine.node_counts[0]:
         have = f"nodes of {name} have {' and '.join(there)}" if there else f"{name} has none"
         enough = f"{len(fitting)} nodes have enough"
         key = "gpus_per_node" if machine.gpus_per_node else "gres"
-        return no("GPUs", f"{have}, {asked}: {enough}", f"{TRAIN} {key}, or another slurm_partition"), fitting
-    return ok("GPUs", f"{_count(len(fitting))} of {name} have them, {asked}"), fitting
+        return no("GPUs", f"{have}, {request}: {enough}", f"{TRAIN} {key}, or another slurm_partition"), fitting
+    return ok("GPUs", f"{_count(len(fitting))} of {name} have them, {request}"), fitting
 
 
 def gpu_request(machine: Machine) -> tuple[str, int]:
-    """Type ("" for any) and number of GPUs asked for on each node."""
+    """Type ("" for any) and number of GPUs requested on each node."""
     text = machine.gpus_per_node or next(
         (part.removeprefix("gpu").removeprefix(":") or "1" for part in machine.gres.split(",") if part[:3] == "gpu"), ""
     )
@@ -175,26 +177,27 @@ def _gpus_text(gpus: dict[str, int]) -> str:
 
 
 def _check_constraint(machine: Machine, partition: Partition, features: list[frozenset[str]]) -> Check:
-    """Whether nodes have the features; counts and alternatives are left to sbatch, but for their names."""
+    """Check that nodes have the features; of counts and alternatives only the names, the rest is left to sbatch."""
     known: frozenset[str] = frozenset().union(*(node.features for node in partition.nodes))
-    asked = machine.constraint
-    names = [word.partition("*")[0] for word in re.split(r"[][()&|,]+", asked) if word]
+    constraint = machine.constraint
+    names = [word.partition("*")[0] for word in re.split(r"[][()&|,]+", constraint) if word]
     if unknown := [name for name in names if name not in known]:
         have = f"there are {', '.join(sorted(known))}" if known else "they have no features"
         return no("constraint", f"no node of {partition.name} is {unknown[0]!r}: {have}", f"{TRAIN} constraint")
-    if set("|[*(") & set(asked):
+    if set("|[*(") & set(constraint):
         return ok("constraint", f"{partition.name} has nodes that are {', '.join(names)}")
     fitting, fewest = sum(set(names) <= node for node in features), machine.node_counts[0]
-    text = f"{_count(fitting)} of {partition.name} {'is' if fitting == 1 else 'are'} {asked}, asked are {machine.nodes}"
+    have = f"{_count(fitting)} of {partition.name} {'is' if fitting == 1 else 'are'} {constraint}"
+    text = f"{have}, requested: {machine.nodes}"
     return ok("constraint", text) if fitting >= fewest else no("constraint", text, f"{TRAIN} constraint or nodes")
 
 
 def _check_account(machine: Machine, refused: bool) -> Iterator[Check]:
-    """Account and QOS, by sacctmgr; where sbatch takes what sacctmgr does not list, nobody enforces it."""
+    """Check account and QOS by sacctmgr; if sbatch accepts one that sacctmgr does not list, nothing enforces it."""
     try:
         mine = slurm_site.associations()
     except SiteError as error:
-        yield doubt("account", f"not known: {error}")
+        yield doubt("account", f"unknown: {error}")
         return
     wrong = no if refused else doubt
     if account := machine.slurm_account:

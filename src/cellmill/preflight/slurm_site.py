@@ -1,7 +1,7 @@
-"""What a SLURM site offers, asked without queueing anything: partitions and nodes, accounts, an estimate of the start.
+"""Resources of a SLURM site: partitions and nodes, accounts, an estimated start. Queues nothing.
 
-Every value goes to SLURM's commands as one argument of a list. An answer that makes no sense is a SiteError: nothing
-is concluded from it.
+Every value reaches SLURM's commands as one argument of a list. An answer that cannot be parsed is a SiteError, from
+which nothing is concluded.
 """
 
 from __future__ import annotations
@@ -9,23 +9,21 @@ from __future__ import annotations
 import getpass
 import re
 import subprocess
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 from cellmill.config.machine import Machine
-from cellmill.launch.submit import TRANSIENT, batch_executor, outside_any_job
+from cellmill.launch.submit import TRANSIENT, outside_any_job, sbatch_options
 
 ANSWER_WITHIN_S = 60
 _DOWN = {"down", "drain", "drained", "draining", "fail", "failing", "future", "maint", "unknown", "error", "blocked"}
 
 
 class SiteError(Exception):
-    """A command of SLURM is not there, failed, or answered with what cannot be read."""
+    """A SLURM command is missing, failed, or gave an answer that cannot be parsed."""
 
 
 class Refused(Exception):
-    """SLURM would not take the job; says why."""
+    """SLURM would not accept the job; its reason."""
 
 
 @dataclass(frozen=True)
@@ -35,19 +33,19 @@ class Node:
     name: str
     state: str
     gpus: dict[str, int]
-    """GPUs of each type; "" for those without one."""
+    """Number of GPUs by type; "" for GPUs without one."""
     cpus: int
     memory_mb: int
     features: frozenset[str]
 
     @property
     def up(self) -> bool:
-        """Whether jobs may be placed on it, now or when others have ended."""
-        # flags follow the word: * does not respond; ~ and # are asleep and wake for a job
+        """True if jobs may be placed on it, now or once others have ended."""
+        # flags follow the word: * not responding; ~ and # powered down, started for a job
         return self.state.rstrip("*~#!%$@^+-").lower() not in _DOWN and "*" not in self.state
 
     def gpus_of(self, kind: str) -> int:
-        """GPUs of a type; of all types when it is ""."""
+        """Number of GPUs of a type; of all types for ""."""
         return sum(number for name, number in self.gpus.items() if kind in ("", name))
 
 
@@ -58,9 +56,9 @@ class Partition:
     name: str
     default: bool
     state: str
-    """up, or what else sinfo says."""
+    """up, or another of sinfo's states."""
     limit_min: int | None
-    """Time limit; None without one."""
+    """Time limit; None for none."""
     nodes: tuple[Node, ...]
 
 
@@ -74,9 +72,9 @@ class Association:
 
 
 def partitions() -> dict[str, Partition]:
-    """Every partition this user may see, by name. Raises SiteError."""
+    """Every partition visible to this user, by name. Raises SiteError."""
     answer = ask(["sinfo", "-h", "-a", "-N", "-o", "%N|%P|%a|%l|%T|%c|%m|%G|%f"])
-    found: dict[str, Partition] = {}
+    known: dict[str, Partition] = {}
     for line in answer.splitlines():
         cells = [cell.strip() for cell in line.split("|", 8)]
         if len(cells) != 9 or not re.fullmatch(r"\d+\+?", cells[5]) or not re.fullmatch(r"\d+\+?", cells[6]):
@@ -90,14 +88,14 @@ def partitions() -> dict[str, Partition]:
             memory_mb=int(cells[6].rstrip("+")),
             features=frozenset(cells[8].split(",")) - {"(null)", ""},
         )
-        before = found.get(name)
+        before = known.get(name)
         nodes = (*before.nodes, node) if before else (node,)
-        found[name] = Partition(name, cells[1].endswith("*"), cells[2], minutes(cells[3]), nodes)
-    return found
+        known[name] = Partition(name, cells[1].endswith("*"), cells[2], minutes(cells[3]), nodes)
+    return known
 
 
 def associations() -> list[Association]:
-    """What this user may charge; empty where the accounting has no rules for it. Raises SiteError."""
+    """Associations of this user; empty if accounting has none. Raises SiteError."""
     fields = "format=Account,Partition,QOS"
     answer = ask(["sacctmgr", "-n", "-P", "show", "assoc", f"user={getpass.getuser()}", fields])
     rows = [line.split("|") for line in answer.splitlines() if line.strip()]
@@ -107,20 +105,19 @@ def associations() -> list[Association]:
 
 
 def accounting() -> None:
-    """Raises SiteError when sacct has no accounting to read."""
+    """Raises SiteError if sacct has no accounting to read."""
     ask(["sacct", "-n", "-X", "-P", "-S", "now", "-o", "JobID"])
 
 
 def estimate(machine: Machine) -> str:
-    """When and where SLURM expects to start a job of this machine (`sbatch --test-only`).
+    """When and where SLURM expects to start a training's job on this machine (`sbatch --test-only`).
 
-    The batch script asks for what a training's would. Raises Refused with SLURM's words, SiteError without an answer.
+    Raises Refused with SLURM's reason, SiteError without an answer.
     """
-    with tempfile.TemporaryDirectory(prefix="cellmill-") as name, outside_any_job():
-        executor = batch_executor(machine, Path(name), "cellmill-preflight")
-        script = Path(name) / "test.sh"
-        script.write_text(executor._make_submission_file_text("true", "preflight"), encoding="utf-8")
-        done = _run(["sbatch", "--test-only", str(script)])
+    options = sbatch_options(machine).items()
+    flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options]
+    with outside_any_job():
+        done = _run(["sbatch", "--test-only", "--job-name=cellmill-preflight", *flags, "--wrap=true"])
     said = " ".join(line.removeprefix("sbatch: ") for line in done.stderr.splitlines() if line.strip())
     if done.returncode == 0:
         match = re.search(r"to start at (\S+).*?(?: on nodes? (\S+))?(?: in partition|$)", said)
@@ -132,38 +129,33 @@ def estimate(machine: Machine) -> str:
     raise Refused(said.replace("error: ", "")[:300])
 
 
-def hostnames(nodes: str) -> list[str]:
-    """The names in SLURM's `node[1-2]`. Raises SiteError."""
-    return ask(["scontrol", "show", "hostnames", nodes]).split()
-
-
 def minutes(text: str) -> int | None:
-    """SLURM's `days-hours:minutes:seconds`, `hours:minutes:seconds` or `minutes:seconds`; None for no limit."""
+    """Minutes in SLURM's `days-hours:minutes:seconds`, with leading parts left out; None for no limit."""
     if text in ("infinite", "UNLIMITED", "n/a"):
         return None
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if match is None:
-        raise SiteError(f"sinfo gives the time limit {text[:40]!r}")
+        raise SiteError(f"sinfo: expected a time limit, got {text[:40]!r}")
     days, hours, mins, seconds = (int(part or 0) for part in match.groups())
     return (24 * days + hours) * 60 + mins + seconds // 60
 
 
 def _gpus(gres: str) -> dict[str, int]:
-    """`gpu:a100:4(S:0-1),gpu:2,nvme:1` as {"a100": 4, "": 2}."""
-    found: dict[str, int] = {}
+    """Number of GPUs by type: `gpu:a100:4(S:0-1),gpu:2,nvme:1` is {"a100": 4, "": 2}."""
+    gpus: dict[str, int] = {}
     for part in re.sub(r"\([^)]*\)", "", gres).split(","):
         match = re.fullmatch(r"gpu(?::([^:]+?))??(?::(\d+))?", part.strip())
         if match:
-            found[match[1] or ""] = found.get(match[1] or "", 0) + int(match[2] or 1)
-    return found
+            gpus[match[1] or ""] = gpus.get(match[1] or "", 0) + int(match[2] or 1)
+    return gpus
 
 
 def ask(command: list[str]) -> str:
-    """What a command prints. Raises SiteError when it is not there, fails or is silent for too long."""
+    """Output of a command. Raises SiteError if it is missing, fails or does not answer in time."""
     done = _run(command)
     if done.returncode:
-        said = " ".join(done.stderr.split())[:200] or f"exit code {done.returncode}"
-        raise SiteError(f"{command[0]}: {said.removeprefix(f'{command[0]}: ')}")
+        complaint = " ".join(done.stderr.split())[:200] or f"exit code {done.returncode}"
+        raise SiteError(f"{command[0]}: {complaint.removeprefix(f'{command[0]}: ')}")
     return done.stdout
 
 

@@ -1,25 +1,23 @@
-"""What the folders of runs and corpora hold, for the report: read, never computed anew.
+"""Files of runs and corpora, read for the page.
 
-What a stage has not written yet is None or empty, and the page says so; a file that is there and damaged is an error.
+What a stage has not written yet is None or empty, and the page says so; a damaged file is an error.
 """
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cellmill.errors import DataError
-from cellmill.evaluate.projection import UMAP_COLUMNS
+from cellmill.evaluate.umap_table import read_umap
 from cellmill.files import read_json
 from cellmill.runs.metrics import read_lines
 
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """One run's figures; each is what the stage wrote."""
+    """Results of one run."""
 
     name: str
     plan: dict[str, Any] | None
@@ -28,15 +26,17 @@ class ReportedRun:
     """train/run.json: resolved options, digests, environment."""
     model: dict[str, Any] | None
     evaluation: dict[str, Any] | None
+    cost: dict[str, Any] | None = None
+    """train/cost.json; None before a training has ended."""
     lines: list[dict[str, Any]] = field(default_factory=list)
-    """metrics.jsonl, without a torn last line."""
+    """metrics.jsonl, without an incomplete last line."""
     umap: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     """Rows of umap.tsv by dataset."""
 
 
 @dataclass(frozen=True)
 class ReportedCorpus:
-    """One corpus's figures."""
+    """Results of one corpus."""
 
     name: str
     datasets: list[dict[str, Any]]
@@ -60,7 +60,8 @@ def read_run(folder: Path) -> ReportedRun:
         status=read_json(status) if status else None,
         record=_optional(train / "run.json"),
         model=_optional(folder / "model" / "config.json"),
-        evaluation=_optional(folder / "evaluate" / "metrics.json"),
+        cost=_optional(train / "cost.json"),
+        evaluation=_evaluation(folder / "evaluate" / "metrics.json"),
         lines=[line for line in read_lines(train / "metrics.jsonl") if isinstance(line, dict) and "step" in line],
         umap=umap,
     )
@@ -82,19 +83,8 @@ def read_corpus(folder: Path) -> ReportedCorpus:
     )
 
 
-def read_umap(path: Path) -> list[dict[str, str]]:
-    """Rows of a umap.tsv as text; none when there is no file."""
-    if not path.exists():
-        return []
-    with open(path, newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file, delimiter="\t")
-        if tuple(reader.fieldnames or ()) != UMAP_COLUMNS:
-            raise DataError(f"{path}: the columns should be {', '.join(UMAP_COLUMNS)}; evaluate the run again")
-        return list(reader)
-
-
 def largest_memory(lines: list[dict[str, Any]]) -> tuple[float, int] | None:
-    """Largest peak of any rank in lines of metrics.jsonl, GB, and the rank; None where there is none."""
+    """Largest peak memory in lines of metrics.jsonl, GB, and its rank; None without any."""
     peaks = [
         (peak, rank)
         for line in lines
@@ -105,17 +95,21 @@ def largest_memory(lines: list[dict[str, Any]]) -> tuple[float, int] | None:
 
 
 def losses(evaluation: dict[str, Any] | None) -> list[str]:
-    """The sentences of an evaluation that say where the model loses or does not clearly win, dataset first."""
-    found = []
-    for name, dataset in (evaluation or {}).get("datasets", {}).items():
-        sentences: Sequence[str] = [*_verdict(dataset, "probe"), *_verdict(dataset, "reconstruction")]
-        words = (" loses to ", " ties with ", "no clear win", " no better than ", " worse than ")
-        found += [f"{name}: {text}" for text in sentences if any(word in text for word in words)]
-    return found
+    """Sentences of the comparisons that the model did not win, each after its dataset's name."""
+    return [
+        f"{name}: {sentence}"
+        for name, dataset in (evaluation or {}).get("datasets", {}).items()
+        for result in dataset["tasks"].values()
+        for verdict, sentence in zip(result["verdicts"], result["sentences"])
+        if verdict["outcome"] != "won"
+    ]
 
 
-def _verdict(dataset: dict[str, Any], part: str) -> list[str]:
-    return (dataset.get(part) or {}).get("verdict", [])
+def _evaluation(path: Path) -> dict[str, Any] | None:
+    metrics = _optional(path)
+    if any("tasks" not in dataset for dataset in (metrics or {}).get("datasets", {}).values()):
+        raise DataError(f"{path}: written by an earlier version of cellmill; run evaluate again")
+    return metrics
 
 
 def _optional(path: Path) -> dict[str, Any] | None:
@@ -124,4 +118,4 @@ def _optional(path: Path) -> dict[str, Any] | None:
 
 def _require(folder: Path, kind: str) -> None:
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; it should be the folder of a {kind}")
+        raise DataError(f"{folder}: expected the folder of a {kind}, found none")

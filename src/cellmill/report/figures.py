@@ -1,7 +1,7 @@
-"""Figures of the report as SVG that lies inside the page.
+"""Figures of the report as inline SVG.
 
-Text stays text and takes the page's font; ink and grid take the page's colours, so that a figure follows a dark
-scheme. The same numbers give the same bytes. Names of users are drawn as they are, never parsed as formulas.
+Text stays text in the page's font; ink and grid take the page's colours, also in a dark scheme. The same numbers give
+the same bytes. User text is drawn literally, never parsed as a formula.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ PALETTE = (
     "#4e79a7", "#e08f45", "#5f9e6e", "#c85c5c", "#8a6fae", "#9c7a5b", "#d38bb4", "#7f8791", "#b3a63f", "#55a9b5",
     "#2f4b7c", "#f2b66d", "#a3c98f", "#e79a94", "#bba8d6", "#c9ad92", "#6b4f3a", "#b9bec5", "#dcd57f", "#9fd3da",
 )  # fmt: skip
-"""Twenty quiet colours, told apart on light and dark ground; a twenty-first class begins again."""
+"""Twenty colours, distinguishable on light and dark background; they repeat from the twenty-first class on."""
 
-_INK, _GRID = "#010203", "#010204"  # stand for the page's colours, which matplotlib cannot name
+_INK, _GRID = "#010203", "#010204"  # placeholders for CSS colours, which matplotlib cannot express
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "cellmill",
@@ -68,7 +68,7 @@ def loss_curve(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def compare_validation(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Validation loss of several runs over steps; the line of run i has colour i of PALETTE."""
+    """Validation loss of several runs over steps; run i has colour i of PALETTE."""
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(5.4, 2.9)
         for number, lines in enumerate(runs.values()):
@@ -81,7 +81,7 @@ def compare_validation(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def histogram(edges: Sequence[float], before: Sequence[int], after: Sequence[int], name: str) -> str:
-    """Cells in each bin before QC (pale) and after it; a log axis where the edges are geometric."""
+    """Cells per bin before QC (grey) and after (blue); log axis for geometric edges."""
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(3.3, 2.1)
         axes.stairs(before, edges, fill=True, color=PALETTE[7], alpha=0.45)
@@ -94,31 +94,28 @@ def histogram(edges: Sequence[float], before: Sequence[int], after: Sequence[int
         return _svg(figure)
 
 
-def probe_dots(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Accuracy of each row of a probe table, mean and standard deviation; the model's own rows are filled."""
+def dots(points: Sequence[tuple[str, float, float, bool]], metric: str) -> str:
+    """(name, value, sd, is a baseline) of each row of a table; baselines are drawn hollow."""
     with mpl.rc_context(_STYLE):
-        figure, axes = _axes(5.4, 0.75 + 0.27 * len(rows))
-        for place, row in enumerate(reversed(rows)):
-            own = row["kind"] != "baseline"
-            tint = PALETTE[0] if own else PALETTE[7]
-            axes.errorbar(
-                row["accuracy_mean"], place, xerr=row["accuracy_sd"], fmt="o", ms=6, color=tint, lw=1.4,
-                mfc=tint if own else "none",
-            )  # fmt: skip
-        axes.set_yticks(range(len(rows)), [row["name"] for row in reversed(rows)])
-        axes.set_ylim(-0.6, len(rows) - 0.4)
-        axes.set_xlim(0, 1.02)
+        figure, axes = _axes(5.4, 0.75 + 0.27 * len(points))
+        for position, (_, value, sd, baseline) in enumerate(reversed(points)):
+            tint = PALETTE[7] if baseline else PALETTE[0]
+            axes.errorbar(value, position, xerr=sd, fmt="o", ms=6, color=tint, lw=1.4, mfc="none" if baseline else tint)
+        axes.set_yticks(range(len(points)), [name for name, *_ in reversed(points)])
+        axes.set_ylim(-0.6, len(points) - 0.4)
+        if all(0 <= value <= 1 for _, value, _, _ in points):
+            axes.set_xlim(0, 1.02)
         axes.grid(visible=False, axis="y")
-        axes.set_xlabel("accuracy, mean and sd over folds")
+        axes.set_xlabel(f"{metric.replace('_', ' ')}, mean and sd" if any(sd for _, _, sd, _ in points) else metric)
         return _svg(figure)
 
 
 def scatter(x: np.ndarray, y: np.ndarray, classes: np.ndarray) -> str:
-    """Cells at UMAP coordinates; a cell of class i (-1: none) has colour i of PALETTE. Points are one bitmap."""
+    """Cells at UMAP coordinates, as one bitmap; class i has colour i of PALETTE, -1 is no class."""
     with mpl.rc_context(_STYLE | {"axes.grid": False}):
         figure, axes = _axes(4.6, 4.2)
         tints = np.array([colour(int(number)) if number >= 0 else "#9aa0a6" for number in classes], dtype=object)
-        # a fixed shuffle: the class drawn last would cover the others
+        # shuffled, with a fixed seed: the class drawn last would cover the others
         order = np.random.Generator(np.random.Philox(key=0)).permutation(len(x))
         size = float(np.clip(9000 / max(len(x), 1), 2, 22))
         axes.scatter(x[order], y[order], c=list(tints[order]), s=size, lw=0, alpha=0.85, rasterized=True)
@@ -144,7 +141,7 @@ def _axes(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _log_scale(axes: Axes, values: Sequence[float]) -> None:
-    """A log axis where values span much: the first steps would flatten all that follows."""
+    """Log axis where values span a wide range: the first steps would flatten the rest."""
     if values and min(values) > 0 and max(values) > 5 * min(values):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -158,10 +155,10 @@ def _legend_above(axes: Axes) -> None:
 
 
 def _svg(figure: Figure) -> str:
-    """The `<svg>` element alone: no prologue, no metadata, no address of a namespace."""
+    """The `<svg>` element without prologue, metadata and namespace URLs."""
     buffer = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(buffer, format="svg", dpi=160, metadata=nothing)
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(buffer, format="svg", dpi=160, metadata=no_metadata)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)

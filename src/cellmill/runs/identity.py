@@ -1,8 +1,8 @@
-"""What a checkpoint belongs to: the options that define its numbers, the data, and where its weights came from.
+"""Identity of a run: the options that define its numbers, its data and its initial weights.
 
-A run whose options changed begins afresh and the earlier one is set aside, and so does a finished one whose data
-changed; an *unfinished* one whose data changed under it is refused, since nothing says that this was meant. Options
-that only say how fast or how often (layout, token budget, checkpoints, logging) may change between resumes.
+A run whose options changed starts afresh and the earlier training is set aside; so does a finished run whose data
+changed. An *unfinished* run whose data changed is refused, because nothing says that the change was intended. Options
+that affect only speed or frequency (layout, token budget, checkpoints, logging) may change between resumes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from cellmill.config.family import WEIGHTS_FORMAT
+from cellmill.config.options import TrainOptions
+from cellmill.config.upgrade import stored_options
 from cellmill.errors import ConfigError
 
+FREE_SECTIONS = {"parallel", "track"}
 FREE = {
     "stream": {"io_threads"},
     "train": {
@@ -29,22 +32,40 @@ FREE = {
 }
 
 
-def identity(options: dict[str, Any], init_from: str | None) -> dict[str, Any]:
-    """The options that define a run's numbers, as {section.key: value}, from its resolved sections."""
-    sections = ["tokens", "stream", "model", "objective", "train"]
-    if options.get("finetune", {"method": "full"}) != {"method": "full"}:
-        sections.append("finetune")  # the default is left out: runs from before the section keep their identity
+def identity(options: TrainOptions, init_from: str | None) -> dict[str, Any]:
+    """Return the options that define a run's numbers, as {section.key: value}.
+
+    Parameters
+    ----------
+    init_from
+        SHA-256 of the initial weights; None for random ones.
+    """
     values = {
         f"{section}.{key}": value
-        for section in sections
-        for key, value in options[section].items()
+        for section, keys in options.model_dump(mode="json").items()
+        if section not in FREE_SECTIONS
+        for key, value in keys.items()
         if key not in FREE.get(section, ())
     }
     return values | {"init_from": init_from, "weights_format": WEIGHTS_FORMAT}
 
 
-def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """`key before -> now` for each option that differs."""
+def changed_keys(stored: dict[str, Any], now: dict[str, Any], source: str) -> list[str]:
+    """Return `key before -> now` for each option that differs from those stored in `source`.
+
+    The stored options are validated by this version first, so an option added since then has its default and is no
+    change. Raises ConfigError if they are not valid any more.
+
+    Parameters
+    ----------
+    stored
+        run.json, or the state.json of a checkpoint.
+    now
+        From `identity`.
+    """
+    options = stored_options(stored["options"], source)
+    before = identity(options, stored["identity"]["init_from"])
+    before["weights_format"] = stored["identity"].get("weights_format", 1)
     return [
         f"{key} {before.get(key)} -> {now.get(key)}"
         for key in sorted(before.keys() | now.keys())
@@ -53,7 +74,7 @@ def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def check_data(folder: str, before: str, now: str) -> None:
-    """Raises ConfigError naming both fingerprints when the shards are not those the checkpoints were made from."""
+    """Raises ConfigError naming both fingerprints if the checkpoints were trained on other shards."""
     if before != now:
         raise ConfigError(
             f"{folder}: its checkpoints were trained on data {before[:12]}, the shards are now {now[:12]}; "

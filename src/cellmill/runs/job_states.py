@@ -1,13 +1,13 @@
-"""SLURM's words for the state of a job, as its queue and accounting and a run's records have them."""
+"""SLURM's job states, as in squeue, sacct and a run's records."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 GONE = "GONE"
-"""SLURM knows the job no longer."""
+"""SLURM no longer knows the job."""
 UNKNOWN = "UNKNOWN"
-"""No usable answer this time."""
+"""squeue gave no usable answer."""
 ALIVE = {
     "PENDING",
     "CONFIGURING",
@@ -24,7 +24,7 @@ ALIVE = {
     "RESV_DEL_HOLD",
     "SPECIAL_EXIT",
 }
-"""States of jobs that hold or will hold nodes."""
+"""States of jobs that hold nodes or are going to."""
 ENDED = {
     "BOOT_FAIL",
     "CANCELLED",
@@ -42,7 +42,7 @@ ENDED = {
 
 @dataclass(frozen=True)
 class JobState:
-    """SLURM's word for a job's state (or GONE, or UNKNOWN), its reason for waiting, and its nodes."""
+    """A job's state in SLURM's words (or GONE, or UNKNOWN), why it is pending, and its nodes."""
 
     name: str
     reason: str = ""

@@ -1,13 +1,14 @@
-"""The jobs of a run on disk: `train/jobs/NNN/`, one folder for each submission.
+"""Job records on disk: `train/jobs/NNN/`, one folder for each submission.
 
-    job.json               what was submitted, and SLURM's last word on it
+    job.json               the submitted request, and the last known state of the job
+    task.json              the task of each node, see launch/node.py
     attempt-000.json       when and where it ran; one for each time SLURM started it
-    error.txt              the one line of what went wrong, where a process knew it
-    {job}_{task}_log.out   what the tasks printed
+    error.txt              one line saying what went wrong, if a process knew
+    {job}_{task}_log.out   output of the tasks
     …                      submitit's own files
 
-A newest folder without job.json is a submission that was cut off: its job, if SLURM has it, is found by name. What
-lies here is JSON and text of our own; submitit's pickled results are never read.
+A newest folder without job.json is a submission that was interrupted: its job, if SLURM has it, is found by name.
+submitit's pickled results are never read.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cellmill.config.machine import Machine
 from cellmill.errors import DataError
 from cellmill.files import read_json, write_json
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """One submission; see job.json. Times are seconds since 1970."""
+    """One submission, as in job.json. Times are seconds since 1970."""
 
     path: Path
     """Its folder."""
@@ -43,30 +45,45 @@ class JobRecord:
     reason: str = ""
     ended_at: float | None = None
 
+    @classmethod
+    def of(cls, machine: Machine, path: Path, job_id: str, name: str) -> JobRecord:
+        """The record of a job for `machine` that was submitted now."""
+        return cls(
+            path=path,
+            job_id=job_id,
+            name=name,
+            submitted_at=time.time(),
+            nodes=machine.nodes,
+            nproc_per_node=machine.nproc_per_node,
+            gpus_per_node=machine.gpus,
+            cpus_per_node=machine.cpus,
+            slurm_partition=machine.slurm_partition,
+            runtime=machine.runtime,
+        )
+
     @property
     def log(self) -> Path:
-        """What task 0 prints."""
+        """Output of task 0."""
         return self.path / f"{self.job_id}_0_log.out"
 
     @property
     def error(self) -> str | None:
-        """The line a process or a node left about what went wrong."""
-        file = self.path / "error.txt"
-        return " ".join(file.read_text(encoding="utf-8", errors="replace").split()) if file.exists() else None
+        """The line that a process or node left about what went wrong."""
+        return error_line(self.path)
 
     def attempts(self) -> list[dict[str, Any]]:
-        """Its attempt files, oldest first."""
+        """Contents of its attempt files, oldest first."""
         return [read_json(path) for path in sorted(self.path.glob("attempt-*.json"))]
 
     def write(self) -> JobRecord:
-        """Writes job.json and returns the record."""
+        """Write job.json; return the record."""
         value = asdict(self)
         del value["path"]
         write_json(self.path / "job.json", value)
         return self
 
     def now(self, state: str, reason: str = "", ended: bool = False) -> JobRecord:
-        """The record with a new state, written where there is room: a full disk must not hide how the job ended."""
+        """The record with a new state, written if the disk has room: a full disk must not hide how the job ended."""
         record = replace(self, state=state, reason=reason, ended_at=time.time() if ended else None)
         try:
             record.write()
@@ -76,32 +93,44 @@ class JobRecord:
 
 
 class Jobs:
-    """The submissions of the run in `train`."""
+    """Submissions of the run in `train`."""
 
     def __init__(self, train: Path) -> None:
         self.path = Path(train) / "jobs"
         run = re.sub(r"[^A-Za-z0-9_-]", "", self.path.resolve().parent.parent.name)[:24]
-        where = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:12]
-        self.name = f"cellmill-{run}-{where}"
-        """Of its jobs in the queue, followed by a dot and the folder's number: the same for one folder only."""
+        digest = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:12]
+        self.name = f"cellmill-{run}-{digest}"
+        """First part of its jobs' names, unique to the folder; a dot and the submission's number follow."""
 
     def all(self) -> list[JobRecord]:
-        """Recorded submissions, oldest first. Raises DataError naming a record that cannot be read."""
+        """Recorded submissions, oldest first. Raises DataError naming an unreadable record."""
         return [_read(path) for path in self._folders() if (path / "job.json").exists()]
 
     def newest(self) -> JobRecord | None:
-        """The last recorded submission of this folder; a copy of another has records that are not its own."""
+        """The last recorded submission; records that came with a copied folder do not count."""
         records = [record for record in self.all() if record.name.startswith(f"{self.name}.")]
         return records[-1] if records else None
 
+    def record(self, job_id: str) -> JobRecord | None:
+        """The record of a job; None if it was submitted but not recorded."""
+        return next((record for record in self.all() if record.job_id == job_id), None)
+
+    def may_be_alive(self) -> bool:
+        """True if SLURM must be asked: the newest submission has no end on record, or no record."""
+        folders = self._folders()
+        if not folders:
+            return False
+        newest = self.newest()
+        return newest is None or newest.path != folders[-1] or newest.ended_at is None
+
     def unrecorded(self, name: str) -> Path | None:
-        """The folder of the submission called `name` when it was cut off before it was recorded."""
+        """The folder of the job called `name` if its submission was interrupted before it was recorded."""
         number = name.removeprefix(f"{self.name}.")
         path = self.path / number
         return path if number.isdigit() and path.is_dir() and not (path / "job.json").exists() else None
 
     def new(self) -> tuple[Path, str]:
-        """An empty folder for the next submission, for this user alone, and the job's name."""
+        """Create the folder of the next submission, for this user alone; return it and the job's name."""
         folders = self._folders()
         number = f"{1 + int(folders[-1].name) if folders else 1:03}"
         path = self.path / number
@@ -110,17 +139,23 @@ class Jobs:
         return path, f"{self.name}.{number}"
 
     def drop_unrecorded(self) -> None:
-        """Removes folders of submissions that were cut off; only when SLURM has no job of this run."""
+        """Remove folders of interrupted submissions. Only if SLURM has no job of this run."""
         for path in self._folders():
             if not (path / "job.json").exists():
                 self.drop(path)
 
     def drop(self, path: Path) -> None:
-        """Removes the folder of a submission that was refused."""
+        """Remove the folder of a refused submission."""
         shutil.rmtree(path, ignore_errors=True)
 
     def _folders(self) -> list[Path]:
         return sorted((path for path in self.path.glob("*") if path.name.isdigit()), key=lambda path: int(path.name))
+
+
+def error_line(folder: Path) -> str | None:
+    """The text of error.txt in one line; None if there is none."""
+    file = folder / "error.txt"
+    return " ".join(file.read_text(encoding="utf-8", errors="replace").split()) if file.exists() else None
 
 
 def _read(folder: Path) -> JobRecord:
@@ -129,5 +164,5 @@ def _read(folder: Path) -> JobRecord:
         return JobRecord(path=folder, **read_json(file))
     except (DataError, TypeError):
         raise DataError(
-            f"{file}: is not a job's record; remove the file: a job that still lives is then found by its name"
+            f"{file}: not a job record; remove the file: a job that is still alive is then found by its name"
         ) from None

@@ -1,7 +1,7 @@
-"""`metrics.jsonl`: one JSON object a line, appended as training goes. The one place that reads it.
+"""Reading metrics.jsonl: one JSON object per line, appended during training.
 
-On resume the file is cut back to the checkpoint's step, so that a curve has each step once however often a run was
-killed.
+On resume the file is truncated to the checkpoint's step, so that each step is in the curve once however often a run
+was killed.
 """
 
 from __future__ import annotations
@@ -12,44 +12,37 @@ from typing import Any
 
 from cellmill.files import write_text
 
-TAIL_BYTES = 1 << 16  # of a curve or a log, enough for what is shown
+TAIL_BYTES = 1 << 16  # end of a curve or a log, enough for status and attach
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Drops lines of later steps, and a last line that a kill tore."""
+    """Drop lines of steps after `step`, and a last line that a kill truncated."""
     kept = [json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step]
     write_text(path, "".join(kept))
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of the file, in order; empty when there is none."""
-    if not path.exists():
-        return []
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            break  # torn by a kill; what follows a torn line was never written
-    return lines
+def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """Complete lines in order; empty if there is no file.
 
-
-def last_lines(metrics: Path) -> list[dict[str, Any]]:
-    """The whole lines at the end of a curve."""
+    Parameters
+    ----------
+    last_bytes
+        Read no more than the end of the file.
+    """
     try:
-        with open(metrics, "rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - TAIL_BYTES))
+        with open(path, "rb") as file:
+            start = 0 if last_bytes is None else max(0, file.seek(0, 2) - last_bytes)
+            file.seek(start)
             texts = file.read().split(b"\n")
     except FileNotFoundError:
         return []
-    if size > TAIL_BYTES:
-        del texts[0]  # cut
+    if start:
+        del texts[0]  # incomplete
     lines = []
     for text in texts:
         try:
             line = json.loads(text)
-        except ValueError:  # torn by a kill, or being written
+        except ValueError:  # truncated by a kill, or being written
             continue
         if isinstance(line, dict) and isinstance(line.get("step"), int):
             lines.append(line)

@@ -1,4 +1,4 @@
-"""How far a run is, and how fast, by its files."""
+"""Progress and speed of a run, from its files."""
 
 from __future__ import annotations
 
@@ -9,39 +9,58 @@ from typing import Any
 from cellmill.errors import DataError
 from cellmill.files import read_json
 from cellmill.runs.folder import TrainFolder
+from cellmill.runs.metrics import read_lines
 
 
 def progress_of(train: Path) -> dict[str, Any]:
-    """The newest of what state.json and the last checkpoint say of step, cells and steps; empty when it never began."""
-    folder, found = TrainFolder(train), {}
-    if (train / "state.json").exists():
-        found = read_json(train / "state.json")
-        if not isinstance(found, dict):
-            raise DataError(f"{train / 'state.json'}: is not a run's state; the next start writes it anew")
-    checkpoints = folder.checkpoints()
-    if checkpoints and checkpoints[-1].step > found.get("step", 0):
+    """Step, cells and steps by state.json or the last checkpoint, whichever is newer; empty before the first start."""
+    file, progress = train / "state.json", {}
+    if file.exists():
+        progress = read_json(file)
+        if not isinstance(progress, dict):
+            raise DataError(f"{file}: not a run's state; the next start rewrites it")
+    checkpoints = TrainFolder(train).checkpoints()
+    if checkpoints and checkpoints[-1].step > progress.get("step", 0):
         saved = checkpoints[-1].state()
-        found = {**found, "steps": saved["steps"], **saved["progress"]}
-    return found
+        progress = {**progress, "steps": saved["steps"], **saved["progress"]}
+    return progress
 
 
 def step_seconds(train: Path, lines: list[dict[str, Any]]) -> float | None:
-    """Seconds of one step at the speed of the last lines, without validation and checkpoints; None if not known."""
+    """Seconds per step over the last lines, without validation and checkpoints; None if unknown."""
     rates = [line["cells_per_s"] for line in lines if line.get("cells_per_s")][-10:]
     cells = cells_per_step(train)
     return cells / statistics.median(rates) if rates and cells else None
 
 
 def cells_per_step(train: Path) -> float | None:
-    """Cells of a step: their mean so far, or what the options say before a checkpoint knows it."""
-    so_far = progress_of(train)
-    if so_far.get("step") and so_far.get("cells"):
-        return float(so_far["cells"] / so_far["step"])
+    """Mean cells per step so far; before the first checkpoint, `train.global_batch`."""
+    progress = progress_of(train)
+    if progress.get("step") and progress.get("cells"):
+        return float(progress["cells"] / progress["step"])
     if not (train / "run.json").exists():
         return None
     return float(read_json(train / "run.json")["options"]["train"]["global_batch"])
 
 
+def training_seconds(train: Path) -> float | None:
+    """Seconds spent on the steps of the curve; None without a curve.
+
+    Each line of metrics.jsonl has the rate since the line before it: the sum of (steps between them) x (cells per
+    step) / (cells per second). Waiting for data is included; validation and checkpoints are not. Steps that were lost
+    with a job and repeated are in the curve once.
+    """
+    cells = cells_per_step(train)
+    lines = [line for line in read_lines(train / "metrics.jsonl") if line.get("cells_per_s")]
+    if not lines or cells is None:
+        return None
+    seconds, before = 0.0, 0
+    for line in lines:
+        seconds += max(0, line["step"] - before) * cells / line["cells_per_s"]
+        before = line["step"]
+    return seconds
+
+
 def status(name: str, state: dict[str, Any]) -> dict[str, Any]:
-    """What status.json and state.json say of a run."""
+    """Contents of status.json and state.json."""
     return {"state": name, "steps": state["steps"], "world_size": state["world_size"], **state["progress"]}

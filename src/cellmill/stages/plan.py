@@ -49,7 +49,7 @@ def run(
         opened = Manifest.read(manifest)
         detected, fingerprint = detected_genes(opened), opened.fingerprint
         lengths = np.minimum(detected, options.tokens.max_tokens)
-        known_cells = Cells(lengths, int(opened.vocabulary["n_genes"]), opened.splits["val"].n_obs)
+        known_cells = Cells(lengths, opened.n_genes, opened.splits["val"].n_obs)
     if suggest:
         found = layout_search.suggest(options, known_cells, machine, device)
         print(layout_search.table(found, options, machine, device), flush=True)

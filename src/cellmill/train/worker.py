@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,10 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cellmill.config import check_options
 from cellmill.config.layout import min_microbatches
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import Parallel, Train
+from cellmill.config.track import Track
+from cellmill.config.upgrade import stored_options
 from cellmill.data.manifest import Manifest
 from cellmill.data.stream import CellStream
 from cellmill.data.vocabulary import Vocabulary
@@ -40,6 +42,7 @@ from cellmill.parallel.step import ParallelModel
 from cellmill.planner.devices import peak_flops
 from cellmill.planner.size import measure
 from cellmill.runs.folder import TrainFolder
+from cellmill.track.background import BackgroundTrackers
 from cellmill.track.console import ConsoleTracker
 from cellmill.track.jsonl import JsonlTracker
 from cellmill.track.tracker import Tracker
@@ -58,7 +61,7 @@ def main(path: Path, error_file: Path) -> None:
     stop = StopFlag()
     folder = TrainFolder(path)
     record = read_json(folder.path / "run.json")
-    options: TrainOptions = check_options(TrainOptions, record["options"], "run.json")
+    options = stored_options(record["options"], "run.json")
     device = _join(options.parallel, options.train.timeout_s)
     watch = HangWatch()
     watch.start(options.train.timeout_s, partial(give_up, error_file))
@@ -96,7 +99,7 @@ def main(path: Path, error_file: Path) -> None:
         train_stream=train_stream,
         val_stream=val_stream,
         checkpoints=checkpoints,
-        trackers=open_trackers(folder, steps, progress.step),
+        trackers=open_trackers(folder, options.track, saved_with, progress.step),
         meter=Meter(_peak(device, options.parallel.precision), dist.get_world_size()),
         stop=stop,
         progress=progress,
@@ -105,15 +108,21 @@ def main(path: Path, error_file: Path) -> None:
         profile=open_profile(folder, options.train, device),
     )
     write_state(folder, "running", progress, saved_with)
-    done = trainer.run()
+    try:
+        done = trainer.run()
+    except BaseException:
+        for tracker in trainer.trackers:
+            with suppress(OSError):  # a full disk, again
+                tracker.finish("failed")
+        raise
     if trainer.profile is not None:
         trainer.profile.close()
     for stream in (train_stream, val_stream):
         if stream is not None:
             stream.close()
-    for tracker in trainer.trackers:
-        tracker.close()
     write_state(folder, "done" if done else "stopped", progress, saved_with)
+    for tracker in trainer.trackers:
+        tracker.finish("done" if done else "stopped")
     dist.barrier()  # no rank leaves while another still needs it
     watch.close()
 
@@ -193,11 +202,14 @@ def build_streams(options: TrainOptions, manifest: Path, mesh: Mesh) -> tuple[Ce
     return train, CellStream(manifest, "val", shuffle=False, max_cells=options.train.val_cells, **shared)
 
 
-def open_trackers(folder: TrainFolder, steps: int, start: int) -> list[Tracker]:
-    """Return the trackers of rank 0; other ranks have none."""
+def open_trackers(folder: TrainFolder, track: Track, saved_with: dict[str, Any], resume_step: int) -> list[Tracker]:
+    """Start rank 0's trackers; other ranks have none."""
     if dist.get_rank() != 0:
         return []
-    return [JsonlTracker(folder.metrics), ConsoleTracker(steps, start)]
+    trackers: list[Tracker] = [JsonlTracker(folder.metrics), ConsoleTracker(), BackgroundTrackers(track.to)]
+    for tracker in trackers:
+        tracker.start({"run": folder.path.resolve().parent.name, **saved_with}, resume_step)
+    return trackers
 
 
 def open_profile(folder: TrainFolder, train: Train, device: torch.device) -> StepProfile | None:

@@ -13,6 +13,7 @@ class MaskedConfig(FamilyConfig):
     """Architecture of the masked encoder."""
 
     implementation: ClassVar[str] = "cellmill.models.masked.model:MaskedModel"
+    value_kinds: ClassVar[tuple[str, ...]] = ("class", "scalar", "place")
     objectives: ClassVar[tuple[str, ...]] = ("masked_value", "masked_gene")
     weight_keys: ClassVar[tuple[str, ...]] = ("family", "hidden", "layers", "heads", "ffn_width")
 

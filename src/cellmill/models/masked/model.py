@@ -116,10 +116,10 @@ class MaskedModel(Model):
 
 
 def _value_embedding(tokens: Tokens, hidden: int) -> nn.Module:
-    if tokens.tokenizer == "continuous":
+    if tokens.value_kind == "scalar":
         # one input: its fan-in is 1. Values then begin as loud as genes, which are 0.02; with 0.02 in the second layer
         # they would be 20 times louder
         return nn.Sequential(
             with_std(nn.Linear(1, hidden), 1.0), nn.GELU(), with_std(Linear(hidden, hidden), STD / math.sqrt(hidden))
         )
-    return nn.Embedding(tokens.bins + 1 if tokens.tokenizer == "binned" else tokens.max_tokens, hidden)
+    return nn.Embedding(tokens.n_values, hidden)

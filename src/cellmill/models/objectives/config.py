@@ -30,10 +30,10 @@ class MaskedValueConfig(MaskedObjectiveConfig):
     name: Literal["masked_value"] = Field("masked_value", description="Predict the values of masked tokens.")
 
     def check_tokens(self, tokens: Tokens) -> None:
-        """Rank tokens have no value to hide: their place in the cell is not a count."""
-        if tokens.tokenizer == "rank":
+        """A place in the cell is not a count: there is no value to hide."""
+        if tokens.value_kind not in ("class", "scalar"):
             raise ValueError(
-                "objective masked_value needs values, which tokens.tokenizer rank does not have; "
+                f"objective masked_value needs values, which tokens.tokenizer {tokens.tokenizer} does not have; "
                 "choose binned or continuous, or objective masked_gene"
             )
 

@@ -21,6 +21,7 @@ from cellmill.models.objectives.masked import MaskedObjective
 from cellmill.models.objectives.masking import MaskedBatch
 from cellmill.parallel.cross_entropy import token_loss
 from cellmill.parallel.vocab_parallel import token_logits
+from cellmill.runs.verdict import Verdict, compare
 
 
 class MaskedGene(MaskedObjective):
@@ -52,22 +53,18 @@ class MaskedGene(MaskedObjective):
         entropy = F.cross_entropy(logits, answers, reduction="none")
         return answers - len(SPECIAL), logits.argmax(1) == answers, entropy
 
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> dict[str, Any]:
-        """Return `n_targets`, accuracy and cross-entropy (nats), each beside that of the genes' add-one frequency."""
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
+        """Return accuracy and cross-entropy (nats), each beside that of the genes' add-one frequency, and a verdict."""
         genes, correct, cross_entropy = observed
         frequency = (train.n + 1) / (train.n.sum() + len(train.n))
         base = float(-np.log(frequency[genes]).mean())
-        accuracy, always = float(correct.mean()), float((genes == int(train.n.argmax())).mean())
         entropy = float(cross_entropy.astype(np.float64).mean())
-        how = "better than" if entropy < base else "no better than"
-        return {
+        figures = {
             "n_targets": len(genes),
-            "accuracy": accuracy,
-            "accuracy_frequency": always,
+            "accuracy": float(correct.mean()),
+            "accuracy_frequency": float((genes == int(train.n.argmax())).mean()),
             "cross_entropy": entropy,
             "cross_entropy_frequency": base,
-            "verdict": [
-                f"Hidden genes are predicted {how} by their frequency in training cells: cross-entropy {entropy:.3f} "
-                f"against {base:.3f} nats, accuracy {accuracy:.3f} against {always:.3f}."
-            ],
         }
+        name, against = "prediction of masked genes", "gene frequency in training cells"
+        return figures, [compare(name, against, "nats cross-entropy", entropy - base, lower_is_better=True)]

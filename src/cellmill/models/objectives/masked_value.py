@@ -22,6 +22,7 @@ from cellmill.models.initial import STD, Fill, normal
 from cellmill.models.objective import GeneStatistics
 from cellmill.models.objectives.masked import MaskedObjective
 from cellmill.models.objectives.masking import MaskedBatch
+from cellmill.runs.verdict import Verdict, compare
 
 
 class MaskedValue(MaskedObjective):
@@ -32,7 +33,7 @@ class MaskedValue(MaskedObjective):
     def attach_output(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         """Add `value_out`, and `hidden_value`, the vector that stands for a hidden value."""
         model.hidden_value = nn.Parameter(torch.empty(model.width))
-        model.value_out = nn.Linear(model.width, self.tokens.bins if self._binned else 1)
+        model.value_out = nn.Linear(model.width, self.tokens.n_values - 1 if self._is_class else 1)  # bins count from 1
         return ("value_out",)
 
     def initial_value(self, name: str) -> Fill | None:
@@ -42,14 +43,14 @@ class MaskedValue(MaskedObjective):
     def loss_of(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
         """Return cross-entropy of bins, or the squared error of values, summed."""
         predicted = self.predict(model, states, prepared)
-        if self._binned:
+        if self._is_class:
             return F.cross_entropy(predicted, prepared.answers - 1, reduction="sum")  # bins count from 1
         return (predicted - prepared.answers).square().sum()
 
     def predict(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
         """(N, H) -> float32 values (N,), or logits of bins (N, bins)."""
         out = model.value_out(states).float()
-        return out if self._binned else out.squeeze(-1) + prepared.center[prepared.cell[prepared.targets]]
+        return out if self._is_class else out.squeeze(-1) + prepared.center[prepared.cell[prepared.targets]]
 
     def observe(self, model: Any, prepared: MaskedBatch) -> tuple[torch.Tensor, ...]:
         """Return vocabulary row, true value and predicted value of each target; of bins the expectation."""
@@ -59,8 +60,8 @@ class MaskedValue(MaskedObjective):
             predicted = predicted.softmax(1) @ bins
         return prepared.genes[prepared.targets] - len(SPECIAL), prepared.answers, predicted
 
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> dict[str, Any]:
-        """Return `n_targets`, R² over the gene's and the global mean, the gene-centred correlation, mean squares.
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
+        """Return figures (R² over gene and global mean, gene-centred correlation, mean squares) and their verdict.
 
         A figure that is not defined (no variance) is None.
         """
@@ -69,7 +70,7 @@ class MaskedValue(MaskedObjective):
         mse = _mean_square(targets - predicted)
         mse_gene, mse_global = _mean_square(targets - by_gene), _mean_square(targets - train.global_mean)
         r2 = _r2(mse, mse_gene)
-        return {
+        figures = {
             "n_targets": len(targets),
             "r2_over_gene_mean": r2,
             "r2_over_global_mean": _r2(mse, mse_global),
@@ -77,22 +78,14 @@ class MaskedValue(MaskedObjective):
             "mse": mse,
             "mse_gene_mean": mse_gene,
             "mse_global_mean": mse_global,
-            "verdict": [] if r2 is None else [_sentence(r2)],
         }
+        if r2 is None:
+            return figures, []
+        return figures, [compare("prediction of masked values", "the gene's training mean", "R²", r2)]
 
     @property
-    def _binned(self) -> bool:
-        return self.tokens.tokenizer == "binned"
-
-
-def _sentence(r2: float) -> str:
-    if r2 < -5e-4:
-        how = "worse than by the gene's mean over training cells"
-    elif r2 < 5e-4:
-        how = "no better than by the gene's mean over training cells"
-    else:
-        how = "better than by the gene's mean over training cells"
-    return f"Hidden values are predicted {how}: R² over the gene mean is {r2:.3f}."
+    def _is_class(self) -> bool:
+        return self.tokens.value_kind == "class"
 
 
 def _mean_square(values: np.ndarray) -> float:

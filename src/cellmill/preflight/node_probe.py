@@ -1,11 +1,10 @@
-"""What each process of a preflight does on the machine a training would get.
+"""The process that a preflight starts for each process of a training.
 
-The first process of a node writes down what the node is (`node-000.json`) before it meets the others, so that a
-failed meeting still leaves facts. Then all of them all-reduce, as gradients are, inside each node and over all.
+The first process of each node writes the node's report (`node-000.json`) before it connects to the others, so that a
+failed connection still leaves a report. Then all processes all-reduce, as gradients are, inside each node and over all.
 
 Bandwidth is the bus bandwidth of nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): bytes / seconds *
-2 (n - 1) / n for n processes. It is what the slowest link carries, so figures of any n compare with each other and
-with the link's own.
+2 (n - 1) / n for n processes. It is the rate of the slowest link, comparable between any n and with the hardware's.
 """
 
 from __future__ import annotations
@@ -32,25 +31,25 @@ from cellmill.files import read_json, write_json, write_text
 from cellmill.launch.processes import die_with_parent
 from cellmill.preflight.nodes import ALLREDUCE, HEAD, node_file
 
-MEET_WITHIN_S = 120
+CONNECT_WITHIN_S = 120
 WRITTEN_BYTES = 64 << 20
 CPU_BYTES, GPU_BYTES = 16 << 20, 256 << 20
 WARM_UP, TIMED = 2, 5  # all-reduces
 
 
 def main(folder: Path) -> None:
-    """Collective: every process torchrun started."""
+    """Report, then measure. Collective: every process that torchrun started."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     node, nodes = rank // local_world, world // local_world
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if local_rank == 0:
         write_json(folder / node_file(node), facts(folder, node))
-    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=MEET_WITHIN_S)))
-    store.set_timeout(timedelta(seconds=MEET_WITHIN_S))
+    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_WITHIN_S)))
+    store.set_timeout(timedelta(seconds=CONNECT_WITHIN_S))
     if local_rank == 0:
         store.set(f"gpus-{node}", str(gpus))
-    # one backend for all: a node that is short of GPUs is reported, not waited for
+    # one backend for all: a node that lacks GPUs must be reported, not waited for
     cuda = all(int(store.get(f"gpus-{other}")) >= local_world for other in range(nodes))
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
@@ -60,7 +59,7 @@ def main(folder: Path) -> None:
         store=dist.PrefixStore("preflight", store),
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=MEET_WITHIN_S),
+        timeout=timedelta(seconds=CONNECT_WITHIN_S),
         device_id=device if cuda else None,
     )
     inside, _ = dist.new_subgroups(local_world)
@@ -74,7 +73,7 @@ def main(folder: Path) -> None:
         used = busiest(moved, n_bytes) if between is not None else None
         store.set(f"node-{node}", json.dumps({"host": host(), "inside": speed, "interface": used}))
     if rank == 0:
-        found = [json.loads(store.get(f"node-{other}")) for other in range(nodes)]
+        measured = [json.loads(store.get(f"node-{other}")) for other in range(nodes)]
         write_json(
             folder / ALLREDUCE,
             {
@@ -83,16 +82,16 @@ def main(folder: Path) -> None:
                 "nodes": nodes,
                 "nproc_per_node": local_world,
                 "between": between,
-                "inside": [{"host": entry["host"], "bus_gb_per_s": entry["inside"]} for entry in found],
-                "interfaces": {entry["host"]: entry["interface"] for entry in found},
+                "inside": [{"host": entry["host"], "bus_gb_per_s": entry["inside"]} for entry in measured],
+                "interfaces": {entry["host"]: entry["interface"] for entry in measured},
             },
         )
-    dist.barrier()  # nobody leaves while another still needs it
+    dist.barrier()  # a process that leaves early would break the others' connections
 
 
 def facts(folder: Path, node: int) -> dict[str, Any]:
-    """What this node is, and what it sees of the shared folder."""
-    write_s, complaint = write_speed(folder / f"written-{node:03}.bin")
+    """Report of this node: versions, hardware, write speed, and what it sees of the shared folder."""
+    write_s, error = write_speed(folder / f"written-{node:03}.bin")
     value: dict[str, Any] = {
         "host": host(),
         "python": platform.python_version(),
@@ -106,23 +105,23 @@ def facts(folder: Path, node: int) -> dict[str, Any]:
         "interfaces": sorted(links()),
         "written_bytes": WRITTEN_BYTES,
         "write_s": write_s,
-        "write_error": complaint,
+        "write_error": error,
     }
     try:
         head = read_json(folder / HEAD)
-    except (DataError, OSError) as error:
-        return value | {"token": None, "head_time": None, "time": time.time(), "head_error": str(error)}
+    except (DataError, OSError) as missing:
+        return value | {"token": None, "head_time": None, "time": time.time(), "head_error": str(missing)}
     return value | {"token": head["token"], "head_time": head["time"], "time": time.time(), "head_error": None}
 
 
 def host() -> str:
-    """The node's name, as SLURM has it where there is SLURM."""
+    """The node's name: SLURM's, if there is SLURM."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def write_speed(path: Path) -> tuple[float | None, str | None]:
-    """Seconds that a file of `WRITTEN_BYTES` takes to be on disk, and what went wrong instead."""
-    block = os.urandom(1 << 20)  # a file system that compresses must not look fast
+    """Seconds to write and fsync a file of `WRITTEN_BYTES`, or the error."""
+    block = os.urandom(1 << 20)  # random: compression must not make the disk look fast
     began = time.monotonic()
     try:
         with open(path, "wb") as file:
@@ -138,21 +137,21 @@ def write_speed(path: Path) -> tuple[float | None, str | None]:
 
 
 def gpu_names() -> list[str]:
-    """Products of the GPUs this process may use."""
+    """Product names of the visible GPUs."""
     if not torch.cuda.is_available():
         return []
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
 def nccl_version() -> str | None:
-    """Of the NCCL in torch; None in a build without CUDA."""
+    """Version of torch's NCCL; None in a build without CUDA."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return None
     return ".".join(str(part) for part in torch.cuda.nccl.version())
 
 
 def driver_version() -> str | None:
-    """Of the NVIDIA driver; None without one."""
+    """Version of the NVIDIA driver; None without one."""
     try:
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
@@ -163,32 +162,33 @@ def driver_version() -> str | None:
 
 
 def links() -> dict[str, int]:
-    """Bytes that each network interface of this process's network namespace has carried, both ways (proc(5))."""
-    found = {}
+    """Bytes received and sent by each network interface of this process's namespace (proc(5))."""
+    carried_bytes = {}
     for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
         name, _, counters = line.partition(":")
         numbers = counters.split()
-        found[name.strip()] = int(numbers[0]) + int(numbers[8])
-    return found
+        carried_bytes[name.strip()] = int(numbers[0]) + int(numbers[8])
+    return carried_bytes
 
 
 def carried() -> dict[str, int]:
-    """Bytes that interfaces and InfiniBand ports have carried; RDMA passes the interfaces by."""
-    found = links()
+    """Bytes received and sent by interfaces and InfiniBand devices; RDMA bypasses the interfaces."""
+    carried_bytes = links()
     for counter in Path("/sys/class/infiniband").glob("*/ports/*/counters/port_*_data"):
         if counter.name in ("port_xmit_data", "port_rcv_data"):
             device = counter.parts[-5]
             try:
-                found[device] = found.get(device, 0) + 4 * int(counter.read_text())  # counted in words of 4 bytes
+                words = int(counter.read_text())  # of 4 bytes
+                carried_bytes[device] = carried_bytes.get(device, 0) + 4 * words
             except (OSError, ValueError):  # a port that is off
                 continue
-    return found
+    return carried_bytes
 
 
 def busiest(moved: dict[str, int], n_bytes: int) -> str | None:
-    """What carried most of an all-reduce of `n_bytes` to other nodes; None where the counters show nothing.
+    """The device that carried most of an all-reduce of `n_bytes` between nodes; None if the counters show none.
 
-    The loopback interface carries what processes of one node say to each other, so it counts only where no other did.
+    The loopback interface carries the traffic inside a node, so it counts only if no other device did.
     """
     for names in (moved.keys() - {"lo"}, moved.keys()):
         most = max(sorted(names), key=lambda name: moved[name], default=None)
@@ -198,7 +198,7 @@ def busiest(moved: dict[str, int], n_bytes: int) -> str | None:
 
 
 def check_sum(device: torch.device, world: int) -> None:
-    """Raises RuntimeError when an all-reduce of ones is not the number of processes."""
+    """Raises RuntimeError if an all-reduce of ones does not give the number of processes."""
     ones = torch.ones(1 << 16, device=device)
     dist.all_reduce(ones)
     if not bool((ones == world).all()):
@@ -208,7 +208,7 @@ def check_sum(device: torch.device, world: int) -> None:
 def bus_bandwidth(group: dist.ProcessGroup | None, size: int, device: torch.device, n_bytes: int) -> float | None:
     """Bus bandwidth of an all-reduce of `n_bytes` over a group of `size`, in GB/s (10^9 bytes); None for one process.
 
-    Collective over the group. The slowest process's time counts.
+    Collective over the group. The time is the slowest process's.
     """
     if size == 1:
         return None
@@ -246,9 +246,9 @@ if __name__ == "__main__":
         traceback.print_exc()
         line = f"rank {os.environ.get('RANK', '?')} on {host()}: {type(error).__name__}: {' '.join(str(error).split())}"
         try:
-            if not (shared / "error.txt").exists():  # the first to fail is the one to blame
+            if not (shared / "error.txt").exists():  # the first failure is the cause
                 write_text(shared / "error.txt", line[:400])
         except OSError as full:
             print(f"{shared}: {full.strerror}", file=sys.stderr)
         sys.stderr.flush()
-        os._exit(1)  # other ranks may be in a collective that this one will never join
+        os._exit(1)  # do not wait for a collective that other ranks are in

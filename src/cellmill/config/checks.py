@@ -1,0 +1,135 @@
+"""Checks across sections, and of a run against the processes it gets. Torch-free.
+
+One function per rule: `snakemake -n` calls them through `RunConfig` and `check_processes`, the planner and the data
+stream call them again with what they were given. All raise ConfigError.
+"""
+
+from __future__ import annotations
+
+from cellmill.config.family import FamilyConfig
+from cellmill.config.layout import Layout, divisors, layout, nearest
+from cellmill.config.options import TrainOptions
+from cellmill.config.parallel import Parallel
+from cellmill.errors import ConfigError
+
+
+def check_together(options: TrainOptions) -> None:
+    """Refuse options of different sections that exclude each other, naming both."""
+    _check_objective(options)
+    _check_tensor_parallel(options.model, options.parallel)
+    _check_pipeline(options.model, options.parallel)
+    _check_compile(options.parallel)
+    if options.parallel.cpu_offload == "full" and options.parallel.strategy == "ddp":
+        raise ConfigError(
+            "parallel.cpu_offload full requires strategy fsdp, got ddp; set strategy to fsdp, or cpu_offload to "
+            "optimizer"
+        )
+    check_budget(options.tokens.max_tokens, options.train.token_budget)
+    check_batch(options.train.global_batch, options.stream.lanes)
+
+
+def check_processes(options: TrainOptions, nodes: int, nproc_per_node: int, train_cells: int | None = None) -> Layout:
+    """Layout of the run on its processes; refuses a number of them that layout, lanes or cells do not divide over."""
+    sizes = layout(options.parallel, nodes * nproc_per_node, nproc_per_node)
+    if train_cells is not None and train_cells < sizes.dp:
+        raise ConfigError(f"{sizes.dp_words} for {train_cells} training cells; set fewer processes in the profile")
+    check_lanes(options.stream.lanes, options.train.global_batch, sizes.dp, sizes.dp_words)
+    return sizes
+
+
+def check_budget(max_tokens: int, token_budget: int) -> None:
+    """Refuse a token budget smaller than the longest cell."""
+    if max_tokens > token_budget:
+        raise ConfigError(
+            f"tokens.max_tokens {max_tokens} exceeds train.token_budget {token_budget}: one cell would not fit; "
+            "raise the budget or lower max_tokens"
+        )
+
+
+def check_batch(global_batch: int, lanes: int) -> None:
+    """Refuse a global batch that is not an equal share of cells from each lane."""
+    if global_batch % lanes:
+        raise ConfigError(
+            f"train.global_batch: expected a multiple of stream.lanes {lanes}, got {global_batch}; "
+            f"set {max(1, round(global_batch / lanes)) * lanes}"
+        )
+
+
+def check_lanes(lanes: int, global_batch: int, dp: int, processes: str = "") -> None:
+    """Refuse lanes that `dp` data-parallel processes (or groups, as `processes` says) cannot share evenly."""
+    if lanes % dp == 0:
+        return
+    dividing = [n for n in range(dp, global_batch + 1, dp) if global_batch % n == 0]
+    if dividing:
+        other = f"stream.lanes {nearest(lanes, dividing)}"
+    else:
+        other = f"stream.lanes {dp} with train.global_batch {max(1, round(global_batch / dp)) * dp}"
+    raise ConfigError(
+        f"stream.lanes {lanes} is not a multiple of {processes or f'{dp} processes'}; "
+        f"set {nearest(dp, divisors(lanes))} in the profile, or {other}"
+    )
+
+
+def _check_objective(options: TrainOptions) -> None:
+    model, objective, tokens = options.model, options.objective, options.tokens
+    if objective.name not in model.objectives and model.family not in objective.families:
+        raise ConfigError(
+            f"objective.name {objective.name}: family {model.family} serves {', '.join(model.objectives) or 'none'}; "
+            "choose one of these, or another model.family"
+        )
+    if tokens.value_kind not in model.value_kinds:
+        raise ConfigError(
+            f"tokens.tokenizer {tokens.tokenizer} has values of kind {tokens.value_kind}, family {model.family} embeds "
+            f"{', '.join(model.value_kinds) or 'none'}; choose another tokenizer or family"
+        )
+    objective.check_tokens(tokens)
+
+
+def _check_tensor_parallel(model: FamilyConfig, parallel: Parallel) -> None:
+    tp = parallel.tp
+    if tp == 1:
+        if parallel.sequence_parallel:
+            raise ConfigError("parallel.sequence_parallel requires parallel.tp > 1; set tp, or sequence_parallel to no")
+        return
+    cut = model.cut_by_tp()
+    if not cut:
+        raise ConfigError(f"parallel.tp {tp}: family {model.family} does not support tensor parallelism; set tp to 1")
+    possible = [n for n in divisors(min(cut.values())) if not any(size % n for size in cut.values())]
+    for name, size in cut.items():
+        if size % tp:
+            raise ConfigError(f"parallel.tp {tp} does not divide {name} {size}; use {nearest(tp, possible)}")
+
+
+def _check_pipeline(model: FamilyConfig, parallel: Parallel) -> None:
+    pp, schedule, stages = parallel.pp, parallel.schedule, parallel.stages
+    if pp == 1:
+        for name in ("schedule", "microbatches"):
+            if getattr(parallel, name) != Parallel.model_fields[name].default:
+                raise ConfigError(f"parallel.{name} requires parallel.pp > 1; set pp, or leave {name} out")
+        return
+    blocks = model.cut_by_pp()
+    if not blocks:
+        raise ConfigError(f"parallel.pp {pp}: family {model.family} does not support pipelines; set pp to 1")
+    for name, size in blocks.items():
+        if size < stages:
+            most = size * pp // stages
+            fewer = "use schedule 1F1B, or set pp to 1" if stages > pp else "set pp to 1"
+            raise ConfigError(
+                f"parallel.pp {pp} with schedule {schedule} has {stages} pipeline stages for {name} {size}, and each "
+                f"needs a block; {f'use pp {most}' if most > 1 else fewer}"
+            )
+
+
+def _check_compile(parallel: Parallel) -> None:
+    if not parallel.compile:
+        return
+    if parallel.activation_checkpointing == "selective":
+        raise ConfigError(
+            "parallel.activation_checkpointing selective has no effect with compile, which selects what to recompute "
+            "by itself; set it to null or full"
+        )
+    if parallel.schedule in ("InterleavedZeroBubble", "ZBV", "DualPipeV"):
+        raise ConfigError(
+            f"parallel.schedule {parallel.schedule} splits the backward pass, which compile fuses; set compile to no, "
+            "or schedule to Interleaved1F1B"
+        )

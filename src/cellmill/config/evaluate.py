@@ -1,0 +1,61 @@
+"""Section `evaluate`, and the options of evaluation tasks. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, SerializeAsAny, field_validator
+
+from cellmill.config.plugin import Plugin, by_name
+from cellmill.config.section import Section
+
+
+class TaskConfig(Plugin):
+    """Base of every task's options; `implementation` is a `cellmill.evaluate.task.Task`."""
+
+    kind: ClassVar[str] = "task"
+
+    name: str
+
+
+class ProbeConfig(TaskConfig):
+    """Logistic regression and kNN of the label on embeddings, against baselines; skipped without a label."""
+
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.probe:Probe"
+
+    name: Literal["probe"] = Field("probe", description="Name of the task.")
+    neighbors: int = Field(15, ge=1, description="k of the kNN classifier.")
+
+
+class ReconstructConfig(TaskConfig):
+    """The training objective on the scored cells, against the gene statistics of training cells."""
+
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.reconstruct:Reconstruct"
+
+    name: Literal["reconstruct"] = Field("reconstruct", description="Name of the task.")
+    objective: dict[str, Any] = Field(
+        {}, description="Options of the training objective to change here, for instance `mask_frac`."
+    )
+
+
+_DEFAULT_TASKS: Any = {"probe": {}, "reconstruct": {}}
+
+
+class Evaluate(Section):
+    """Tasks that judge the exported model on held-out cells."""
+
+    datasets: list[str] | None = Field(None, description="Datasets to evaluate; null is those of the run's corpus.")
+    cells: Literal["heldout", "all"] = Field(
+        "heldout", description="heldout leaves out every cell that the model was trained or validated on."
+    )
+    folds: int = Field(5, ge=2, description="Cross-validation folds of tasks that fit something.")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of folds, masks, the untrained model and the UMAP.")
+    tasks: dict[str, SerializeAsAny[TaskConfig]] = Field(
+        _DEFAULT_TASKS,
+        description="Tasks to run, by name, each with its options; a run's tasks replace the default ones.",
+    )
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        return by_name(TaskConfig, value)

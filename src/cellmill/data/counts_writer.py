@@ -1,0 +1,84 @@
+"""Writing cells as .h5ad with contiguous, unfiltered, aligned CSR, so that a row is one pread.
+
+anndata's own writer chunks sparse arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+from anndata.io import write_elem
+
+from cellmill.data.h5_file import NewH5File, create_h5
+
+
+def count_dtype(largest: int) -> np.dtype[Any]:
+    """uint16 if counts up to `largest` fit, else uint32."""
+    return np.dtype("<u2" if largest <= np.iinfo(np.uint16).max else "<u4")
+
+
+def write_cells(
+    path: Path,
+    obs: pd.DataFrame | Callable[[], pd.DataFrame],
+    var: pd.DataFrame,
+    blocks: Iterable[sp.csr_matrix],
+    nnz: int | None,
+    dtype: np.dtype[Any],
+) -> None:
+    """Write an .h5ad whose X is CSR: `dtype` data, int32 indices, int64 indptr, unfiltered, little-endian.
+
+    Parameters
+    ----------
+    obs
+        Or a function returning it, called after the last block: for when only the blocks tell which cells remain.
+    blocks
+        Rows of X in order, columns in any order within a row; one block is held in memory at a time.
+    nnz
+        Values in all blocks; arrays are then contiguous and aligned to 4,096 bytes. None if unknown: arrays grow in
+        chunks.
+
+    Raises OSError naming `path` when the disk is full; `path` is then left unchanged.
+    """
+    with create_h5(path) as file:
+        file.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
+        group = file.create_group("X")
+        indptr = _write_values(file, group, blocks, nnz, np.dtype(dtype))
+        group.create_dataset("indptr", data=indptr)
+        shape = np.array([len(indptr) - 1, len(var)], np.int64)
+        group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape})
+        frame = obs() if callable(obs) else obs
+        assert len(frame) == len(indptr) - 1, f"{len(frame)} obs for {len(indptr) - 1} rows"
+        write_elem(file, "obs", frame)
+        write_elem(file, "var", var)
+        for name in ("layers", "obsm", "obsp", "uns", "varm", "varp"):
+            write_elem(file, name, {})
+
+
+def _write_values(
+    file: NewH5File, group: h5py.Group, blocks: Iterable[sp.csr_matrix], nnz: int | None, dtype: np.dtype[Any]
+) -> np.ndarray:
+    """Write `data` and `indices` of `group`; return indptr."""
+    layout = {"shape": (nnz,)} if nnz is not None else {"shape": (0,), "maxshape": (None,), "chunks": (1 << 18,)}
+    data = group.create_dataset("data", dtype=dtype.newbyteorder("<"), **layout)
+    indices = group.create_dataset("indices", dtype="<i4", **layout)
+    start, indptr = 0, [np.zeros(1, np.int64)]
+    for block in blocks:
+        assert not block.nnz or block.data.max() <= np.iinfo(dtype).max, f"a count is too large for {dtype}"
+        stop = start + block.nnz
+        if nnz is None:
+            data.resize((stop,))
+            indices.resize((stop,))
+        if block.nnz:
+            data[start:stop] = block.data.astype(dtype, copy=False)
+            indices[start:stop] = block.indices
+            file.raise_if_failed()
+        indptr.append(start + block.indptr[1:].astype(np.int64))
+        start = stop
+    assert nnz is None or start == nnz, f"expected {nnz} values, got {start}"
+    return np.concatenate(indptr)

@@ -1,0 +1,133 @@
+"""HDF5 files: opening with one-line errors, and writing that survives a full disk."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from cellmill.errors import DataError
+from cellmill.files import atomic_path
+
+ALIGNMENT = 4096  # bytes; for direct I/O and page-aligned preads
+
+
+def open_h5(path: Path, remedy: str = "") -> h5py.File:
+    """Open `path` for reading. Raises DataError, ending in `remedy`, when it is missing, truncated or not HDF5."""
+    then = f"; {remedy}" if remedy else ""
+    if not path.is_file():
+        raise DataError(f"{path}: {'not a file' if path.exists() else 'no such file'}{then}")
+    try:
+        return h5py.File(path, "r")
+    except OSError as error:
+        text = one_line(error)
+        if "truncated" in text:
+            stored = re.search(r"stored_eof = (\d+)", text)
+            of = f" of {int(stored[1]):,}" if stored else ""
+            then = then or "; copy it again"
+            raise DataError(f"{path}: truncated: {path.stat().st_size:,}{of} bytes{then}") from None
+        if "signature not found" in text:
+            raise DataError(f"{path}: not an HDF5 file{then}") from None
+        raise DataError(f"{path}: cannot be read: {text}{then}") from None
+
+
+class NewH5File(h5py.File):
+    """HDF5 file being written; arrays are aligned to 4,096 bytes."""
+
+    def __init__(self, disk: _Disk) -> None:
+        super().__init__(disk, "w", alignment_threshold=ALIGNMENT, alignment_interval=ALIGNMENT)
+        self._disk = disk
+
+    def raise_if_failed(self) -> None:
+        """Raise the first failed write, if any; to stop early, since closing the file raises it too."""
+        self._disk.raise_if_failed()
+
+
+@contextmanager
+def create_h5(path: Path) -> Iterator[NewH5File]:
+    """New HDF5 file that replaces `path` when the block ends without an error.
+
+    Raises OSError naming `path` when the disk is full.
+    """
+    path = Path(path)
+    with named_errors(path), atomic_path(path) as temporary, open(temporary, "r+b", buffering=0) as raw:
+        disk = _Disk(raw)
+        try:
+            with NewH5File(disk) as file:
+                yield file
+        except (OSError, RuntimeError) as error:
+            raise disk.error or error from None
+        disk.raise_if_failed()
+
+
+class _Disk:
+    """The file object under an HDF5 file. Keeps the first failed write as `error` and drops all later ones.
+
+    HDF5 must not see the failure: closing a file that cannot be written crashes the interpreter (seen with 2.0.0).
+    """
+
+    def __init__(self, file: io.FileIO):
+        self._file = file
+        self.error: OSError | None = None
+
+    def raise_if_failed(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def write(self, data: Any) -> int:
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        try:
+            while len(rest) and self.error is None:  # a disk that fills up takes a part first
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self.error = error
+        return size
+
+    def truncate(self, size: int | None = None) -> int:
+        try:
+            if self.error is None:
+                self._file.truncate(size)
+        except OSError as error:
+            self.error = error
+        return size or 0
+
+    def read(self, size: int = -1) -> bytes:
+        return self._file.read(size)
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        n_read = self._file.readinto(view) or 0
+        view[n_read:] = bytes(len(view) - n_read)  # dropped by a failed write
+        return len(view)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def flush(self) -> None:
+        """No-op: `atomic_path` syncs the whole file."""
+
+
+@contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Add `path` to an OSError that names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
+
+
+def one_line(error: BaseException) -> str:
+    """Message of `error` in one line of at most 300 characters."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]

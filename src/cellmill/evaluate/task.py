@@ -1,0 +1,122 @@
+"""Contract of an evaluation task.
+
+A task is a class `Task(config)`, named by the `implementation` of its options (`cellmill.config.evaluate.TaskConfig`).
+Stage `evaluate` calls `run` once per dataset and writes what it returns to metrics.json; the report shows any task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import pandas as pd
+
+from cellmill.config.evaluate import Evaluate, TaskConfig
+from cellmill.config.tokens import Tokens
+from cellmill.data.counts_reader import CountsReader
+from cellmill.data.manifest import Manifest
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import DataError, did_you_mean
+from cellmill.evaluate.gene_statistics import read_gene_statistics
+from cellmill.models.build import build
+from cellmill.models.export import initial_tensors, spec_of
+from cellmill.models.family import Model
+from cellmill.models.objective import GeneStatistics
+from cellmill.parallel.materialize import materialize
+from cellmill.runs.verdict import Verdict, sentence
+
+TOKEN_BUDGET = 16_384
+"""Tokens in one forward pass of a task; results do not depend on it."""
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """The exported model, and what can be derived from it and its training shards."""
+
+    network: Model
+    """In eval mode, on its device."""
+    config: dict[str, Any]
+    """Its config.json."""
+    vocabulary: Vocabulary
+    tokens: Tokens
+    manifest: Manifest
+    """Of its training corpus."""
+    seed: int
+
+    @cached_property
+    def untrained(self) -> Model:
+        """The same architecture with initial weights of `seed`, in eval mode, on the same device."""
+        model = build(spec_of(self.config, self.vocabulary.n_genes)).to_empty(device="cpu")
+        device = next(self.network.parameters()).device
+        materialize(model, device, initial_tensors(model, self.seed, None, self.vocabulary))
+        return model.eval()
+
+    @cached_property
+    def gene_statistics(self) -> GeneStatistics:
+        """Statistics of the training cells' tokens."""
+        return read_gene_statistics(self.manifest, self.tokens)
+
+
+@dataclass(frozen=True)
+class Context:
+    """One dataset under evaluation."""
+
+    dataset: str
+    reader: CountsReader
+    scored: np.ndarray
+    """Cells to judge on, `(n_obs,)` bool: unseen in training unless `options.cells` is all, and with an embedding."""
+    vectors: np.ndarray
+    """Embeddings of all cells, `(n_obs, hidden)` float32; NaN rows for cells without a known gene."""
+    roles: Mapping[str, pd.Series]
+    """obs columns by role (`label`), with the column's name; roles that the dataset lacks are absent."""
+    model: EvaluatedModel
+    options: Evaluate
+    """Options that all tasks share: `folds`, `seed`, `cells`."""
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """Result of a task on one dataset: plain numbers, text, lists and mappings; None for a missing number, not NaN."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """Table: `name`, optionally `kind` ("model" or "baseline"), then one key per column. `x_mean` and `x_sd` are shown
+    as one column `x`; lists are kept in metrics.json and not shown."""
+    metric: str | None = None
+    """Column that ranks the rows, higher is better: drawn as a figure, and compared between runs."""
+    verdicts: list[Verdict] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    """Single values beside the table."""
+    skipped: str | None = None
+    """Reason why the task does not apply to the dataset."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The task's entry in metrics.json."""
+        return asdict(self) | {"sentences": [sentence(verdict) for verdict in self.verdicts]}
+
+
+class Task(Protocol):
+    """One evaluation task."""
+
+    def __init__(self, config: TaskConfig) -> None: ...
+
+    def run(self, context: Context) -> TaskResult:
+        """Judge the model on one dataset. Raises DataError where the user named something unusable."""
+        ...
+
+
+def read_roles(reader: CountsReader, columns: Mapping[str, str | None]) -> dict[str, pd.Series]:
+    """obs columns by role; roles without a column are left out. Raises DataError for an unknown column."""
+    roles = {}
+    for role, column in columns.items():
+        if column is None:
+            continue
+        if column not in reader.obs:
+            known = [str(name) for name in reader.obs.columns]
+            raise DataError(
+                f"{reader.path}: no obs column {column!r} (the dataset's {role}); {did_you_mean(column, known)}"
+            )
+        roles[role] = reader.obs[column]
+    return roles

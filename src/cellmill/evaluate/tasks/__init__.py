@@ -1,0 +1,1 @@
+"""Built-in evaluation tasks, one file each."""

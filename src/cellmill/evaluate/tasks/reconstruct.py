@@ -1,0 +1,71 @@
+"""Task `reconstruct`: the training objective on the scored cells, against gene statistics of training cells.
+
+Masks are keyed by cell and position, so they are the same in every evaluation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from cellmill.config.evaluate import ReconstructConfig
+from cellmill.config.load import check_options
+from cellmill.config.objective import ObjectiveConfig
+from cellmill.data.gene_columns import match_columns
+from cellmill.data.packing import split_batch
+from cellmill.evaluate.embed import read_tokens
+from cellmill.evaluate.task import TOKEN_BUDGET, Context, EvaluatedModel, TaskResult
+from cellmill.models.batch import to_tensors
+from cellmill.models.build import build
+from cellmill.models.export import spec_of
+from cellmill.models.family import Model
+
+MAX_CELLS = 10_000
+"""Cells used at most; R² then has a standard error below 0.001."""
+
+
+class Reconstruct:
+    """See the module."""
+
+    def __init__(self, config: ReconstructConfig) -> None:
+        self.config = config
+
+    def run(self, context: Context) -> TaskResult:
+        """Figures and verdicts as the objective gives them, after `n_cells`."""
+        cells = np.flatnonzero(context.scored)
+        if len(cells) > MAX_CELLS:
+            cells = np.random.Generator(np.random.Philox(key=[context.options.seed, 2])).permutation(cells)[:MAX_CELLS]
+        network = self._network(context.model)
+        arrays = _observe(context, network, cells)
+        if not arrays:
+            return TaskResult(skipped="no scored cell has a gene that the model knows")
+        figures, verdicts = network.objective.judge(*arrays, train=context.model.gene_statistics)
+        return TaskResult(figures={"n_cells": len(cells)} | figures, verdicts=verdicts)
+
+    def _network(self, model: EvaluatedModel) -> Model:
+        """The network with the changed options of its objective, sharing its parameters."""
+        if not self.config.objective:
+            return model.network
+        spec = spec_of(model.config, model.vocabulary.n_genes)
+        changed = spec.objective.model_dump() | self.config.objective
+        objective = check_options(ObjectiveConfig, changed, "evaluate.tasks.reconstruct.objective")
+        network = build(replace(spec, objective=objective)).to_empty(device="cpu")
+        network.load_state_dict(model.network.state_dict(), assign=True)
+        return network.eval()
+
+
+def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.ndarray]:
+    """What `objective.observe` returns over all batches of `cells`, concatenated; empty without any token."""
+    model, reader = context.model, context.reader
+    mask = np.zeros(reader.n_obs, dtype=bool)
+    mask[cells] = True
+    device, places = next(network.parameters()).device, match_columns(reader, model.vocabulary)
+    totals, batches = np.zeros(2, np.int64), []
+    with torch.inference_mode():
+        for block in read_tokens(reader, places, model.vocabulary, model.tokens, mask, totals):
+            for part in split_batch(block, TOKEN_BUDGET):
+                prepared = network.prepare(to_tensors(part, device), seed=context.options.seed, step=0)
+                batches.append([tensor.cpu().numpy() for tensor in network.objective.observe(network, prepared)])
+    return [np.concatenate(arrays) for arrays in zip(*batches)]

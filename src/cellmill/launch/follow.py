@@ -1,0 +1,130 @@
+"""Following one SLURM job: its state by polling, its log as it grows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from cellmill.errors import Stopped
+from cellmill.launch.cancel_job import cancel_job
+from cellmill.launch.queue import Queue
+from cellmill.launch.tail import Tail
+from cellmill.runs.job_states import GONE, UNKNOWN, JobState
+from cellmill.runs.jobs import JobRecord
+
+PATIENCE_S = 3600  # how long to wait for a queue that gives no answer
+TICK_S = 1.0  # between two reads of a log
+_HINTS = {
+    "PartitionTimeLimit": "runtime {runtime} min is more than the partition allows: lower it in the profile",
+    "PartitionNodeLimit": "the partition has fewer nodes than {nodes}: lower nodes in the profile",
+    "QOSMaxWallDurationPerJobLimit": "runtime {runtime} min is more than the QOS allows: lower it in the profile",
+    "AssocMaxWallDurationPerJobLimit": "runtime {runtime} min is more than the account allows: lower it in the profile",
+    "JobHeldUser": "held: `scontrol release {job_id}` releases it",
+    "JobHeldAdmin": "held by an administrator, who must release it",
+    "BadConstraints": "no node satisfies it: change constraint, gpus_per_node or mem_mb in the profile",
+    "ReqNodeNotAvail": "its nodes are down or reserved",
+    "DependencyNeverSatisfied": "it will never start: cancel it",
+    "InvalidAccount": "slurm_account is not valid: change it in the profile",
+    "InvalidQOS": "qos is not valid: change it in the profile",
+}
+
+
+class JobFollower:
+    """Polls a job, prints each change of its state, and reads its log.
+
+    Parameters
+    ----------
+    record
+        Updated with every state; None to change no file.
+    patience_s
+        How long the queue may give no answer.
+    slowest_poll_s
+        The longer the job is followed, the less often the queue is asked, down to once in this time. 0: ask at every
+        call of `alive`, as often as `queue` allows.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        queue: Queue,
+        tail: Tail,
+        record: JobRecord | None = None,
+        patience_s: float = PATIENCE_S,
+        slowest_poll_s: float = 0.0,
+    ) -> None:
+        self.job_id, self.queue, self.tail, self.record = job_id, queue, tail, record
+        self.patience_s, self.slowest_poll_s = patience_s, slowest_poll_s
+        self.state = JobState("")
+        """The last state that SLURM reported."""
+        self.nodes = ""
+        """The last nodes it ran on, as SLURM writes them: node[1-2]."""
+        self._printed, self._ended, self._gone, self._silent_since = "", False, 0, 0.0
+        self._began, self._next_poll = time.monotonic(), 0.0
+
+    def alive(self) -> bool:
+        """Poll the job if it is time, and read its log; return False once it has ended.
+
+        Raises Stopped if the queue has given no usable answer for `patience_s`.
+        """
+        now = time.monotonic()
+        if now >= self._next_poll:
+            self._next_poll = now + min(self.slowest_poll_s, (now - self._began) / 10)
+            self._poll()
+        self.tail.read()
+        return not self._ended
+
+    def cancel(self, wait: Callable[[float], None] = time.sleep, impatient: Callable[[], bool] = lambda: False) -> None:
+        """Cancel the job, wait until it has ended, and record that. Raises UserError if it does not end in time."""
+        self.state = cancel_job(self.job_id, wait, impatient)
+        self.note(self.state, ended=True)
+
+    def note(self, state: JobState, ended: bool) -> None:
+        """Write a state to the record."""
+        if self.record is not None:
+            self.record = self.record.now(state.name, state.reason, ended)
+
+    def _poll(self) -> None:
+        state = self.queue.state(self.job_id)
+        if state.name == UNKNOWN:
+            self._wait_for_answer()
+            return
+        if self._silent_since:
+            say("squeue answers again")
+            self._silent_since = 0.0
+        self._gone = self._gone + 1 if state.name == GONE else 0
+        if self._gone == 1:  # asked twice: a controller may be starting
+            return
+        self.state, self.nodes, self._ended = state, state.nodes or self.nodes, not state.alive
+        text = self._description(state)
+        if text == self._printed:
+            return
+        if self._ended:
+            self.tail.read()  # the job's last lines come before its end
+        say(text)
+        self._printed = text
+        self.note(state, self._ended)
+
+    def _wait_for_answer(self) -> None:
+        now = time.monotonic()
+        if not self._silent_since:
+            say(f"warning: no usable answer from squeue ({self.queue.trouble}); waiting for one")
+            self._silent_since = now
+        elif now - self._silent_since > self.patience_s:
+            raise Stopped(
+                f"no usable answer from squeue for {self.patience_s:.0f} s ({self.queue.trouble}); job {self.job_id} "
+                f"may still run: run the same command to follow it again, or end it with `scancel {self.job_id}`"
+            )
+
+    def _description(self, state: JobState) -> str:
+        where = f" on {state.nodes}" if state.nodes and state.name in ("RUNNING", "COMPLETING") else ""
+        if not state.reason or state.name != "PENDING":
+            return f"job {self.job_id}: {state.name}{where}"
+        hint = _HINTS.get(state.reason.split(",")[0], "") if self.record is not None else ""
+        if self.record is not None and hint:
+            hint = ": " + hint.format(job_id=self.job_id, runtime=self.record.runtime, nodes=self.record.nodes)
+        return f"job {self.job_id}: {state.name} ({state.reason}){hint}"
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)

@@ -1,0 +1,105 @@
+"""The jobs of one folder in SLURM: finding them by name, and submitting one exactly once.
+
+sbatch may accept a job and its answer be lost. So a submission that got no answer is looked up by the job's name
+before it is tried again, and a job without a record is adopted.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cellmill.config.machine import Machine
+from cellmill.errors import UserError
+from cellmill.launch.follow import PATIENCE_S, say
+from cellmill.launch.job import Job
+from cellmill.launch.queue import Queue, QueuedJob, QueueError
+from cellmill.launch.signals import Interrupted, Requests, blocked
+from cellmill.launch.submit import Unreachable, submit
+from cellmill.runs.jobs import JobRecord, Jobs
+
+
+@dataclass
+class SlurmJobs:
+    """Submits and finds the jobs of `jobs`. One process at a time: the caller holds the folder's lock."""
+
+    jobs: Jobs
+    queue: Queue
+    machine: Machine
+    requests: Requests | None = None
+    """If given, a signal ends any wait with Interrupted."""
+    patience_s: float = PATIENCE_S
+    """How long SLURM may give no answer."""
+
+    def alive(self) -> list[QueuedJob]:
+        """Jobs of this folder that SLURM has. Waits for an answer; raises UserError if none comes."""
+        deadline, warned = time.monotonic() + self.patience_s, False
+        while True:
+            try:
+                return self.queue.named(f"{self.jobs.name}.")
+            except QueueError as error:
+                if time.monotonic() > deadline:
+                    raise UserError(f"no usable answer from squeue within {self.patience_s:.0f} s ({error})") from None
+                if not warned:
+                    say(f"warning: no usable answer from squeue ({error}); waiting for one")
+                    warned = True
+            self._pause(min(5.0, self.machine.poll_s))
+
+    def find(self) -> JobRecord | None:
+        """The record of the job of this folder that SLURM has; a job without a record gets one."""
+        for queued in self.alive():
+            record = self.jobs.record(queued.job_id)
+            if record is not None:
+                return record
+            folder = self.jobs.unrecorded(queued.name)
+            if folder is not None:
+                say(f"job {queued.job_id} was submitted but not recorded: adopted by its name")
+                return self._adopt(queued, folder)
+            raise UserError(
+                f"job {queued.job_id} ({queued.name}) belongs to {self.jobs.path.parent}, but its folder there is "
+                f"missing; `scancel {queued.job_id}` ends it"
+            )
+        return None
+
+    def submit(self, job: Callable[[Path], Job]) -> JobRecord:
+        """Submit the job that `job` returns for its folder. Waits for SLURM; raises UserError if it refuses."""
+        deadline, warned = time.monotonic() + self.patience_s, False
+        while True:
+            self.jobs.drop_unrecorded()
+            folder, name = self.jobs.new()
+            try:
+                with blocked():  # submitted and recorded, or neither
+                    job_id = submit(job(folder), self.machine, folder, name)
+                    record = JobRecord.of(self.machine, folder, job_id, name).write()
+                say(f"submitted job {record.job_id}; its log: {record.log}")
+                return record
+            except UserError:
+                self.jobs.drop(folder)
+                raise
+            except Unreachable as error:
+                if time.monotonic() > deadline:
+                    raise UserError(f"sbatch could not reach SLURM within {self.patience_s:.0f} s: {error}") from None
+                if not warned:
+                    say(f"warning: sbatch: {error}; trying again")
+                    warned = True
+            self._pause(min(10.0, 5 * self.machine.poll_s))
+            accepted = self.find()
+            if accepted is not None:
+                return accepted
+
+    def _adopt(self, queued: QueuedJob, folder: Path) -> JobRecord:
+        for pickled in folder.glob("*.pkl"):
+            if re.fullmatch(r"[0-9a-f]{32}", pickled.stem):  # submitit did not get to rename it
+                pickled.rename(folder / f"{queued.job_id}_submitted.pkl")
+        return JobRecord.of(self.machine, folder, queued.job_id, queued.name).write()
+
+    def _pause(self, seconds: float) -> None:
+        if self.requests is None:
+            time.sleep(seconds)
+            return
+        self.requests.wait(seconds)
+        if self.requests.asked:
+            raise Interrupted("interrupted while SLURM gave no answer; run the same command to go on")

@@ -1,0 +1,249 @@
+"""Every option has an effect: changing it changes a corpus, a plan or the numbers of a training.
+
+A new option needs an entry here: another value in CORPUS, PLAN or TRAIN, or in ELSEWHERE the test that sees its effect.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cellmill.cli import main
+from cellmill.config.load import top_level
+from cellmill.config.machine import Machine
+from cellmill.config.options import PlanOptions, TrainOptions
+from cellmill.config.pipeline import entries_of, sections_of
+from cellmill.config.plugin import Plugin
+from cellmill.files import sha256_file
+from cellmill.stages import plan
+from tests.distributed.pool import Pool
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = """
+preprocess: {min_genes: 5, min_cells: 1}
+shard: {cells_per_shard: 100, val_frac: 0.2, test_frac: 0.2}
+tokens: {max_tokens: 24}
+stream: {lanes: 4, block_cells: 4, window_blocks: 2}
+model: {hidden: 8, layers: 4, heads: 2}
+train: {steps: 6, global_batch: 16, token_budget: 256, warmup_steps: 2, log_every_steps: 1, val_every_steps: 3}
+"""
+CORPUS = {
+    "preprocess": {
+        "min_genes": 125,
+        "min_counts": 3000,
+        "max_mito_frac": 0.03,
+        "min_cells": 120,
+        "keep_obs": ["batch"],
+    },
+    "vocabulary": {"min_cells": 120, "max_genes": 20},
+    "shard": {"cells_per_shard": 64, "split_by": "batch", "val_frac": 0.1, "test_frac": 0.4, "seed": 1},
+}
+PLAN = {
+    "model": {"hidden": 16, "layers": 5, "ffn_hidden": 24, "dropout": 0.1},
+    "parallel": {
+        "strategy": "ddp",
+        "sharding_strategy": "NO_SHARD",
+        "shard_size": 4,
+        "tp": 2,
+        "sequence_parallel": True,
+        "pp": 2,
+        "schedule": "Interleaved1F1B",
+        "microbatches": 8,
+        "precision": "bf16-mixed",
+        "activation_checkpointing": "full",
+        "cpu_offload": "optimizer",
+    },
+    "train": {"steps": 7, "global_batch": 32, "token_budget": 32},
+    "plan": {"memory_gb": 9, "memory_frac": 0.5, "mfu_frac": 0.1, "intra_node_gbs": 1, "inter_node_gbs": 1},
+}
+NEEDS = {
+    "parallel.sequence_parallel": {"tp": 2},
+    "parallel.schedule": {"pp": 2},
+    "parallel.microbatches": {"pp": 2},
+}
+"""Options without which another is refused."""
+TRAIN = {
+    "tokens": {"tokenizer": "binned", "max_tokens": 12},
+    "stream": {"lanes": 8, "block_cells": 8, "window_blocks": 4},
+    "model": {"heads": 1, "objective": "masked_gene", "mask_frac": 0.3, "cell_loss_weight": 0},
+    "train": {
+        "lr": 1e-2,
+        "schedule": "constant",
+        "warmup_steps": 3,
+        "min_lr_frac": 0.5,
+        "weight_decay": 3,
+        "beta1": 0.5,
+        "beta2": 0.5,
+        "clip_norm": 1e-3,
+        "seed": 1,
+        "val_every_steps": 2,
+        "val_cells": 8,
+        "checkpoint_every_steps": 2,
+        "checkpoint_every_min": 1e-9,
+        "keep_checkpoints": 1,
+        "log_every_steps": 2,
+    },
+}
+ELSEWHERE = {
+    "preprocess.organism": "unit/test_preprocess.py",
+    "preprocess.min_coverage_frac": "unit/test_preprocess.py",
+    "preprocess.row_block": "unit/test_preprocess.py",
+    "tokens.bins": "unit/test_tokens.py",
+    "stream.io_threads": "unit/test_stream.py",
+    "model.family": "unit/test_config.py",
+    "parallel.compile": "distributed/test_compile.py",
+    "train.epochs": "unit/test_plan.py",
+    "train.max_bad_steps": "distributed/test_bad_steps.py",
+    "train.timeout_s": "distributed/test_train_command.py",
+    "train.profile_steps": "distributed/test_profile.py",
+    "consolidate.checkpoint": "distributed/test_train_command.py",
+    "embed.token_budget": "unit/test_embed.py",
+    "embed.min_coverage_frac": "unit/test_embed.py",
+    "evaluate.datasets": "unit/test_config.py",
+    "evaluate.cells": "unit/test_evaluate_stage.py",
+    "evaluate.folds": "unit/test_evaluate_stage.py",
+    "evaluate.neighbors": "unit/test_probe.py",
+    "evaluate.mask_frac": "unit/test_evaluate_stage.py",
+    "evaluate.seed": "unit/test_evaluate_stage.py",
+    "report.title": "unit/test_report.py",
+    "corpora.table": "unit/test_config.py",
+    "corpora.datasets": "unit/test_config.py",
+    "runs.corpus": "unit/test_config.py",
+    "runs.init_from": "workflow/test_line.py",
+}
+"""Tests that change the option: in a file below tests/."""
+
+
+def cases(changes: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(section, option) for section, options in changes.items() for option in options]
+
+
+def options_of(section: type[Any]) -> set[str]:
+    """Keys of a section, of every built-in choice where it has several."""
+    models = section.built_in().values() if issubclass(section, Plugin) else [section]
+    return {name for model in models for name in model.model_fields}
+
+
+def test_every_option_has_an_entry() -> None:
+    sections = {name: options_of(section) for name, section in top_level().items() if section is not None}
+    for name, owner in entries_of().items():
+        sections[name] = set(owner.model_fields) - set(sections_of(owner))
+    every = {f"{section}.{option}" for section, options in sections.items() for option in options}
+    changed = {".".join(case) for changes in (CORPUS, PLAN, TRAIN) for case in cases(changes)}
+    assert every - changed - set(ELSEWHERE) == set(), "options without an entry"
+    assert {*changed, *ELSEWHERE} - every == set(), "entries without an option"
+    for option, file in ELSEWHERE.items():
+        assert option.split(".")[1] in (ROOT / "tests" / file).read_text(encoding="utf-8"), (
+            f"{file} changes no {option}"
+        )
+
+
+def with_option(changes: dict[str, dict[str, Any]], section: str, option: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """BASE with what the option needs, and the same with the option changed."""
+    before = yaml.safe_load(BASE)
+    before[section] = before.get(section, {}) | NEEDS.get(f"{section}.{option}", {})
+    return before, before | {section: before[section] | {option: changes[section][option]}}
+
+
+def make_corpus(tree: dict[str, Any], folder: Path, raw: Path, first: str = "preprocess") -> dict[str, str]:
+    """Digests of the data files that the stages from `first` on write; files of earlier stages are in `raw`."""
+    folder.mkdir(parents=True)
+    (folder / "datasets.tsv").write_text("dataset\tpath\nsim\traw.h5ad\n")
+    config = folder / "config.yaml"
+    entries = {"corpora": {"sim": {"table": str(folder / "datasets.tsv")}}, "runs": {"a": {"corpus": "sim"}}}
+    config.write_text(yaml.safe_dump(tree | entries))
+    stages = ("preprocess", "vocabulary", "shard")[("preprocess", "vocabulary", "shard").index(first) :]
+    cells = (folder if "preprocess" in stages else raw) / "sim.h5ad"
+    genes = (folder if "vocabulary" in stages else raw) / "vocabulary.tsv"
+    commands = {
+        "preprocess": f"--dataset sim --input {raw}/raw.h5ad --out {cells} --report {folder}/qc.json",
+        "vocabulary": f"--cells {cells} --out {genes}",
+        "shard": f"--cells {cells} --vocabulary {genes} --out {folder}/shards/manifest.json",
+    }
+    for stage in stages:
+        assert main([stage, *commands[stage].split(), "--config", str(config)]) == 0
+    files = [*folder.rglob("*.h5ad"), *folder.glob("vocabulary.tsv")]
+    return {str(path.relative_to(folder)): sha256_file(path) for path in files}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """Folder of a corpus made of BASE, and the digests of its files."""
+    folder = tmp_path_factory.mktemp("base")
+    raw = "--cells 240 --genes 150 --types 3 --batches 4 --seed 1"
+    assert main(f"simulate --out {folder}/raw.h5ad {raw}".split()) == 0
+    made = make_corpus(yaml.safe_load(BASE), folder / "corpus", folder)
+    (folder / "corpus" / "raw.h5ad").symlink_to(folder / "raw.h5ad")
+    return folder / "corpus", made
+
+
+@pytest.mark.parametrize(("section", "option"), cases(CORPUS))
+def test_the_option_changes_the_corpus(
+    section: str, option: str, corpus: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    folder, before = corpus
+    made = make_corpus(with_option(CORPUS, section, option)[1], tmp_path / "corpus", folder, first=section)
+    assert made.items() - before.items()
+
+
+def run_options(model: Any, tree: dict[str, Any]) -> Any:
+    """Options of a stage as `snakemake` hands them to it."""
+    return model.model_validate({name: tree.get(name, {}) for name in model.model_fields})
+
+
+def planned(tree: dict[str, Any], manifest: Path, out: Path) -> dict[str, Any]:
+    machine = Machine(nodes="2", nproc_per_node=2, launcher="slurm")
+    plan.run(options=run_options(PlanOptions, tree), manifest=manifest, out=out, machine=machine, device="h100")
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize(("section", "option"), cases(PLAN))
+def test_the_option_changes_the_plan(
+    section: str, option: str, corpus: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    manifest = corpus[0] / "shards" / "manifest.json"
+    before, after = (
+        planned(tree, manifest, tmp_path / f"{i}.json") for i, tree in enumerate(with_option(PLAN, section, option))
+    )
+    assert before != after
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Pool]:
+    pool = Pool(1, 1)
+    yield pool
+    pool.close()
+
+
+Train = Callable[[dict[str, Any], Path], tuple[list[Any], list[str]]]
+
+
+@pytest.fixture(scope="module")
+def train(process: Pool, corpus: tuple[Path, dict[str, str]]) -> Train:
+    """A training of one process: what it logged, and its checkpoints."""
+
+    def run(tree: dict[str, Any], folder: Path) -> tuple[list[Any], list[str]]:
+        options = {name: tree.get(name, {}) for name in TrainOptions.model_fields}
+        lines = process.run("logged", corpus=str(corpus[0]), options=options, folder=str(folder), steps=6)[0]
+        return lines, sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[str]]:
+    return train(yaml.safe_load(BASE), tmp_path_factory.mktemp("trained"))
+
+
+def test_the_same_options_give_the_same_training(train: Train, trained: Any, tmp_path: Path) -> None:
+    assert train(yaml.safe_load(BASE), tmp_path) == trained
+
+
+@pytest.mark.parametrize(("section", "option"), cases(TRAIN))
+def test_the_option_changes_the_training(section: str, option: str, train: Train, trained: Any, tmp_path: Path) -> None:
+    assert train(with_option(TRAIN, section, option)[1], tmp_path) != trained

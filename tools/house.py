@@ -1,0 +1,163 @@
+"""Figures and laws of the source tree; `make check` prints the figures and fails where a law is broken.
+
+    python tools/house.py
+
+Laws: imports point to the right in LAYERS and form no circle; no public class name exists twice; a module name exists
+twice only for a stage or command, the options in `config/` and the part they configure; a file over MAX_LINES lines
+says in its docstring why it is one file; docstrings open with a noun phrase or an imperative.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+LAYERS = (
+    *(("cli",), ("commands", "stages"), ("report", "preflight"), ("evaluate",), ("train",), ("planner",)),
+    *(("finetune",), ("models",), ("parallel",), ("track",), ("data",), ("launch",), ("runs",)),
+    *(("config",), ("registry",), ("files",), ("errors",)),
+)
+"""Layers of the package, left to right; those of one tuple do not import each other."""
+MAX_LINES = 350
+MAX_RIDDLES_FRAC = 0.02
+"""Largest share of docstrings that open with one of RIDDLES."""
+RIDDLES = ("What", "Whether", "How", "Where", "Which", "When", "Of")
+ONE_FILE = re.compile(r"\bone file\b", re.IGNORECASE)
+"""What the docstring of a long file says before its reason."""
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+
+Trees = dict[str, ast.Module]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def modules(source: Path = SOURCE) -> dict[str, Path]:
+    """Files of the package by dotted module name."""
+    paths = sorted((source / "cellmill").rglob("*.py"))
+    return {".".join(p.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): p for p in paths}
+
+
+def parse(source: Path = SOURCE) -> Trees:
+    """Syntax tree of each module."""
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules(source).items()}
+
+
+def imports_of(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
+    """Every import as (statement, dotted name); names imported from a package count as its modules."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from ((node, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def wrong_layers(trees: Trees) -> Iterator[str]:
+    """Imports that point left, or to a room of the same layer."""
+    rank = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+    for name, tree in trees.items():
+        own = name.partition(".")[2].split(".")[0]
+        if own and own not in rank:
+            yield f"{name} belongs to no layer"
+            continue
+        for statement, imported in imports_of(tree):
+            other = imported.split(".")[1] if imported.startswith("cellmill.") else own
+            if own and other != own and other in rank and rank[other] <= rank[own]:
+                yield f"{name}:{statement.lineno} imports {imported}"
+
+
+def circle(trees: Trees) -> list[str]:
+    """Modules of one import circle, imports for types included; empty if there is none."""
+    graph = {}
+    for name, tree in trees.items():
+        names = [imported for _, imported in imports_of(tree)]
+        graph[name] = {n if n in trees else n.rpartition(".")[0] for n in names} & set(trees) - {name}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def classes_twice(trees: Trees) -> Iterator[str]:
+    """Public class names that exist in more than one place."""
+    places = defaultdict(list)
+    for name, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(name)
+    yield from (f"{name}: {', '.join(found)}" for name, found in places.items() if len(found) > 1)
+
+
+def modules_twice(trees: Trees) -> Iterator[str]:
+    """Module names that exist twice, except a rule's stage, its options and the part that it composes."""
+    places = defaultdict(list)
+    for name in trees:
+        room, _, stem = name.removeprefix("cellmill.").rpartition(".")
+        if room.split(".")[0] not in ("", "stages", "commands", "config") and stem != "config":
+            places[stem].append(name)
+    yield from (f"{stem}: {', '.join(found)}" for stem, found in places.items() if len(found) > 1)
+
+
+def long_files(source: Path = SOURCE) -> Iterator[str]:
+    """Files over MAX_LINES lines whose docstring gives no reason."""
+    for name, path in modules(source).items():
+        text = path.read_text(encoding="utf-8")
+        if text.count("\n") > MAX_LINES and not ONE_FILE.search(ast.get_docstring(ast.parse(text)) or ""):
+            yield f"{name}: {text.count(chr(10))} lines"
+
+
+def docstrings(trees: Trees) -> Iterator[tuple[str, str]]:
+    """Every docstring with the place it stands at."""
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            documented = isinstance(node, ast.Module | ast.ClassDef | Function)
+            if documented and (text := ast.get_docstring(node)):
+                yield f"{name}:{getattr(node, 'lineno', 1)}", text
+
+
+def riddles(trees: Trees) -> list[str]:
+    """Places of docstrings that open with one of RIDDLES."""
+    opening = re.compile(rf"({'|'.join(RIDDLES)})\b")
+    return [place for place, text in docstrings(trees) if opening.match(text)]
+
+
+def function_lengths(trees: Trees) -> list[int]:
+    """Lines of each function's body, docstring excluded."""
+    functions = (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, Function))
+    bodies = [node.body[1:] if ast.get_docstring(node) else node.body for node in functions]
+    return [(body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0 for body in bodies]
+
+
+def main() -> int:
+    """Print the figures and broken laws; 1 if any is broken."""
+    trees = parse()
+    sizes = {name: path.read_text(encoding="utf-8").count("\n") for name, path in modules().items()}
+    largest = max(sizes, key=lambda name: sizes[name])
+    lengths, total = function_lengths(trees), sum(1 for _ in docstrings(trees))
+    odd = riddles(trees)
+    print(f"lines of src            {sum(sizes.values()):,} in {len(sizes)} files")
+    print(f"largest file            {sizes[largest]} lines, {largest}")
+    p90 = statistics.quantiles(lengths, n=10)[-1]
+    print(f"function length         median {statistics.median(lengths):g}, p90 {p90:g}, max {max(lengths)} lines")
+    print(f"docstrings with riddles {len(odd)} of {total}, {len(odd) / total:.1%} (limit {MAX_RIDDLES_FRAC:.0%})")
+    laws = {
+        "import circle": [" -> ".join(found)] if (found := circle(trees)) else [],
+        "imports against the layers": list(wrong_layers(trees)),
+        "class names twice": list(classes_twice(trees)),
+        "module names twice": list(modules_twice(trees)),
+        f"files over {MAX_LINES} lines without a reason": list(long_files()),
+        f"docstrings that open with {', '.join(RIDDLES)}, over the limit": odd * (len(odd) > MAX_RIDDLES_FRAC * total),
+    }
+    for law, broken in laws.items():
+        print(f"{law}: {len(broken) or 'none'}" + "".join(f"\n    {line}" for line in broken))
+    return 1 if any(laws.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
