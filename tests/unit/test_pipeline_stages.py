@@ -15,8 +15,8 @@ from cellmill.config.layout import min_microbatches
 from cellmill.config.run import Parallel
 from cellmill.data.shuffle import cut_batch, cut_evenly
 from cellmill.models.build import build
-from cellmill.parallel.partition import blocks_of, process_of, stages_of
 from cellmill.parallel.pipeline_stages import keep_stage, tied_parameters
+from cellmill.parallel.stage_assignment import blocks_of, process_of, stages_of
 from tests.models import spec
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,7 @@ class MethodConfig(Plugin):
 
 
 class FullConfig(MethodConfig):
-    """Which parameters train, and how a method changes the model before training."""
+    """Trained parameters of a run, and the changes a method makes to its model before training."""
 
     implementation: ClassVar[str] = "cellmill.finetune.method:Method"
 

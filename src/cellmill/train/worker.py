@@ -35,9 +35,9 @@ from cellmill.models.family import Model
 from cellmill.parallel.apply import parallelize
 from cellmill.parallel.materialize import materialize, plain_name
 from cellmill.parallel.mesh import Mesh, build_mesh, set_timeouts
-from cellmill.parallel.partition import stages_of
 from cellmill.parallel.pipeline import PipelineModel
 from cellmill.parallel.pipeline_stages import PipelineStages
+from cellmill.parallel.stage_assignment import stages_of
 from cellmill.parallel.step import ParallelModel
 from cellmill.planner.devices import peak_flops
 from cellmill.planner.size import measure
