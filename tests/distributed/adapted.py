@@ -32,11 +32,11 @@ class LowRankConfig(MethodConfig):
     method: Literal["low_rank"] = "low_rank"
     rank: int = 4
     trained: tuple[str, ...] = (".a.weight", ".b.weight", "head.")
-    """Parts of the names of what trains."""
+    """Parts of the names of trained parameters."""
 
 
 class Adapted(nn.Module):
-    """base(x) + b(a(x)), where b begins as zeros."""
+    """base(x) + b(a(x)), where b starts as zeros."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()

@@ -73,7 +73,7 @@ def test_frozen_parameters_stay_bitwise_and_have_no_optimizer_state(references: 
 
 
 @pytest.mark.parametrize("layout", SPREAD)
-def test_adapters_train_as_in_one_process_and_go_on_from_a_checkpoint(
+def test_adapters_train_as_in_one_process_and_resume_from_a_checkpoint(
     pool: Pool, corpus: str, references: dict[str, dict[str, Any]], tmp_path: Path, layout: str
 ) -> None:
     expected = references[str(LOW_RANK)]
@@ -90,7 +90,7 @@ def test_adapters_train_as_in_one_process_and_go_on_from_a_checkpoint(
 
 
 @pytest.mark.parametrize("layout", STAGED)
-def test_a_pipeline_stage_where_nothing_trains_hands_the_others_what_they_need(
+def test_a_fully_frozen_pipeline_stage_still_passes_activations_and_gradients(
     pool: Pool, corpus: str, references: dict[str, dict[str, Any]], tmp_path: Path, layout: str
 ) -> None:
     expected = references[str(HEAD_ONLY)]

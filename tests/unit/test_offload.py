@@ -1,4 +1,4 @@
-"""AdamW on the CPU is torch's own, to the last bit, whether it works on the parameters or on copies of them."""
+"""Offloaded AdamW equals torch's bit for bit, in place and on copies of the parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ copied_or_not = pytest.mark.parametrize("copied", [False, True], ids=["in place"
 
 
 def _pair(monkeypatch: pytest.MonkeyPatch, copied: bool) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
-    """Two equal models with torch's AdamW and ours; `copied` as though the parameters were on a GPU."""
+    """Return two equal models with torch's AdamW and ours; `copied` as if the parameters were on a GPU."""
     monkeypatch.setattr(offload, "_needs_copy", lambda shard: copied)
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)) for _ in range(2)]
@@ -44,7 +44,7 @@ def _parameters(model: nn.Module) -> list[torch.Tensor]:
 
 
 @copied_or_not
-def test_it_is_torchs_adamw_bit_for_bit(monkeypatch: pytest.MonkeyPatch, copied: bool) -> None:
+def test_offloaded_adamw_equals_torchs_bit_for_bit(monkeypatch: pytest.MonkeyPatch, copied: bool) -> None:
     models, optimizers = _pair(monkeypatch, copied)
     assert type(optimizers[1]) is OffloadedAdamW
     for step in range(5):
@@ -57,9 +57,7 @@ def test_it_is_torchs_adamw_bit_for_bit(monkeypatch: pytest.MonkeyPatch, copied:
 
 
 @copied_or_not
-def test_weights_that_are_written_between_steps_are_those_that_are_trained(
-    monkeypatch: pytest.MonkeyPatch, copied: bool
-) -> None:
+def test_weights_written_between_steps_are_used(monkeypatch: pytest.MonkeyPatch, copied: bool) -> None:
     models, optimizers = _pair(monkeypatch, copied)
     _step(models, optimizers, 0)
     with torch.no_grad():
