@@ -28,6 +28,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "reconstruct": "cellmill.config.evaluate:ReconstructConfig",
     },
     "tracker": {},
+    "method": {"full": "cellmill.config.finetune:FullConfig"},
 }
 
 

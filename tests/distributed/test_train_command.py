@@ -88,7 +88,7 @@ def worker(out: Path, rank: int) -> psutil.Process:
 
 
 def none_left(out: Path, within_s: float = 20) -> bool:
-    """Whether no agent and no worker lives on."""
+    """Return True once no agent and no worker is left."""
     give_up = time.monotonic() + within_s
     while processes_of(out) and time.monotonic() < give_up:
         time.sleep(0.1)
@@ -96,7 +96,7 @@ def none_left(out: Path, within_s: float = 20) -> bool:
 
 
 def long_run(steps: int = 400) -> dict[str, Any]:
-    """Enough steps that a signal comes before the end."""
+    """Options of a run with enough steps for a signal to come before the end."""
     return options(train={"steps": steps, "checkpoint_every_steps": 10, "val_every_steps": 50})
 
 
@@ -151,7 +151,7 @@ def rewrite_state(checkpoint: Path, state: dict[str, Any]) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_a_run_killed_three_times_has_the_curve_of_one_left_alone(corpus: str, tmp_path: Path) -> None:
+def test_a_run_killed_three_times_has_the_curve_of_an_uninterrupted_one(corpus: str, tmp_path: Path) -> None:
     # the victim is the command itself, then a worker, then the agent between them
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     opts = long_run(150)
@@ -177,7 +177,7 @@ def test_a_run_killed_three_times_has_the_curve_of_one_left_alone(corpus: str, t
 
 
 def kill_worker(out: Path, but: int = 0) -> int:
-    """Kills a worker that is not `but`, as soon as there is one; gives its number."""
+    """Kill the first worker that is not `but`, as soon as there is one. Returns its process id."""
     give_up = time.monotonic() + 60
     while not (found := [process.pid for process in workers_of(out) if process.pid != but]):
         assert time.monotonic() < give_up, "no worker within 60 s"
@@ -206,7 +206,7 @@ def test_kill_9_of_a_worker_or_an_agent_restarts_from_the_last_checkpoint_with_t
     assert none_left(killed)
 
 
-def test_a_loss_that_comes_twice_from_the_same_step_is_not_started_again(corpus: str, tmp_path: Path) -> None:
+def test_a_process_lost_twice_after_the_same_step_is_not_restarted(corpus: str, tmp_path: Path) -> None:
     out = tmp_path / "train"
     opts = options(train={"steps": 2000, "checkpoint_every_steps": 10_000})
     process = start(corpus, out, opts, max_restarts=5)
@@ -219,7 +219,7 @@ def test_a_loss_that_comes_twice_from_the_same_step_is_not_started_again(corpus:
     assert none_left(out)
 
 
-def test_what_a_process_refuses_is_not_tried_again(corpus: str, tmp_path: Path) -> None:
+def test_an_error_of_the_user_is_not_retried(corpus: str, tmp_path: Path) -> None:
     opts = options(train={"steps": 50, "lr": 1e38, "warmup_steps": 0, "clip_norm": None})
     done = train(corpus, tmp_path / "train", opts, nproc=2, max_restarts=2)
     assert done.returncode == 2
@@ -227,7 +227,7 @@ def test_what_a_process_refuses_is_not_tried_again(corpus: str, tmp_path: Path) 
     assert done.stderr.splitlines()[-1].startswith("cellmill train: loss ")
 
 
-def test_after_the_loss_of_one_of_two_agents_the_other_goes_on_with_the_whole(corpus: str, tmp_path: Path) -> None:
+def test_after_losing_one_of_two_agents_the_other_continues_alone(corpus: str, tmp_path: Path) -> None:
     alone, out = tmp_path / "alone", tmp_path / "train"
     opts = options(train={"steps": 60, "checkpoint_every_steps": 10})
     assert train(corpus, alone, opts).returncode == 0
@@ -345,8 +345,8 @@ def test_a_loss_that_is_not_finite_stops_with_one_line(corpus: str, tmp_path: Pa
     assert none_left(out)
 
 
-def test_a_process_that_cannot_have_its_memory_says_what_was_planned(corpus: str, tmp_path: Path) -> None:
-    # two matrices of 160 GB and more, where a process may have 32
+def test_a_process_that_runs_out_of_memory_reports_its_plan(corpus: str, tmp_path: Path) -> None:
+    # two matrices of over 160 GB, with a limit of 32 GB a process
     opts = options(model={"hidden": 200_000, "layers": 1}, train={"steps": 2})
     limit = 32 << 30
     done = subprocess.run(

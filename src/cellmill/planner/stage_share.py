@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cellmill.config.run import Parallel
-from cellmill.parallel.partition import blocks_of, stages_of
+from cellmill.parallel.stage_assignment import blocks_of, stages_of
 from cellmill.planner.size import ModelSize
 
 
