@@ -279,7 +279,7 @@ TABLES: dict[str, tuple[str, str]] = {
         ": unknown column 'pth'; did you mean 'path'?",
     ),
     "no path": ("dataset\tpath\na\t\n", ", line 2: path: is missing"),
-    "too many cells": ("dataset\tpath\na\tb\tc\n", ", line 2: more cells than the header has columns"),
+    "too many cells": ("dataset\tpath\na\tb\tc\n", ", line 2: more cells than columns in the header"),
     "not text": ("dataset\tpath\n\udcff\tb\n", ": not UTF-8 text; save it as tab-separated UTF-8"),
     "twice": ("dataset\tpath\na\tb\na\tc\n", ", line 3: dataset 'a' is listed twice"),
     "a name that is a path": (
@@ -302,7 +302,7 @@ def test_a_wrong_table_is_named_with_its_line(tmp_path: Path, case: str) -> None
 def test_a_missing_table_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_datasets(tmp_path / "none.tsv")
-    assert str(caught.value) == (f"{tmp_path}/none.tsv: No such file or directory; it should be the table of datasets")
+    assert str(caught.value) == (f"{tmp_path}/none.tsv: No such file or directory; expected the table of datasets")
 
 
 def test_empty_cells_of_the_table_are_the_defaults(table: Path) -> None:

@@ -1,4 +1,4 @@
-"""Sections of the stages that make a corpus: preprocess, vocabulary, shard."""
+"""Sections of the stages of a corpus: preprocess, vocabulary, shard."""
 
 from __future__ import annotations
 
@@ -13,29 +13,27 @@ class Preprocess(Section):
     """Counts, quality control and gene names of one dataset."""
 
     organism: Literal["human", "mouse"] | None = Field(
-        "human", description="Gene table that maps symbols to Ensembl ids; null takes var_names as ids, unmapped."
+        "human", description="Gene table that maps symbols to Ensembl ids; null takes var_names as ids without mapping."
     )
-    min_genes: int = Field(200, ge=0, description="A cell with fewer detected genes is dropped.")
-    min_counts: int = Field(
-        1, ge=1, description="A cell with fewer counts is dropped; a cell without counts always is."
-    )
+    min_genes: int = Field(200, ge=0, description="Minimum detected genes of a cell.")
+    min_counts: int = Field(1, ge=1, description="Minimum counts of a cell.")
     max_mito_frac: float = Field(
-        0.2, ge=0, le=1, description="A cell with a larger fraction of mitochondrial counts is dropped; 1 keeps all."
+        0.2, ge=0, le=1, description="Maximum fraction of mitochondrial counts of a cell; 1 keeps all cells."
     )
-    min_cells: int = Field(3, ge=0, description="A gene detected in fewer of the kept cells is dropped.")
+    min_cells: int = Field(3, ge=0, description="Minimum number of kept cells in which a gene is detected.")
     min_coverage_frac: float = Field(
-        0.5, ge=0, le=1, description="Smallest fraction of a dataset's genes that must map to an Ensembl id."
+        0.5, ge=0, le=1, description="Minimum fraction of a dataset's genes that map to an Ensembl id."
     )
-    keep_obs: list[str] | None = Field(None, description="obs columns to keep; null keeps all of them.")
+    keep_obs: list[str] | None = Field(None, description="obs columns to keep; null keeps all.")
     row_block: int = Field(4096, ge=1, description="Cells read into memory at a time.")
 
 
 class VocabularyConfig(Section):
-    """Which genes become tokens."""
+    """Genes of the vocabulary."""
 
-    min_cells: int = Field(1, ge=1, description="A gene detected in fewer cells of the corpus gets no token.")
+    min_cells: int = Field(1, ge=1, description="Minimum number of cells of the corpus in which a gene is detected.")
     max_genes: int | None = Field(
-        None, ge=1, description="Keep only so many genes, those in most cells; null keeps all."
+        None, ge=1, description="Maximum number of genes, those in most cells; null keeps all."
     )
 
 
@@ -45,12 +43,12 @@ class Shard(Section):
     cells_per_shard: int = Field(16_384, ge=64, description="Cells in one shard file.")
     split_by: str | None = Field(
         None,
-        description="obs column, or `dataset`, whose values stay whole in one split (say donor); "
-        "null splits by a hash of a cell's counts, so that identical cells stay together.",
+        description="obs column (such as donor), or `dataset`, each of whose values is in one split; null splits by a "
+        "hash of a cell's counts, so that identical cells stay together.",
     )
     val_frac: float = Field(0.1, ge=0, lt=1, description="Fraction of cells (or of split_by's values) for validation.")
     test_frac: float = Field(0.1, ge=0, lt=1, description="Fraction held out for evaluation.")
-    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of the split and of the order on disk.")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of the split and of the order of cells on disk.")
 
     @model_validator(mode="after")
     def _something_is_left_to_train_on(self) -> Self:

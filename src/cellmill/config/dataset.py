@@ -1,4 +1,4 @@
-"""The dataset table: one row for each `.h5ad`, read with the csv module (pandas would cost a second per parse)."""
+"""Table of datasets: one row per `.h5ad`, read with the csv module (pandas would cost a second per parse)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 class Dataset(Section):
     """One row of the table; an empty cell is null."""
 
-    dataset: str = Field(pattern=f"^{NAME}$", description="Name, used in file names.")
+    dataset: str = Field(pattern=f"^{NAME}$", description="Name of the dataset, used in file names.")
     path: str = Field(
         pattern=r"^[^{}<>\r\n]+$",  # Snakemake reads braces and angles in an input as wildcards
         description="The .h5ad file, absolute or relative to where Snakemake runs; without braces and < >.",
     )
-    counts: str = Field("X", description="Where raw counts lie: X, raw, or the name of a layer.")
+    counts: str = Field("X", description="Matrix of the raw counts: X, raw, or the name of a layer.")
     label: str | None = Field(
         None, description="obs column that the probes predict; empty leaves the dataset out of them."
     )
-    source: str | None = Field(None, description="Where the data come from, for the report.")
-    licence: str | None = Field(None, description="Under what licence, for the report.")
+    source: str | None = Field(None, description="Origin of the data, for the report.")
+    licence: str | None = Field(None, description="Licence of the data, for the report.")
 
 
 def read_datasets(table: Path) -> dict[str, Dataset]:
@@ -37,7 +37,7 @@ def read_datasets(table: Path) -> dict[str, Dataset]:
             reader = csv.DictReader(file, delimiter="\t")
             header, rows = reader.fieldnames or [], [(reader.line_num, row) for row in reader]
     except OSError as error:
-        raise ConfigError(f"{table}: {error.strerror}; it should be the table of datasets") from None
+        raise ConfigError(f"{table}: {error.strerror}; expected the table of datasets") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{table}: not UTF-8 text; save it as tab-separated UTF-8") from None
     known = list(Dataset.model_fields)
@@ -46,7 +46,7 @@ def read_datasets(table: Path) -> dict[str, Dataset]:
     datasets: dict[str, Dataset] = {}
     for line, row in rows:
         if None in row:
-            raise ConfigError(f"{table}, line {line}: more cells than the header has columns")
+            raise ConfigError(f"{table}, line {line}: more cells than columns in the header")
         try:
             dataset = Dataset(**{key: value for key, value in row.items() if value})
         except ValidationError as error:
@@ -61,5 +61,5 @@ def read_datasets(table: Path) -> dict[str, Dataset]:
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` can name a corpus, run or dataset: it becomes part of a path."""
+    """True if `text` can name a corpus, run or dataset: it becomes part of a path."""
     return re.fullmatch(NAME, text) is not None
