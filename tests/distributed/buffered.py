@@ -40,7 +40,7 @@ class BufferedModel(MaskedModel):
 
     def begin(self, prepared: MaskedBatch) -> torch.Tensor:
         begins = prepared.cu_seqlens[:-1].long()[prepared.cell]
-        place = torch.arange(len(prepared.cell)) - begins
+        place = torch.arange(len(begins), device=begins.device) - begins
         return self.enter(self.inputs(prepared) + self.offsets[self.order[place % PERIOD]])
 
     def through(self, x: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:

@@ -43,15 +43,18 @@ DEVICE = torch.device("cpu")
 
 
 class Lines:
-    """A tracker that keeps what it is given."""
+    """A tracker that keeps its lines."""
 
     def __init__(self) -> None:
         self.lines: list[dict[str, Any]] = []
 
-    def log(self, line: dict[str, Any]) -> None:
-        self.lines.append(line)
+    def start(self, config: dict[str, Any], resume_step: int) -> None:
+        pass
 
-    def close(self) -> None:
+    def log(self, step: int, scalars: dict[str, Any]) -> None:
+        self.lines.append({"step": step} | scalars)
+
+    def finish(self, status: str) -> None:
         pass
 
 

@@ -125,6 +125,32 @@ def test_a_finished_run_says_so_and_exits_0(corpus: str, one: Path) -> None:
     assert (one / "status.json").read_bytes() == before
 
 
+def test_a_run_stored_before_an_option_was_added_is_done_and_not_set_aside(
+    corpus: str, one: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "train"
+    shutil.copytree(one, out)
+    checkpoint = max((out / "checkpoints").glob("step-*"))
+    state = json.loads((checkpoint / "state.json").read_text())
+    for section, key in (("train", "weight_decay"), ("train", "seed"), ("stream", "io_threads")):
+        del state["options"][section][key]
+        state["identity"].pop(f"{section}.{key}", None)
+    rewrite_state(checkpoint, state)
+    again = train(corpus, out, options(train={"steps": STEPS}))
+    assert (again.returncode, again.stdout) == (0, f"{out}: this run is already done\n")
+    other = train(corpus, out, options(train={"steps": STEPS, "weight_decay": 0.3}))
+    assert "the configuration changed (train.weight_decay 0.1 -> 0.3)" in other.stdout
+
+
+def rewrite_state(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Replace a checkpoint's state.json, keeping its manifest true."""
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    size = (checkpoint / "state.json").stat().st_size
+    manifest["files"]["state.json"] = {"bytes": size, "sha256": sha256_file(checkpoint / "state.json")}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
 def test_a_run_killed_three_times_has_the_curve_of_one_left_alone(corpus: str, tmp_path: Path) -> None:
     # the victim is the command itself, then a worker, then the agent between them
     alone, killed = tmp_path / "alone", tmp_path / "killed"
@@ -287,14 +313,10 @@ def test_other_shards_under_an_unfinished_training_are_refused_and_nothing_is_to
 ) -> None:
     out = tmp_path / "train"
     assert train(corpus, out, options(train={"steps": 2})).returncode == 0
-    state = next(out.glob("checkpoints/*/state.json"))
-    saved = json.loads(state.read_text())
+    checkpoint = next((out / "checkpoints").iterdir())
+    saved = json.loads((checkpoint / "state.json").read_text())
     now = saved["fingerprint"]
-    state.write_text(json.dumps(saved | {"fingerprint": "0" * 64, "steps": 99}))
-    manifest = state.parent / "manifest.json"
-    files = json.loads(manifest.read_text())
-    files["files"]["state.json"] = {"bytes": state.stat().st_size, "sha256": sha256_file(state)}
-    manifest.write_text(json.dumps(files))
+    rewrite_state(checkpoint, saved | {"fingerprint": "0" * 64, "steps": 99})
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != "lock"}
     refused = train(corpus, out, options(train={"steps": 2}))
     assert refused.returncode == 2

@@ -69,12 +69,8 @@ def test_the_configuration_is_accepted_by_the_program_and_by_the_schema(
 def test_the_schema_refuses_what_the_program_refuses() -> None:
     schema = json.loads((ROOT / SCHEMA).read_text())
     good = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
-    for wrong in (
-        {"trian": {}},
-        {"train": {"lrr": 1}},
-        {"train": {"lr": 0}},
-        {"tokens": {"tokenizer": "rank", "bins": 9}},
-    ):
+    bins = {"tokens": {"tokenizer": "rank", "bins": 9}}
+    for wrong in ({"trian": {}}, {"train": {"lrr": 1}}, {"train": {"lr": 0}}, bins):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(good | wrong, schema)
 

@@ -17,6 +17,7 @@ from pydantic import Field, SerializeAsAny, field_validator
 from cellmill import registry
 from cellmill.config import OPTIONS, Workflow, check_config, check_options, document, load_config
 from cellmill.config.dataset import read_datasets
+from cellmill.config.load import top_level
 from cellmill.config.options import TrainOptions
 from cellmill.config.pipeline import RunConfig
 from cellmill.config.plugin import Plugin, by_name
@@ -150,11 +151,7 @@ def test_a_corpus_has_the_datasets_it_names_in_the_order_of_the_table(config: Co
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "misspelt section": ({"trian": {}}, "unknown key 'trian'; did you mean 'train'?"),
-    "unknown section": (
-        {"zzz": {}},
-        "unknown key 'zzz'; there are: preprocess, vocabulary, shard, tokens, stream, model, objective, parallel, "
-        "train, plan, consolidate, embed, evaluate, report, corpora, runs",
-    ),
+    "unknown section": ({"zzz": {}}, f"unknown key 'zzz'; there are: {', '.join(top_level())}"),
     "misspelt key": ({"train": {"lrr": 1}}, "train: unknown key 'lrr'; did you mean 'lr'?"),
     "misspelt key of the model": ({"model": {"hiden": 32}}, "model: unknown key 'hiden'; did you mean 'hidden'?"),
     "misspelt key of the report": ({"report": {"titel": "x"}}, "report: unknown key 'titel'; did you mean 'title'?"),
@@ -214,7 +211,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "nothing to train on": (
         {"shard": {"val_frac": 0.6, "test_frac": 0.5}},
-        "shard: val_frac + test_frac = 1.1 leaves no cells to train on",
+        "shard: val_frac + test_frac = 1.1 leaves no cells for training",
     ),
     "run without a corpus": ({"runs": {"demo": None}}, "runs.demo.corpus: is missing"),
     "no such corpus": (
@@ -272,16 +269,16 @@ def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path: Path) -> None:
 
 
 TABLES: dict[str, tuple[str, str]] = {
-    "empty": ("", ": no datasets; add a row for each .h5ad file"),
-    "header alone": ("dataset\tpath\n", ": no datasets; add a row for each .h5ad file"),
+    "empty": ("", ": no datasets; add a row per .h5ad file"),
+    "header alone": ("dataset\tpath\n", ": no datasets; add a row per .h5ad file"),
     "unknown column": (
         "dataset\tpth\na\tb\n",
         ": unknown column 'pth'; did you mean 'path'?",
     ),
     "no path": ("dataset\tpath\na\t\n", ", line 2: path: is missing"),
-    "too many cells": ("dataset\tpath\na\tb\tc\n", ", line 2: more cells than columns in the header"),
+    "too many cells": ("dataset\tpath\na\tb\tc\n", ", line 2: more fields than columns in the header"),
     "not text": ("dataset\tpath\n\udcff\tb\n", ": not UTF-8 text; save it as tab-separated UTF-8"),
-    "twice": ("dataset\tpath\na\tb\na\tc\n", ", line 3: dataset 'a' is listed twice"),
+    "twice": ("dataset\tpath\na\tb\na\tc\n", ", line 3: dataset 'a' is a duplicate; rename it"),
     "a name that is a path": (
         "dataset\tpath\na/b\tc\n",
         ", line 2: dataset: string should match pattern '^[A-Za-z0-9][A-Za-z0-9_.-]*$', got 'a/b'",

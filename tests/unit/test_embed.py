@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import anndata as ad
@@ -170,7 +174,9 @@ def test_low_coverage_and_foreign_genes_are_refused_in_one_line(
         _embed(model, _written(mixed, tmp_path / "a.h5ad"))
     assert not (tmp_path / "embedded" / "a.h5ad").exists()
     assert _embed(model, tmp_path / "a.h5ad", min_coverage_frac=0).uns["cellmill"]["coverage_frac"] < 0.1
-    message = r"b\.h5ad: no genes in common with the model: its first is 'foreign 0', the model's 'ENSG\d+' \(.+\); "
+    message = (
+        r"b\.h5ad: no genes in common with the model: its first gene is 'foreign 0', the model's 'ENSG\d+' \(.+\); "
+    )
     with pytest.raises(DataError, match=message):
         _embed(model, _written(rest, tmp_path / "b.h5ad"))
 
@@ -187,21 +193,38 @@ def test_antibodies_are_not_taken_for_genes_of_the_same_name(
     assert (_vectors(model, _written(both, tmp_path / "a.h5ad")) == reference).all()
 
 
+@pytest.mark.parametrize("stage", ["embed", "evaluate"])
+def test_waiting_threads_do_not_spin(stage: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import cellmill.stages.{stage}"],
+        env=environment | {"OMP_DISPLAY_ENV": "VERBOSE"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert set(re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)) == {"0"}
+
+
 def test_embeddings_of_another_model_or_of_other_cells_are_refused(tmp_path: Path) -> None:
     obs = ad.AnnData(np.zeros((3, 1))).obs
     path = tmp_path / "e.h5ad"
     write_embedding(path, obs, np.ones((3, 4), np.float32), {"model_digest": "a" * 64})
     assert read_embedding(path, obs.index, "a" * 64).shape == (3, 4)
-    with pytest.raises(DataError, match=r"e\.h5ad: made by model a{12}, this one is b{12}; embed the dataset again$"):
+    with pytest.raises(DataError, match=r"e\.h5ad: made by model a{12}, expected b{12}; run embed again$"):
         read_embedding(path, obs.index, "b" * 64)
-    with pytest.raises(DataError, match=r"not of the same cells: 3 against 2, first differing at cell 3; embed the"):
+    with pytest.raises(
+        DataError, match=r"other cells than expected: 3 instead of 2, the first difference at cell 3; run"
+    ):
         read_embedding(path, obs.index[:2], "a" * 64)
-    with pytest.raises(DataError, match=r"not of the same cells: 3 against 3, first differing at cell 1; embed the"):
+    with pytest.raises(
+        DataError, match=r"other cells than expected: 3 instead of 3, the first difference at cell 1; run"
+    ):
         read_embedding(path, obs.index[::-1], "a" * 64)
-    with pytest.raises(DataError, match=r"gone\.h5ad: no such file; embed the dataset first$"):
+    with pytest.raises(DataError, match=r"gone\.h5ad: no such file; run embed first$"):
         read_embedding(tmp_path / "gone.h5ad", obs.index, "a" * 64)
     plain = _written(ad.AnnData(np.zeros((3, 1))), tmp_path / "plain.h5ad")
-    with pytest.raises(DataError, match=r"plain\.h5ad: not an embedding of cellmill: it lacks obsm\['X_cellmill'\]"):
+    with pytest.raises(DataError, match=r"plain\.h5ad: not an embedding by cellmill: obsm\['X_cellmill'\]"):
         read_embedding(plain, obs.index, "a" * 64)
     (tmp_path / "text.h5ad").write_text("no HDF5")
     with pytest.raises(DataError, match=r"text\.h5ad: cannot be read: "):

@@ -173,7 +173,7 @@ def test_labels_that_cannot_be_probed_are_refused_in_one_line(corpus: dict[str, 
 
 def test_embeddings_of_another_model_are_refused(corpus: dict[str, Path], tmp_path: Path) -> None:
     other = export_model(tmp_path / "other", corpus["vocabulary"], hidden=32)
-    message = r"simulated\.h5ad: made by model \w{12}, this one is \w{12}; embed the dataset again$"
+    message = r"simulated\.h5ad: made by model \w{12}, expected \w{12}; run embed again$"
     with pytest.raises(DataError, match=message):
         _evaluate(corpus | {"model": other}, tmp_path / "metrics.json")
 

@@ -97,6 +97,7 @@ ELSEWHERE = {
     "stream.io_threads": "unit/test_stream.py",
     "model.family": "unit/test_config.py",
     "parallel.compile": "distributed/test_compile.py",
+    "track.to": "unit/test_trackers.py",
     "train.epochs": "unit/test_plan.py",
     "train.keep_checkpoints": "unit/test_train_folder.py",
     "train.max_bad_steps": "distributed/test_bad_steps.py",

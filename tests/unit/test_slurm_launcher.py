@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from cellmill.errors import Stopped, UserError
 from cellmill.launch import queue as queue_module
 from cellmill.launch.job import Job
 from cellmill.launch.slurm import RunFiles, SlurmLauncher
-from cellmill.launch.tail import Tail
+from cellmill.launch.tail import BEGINS, Tail
 
 SUBMITTED = [0, "Submitted batch job 7\n", ""]
 NONE: list[Any] = [0, "", ""]
@@ -234,6 +236,34 @@ srun --unbuffered --output '{folder}/%j_%t_log.out' --ntasks-per-node=1 --cpus-p
     )
     for path in (scripted.train / "jobs", scripted.train / "jobs" / "001"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+def test_submitit_names_its_files_and_begins_its_log_as_the_launcher_relies_on(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Private parts of submitit, for which its version is bounded: the pickle's name before and after sbatch's answer,
+    and the first line of the log."""
+    sbatch = scripted.fake / "bin" / "sbatch"
+    listing = (
+        f"print(*os.listdir({str(scripted.train / 'jobs' / '001')!r}), file=open({str(scripted.fake / 'seen')!r}, 'w'))"
+    )
+    sbatch.write_text(sbatch.read_text().replace("sys.exit(code)", f"{listing}\nsys.exit(code)"))
+    scripted.answers(squeue=[NONE, NONE, listed("COMPLETED")], sbatch=[SUBMITTED])
+    scripted.states = ["done"]
+    scripted.run()
+    folder = scripted.train / "jobs" / "001"
+    assert re.search(r"(^| )[0-9a-f]{32}\.pkl( |$)", (scripted.fake / "seen").read_text().strip())
+    assert [path.name for path in folder.glob("*.pkl")] == ["7_submitted.pkl"]
+    task = json.loads((folder / "task.json").read_text()) | {"module": "this", "arguments": []}
+    (folder / "task.json").write_text(json.dumps(task))
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}
+    slurm |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SUBMITIT_EXECUTOR": "slurm"}
+    words = [sys.executable, "-m", "submitit.core._submit", str(folder)]
+    done = subprocess.run(words, env=os.environ | slurm, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Beautiful is better than ugly." in done.stdout
+    assert BEGINS in (done.stdout + done.stderr).splitlines()[0]
+    assert json.loads((folder / "attempt-000.json").read_text())["exit_code"] == 0
 
 
 def test_without_slurm_the_launcher_says_where_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,11 +201,11 @@ def test_state_of_other_data_or_another_order_is_refused_with_both_values(manife
     with pytest.raises(DataError, match=rf"{manifest.fingerprint}.*{other.fingerprint}"):
         stream_of(other).load_state_dict(state)
     for change, message in (
-        ({"seed": 4}, "train.seed is 4, the checkpoint was written with 0"),
-        ({"global_batch": 64}, "train.global_batch is 64, .* with 32"),
-        ({"options": {"lanes": 4}}, "stream.lanes is 4, .* with 8"),
-        ({"options": {"block_cells": 2}}, "stream.block_cells is 2, .* with 4"),
-        ({"options": {"window_blocks": 1}}, "stream.window_blocks is 1, .* with 3"),
+        ({"seed": 4}, "train.seed is 4, but 0 in the checkpoint"),
+        ({"global_batch": 64}, "train.global_batch is 64, but 32 in"),
+        ({"options": {"lanes": 4}}, "stream.lanes is 4, but 8 in"),
+        ({"options": {"block_cells": 2}}, "stream.block_cells is 2, but 4 in"),
+        ({"options": {"window_blocks": 1}}, "stream.window_blocks is 1, but 3 in"),
     ):
         with pytest.raises(ConfigError, match=message):
             stream_of(manifest, **change).load_state_dict(state)

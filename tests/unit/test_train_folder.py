@@ -134,9 +134,10 @@ def test_two_trainings_do_not_share_a_folder(tmp_path: Path) -> None:
 def test_the_curve_is_cut_back_to_the_checkpoint_and_a_torn_line_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tracker = JsonlTracker(path)
+    tracker.start({}, 0)
     for step in range(1, 6):
-        tracker.log({"step": step, "loss": 1 / step})
-    tracker.close()
+        tracker.log(step, {"loss": 1 / step})
+    tracker.finish("done")
     with open(path, "a") as file:
         file.write('{"step": 6, "lo')
     assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 4, 5]

@@ -1,4 +1,4 @@
-# One page over all runs.
+# One HTML page over all runs.
 
 
 localrules:

@@ -12,6 +12,7 @@ from cellmill.config.parallel import Parallel
 from cellmill.config.run import Consolidate, Embed, Plan, Report, Stream, Train
 from cellmill.config.section import Section
 from cellmill.config.tokens import Tokens
+from cellmill.config.track import Track
 
 
 class PreprocessOptions(Section):
@@ -33,6 +34,7 @@ class TrainOptions(Section):
     objective: SerializeAsAny[ObjectiveConfig] = Field(default_factory=lambda: ObjectiveConfig.model_validate({}))
     parallel: Parallel
     train: Train
+    track: Track = Track()
 
 
 class PlanOptions(TrainOptions):

@@ -22,8 +22,6 @@ class GeneColumns:
     """Row of the vocabulary for each column, -1 for none; int32."""
     measured: np.ndarray
     """Columns of gene expression, not of antibodies or guides; bool."""
-    found: int
-    """Genes of the vocabulary that the file has."""
 
 
 def match_columns(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
@@ -46,7 +44,7 @@ def match_columns(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
             f"{reader.path}: no genes in common with the model: its first is {reader.var_names[0]!r}, the model's "
             f"{vocabulary.gene_ids[0]!r} ({vocabulary.symbols[0]}); name genes by Ensembl id or current symbol"
         )
-    return GeneColumns(best, measured, _n_matched(best))
+    return GeneColumns(best, measured)
 
 
 def _n_matched(target: np.ndarray) -> int:

@@ -1,8 +1,8 @@
-"""Rows of cells in the order of a stream: windows read ahead by threads, already shuffled as they arrive.
+"""Cells in stream order, read ahead by threads in shuffled windows.
 
-A block is one `preadv` that scatters its cells to their shuffled places in the window's buffer, so that shuffling
-costs no copy, and a batch is one slice of the window of each lane. A lane has two buffers, one that is used and one
-that is read into; they are kept, since fresh memory costs about as much as the reading (a page fault per 4 KiB).
+A block is one `preadv` that scatters its cells to their shuffled positions in the window's buffer, so shuffling costs
+no copy, and a batch is one slice of the window of each lane. A lane has two buffers, one in use and one being filled;
+they are reused, because fresh memory costs about as much as the reading (a page fault per 4 KiB).
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from cellmill.data.shuffle import Epoch, EpochLayout, Runs
 
 @dataclass(frozen=True)
 class PrefetchedStep:
-    """What one global batch takes; `genes` and `counts` are overwritten by the next step."""
+    """Cells of one global batch; `genes` and `counts` are overwritten by the next step."""
 
     lengths: list[np.ndarray]
-    """For each lane, genes of each of its cells; the same on every rank."""
+    """For each lane, number of genes of each of its cells; the same on every rank."""
     cells: np.ndarray
-    """`(cells,)` int64 ids of this rank's cells, lane after lane."""
+    """`(cells,)` int64 ids of this rank's cells, by lane."""
     starts: np.ndarray
-    """`(cells + 1,)` int64, where each one's row starts."""
+    """`(cells + 1,)` int64, offset of each cell's first gene."""
     genes: np.ndarray
-    """`(nonzeros,)` int32 rows of the vocabulary, in rank order; each cell's first `max_genes` if that is set."""
+    """`(nonzeros,)` int32 rows of the vocabulary, in rank order; at most `max_genes` per cell."""
     counts: np.ndarray | None
-    """`(nonzeros,)`, where wanted."""
+    """`(nonzeros,)`; None without `with_counts`."""
 
 
 class Prefetch:
-    """The cells of a split in the order of `layout`, from any step on.
+    """Reader of the cells of a split in the order of `layout`, starting at any step.
 
     Parameters
     ----------
     lanes
-        Those whose rows are read; of the others only the lengths are looked up.
+        Lanes to read; of the others only the lengths are looked up.
     with_counts
-        Whether counts are read too.
+        Also read counts.
     max_genes
-        Read only so many genes of a cell; None reads whole rows.
+        Most genes read of a cell; None reads all.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class Prefetch:
         self._first_cell = np.concatenate([[0], np.cumsum(layout.shard_cells)])
         self._dtype = np.result_type(*(shard.dtype for shard in shards)) if with_counts else None
         self._max_genes = max_genes
-        self._buffer = _Buffer()  # of a step
+        self._buffer = _Buffer()  # for a step
         self._epochs: dict[int, Epoch] = {}
         self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="cellmill-read")
 
     def close(self) -> None:
-        """Ends the threads, waiting for reads that are under way."""
+        """End the threads after the reads in progress."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def steps(self, epoch: int, step: int) -> Iterator[PrefetchedStep]:
-        """Every step from the given one on: endless when the layout shuffles, else to the end of the epoch."""
+        """Steps from the given one on: endless if the layout shuffles, else to the end of the epoch."""
         layout = self._layout
         lanes = [self._lane(lane, epoch, step * layout.per_lane) for lane in range(layout.lanes)]
         while True:
@@ -88,11 +88,11 @@ class Prefetch:
         own = [window for lane in sorted(self._own) for window in taken[lane]]
         lengths = [_joined([window.lengths for window in windows], np.int64) for windows in taken]
         read = _joined([np.diff(window.starts) for window in own], np.int64)
-        genes, counts = self._side_by_side(own)
+        genes, counts = self._concatenated(own)
         cells = _joined([window.cells for window in own], np.int64)
         return PrefetchedStep(lengths, cells, np.concatenate([[0], np.cumsum(read)]), genes, counts)
 
-    def _side_by_side(self, own: list[_Window]) -> tuple[np.ndarray, np.ndarray | None]:
+    def _concatenated(self, own: list[_Window]) -> tuple[np.ndarray, np.ndarray | None]:
         if len(own) == 1:
             return own[0].genes, own[0].counts
         total = sum(len(window.genes) for window in own)
@@ -111,7 +111,7 @@ class Prefetch:
         return self._epochs[epoch]
 
     def _windows(self, lane: int, epoch: int, cell: int) -> Iterator[tuple[_Plan, int]]:
-        """Windows yet to be read, from `cell` of an epoch on, and where in them to begin."""
+        """Windows to read, from `cell` of an epoch on, and the first cell to use in each."""
         while True:
             order = self._epoch(epoch)
             borders = order.borders[lane]
@@ -130,12 +130,12 @@ class Prefetch:
             cells.append(np.arange(n) + (self._first_cell[shard] + first))
         lengths = np.concatenate(parts)[order]
         kept = lengths if self._max_genes is None else np.minimum(lengths, self._max_genes)
-        place = np.empty_like(order)
-        place[order] = np.arange(len(order))
-        return _Plan(spans, place, np.concatenate(cells)[order], lengths, np.concatenate([[0], np.cumsum(kept)]))
+        position = np.empty_like(order)
+        position[order] = np.arange(len(order))
+        return _Plan(spans, position, np.concatenate(cells)[order], lengths, np.concatenate([[0], np.cumsum(kept)]))
 
     def _read(self, plan: _Plan, buffer: _Buffer) -> tuple[_Window, list[Future[None]]]:
-        """Starts reading a window into `buffer`."""
+        """Start to read a window into `buffer`."""
         total = int(plan.starts[-1])
         counts = buffer.counts(total, self._dtype) if self._dtype is not None else None
         window = _Window(plan.cells, plan.lengths, plan.starts, buffer.genes(total), counts)
@@ -143,18 +143,18 @@ class Prefetch:
         rest, at = np.empty(most_cut, np.int32), 0
         tasks: list[Future[None]] = []
         for shard, first, n in plan.spans:
-            place = plan.place[at : at + n]
-            tasks.append(self._pool.submit(_read_run, self._shards[shard], first, place, window, rest))
+            position = plan.position[at : at + n]
+            tasks.append(self._pool.submit(_read_run, self._shards[shard], first, position, window, rest))
             at += n
         return window, tasks
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """A window yet to be read: `spans` are (shard, first row, rows), `place[i]` is where their i-th cell goes."""
+    """A window to be read: `spans` are (shard, first row, rows); their i-th cell goes to `position[i]`."""
 
     spans: list[tuple[int, int, int]]
-    place: np.ndarray
+    position: np.ndarray
     cells: np.ndarray
     lengths: np.ndarray
     starts: np.ndarray
@@ -162,27 +162,27 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Window:
-    """Cells in the order of the stream, whole windows or a part of one."""
+    """Cells in stream order: a window, or part of one."""
 
     cells: np.ndarray
     lengths: np.ndarray
-    """Of the rows in the shards."""
+    """Number of genes of each cell in the shards."""
     starts: np.ndarray
-    """Of what is read of them."""
+    """Offset of each cell's first gene in `genes`."""
     genes: np.ndarray
     counts: np.ndarray | None
 
     def part(self, start: int, stop: int, copy: bool) -> _Window:
-        of, starts = slice(start, stop), self.starts[start : stop + 1]
+        chosen, starts = slice(start, stop), self.starts[start : stop + 1]
         span = slice(starts[0], starts[-1]) if len(self.genes) else slice(0)
         genes, counts = self.genes[span], None if self.counts is None else self.counts[span]
         if copy:
             genes, counts = genes.copy(), None if counts is None else counts.copy()
-        return _Window(self.cells[of], self.lengths[of], starts, genes, counts)
+        return _Window(self.cells[chosen], self.lengths[chosen], starts, genes, counts)
 
 
 class _Lane:
-    """One lane: its windows one after another over epochs, the next one read while this one is used."""
+    """One lane: its windows in order over epochs; the next one is read while this one is used."""
 
     def __init__(self, windows: Iterator[tuple[_Plan, int]], read: _Read, own: bool, n_cells: int):
         self.n_cells = n_cells
@@ -196,7 +196,7 @@ class _Lane:
             self._at = self._started[0][3]
 
     def take(self, n: int) -> list[_Window]:
-        """The next `n` cells. What is returned stays valid until the next call."""
+        """Next `n` cells, valid until the next call."""
         parts = []
         while n:
             window, tasks, _, _ = self._started[0]
@@ -204,7 +204,7 @@ class _Lane:
                 tasks.pop().result()
             stop = min(self._at + n, len(window.cells))
             last = stop == len(window.cells)
-            parts.append(window.part(self._at, stop, copy=last))  # the buffer of a window that ends is read into again
+            parts.append(window.part(self._at, stop, copy=last))  # the buffer of a used-up window is refilled
             n, self._at = n - (stop - self._at), stop
             if last:
                 self._free.append(self._started.pop(0)[2])
@@ -225,7 +225,7 @@ class _Lane:
 
 
 class _Buffer:
-    """Memory that grows and is used again."""
+    """Reusable memory that grows on demand."""
 
     def __init__(self) -> None:
         self._genes, self._counts = np.empty(0, np.int32), np.empty(0, np.uint16)
@@ -244,17 +244,17 @@ class _Buffer:
 _Read = Callable[[_Plan, _Buffer], tuple[_Window, list["Future[None]"]]]
 
 
-def _read_run(shard: RowFile, first: int, place: np.ndarray, window: _Window, rest: np.ndarray) -> None:
-    """Reads contiguous cells from row `first` on; cell i goes to `place[i]` of the window."""
+def _read_run(shard: RowFile, first: int, position: np.ndarray, window: _Window, rest: np.ndarray) -> None:
+    """Read contiguous cells from row `first` on; cell i goes to `position[i]` of the window."""
     start = int(shard.indptr[first])
-    lengths = np.diff(shard.indptr[first : first + len(place) + 1])
-    low, high = window.starts[place].tolist(), window.starts[place + 1].tolist()
+    lengths = np.diff(shard.indptr[first : first + len(position) + 1])
+    low, high = window.starts[position].tolist(), window.starts[position + 1].tolist()
     whole = window.genes.data
     views = [whole[a:b] for a, b in zip(low, high)]
     if len(rest):
-        # where a row is cut, its end goes nowhere: still one read, in the order on disk
-        nowhere, n_kept = rest.data, zip(lengths.tolist(), low, high)
-        views = [view for view, (n, a, b) in zip(views, n_kept) for view in (view, nowhere[: n - b + a])]
+        # the end of a cut row is read into `rest` and ignored, so that it is still one read in disk order
+        ignored, spans = rest.data, zip(lengths.tolist(), low, high)
+        views = [view for view, (n, a, b) in zip(views, spans) for view in (view, ignored[: n - b + a])]
     shard.read_genes(start, views)
     if window.counts is None:
         return
@@ -262,7 +262,7 @@ def _read_run(shard: RowFile, first: int, place: np.ndarray, window: _Window, re
         whole = window.counts.data
         shard.read_counts(start, [whole[a:b] for a, b in zip(low, high)])
         return
-    # this shard's counts fit in 16 bits, another's do not
+    # this shard has 16-bit counts, another of the split 32-bit ones
     counts = np.empty(int(lengths.sum()), shard.dtype)
     shard.read_counts(start, [counts])
     for a, b, part in zip(low, high, np.split(counts, np.cumsum(lengths)[:-1])):

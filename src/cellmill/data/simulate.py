@@ -1,9 +1,9 @@
-"""Cells that are made up, with what makes real ones hard: for tests and for scale.
+"""Simulated cells with the difficulties of real ones, for tests and benchmarks.
 
-Cell types are the leaves of a binary tree, along which expression drifts, so that sisters are alike; programmes of
-co-expressed genes vary inside a type; batches and donors shift genes; libraries differ in size; every droplet has
-some ambient RNA of the whole pool; perturbed cells lose one gene and move some others. Counts are Poisson.
-Cell i is a function of the seed and i's block of 256 only, so any number of cells fits in the memory of one block.
+Cell types are the leaves of a binary tree along which expression drifts, so siblings are similar; programmes of
+co-expressed genes vary within a type; batches and donors shift genes; library sizes differ; every droplet has ambient
+RNA of the whole pool; in perturbed cells one gene is knocked down and some others change. Counts are Poisson. Cell i
+is a function of the seed and its block of 256 cells only, so any number of cells takes the memory of one block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DONORS_PER_BATCH = 2
 LIBRARY, LIBRARY_SD = 4000.0, 0.35  # median counts of a cell, and sd of their logarithm
 AMBIENT_FRAC = 0.05  # mean over cells
 MITO_GENES = 13
-_RNA = ("RN", *(f"T{letter}" for letter in "ACDEFGHIKLMNPQRSTVWY"))  # MT-RNR1, MT-TA ...: they code for no protein
+_RNA = ("RN", *(f"T{letter}" for letter in "ACDEFGHIKLMNPQRSTVWY"))  # MT-RNR1, MT-TA ...: not protein-coding
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Simulation:
     _effects: dict[str, np.ndarray]  # obs column -> (levels, genes) log expression or log fold change
 
     def blocks(self) -> Iterator[sp.csr_matrix]:
-        """Counts of all cells in order, CSR `(cells, genes)` uint16, `BLOCK` cells at a time; the same each time."""
+        """Counts of all cells in order, CSR `(cells, genes)` uint16, `BLOCK` cells at a time; may be called again."""
         pool = np.exp(self._effects["cell_type"]).mean(axis=0)
         ambient = (pool / pool.sum()).astype(np.float32)
         for number, first in enumerate(range(0, len(self.obs), BLOCK)):
@@ -60,10 +60,10 @@ class Simulation:
 def simulate(
     cells: int, genes: int, types: int = 8, batches: int = 2, perturbations: int = 0, seed: int = 0
 ) -> Simulation:
-    """A simulation of `cells` cells of human genes, the 13 mitochondrial ones among them.
+    """Simulate cells with human genes, including the 13 mitochondrial ones.
 
-    With `perturbations`, half of the cells have one of so many genes knocked down, the others are `control`.
-    Raises ConfigError when the numbers are impossible.
+    With `perturbations`, one of that number of genes is knocked down in half of the cells; the others are `control`.
+    Raises ConfigError when a number is out of range.
     """
     first = {symbol: gene for gene, symbol in reversed(gene_symbols("human").items()) if symbol != gene}
     known = {gene: symbol for symbol, gene in first.items()}  # one gene for each symbol
@@ -79,7 +79,7 @@ def simulate(
         ("seed", seed, 0, 2**63),
     ):
         if not low <= value <= high:
-            raise ConfigError(f"--{name} {value}: from {low:,} to {high:,} are possible")
+            raise ConfigError(f"--{name}: expected {low:,} to {high:,}, got {value}")
     others = [gene for gene in sorted(known) if gene not in mito][: genes - MITO_GENES]
     ids = sorted([*others, *mito])
     var = pd.DataFrame({"symbol": [known[gene] for gene in ids]}, index=pd.Index(ids, name="gene_id"))
@@ -121,7 +121,7 @@ def _sparse_normal(random: np.random.Generator, shape: tuple[int, int], frac: fl
 
 
 def _tree(random: np.random.Generator, leaves: int, genes: int) -> np.ndarray:
-    """Log fold changes of the leaves of a binary tree: a tenth of the genes drifts along each edge."""
+    """Log fold changes of the leaves of a binary tree; a tenth of the genes drifts along each edge."""
     nodes = np.zeros((1, genes), np.float32)
     while len(nodes) < leaves:
         nodes = np.repeat(nodes, 2, axis=0)

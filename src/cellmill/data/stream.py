@@ -1,8 +1,8 @@
-"""Batches of tokens for one rank of a training: endless, shuffled, and the same from any step on.
+"""Batches of tokens for one rank: endless, shuffled and resumable at any step.
 
-Threads, not processes: reading and copying release the interpreter's lock, and processes cost 1.7 times the CPU for
-each tokenized cell. One thread plans and tokenizes ahead through a bounded queue, a few read. The state is a handful
-of integers, counted in batches that were handed out; resuming seeks there and replays nothing.
+Uses threads, not processes: reading and copying release the GIL, and processes cost 1.7 times the CPU time per
+tokenized cell. One thread plans and tokenizes ahead through a bounded queue, a few read. The state is a handful of
+integers, counted in batches handed out; resuming seeks and replays nothing.
 """
 
 from __future__ import annotations
@@ -27,35 +27,33 @@ from cellmill.data.shuffle import EpochLayout
 from cellmill.data.tokens import Batch, Tokenizer, empty_batch
 from cellmill.errors import ConfigError, DataError
 
-_AHEAD = 2  # steps tokenized ahead of the one that is used
+_AHEAD = 2  # steps tokenized in advance
 _ORDER = ("seed", "lanes", "block_cells", "window_blocks", "global_batch")
 
 
 class CellStream:
-    """The cells of one split as micro-batches for one rank; see `__iter__`.
+    """Cells of one split as micro-batches for one rank; see `__iter__`.
 
     Parameters
     ----------
     rank, world
-        Data-parallel coordinate and size, not those of the whole job where tensor or pipeline peers share data.
+        Data-parallel rank and size; tensor- and pipeline-parallel peers share them.
     global_batch
-        Cells of one optimizer step over all ranks, a multiple of `stream.lanes`.
+        Cells per optimizer step over all ranks, a multiple of `stream.lanes`.
     token_budget
         Most tokens of a micro-batch.
     min_microbatches, microbatch_multiple
-        Each step has at least `min_microbatches` micro-batches, a multiple of `microbatch_multiple`, and of even sizes
-        where that is not 1: what a pipeline asks for.
+        Each step has at least `min_microbatches` micro-batches and a multiple of `microbatch_multiple`; if either is
+        not 1, they are of even sizes, for pipeline parallel.
     shuffle
-        Whether to shuffle, endlessly; else one epoch in the order on disk.
+        Shuffle, endlessly; else one epoch in disk order.
     max_cells
-        Only the first so many cells of the split.
+        Use the first `max_cells` cells of the split only.
 
     Raises
     ------
-    ConfigError
-        When ranks, lanes and batch do not divide, a cell may exceed the budget, or training has fewer cells than ranks.
     DataError
-        When manifest or shards are missing, damaged or not those of the manifest, or the split has no cells.
+        When manifest or shards are missing, damaged or do not match, or the split has no cells.
     """
 
     def __init__(
@@ -87,8 +85,7 @@ class CellStream:
         )
         self.n_cells, self.steps_per_epoch = self._layout.n_cells, self._layout.steps_per_epoch
         self.fingerprint = opened.fingerprint
-        if shuffle and self.n_cells < world:
-            raise ConfigError(f"{world} ranks for {self.n_cells} {split} cells of {manifest}: use fewer processes")
+        assert self.n_cells >= world or not shuffle, f"{self.n_cells} cells for {world} ranks"
         self._max_tokens, self._budget, self._rank, self._world = tokens.max_tokens, token_budget, rank, world
         self._min_microbatches, self._microbatch_multiple = min_microbatches, microbatch_multiple
         self._tokenizer: Tokenizer = tokens.load()(tokens)
@@ -108,9 +105,9 @@ class CellStream:
         self._closed = False
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        """For each optimizer step the micro-batches of this rank, as many as on every other rank; some may be empty.
+        """Micro-batches of this rank for each optimizer step, as many as on every other rank; some may be empty.
 
-        Endless over epochs from where the state is; without shuffling one epoch, always from its start.
+        Endless over epochs, starting at the state; without shuffling one epoch, always from its start.
         """
         if self._closed:
             raise RuntimeError("the stream is closed")
@@ -128,35 +125,35 @@ class CellStream:
             ahead.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        """`epoch` and `step`, the batches of it that were handed out, and what defines the order."""
+        """`epoch`, `step` (batches of it handed out), and the options that define the order."""
         return {"epoch": self._epoch, "step": self._step, **self._order, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from `state`, which may be of another number of ranks.
+        """Continue at `state`, which may come from another number of ranks.
 
-        Raises DataError when it is of other data, ConfigError when of another order.
+        Raises DataError when its data differ, ConfigError when its order differs.
         """
         if state["fingerprint"] != self.fingerprint:
             raise DataError(
-                f"the checkpoint's data have fingerprint {state['fingerprint']}, the shards now {self.fingerprint}; "
+                f"expected shards of fingerprint {state['fingerprint']}, as in the checkpoint, got {self.fingerprint}: "
                 "restore the shards it was trained on, or start a new run"
             )
         for name in _ORDER:
             if state[name] != self._order[name]:
                 section = "stream" if name in ("lanes", "block_cells", "window_blocks") else "train"
                 raise ConfigError(
-                    f"{section}.{name} is {self._order[name]}, the checkpoint was written with {state[name]}, "
-                    f"which defines the order of cells; set it back to {state[name]}, or start a new run"
+                    f"{section}.{name} is {self._order[name]}, but {state[name]} in the checkpoint, and defines the "
+                    f"order of cells; set it back to {state[name]}, or start a new run"
                 )
         self._stop_ahead()
         self._epoch, self._step = int(state["epoch"]), int(state["step"])
 
     def names(self, cells: np.ndarray) -> list[str]:
-        """`dataset:name (file row)` of cells by their ids, read from the shards: for messages."""
+        """`dataset:name (file row)` of cells by id, read from the shards; for error messages."""
         return cell_names(self._shards, cells)
 
     def close(self) -> None:
-        """Ends all threads; may be called at any time and again."""
+        """End all threads; may be called at any time, and again."""
         self._closed = True
         self._stop_ahead()
         self._rows.close()
@@ -173,7 +170,7 @@ class CellStream:
             yield self._micro_batches(taken)
 
     def _micro_batches(self, step: PrefetchedStep) -> list[Batch]:
-        # every rank cuts the batches of all ranks, from lengths it knows: nobody has to be asked how many there are
+        # every rank computes the cuts of all ranks from known lengths: no communication to agree on the number
         lengths = [self._lengths(step, rank) for rank in range(self._world)]
         cuts = [cut_batch(of_rank, self._budget) for of_rank in lengths]
         number = max(self._min_microbatches, *(len(cut) - 1 for cut in cuts))
@@ -184,10 +181,10 @@ class CellStream:
         batches = []
         for first, last in pairwise(own):
             starts = step.starts[first : last + 1]
-            of = slice(starts[0], starts[-1])
-            counts = step.counts[of] if step.counts is not None else None
-            made = self._tokenizer.tokenize(step.genes[of], counts, starts - starts[0])
-            batches.append(Batch(*made, step.cells[first:last]))
+            nonzeros = slice(starts[0], starts[-1])
+            counts = step.counts[nonzeros] if step.counts is not None else None
+            tokens = self._tokenizer.tokenize(step.genes[nonzeros], counts, starts - starts[0])
+            batches.append(Batch(*tokens, step.cells[first:last]))
         return batches + [empty_batch(self._tokenizer.dtype) for _ in range(number - len(batches))]
 
     def _lengths(self, step: PrefetchedStep, rank: int) -> np.ndarray:
@@ -195,7 +192,7 @@ class CellStream:
 
 
 class _Ahead:
-    """An iterator that runs in a thread, a few items ahead; what it raises is raised where items are taken."""
+    """Iterator run in a thread, a few items ahead; its errors are raised to the consumer."""
 
     def __init__(self, items: Iterator[list[Batch]]):
         self._items = items
@@ -214,13 +211,13 @@ class _Ahead:
             yield item
 
     def stop(self) -> None:
-        """Ends the thread and waits for it."""
+        """End the thread and wait for it."""
         self._stopping.set()
         while self._thread.is_alive():
             self._empty()
             self._thread.join(0.01)
         self._empty()
-        self._queue.put((None, None))  # wakes whoever waits for an item
+        self._queue.put((None, None))  # wakes a waiting consumer
 
     def _empty(self) -> None:
         while True:

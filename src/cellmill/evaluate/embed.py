@@ -1,8 +1,8 @@
-"""Cells through an exported model: a file's counts, by the model's own genes, as one vector a cell.
+"""Embeddings of the cells of an .h5ad file by an exported model.
 
-Genes are found by Ensembl id, so neither the order of a file's columns nor genes the model does not know change an
-embedding. Cells become tokens by the functions that made the shards, in row blocks, packed without padding; how many
-are taken at once changes nothing but rounding. A cell without any known gene has no embedding: its row is NaN.
+Genes are matched by Ensembl id: neither the order of a file's columns nor genes that the model does not know change an
+embedding. Cells are tokenized as for the shards, in row blocks, and packed without padding; the token budget changes
+rounding alone. A cell without any known gene has no embedding: its row is NaN.
 """
 
 from __future__ import annotations
@@ -29,22 +29,30 @@ from cellmill.data.tokens import Batch, Tokenizer
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.models.batch import to_tensors
+from cellmill.models.export import load_model, spec_of
 from cellmill.models.family import Model
 
 KEY = "X_cellmill"
-"""Of obsm."""
+"""Key in obsm."""
 ROW_BLOCK = 1024  # cells read at once
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """What `embed_cells` gives."""
+    """Result of `embed_cells`."""
 
     vectors: np.ndarray
     """`(cells, hidden)` float32; NaN where a cell has no gene that the model knows."""
     coverage_frac: float
     """Fraction of the cells' counts that fall on genes of the vocabulary."""
     n_without_genes: int
+
+
+def load_for_inference(folder: Path) -> tuple[Model, Vocabulary, Tokens, dict[str, Any]]:
+    """Exported model in eval mode, on a GPU if there is one; its vocabulary, tokens and config.json."""
+    network, vocabulary, config = load_model(folder)
+    network.to("cuda" if torch.cuda.is_available() else "cpu")
+    return network, vocabulary, spec_of(config, vocabulary.n_genes).tokens, config
 
 
 def read_tokens(
@@ -55,10 +63,10 @@ def read_tokens(
     chosen: np.ndarray,
     totals: np.ndarray,
 ) -> Iterator[Batch]:
-    """Tokens of the cells where `chosen` (bool, one for each cell), a row block at a time.
+    """Tokens of the cells where `chosen` (bool, `(n_obs,)`) is True, one row block at a time.
 
-    `Batch.cells` are places in the file. Cells without a known gene are left out. Adds the counts on known genes and
-    all counts of the chosen cells to `totals` (two int64).
+    `Batch.cells` are row indices of the file. Cells without a known gene are left out. Adds the counts on known genes
+    and all counts of the chosen cells to `totals` (two int64).
     """
     inverse, first = inverse_medians(vocabulary.medians), 0
     tokenizer: Tokenizer = tokens.load()(tokens)
@@ -70,11 +78,11 @@ def read_tokens(
         raw = raw[rows] if len(rows) < raw.shape[0] else raw
         block = select_columns(raw, places.target, vocabulary.n_genes)
         totals += int(row_sums(block).sum()), int(row_sums(raw, raw.data * places.measured[raw.indices]).sum())
-        some = np.flatnonzero(np.diff(block.indptr))
-        block = block[some]
+        nonempty = np.flatnonzero(np.diff(block.indptr))
+        block = block[nonempty]
         starts = block.indptr.astype(np.int64)
         genes, counts = rank_order_rows(starts, block.indices, block.data, inverse)
-        yield Batch(*tokenizer.tokenize(genes, counts, starts), cells[some].astype(np.int64))
+        yield Batch(*tokenizer.tokenize(genes, counts, starts), cells[nonempty].astype(np.int64))
 
 
 def embed_cells(
@@ -85,27 +93,26 @@ def embed_cells(
     token_budget: int,
     chosen: np.ndarray | None = None,
 ) -> Embedding:
-    """Embeddings of the cells where `chosen` (bool, one for each cell; None takes all), in the file's order."""
+    """Embeddings of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, in file order."""
     chosen = np.ones(reader.n_obs, dtype=bool) if chosen is None else chosen
     places, device = match_columns(reader, vocabulary), next(model.parameters()).device
-    totals, found, vectors = np.zeros(2, np.int64), [], []
+    totals, cells, vectors = np.zeros(2, np.int64), [], []
     model.eval()
     with torch.inference_mode():
         for block in read_tokens(reader, places, vocabulary, tokens, chosen, totals):
             for batch in split_batch(block, token_budget):
                 vectors.append(model.embed(to_tensors(batch, device)).float().cpu().numpy())
-                found.append(batch.cells)
+                cells.append(batch.cells)
     if not vectors:
         raise DataError(f"{reader.path}: no cell has a count on a gene that the model knows")
-    width = vectors[0].shape[1]
-    whole = np.full((reader.n_obs, width), np.nan, np.float32)
-    whole[np.concatenate(found)] = np.concatenate(vectors)
-    kept = whole[chosen]
-    return Embedding(kept, float(totals[0] / totals[1]), int(np.isnan(kept[:, 0]).sum()))
+    embedded = np.full((reader.n_obs, vectors[0].shape[1]), np.nan, np.float32)
+    embedded[np.concatenate(cells)] = np.concatenate(vectors)
+    embedded = embedded[chosen]
+    return Embedding(embedded, float(totals[0] / totals[1]), int(np.isnan(embedded[:, 0]).sum()))
 
 
 def check_coverage(path: Path, embedding: Embedding, min_coverage_frac: float) -> None:
-    """Raises DataError when too few of a dataset's counts fall on genes that the model knows."""
+    """Raise DataError when too few of a dataset's counts fall on genes that the model knows."""
     if embedding.coverage_frac < min_coverage_frac:
         raise DataError(
             f"{path}: {embedding.coverage_frac:.1%} of its counts fall on genes that the model knows, "
@@ -114,34 +121,34 @@ def check_coverage(path: Path, embedding: Embedding, min_coverage_frac: float) -
 
 
 def write_embedding(path: Path, obs: pd.DataFrame, vectors: np.ndarray, about: dict[str, Any]) -> None:
-    """An .h5ad without X: `obs` as it is, obsm["X_cellmill"] and uns["cellmill"]. Atomic; OSError names `path`."""
+    """Write `obs`, obsm["X_cellmill"] and uns["cellmill"] to an .h5ad without X. Atomic; OSError names `path`."""
     adata = ad.AnnData(obs=obs, obsm={KEY: vectors}, uns={"cellmill": about})
     with create_h5(path) as file:  # anndata's own writer crashes the interpreter when the disk is full
         write_elem(file, "/", adata)
 
 
 def read_embedding(path: Path, names: pd.Index, model_digest: str) -> np.ndarray:
-    """The vectors in a file of `write_embedding`, `(cells, hidden)` float32.
+    """Vectors of a file written by `write_embedding`, `(cells, hidden)` float32.
 
-    Raises DataError when the file is of another model, or not of the cells called `names` in this order.
+    Raises DataError when the file is of another model, or its obs names are not `names` in this order.
     """
     if not path.is_file():
-        raise DataError(f"{path}: no such file; embed the dataset first")
+        raise DataError(f"{path}: no such file; run embed first")
     try:
         adata = ad.read_h5ad(path)
         vectors, about = np.asarray(adata.obsm[KEY], np.float32), adata.uns["cellmill"]
-        found = str(about["model_digest"])
+        digest = str(about["model_digest"])
     except (KeyError, TypeError):
-        raise DataError(f"{path}: not an embedding of cellmill: it lacks obsm[{KEY!r}] or uns['cellmill']") from None
+        raise DataError(f"{path}: not an embedding by cellmill: obsm[{KEY!r}] or uns['cellmill'] is missing") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from None
-    if found != model_digest:
-        raise DataError(f"{path}: made by model {found[:12]}, this one is {model_digest[:12]}; embed the dataset again")
+    if digest != model_digest:
+        raise DataError(f"{path}: made by model {digest[:12]}, expected {model_digest[:12]}; run embed again")
     own = adata.obs_names.astype(str)
     if len(own) != len(names) or not (own == names).all():
         at = next((i for i, (a, b) in enumerate(zip(own, names)) if a != b), min(len(own), len(names)))
         raise DataError(
-            f"{path}: not of the same cells: {len(own):,} against {len(names):,}, first differing at cell {at + 1:,}; "
-            "embed the dataset again"
+            f"{path}: other cells than expected: {len(own):,} instead of {len(names):,}, the first difference at cell "
+            f"{at + 1:,}; run embed again"
         )
     return vectors

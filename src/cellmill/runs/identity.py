@@ -14,7 +14,7 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.upgrade import stored_options
 from cellmill.errors import ConfigError
 
-FREE_SECTIONS = {"parallel"}
+FREE_SECTIONS = {"parallel", "track"}
 FREE = {
     "stream": {"io_threads"},
     "train": {

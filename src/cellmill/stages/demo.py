@@ -1,4 +1,4 @@
-"""demo: 700 real blood cells as an .h5ad like a user's, taken from the scanpy package."""
+"""demo: 700 real blood cells from the scanpy package, as an .h5ad like a user's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cellmill.data.demo import read_demo, shipped_file
 
 
 def run(*, out: Path) -> None:
-    """Writes the demo cells to `out` (.h5ad)."""
+    """Write the demo cells to `out` (.h5ad)."""
     obs, var, counts = read_demo(shipped_file())
     write_cells(out, obs, var, [counts], counts.nnz, count_dtype(int(counts.data.max())))
     print(f"{len(obs):,} cells x {len(var):,} genes -> {out}")

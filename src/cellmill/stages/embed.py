@@ -1,24 +1,18 @@
-"""embed: the cells of any dataset through an exported model, which is all it needs."""
+"""embed: embeddings of the cells of any dataset, from the exported model alone."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from cellmill.config.options import EmbedOptions
-from cellmill.config.tokens import Tokens
 from cellmill.data.counts_reader import open_counts
-from cellmill.evaluate.embed import check_coverage, embed_cells, write_embedding
+from cellmill.evaluate.embed import check_coverage, embed_cells, load_for_inference, write_embedding
 from cellmill.files import sha256_file
-from cellmill.models.export import load_model
 
 
 def run(*, options: EmbedOptions, model: Path, input: Path, counts: str, out: Path) -> None:
-    """Writes obs and embeddings of the cells of `input`, preprocessed or raw, to `out` (.h5ad)."""
-    network, vocabulary, config = load_model(model)
-    network.to("cuda" if torch.cuda.is_available() else "cpu")
-    tokens = Tokens.model_validate(config["tokens"])
+    """Write obs and embeddings of the cells of `input`, preprocessed or raw, to `out` (.h5ad)."""
+    network, vocabulary, tokens, _ = load_for_inference(model)
     with open_counts(input, counts) as reader:
         embedding = embed_cells(reader, network, vocabulary, tokens, options.embed.token_budget)
         check_coverage(input, embedding, options.embed.min_coverage_frac)

@@ -20,21 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from cellmill.config.evaluate import Evaluate
 from cellmill.config.options import EvaluateOptions
-from cellmill.config.tokens import Tokens
 from cellmill.data.counts_reader import CountsReader, open_counts
 from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.embed import read_embedding
+from cellmill.evaluate.embed import load_for_inference, read_embedding
 from cellmill.evaluate.heldout import held_out, seen_cells
 from cellmill.evaluate.projection import umap_rows
 from cellmill.evaluate.task import Context, EvaluatedModel, Task, TaskResult, read_roles
 from cellmill.evaluate.umap_table import write_umap
 from cellmill.files import sha256_file, write_json
-from cellmill.models.export import load_model
 from cellmill.runs.verdict import sentence
 
 
@@ -121,15 +118,13 @@ def _dataset_names(cells: list[Path], embeddings: list[Path], labels: list[str])
 
 
 def _load(model: Path, manifest: Path, shards: Manifest, options: Evaluate) -> EvaluatedModel:
-    network, vocabulary, config = load_model(model)
+    network, vocabulary, tokens, config = load_for_inference(model)
     if vocabulary.digest != shards.vocabulary["digest"]:
         raise DataError(
             f"{manifest}: its vocabulary is {shards.vocabulary['digest'][:12]}, the model's {vocabulary.digest[:12]}; "
             "pass the manifest of the shards that the model was trained on"
         )
-    network.to("cuda" if torch.cuda.is_available() else "cpu")
-    tokens = Tokens.model_validate(config["tokens"])
-    return EvaluatedModel(network.eval(), config, vocabulary, tokens, shards, options.seed)
+    return EvaluatedModel(network, config, vocabulary, tokens, shards, options.seed)
 
 
 def _scored(reader: CountsReader, unseen: np.ndarray, options: Evaluate) -> np.ndarray:

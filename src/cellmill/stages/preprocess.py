@@ -1,4 +1,4 @@
-"""preprocess: one dataset's raw counts as cells that passed QC, under Ensembl ids, with a report of what went."""
+"""preprocess: cells of one dataset that pass QC, with genes named by Ensembl id, and a report of the dropped ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(
     out: Path,
     report: Path,
 ) -> None:
-    """Reads `counts` of `input`, writes the cells to `out` (.h5ad) and the QC figures to `report` (.json)."""
+    """Read the matrix `counts` of `input`; write the cells to `out` (.h5ad) and the QC figures to `report` (.json)."""
     with open_counts(input, counts) as reader:
         figures = preprocess(reader, options.preprocess, out)
     origin = {"file": input.name, "sha256": sha256_file(input), "bytes": input.stat().st_size, "counts": counts}

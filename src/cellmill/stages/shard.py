@@ -1,4 +1,4 @@
-"""shard: the cells of a corpus, split, preshuffled and in rank order, and the manifest that binds them."""
+"""shard: shards of a corpus, split, preshuffled and in rank order, and their manifest."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from cellmill.data.vocabulary import Vocabulary
 
 
 def run(*, options: ShardOptions, cells: list[Path], vocabulary: Path, out: Path) -> None:
-    """Writes shards of `cells` over the genes of `vocabulary` beside `out`, the manifest, which comes last."""
+    """Write shards of `cells` over the genes of `vocabulary` beside `out`, then the manifest to `out`."""
     manifest = write_shards(cells, Vocabulary.read(vocabulary), options.shard, out)
     sizes = ", ".join(f"{entry.n_obs:,} {name}" for name, entry in manifest.splits.items())
     left_out = sum(manifest.left_out.values())
-    note = f"; {left_out:,} left out, they have no gene of the vocabulary" if left_out else ""
+    note = f"; {left_out:,} dropped, without a gene of the vocabulary" if left_out else ""
     print(f"cells: {sizes}{note} -> {out}")

@@ -1,4 +1,4 @@
-"""simulate: made-up cells as an .h5ad like a user's, for trying things out and for scale."""
+"""simulate: simulated cells as an .h5ad like a user's, for trials and tests of scale."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cellmill.data.simulate import simulate
 
 
 def run(*, out: Path, cells: int, genes: int, types: int, batches: int, perturbations: int, seed: int) -> None:
-    """Writes `cells` simulated cells to `out` (.h5ad), block by block."""
+    """Write `cells` simulated cells to `out` (.h5ad), block by block."""
     simulation = simulate(cells, genes, types, batches, perturbations, seed)
     write_cells(out, simulation.obs, simulation.var, simulation.blocks(), None, count_dtype(0))
     print(f"{cells:,} cells x {genes:,} genes -> {out}")

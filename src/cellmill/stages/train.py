@@ -1,7 +1,7 @@
-"""train: starts a run, or goes on with it from its newest whole checkpoint.
+"""train: starts a run, or resumes it from its newest undamaged checkpoint.
 
-Runs on the head of the job and imports no torch: what can be refused is refused here, in one line, before processes
-are started. The work of each process is `train/worker.py`.
+The launcher of a training: imports no torch, and refuses what it can in one line before any process is started. The
+processes run `train/worker.py`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def run(
     init_from: Path | None,
     machine: Machine,
 ) -> None:
-    """Trains in `out` until its status.json says done.
+    """Train in `out` until its status.json says done.
 
-    Raises Stopped when a signal ended it with its state saved; UserError when a process failed.
+    Raises Stopped if a signal ended it with its state saved, UserError if a process failed.
     """
     shards = Manifest.read(manifest)
     for nodes in machine.node_counts:
@@ -68,12 +68,12 @@ def run(
         launcher = _slurm_launcher(folder, machine)
         if launcher is None or not _is_living(launcher, folder, record):
             if _is_done(folder, record["identity"], shards.fingerprint):
-                write_cost(folder.path, show=False)  # its launcher may have been killed before the end
+                write_cost(folder.path, show=False)  # its launcher may have been killed before it could
                 print(f"{out}: this run is already done", flush=True)
                 return
             _verify_once(folder, shards)
             write_json(folder.path / "run.json", record)
-            if folder.state() == "done":  # of a training that was set aside, or lost its checkpoints
+            if folder.state() == "done":  # of a training set aside, or without its checkpoints
                 (folder.path / "state.json").unlink()
         with accounted(folder.path, machine):
             if launcher is not None and machine.launcher == "slurm":
@@ -82,22 +82,22 @@ def run(
                 _run_here(folder, machine, lock)
 
 
-def _job(folder: TrainFolder, machine: Machine, elsewhere: Path) -> Job:
-    """What is run on each node; the line of an error goes to `elsewhere`."""
-    error, state = str(elsewhere / "error.txt"), str(folder.path.resolve() / "state.json")
+def _job(folder: TrainFolder, machine: Machine, error_folder: Path) -> Job:
+    """The processes of the training; error.txt goes to `error_folder`."""
+    error = str(error_folder / "error.txt")
     return Job(
-        "cellmill.train.worker",
-        [str(folder.path), error],
-        machine.node_counts[-1],
-        machine.nproc_per_node,
-        machine.max_restarts,
-        error,
-        state,
+        module="cellmill.train.worker",
+        arguments=[str(folder.path), error],
+        nodes=machine.node_counts[-1],
+        nproc_per_node=machine.nproc_per_node,
+        max_restarts=machine.max_restarts,
+        error_file=error,
+        state_file=str(folder.path.resolve() / "state.json"),
     )
 
 
 def _slurm_launcher(folder: TrainFolder, machine: Machine) -> SlurmLauncher | None:
-    """The launcher, when jobs are to be submitted or some were before."""
+    """A launcher, if jobs are to be submitted or have been before."""
     if machine.launcher != "slurm" and not (folder.path / "jobs").exists():
         return None
     if machine.launcher != "slurm" and shutil.which("squeue") is None:
@@ -106,12 +106,12 @@ def _slurm_launcher(folder: TrainFolder, machine: Machine) -> SlurmLauncher | No
 
 
 def _is_living(launcher: SlurmLauncher, folder: TrainFolder, record: dict[str, Any]) -> bool:
-    """Whether a job of this run is queued or running. Raises UserError when it is not one this command may follow."""
+    """True if a job of this run is queued or running. Raises UserError if this command may not follow it."""
     job = launcher.living()
     if job is None:
         return False
     if launcher.machine.launcher == "allocation" and os.environ.get("SLURM_JOB_ID") == job.job_id:
-        return False  # the allocation lives on; what was started in it has ended, or the lock would be held
+        return False  # the allocation outlives the training in it, which has ended, or the lock would be held
     if launcher.machine.launcher != "slurm":
         raise UserError(
             f"{folder.path}: job {job.job_id} of this run is {job.state.lower()}; follow it with launcher slurm, or "
@@ -128,27 +128,27 @@ def _is_living(launcher: SlurmLauncher, folder: TrainFolder, record: dict[str, A
 
 
 def _run_here(folder: TrainFolder, machine: Machine, lock: int) -> None:
-    """Trains on this machine, or in the allocation this process is in."""
-    with tempfile.TemporaryDirectory(prefix="cellmill-") as elsewhere:  # the run's own disk may be the trouble
+    """Train on this machine, or in the allocation this process is in."""
+    with tempfile.TemporaryDirectory(prefix="cellmill-") as scratch:  # the run's own disk may be full
         if machine.launcher == "allocation":
             code, error = run_allocation(partial(_job, folder, machine), machine, folder.path, lock)
         else:
-            error = Path(elsewhere) / "error.txt"
-            code = run_local(_job(folder, machine, Path(elsewhere)), keep_open=lock)
-        _explain(folder, code, error)
+            error = Path(scratch) / "error.txt"
+            code = run_local(_job(folder, machine, Path(scratch)), keep_open=lock)
+        _check_end(folder, code, error)
 
 
-def _is_done(folder: TrainFolder, belongs: dict[str, Any], fingerprint: str) -> bool:
-    """Whether nothing is left to do; sets the files of another configuration aside, refuses those of other data."""
+def _is_done(folder: TrainFolder, now: dict[str, Any], fingerprint: str) -> bool:
+    """True if nothing is left to do. Sets the files of another configuration aside, refuses those of other data."""
     checkpoint, damaged = folder.newest_whole(contents=False)
     if checkpoint is not None and checkpoint.state()["progress"]["step"] >= checkpoint.state()["steps"]:
-        checkpoint, damaged = folder.newest_whole()  # nothing will read it again before it is declared done
+        checkpoint, damaged = folder.newest_whole()  # hashed in full: nothing reads it again before it counts as done
     for line in damaged:
         print(f"warning: {line}; going on from the one before it", file=sys.stderr, flush=True)
     if checkpoint is None:
         return False
     state = checkpoint.state()
-    if changes := changed_keys(state, belongs, str(checkpoint.path / "state.json")):
+    if changes := changed_keys(state, now, str(checkpoint.path / "state.json")):
         aside = folder.set_aside()
         print(f"the configuration changed ({'; '.join(changes)}): the earlier training is now in {aside}", flush=True)
         return False
@@ -167,13 +167,13 @@ def _is_done(folder: TrainFolder, belongs: dict[str, Any], fingerprint: str) -> 
 
 def environment() -> dict[str, str]:
     """Versions that a run's numbers may depend on."""
-    found = {"cellmill": __version__, "python": platform.python_version(), "machine": platform.machine()}
+    versions = {"cellmill": __version__, "python": platform.python_version(), "machine": platform.machine()}
     for package in ("torch", "numpy", "anndata", "h5py"):
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            versions[package] = "not installed"
+    return versions
 
 
 def _weights_digest(model: Path | None) -> str | None:
@@ -181,7 +181,7 @@ def _weights_digest(model: Path | None) -> str | None:
 
 
 def _verify_once(folder: TrainFolder, shards: Manifest) -> None:
-    """Hashes every byte of the shards, unless their files are those that were hashed before. Raises DataError."""
+    """Hash the shards, unless size and time of every file are as when they were last hashed. Raises DataError."""
     paths = [shards.shard_path(shard) for split in ("train", "val") for shard in shards.splits[split].shards]
     stamps = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths if path.exists()}
     record, now = folder.path / "verified.json", {"fingerprint": shards.fingerprint, "files": stamps}
@@ -191,8 +191,8 @@ def _verify_once(folder: TrainFolder, shards: Manifest) -> None:
     write_json(record, now)
 
 
-def _explain(folder: TrainFolder, code: int, error: Path) -> None:
-    """Turns how the processes ended into an exception, or returns when the run is done."""
+def _check_end(folder: TrainFolder, code: int, error: Path) -> None:
+    """Raises Stopped or UserError by how the processes ended; returns if the run is done."""
     if error.exists():
         raise UserError(error.read_text(encoding="utf-8").strip())
     state_file = folder.path / "state.json"

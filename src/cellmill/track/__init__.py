@@ -1,1 +1,1 @@
-"""Where the numbers of a running training go."""
+"""Destinations of a training's metrics."""

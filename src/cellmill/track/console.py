@@ -1,4 +1,4 @@
-"""Training as a person follows it: one line that is rewritten on a terminal, plain lines in a log."""
+"""Progress of a training on stdout: one line that is rewritten on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
@@ -8,46 +8,40 @@ from typing import Any
 
 
 class ConsoleTracker:
-    """Prints to stdout.
+    """Prints to stdout; `config` of `start` must have `steps`, the steps of the whole run."""
 
-    Parameters
-    ----------
-    steps
-        Steps of the whole run.
-    start
-        Step it begins at, for the time that is left.
-    """
-
-    def __init__(self, steps: int, start: int) -> None:
-        self.steps, self.start, self.begun = steps, start, time.perf_counter()
+    def start(self, config: dict[str, Any], resume_step: int) -> None:
+        self.steps, self.resume_step = config["steps"], resume_step
+        self.started = time.perf_counter()
         self.terminal = sys.stdout.isatty()
 
-    def log(self, line: dict[str, Any]) -> None:
-        if "val_loss" in line:
-            self.say(f"step {line['step']}/{self.steps}  validation loss {line['val_loss']:.4f}")
+    def log(self, step: int, scalars: dict[str, Any]) -> None:
+        head = f"step {step}/{self.steps}"
+        if "val_loss" in scalars:
+            self._print(f"{head}  validation loss {scalars['val_loss']:.4f}")
             return
-        step = line["step"]
-        if "skipped" in line:
-            self.say(f"step {step}/{self.steps}  skipped: {line['skipped']}; {line['skipped_steps']} steps so far")
+        if "skipped" in scalars:
+            self._print(f"{head}  skipped: {scalars['skipped']}; {scalars['skipped_steps']} steps so far")
             return
-        left_s = (time.perf_counter() - self.begun) / max(1, step - self.start) * (self.steps - step)
+        elapsed_s = time.perf_counter() - self.started
+        left_s = elapsed_s / max(1, step - self.resume_step) * (self.steps - step)
         text = (
-            f"step {step}/{self.steps}  loss {line['loss']:.4f}  lr {line['lr']:.2e}  "
-            f"{line['cells_per_s']:.0f} cells/s  waiting for data {line['data_wait_frac']:.0%}  left {_clock(left_s)}"
+            f"{head}  loss {scalars['loss']:.4f}  lr {scalars['lr']:.2e}  {scalars['cells_per_s']:.0f} cells/s  "
+            f"waiting for data {scalars['data_wait_frac']:.0%}  left {_clock(left_s)}"
         )
         if not self.terminal:
-            self.say(text)
+            self._print(text)
             return
         done = round(20 * step / self.steps)
         print(f"\r\x1b[K[{'#' * done}{'.' * (20 - done)}] {text}", end="\n" if step == self.steps else "", flush=True)
 
-    def say(self, text: str) -> None:
-        """A line of its own."""
-        print(f"\r\x1b[K{text}" if self.terminal else text, flush=True)
-
-    def close(self) -> None:
+    def finish(self, status: str) -> None:
         if self.terminal:
             print(flush=True)
+
+    def _print(self, text: str) -> None:
+        """Print a line of its own."""
+        print(f"\r\x1b[K{text}" if self.terminal else text, flush=True)
 
 
 def _clock(seconds: float) -> str:

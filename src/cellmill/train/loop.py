@@ -292,5 +292,6 @@ class Trainer:
         return True
 
     def _log(self, line: dict[str, Any]) -> None:
+        scalars = {name: value for name, value in line.items() if name != "step"}
         for tracker in self.trackers:
-            tracker.log(line)
+            tracker.log(line["step"], scalars)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from cellmill.config.layout import min_microbatches
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import Parallel, Train
+from cellmill.config.track import Track
 from cellmill.config.upgrade import stored_options
 from cellmill.data.manifest import Manifest
 from cellmill.data.stream import CellStream
@@ -39,6 +41,7 @@ from cellmill.parallel.step import ParallelModel
 from cellmill.planner.devices import peak_flops
 from cellmill.planner.size import measure
 from cellmill.runs.folder import TrainFolder
+from cellmill.track.background import BackgroundTrackers
 from cellmill.track.console import ConsoleTracker
 from cellmill.track.jsonl import JsonlTracker
 from cellmill.track.tracker import Tracker
@@ -94,7 +97,7 @@ def main(path: Path, error_file: Path) -> None:
         train_stream=train_stream,
         val_stream=val_stream,
         checkpoints=checkpoints,
-        trackers=open_trackers(folder, steps, progress.step),
+        trackers=open_trackers(folder, options.track, saved_with, progress.step),
         meter=Meter(_peak(device, options.parallel.precision), dist.get_world_size()),
         stop=stop,
         progress=progress,
@@ -103,15 +106,21 @@ def main(path: Path, error_file: Path) -> None:
         profile=open_profile(folder, options.train, device),
     )
     write_state(folder, "running", progress, saved_with)
-    done = trainer.run()
+    try:
+        done = trainer.run()
+    except BaseException:
+        for tracker in trainer.trackers:
+            with suppress(OSError):  # a full disk, again
+                tracker.finish("failed")
+        raise
     if trainer.profile is not None:
         trainer.profile.close()
     for stream in (train_stream, val_stream):
         if stream is not None:
             stream.close()
-    for tracker in trainer.trackers:
-        tracker.close()
     write_state(folder, "done" if done else "stopped", progress, saved_with)
+    for tracker in trainer.trackers:
+        tracker.finish("done" if done else "stopped")
     dist.barrier()  # no rank leaves while another still needs it
     watch.close()
 
@@ -188,11 +197,14 @@ def build_streams(options: TrainOptions, manifest: Path, mesh: Mesh) -> tuple[Ce
     return train, CellStream(manifest, "val", shuffle=False, max_cells=options.train.val_cells, **shared)
 
 
-def open_trackers(folder: TrainFolder, steps: int, start: int) -> list[Tracker]:
-    """Return the trackers of rank 0; other ranks have none."""
+def open_trackers(folder: TrainFolder, track: Track, saved_with: dict[str, Any], resume_step: int) -> list[Tracker]:
+    """Start rank 0's trackers; other ranks have none."""
     if dist.get_rank() != 0:
         return []
-    return [JsonlTracker(folder.metrics), ConsoleTracker(steps, start)]
+    trackers: list[Tracker] = [JsonlTracker(folder.metrics), ConsoleTracker(), BackgroundTrackers(track.to)]
+    for tracker in trackers:
+        tracker.start({"run": folder.path.resolve().parent.name, **saved_with}, resume_step)
+    return trackers
 
 
 def open_profile(folder: TrainFolder, train: Train, device: torch.device) -> StepProfile | None:

@@ -1,0 +1,90 @@
+"""Predict the next gene of each cell from the tokens so far.
+
+Legend: T tokens of the batch, N targets, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from cellmill.config.tokens import SPECIAL
+from cellmill.models.batch import TensorBatch, positions
+from cellmill.models.initial import Fill, zeros
+from cellmill.models.objective import GeneStatistics, Objective
+from cellmill.parallel.cross_entropy import token_loss
+from cellmill.parallel.vocab_parallel import token_logits
+from cellmill.runs.verdict import Verdict, compare
+
+PAD = SPECIAL.index("<pad>")
+
+
+@dataclass(frozen=True)
+class CausalBatch:
+    """A batch, and which gene follows each target."""
+
+    genes: torch.Tensor
+    place: torch.Tensor
+    """(T,) int64: place of a token in its cell."""
+    cu_seqlens: torch.Tensor
+    lengths: list[int]
+    targets: torch.Tensor
+    """(N,) int64: tokens with a next one in their cell."""
+    answers: torch.Tensor
+    """(N,) int64: token ids of the next ones."""
+    n_targets: torch.Tensor
+
+
+def causal_batch(batch: TensorBatch, skip: int) -> CausalBatch:
+    """The batch with its next genes; nothing is random."""
+    cell, place = positions(batch)
+    follows = torch.zeros(len(cell), dtype=torch.bool, device=cell.device)
+    follows[:-1] = (cell[1:] == cell[:-1]) & (batch.genes[1:] != PAD) & (place[:-1] >= skip)
+    targets = follows.nonzero().flatten()
+    return CausalBatch(
+        genes=batch.genes,
+        place=place,
+        cu_seqlens=batch.cu_seqlens,
+        lengths=batch.lengths,
+        targets=targets,
+        answers=batch.genes[targets + 1],
+        n_targets=torch.tensor(len(targets), device=cell.device),
+    )
+
+
+class NextGene(Objective):
+    """See the module."""
+
+    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        """Add a bias; the output matrix is the gene embedding."""
+        model.gene_bias = nn.Parameter(torch.empty(n_tokens))
+        return ("gene_bias", "gene_embedding")
+
+    def initial_value(self, name: str) -> Fill | None:
+        """Begin without a bias."""
+        return zeros if name == "gene_bias" else None
+
+    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> CausalBatch:
+        """Find the next genes."""
+        return causal_batch(batch, self.config.skip)
+
+    def loss(self, model: Any, states: torch.Tensor, prepared: CausalBatch) -> torch.Tensor:
+        """Summed cross-entropy over the vocabulary, in chunks."""
+        at_targets = states[prepared.targets]
+        return token_loss(at_targets, model.gene_embedding.weight, model.gene_bias, prepared.answers)
+
+    def observe(self, model: Any, prepared: CausalBatch) -> tuple[torch.Tensor, ...]:
+        """Vocabulary row of each next gene, and whether it was the first choice."""
+        logits = token_logits(model.states(prepared)[prepared.targets], model.gene_embedding.weight, model.gene_bias)
+        return prepared.answers - len(SPECIAL), logits.argmax(1) == prepared.answers
+
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
+        """Accuracy beside that of always naming the most frequent gene."""
+        genes, correct = observed
+        accuracy, frequent = float(correct.mean()), float((genes == int(train.n.argmax())).mean())
+        figures = {"n_targets": len(genes), "accuracy": accuracy, "accuracy_frequency": frequent}
+        return figures, [compare("next gene", "the most frequent gene", "accuracy", accuracy - frequent)]

@@ -1,0 +1,87 @@
+"""Options of all toys. Torch-free: `snakemake -n` imports this module and no other of the package."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+from cellmill.config.finetune import MethodConfig
+from pydantic import Field, model_validator
+
+from cellmill.config.evaluate import TaskConfig
+from cellmill.config.family import FamilyConfig
+from cellmill.config.objective import ObjectiveConfig
+from cellmill.config.tokens import Tokens
+from cellmill.config.track import TrackerConfig
+
+
+class ToyFamily(FamilyConfig):
+    """A causal transformer with rotary positions."""
+
+    implementation: ClassVar[str] = "cellmill_toy.family:ToyModel"
+    objectives: ClassVar[tuple[str, ...]] = ("toy_next_gene",)
+    value_kinds: ClassVar[tuple[str, ...]] = ("none",)
+    weight_keys: ClassVar[tuple[str, ...]] = ("family", "hidden", "layers", "heads")
+
+    family: Literal["toy"] = Field("toy", description="A causal transformer with rotary positions.")
+    hidden: int = Field(16, ge=4, description="Width of the residual stream.")
+    layers: int = Field(2, ge=1, description="Transformer blocks.")
+    heads: int = Field(2, ge=1, description="Attention heads; hidden must be a multiple of twice their number.")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.hidden % (2 * self.heads):
+            raise ValueError(f"hidden: {self.hidden} is not a multiple of 2 * heads = {2 * self.heads}")
+        return self
+
+    def cut_by_tp(self) -> dict[str, int]:
+        """Whole heads; the feed-forward width is four times as large."""
+        return {"model.heads": self.heads}
+
+    def cut_by_pp(self) -> dict[str, int]:
+        """Between any two blocks."""
+        return {"model.layers": self.layers}
+
+
+class ToyNextGene(ObjectiveConfig):
+    """Predict the next gene of the cell."""
+
+    implementation: ClassVar[str] = "cellmill_toy.objective:NextGene"
+
+    name: Literal["toy_next_gene"] = Field("toy_next_gene", description="Predict the next gene of the cell.")
+    skip: int = Field(0, ge=0, description="Tokens at the start of a cell after which nothing is predicted.")
+
+
+class ToyGenes(Tokens):
+    """Genes in rank order, without values."""
+
+    implementation: ClassVar[str] = "cellmill_toy.tokenizer:GenesOnly"
+    value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "none"
+
+    tokenizer: Literal["toy_genes"] = Field("toy_genes", description="Genes in rank order, without values.")
+
+
+class ToyAdapter(MethodConfig):
+    """Train low-rank adapters of the attention's linear layers and nothing else."""
+
+    implementation: ClassVar[str] = "cellmill_toy.method:LowRank"
+
+    method: Literal["toy_adapter"] = Field("toy_adapter", description="Low-rank adapters.")
+    rank: int = Field(2, ge=1, description="Rank of the adapters.")
+
+
+class ToyFile(TrackerConfig):
+    """Write what a tracker is told to a file."""
+
+    implementation: ClassVar[str] = "cellmill_toy.tracker:File"
+
+    name: Literal["toy_file"] = Field("toy_file", description="Name of the tracker.")
+    path: str = Field(description="File to append to.")
+
+
+class ToyNorm(TaskConfig):
+    """Length of the embeddings."""
+
+    implementation: ClassVar[str] = "cellmill_toy.task:Norm"
+
+    name: Literal["toy_norm"] = Field("toy_norm", description="Name of the task.")
+    power: float = Field(2.0, gt=0, description="Order of the norm.")

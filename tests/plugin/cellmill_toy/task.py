@@ -1,0 +1,29 @@
+"""Mean length of the embeddings of scored cells, beside that of zeros."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cellmill.evaluate.task import Context, TaskResult
+from cellmill_toy.options import ToyNorm
+
+
+class Norm:
+    """See the module."""
+
+    def __init__(self, config: ToyNorm) -> None:
+        self.config = config
+
+    def run(self, context: Context) -> TaskResult:
+        """One row for the model, one for zeros."""
+        lengths = np.linalg.norm(context.vectors[context.scored], ord=self.config.power, axis=1)
+        rows = [
+            {
+                "name": "embedding",
+                "kind": "model",
+                "length_mean": float(lengths.mean()),
+                "length_sd": float(lengths.std()),
+            },
+            {"name": "zeros", "kind": "baseline", "length_mean": 0.0, "length_sd": 0.0},
+        ]
+        return TaskResult(rows=rows, metric="length")

@@ -1,0 +1,34 @@
+"""The toy plug-ins of tests/plugin, installed by pip as any package is, but into a folder of the test session's own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PLUGIN = Path(__file__).resolve().parent / "plugin"
+
+
+@pytest.fixture(scope="session")
+def plugins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment of processes that find the toys through their entry points; this process does not."""
+    folder = tmp_path_factory.mktemp("plugins")
+    source, target = folder / "source", folder / "site"
+    shutil.copytree(PLUGIN, source, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__", "build"))
+    words = [
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--target",
+        str(target),
+        str(source),
+    ]
+    subprocess.run([sys.executable, "-m", "pip", *words, "--disable-pip-version-check"], check=True)
+    path = os.pathsep.join(part for part in (str(target), os.environ.get("PYTHONPATH", "")) if part)
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
