@@ -74,7 +74,7 @@ def test_permuted_and_added_gene_columns_change_nothing(
     assert (_vectors(model, _written(wide, tmp_path / "b.h5ad")) == reference).all()
 
 
-def test_a_missing_gene_that_no_cell_has_changes_nothing_and_others_only_their_cells(
+def test_removing_a_gene_changes_only_the_cells_that_express_it(
     tmp_path: Path, corpus: dict[str, Path], model: Path
 ) -> None:
     adata = ad.read_h5ad(corpus["cells"])
@@ -96,7 +96,7 @@ def test_row_blocks_and_token_budgets_change_nothing(
         assert np.abs(_vectors(model, corpus["cells"], token_budget=budget) - reference).max() < 1e-5
 
 
-def test_symbols_dense_and_columnwise_matrices_give_the_same_as_the_preprocessed_file(
+def test_gene_symbols_and_dense_or_csc_matrices_give_the_embeddings_of_the_preprocessed_file(
     tmp_path: Path, corpus: dict[str, Path], model: Path
 ) -> None:
     adata = ad.read_h5ad(corpus["cells"])
@@ -117,9 +117,9 @@ def test_tokens_made_on_the_fly_are_those_of_the_shards(corpus: dict[str, Path])
     manifest = Manifest.read(corpus["manifest"])
     known = Vocabulary.read(corpus["vocabulary"])
     with open_counts(corpus["cells"]) as reader:
-        places = module.match_columns(reader, known)
+        columns = module.match_columns(reader, known)
         every, totals = np.ones(reader.n_obs, bool), np.zeros(2, np.int64)
-        for block in module.read_tokens(reader, places, known, ContinuousTokens(max_tokens=64), every, totals):
+        for block in module.read_tokens(reader, columns, known, ContinuousTokens(max_tokens=64), every, totals):
             for at, cell in enumerate(block.cells):
                 span = slice(block.cu_seqlens[at], block.cu_seqlens[at + 1])
                 from_file[reader.obs.index[cell]] = block.genes[span]
@@ -135,7 +135,7 @@ def test_tokens_made_on_the_fly_are_those_of_the_shards(corpus: dict[str, Path])
     assert checked == len(from_file)
 
 
-def test_obs_is_kept_and_digests_say_where_vectors_come_from(corpus: dict[str, Path], model: Path) -> None:
+def test_obs_and_digests_are_stored_with_the_vectors(corpus: dict[str, Path], model: Path) -> None:
     embedded, cells = _embed(model, corpus["cells"]), ad.read_h5ad(corpus["cells"])
     assert embedded.obs.equals(cells.obs)
     assert embedded.X is None
@@ -174,9 +174,7 @@ def test_low_coverage_and_foreign_genes_are_refused_in_one_line(
         _embed(model, _written(mixed, tmp_path / "a.h5ad"))
     assert not (tmp_path / "embedded" / "a.h5ad").exists()
     assert _embed(model, tmp_path / "a.h5ad", min_coverage_frac=0).uns["cellmill"]["coverage_frac"] < 0.1
-    message = (
-        r"b\.h5ad: no genes in common with the model: its first gene is 'foreign 0', the model's 'ENSG\d+' \(.+\); "
-    )
+    message = r"b\.h5ad: no genes in common with the model: its first is 'foreign 0', the model's 'ENSG\d+' \(.+\); "
     with pytest.raises(DataError, match=message):
         _embed(model, _written(rest, tmp_path / "b.h5ad"))
 

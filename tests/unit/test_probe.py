@@ -85,7 +85,7 @@ def test_components_are_fitted_on_the_training_cells_of_a_fold_only() -> None:
     assert max(scores[:2] + scores[3:]) < 0.95
 
 
-def test_all_genes_beat_components_on_real_cells_as_measured_before(shared: Callable[[str], Path]) -> None:
+def test_baselines_on_real_cells_have_the_accuracies_measured_before(shared: Callable[[str], Path]) -> None:
     adata = ad.read_h5ad(shared("pbmc68k.h5ad"))
     chosen = choose_cells(adata.obs["bulk_labels"], folds=5, seed=0)
     genes = log_normalise(sp.csr_matrix(adata.X, dtype=np.uint32))[chosen.cells]
@@ -96,7 +96,7 @@ def test_all_genes_beat_components_on_real_cells_as_measured_before(shared: Call
         assert rows[name]["accuracy_mean"] == pytest.approx(accuracy, abs=0.015), name
 
 
-def test_normalised_counts_sum_to_ten_thousand_in_each_cell_and_nothing_else_plays_a_part() -> None:
+def test_normalised_counts_sum_to_ten_thousand_in_each_cell_independently_of_other_cells() -> None:
     counts = sp.csr_matrix(np.array([[3, 0, 1], [0, 0, 0], [70_000, 1, 0]], np.uint32))
     whole = log_normalise(counts)
     assert np.expm1(whole.toarray()).sum(axis=1) == pytest.approx([1e4, 0, 1e4], rel=1e-5)
@@ -113,7 +113,7 @@ def test_classes_with_fewer_cells_than_folds_and_missing_labels_are_left_out_wit
     assert chosen.labels.tolist() == ["a"] * 6 + ["b"] * 5
 
 
-def test_too_many_cells_are_drawn_from_the_same_at_every_run() -> None:
+def test_above_the_limit_the_same_cells_are_drawn_in_every_run() -> None:
     labels = pd.Series(["a", "b"] * 500)
     chosen = choose_cells(labels, folds=5, seed=4, max_cells=100)
     assert len(chosen.cells) == 100
@@ -123,7 +123,7 @@ def test_too_many_cells_are_drawn_from_the_same_at_every_run() -> None:
     assert (chosen.cells != choose_cells(labels, folds=5, seed=5, max_cells=100).cells).any()
 
 
-def test_the_verdicts_call_every_loss_a_loss_and_a_gain_within_the_spread_a_tie() -> None:
+def test_any_loss_is_a_loss_and_a_gain_within_the_spread_a_tie() -> None:
     rows = [
         _row("embedding + logistic regression", [0.80, 0.80], [0.60, 0.60], "model"),
         _row("embedding + kNN", [0.70, 0.78], [0.50, 0.50], "model"),

@@ -127,7 +127,7 @@ def test_perfect_answers_score_one_and_gene_means_score_zero(tmp_path: Path, cor
 @pytest.mark.parametrize(
     ("tokenizer", "objective"), [("continuous", "masked_value"), ("binned", "masked_value"), ("rank", "masked_gene")]
 )
-def test_masks_are_the_same_at_each_run_and_for_each_packing(
+def test_masks_are_the_same_in_every_run_and_packing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, corpus: dict[str, Path], tokenizer: str, objective: str
 ) -> None:
     model = _load(tmp_path / "model", corpus, tokenizer, objective)

@@ -57,7 +57,7 @@ def load_for_inference(folder: Path) -> tuple[Model, Vocabulary, Tokens, dict[st
 
 def read_tokens(
     reader: CountsReader,
-    places: GeneColumns,
+    columns: GeneColumns,
     vocabulary: Vocabulary,
     tokens: Tokens,
     chosen: np.ndarray,
@@ -76,8 +76,8 @@ def read_tokens(
         if not len(rows):
             continue
         raw = raw[rows] if len(rows) < raw.shape[0] else raw
-        block = select_columns(raw, places.target, vocabulary.n_genes)
-        totals += int(row_sums(block).sum()), int(row_sums(raw, raw.data * places.measured[raw.indices]).sum())
+        block = select_columns(raw, columns.target, vocabulary.n_genes)
+        totals += int(row_sums(block).sum()), int(row_sums(raw, raw.data * columns.measured[raw.indices]).sum())
         nonempty = np.flatnonzero(np.diff(block.indptr))
         block = block[nonempty]
         starts = block.indptr.astype(np.int64)
@@ -95,11 +95,11 @@ def embed_cells(
 ) -> Embedding:
     """Embeddings of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, in file order."""
     chosen = np.ones(reader.n_obs, dtype=bool) if chosen is None else chosen
-    places, device = match_columns(reader, vocabulary), next(model.parameters()).device
+    columns, device = match_columns(reader, vocabulary), next(model.parameters()).device
     totals, cells, vectors = np.zeros(2, np.int64), [], []
     model.eval()
     with torch.inference_mode():
-        for block in read_tokens(reader, places, vocabulary, tokens, chosen, totals):
+        for block in read_tokens(reader, columns, vocabulary, tokens, chosen, totals):
             for batch in split_batch(block, token_budget):
                 vectors.append(model.embed(to_tensors(batch, device)).float().cpu().numpy())
                 cells.append(batch.cells)

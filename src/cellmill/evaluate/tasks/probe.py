@@ -58,13 +58,12 @@ class Probe:
             return TaskResult(skipped="the dataset has no label column")
         column, options = context.roles["label"], context.options
         _check_classes(context.reader.path, column)
-        places = np.flatnonzero(context.scored)
-        chosen = choose_cells(column.iloc[places], options.folds, options.seed)
+        scored = np.flatnonzero(context.scored)
+        chosen = choose_cells(column.iloc[scored], options.folds, options.seed)
         print(f"{context.dataset}: probe: {column.name}: {_counts_of(chosen.classes)}", flush=True)
         if chosen.dropped:
-            dropped = _counts_of(chosen.dropped)
             print(
-                f"{context.dataset}: probe: left out for fewer cells than {options.folds} folds: {dropped}", flush=True
+                f"{context.dataset}: probe: left out, too few for the folds: {_counts_of(chosen.dropped)}", flush=True
             )
         figures = chosen.figures | {"folds": options.folds, "neighbors": self.config.neighbors}
         if len(chosen.classes) < 2:
@@ -73,7 +72,7 @@ class Probe:
                 skipped=f"{len(chosen.classes)} classes of {column.name} have at least {options.folds} scored cells "
                 "(evaluate.folds), expected two or more; raise shard.test_frac or lower evaluate.folds",
             )
-        cells = places[chosen.cells]
+        cells = scored[chosen.cells]
         mask = np.zeros(context.reader.n_obs, dtype=bool)
         mask[cells] = True
         model = context.model

@@ -61,10 +61,10 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
     model, reader = context.model, context.reader
     mask = np.zeros(reader.n_obs, dtype=bool)
     mask[cells] = True
-    device, places = next(network.parameters()).device, match_columns(reader, model.vocabulary)
+    device, columns = next(network.parameters()).device, match_columns(reader, model.vocabulary)
     totals, batches = np.zeros(2, np.int64), []
     with torch.inference_mode():
-        for block in read_tokens(reader, places, model.vocabulary, model.tokens, mask, totals):
+        for block in read_tokens(reader, columns, model.vocabulary, model.tokens, mask, totals):
             for part in split_batch(block, TOKEN_BUDGET):
                 prepared = network.prepare(to_tensors(part, device), seed=context.options.seed, step=0)
                 batches.append([tensor.cpu().numpy() for tensor in network.objective.observe(network, prepared)])
