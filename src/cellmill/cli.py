@@ -22,6 +22,7 @@ from cellmill.errors import UserError
 
 COMMANDS = ("profiles", "preflight", "status", "attach", "cancel", "logs")
 """Sub-commands for runs and machines; the others are stages."""
+CONFIG = Path("config/config.yaml")
 _PLANNED = ("nodes", "nproc_per_node")  # options of the machine that plan reads too
 
 
@@ -90,25 +91,18 @@ def _add_data(stages: Any) -> None:
 
     simulate = stages.add_parser("simulate", help="write simulated cells")
     simulate.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
-    simulate.add_argument("--cells", type=int, default=2000, help="cells (default: %(default)s)")
-    simulate.add_argument(
-        "--genes",
-        type=int,
-        default=2000,
-        help="genes, the first protein-coding of the human table (default: %(default)s)",
-    )
-    simulate.add_argument(
-        "--types", type=int, default=8, help="cell types, the leaves of a tree (default: %(default)s)"
-    )
-    simulate.add_argument("--batches", type=int, default=2, help="technical batches (default: %(default)s)")
-    simulate.add_argument("--perturbations", type=int, default=0, help="perturbed genes, in addition to the control")
-    simulate.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
+    _add(simulate, "--cells", 2000, "cells")
+    _add(simulate, "--genes", 2000, "genes, the first protein-coding of the human table")
+    _add(simulate, "--types", 8, "cell types, the leaves of a tree")
+    _add(simulate, "--batches", 2, "technical batches")
+    _add(simulate, "--perturbations", 0, "perturbed genes, in addition to the control")
+    _add(simulate, "--seed", 0, "random seed")
 
 
 def _add_corpus(stages: Any) -> None:
     preprocess = _stage(stages, "preprocess", "read, filter and annotate the counts of one dataset", "corpus")
     preprocess.add_argument("--input", type=Path, required=True, help="the .h5ad with raw counts")
-    preprocess.add_argument("--counts", default="X", help="matrix of the counts: X, raw or the name of a layer")
+    _add(preprocess, "--counts", "X", "matrix of the counts: X, raw or the name of a layer")
     preprocess.add_argument("--dataset", required=True, help="name of the dataset")
     preprocess.add_argument("--source", default="", help="origin of the data, for the report")
     preprocess.add_argument("--licence", default="", help="licence of the data, for the report")
@@ -130,12 +124,10 @@ def _add_training(stages: Any) -> None:
     plan.add_argument("--manifest", type=Path, help="manifest.json of the shards; without it a corpus is assumed")
     plan.add_argument("--out", type=Path, help="plan.json to write (default: none)")
     _machine(plan)
-    plan.add_argument("--device", default="cpu", help="device of each process, such as h100 (default: cpu)")
+    _add(plan, "--device", "cpu", "device of each process, such as h100")
     plan.add_argument("--suggest", action="store_true", help="print the best layouts instead of the plan")
-    assumed = {"cells": 1_000_000, "genes": 20_000}
-    for name, number in assumed.items():
-        text = f"number of {name} assumed without a manifest (default: %(default)s)"
-        plan.add_argument(f"--{name}", type=_count, default=number, help=text)
+    _add(plan, "--cells", 1_000_000, "number of cells assumed without a manifest", type=_count)
+    _add(plan, "--genes", 20_000, "number of genes assumed without a manifest", type=_count)
 
     train = _stage(stages, "train", "train a run, or resume it", "run")
     train.add_argument("--manifest", type=Path, required=True, help="manifest.json of the shards")
@@ -155,7 +147,7 @@ def _add_model(stages: Any) -> None:
     embed = _stage(stages, "embed", "embed the cells of a dataset with an exported model", "run")
     embed.add_argument("--model", type=Path, required=True, help="folder of an exported model")
     embed.add_argument("--input", type=Path, required=True, help=".h5ad, preprocessed or raw counts")
-    embed.add_argument("--counts", default="X", help="matrix of the counts: X, raw or the name of a layer")
+    _add(embed, "--counts", "X", "matrix of the counts: X, raw or the name of a layer")
     embed.add_argument("--out", type=Path, required=True, help="the .h5ad to write, with obsm['X_cellmill']")
 
     evaluate = _stage(stages, "evaluate", "evaluate embeddings on held-out cells next to baselines", "run")
@@ -180,9 +172,7 @@ def _add_model(stages: Any) -> None:
 def _add_machine_commands(stages: Any) -> None:
     profiles = stages.add_parser("profiles", help="link the profiles into Snakemake's profile folder")
     profiles.add_argument("what", choices=["install"])
-    profiles.add_argument(
-        "--from", dest="source", type=Path, default=Path("profiles"), help="folder of profiles (default: %(default)s)"
-    )
+    _add(profiles, "--from", Path("profiles"), "folder of profiles", dest="source")
 
     preflight = stages.add_parser(
         "preflight",
@@ -190,17 +180,10 @@ def _add_machine_commands(stages: Any) -> None:
         description="Check a profile's machine against the configuration, SLURM and its nodes.",
     )
     preflight.add_argument("--profile", required=True, help="name of the profile, or the path of its folder or file")
-    preflight.add_argument("--config", type=Path, default=Path("config/config.yaml"), help="(default: %(default)s)")
+    _add(preflight, "--config", CONFIG, "configuration")
     preflight.add_argument("--no-job", action="store_true", help="do not submit a test job")
-    preflight.add_argument(
-        "--wait-min", type=float, default=30, help="minutes the test job may wait in the queue (default: %(default)s)"
-    )
-    preflight.add_argument(
-        "--out",
-        type=Path,
-        default=Path("results/preflight"),
-        help="folder shared with the nodes for NAME.json and the job (default: %(default)s)",
-    )
+    _add(preflight, "--wait-min", 30.0, "minutes the test job may wait in the queue")
+    _add(preflight, "--out", Path("results/preflight"), "folder shared with the nodes for NAME.json and the job")
 
 
 def _add_run_commands(stages: Any) -> None:
@@ -217,35 +200,37 @@ def _add_run_commands(stages: Any) -> None:
             parser.add_argument("runs", nargs="*", metavar="RUN", help="names of runs (default: all)")
         else:
             parser.add_argument("run", metavar="RUN", help="name of the run")
-        parser.add_argument(
-            "--results", type=Path, default=Path("results"), help="folder of results (default: %(default)s)"
-        )
+        _add(parser, "--results", Path("results"), "folder of results")
         if name == "logs":
             parser.add_argument("--follow", action="store_true", help="follow it until the run ends")
 
 
 def _stage(stages: Any, name: str, text: str, owner: str | None) -> argparse.ArgumentParser:
     parser = stages.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    parser.add_argument("--config", type=Path, default=Path("config/config.yaml"), help="(default: %(default)s)")
+    _add(parser, "--config", CONFIG, "configuration")
     if owner is not None:
         parser.add_argument(f"--{owner}", dest="name", help=f"name of the {owner}; required if there are several")
     parser.add_argument("--options", help="sections of the stage as JSON, instead of --config")
     return parser
 
 
+def _add(parser: Any, flag: str, default: Any, text: str, **more: Any) -> None:
+    """Add an option whose default gives its type and is part of its help."""
+    text = f"{text} (default: {'none' if default == '' else default})".replace("%", "%%")
+    parser.add_argument(flag, **{"type": type(default), "default": default, "help": text} | more)
+
+
 def _machine(parser: argparse.ArgumentParser) -> None:
     for name in _PLANNED:
         field = Machine.model_fields[name]
-        parser.add_argument(_flag(name), default=field.default, help=f"{field.description} (default: %(default)s)")
+        _add(parser, _flag(name), field.default, str(field.description), type=str)
 
 
 def _cluster(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("machine", "`set-resources: train:` of the profile, one flag per key")
     for name, field in Machine.model_fields.items():
         if name not in _PLANNED:
-            default = "none" if field.default == "" else field.default
-            text = f"{field.description} (default: {default})".replace("%", "%%")
-            group.add_argument(_flag(name), default=field.default, help=text)
+            _add(group, _flag(name), field.default, str(field.description), type=str)
 
 
 def _count(text: str) -> int:

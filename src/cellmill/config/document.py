@@ -94,8 +94,9 @@ def _section(name: str, section: type[BaseModel], readers: str) -> Iterator[str]
     yield ""
     yield from _table(section)
     for field, contract in _named(section).items():
-        yield f"Options of each {contract.kind} in `{name}.{field}`:"
-        yield ""
+        if contract.built_in():
+            yield f"Options of each {contract.kind} in `{name}.{field}`:"
+            yield ""
         yield from _choices(contract, skip=[contract.key])
 
 
