@@ -1,4 +1,4 @@
-"""Fused AdamW (Loshchilov & Hutter 2019) with weight decay only on the matrices of linear layers.
+"""Optimizers by the name in `train.optimizer`, with weight decay only on the matrices of linear layers.
 
 The type of a parameter's module decides, never its name: norms, biases and embeddings of any family do not decay.
 """
@@ -12,9 +12,27 @@ import torch
 from torch import nn
 
 from cellmill.config.run import Train
+from cellmill.errors import ConfigError
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import mesh_of
 from cellmill.train.offload import OffloadedAdamW
+
+Groups = list[dict[str, Any]]
+Build = Callable[[Groups, Train], torch.optim.Optimizer]
+
+
+def _adamw(groups: Groups, train: Train) -> torch.optim.Optimizer:
+    """Loshchilov & Hutter 2019."""
+    return torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
+
+
+OPTIMIZERS: dict[str, Build] = {"adamw": _adamw}
+"""Builders by name. Fused ones skip a bad step without a wait of the host (see `step_guard.step_if`)."""
+STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+    OffloadedAdamW: ("step", "exp_avg", "exp_avg_sq"),
+}
+"""State of a parameter, zero before the first step: a scalar `step`, and tensors of the parameter's shape."""
 
 
 def build_optimizer(
@@ -23,7 +41,7 @@ def build_optimizer(
     cpu_offload: str | None = None,
     extras: Callable[[str], Mapping[str, float]] = lambda name: {},
 ) -> torch.optim.Optimizer:
-    """Return AdamW over the trained parameters of `model`, after `materialize`; a pipeline stage may have none.
+    """Return the optimizer of the trained parameters of `model`, after `materialize`; a pipeline stage may have none.
 
     Parameters
     ----------
@@ -42,10 +60,25 @@ def build_optimizer(
             key = (mesh_of(parameter), *sorted(options.items()))
             groups.setdefault(key, {"params": [], **options})["params"].append(parameter)
     given = list(groups.values()) or [{"params": []}]
-    betas = (train.beta1, train.beta2)
-    if cpu_offload == "optimizer":
-        return OffloadedAdamW(given, lr=train.lr, betas=betas)
-    return torch.optim.AdamW(given, lr=train.lr, betas=betas, fused=True)
+    if cpu_offload != "optimizer":
+        return OPTIMIZERS[train.optimizer](given, train)
+    if train.optimizer != "adamw":
+        raise ConfigError(f"parallel.cpu_offload optimizer requires train.optimizer adamw, got {train.optimizer}")
+    return OffloadedAdamW(given, lr=train.lr, betas=(train.beta1, train.beta2))
+
+
+def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the optimizer's state of a parameter, made as zeros where there is none."""
+    if not optimizer.state[parameter]:
+        zeros = parameter.detach()
+        optimizer.state[parameter] = {
+            name: torch.zeros_like(zeros)
+            if name != "step"
+            else torch.zeros((), dtype=torch.float32, device=zeros.device)
+            for name in STATES[type(optimizer)]
+        }
+    state: dict[str, torch.Tensor] = optimizer.state[parameter]
+    return state
 
 
 def decayed_parameters(model: nn.Module) -> set[str]:
