@@ -95,7 +95,7 @@ def main(path: Path, error_file: Path) -> None:
         device=device,
         train=options.train,
         steps=steps,
-        size=measure(ModelSpec.of(options, vocabulary.n_genes)),
+        size=measure(ModelSpec.of(options, vocabulary.n_genes), finetune=options.finetune),
         train_stream=train_stream,
         val_stream=val_stream,
         checkpoints=checkpoints,
