@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 from train_step import commit, synchronize
 
-from cellmill.config.layout import Layout
-from cellmill.config.run import Parallel, Train
+from cellmill.config.parallel import Layout, Parallel
+from cellmill.config.run import Train
 from cellmill.config.tokens import ContinuousTokens
 from cellmill.data.tokens import Batch
 from cellmill.models.attention import attention, attention_padded

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cellmill.config.layout import Layout
 from cellmill.config.options import PlanOptions
+from cellmill.config.parallel import Layout
 from cellmill.models.build import ModelSpec
 from cellmill.planner.communication import Traffic, traffic_per_rank
 from cellmill.planner.devices import Device
