@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cellmill.config.layout import layout
 from cellmill.config.options import TrainOptions
+from cellmill.config.parallel import layout
 from cellmill.planner.memory import memory_of
 from cellmill.planner.size import size_of
 from tests.distributed.conftest import options

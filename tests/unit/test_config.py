@@ -16,13 +16,12 @@ from pydantic import Field, SerializeAsAny, field_validator
 
 from cellmill import registry
 from cellmill.config import OPTIONS, Workflow, check_config, check_options, document, load_config
-from cellmill.config.dataset import read_datasets
-from cellmill.config.load import top_level
+from cellmill.config.corpus import read_datasets
+from cellmill.config.load import top_level, upgrade_options
 from cellmill.config.options import TrainOptions
 from cellmill.config.pipeline import RunConfig
 from cellmill.config.plugin import Plugin, by_name
 from cellmill.config.section import Section
-from cellmill.config.upgrade import upgrade_options
 from cellmill.errors import ConfigError
 
 TREE = """

@@ -18,8 +18,8 @@ from cellmill.config.evaluate import TaskConfig
 from cellmill.config.options import EmbedOptions, EvaluateOptions
 from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.heldout import held_out, seen_cells
 from cellmill.evaluate.task import Context, TaskResult
+from cellmill.evaluate.training_cells import held_out, seen_cells
 from cellmill.evaluate.umap_table import read_umap
 from cellmill.report.collect import read_run
 from cellmill.report.page import render

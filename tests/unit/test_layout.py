@@ -8,9 +8,8 @@ import pytest
 
 from cellmill.config.checks import check_batch, check_lanes, check_together
 from cellmill.config.family import FamilyConfig
-from cellmill.config.layout import Layout, layout
 from cellmill.config.options import TrainOptions
-from cellmill.config.parallel import Parallel
+from cellmill.config.parallel import Layout, Parallel, layout
 from cellmill.errors import ConfigError
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.planner.devices import DEVICES, device_named, peak_flops

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from cellmill.config.layout import layout
-from cellmill.config.run import Parallel
+from cellmill.config.parallel import Parallel, layout
 from cellmill.config.tokens import Tokens
 from cellmill.parallel.stage_assignment import stages_of
 from cellmill.planner.memory import Memory, host_bytes_per_rank, memory_of, memory_per_rank

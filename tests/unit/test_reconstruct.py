@@ -19,9 +19,9 @@ from cellmill.data.counts_reader import open_counts
 from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError
 from cellmill.evaluate import embed
-from cellmill.evaluate.gene_statistics import read_gene_statistics
 from cellmill.evaluate.task import Context, EvaluatedModel, TaskResult
 from cellmill.evaluate.tasks import reconstruct
+from cellmill.evaluate.training_cells import read_gene_statistics
 from cellmill.models.export import load_model
 from cellmill.models.objective import GeneStatistics
 from cellmill.runs.verdict import sentence

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cellmill.config.layout import Layout, layout
 from cellmill.config.machine import Machine
-from cellmill.config.run import Parallel
+from cellmill.config.parallel import Layout, Parallel, layout
 from cellmill.launch.job import Job
 from cellmill.launch.node import NodeTask, StepNode
 

@@ -19,9 +19,7 @@ from cellmill.errors import ConfigError
 from cellmill.runs.identity import identity
 from cellmill.track import background
 from cellmill.track.background import BackgroundTrackers
-from cellmill.track.console import ConsoleTracker
-from cellmill.track.jsonl import JsonlTracker
-from cellmill.track.tracker import Tracker
+from cellmill.track.tracker import ConsoleTracker, JsonlTracker, Tracker
 
 Call = tuple[Any, ...]
 CALLS: list[Call] = []

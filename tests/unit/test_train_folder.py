@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from cellmill.config.upgrade import stored_options
+from cellmill.config.load import stored_options
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import write_json
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.identity import changed_keys, check_data, identity
 from cellmill.runs.metrics import cut_back, read_lines
-from cellmill.track.jsonl import JsonlTracker
+from cellmill.track.tracker import JsonlTracker
 
 
 def save(folder: TrainFolder, step: int, best_step: int | None, keep: int = 2) -> None:

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from cellmill.config import Workflow, check_options, load_config
-from cellmill.config.corpus import Preprocess
-from cellmill.config.dataset import Dataset
-from cellmill.config.layout import layout
+from cellmill.config.corpus import Dataset, Preprocess
 from cellmill.config.machine import Machine
 from cellmill.config.options import TrainOptions
+from cellmill.config.parallel import layout
 from cellmill.data.counts_reader import open_counts
 from cellmill.data.manifest import Manifest
 from cellmill.data.preprocess import name_genes

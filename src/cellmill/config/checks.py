@@ -7,9 +7,8 @@ stream call them again with what they were given. All raise ConfigError.
 from __future__ import annotations
 
 from cellmill.config.family import FamilyConfig
-from cellmill.config.layout import Layout, divisors, layout, nearest
 from cellmill.config.options import TrainOptions
-from cellmill.config.parallel import Parallel
+from cellmill.config.parallel import Layout, Parallel, divisors, layout, nearest
 from cellmill.errors import ConfigError
 
 
@@ -18,7 +17,8 @@ def check_together(options: TrainOptions) -> None:
     _check_objective(options)
     _check_tensor_parallel(options.model, options.parallel)
     _check_pipeline(options.model, options.parallel)
-    _check_compile(options.parallel)
+    if options.parallel.compile:
+        _check_compile(options.parallel)
     if options.parallel.cpu_offload == "full" and options.parallel.strategy == "ddp":
         raise ConfigError(
             "parallel.cpu_offload full requires strategy fsdp, got ddp; set strategy to fsdp, or cpu_offload to "
@@ -121,8 +121,6 @@ def _check_pipeline(model: FamilyConfig, parallel: Parallel) -> None:
 
 
 def _check_compile(parallel: Parallel) -> None:
-    if not parallel.compile:
-        return
     if parallel.activation_checkpointing == "selective":
         raise ConfigError(
             "parallel.activation_checkpointing selective has no effect with compile, which selects what to recompute "

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from cellmill.config.dataset import Dataset
+from cellmill.config.corpus import Dataset
 from cellmill.config.load import top_level
 from cellmill.config.options import OPTIONS
 from cellmill.config.pipeline import Workflow, entries_of, sections_of
@@ -82,31 +82,24 @@ def readme(workflow: type[Workflow] = Workflow) -> str:
 
 
 def _section(name: str, section: type[BaseModel], readers: str) -> Iterator[str]:
-    yield f"## {name}"
-    yield ""
+    yield from (f"## {name}", "")
     if issubclass(section, Plugin):
         default = f", `{section.default}` by default" if section.default else ""
-        yield f"Options of the {section.kind} that `{section.key}` names{default}. {readers}"
-        yield ""
+        yield from (f"Options of the {section.kind} that `{section.key}` names{default}. {readers}", "")
         yield from _choices(section)
         return
-    yield f"{_summary(section)} {readers}"
-    yield ""
+    yield from (f"{_summary(section)} {readers}", "")
     yield from _table(section)
     for field, contract in _named(section).items():
         if contract.built_in():
-            yield f"Options of each {contract.kind} in `{name}.{field}`:"
-            yield ""
+            yield from (f"Options of each {contract.kind} in `{name}.{field}`:", "")
         yield from _choices(contract, skip=[contract.key])
 
 
 def _choices(contract: type[Plugin], skip: list[str] | None = None) -> Iterator[str]:
     for name, choice in contract.built_in().items():
-        yield f"### {contract.kind} `{name}`"
-        yield ""
-        yield _summary(choice)
-        yield ""
-        yield from _table(choice, skip or [])
+        yield from (f"### {contract.kind} `{name}`", "", _summary(choice), "")
+        yield from _table(choice, skip)
 
 
 def _named(section: type[BaseModel]) -> dict[str, type[Plugin]]:
@@ -118,15 +111,14 @@ def _named(section: type[BaseModel]) -> dict[str, type[Plugin]]:
 def _table(model: type[BaseModel], skip: list[str] | None = None) -> Iterator[str]:
     properties, named = model.model_json_schema()["properties"], _named(model)
     fields = {name: field for name, field in model.model_fields.items() if name not in (skip or [])}
-    if fields:
-        yield "| key | type | default | |"
-        yield "|---|---|---|---|"
+    if not fields:
+        return
+    yield from ("| key | type | default | |", "|---|---|---|---|")
     for name, field in fields.items():
         kind = f"mapping of {named[name].kind} names to options" if name in named else _type(properties[name])
         text = (field.description or "").replace("|", "\\|")
         yield f"| `{name}` | {kind} | {_default(field, name in named)} | {text} |"
-    if fields:
-        yield ""
+    yield ""
 
 
 def _summary(model: type[BaseModel]) -> str:
@@ -185,21 +177,25 @@ def schema(workflow: type[Workflow] = Workflow) -> dict[str, Any]:
 def _add_choices(section: type[BaseModel], definitions: dict[str, Any]) -> None:
     """Replace a contract in `definitions` by its choices; options of an installed package are not checked."""
     if issubclass(section, Plugin):
-        known = {name: choice.model_json_schema() for name, choice in section.built_in().items()}
+        known = _built_in(section, definitions)
         for name, choice in known.items():
-            definitions |= choice.pop("$defs", {})
             choice["required"] = [section.key] if name != section.default else []
         other = {"properties": {section.key: {"not": {"enum": list(known)}}}, "required": [section.key]}
         definitions[section.__name__] = {"anyOf": [*known.values(), {"type": "object", **other}]}
     for field, contract in _named(section).items():
-        known = {name: choice.model_json_schema() for name, choice in contract.built_in().items()}
-        for choice in known.values():
-            definitions |= choice.pop("$defs", {})
+        known = _built_in(contract, definitions)
         definitions[section.__name__]["properties"][field] |= {
             "properties": {name: _or_null(choice) for name, choice in known.items()},
             "additionalProperties": {"type": ["object", "null"]},
         }
         definitions.pop(contract.__name__, None)
+
+
+def _built_in(contract: type[Plugin], definitions: dict[str, Any]) -> dict[str, Any]:
+    known = {name: choice.model_json_schema() for name, choice in contract.built_in().items()}
+    for choice in known.values():
+        definitions |= choice.pop("$defs", {})
+    return known
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,10 @@
-"""From YAML to a checked `Workflow`; errors name the key, the nearest existing one and the file."""
+"""Checked options, from YAML or as an earlier version stored them; errors name the key, the nearest one and the file.
+
+A run's resolved options are stored in its run.json, in each checkpoint's state.json and in exported models. A version
+that moves or renames an option translates it in `upgrade_options`; an option added with a default needs nothing,
+because validation fills it in. A user's configuration is never translated: an old key there is an error that names its
+new place.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +14,15 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from cellmill.config.options import TrainOptions
 from cellmill.config.pipeline import Workflow, entries_of, sections_of
 from cellmill.config.section import Section, explain, unknown_key
 from cellmill.errors import ConfigError
+
+OBJECTIVE_KEYS = ("mask_frac", "cell_loss_weight")
+"""In section `model` until 0.1.0, beside `objective`."""
+WITHOUT_BINS = ("rank", "continuous")
+"""Tokenizers that had `bins` among their options, though they did not read it, before each had options of its own."""
 
 
 def load_config(path: Path) -> Workflow:
@@ -45,6 +57,25 @@ def check_options(model: type[BaseModel], options: Any, source: str) -> Any:
         return model.model_validate(options)
     except ValidationError as error:
         raise ConfigError(f"{source}: {_line(*explain(error, model))}") from None
+
+
+def upgrade_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return stored options, or some sections of them, with every key under its present name."""
+    options = dict(options)
+    tokens, model = options.get("tokens"), options.get("model")
+    if isinstance(tokens, dict) and tokens.get("tokenizer") in WITHOUT_BINS:
+        options["tokens"] = {key: value for key, value in tokens.items() if key != "bins"}
+    if isinstance(model, dict) and "objective" in model:
+        moved = {key: model[key] for key in OBJECTIVE_KEYS if key in model}
+        options["objective"] = {"name": model["objective"], **moved}
+        options["model"] = {key: value for key, value in model.items() if key not in ("objective", *OBJECTIVE_KEYS)}
+    return options
+
+
+def stored_options(options: dict[str, Any], source: str) -> TrainOptions:
+    """Parse the options stored in `source`. Raises ConfigError if this version cannot read them."""
+    parsed: TrainOptions = check_options(TrainOptions, upgrade_options(options), source)
+    return parsed
 
 
 def top_level(workflow: type[Workflow] = Workflow) -> dict[str, type[Section] | None]:

@@ -15,6 +15,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from cellmill.config.section import Section
 
 _PLAIN = re.compile(r"[\w.,:+=@/*&|()\[\]!%-]*", re.ASCII)
+# options of sbatch that the launcher sets: another value would lose the job or its log
+_OURS = (
+    "nodes", "ntasks", "ntasks-per-node", "job-name", "output", "error", "open-mode", "signal", "requeue", "no-requeue",
+    "array", "wrap", "parsable", "chdir", "export",
+)  # fmt: skip
 
 
 def _plain(value: str) -> str:
@@ -36,26 +41,6 @@ def _one_line(value: str) -> str:
     if not value.isprintable():
         raise ValueError("expected one line of printable text")
     return value
-
-
-# set by the launcher: another value would lose the job or its log
-_OURS = [
-    "nodes",
-    "ntasks",
-    "ntasks-per-node",
-    "job-name",
-    "output",
-    "error",
-    "open-mode",
-    "signal",
-    "requeue",
-    "no-requeue",
-    "array",
-    "wrap",
-    "parsable",
-    "chdir",
-    "export",
-]
 
 
 def _not_ours(value: str) -> str:

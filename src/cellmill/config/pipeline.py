@@ -6,6 +6,7 @@ changed key reruns those stages and no others.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, get_origin
@@ -13,7 +14,7 @@ from typing import Any, Self, get_origin
 from pydantic import BaseModel, Field, model_validator
 
 from cellmill.config.checks import check_together
-from cellmill.config.dataset import Dataset, is_name, read_datasets
+from cellmill.config.corpus import NAME, Dataset, read_datasets
 from cellmill.config.options import (
     OPTIONS,
     ConsolidateOptions,
@@ -60,7 +61,7 @@ class Workflow(Section):
     def _names_and_references(self) -> Self:
         for kind, names in (("corpora", self.corpora), ("runs", self.runs)):
             for name in names:
-                if not is_name(name):
+                if not re.fullmatch(NAME, name):
                     raise ValueError(f"{kind}: {name!r} names a folder; use letters, digits, '_', '.' and '-'")
         for name, run in self.runs.items():
             if run.corpus not in self.corpora:

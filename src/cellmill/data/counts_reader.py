@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import h5py
 import numpy as np
@@ -27,7 +28,7 @@ _DENSE_BYTES = 1 << 26
 _LOG_MAX = 15.0  # exp(15) is 3 million: no log-transformed count is larger, few other normalisations stay below
 
 
-class CountsReader:
+class CountsReader(AbstractContextManager["CountsReader"]):
     """Counts of one .h5ad file; made by `open_counts`, closed by `close` or a `with` block.
 
     Attributes: `path`, `counts` (X, raw or a layer), `n_obs`, `n_vars`, `obs` and `var` (DataFrames with unique text
@@ -44,9 +45,6 @@ class CountsReader:
         self._transposed: IO[bytes] | None = None
         self._bucket, self._starts = 0, np.zeros(0, np.int64)  # rows per bucket, start of each bucket
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -55,6 +53,13 @@ class CountsReader:
         if self._transposed is not None:
             self._transposed.close()
         self._file.close()
+
+    def obs_column(self, name: str, owner: str) -> pd.Series:
+        """Column `name` of obs. Raises DataError, naming the option `owner` that asks for it, when it is missing."""
+        if name not in self.obs:
+            known = [str(column) for column in self.obs.columns]
+            raise DataError(f"{self.path}: no obs column {name!r} ({owner}); {did_you_mean(name, known)}")
+        return self.obs[name]
 
     def rows(self, block: int = 4096) -> Iterator[sp.csr_matrix]:
         """All cells in order, `block` at a time: CSR `(cells, n_vars)`, uint32, columns ascending, no stored zeros.
@@ -81,12 +86,10 @@ class CountsReader:
         for first in range(0, self.n_obs, block):
             last = min(first + block, self.n_obs)
             with self._reading():
-                parts = [sp.csr_matrix(self._dense(a, min(a + step, last))) for a in range(first, last, step)]
+                pieces = (self._matrix[a : min(a + step, last)] for a in range(first, last, step))
+                # scipy has no sparse float16
+                parts = [sp.csr_matrix(p.astype(np.float32) if p.dtype == np.float16 else p) for p in pieces]
             yield parts[0] if len(parts) == 1 else sp.vstack(parts, format="csr")
-
-    def _dense(self, first: int, last: int) -> np.ndarray:
-        rows = self._matrix[first:last]
-        return rows.astype(np.float32) if rows.dtype == np.float16 else rows  # scipy has no sparse float16
 
     def _csc_rows(self, block: int) -> Iterator[sp.csr_matrix]:
         bucket = block * -(-_CSC_ROWS // block)
@@ -94,18 +97,15 @@ class CountsReader:
         if self._transposed is None or self._bucket != bucket:
             with named_errors(Path(tempfile.gettempdir())):
                 self._starts, self._bucket = self._transpose(bucket, record), bucket
-        starts = self._starts
         assert self._transposed is not None
-        for number, first in enumerate(range(0, self.n_obs, bucket)):
-            self._transposed.seek(int(starts[number]) * record.itemsize)
-            size = int(starts[number + 1] - starts[number])
-            entries = np.frombuffer(self._transposed.read(size * record.itemsize), record)
+        for first, (start, stop) in zip(range(0, self.n_obs, bucket), pairwise(self._starts.tolist())):
+            self._transposed.seek(start * record.itemsize)
+            entries = np.frombuffer(self._transposed.read((stop - start) * record.itemsize), record)
             rows = min(bucket, self.n_obs - first)
             # columns are in ascending order and tocsr keeps the order within a row
             coordinates = (entries["row"].astype(np.int32), entries["column"].astype(np.int32))
             matrix = sp.coo_matrix((entries["value"], coordinates), shape=(rows, self.n_vars)).tocsr()
-            for start in range(0, rows, block):
-                yield matrix[start : start + block]
+            yield from (matrix[row : row + block] for row in range(0, rows, block))
 
     def _transpose(self, bucket: int, record: np.dtype[Any]) -> np.ndarray:
         """Write the values, sorted into buckets of rows, to a temporary file; return the start of each bucket."""
@@ -234,8 +234,8 @@ def open_counts(path: Path | str, counts: str = "X") -> CountsReader:
             raise DataError(f"{path}: expected {counts} of shape {(len(obs), len(var))}, as obs and var, got {shape}")
         if 0 in shape:
             raise DataError(f"{path}: empty: {len(obs)} cells x {len(var)} genes")
-        for kind, names in (("obs", obs.index), ("var", var.index)):
-            _refuse_duplicates(path, kind, names)
+        _refuse_duplicates(path, "obs", obs.index)
+        _refuse_duplicates(path, "var", var.index)
         return CountsReader(path, counts, file, matrix, obs, var)
     except BaseException:
         file.close()

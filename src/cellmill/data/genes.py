@@ -18,16 +18,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-ORGANISMS = ("human", "mouse")
+from cellmill.data.counts_reader import CountsReader
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import DataError
+
+_PREFIXES = {"human": "ENSG", "mouse": "ENSMUSG"}
+ORGANISMS = tuple(_PREFIXES)
 ID_COLUMNS = ("ensembl_id", "ensembl_ids", "ensembl_gene_id", "gene_ids", "gene_id", "feature_id", "ensembl")
 """var columns searched for Ensembl ids, in this order, when the name itself is not one."""
 SYMBOL_COLUMNS = ("symbol", "gene_symbol", "feature_name", "gene_name", "gene_symbols")
 """var columns searched for symbols of ids that the table lacks."""
 
-_IDS = {
-    organism: re.compile(rf"({prefix}\d{{11}})(?:\.\d+)?(?:_PAR_Y)?")
-    for organism, prefix in (("human", "ENSG"), ("mouse", "ENSMUSG"))
-}
+_IDS = {organism: re.compile(rf"({prefix}\d{{11}})(?:\.\d+)?(?:_PAR_Y)?") for organism, prefix in _PREFIXES.items()}
 _OPEN_FRAME = re.compile(r"C[\dXY]+orf\d+")
 _EXAMPLES = 10
 
@@ -68,8 +70,16 @@ class MappedGenes(NamedTuple):
     coverage: Coverage
 
 
-@dataclass(frozen=True)
-class _Table:
+class GeneColumns(NamedTuple):
+    """Columns of a file as rows of a vocabulary."""
+
+    target: np.ndarray
+    """Row of the vocabulary for each column, -1 for none; int32."""
+    measured: np.ndarray
+    """Columns of gene expression, not of antibodies or guides; bool."""
+
+
+class _Table(NamedTuple):
     symbols: dict[str, str]  # symbol of an id
     ids: dict[str, dict[str, str]]  # kind of name -> name -> id; empty for an ambiguous name
 
@@ -88,19 +98,39 @@ def map_genes(var_names: Sequence[str], var: pd.DataFrame, organism: str | None)
         return MappedGenes(names, symbols, _is_mito(symbols), Coverage(None, len(names), id=len(names)))
     table, pattern = _table(organism), _IDS[organism]
     columns = [values for column in ID_COLUMNS if (values := _column(var, (column,))) is not None]
-    gene_ids: list[str] = []
-    examples: list[str] = []
-    symbols = []
+    gene_ids, symbols, unknown = [], [], []
     tally = dict.fromkeys(("id", *table.ids, "ambiguous", "unmapped"), 0)
     for row, name in enumerate(names):
         gene, kind = _look_up(name, (values[row] for values in columns), table, pattern)
         tally[kind] += 1
-        if not gene and len(examples) < _EXAMPLES:
-            examples.append(name)
+        unknown += [] if gene else [name]
         gene_ids.append(gene)
         symbols.append(table.symbols.get(gene) or (own[row] if own else "") or gene or name)
-    coverage = Coverage(organism, len(names), **tally, examples=tuple(examples))
+    coverage = Coverage(organism, len(names), **tally, examples=tuple(unknown[:_EXAMPLES]))
     return MappedGenes(gene_ids, symbols, _is_mito(symbols), coverage)
+
+
+def match_columns(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
+    """Match columns of `reader` to genes of `vocabulary`, by name or through a table of symbols.
+
+    Takes the reading that matches most genes. Raises DataError when none matches any.
+    """
+    measured = is_expression(reader.var)
+    organisms = [o for o in ORGANISMS if any(gene.startswith(_PREFIXES[o]) for gene in vocabulary.gene_ids)]
+    best, most = np.full(reader.n_vars, -1, np.int32), 0
+    for organism in (None, *organisms):
+        ids = map_genes(reader.var_names, reader.var, organism).gene_ids
+        target = np.where(measured, vocabulary.rows_of(ids), -1).astype(np.int32)
+        if (matched := len(np.unique(target[target >= 0]))) > most:
+            best, most = target, matched
+        if (best[measured] >= 0).all():
+            break  # no table can match more
+    if most == 0:
+        raise DataError(
+            f"{reader.path}: no genes in common with the model: its first is {reader.var_names[0]!r}, the model's "
+            f"{vocabulary.gene_ids[0]!r} ({vocabulary.symbols[0]}); name genes by Ensembl id or current symbol"
+        )
+    return GeneColumns(best, measured)
 
 
 def is_expression(var: pd.DataFrame) -> np.ndarray:
@@ -121,8 +151,7 @@ def _look_up(name: str, columns: Iterable[str], table: _Table, pattern: re.Patte
             return match[1], "id"
     for kind, ids in table.ids.items():
         if name in ids:
-            gene = ids[name]
-            return gene, kind if gene else "ambiguous"
+            return ids[name], kind if ids[name] else "ambiguous"
     return "", "unmapped"
 
 

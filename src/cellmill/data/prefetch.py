@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cellmill.data.shard_file import RowFile
 from cellmill.data.shuffle import Epoch, EpochLayout, Runs
+
+_NONE = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,8 @@ class PrefetchedStep:
 class Prefetch:
     """Reader of the cells of a split in the order of `layout`, starting at any step.
 
-    Parameters
-    ----------
-    lanes
-        Lanes to read; of the others only the lengths are looked up.
-    with_counts
-        Also read counts.
-    max_genes
-        Most genes read of a cell; None reads all.
+    Reads `lanes`; of the others only the lengths are looked up. Of a cell at most `max_genes` are read, if not None,
+    and their counts `with_counts`.
     """
 
     def __init__(
@@ -86,21 +82,20 @@ class Prefetch:
 
     def _step(self, taken: list[list[_Window]]) -> PrefetchedStep:
         own = [window for lane in sorted(self._own) for window in taken[lane]]
-        lengths = [_joined([window.lengths for window in windows], np.int64) for windows in taken]
-        read = _joined([np.diff(window.starts) for window in own], np.int64)
-        genes, counts = self._concatenated(own)
-        cells = _joined([window.cells for window in own], np.int64)
-        return PrefetchedStep(lengths, cells, np.concatenate([[0], np.cumsum(read)]), genes, counts)
+        lengths = [np.concatenate([_NONE, *(window.lengths for window in windows)]) for windows in taken]
+        read = np.concatenate([_NONE, *(np.diff(window.starts) for window in own)])
+        cells = np.concatenate([_NONE, *(window.cells for window in own)])
+        return PrefetchedStep(lengths, cells, np.concatenate([[0], np.cumsum(read)]), *self._concatenated(own))
 
     def _concatenated(self, own: list[_Window]) -> tuple[np.ndarray, np.ndarray | None]:
         if len(own) == 1:
             return own[0].genes, own[0].counts
         total = sum(len(window.genes) for window in own)
-        genes = self._buffer.genes(total)
+        genes = self._buffer.array("genes", total, np.int32)
         np.concatenate([window.genes for window in own] or [genes], out=genes)
         if self._dtype is None:
             return genes, None
-        counts = self._buffer.counts(total, self._dtype)
+        counts = self._buffer.array("counts", total, self._dtype)
         np.concatenate([window.counts for window in own if window.counts is not None] or [counts], out=counts)
         return genes, counts
 
@@ -132,14 +127,16 @@ class Prefetch:
         kept = lengths if self._max_genes is None else np.minimum(lengths, self._max_genes)
         position = np.empty_like(order)
         position[order] = np.arange(len(order))
-        return _Plan(spans, position, np.concatenate(cells)[order], lengths, np.concatenate([[0], np.cumsum(kept)]))
+        starts = np.concatenate([[0], np.cumsum(kept)])
+        window = _Window(np.concatenate(cells)[order], lengths, starts, np.empty(0, np.int32), None)
+        return _Plan(spans, position, window)
 
     def _read(self, plan: _Plan, buffer: _Buffer) -> tuple[_Window, list[Future[None]]]:
         """Start to read a window into `buffer`."""
-        total = int(plan.starts[-1])
-        counts = buffer.counts(total, self._dtype) if self._dtype is not None else None
-        window = _Window(plan.cells, plan.lengths, plan.starts, buffer.genes(total), counts)
-        most_cut = int((plan.lengths - np.diff(plan.starts)).max(initial=0))
+        total = int(plan.window.starts[-1])
+        counts = buffer.array("counts", total, self._dtype) if self._dtype is not None else None
+        window = replace(plan.window, genes=buffer.array("genes", total, np.int32), counts=counts)
+        most_cut = int((window.lengths - np.diff(window.starts)).max(initial=0))
         rest, at = np.empty(most_cut, np.int32), 0
         tasks: list[Future[None]] = []
         for shard, first, n in plan.spans:
@@ -147,17 +144,6 @@ class Prefetch:
             tasks.append(self._pool.submit(_read_run, self._shards[shard], first, position, window, rest))
             at += n
         return window, tasks
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """A window to be read: `spans` are (shard, first row, rows); their i-th cell goes to `position[i]`."""
-
-    spans: list[tuple[int, int, int]]
-    position: np.ndarray
-    cells: np.ndarray
-    lengths: np.ndarray
-    starts: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -179,6 +165,16 @@ class _Window:
         if copy:
             genes, counts = genes.copy(), None if counts is None else counts.copy()
         return _Window(self.cells[chosen], self.lengths[chosen], starts, genes, counts)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A window to be read: `spans` are (shard, first row, rows); their i-th cell goes to `position[i]`."""
+
+    spans: list[tuple[int, int, int]]
+    position: np.ndarray
+    window: _Window
+    """Without genes and counts."""
 
 
 class _Lane:
@@ -217,10 +213,7 @@ class _Lane:
         if plan is None:
             return
         buffer = self._free.pop()
-        if self._own:
-            window, tasks = self._read(plan, buffer)
-        else:
-            window, tasks = _Window(plan.cells, plan.lengths, plan.starts, buffer.genes(0), None), []
+        window, tasks = self._read(plan, buffer) if self._own else (plan.window, [])
         self._started.append((window, tasks, buffer, begin))
 
 
@@ -228,17 +221,12 @@ class _Buffer:
     """Reusable memory that grows on demand."""
 
     def __init__(self) -> None:
-        self._genes, self._counts = np.empty(0, np.int32), np.empty(0, np.uint16)
+        self._arrays: dict[str, np.ndarray] = {}
 
-    def genes(self, size: int) -> np.ndarray:
-        if len(self._genes) < size:
-            self._genes = np.empty(size + size // 8, np.int32)
-        return self._genes[:size]
-
-    def counts(self, size: int, dtype: np.dtype) -> np.ndarray:
-        if len(self._counts) < size or self._counts.dtype != dtype:
-            self._counts = np.empty(size + size // 8, dtype)
-        return self._counts[:size]
+    def array(self, name: str, size: int, dtype: np.dtype | type) -> np.ndarray:
+        if name not in self._arrays or len(self._arrays[name]) < size:
+            self._arrays[name] = np.empty(size + size // 8, dtype)
+        return self._arrays[name][:size]
 
 
 _Read = Callable[[_Plan, _Buffer], tuple[_Window, list["Future[None]"]]]
@@ -267,7 +255,3 @@ def _read_run(shard: RowFile, first: int, position: np.ndarray, window: _Window,
     shard.read_counts(start, [counts])
     for a, b, part in zip(low, high, np.split(counts, np.cumsum(lengths)[:-1])):
         window.counts[a:b] = part
-
-
-def _joined(arrays: list[np.ndarray], dtype: type | np.dtype) -> np.ndarray:
-    return np.concatenate(arrays) if arrays else np.empty(0, dtype)

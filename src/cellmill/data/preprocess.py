@@ -22,7 +22,7 @@ from cellmill.data.count_matrix import row_sums, select_columns
 from cellmill.data.counts_reader import CountsReader
 from cellmill.data.counts_writer import count_dtype, write_cells
 from cellmill.data.genes import ORGANISMS, Coverage, is_expression, map_genes
-from cellmill.errors import DataError, did_you_mean
+from cellmill.errors import DataError
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 BINS = 40  # of each histogram in the report
@@ -51,7 +51,9 @@ def preprocess(reader: CountsReader, options: Preprocess, out: Path) -> dict[str
 
     Raises DataError when too few genes map, a column of `keep_obs` is missing, or nothing passes.
     """
-    columns = _obs_columns(reader, options.keep_obs)
+    for name in options.keep_obs or ():
+        reader.obs_column(name, "preprocess.keep_obs")
+    columns = [*reader.obs.columns] if options.keep_obs is None else list(dict.fromkeys(options.keep_obs))
     genes = name_genes(reader, options)
     cells = _measure(reader, genes, options)
     keep_gene = cells.detected >= max(options.min_cells, 1)
@@ -175,14 +177,6 @@ def _kept_rows(
         yield block
 
 
-def _obs_columns(reader: CountsReader, keep: list[str] | None) -> list[str]:
-    known = [str(name) for name in reader.obs.columns]
-    for name in keep or ():
-        if name not in known:
-            raise DataError(f"{reader.path}: no obs column {name!r} (preprocess.keep_obs); {did_you_mean(name, known)}")
-    return known if keep is None else list(dict.fromkeys(keep))
-
-
 def _tally(cells: _Cells) -> dict[str, int]:
     return {name: int((cells.reason == number).sum()) for number, name in enumerate(DROPPED)}
 
@@ -197,14 +191,11 @@ def _nothing_left(cells: _Cells, keep_gene: np.ndarray, options: Preprocess) -> 
         )
     if tally["no counts"] == n:
         return f"none of {n:,} cells is left after QC: none has a count"
-    parts = [f"{name}{_limit(name, options)} drops {count:,}" for name, count in tally.items() if count]
-    first = max((name for name in DROPPED[1:4]), key=lambda name: tally[name])
+    limits = {name: f" {getattr(options, name):g}" for name in DROPPED[1:4]}
+    parts = [f"{name}{limits.get(name, '')} drops {count:,}" for name, count in tally.items() if count]
+    first = max(limits, key=lambda name: tally[name])
     change = "raise" if first == "max_mito_frac" else "lower"
     return f"none of {n:,} cells is left after QC: {', '.join(parts)}; {change} preprocess.{first}"
-
-
-def _limit(name: str, options: Preprocess) -> str:
-    return f" {getattr(options, name):g}" if name in Preprocess.model_fields else ""
 
 
 def _report(

@@ -12,7 +12,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import h5py
@@ -70,17 +70,9 @@ class _Cells:
 def write_shards(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, out: Path) -> Manifest:
     """Write the shards of a corpus beside `out`, then the manifest to `out`.
 
-    Existing shards are replaced; their manifest is removed first, so that nobody reads a mixture.
-
-    Parameters
-    ----------
-    cells
-        Preprocessed .h5ad files; the stem of each is the name of its dataset.
-
-    Raises
-    ------
-    DataError
-        When a name occurs twice, a column is missing, a split is empty, or no cell has a gene of the vocabulary.
+    `cells` are preprocessed .h5ad files; the stem of each is the name of its dataset. Existing shards are replaced;
+    their manifest is removed first, so that nobody reads a mixture. Raises DataError when a name occurs twice, a column
+    is missing, a split is empty, or no cell has a gene of the vocabulary.
     """
     paths = {path.stem: path for path in cells}
     if len(paths) < len(cells):
@@ -102,7 +94,10 @@ def write_shards(cells: list[Path], vocabulary: Vocabulary, options: ShardOption
             path = out.parent / f"{name}-{len(shards):05d}.h5ad"
             shards.append(_write_shard(path, corpus[chosen], obs.iloc[chosen], datasets, sources, vocabulary, weights))
         splits[name] = SplitEntry(len(order), sum(shard.nnz for shard in shards), tuple(shards))
-    _remove_others(out.parent, {shard.name for entry in splits.values() for shard in entry.shards})
+    written = {shard.name for entry in splits.values() for shard in entry.shards}
+    for path in out.parent.iterdir():  # shards of an earlier, larger set
+        if _SHARD_NAME.fullmatch(path.name) and path.name not in written:
+            path.unlink()
     return _write_manifest(out, vocabulary, options, columns, datasets, splits)
 
 
@@ -115,16 +110,17 @@ def _write_manifest(
     splits: dict[str, SplitEntry],
 ) -> Manifest:
     medians = hashlib.sha256(vocabulary.medians.astype("<f4").tobytes()).hexdigest()
-    fields = {
-        "vocabulary": {"digest": vocabulary.digest, "n_genes": vocabulary.n_genes, "medians_digest": medians},
-        "seed": options.seed,
-        "split": {"by": options.split_by, "val_frac": options.val_frac, "test_frac": options.test_frac},
-        "obs_columns": columns,
-        "left_out": {dataset.name: int((dataset.nnz == 0).sum()) for dataset in datasets},
-        "splits": splits,
-    }
-    unnamed = Manifest(path=out, fingerprint="", **fields)  # type: ignore[arg-type]
-    manifest = Manifest(path=out, fingerprint=unnamed.expected_fingerprint(), **fields)  # type: ignore[arg-type]
+    manifest = Manifest(
+        path=out,
+        fingerprint="",
+        vocabulary={"digest": vocabulary.digest, "n_genes": vocabulary.n_genes, "medians_digest": medians},
+        seed=options.seed,
+        split={"by": options.split_by, "val_frac": options.val_frac, "test_frac": options.test_frac},
+        obs_columns=columns,
+        left_out={dataset.name: int((dataset.nnz == 0).sum()) for dataset in datasets},
+        splits=splits,
+    )
+    manifest = replace(manifest, fingerprint=manifest.expected_fingerprint())
     manifest.write()  # last: its existence means that the shards are complete
     return manifest
 
@@ -320,10 +316,3 @@ def _gather(cells: _Cells, sources: list[RowFile]) -> tuple[np.ndarray, np.ndarr
     with ThreadPoolExecutor(_READ_THREADS) as pool:
         list(pool.map(read, tasks))
     return starts, columns, counts
-
-
-def _remove_others(folder: Path, names: set[str]) -> None:
-    """Delete shards of an earlier, larger set."""
-    for path in folder.iterdir():
-        if _SHARD_NAME.fullmatch(path.name) and path.name not in names:
-            path.unlink()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -20,15 +21,14 @@ from cellmill.config.checks import check_batch, check_budget, check_lanes
 from cellmill.config.run import Stream as StreamOptions
 from cellmill.config.tokens import Tokens
 from cellmill.data.manifest import Manifest
-from cellmill.data.packing import cut_batch, cut_evenly
 from cellmill.data.prefetch import Prefetch, PrefetchedStep
 from cellmill.data.shard_file import cell_names, open_shards
 from cellmill.data.shuffle import EpochLayout
-from cellmill.data.tokens import Batch, Tokenizer, empty_batch
+from cellmill.data.tokens import Batch, Tokenizer, cut_batch, cut_evenly, empty_batch
 from cellmill.errors import ConfigError, DataError
 
 _AHEAD = 2  # steps tokenized in advance
-_ORDER = ("seed", "lanes", "block_cells", "window_blocks", "global_batch")
+_STREAM_ORDER = ("lanes", "block_cells", "window_blocks")  # options that, with seed and batch, define the order
 
 
 class CellStream:
@@ -36,12 +36,12 @@ class CellStream:
 
     Parameters
     ----------
-    rank, world
-        Data-parallel rank and size; tensor- and pipeline-parallel peers share them.
     global_batch
         Cells per optimizer step over all ranks, a multiple of `stream.lanes`.
     token_budget
         Most tokens of a micro-batch.
+    rank, world
+        Data-parallel rank and size; tensor- and pipeline-parallel peers share them.
     min_microbatches, microbatch_multiple
         Each step has at least `min_microbatches` micro-batches and a multiple of `microbatch_multiple`; if either is
         not 1, they are of even sizes, for pipeline parallel.
@@ -50,10 +50,7 @@ class CellStream:
     max_cells
         Use the first `max_cells` cells of the split only.
 
-    Raises
-    ------
-    DataError
-        When manifest or shards are missing, damaged or do not match, or the split has no cells.
+    Raises DataError when manifest or shards are missing, damaged or do not match, or the split has no cells.
     """
 
     def __init__(
@@ -79,7 +76,7 @@ class CellStream:
         opened = Manifest.read(manifest)
         entry = opened.entry(split)
         sizes = tuple(shard.n_obs for shard in entry.shards)
-        order = {name: getattr(stream, name) for name in ("lanes", "block_cells", "window_blocks")}
+        order = {name: getattr(stream, name) for name in _STREAM_ORDER}
         self._layout = EpochLayout(
             sizes, **order, global_batch=global_batch, seed=seed, shuffle=shuffle, max_cells=max_cells
         )
@@ -114,7 +111,7 @@ class CellStream:
         if not self._layout.shuffle:
             self._epoch = self._step = 0
         self._stop_ahead()
-        ahead = self._ahead = _Ahead(self._batches(self._epoch, self._step))
+        ahead = self._ahead = _Ahead(map(self._micro_batches, self._rows.steps(self._epoch, self._step)))
         try:
             for batches in ahead:
                 self._step += 1
@@ -138,9 +135,9 @@ class CellStream:
                 f"expected shards of fingerprint {state['fingerprint']}, as in the checkpoint, got {self.fingerprint}: "
                 "restore the shards it was trained on, or start a new run"
             )
-        for name in _ORDER:
+        for name in ("seed", *_STREAM_ORDER, "global_batch"):
             if state[name] != self._order[name]:
-                section = "stream" if name in ("lanes", "block_cells", "window_blocks") else "train"
+                section = "stream" if name in _STREAM_ORDER else "train"
                 raise ConfigError(
                     f"{section}.{name} is {self._order[name]}, but {state[name]} in the checkpoint, and defines the "
                     f"order of cells; set it back to {state[name]}, or start a new run"
@@ -165,13 +162,10 @@ class CellStream:
             self._ahead.stop()
             self._ahead = None
 
-    def _batches(self, epoch: int, step: int) -> Iterator[list[Batch]]:
-        for taken in self._rows.steps(epoch, step):
-            yield self._micro_batches(taken)
-
     def _micro_batches(self, step: PrefetchedStep) -> list[Batch]:
         # every rank computes the cuts of all ranks from known lengths: no communication to agree on the number
-        lengths = [self._lengths(step, rank) for rank in range(self._world)]
+        of_ranks = (np.concatenate(step.lengths[rank :: self._world]) for rank in range(self._world))
+        lengths = [np.minimum(of_rank, self._max_tokens) for of_rank in of_ranks]
         cuts = [cut_batch(of_rank, self._budget) for of_rank in lengths]
         number = max(self._min_microbatches, *(len(cut) - 1 for cut in cuts))
         own = cuts[self._rank]
@@ -186,9 +180,6 @@ class CellStream:
             tokens = self._tokenizer.tokenize(step.genes[nonzeros], counts, starts - starts[0])
             batches.append(Batch(*tokens, step.cells[first:last]))
         return batches + [empty_batch(self._tokenizer.dtype) for _ in range(number - len(batches))]
-
-    def _lengths(self, step: PrefetchedStep, rank: int) -> np.ndarray:
-        return np.minimum(np.concatenate(step.lengths[rank :: self._world]), self._max_tokens)
 
 
 class _Ahead:
@@ -220,11 +211,9 @@ class _Ahead:
         self._queue.put((None, None))  # wakes a waiting consumer
 
     def _empty(self) -> None:
-        while True:
-            try:
+        with suppress(queue.Empty):
+            while True:
                 self._queue.get_nowait()
-            except queue.Empty:
-                return
 
     def _run(self) -> None:
         end: tuple[None, BaseException | None] = (None, None)

@@ -1,12 +1,13 @@
-"""Cells as tokens: a gene and a value each, packed one cell after another without padding.
+"""Cells as tokens: a gene and a value each, packed one cell after another without padding, cut into micro-batches.
 
-Genes come in rank order, so a cell that is cut keeps its most prominent genes. Each tokenizer is a file of
-`data/tokenizers/`; what they share is here.
+Genes come in rank order, so a cell that is cut keeps its most prominent genes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -79,3 +80,37 @@ class Prefixes:
 def empty_batch(dtype: np.dtype) -> Batch:
     """Batch of no cells, with values of `dtype`."""
     return Batch(np.empty(0, np.int32), np.empty(0, dtype), np.zeros(1, np.int32), np.empty(0, np.int64))
+
+
+def cut_batch(lengths: np.ndarray, token_budget: int) -> list[int]:
+    """Borders `[0, ..., cells]` of micro-batches of at most `token_budget` tokens, filled greedily in order.
+
+    `lengths` are tokens of each cell; a cell above the budget is a micro-batch of its own.
+    """
+    total = np.cumsum(lengths)
+    borders = [0]
+    while (first := borders[-1]) < len(lengths):
+        used = int(total[first - 1]) if first else 0
+        borders.append(max(int(np.searchsorted(total, used + token_budget, side="right")), first + 1))
+    return borders
+
+
+def cut_evenly(lengths: np.ndarray, most: int) -> list[int]:
+    """Borders of at most `most` micro-batches, the largest of which is as small as possible."""
+    low, high = int(lengths.max(initial=1)), max(int(lengths.sum()), 1)
+    while low < high:  # bisect for the smallest budget that needs at most `most` micro-batches
+        budget = (low + high) // 2
+        if len(cut_batch(lengths, budget)) - 1 <= most:
+            high = budget
+        else:
+            low = budget + 1
+    return cut_batch(lengths, low)
+
+
+def split_batch(batch: Batch, token_budget: int) -> Iterator[Batch]:
+    """Parts of `batch` in order, cut by `cut_batch`."""
+    cu = batch.cu_seqlens
+    for first, last in pairwise(cut_batch(np.diff(cu), token_budget)):
+        tokens = slice(cu[first], cu[last])
+        part = (cu[first : last + 1] - cu[first]).astype(np.int32)
+        yield Batch(batch.genes[tokens], batch.values[tokens], part, batch.cells[first:last])

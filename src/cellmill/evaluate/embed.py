@@ -21,11 +21,10 @@ from anndata.io import write_elem
 from cellmill.config.tokens import Tokens
 from cellmill.data.count_matrix import row_sums, select_columns
 from cellmill.data.counts_reader import CountsReader
-from cellmill.data.gene_columns import GeneColumns, match_columns
 from cellmill.data.gene_ranking import inverse_medians, rank_order_rows
+from cellmill.data.genes import GeneColumns, match_columns
 from cellmill.data.h5_file import create_h5
-from cellmill.data.packing import split_batch
-from cellmill.data.tokens import Batch, Tokenizer
+from cellmill.data.tokens import Batch, Tokenizer, split_batch
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.models.batch import to_tensors

@@ -19,8 +19,7 @@ from cellmill.config.tokens import Tokens
 from cellmill.data.counts_reader import CountsReader
 from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
-from cellmill.errors import DataError, did_you_mean
-from cellmill.evaluate.gene_statistics import read_gene_statistics
+from cellmill.evaluate.training_cells import read_gene_statistics
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, spec_of
 from cellmill.models.family import Model
@@ -109,14 +108,5 @@ class Task(Protocol):
 
 def read_roles(reader: CountsReader, columns: Mapping[str, str | None]) -> dict[str, pd.Series]:
     """obs columns by role; roles without a column are left out. Raises DataError for an unknown column."""
-    roles = {}
-    for role, column in columns.items():
-        if column is None:
-            continue
-        if column not in reader.obs:
-            known = [str(name) for name in reader.obs.columns]
-            raise DataError(
-                f"{reader.path}: no obs column {column!r} (the dataset's {role}); {did_you_mean(column, known)}"
-            )
-        roles[role] = reader.obs[column]
-    return roles
+    given = {role: column for role, column in columns.items() if column is not None}
+    return {role: reader.obs_column(column, f"the dataset's {role}") for role, column in given.items()}

@@ -19,10 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from cellmill.config.family import WEIGHTS_FORMAT, FamilyConfig
-from cellmill.config.load import check_options
+from cellmill.config.load import check_options, upgrade_options
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.tokens import SPECIAL, Tokens
-from cellmill.config.upgrade import upgrade_options
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import atomic_path, read_json, sha256_file

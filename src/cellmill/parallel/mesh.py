@@ -15,8 +15,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from cellmill.config.layout import layout
-from cellmill.config.run import Parallel
+from cellmill.config.parallel import Parallel, layout
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 

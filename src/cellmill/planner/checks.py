@@ -7,8 +7,8 @@ from pathlib import Path
 from cellmill.config import check_options
 from cellmill.config.checks import check_processes, check_together
 from cellmill.config.family import WEIGHTS_FORMAT
+from cellmill.config.load import upgrade_options
 from cellmill.config.options import TrainOptions
-from cellmill.config.upgrade import upgrade_options
 from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from cellmill.config.layout import Layout
-from cellmill.config.run import Parallel
+from cellmill.config.parallel import Layout, Parallel
 from cellmill.parallel.stage_assignment import stages_of
 from cellmill.planner.memory import ELEMENT, FLOAT32, is_sharded
 from cellmill.planner.size import ModelSize

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cellmill.config.layout import Layout
 from cellmill.config.options import PlanOptions
+from cellmill.config.parallel import Layout
 from cellmill.models.build import ModelSpec
 from cellmill.planner.communication import Traffic, traffic_per_rank
 from cellmill.planner.devices import Device
@@ -44,7 +44,10 @@ def cost(options: PlanOptions, cells: Cells, place: Hardware, device: Device, me
     parallel = options.parallel
     sizes = place.layout(parallel)
     work = measure_work(options, cells, sizes)
-    size, whole = size_of(options, cells.n_genes), measure(ModelSpec.of(options, cells.n_genes))
+    size, whole = (
+        size_of(options, cells.n_genes),
+        measure(ModelSpec.of(options, cells.n_genes), finetune=options.finetune),
+    )
     of_cell = whole.flops_per_token * work.tokens_per_cell + whole.flops_per_token_pair * work.pairs_per_cell
     flops_per_step = of_cell * work.cells_per_step
     own_cells = work.cells_per_step / sizes.dp

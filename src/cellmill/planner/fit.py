@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
-from cellmill.config.layout import Layout, layout
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
-from cellmill.config.run import Parallel
+from cellmill.config.parallel import Layout, Parallel, layout
 from cellmill.errors import ConfigError
 from cellmill.planner.devices import Device, device_named
 from cellmill.planner.memory import Memory, memory_per_rank

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from cellmill.config.layout import Layout
-from cellmill.config.run import Parallel
+from cellmill.config.parallel import Layout, Parallel
 from cellmill.planner.bubble import kept_micro_batches
 from cellmill.planner.size import ModelSize
 from cellmill.planner.stage_share import Share, shares_of

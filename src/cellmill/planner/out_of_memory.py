@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from cellmill.config.load import stored_options
 from cellmill.config.options import PlanOptions, TrainOptions
 from cellmill.config.run import Plan
-from cellmill.config.upgrade import stored_options
 from cellmill.data.manifest import Manifest
 from cellmill.files import read_json
 from cellmill.planner.fit import Hardware, Limit, amount, need, remedy

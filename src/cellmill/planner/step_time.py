@@ -11,8 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cellmill.config.layout import Layout
-from cellmill.config.run import Parallel
+from cellmill.config.parallel import Layout, Parallel
 from cellmill.planner.bubble import idle_frac
 from cellmill.planner.communication import Traffic
 from cellmill.planner.size import ModelSize

@@ -7,12 +7,12 @@ from functools import cached_property
 
 import numpy as np
 
-from cellmill.config.layout import Layout, min_microbatches
 from cellmill.config.options import PlanOptions
+from cellmill.config.parallel import Layout, min_microbatches
 from cellmill.data.manifest import Manifest
-from cellmill.data.packing import cut_batch, cut_evenly
 from cellmill.data.shard_file import open_shards
 from cellmill.data.shuffle import EpochLayout
+from cellmill.data.tokens import cut_batch, cut_evenly
 
 SAMPLED_BATCHES = 4096  # of single processes, over which micro-batches are counted: shards are preshuffled,
 SAMPLED_STEPS = 64  # so any stretch is like another

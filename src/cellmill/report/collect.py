@@ -50,14 +50,13 @@ def read_run(folder: Path) -> ReportedRun:
     """The run in `folder`. Raises DataError when the folder is absent."""
     _require(folder, "run")
     train = folder / "train"
-    status = next((path for path in (train / "status.json", train / "state.json") if path.exists()), None)
     umap: dict[str, list[dict[str, str]]] = {}
     for row in read_umap(folder / "evaluate" / "umap.tsv"):
         umap.setdefault(row["dataset"], []).append(row)
     return ReportedRun(
         name=folder.resolve().name,
         plan=_optional(folder / "plan.json"),
-        status=read_json(status) if status else None,
+        status=_optional(train / "status.json") or _optional(train / "state.json"),
         record=_optional(train / "run.json"),
         model=_optional(folder / "model" / "config.json"),
         cost=_optional(train / "cost.json"),
@@ -70,17 +69,12 @@ def read_run(folder: Path) -> ReportedRun:
 def read_corpus(folder: Path) -> ReportedCorpus:
     """The corpus in `folder`. Raises DataError when the folder is absent."""
     _require(folder, "corpus")
-    vocabulary = folder / "vocabulary.tsv"
     n_genes = None
-    if vocabulary.exists():
+    if (vocabulary := folder / "vocabulary.tsv").exists():
         with open(vocabulary, encoding="utf-8") as file:
             n_genes = sum(1 for line in file if line.split("\t")[0].isdigit() and "\t<" not in line[:12])
-    return ReportedCorpus(
-        name=folder.resolve().name,
-        datasets=[read_json(path) for path in sorted((folder / "cells").glob("*.json"))],
-        manifest=_optional(folder / "shards" / "manifest.json"),
-        n_genes=n_genes,
-    )
+    datasets = [read_json(path) for path in sorted((folder / "cells").glob("*.json"))]
+    return ReportedCorpus(folder.resolve().name, datasets, _optional(folder / "shards" / "manifest.json"), n_genes)
 
 
 def largest_memory(lines: list[dict[str, Any]]) -> tuple[float, int] | None:

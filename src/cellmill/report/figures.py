@@ -31,20 +31,13 @@ _STYLE = {
     "font.size": 9,
     "text.parse_math": False,
     "axes.formatter.use_mathtext": False,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _GRID,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
+    **dict.fromkeys(("axes.edgecolor", "grid.color"), _GRID),
+    **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 0),
     "axes.grid": True,
-    "grid.color": _GRID,
     "grid.linewidth": 0.6,
     "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
+    **{f"axes.spines.{side}": False for side in ("top", "right", "left")},
     "legend.frameon": False,
     "legend.fontsize": 9,
 }
@@ -54,16 +47,15 @@ def loss_curve(lines: Sequence[Mapping[str, Any]]) -> str:
     """Training and validation loss over steps, from the lines of a metrics.jsonl."""
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(5.4, 2.9)
-        train = [(line["step"], line["loss"]) for line in lines if _is_number(line.get("loss"))]
-        val = [(line["step"], line["val_loss"]) for line in lines if _is_number(line.get("val_loss"))]
+        train, val = _points(lines, "loss"), _points(lines, "val_loss")
         if train:
             axes.plot(*zip(*train), color=PALETTE[0], lw=1.2, alpha=0.75, label="train")
         if val:
             axes.plot(*zip(*val), color=PALETTE[1], lw=1.4, marker="o", ms=3.5, label="validation")
-        axes.set_xlabel("step")
-        axes.set_ylabel("loss")
+        axes.set(xlabel="step", ylabel="loss")
         _log_scale(axes, [value for _, value in train + val])
-        _legend_above(axes)
+        if train or val:
+            axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
         return _svg(figure)
 
 
@@ -72,11 +64,9 @@ def compare_validation(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(5.4, 2.9)
         for number, lines in enumerate(runs.values()):
-            val = [(line["step"], line["val_loss"]) for line in lines if _is_number(line.get("val_loss"))]
-            if val:
+            if val := _points(lines, "val_loss"):
                 axes.plot(*zip(*val), color=colour(number), lw=1.4, marker="o", ms=3)
-        axes.set_xlabel("step")
-        axes.set_ylabel("validation loss")
+        axes.set(xlabel="step", ylabel="validation loss")
         return _svg(figure)
 
 
@@ -89,8 +79,7 @@ def histogram(edges: Sequence[float], before: Sequence[int], after: Sequence[int
         if edges[0] > 0:
             axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,g}")
-        axes.set_xlabel(name)
-        axes.set_ylabel("cells")
+        axes.set(xlabel=name, ylabel="cells")
         return _svg(figure)
 
 
@@ -119,11 +108,8 @@ def scatter(x: np.ndarray, y: np.ndarray, classes: np.ndarray) -> str:
         order = np.random.Generator(np.random.Philox(key=0)).permutation(len(x))
         size = float(np.clip(9000 / max(len(x), 1), 2, 22))
         axes.scatter(x[order], y[order], c=list(tints[order]), s=size, lw=0, alpha=0.85, rasterized=True)
-        axes.set_xticks([])
-        axes.set_yticks([])
         axes.spines["bottom"].set_visible(False)
-        axes.set_xlabel("UMAP 1")
-        axes.set_ylabel("UMAP 2")
+        axes.set(xticks=[], yticks=[], xlabel="UMAP 1", ylabel="UMAP 2")
         return _svg(figure)
 
 
@@ -149,11 +135,6 @@ def _log_scale(axes: Axes, values: Sequence[float]) -> None:
         axes.yaxis.set_minor_locator(NullLocator())
 
 
-def _legend_above(axes: Axes) -> None:
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
-
-
 def _svg(figure: Figure) -> str:
     """The `<svg>` element without prologue, metadata and namespace URLs."""
     buffer = io.StringIO()
@@ -161,15 +142,15 @@ def _svg(figure: Figure) -> str:
     figure.savefig(buffer, format="svg", dpi=160, metadata=no_metadata)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
-    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'<metadata>.*?</metadata>|<!--.*?-->| xmlns(:\w+)?="[^"]*"', "", text, flags=re.DOTALL)
+    for size in ("width", "height"):
+        text = re.sub(rf'(<svg[^>]*?) {size}="[^"]*"', r"\1", text, count=1)
     text = text.replace(_INK, "currentColor").replace(_GRID, "var(--rule)")
     width = round(figure.get_figwidth() * 96)
     return text.replace("<svg", f'<svg role="img" style="max-width:{width}px"', 1)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and bool(np.isfinite(value))
+def _points(lines: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
+    """(step, value) of the lines in which `key` is a finite number."""
+    values = ((line["step"], line.get(key)) for line in lines)
+    return [(step, value) for step, value in values if isinstance(value, int | float) and np.isfinite(value)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,12 +25,9 @@ def render(title: str, runs: list[ReportedRun], corpora: list[ReportedCorpus]) -
     for kind, names in (("runs", [r.name for r in runs]), ("corpora", [c.name for c in corpora])):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise DataError(f"two {kind} are called {twice[0]!r}; rename one of their folders")
+    loader = PackageLoader("cellmill", "report")
     environment = Environment(
-        loader=PackageLoader("cellmill", "report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
     environment.filters.update(
         number=number, flat=flat, short=short, span=duration, percent=percent, heading=heading, task_table=TaskTable
@@ -74,10 +72,7 @@ class _Figures:
 
     def legend(self, rows: list[dict[str, str]]) -> list[dict[str, Any]]:
         """Labels of a UMAP, the most frequent first, with colour and number of cells."""
-        tally: dict[str, int] = {}
-        for row in rows:
-            if row["label"]:
-                tally[row["label"]] = tally.get(row["label"], 0) + 1
+        tally = Counter(row["label"] for row in rows if row["label"])
         ordered = sorted(tally.items(), key=lambda item: (-item[1], item[0]))
         return [{"label": label, "n": n, "colour": figures.colour(i)} for i, (label, n) in enumerate(ordered)]
 

@@ -28,7 +28,6 @@ class TaskTable:
         self.rows: list[dict[str, Any]] = result["rows"]
         self.columns = list(columns(self.rows))
         self.metric: str = result["metric"] or ""
-        self._ranking = next((column for column in self.columns if column.heading == self.metric), None)
 
     @property
     def best(self) -> str | None:
@@ -37,11 +36,10 @@ class TaskTable:
 
     def points(self) -> list[tuple[str, float, float, bool]]:
         """(name, value, sd, is a baseline) of each row by the metric; none where no metric ranks the rows."""
-        column = self._ranking
-        if column is None:
-            return []
+        ranking = [column for column in self.columns if column.heading == self.metric][:1]
         return [
             (str(row["name"]), row[column.key], row.get(column.sd_key or "", 0.0), row.get("kind") == "baseline")
+            for column in ranking
             for row in self.rows
             if row.get(column.key) is not None
         ]

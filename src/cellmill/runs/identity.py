@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from cellmill.config.family import WEIGHTS_FORMAT
+from cellmill.config.load import stored_options
 from cellmill.config.options import TrainOptions
-from cellmill.config.upgrade import stored_options
 from cellmill.errors import ConfigError
 
 FREE_SECTIONS = {"parallel", "track"}

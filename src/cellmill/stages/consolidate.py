@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from cellmill.config import check_options
 from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.config.finetune import MethodConfig
+from cellmill.config.load import upgrade_options
 from cellmill.config.options import ConsolidateOptions
-from cellmill.config.upgrade import upgrade_options
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.files import sha256_file, write_json, write_text

@@ -27,9 +27,9 @@ from cellmill.data.counts_reader import CountsReader, open_counts
 from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.embed import load_for_inference, read_embedding
-from cellmill.evaluate.heldout import held_out, seen_cells
 from cellmill.evaluate.projection import umap_rows
 from cellmill.evaluate.task import Context, EvaluatedModel, Task, TaskResult, read_roles
+from cellmill.evaluate.training_cells import held_out, seen_cells
 from cellmill.evaluate.umap_table import write_umap
 from cellmill.files import sha256_file, write_json
 from cellmill.runs.verdict import sentence

@@ -1,8 +1,12 @@
-"""Contract of a tracker: it receives the numbers of a training."""
+"""Contract of a tracker, which receives the numbers of a training, and the two that every training has."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import json
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any, Protocol
 
 
 class Tracker(Protocol):
@@ -28,3 +32,68 @@ class Tracker(Protocol):
 
     def finish(self, status: str) -> None:
         """End: `done`, `stopped` (to be resumed) or `failed`. Not called when the process is killed."""
+
+
+class JsonlTracker:
+    """metrics.jsonl, at `path`: one JSON object per line, flushed at once so that readers see it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[str] | None = None
+
+    def start(self, config: dict[str, Any], resume_step: int) -> None:
+        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - until finish
+
+    def log(self, step: int, scalars: dict[str, Any]) -> None:
+        assert self._file is not None, "start comes first"
+        self._file.write(json.dumps({"step": step} | scalars) + "\n")
+        self._file.flush()
+
+    def finish(self, status: str) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class ConsoleTracker:
+    """Progress on stdout: one line that is rewritten on a terminal, plain lines in a log.
+
+    `config` of `start` must have `steps`, the steps of the whole run.
+    """
+
+    def start(self, config: dict[str, Any], resume_step: int) -> None:
+        self.steps, self.resume_step = config["steps"], resume_step
+        self.started = time.perf_counter()
+        self.terminal = sys.stdout.isatty()
+
+    def log(self, step: int, scalars: dict[str, Any]) -> None:
+        head = f"step {step}/{self.steps}"
+        if "val_loss" in scalars:
+            self._print(f"{head}  validation loss {scalars['val_loss']:.4f}")
+            return
+        if "skipped" in scalars:
+            self._print(f"{head}  skipped: {scalars['skipped']}; {scalars['skipped_steps']} steps so far")
+            return
+        elapsed_s = time.perf_counter() - self.started
+        left_s = elapsed_s / max(1, step - self.resume_step) * (self.steps - step)
+        text = (
+            f"{head}  loss {scalars['loss']:.4f}  lr {scalars['lr']:.2e}  {scalars['cells_per_s']:.0f} cells/s  "
+            f"waiting for data {scalars['data_wait_frac']:.0%}  left {_clock(left_s)}"
+        )
+        if not self.terminal:
+            self._print(text)
+            return
+        done = round(20 * step / self.steps)
+        print(f"\r\x1b[K[{'#' * done}{'.' * (20 - done)}] {text}", end="\n" if step == self.steps else "", flush=True)
+
+    def finish(self, status: str) -> None:
+        if self.terminal:
+            print(flush=True)
+
+    def _print(self, text: str) -> None:
+        print(f"\r\x1b[K{text}" if self.terminal else text, flush=True)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cellmill.config.layout import min_microbatches
+from cellmill.config.load import stored_options
 from cellmill.config.options import TrainOptions
-from cellmill.config.run import Parallel, Train
+from cellmill.config.parallel import Parallel, min_microbatches
+from cellmill.config.run import Train
 from cellmill.config.track import Track
-from cellmill.config.upgrade import stored_options
 from cellmill.data.manifest import Manifest
 from cellmill.data.stream import CellStream
 from cellmill.data.vocabulary import Vocabulary
@@ -43,9 +43,7 @@ from cellmill.planner.devices import peak_flops
 from cellmill.planner.size import measure
 from cellmill.runs.folder import TrainFolder
 from cellmill.track.background import BackgroundTrackers
-from cellmill.track.console import ConsoleTracker
-from cellmill.track.jsonl import JsonlTracker
-from cellmill.track.tracker import Tracker
+from cellmill.track.tracker import ConsoleTracker, JsonlTracker, Tracker
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.failure import error_line, give_up, leave_line
 from cellmill.train.hang_watch import START_FACTOR, HangWatch
@@ -95,7 +93,7 @@ def main(path: Path, error_file: Path) -> None:
         device=device,
         train=options.train,
         steps=steps,
-        size=measure(ModelSpec.of(options, vocabulary.n_genes)),
+        size=measure(ModelSpec.of(options, vocabulary.n_genes), finetune=options.finetune),
         train_stream=train_stream,
         val_stream=val_stream,
         checkpoints=checkpoints,

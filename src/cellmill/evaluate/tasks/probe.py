@@ -11,6 +11,7 @@ never lowered, so that runs stay comparable.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +48,6 @@ BASELINES = ("all genes", "PCA50", "untrained")
 
 
 class Probe:
-    """See the module."""
-
     def __init__(self, config: ProbeConfig) -> None:
         self.config = config
 
@@ -62,9 +61,8 @@ class Probe:
         chosen = choose_cells(column.iloc[scored], options.folds, options.seed)
         print(f"{context.dataset}: probe: {column.name}: {_counts_of(chosen.classes)}", flush=True)
         if chosen.dropped:
-            print(
-                f"{context.dataset}: probe: left out, too few for the folds: {_counts_of(chosen.dropped)}", flush=True
-            )
+            dropped = _counts_of(chosen.dropped)
+            print(f"{context.dataset}: probe: left out, too few for the folds: {dropped}", flush=True)
         figures = chosen.figures | {"folds": options.folds, "neighbors": self.config.neighbors}
         if len(chosen.classes) < 2:
             return TaskResult(
@@ -122,8 +120,7 @@ def choose_cells(labels: pd.Series, folds: int, seed: int, max_cells: int = MAX_
     """The labelled cells of classes with at least one cell per fold."""
     missing = labels.isna().to_numpy()
     text = labels.astype(str).to_numpy(dtype=object)
-    known = np.flatnonzero(~missing)
-    drawn = known
+    drawn = known = np.flatnonzero(~missing)
     if len(known) > max_cells:
         generator = np.random.Generator(np.random.Philox(key=[seed, 0]))
         drawn = np.sort(generator.permutation(known)[:max_cells])
@@ -158,18 +155,11 @@ def probe_table(
 ) -> list[dict[str, Any]]:
     """Cross-validated scores: one row for each pair of features and classifier.
 
-    Parameters
-    ----------
-    embedding, untrained
-        `(cells, hidden)`, of the model and of its architecture with random weights.
-    genes
-        `log_normalise`d counts, `(cells, genes)`.
-    labels
-        Class of each cell; each class has at least `folds` cells.
-
-    Each row has `name`, `kind` (model or baseline), `accuracy_mean`, `accuracy_sd` (sample standard deviation over
-    folds), `macro_f1_mean`, `macro_f1_sd`, `accuracy_folds`, `macro_f1_folds`, and `not_converged`, the number of folds
-    in which a regression stopped before it converged.
+    `embedding` and `untrained`, `(cells, hidden)`, are of the model and of its architecture with random weights;
+    `genes`, `(cells, genes)`, are `log_normalise`d counts; each class of `labels` has at least `folds` cells. Each row
+    has `name`, `kind` (model or baseline), `accuracy_mean`, `accuracy_sd` (sample standard deviation over folds),
+    `macro_f1_mean`, `macro_f1_sd`, `accuracy_folds`, `macro_f1_folds`, and `not_converged`, the number of folds in
+    which a regression stopped before it converged.
     """
     scores: dict[str, list[tuple[float, float, bool]]] = {}
     splitter = StratifiedKFold(folds, shuffle=True, random_state=seed)
@@ -278,6 +268,4 @@ def _counts_of(classes: dict[str, int]) -> str:
 
 
 def _tally(values: np.ndarray) -> dict[str, int]:
-    names, counts = np.unique(values.astype(str), return_counts=True)
-    order = sorted(range(len(names)), key=lambda i: (-counts[i], names[i]))
-    return {str(names[i]): int(counts[i]) for i in order}
+    return dict(sorted(Counter(values.tolist()).items(), key=lambda item: (-item[1], item[0])))

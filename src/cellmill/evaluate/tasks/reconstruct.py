@@ -13,8 +13,8 @@ import torch
 from cellmill.config.evaluate import ReconstructConfig
 from cellmill.config.load import check_options
 from cellmill.config.objective import ObjectiveConfig
-from cellmill.data.gene_columns import match_columns
-from cellmill.data.packing import split_batch
+from cellmill.data.genes import match_columns
+from cellmill.data.tokens import split_batch
 from cellmill.evaluate.embed import read_tokens
 from cellmill.evaluate.task import TOKEN_BUDGET, Context, EvaluatedModel, TaskResult
 from cellmill.models.batch import to_tensors
@@ -27,8 +27,6 @@ MAX_CELLS = 10_000
 
 
 class Reconstruct:
-    """See the module."""
-
     def __init__(self, config: ReconstructConfig) -> None:
         self.config = config
 

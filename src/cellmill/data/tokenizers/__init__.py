@@ -1,1 +1,0 @@
-"""Tokenizers, one file each."""
