@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from train_step import GENES, commit, machine, synchronize
 
-from cellmill.config.run import Parallel, Train
+from cellmill.config.parallel import Parallel
+from cellmill.config.run import Train
 from cellmill.config.tokens import ContinuousTokens
 from cellmill.data.tokens import Batch
 from cellmill.models.batch import on_device, to_tensors

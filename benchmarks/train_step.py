@@ -32,7 +32,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from cellmill.config.run import Parallel, Train
+from cellmill.config.parallel import Parallel
+from cellmill.config.run import Train
 from cellmill.config.tokens import ContinuousTokens
 from cellmill.data.tokens import Batch
 from cellmill.models.batch import TensorBatch, on_device, to_tensors

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from cellmill.cli import main
 from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.config.options import TrainOptions
-from cellmill.config.run import Parallel
+from cellmill.config.parallel import Parallel
 from cellmill.data.stream import CellStream
 from cellmill.data.tokens import Batch
 from cellmill.data.vocabulary import Vocabulary

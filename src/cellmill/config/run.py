@@ -6,7 +6,6 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cellmill.config.parallel import Parallel as Parallel
 from cellmill.config.section import Section
 
 

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cellmill.config.finetune import MethodConfig
 from cellmill.config.options import TrainOptions
-from cellmill.config.run import Parallel
+from cellmill.config.parallel import Parallel
 from cellmill.data.tokens import Batch, Tokenizer
 from cellmill.finetune.method import Method, load_method
 from cellmill.models.batch import on_device, to_tensors
