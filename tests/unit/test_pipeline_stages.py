@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cellmill.config.parallel import Parallel, min_microbatches
-from cellmill.data.shuffle import cut_batch, cut_evenly
+from cellmill.data.tokens import cut_batch, cut_evenly
 from cellmill.models.build import build
 from cellmill.parallel.pipeline_stages import keep_stage, tied_parameters
 from cellmill.parallel.stage_assignment import blocks_of, process_of, stages_of
