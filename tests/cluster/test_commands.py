@@ -50,9 +50,8 @@ def test_status_attach_logs_and_cancel_work_with_and_without_a_launcher(rig: Rig
     assert saved >= 6
     followed = attached.communicate(timeout=500)[0]
     assert attached.returncode == 75
-    assert re.search(rf"^following job {job_id}, its log: .*\njob {job_id}: RUNNING on node\[1-2\]\n", followed), (
-        followed
-    )
+    begins = rf"following job {job_id}, its log: .*\njob {job_id}: RUNNING on node\[1-2\]\n"
+    assert re.match(begins, followed), followed
     assert "step 1/5000" in followed
     assert followed.endswith(f"cellmill attach: job {job_id} ended with CANCELLED; saved at step {saved}\n")
     assert [record["state"] for record in first.records()] == ["CANCELLED"], "nobody else could record it"
