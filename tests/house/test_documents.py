@@ -18,6 +18,7 @@ from cellmill.cli import COMMANDS, _parser
 from cellmill.config import load_config
 from cellmill.config.document import SCHEMA, main
 from tests.house.rules import outputs, rules
+from tools.house import LAYERS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "config/README.md", "profiles/README.md"]
@@ -148,6 +149,11 @@ def test_the_tree_in_the_readme_is_the_tree() -> None:
         if name.endswith("/"):
             shown.add(path)
     assert folders() - shown == set(), "folders that README's tree does not show"
+
+
+def test_the_readme_lists_the_layers() -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"Layers import to the right only: {', '.join(' and '.join(names) for names in LAYERS)}." in text
 
 
 def test_links_of_documents_exist() -> None:
