@@ -84,8 +84,8 @@ def readme(workflow: type[Workflow] = Workflow) -> str:
 def _section(name: str, section: type[BaseModel], readers: str) -> Iterator[str]:
     yield from (f"## {name}", "")
     if issubclass(section, Plugin):
-        default = f", `{section.default}` by default" if section.default else ""
-        yield from (f"Options of the {section.kind} that `{section.key}` names{default}. {readers}", "")
+        default = f", by default `{section.default}`" if section.default else ""
+        yield from (f"The {section.kind} is chosen by `{section.key}`{default}. {readers}", "")
         yield from _choices(section)
         return
     yield from (f"{_summary(section)} {readers}", "")
