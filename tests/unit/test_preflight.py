@@ -528,7 +528,7 @@ def test_a_profile_that_is_no_machine_is_the_only_reason(project: Path, capsys: 
     ]
     assert (code, last) == (2, "cellmill preflight: no go: 1 reason")
     code, lines, last = preflight(capsys, write_profile(plan={"device": "a1000"}))
-    assert lines[0].startswith("no  profile: no device is called 'a1000'; there are: cpu, ")
+    assert lines[0].startswith("no  profile: unknown device 'a1000'; set the profile's device to one of: cpu, ")
 
 
 def test_a_plan_of_another_machine_and_a_name_that_snakemake_does_not_find_are_told(
