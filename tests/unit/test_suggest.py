@@ -88,7 +88,7 @@ def test_the_smallest_layout_is_reported_if_nothing_fits() -> None:
     assert table(suggestions, options, MACHINE, "h100").splitlines()[2:5] == [
         "no layout fits",
         "",
-        f"0 layouts fit, {suggestions.too_large} do not: the smallest of them needs {amount(suggestions.smallest_bytes)}",
+        f"0 layouts fit, {suggestions.too_large} do not: the smallest needs {amount(suggestions.smallest_bytes)}",
     ]
 
 

@@ -152,9 +152,7 @@ def table(suggestions: Suggestions, options: PlanOptions, machine: Machine, devi
         )
     lines += ["", f"{len(suggestions.fitting)} layouts fit"]
     if suggestions.smallest_bytes is not None:
-        lines[-1] += (
-            f", {suggestions.too_large} do not: the smallest of them needs {amount(suggestions.smallest_bytes)}"
-        )
+        lines[-1] += f", {suggestions.too_large} do not: the smallest needs {amount(suggestions.smallest_bytes)}"
     lines += [f"{number} refused: {reason}" for reason, number in suggestions.refused.most_common()]
     if suggestions.fitting:
         lines += ["", "# the best layout, for config.yaml", sections(suggestions.fitting[0].options, options).rstrip()]

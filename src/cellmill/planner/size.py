@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cellmill.config.run import Parallel
@@ -167,7 +166,8 @@ def _measure(spec: ModelSpec, tp: int, sequence_parallel: bool) -> ModelSize:
     counts, blocks = _parts(full), len(list(full.get_submodule(full.plan.blocks).children()))
 
     def part(name: str, flops_per_token: float, kept: float, reduced_bytes: int) -> PartSize:
-        return PartSize(*counts[name], flops_per_token, kept, reduced_bytes / FLOAT32 / reduced.tokens)
+        parameters, trained = counts[name]
+        return PartSize(parameters, trained, flops_per_token, kept, reduced_bytes / FLOAT32 / reduced.tokens)
 
     block_flops = long.block.flops - pair_flops * long.pairs_per_token * long.tokens
     counts["blocks"] = [count // max(blocks, 1) for count in counts["blocks"]]
