@@ -1,4 +1,4 @@
-"""Planned memory equals the tensor memory of real processes within 10 %, for tensors of tens of megabytes."""
+"""The plan's memory is within 10 % of what tensors of real processes allocate, at tens of megabytes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from cellmill.config.options import TrainOptions
-from cellmill.config.parallel import layout
 from cellmill.planner.memory import memory_of
-from cellmill.planner.size import size_of
+from cellmill.planner.planned_model import PlannedModel
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
 
@@ -31,21 +30,19 @@ STEPS = {
 
 @pytest.mark.parametrize("train", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_memory_of_the_plan_is_what_processes_allocate(
+def test_planned_memory_agrees_with_what_processes_allocate(
     pool: Pool, corpus: str, name: str, train: dict[str, Any]
 ) -> None:
     given = options(LAYOUTS[name], model=MODEL, tokens={"max_tokens": 100}, train=train)
     parsed = TrainOptions.model_validate(given)
-    parallel = parsed.parallel
-    size = size_of(parsed, N_GENES)
-    found = pool.run("measures.allocated", corpus=corpus, options=given)
-    each = WORLD // parallel.pp
-    for stage in range(parallel.pp):
-        alike = found[stage * each : (stage + 1) * each]
+    model = PlannedModel.of(parsed, N_GENES, WORLD, LOCAL_WORLD)
+    ranks = pool.run("measures.allocated", corpus=corpus, options=given)
+    each = WORLD // model.layout.pp
+    for stage in range(model.layout.pp):
+        alike = ranks[stage * each : (stage + 1) * each]
         tokens, micro_batches = max(rank["tokens"] for rank in alike), alike[0]["micro_batches"]
-        sizes = layout(parallel, WORLD, LOCAL_WORLD)
-        planned = memory_of(stage, size, parallel, sizes, tokens, micro_batches)
-        # frees in other threads are not reported: the smallest peak of ranks with equal needs is the most accurate
+        planned = memory_of(model, stage, tokens, micro_batches)
+        # memory freed in another thread is not reported: the smallest of equal ranks is nearest the truth
         measured = min(rank["peak_bytes"] for rank in alike if rank["tokens"] == tokens)
         assert measured > 20e6
         assert planned.total == pytest.approx(measured, rel=0.1), f"stage {stage}: {planned}"
@@ -53,10 +50,10 @@ def test_memory_of_the_plan_is_what_processes_allocate(
 
 @pytest.mark.parametrize("name", ["HYBRID_SHARD", "FULL_SHARD x tp 2", "pp 2 x FULL_SHARD"])
 def test_memory_of_every_rank_is_logged(pool: Pool, corpus: str, tmp_path: Path, name: str) -> None:
-    found = pool.run("measures.logged_memory", corpus=corpus, options=options(LAYOUTS[name]), folder=str(tmp_path))
-    peaks = [peak for _, peak in found]
-    for lines, _ in found:
-        for line, first in zip(lines, found[0][0], strict=True):
+    ranks = pool.run("measures.logged_memory", corpus=corpus, options=options(LAYOUTS[name]), folder=str(tmp_path))
+    peaks = [peak for _, peak in ranks]
+    for lines, _ in ranks:
+        for line, first in zip(lines, ranks[0][0], strict=True):
             assert line["peak_resident_gb"] == first["peak_resident_gb"] == pytest.approx(peaks, rel=0.2)
             assert line["resident_gb"] == first["resident_gb"]
             assert all(0 < now <= peak for now, peak in zip(line["resident_gb"], line["peak_resident_gb"]))

@@ -1,4 +1,4 @@
-"""Collectives of real processes equal the plan, and HYBRID_SHARD shards inside a node and replicates across."""
+"""Planned traffic agrees with what torch sends between real processes; HYBRID_SHARD shards inside a node only."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from cellmill.config.options import TrainOptions
-from cellmill.config.parallel import layout
 from cellmill.planner.communication import traffic_of
-from cellmill.planner.size import size_of
+from cellmill.planner.planned_model import PlannedModel
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
 
 WORLD, LOCAL_WORLD, N_GENES = 4, 2, 120
-FEW_BYTES = 1024  # sums of targets, norms and signals
+FEW_BYTES = 1024  # reductions of targets, norms and signals
 MODEL = {"hidden": 64, "layers": 4, "dropout": 0.0}
 ACCUMULATED = {"token_budget": 160}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -36,21 +35,19 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("train", [{}, ACCUMULATED], ids=["one micro-batch", "several"])
 @pytest.mark.parametrize("name", [*LAYOUTS, *RECOMPUTED])
-def test_bytes_of_each_collective_and_axis_are_those_of_the_plan(
+def test_bytes_of_each_collective_and_axis_agree_with_the_plan(
     pool: Pool, corpus: str, name: str, train: dict[str, Any]
 ) -> None:
     given = _options((LAYOUTS | RECOMPUTED)[name], train)
     parsed = TrainOptions.model_validate(given)
-    parallel = parsed.parallel
-    sizes = layout(parallel, WORLD, LOCAL_WORLD)
-    size = size_of(parsed, N_GENES)
-    for rank, found in enumerate(pool.run("measures.collectives", corpus=corpus, options=given)):
-        assert found["micro_batches"] > 1 or not train
-        stage = rank // (WORLD // parallel.pp)
-        planned = traffic_of(stage, size, parallel, sizes, LOCAL_WORLD, found["tokens"], found["micro_batches"])
+    model = PlannedModel.of(parsed, N_GENES, WORLD, LOCAL_WORLD)
+    for rank, measured in enumerate(pool.run("measures.collectives", corpus=corpus, options=given)):
+        assert measured["micro_batches"] > 1 or not train
+        stage = rank // (WORLD // model.layout.pp)
+        planned = traffic_of(model, stage, measured["tokens"], measured["micro_batches"])
         seen: Counter[tuple[str, int, int]] = Counter()
         calls: Counter[tuple[str, int, int]] = Counter()
-        for kind, group, n_bytes in found["seen"]:
+        for kind, group, n_bytes in measured["seen"]:
             if n_bytes >= FEW_BYTES:
                 seen[kind, len(group), _of_first_node(group)] += n_bytes
                 calls[kind, len(group), _of_first_node(group)] += 1
@@ -64,15 +61,16 @@ def test_hybrid_shard_gathers_and_scatters_inside_a_shard_group_and_reduces_acro
     pool: Pool, corpus: str, train: dict[str, Any]
 ) -> None:
     given = _options(LAYOUTS["HYBRID_SHARD"], train)
-    pieces = MODEL["layers"] + 1  # blocks, and the root
-    for rank, found in enumerate(pool.run("measures.collectives", corpus=corpus, options=given)):
-        seen = Counter((kind, tuple(group)) for kind, group, n_bytes in found["seen"] if n_bytes >= FEW_BYTES)
+    pieces = MODEL["layers"] + 1  # blocks, and what lies outside them
+    for rank, measured in enumerate(pool.run("measures.collectives", corpus=corpus, options=given)):
+        seen = Counter((kind, tuple(group)) for kind, group, n_bytes in measured["seen"] if n_bytes >= FEW_BYTES)
         node = rank // 2
         inside, across = (2 * node, 2 * node + 1), (rank % 2, rank % 2 + 2)
-        micro_batches = found["micro_batches"]
+        micro_batches = measured["micro_batches"]
         assert (micro_batches > 1) == bool(train)
         assert dict(seen) == {
-            ("all-gather", inside): micro_batches * (2 * pieces - 1),  # the root's weights stay for the backward pass
+            ("all-gather", inside): micro_batches
+            * (2 * pieces - 1),  # the root's weights stay gathered for the backward pass
             ("reduce-scatter", inside): pieces,
             ("all-reduce", across): pieces,
         }

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from cellmill.config.options import TrainOptions
-from cellmill.planner.size import size_of
+from cellmill.planner.planned_model import PlannedModel
 from tests.distributed import cases
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
@@ -164,7 +164,7 @@ def test_a_tensor_parallel_rank_holds_the_measured_sizes(
     wide = {"hidden": 64, "layers": 4} | model
     cut = options({"tp": 4, "sequence_parallel": sequence_parallel}, model=wide, train={"global_batch": 64})
     parsed = TrainOptions.model_validate(cut)
-    size = size_of(parsed, 120)
+    size = PlannedModel.of(parsed, 120, 4, 4).size
     found = pool.run("held", corpus=corpus, options=cut)
     assert max(rank["parameters"] for rank in found) == size.parameters
     for rank in found:

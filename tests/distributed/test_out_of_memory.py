@@ -1,4 +1,4 @@
-"""Running out of memory ends in the plan and its remedy."""
+"""Running out of memory ends in a message with the planned memory and a remedy."""
 
 from __future__ import annotations
 
@@ -31,24 +31,26 @@ def run(corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[st
     return record
 
 
-def test_the_error_names_the_planned_parts_largest_first_and_a_remedy(run: dict[str, Any], tmp_path: Path) -> None:
+def test_the_message_lists_the_parts_in_descending_order_and_the_first_change(
+    run: dict[str, Any], tmp_path: Path
+) -> None:
     line = error_line(torch.OutOfMemoryError(CUDA), tmp_path)
     assert line is not None
     who, _, rest = line.partition("; ")
     assert who == f"rank 3 on {os.uname().nodename}: out of memory ({CUDA[:120].rstrip('.')})"
     assert rest == advice(run, TrainOptions.model_validate(run["options"]), 4, 2)
-    assert " were planned for each process, most of it activations (activations " in rest
+    assert " per process, most of it activations (activations " in rest
     assert rest.endswith("): set parallel.activation_checkpointing to full")
 
 
-def test_the_parts_are_those_of_the_plan(run: dict[str, Any]) -> None:
+def test_the_parts_and_the_change_follow_the_options_of_the_run(run: dict[str, Any]) -> None:
     checkpointed = TrainOptions.model_validate(options({"activation_checkpointing": "full"}))
     before, after = (advice(run, each, 4, 2) for each in (TrainOptions.model_validate(options()), checkpointed))
     assert before != after
     assert after.endswith("): lower train.token_budget to 128")
 
 
-def test_without_a_plan_the_error_still_names_a_remedy(tmp_path: Path) -> None:
+def test_without_a_plan_the_message_has_a_general_remedy(tmp_path: Path) -> None:
     line = error_line(MemoryError(), tmp_path)
     assert line is not None
     assert line.endswith(
@@ -56,7 +58,7 @@ def test_without_a_plan_the_error_still_names_a_remedy(tmp_path: Path) -> None:
     )
 
 
-def test_out_of_memory_errors_are_recognised() -> None:
+def test_out_of_memory_errors_are_told_from_others() -> None:
     for allocate in (lambda: torch.empty(1 << 58, dtype=torch.uint8), lambda: np.empty(1 << 58, np.uint8)):
         with pytest.raises((RuntimeError, MemoryError)) as failed:
             allocate()

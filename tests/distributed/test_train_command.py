@@ -358,8 +358,8 @@ def test_a_process_that_runs_out_of_memory_reports_its_plan(corpus: str, tmp_pat
     )
     assert done.returncode == 2
     assert re.fullmatch(
-        rf"cellmill train: rank 0 on {os.uname().nodename}: out of memory \(.*allocate.*\); [\d.]+ TB were planned for "
-        r"each process, most of it optimizer \(optimizer [\d.]+ TB, .*parameters [\d.]+ TB, .*\): (use|set) .+ "
+        rf"cellmill train: rank 0 on {os.uname().nodename}: out of memory \(.*allocate.*\); the plan was [\d.]+ TB "
+        r"per process, most of it optimizer \(optimizer [\d.]+ TB, .*parameters [\d.]+ TB, .*\): (use|set) .+ "
         r"\(the profile\).*",
         done.stderr.splitlines()[-1],
     ), done.stderr

@@ -1,4 +1,4 @@
-"""Idle time and kept micro-batches are those of the tables that torch's schedules make."""
+"""Idle time and kept micro-batches agree with torch's own schedule tables."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from cellmill.config.parallel import Parallel
 from cellmill.parallel.pipeline import SCHEDULES
 from cellmill.parallel.stage_assignment import stages_of
-from cellmill.planner.bubble import idle_frac, kept_micro_batches
+from cellmill.planner.planned_model import idle_frac, kept_micro_batches
 
 SECONDS = {"FORWARD": 1.0, "FULL_BACKWARD": 2.0, "BACKWARD_INPUT": 1.0, "BACKWARD_WEIGHT": 1.0}
 KEPT = {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_WEIGHT": -1}
-# torch's own table of 1F1B is not what it runs: it names a micro-batch too many
+# torch's table of 1F1B is not what it runs: it keeps one micro-batch too many
 TABLED = ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"]
 
 
@@ -33,7 +33,7 @@ def pp(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("schedule", TABLED)
-def test_idle_time_and_kept_micro_batches_are_those_of_the_schedule(pp: int, schedule: str, times: int) -> None:
+def test_idle_time_and_kept_micro_batches_agree_with_the_schedule_table(pp: int, schedule: str, times: int) -> None:
     parallel = Parallel(pp=pp, schedule=schedule)  # type: ignore[arg-type]
     micro_batches = times * parallel.stages
     table = _table(parallel, micro_batches)
@@ -44,14 +44,14 @@ def test_idle_time_and_kept_micro_batches_are_those_of_the_schedule(pp: int, sch
     assert planned == most
 
 
-def test_idle_time_without_a_pipeline_and_of_1f1b() -> None:
+def test_idle_time_is_zero_without_a_pipeline_and_known_for_1f1b() -> None:
     assert idle_frac(Parallel(), 5) == 0
     assert idle_frac(Parallel(pp=4), 8) == pytest.approx(3 / 11)
     assert [kept_micro_batches(Parallel(pp=4), rank, 8) for rank in range(4)] == [4, 3, 2, 1]
 
 
 def _table(parallel: Parallel, micro_batches: int) -> list[list[Any]]:
-    """Actions (stage_index, computation_type, microbatch_index) of each process, in their order."""
+    """Actions (stage_index, computation_type, microbatch_index) of each process, in order."""
     cpu = torch.device("cpu")
     stages = [PipelineStage(nn.Identity(), n, parallel.stages, cpu) for n in stages_of(0, parallel)]
     kind: Any = get_schedule_class(SCHEDULES.get(parallel.schedule, parallel.schedule))
@@ -64,10 +64,10 @@ def _table(parallel: Parallel, micro_batches: int) -> list[list[Any]]:
 
 
 def _play(table: list[list[Any]], parallel: Parallel) -> float:
-    """When the last process is through, each action waiting for what it needs."""
+    """Return when the last process finishes, if each action waits for its inputs."""
     done: dict[tuple[bool, int, int], float] = {}
     clocks, at = [0.0] * len(table), [0] * len(table)
-    while any(place < len(actions) for place, actions in zip(at, table)):
+    while any(next_action < len(actions) for next_action, actions in zip(at, table)):
         before = list(at)
         for rank, actions in enumerate(table):
             while at[rank] < len(actions):
@@ -82,7 +82,7 @@ def _play(table: list[list[Any]], parallel: Parallel) -> float:
                         forward = part.computation_type.name == "FORWARD"
                         done[forward, part.stage_index, part.microbatch_index] = clocks[rank]
                 at[rank] += 1
-        assert at != before, "nobody can go on"
+        assert at != before, "deadlock"
     return max(clocks)
 
 

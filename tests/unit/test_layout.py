@@ -224,9 +224,7 @@ def test_devices_are_known_by_profile_name_and_by_product_name() -> None:
     assert peak_flops("something else", "bf16-mixed") is None
     with pytest.raises(ConfigError) as error:
         device_named("h1000")
-    assert str(error.value) == (
-        f"no device is called 'h1000'; there are: {', '.join(DEVICES)}; it comes from the profile"
-    )
+    assert str(error.value) == (f"unknown device 'h1000'; set the profile's device to one of: {', '.join(DEVICES)}")
 
 
 def test_parameters_on_the_cpu_are_refused_without_fsdp() -> None:

@@ -299,7 +299,7 @@ def test_every_parameter_is_trained(tokenizer: str, objective: str) -> None:
 
 
 @every_kind
-def test_the_size_of_the_options_is_that_of_the_model(tokenizer: str, objective: str) -> None:
+def test_measured_parameters_equal_those_of_the_model(tokenizer: str, objective: str) -> None:
     for ffn_hidden, cell_loss_weight in ((None, 1.0), (24, 0.0)):
         model = _model(tokenizer, objective, ffn_hidden=ffn_hidden, layers=3, cell_loss_weight=cell_loss_weight)
         given = {"hidden": 16, "layers": 3, "heads": 2, "objective": objective, "cell_loss_weight": cell_loss_weight}
@@ -312,7 +312,7 @@ def test_the_size_of_the_options_is_that_of_the_model(tokenizer: str, objective:
 @every_kind
 @pytest.mark.parametrize("recompute", [None, "full", "selective"])
 @pytest.mark.parametrize("options", [{}, {"dropout": 0.1}, {"cell_loss_weight": 0}], ids=str)
-def test_activations_are_what_the_size_says(
+def test_measured_activations_equal_those_that_autograd_keeps(
     tokenizer: str, objective: str, recompute: Literal["full", "selective"] | None, options: dict[str, float]
 ) -> None:
     hidden, layers = 64, 4
@@ -345,7 +345,7 @@ def test_activations_are_what_the_size_says(
     loss.backward()
 
 
-def test_flops_are_those_of_the_published_formula() -> None:
+def test_measured_flops_follow_the_published_formula() -> None:
     cells, length, hidden, layers, genes = 4, 500, 64, 3, 1000
     tokens_of = Tokens.model_validate({"tokenizer": "rank"})
     given = {"hidden": hidden, "layers": layers, "heads": 4, "mask_frac": 0.15, "cell_loss_weight": 0}

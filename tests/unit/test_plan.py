@@ -1,4 +1,4 @@
-"""A plan says what a run takes, and refuses what cannot work in one line."""
+"""A plan estimates a run, and refuses one that cannot work in one line."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from cellmill.data.stream import CellStream
 from cellmill.errors import ConfigError
 from cellmill.models.build import ModelSpec, build
 from cellmill.planner.devices import device_named
-from cellmill.planner.fit import Hardware, Limit, amount, memory_limit, need
+from cellmill.planner.fit import Hardware, Limit, amount, memory_limit, memory_needed
 from cellmill.planner.fit import remedy as remedy_of
-from cellmill.planner.size import size_of
+from cellmill.planner.size import measure
 from cellmill.planner.work import Cells, detected_genes
 from cellmill.stages import plan
 
@@ -85,19 +85,19 @@ def _stream(corpus: Manifest, options: PlanOptions, rank: int = 0, world: int = 
     )
 
 
-def test_steps_and_tokens_are_those_of_the_stream(corpus: Manifest, tmp_path: Path) -> None:
+def test_steps_and_tokens_equal_those_of_the_stream(corpus: Manifest, tmp_path: Path) -> None:
     stream = _stream(corpus, _options())
     tokens = sum(len(batch.genes) for step in stream for batch in step)
-    found = _plan(corpus, tmp_path, train={"steps": None, "epochs": 3})
-    assert found["steps_per_epoch"] == stream.steps_per_epoch == 8
-    assert (found["cells"], found["steps"], found["cells_seen"]) == (N_CELLS, 24, 3 * N_CELLS)
-    assert found["tokens"] == pytest.approx(3 * tokens)
-    assert found["tokens_per_cell"] == pytest.approx(tokens / N_CELLS)
-    assert found["tokens_per_step"] == pytest.approx(32 * tokens / N_CELLS)
+    planned = _plan(corpus, tmp_path, train={"steps": None, "epochs": 3})
+    assert planned["steps_per_epoch"] == stream.steps_per_epoch == 8
+    assert (planned["cells"], planned["steps"], planned["cells_seen"]) == (N_CELLS, 24, 3 * N_CELLS)
+    assert planned["tokens"] == pytest.approx(3 * tokens)
+    assert planned["tokens_per_cell"] == pytest.approx(tokens / N_CELLS)
+    assert planned["tokens_per_step"] == pytest.approx(32 * tokens / N_CELLS)
     stream.close()
 
 
-def test_steps_that_end_inside_an_epoch_see_its_first_cells(corpus: Manifest, tmp_path: Path) -> None:
+def test_a_run_that_ends_inside_an_epoch_counts_only_the_cells_it_sees(corpus: Manifest, tmp_path: Path) -> None:
     assert _plan(corpus, tmp_path, train={"steps": 11})["cells_seen"] == N_CELLS + 3 * 32
 
 
@@ -106,34 +106,34 @@ def test_micro_batches_are_near_those_of_the_stream(corpus: Manifest, tmp_path: 
     stream = _stream(corpus, _options(), world=world)
     counts = [len(step) for step in stream]
     stream.close()
-    found = _plan(corpus, tmp_path, nproc=world)["micro_batches_per_step"]
-    assert found == pytest.approx(np.mean(counts), rel=0.1)
+    planned = _plan(corpus, tmp_path, nproc=world)["micro_batches_per_step"]
+    assert planned == pytest.approx(np.mean(counts), rel=0.1)
 
 
-def test_parameters_are_those_of_the_model(corpus: Manifest, tmp_path: Path) -> None:
+def test_parameters_equal_those_of_the_model(corpus: Manifest, tmp_path: Path) -> None:
     options = _options()
     model = build(ModelSpec.of(options, 40))
-    found = _plan(corpus, tmp_path)
-    assert found["parameters"] == sum(p.numel() for p in model.parameters())
-    assert found["memory"]["total_bytes"] == sum(found["memory"]["parts_bytes"].values())
-    assert found["memory"]["parts_bytes"]["optimizer"] == 8 * found["parameters"]
+    planned = _plan(corpus, tmp_path)
+    assert planned["parameters"] == sum(p.numel() for p in model.parameters())
+    assert planned["memory"]["total_bytes"] == sum(planned["memory"]["parts_bytes"].values())
+    assert planned["memory"]["parts_bytes"]["optimizer"] == 8 * planned["parameters"]
 
 
 def test_flops_are_counted_with_the_lengths_of_the_cells(corpus: Manifest, tmp_path: Path) -> None:
     options = _options()
     lengths = np.minimum(detected_genes(corpus), 16).astype(float)
-    size = size_of(options, 40)
+    size = measure(ModelSpec.of(options, 40))
     per_cell = size.flops_per_token * lengths.mean() + size.flops_per_token_pair * (lengths**2).mean()
-    found = _plan(corpus, tmp_path, device="h100", nproc=4)
-    assert found["flops_per_step"] == pytest.approx(32 * per_cell)
-    assert found["step"]["compute_s"] == pytest.approx(32 / 4 * per_cell / (67e12 * 0.35))
-    assert found["hours"] == pytest.approx(found["gpu_hours"] / 4)
-    seconds = found["step"]["step_s"] * found["cells_seen"] / 32
-    assert found["hours"] == pytest.approx(seconds / 3600)
-    assert found["mfu"] == pytest.approx(0.35 * found["step"]["compute_s"] / found["step"]["step_s"])
+    planned = _plan(corpus, tmp_path, device="h100", nproc=4)
+    assert planned["flops_per_step"] == pytest.approx(32 * per_cell)
+    assert planned["step"]["compute_s"] == pytest.approx(32 / 4 * per_cell / (67e12 * 0.35))
+    assert planned["hours"] == pytest.approx(planned["gpu_hours"] / 4)
+    seconds = planned["step"]["step_s"] * planned["cells_seen"] / 32
+    assert planned["hours"] == pytest.approx(seconds / 3600)
+    assert planned["mfu"] == pytest.approx(0.35 * planned["step"]["compute_s"] / planned["step"]["step_s"])
 
 
-def test_bf16_has_another_peak_and_a_cpu_none(corpus: Manifest, tmp_path: Path) -> None:
+def test_bf16_has_a_peak_of_its_own_and_a_cpu_has_none(corpus: Manifest, tmp_path: Path) -> None:
     exact = _plan(corpus, tmp_path, device="h100")
     low = _plan(corpus, tmp_path, device="h100", parallel={"precision": "bf16-mixed"})
     assert low["step"]["compute_s"] == pytest.approx(exact["step"]["compute_s"] * 67 / 989)
@@ -141,26 +141,26 @@ def test_bf16_has_another_peak_and_a_cpu_none(corpus: Manifest, tmp_path: Path) 
     assert (on_cpu["hours"], on_cpu["gpu_hours"]) == (None, None)
 
 
-def test_the_plan_is_printed_for_people(corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_is_printed_as_a_table(corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _plan(corpus, tmp_path, device="h100", nproc=4, train={"warmup_steps": 2})
     lines = capsys.readouterr().out.splitlines()
     assert [line[:12].rstrip() for line in lines] == [
         "parameters",
         "cells",
         "steps",
-        "a step",
+        "step",
         "processes",
         "memory",
         "micro-batch",
-        "sent",
+        "traffic",
         "step time",
         "hours",
     ]
     assert lines[4] == "processes   4 x h100, HYBRID_SHARD (1 replicas of 4 shards), 32-true"
-    assert "of 72 GB on each: parameters" in lines[5]
+    assert "of 72 GB per process: parameters" in lines[5]
 
 
-def test_tensor_parallel_shares_the_cells_of_its_group(
+def test_tensor_parallel_ranks_share_the_cells_of_their_group(
     corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = _plan(corpus, tmp_path, nproc=2, parallel={"strategy": "ddp"})
@@ -174,19 +174,19 @@ def test_tensor_parallel_shares_the_cells_of_its_group(
     assert message.startswith("stream.lanes 8 is not a multiple of 6 groups of tp 2; set 4 in the profile")
 
 
-def test_cells_that_are_cut_and_a_warm_up_without_end_are_said(
+def test_cut_cells_and_a_warm_up_of_the_whole_run_are_reported(
     corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = _plan(corpus, tmp_path, tokens={"max_tokens": 2}, train={"warmup_steps": 20})
+    planned = _plan(corpus, tmp_path, tokens={"max_tokens": 2}, train={"warmup_steps": 20})
     detected = detected_genes(corpus)
-    assert found["genes_per_cell"] == pytest.approx(detected.mean())
-    assert found["cut_cells_frac"] == pytest.approx((detected > 2).mean())
+    assert planned["genes_per_cell"] == pytest.approx(detected.mean())
+    assert planned["cut_cells_frac"] == pytest.approx((detected > 2).mean())
     lines = capsys.readouterr().out.splitlines()
     assert f"2 tokens each of {detected.mean():,.0f} genes: tokens.max_tokens cuts" in lines[1]
     assert lines[-1] == "warning     train.warmup_steps 20 leaves no step at the peak learning rate"
 
 
-def test_a_machine_is_shared_by_its_processes(corpus: Manifest, tmp_path: Path) -> None:
+def test_processes_share_the_memory_of_a_machine(corpus: Manifest, tmp_path: Path) -> None:
     one, two = (_plan(corpus, tmp_path, nproc=n)["memory"]["device_bytes"] for n in (1, 2))
     assert one == pytest.approx(2 * two, rel=1e-6)
     assert _plan(corpus, tmp_path, nproc=2, plan={"memory_gb": 3})["memory"]["limit_bytes"] == 2_700_000_000
@@ -217,8 +217,10 @@ def test_more_processes_than_cells_are_refused(corpus: Manifest, tmp_path: Path)
     assert message == "512 processes for 250 training cells; set fewer processes in the profile"
 
 
-def test_an_unknown_device_is_refused_with_those_there_are(corpus: Manifest, tmp_path: Path) -> None:
-    assert _refused(corpus, tmp_path, device="h10").startswith("no device is called 'h10'; there are: cpu, v100, ")
+def test_an_unknown_device_is_refused_with_the_known_ones(corpus: Manifest, tmp_path: Path) -> None:
+    assert _refused(corpus, tmp_path, device="h10").startswith(
+        "unknown device 'h10'; set the profile's device to one of: cpu, v100, "
+    )
 
 
 def test_options_that_exclude_each_other_are_refused(corpus: Manifest, tmp_path: Path) -> None:
@@ -240,15 +242,15 @@ BIG = {"model": {"hidden": 768, "layers": 8, "heads": 8}, "train": {"token_budge
         (0.01, "use a device with more memory (the profile) or a smaller model"),
     ],
 )
-def test_a_run_that_does_not_fit_is_refused_with_what_would_help(
+def test_a_run_that_does_not_fit_is_refused_with_a_remedy(
     corpus: Manifest, tmp_path: Path, memory_gb: float, remedy: str
 ) -> None:
     whole = _plan(corpus, tmp_path, nproc=4, parallel={"strategy": "ddp"}, **BIG)["memory"]
     (tmp_path / "plan.json").unlink()
     message = _refused(corpus, tmp_path, nproc=4, parallel={"strategy": "ddp"}, plan={"memory_gb": memory_gb}, **BIG)
-    assert message.startswith(f"needs {amount(whole['total_bytes'])} on each process, ")
+    assert message.startswith(f"needs {amount(whole['total_bytes'])} per process, ")
     assert (
-        f"but cpu has {amount(int(memory_gb * 0.9e9))} to use (90% of {amount(memory_gb * 1e9)}): {remedy}" in message
+        f"but cpu has {amount(int(memory_gb * 0.9e9))} usable (90% of {amount(memory_gb * 1e9)}): {remedy}" in message
     )
 
 
@@ -264,16 +266,16 @@ SMALLEST = "set parallel.activation_checkpointing to full and use fsdp with para
         (1, 1, 0.9, "set parallel.activation_checkpointing to full and set parallel.cpu_offload to optimizer"),
     ],
 )
-def test_the_first_change_after_which_it_fits_is_named(nodes: int, nproc: int, memory_gb: float, remedy: str) -> None:
+def test_the_remedy_is_the_first_change_that_fits(nodes: int, nproc: int, memory_gb: float, remedy: str) -> None:
     options = _options(parallel={"strategy": "ddp"}, **BIG)
     cells = Cells(np.full(4096, 16), 40)
     limit = Limit(int(memory_gb * 1e9), int(memory_gb * 1e9))
-    place = Hardware(nodes, nproc, "h100", limit)
-    assert need(options, cells, place).total > limit.usable
-    assert remedy_of(options, cells, place) == remedy
+    hardware = Hardware(nodes, nproc, "h100", limit)
+    assert memory_needed(options, cells, hardware).total > limit.usable
+    assert remedy_of(options, cells, hardware) == remedy
 
 
-def test_what_is_proposed_does_fit(corpus: Manifest, tmp_path: Path) -> None:
+def test_the_proposed_change_fits(corpus: Manifest, tmp_path: Path) -> None:
     chosen: dict[str, Any] = {"nproc": 4, "parallel": {"strategy": "ddp"}, "plan": {"memory_gb": 1.5}}
     assert "lower train.token_budget to 256" in _refused(corpus, tmp_path, **chosen, **BIG)
     smaller = BIG | {"train": BIG["train"] | {"token_budget": 256}}
@@ -293,7 +295,7 @@ def test_the_command_ends_in_one_line_and_exit_code_2(
     assert capsys.readouterr().err.startswith("cellmill plan: stream.lanes 8 is not a multiple of 3 processes")
 
 
-def test_faster_links_and_a_shorter_pipeline_save_what_they_should(corpus: Manifest, tmp_path: Path) -> None:
+def test_link_rates_and_pipeline_length_change_the_step_time_as_expected(corpus: Manifest, tmp_path: Path) -> None:
     machine: dict[str, Any] = {"nproc": 2, "nodes": 4, "device": "h100"}
     links = {"intra_node_gbs": 1e-3, "inter_node_gbs": 1e-3}  # so slow that hops do not count
     slow = _plan(corpus, tmp_path, **machine, plan=links)["step"]
@@ -306,19 +308,19 @@ def test_faster_links_and_a_shorter_pipeline_save_what_they_should(corpus: Manif
     assert staged["step"]["idle_s"] == pytest.approx(idle * staged["step"]["step_s"])
 
 
-def test_the_largest_micro_batch_fits_and_a_token_more_does_not(corpus: Manifest, tmp_path: Path) -> None:
+def test_the_largest_micro_batch_fits_and_one_more_token_does_not(corpus: Manifest, tmp_path: Path) -> None:
     parallel = {"strategy": "ddp"}
     limit = {"memory_gb": 2.0}
-    found = _plan(corpus, tmp_path, nproc=4, parallel=parallel, plan=limit, **BIG)
+    planned = _plan(corpus, tmp_path, nproc=4, parallel=parallel, plan=limit, **BIG)
     options = _options(parallel=parallel, plan=limit, **BIG)
     cells = Cells(np.minimum(detected_genes(corpus), 16), 40)
-    place = Hardware(1, 4, "cpu", memory_limit(options, device_named("cpu"), 4))
-    largest = found["largest_micro_batch"]
-    assert need(options, cells, place, largest).total <= place.limit.usable
-    assert need(options, cells, place, largest + 1).total > place.limit.usable
+    hardware = Hardware(1, 4, "cpu", memory_limit(options, device_named("cpu"), 4))
+    largest = planned["largest_micro_batch"]
+    assert memory_needed(options, cells, hardware, largest).total <= hardware.limit.usable
+    assert memory_needed(options, cells, hardware, largest + 1).total > hardware.limit.usable
 
 
-def test_a_thousand_processes_are_planned_and_what_they_send_is_split_by_link(corpus: Manifest, tmp_path: Path) -> None:
+def test_a_thousand_processes_are_planned_and_their_traffic_is_split_by_link(corpus: Manifest, tmp_path: Path) -> None:
     big = write_corpus(tmp_path / "big", 1100)
     changes: dict[str, Any] = {"stream": {"lanes": 1024}, "train": {"global_batch": 1024}}
     hybrid = _plan(big, tmp_path, nodes=128, nproc=8, device="h100", **changes)

@@ -530,7 +530,7 @@ def test_an_invalid_machine_in_the_profile_is_the_only_reason(
     ]
     assert (code, last) == (2, "cellmill preflight: no go: 1 reason")
     code, lines, last = preflight(capsys, write_profile(plan={"device": "a1000"}))
-    assert lines[0].startswith("no  profile: no device is called 'a1000'; there are: cpu, ")
+    assert lines[0].startswith("no  profile: unknown device 'a1000'; set the profile's device to one of: cpu, ")
 
 
 def test_a_plan_for_another_machine_and_a_name_unknown_to_snakemake_are_reported(

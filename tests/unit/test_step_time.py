@@ -1,4 +1,4 @@
-"""Seconds of a collective: bytes over links, and hops."""
+"""Duration of a collective: bytes over links, and hops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cellmill.planner.step_time import NETWORK_FRAC, Network, latency
         ("point to point", 4, 1, 14),
     ],
 )
-def test_each_hop_is_waited_for(kind: Kind, processes: int, in_a_node: int, microseconds: float) -> None:
+def test_latency_counts_each_hop(kind: Kind, processes: int, in_a_node: int, microseconds: float) -> None:
     traffic = Traffic(kind, "dp_shard", processes, in_a_node, payload_bytes=0, calls=1)
     assert latency(traffic) == pytest.approx(1e-6 * microseconds)
 

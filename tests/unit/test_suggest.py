@@ -1,11 +1,9 @@
-"""plan --suggest proposes what a plan accepts, the best first, and says what it left out."""
+"""plan --suggest proposes layouts that a plan accepts, the best first, and reports the others."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +43,7 @@ def _suggest(nodes: int = 4, device: str = "h100", **changes: dict[str, Any]) ->
     return suggest(options, cells, Machine(nodes=str(nodes), nproc_per_node=8), device), options
 
 
-def test_what_is_suggested_is_planned_with_the_same_figures(tmp_path: Path) -> None:
+def test_a_suggested_layout_is_planned_with_the_same_numbers(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path, 250)
     base = {
         "tokens": {"max_tokens": 16},
@@ -54,9 +52,9 @@ def test_what_is_suggested_is_planned_with_the_same_figures(tmp_path: Path) -> N
     options = _options(**base, model={"hidden": 64, "layers": 4, "heads": 4})
     cells = Cells(np.minimum(detected_genes(corpus), 16), 40, corpus.splits["val"].n_obs)
     machine = Machine(nodes="2", nproc_per_node=4)
-    found = suggest(options, cells, machine, "h100")
-    assert len(found.fitting) > 10
-    for suggestion in found.fitting[:4]:
+    suggestions = suggest(options, cells, machine, "h100")
+    assert len(suggestions.fitting) > 10
+    for suggestion in suggestions.fitting[:4]:
         tree = yaml.safe_load(sections(suggestion.options, options))
         changed = PlanOptions.model_validate({**options.model_dump(), "parallel": tree["parallel"]})
         if "stream" in tree:
@@ -68,59 +66,57 @@ def test_what_is_suggested_is_planned_with_the_same_figures(tmp_path: Path) -> N
         assert planned["hours"] == pytest.approx(suggestion.cost.hours)
 
 
-def test_the_fastest_come_first_and_what_does_not_fit_is_counted() -> None:
-    found, options = _suggest(plan={"memory_gb": 12})
-    hours = [suggestion.cost.hours or 0 for suggestion in found.fitting]
+def test_the_fastest_come_first_and_layouts_that_do_not_fit_are_counted() -> None:
+    suggestions, options = _suggest(plan={"memory_gb": 12})
+    hours = [suggestion.cost.hours or 0 for suggestion in suggestions.fitting]
     assert all(after > 0.97 * before for before, after in itertools.pairwise(hours))
-    assert all(suggestion.cost.memory.total <= 0.9 * 12e9 for suggestion in found.fitting)
-    assert found.too_large > 0
-    assert found.smallest_bytes is not None
-    assert found.smallest_bytes > 0.9 * 12e9
-    lines = table(found, options, MACHINE, "h100").splitlines()
-    assert lines[:2] == ["4 nodes x 8 h100; of each process its memory, and what it sends in a step", ""]
-    assert lines[2].split() == ["memory", "hours", "MFU", "in", "node", "to", "others", "layout"]
+    assert all(suggestion.cost.memory.total <= 0.9 * 12e9 for suggestion in suggestions.fitting)
+    assert suggestions.too_large > 0
+    assert suggestions.smallest_bytes is not None
+    assert suggestions.smallest_bytes > 0.9 * 12e9
+    lines = table(suggestions, options, MACHINE, "h100").splitlines()
+    assert lines[:2] == ["4 nodes x 8 h100; memory per process, bytes sent per process and step", ""]
+    assert lines[2].split() == ["memory", "hours", "MFU", "intra-node", "inter-node", "layout"]
     assert lines[13] == ""
-    assert lines[14].startswith(f"{len(found.fitting)} layouts fit, {found.too_large} do not: the smallest")
+    assert lines[14].startswith(f"{len(suggestions.fitting)} layouts fit, {suggestions.too_large} do not: the smallest")
 
 
-def test_where_nothing_fits_it_is_said_how_much_is_missing() -> None:
-    found, options = _suggest(nodes=1, plan={"memory_gb": 0.5})
-    assert not found.fitting
-    assert found.smallest_bytes is not None
-    assert table(found, options, MACHINE, "h100").splitlines()[2:5] == [
+def test_the_smallest_layout_is_reported_if_nothing_fits() -> None:
+    suggestions, options = _suggest(nodes=1, plan={"memory_gb": 0.5})
+    assert not suggestions.fitting
+    assert suggestions.smallest_bytes is not None
+    assert table(suggestions, options, MACHINE, "h100").splitlines()[2:5] == [
         "no layout fits",
         "",
-        f"0 layouts fit, {found.too_large} do not: the smallest of them needs {amount(found.smallest_bytes)}",
+        f"0 layouts fit, {suggestions.too_large} do not: the smallest needs {amount(suggestions.smallest_bytes)}",
     ]
 
 
-def test_what_is_refused_is_given_with_its_reason() -> None:
-    found, options = _suggest(train={"global_batch": 24})
-    text = table(found, options, MACHINE, "h100")
-    assert sum(found.refused.values()) > 0
+def test_refused_layouts_are_listed_with_their_reason() -> None:
+    suggestions, options = _suggest(train={"global_batch": 24})
+    text = table(suggestions, options, MACHINE, "h100")
+    assert sum(suggestions.refused.values()) > 0
     assert "refused: stream.lanes 8 is not a multiple of 32 processes" in text
 
 
-def test_lanes_are_raised_to_what_the_processes_share() -> None:
-    found, options = _suggest(nodes=8)
-    best = found.fitting[0].options
+def test_lanes_are_raised_to_a_number_that_all_ranks_can_share() -> None:
+    suggestions, options = _suggest(nodes=8)
+    best = suggestions.fitting[0].options
     assert best.stream.lanes == 64
     assert yaml.safe_load(sections(best, options))["stream"] == {"lanes": 64}
 
 
-def test_without_a_corpus_and_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_layouts_are_suggested_without_a_corpus(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--options", json.dumps(SECTIONS), "--suggest", "--nodes", "128", "--nproc-per-node", "8"]
     assert main([*words, "--device", "a100", "--cells", "5000"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(
-        "no --manifest: assumed are 5,000 cells of 2,048 tokens each, 20,000 genes, and 625 cells for validation\n\n"
+        "no --manifest given; assuming 5,000 cells of 2,048 tokens each, 20,000 genes, and 625 validation cells\n\n"
     )
-    assert "# the first, for config.yaml\nparallel:\n  strategy: " in out
-    code = "import sys, cellmill.planner.layout_search; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert "# the best layout, for config.yaml\nparallel:\n  strategy: " in out
 
 
-def test_without_a_corpus_a_run_is_planned_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_planned_without_a_corpus(capsys: pytest.CaptureFixture[str]) -> None:
     train = SECTIONS["train"] | {"global_batch": 1536, "val_cells": 1000}
     sections = json.dumps(SECTIONS | {"train": train, "stream": {"lanes": 96}})
     # a range of nodes, as in an elastic profile, is planned for the fewest
@@ -134,7 +130,7 @@ def test_without_a_corpus_a_run_is_planned_too(capsys: pytest.CaptureFixture[str
     assert "validation  163 times 1,000 cells, 0% of the hours\n" in out
 
 
-def test_validation_is_counted_and_told_where_it_is_much(capsys: pytest.CaptureFixture[str]) -> None:
+def test_validation_time_is_counted_and_a_large_share_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--options", json.dumps(SECTIONS), "--device", "h100", "--cells", "50000000"]) == 0
     # 97,657 steps of 512 cells; 489 times 6,250,000 cells forward, a third of a step each
     seen = 489 * 6_250_000 / 3
@@ -145,7 +141,7 @@ def test_validation_is_counted_and_told_where_it_is_much(capsys: pytest.CaptureF
     ) in capsys.readouterr().out
 
 
-def test_a_device_without_bfloat16_is_told_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_without_bfloat16_is_refused_with_the_alternative(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--options", json.dumps(SECTIONS), "--device", "v100"]
     assert main(words) == 2
     line = "parallel.precision bf16-mixed: a v100 has no bfloat16; set it to 16-mixed\n"
@@ -153,14 +149,14 @@ def test_a_device_without_bfloat16_is_told_what_it_has(capsys: pytest.CaptureFix
     assert main([*words, "--suggest", "--nproc-per-node", "4"]) == 2
     captured = capsys.readouterr()
     assert f"refused: {line}" in captured.out
-    assert captured.err == "cellmill plan: no layout fits; why is above\n"
+    assert captured.err == "cellmill plan: no layout fits, for the reasons above\n"
 
 
-def test_what_was_chosen_beside_the_layout_stays() -> None:
-    found, _ = _suggest(parallel={"compile": True, "cpu_offload": "optimizer"})
-    assert {(each.options.parallel.compile, each.options.parallel.cpu_offload) for each in found.fitting} == {
+def test_compile_and_offload_of_the_configuration_stay() -> None:
+    suggestions, _ = _suggest(parallel={"compile": True, "cpu_offload": "optimizer"})
+    assert {(each.options.parallel.compile, each.options.parallel.cpu_offload) for each in suggestions.fitting} == {
         (True, "optimizer")
     }
-    assert "selective" not in {each.options.parallel.activation_checkpointing for each in found.fitting}
+    assert "selective" not in {each.options.parallel.activation_checkpointing for each in suggestions.fitting}
     plain, _ = _suggest()
     assert {each.options.parallel.activation_checkpointing for each in plain.fitting} == {None, "selective", "full"}

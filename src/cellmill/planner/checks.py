@@ -1,4 +1,4 @@
-"""What plan and train refuse, each in one line, before a process is started. Torch-free."""
+"""Checks of a run before any process is started; each error is one line. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from cellmill.files import read_json
 
 
 def check_run(options: TrainOptions, nodes: int, nproc_per_node: int, train_cells: int) -> None:
-    """Raises ConfigError when sections exclude each other or do not fit the number of processes or cells."""
+    """Raise ConfigError if sections exclude each other or do not fit the number of processes or cells."""
     check_together(options)
     check_processes(options, nodes, nproc_per_node, train_cells)
 
 
 def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
-    """Raises DataError when a vocabulary is not the one the shards were made with: tokens would be other genes."""
+    """Raise DataError if the shards were made with another vocabulary, in which tokens are other genes."""
     digest = Vocabulary.read(vocabulary).digest
     if digest != shards.vocabulary["digest"]:
         raise DataError(
             f"{vocabulary}: its digest is {digest[:12]}, the shards were made with "
-            f"{shards.vocabulary['digest'][:12]}; give their vocabulary, or make the shards again"
+            f"{shards.vocabulary['digest'][:12]}; pass the vocabulary of the shards, or make the shards again"
         )
 
 
 def check_weights(options: TrainOptions, init_from: Path) -> None:
-    """Raises ConfigError when the exported model `init_from` is of another architecture or tokenizer."""
+    """Raise ConfigError if the exported model `init_from` has another architecture or tokenizer."""
     config = read_json(init_from / "config.json")
     if config["format"] != WEIGHTS_FORMAT:
         raise ConfigError(
-            f"{init_from}: a model of format {config['format']}, this version's are of {WEIGHTS_FORMAT}; train it again"
+            f"{init_from}: expected a model of format {WEIGHTS_FORMAT}, got {config['format']}; train it again"
         )
     theirs = check_options(type(options.model), upgrade_options(config)["model"], f"{init_from / 'config.json'}: model")
     pairs = [(f"model.{key}", getattr(theirs, key), getattr(options.model, key)) for key in options.model.weight_keys]

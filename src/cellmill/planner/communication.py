@@ -1,48 +1,48 @@
-"""Bytes that a process sends in an optimizer step, by collective and by link: arithmetic. Torch-free.
+"""Bytes that a process sends in an optimizer step, by collective and by link.
 
-Collectives are counted as rings: of n processes each sends (n - 1) / n of the tensor for an all-gather or a
-reduce-scatter, and twice that for an all-reduce. Where a ring leaves a node that has k of its processes, one hop of k
-does, and rings take turns over the node's network cards: each process sends 1 / k of its bytes over its card.
-Sums of a few numbers (targets, norms, signals) are left out. A test counts what torch sends.
+Collectives are counted as rings: each of n processes sends (n - 1) / n of the tensor in an all-gather or
+reduce-scatter, and twice that in an all-reduce. If a ring has k processes on a node, one of its k hops leaves the node,
+and rings take turns over the node's network cards: each process sends 1 / k of its bytes over its card. Reductions of a
+few numbers (targets, norms, signals) are left out. A test compares these numbers with what torch sends.
 
-Source: ZeRO, Rajbhandari et al. 2020, section 7; sequence parallel, Korthikanti et al. 2022, section 4.
+Source: ZeRO, Rajbhandari et al. 2020, section 7; sequence parallelism, Korthikanti et al. 2022, section 4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cellmill.config.parallel import Layout, Parallel
 from cellmill.parallel.stage_assignment import stages_of
-from cellmill.planner.memory import ELEMENT, FLOAT32, is_sharded
-from cellmill.planner.size import ModelSize
-from cellmill.planner.stage_share import shares_of
+from cellmill.planner.planned_model import PlannedModel
+from cellmill.planner.size import FLOAT32
 
-BUCKET_BYTES = 25 << 20  # DistributedDataParallel's own choice
+BUCKET_BYTES = 25 << 20  # default of DistributedDataParallel
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "point to point"]
+Sent = Iterator[tuple[Kind, str, float, float]]
+"""Kind of collective, mesh axis, payload bytes, number of calls."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """All collectives of one kind over one axis of the mesh, in a step of one process."""
+    """All collectives of one kind over one mesh axis, in one step of one process."""
 
     kind: Kind
     axis: str
     processes: int
-    """That take part."""
+    """Processes of the group."""
     in_a_node: int
-    """Of these, those of one node."""
+    """Processes of the group on one node."""
     payload_bytes: float
-    """Of the whole tensors, before an all-gather's or after a reduce-scatter's cut."""
+    """Bytes of the full tensors, before a reduce-scatter or after an all-gather."""
     calls: float
-    """How many collectives these are."""
+    """Number of collectives."""
 
     @property
     def sent_bytes(self) -> float:
-        """What this process sends."""
+        """Bytes that this process sends."""
         if self.kind == "point to point":
             return self.payload_bytes
         share = (self.processes - 1) / self.processes
@@ -50,146 +50,97 @@ class Traffic:
 
     @property
     def inter_node_bytes(self) -> float:
-        """Of what it sends, over its share of the node's network."""
+        """Bytes sent over this process's share of the node's network."""
         return self.sent_bytes / self.in_a_node if self.processes > self.in_a_node else 0.0
 
     @property
     def intra_node_bytes(self) -> float:
-        """Of what it sends, to processes of its node."""
+        """Bytes sent to processes of the same node."""
         return self.sent_bytes - self.inter_node_bytes
 
 
-def traffic_per_rank(
-    size: ModelSize,
-    parallel: Parallel,
-    layout: Layout,
-    local_world: int,
-    tokens: float,
-    micro_batches: float,
-) -> list[Traffic]:
-    """A step's, of that process of a pipeline that sends most; without one all send alike.
+def link_bytes(traffic: Sequence[Traffic]) -> dict[str, float]:
+    """Return the bytes that a process sends in a step over each kind of link."""
+    return {
+        "intra_node": sum(part.intra_node_bytes for part in traffic),
+        "inter_node": sum(part.inter_node_bytes for part in traffic),
+    }
 
-    Parameters
-    ----------
-    size
-        Of what one tensor-parallel process holds.
-    local_world
-        Processes of a node.
-    tokens
-        Of the step's share that one process takes, over all its micro-batches.
-    """
-    ranks = (traffic_of(rank, size, parallel, layout, local_world, tokens, micro_batches) for rank in range(layout.pp))
+
+def peak_traffic(model: PlannedModel, tokens: float, micro_batches: float) -> list[Traffic]:
+    """Return the traffic of the pipeline rank that sends the most; without a pipeline all ranks send the same."""
+    ranks = (traffic_of(model, rank, tokens, micro_batches) for rank in range(model.layout.pp))
     return max(ranks, key=lambda traffic: sum(part.sent_bytes for part in traffic))
 
 
-def traffic_of(
-    rank: int,
-    size: ModelSize,
-    parallel: Parallel,
-    layout: Layout,
-    local_world: int,
-    tokens: float,
-    micro_batches: float,
-) -> list[Traffic]:
-    """The same of process `rank` of a pipeline."""
-    payloads: dict[tuple[Kind, str], float] = {}
-    calls: dict[tuple[Kind, str], float] = {}
-    for kind, axis, payload, number in (
-        *_of_data(rank, size, parallel, layout, micro_batches),
-        *_of_tensors(rank, size, parallel, tokens, micro_batches),
-        *_of_pipeline(rank, size, parallel, layout, tokens, micro_batches),
-    ):
-        payloads[kind, axis] = payloads.get((kind, axis), 0.0) + payload
-        calls[kind, axis] = calls.get((kind, axis), 0.0) + number
-    # of each axis its processes, and how far apart they are: tp is the innermost of the mesh
+def traffic_of(model: PlannedModel, rank: int, tokens: float, micro_batches: float) -> list[Traffic]:
+    """Return the traffic of pipeline rank `rank` in a step of `tokens` tokens, in all its micro-batches."""
+    totals: dict[tuple[Kind, str], tuple[float, float]] = {}
+    for sent in (_data_parallel, _tensor_parallel, _pipeline):
+        for kind, axis, payload, calls in sent(model, rank, tokens, micro_batches):
+            before = totals.get((kind, axis), (0.0, 0.0))
+            totals[kind, axis] = (before[0] + payload, before[1] + calls)
+    sizes = model.layout
+    # processes of each axis, and the distance between them: tp is the innermost axis of the mesh
     axes = {
-        "tp": (layout.tp, 1),
-        "dp_shard": (layout.dp_shard, layout.tp),
-        "dp_replicate": (layout.dp_replicate, layout.tp * layout.dp_shard),
-        "pp": (layout.pp, layout.tp * layout.dp),
+        "tp": (sizes.tp, 1),
+        "dp_shard": (sizes.dp_shard, sizes.tp),
+        "dp_replicate": (sizes.dp_replicate, sizes.tp * sizes.dp_shard),
+        "pp": (sizes.pp, sizes.tp * sizes.dp),
     }
     return [
-        Traffic(
-            kind,
-            axis,
-            processes=axes[axis][0],
-            in_a_node=min(axes[axis][0], max(1, local_world // axes[axis][1])),
-            payload_bytes=payload,
-            calls=calls[kind, axis],
-        )
-        for (kind, axis), payload in payloads.items()
-        if payload and axes[axis][0] > 1
+        Traffic(kind, axis, processes, min(processes, max(1, model.local_world // distance)), payload, calls)
+        for (kind, axis), (payload, calls) in totals.items()
+        for processes, distance in [axes[axis]]
+        if payload and processes > 1
     ]
 
 
-def _of_data(
-    rank: int, size: ModelSize, parallel: Parallel, layout: Layout, micro_batches: float
-) -> Iterator[tuple[Kind, str, float, float]]:
-    """Weights and gradients between those that read different cells."""
-    stages = shares_of(rank, parallel, size.blocks)
-    whole = sum(stage.parameters(size) for stage in stages)
-    outside = sum(stage.outside(size) for stage in stages)
-    trained = sum(stage.trained(size) for stage in stages)
-    if not is_sharded(parallel, layout):
-        yield "all-reduce", "dp_replicate", FLOAT32 * trained, 1 + FLOAT32 * trained // BUCKET_BYTES
+def _data_parallel(model: PlannedModel, rank: int, tokens: float, micro_batches: float) -> Sent:
+    """Weights and gradients between ranks that read different cells."""
+    own, parallel = model.counts(rank), model.parallel
+    gradients = FLOAT32 * own.trained
+    if not model.is_sharded:
+        yield "all-reduce", "dp_replicate", gradients, 1 + gradients // BUCKET_BYTES
         return
     # the root's weights are gathered once and kept for the backward pass; a pipeline keeps all for its micro-batches
     passes = 2 if parallel.reshards_after_forward else 1
-    gathered = outside + (whole - outside) * passes
+    gathered = own.outside + (own.parameters - own.outside) * passes
     times = 1 if parallel.pp > 1 else micro_batches
-    blocks, root = sum(stage.blocks for stage in stages), int(outside > 0)
-    yield "all-gather", "dp_shard", ELEMENT[parallel.precision] * gathered * times, (root + blocks * passes) * times
-    yield "reduce-scatter", "dp_shard", FLOAT32 * trained, root + blocks  # with the last micro-batch alone
-    yield "all-reduce", "dp_replicate", FLOAT32 * trained / layout.dp_shard, root + blocks
+    root = int(own.outside > 0)
+    yield "all-gather", "dp_shard", model.element_bytes * gathered * times, (root + own.blocks * passes) * times
+    # gradients are reduced with the last micro-batch only
+    yield "reduce-scatter", "dp_shard", gradients, root + own.blocks
+    yield "all-reduce", "dp_replicate", gradients / model.layout.dp_shard, root + own.blocks
 
 
-def _of_tensors(
-    rank: int, size: ModelSize, parallel: Parallel, tokens: float, micro_batches: float
-) -> Iterator[tuple[Kind, str, float, float]]:
-    """Activations between those that share the matrices."""
-    stages = shares_of(rank, parallel, size.blocks)
-    element = ELEMENT[parallel.precision]
-    blocks = sum(stage.blocks for stage in stages)
-    first, last = any(stage.first for stage in stages), any(stage.last for stage in stages)
-    outside = first * size.begin.sums_per_token + last * size.finish.sums_per_token
-    ends = (first and size.begin.sums_per_token > 0) + (last and size.finish.sums_per_token > 0)
-    yield "all-reduce", "tp", element * tokens * outside, ends * micro_batches
+def _tensor_parallel(model: PlannedModel, rank: int, tokens: float, micro_batches: float) -> Sent:
+    """Activations between ranks that share the matrices."""
+    size, own, n_bytes = model.size, model.counts(rank), model.element_bytes * tokens
+    outside = own.first * size.begin.sums_per_token + own.last * size.finish.sums_per_token
+    ends = (own.first and size.begin.sums_per_token > 0) + (own.last and size.finish.sums_per_token > 0)
+    yield "all-reduce", "tp", n_bytes * outside, ends * micro_batches
     sums = size.block.sums_per_token
-    recomputed = parallel.activation_checkpointing == "full"
-    # recomputing ends with the last thing that is wanted, before the block's last sum
-    again = sums / 2 if recomputed else 0
-    if not parallel.sequence_parallel:
-        yield (
-            "all-reduce",
-            "tp",
-            element * tokens * blocks * (2 * sums + again),
-            blocks * (4 + recomputed) * micro_batches,
-        )
+    recomputed = model.parallel.activation_checkpointing == "full"
+    # recomputation stops at the last tensor that the backward pass needs, before the block's last reduction
+    payload = n_bytes * own.blocks * (2 * sums + (sums / 2 if recomputed else 0))
+    calls = own.blocks * (4 + recomputed) * micro_batches
+    if not model.parallel.sequence_parallel:
+        yield "all-reduce", "tp", payload, calls
         return
-    yield (
-        "reduce-scatter",
-        "tp",
-        element * tokens * blocks * (2 * sums + again),
-        blocks * (4 + recomputed) * micro_batches,
-    )
-    # gradients of what entered the blocks, and what leaves them
-    gathered = blocks * (2 + recomputed) * sums + size.width * parallel.tp * (first + last)
-    yield (
-        "all-gather",
-        "tp",
-        element * tokens * gathered,
-        (blocks * (4 + 2 * recomputed) + first + last) * micro_batches,
-    )
+    yield "reduce-scatter", "tp", payload, calls
+    # gradients of the blocks' input, and the blocks' output
+    ends = own.first + own.last
+    gathered = own.blocks * (2 + recomputed) * sums + size.width * model.layout.tp * ends
+    yield "all-gather", "tp", n_bytes * gathered, (own.blocks * (4 + 2 * recomputed) + ends) * micro_batches
 
 
-def _of_pipeline(
-    rank: int, size: ModelSize, parallel: Parallel, layout: Layout, tokens: float, micro_batches: float
-) -> Iterator[tuple[Kind, str, float, float]]:
-    """Activations to the next stage, their gradients to the one before, and what the ends have in common."""
-    own = stages_of(rank, parallel)
-    neighbours = [other for stage in own for other in (stage - 1, stage + 1) if 0 <= other < parallel.stages]
+def _pipeline(model: PlannedModel, rank: int, tokens: float, micro_batches: float) -> Sent:
+    """Activations to the next stage, gradients to the previous one, and gradients of tied parameters."""
+    own, last = stages_of(rank, model.parallel), model.parallel.stages - 1
+    neighbours = [other for stage in own for other in (stage - 1, stage + 1) if 0 <= other <= last]
     sent = sum(other not in own for other in neighbours)
-    yield "point to point", "pp", ELEMENT[parallel.precision] * tokens * size.width * sent, sent * micro_batches
-    if (0 in own) != (parallel.stages - 1 in own):
-        share = layout.dp_shard if is_sharded(parallel, layout) else 1
-        yield "point to point", "pp", FLOAT32 * size.tied.parameters / share, 1
+    yield "point to point", "pp", model.element_bytes * tokens * model.size.width * sent, sent * micro_batches
+    if (0 in own) != (last in own):
+        shards = model.layout.dp_shard if model.is_sharded else 1
+        yield "point to point", "pp", FLOAT32 * model.size.tied.parameters / shards, 1

@@ -1,8 +1,8 @@
-"""What devices can do at most: dense matrix products without sparsity, and links, from the makers' data sheets.
+"""Peak rates of devices from the vendors' data sheets: dense matrix products without sparsity, and links.
 
-Links are those of the makers' own servers, in one direction for one device: NVLink or Infinity Fabric inside a node
-(for l40s PCIe 4.0 x16), and the node's network cards divided by its devices: DGX-1 4 x 100 Gb/s for 8, DGX A100
-8 x 200, DGX H100, H200 and B200 8 x 400, MI300X platforms 8 x 400, L40S servers 2 x 200 for 4. Torch-free.
+Links are those of the vendors' own servers, per device and direction: NVLink or Infinity Fabric inside a node (PCIe
+4.0 x16 for l40s), and the node's network cards divided by its devices: DGX-1 4 x 100 Gb/s for 8, DGX A100 8 x 200, DGX
+H100, H200 and B200 8 x 400, MI300X platforms 8 x 400, L40S servers 2 x 200 for 4. Torch-free.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from cellmill.errors import ConfigError
 
 @dataclass(frozen=True)
 class Device:
-    """Peak of one device."""
+    """Peak rates of one device; None if unknown."""
 
     memory_gb: float | None
-    """None where it is the machine's."""
+    """None for the machine's own memory."""
     bf16_flops: float | None
-    """FLOP/s, of float16 too; None where nothing is known."""
+    """FLOP/s in bfloat16 and float16."""
     fp32_flops: float | None
     intra_node_gbs: float | None
     """GB/s to devices of the same node."""
@@ -42,20 +42,20 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device:
-    """The device a profile names. Raises ConfigError listing those there are."""
+    """Return the device that a profile names. Raises ConfigError listing the known ones."""
     if name not in DEVICES:
-        raise ConfigError(f"no device is called {name!r}; there are: {', '.join(DEVICES)}; it comes from the profile")
+        raise ConfigError(f"unknown device {name!r}; set the profile's device to one of: {', '.join(DEVICES)}")
     return DEVICES[name]
 
 
 def check_precision(parallel: Parallel, name: str, device: Device) -> None:
-    """Raises ConfigError where the device has not the number format."""
+    """Raise ConfigError if the device does not support the number format."""
     if parallel.precision == "bf16-mixed" and not device.has_bf16:
         raise ConfigError(f"parallel.precision bf16-mixed: a {name} has no bfloat16; set it to 16-mixed")
 
 
 def peak_flops(product: str, precision: str) -> float | None:
-    """FLOP/s of the device whose product name (such as "NVIDIA H100 80GB HBM3") holds a known one, else None."""
+    """Return FLOP/s of a product such as "NVIDIA H100 80GB HBM3"; None if its name contains no known device."""
     for name, device in DEVICES.items():
         if name in product.lower():
             return device.bf16_flops if precision != "32-true" else device.fp32_flops

@@ -1,10 +1,10 @@
-"""Whether a run fits its devices, and the first thing to change where it does not. Torch-free."""
+"""Check whether a run fits its devices, and find the first change that makes it fit."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -13,13 +13,16 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Layout, Parallel, layout
 from cellmill.errors import ConfigError
 from cellmill.planner.devices import Device, device_named
-from cellmill.planner.memory import Memory, memory_per_rank
-from cellmill.planner.size import size_of
+from cellmill.planner.memory import Memory, peak_memory
+from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.work import Cells, measure_work
 
 GB = 1e9
-FREE = 2  # halvings of a micro-batch, which cost less than a forward pass done again
-MOST_TOKENS = 1 << 24
+FREE_HALVINGS = 2  # of a micro-batch, which cost less than recomputing a forward pass
+MAX_TOKENS = 1 << 24
+
+Change = tuple[list[str], PlanOptions, "Hardware"]
+"""Instructions for the user, and the options and hardware after them."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Processes that a run gets."""
+    """Processes of a run and their devices."""
 
     nodes: int
     nproc_per_node: int
@@ -44,12 +47,16 @@ class Hardware:
         return self.nodes * self.nproc_per_node
 
     def layout(self, parallel: Parallel) -> Layout:
-        """Raises ConfigError when the processes cannot be laid out so."""
+        """Return the mesh sizes. Raises ConfigError if the processes do not fit the layout."""
         return layout(parallel, self.world, self.nproc_per_node)
+
+    def model(self, options: PlanOptions, n_genes: int) -> PlannedModel:
+        """Return the run's model on these processes. Raises as `layout`."""
+        return PlannedModel.of(options, n_genes, self.world, self.nproc_per_node)
 
 
 def memory_limit(options: PlanOptions, device: Device, nproc_per_node: int) -> Limit:
-    """What one process may use: as configured, of its device, or its share of this machine."""
+    """Return the memory of one process: as configured, that of its device, or its share of this machine."""
     memory_gb = options.plan.memory_gb if options.plan.memory_gb is not None else device.memory_gb
     if memory_gb is None:
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // nproc_per_node
@@ -58,125 +65,117 @@ def memory_limit(options: PlanOptions, device: Device, nproc_per_node: int) -> L
     return Limit(whole, int(whole * options.plan.memory_frac))
 
 
-def place_of(options: PlanOptions, machine: Machine, device: str) -> Hardware:
-    """What `machine` gives a run; of a range of nodes the fewest: a process then holds the most.
+def hardware_of(options: PlanOptions, machine: Machine, device: str) -> Hardware:
+    """Return the processes that `machine` gives a run; the fewest of a range of nodes, which need the most memory.
 
-    Raises ConfigError when no device is called so.
+    Raises ConfigError for an unknown device.
     """
     nproc_per_node = machine.nproc_per_node
     limit = memory_limit(options, device_named(device), nproc_per_node)
     return Hardware(machine.node_counts[0], nproc_per_node, device, limit)
 
 
-def need(options: PlanOptions, cells: Cells, place: Hardware, micro_tokens: int | None = None) -> Memory:
-    """Memory of the process that needs most; with micro-batches of `micro_tokens` rather than those of the cells."""
-    if place.device == "cpu":  # there is no other memory to put anything in
+def memory_needed(options: PlanOptions, cells: Cells, hardware: Hardware, micro_tokens: int | None = None) -> Memory:
+    """Return the memory of the rank that needs the most, optionally with micro-batches of `micro_tokens` tokens."""
+    if hardware.device == "cpu":  # there is no other memory to offload to
         options = _with(options, cpu_offload=None)
-    parallel = options.parallel
-    sizes = place.layout(parallel)
-    work = measure_work(options, cells, sizes)
-    size = size_of(options, cells.n_genes)
-    tokens = work.micro_tokens if micro_tokens is None else micro_tokens
-    return memory_per_rank(size, parallel, sizes, tokens, work.most_micro_batches)
+    model = hardware.model(options, cells.n_genes)
+    work = measure_work(options, cells, model.layout)
+    return peak_memory(model, work.micro_tokens if micro_tokens is None else micro_tokens, work.most_micro_batches)
 
 
-def check_memory(options: PlanOptions, cells: Cells, place: Hardware) -> Memory:
-    """What the run needs. Raises ConfigError with the first change that would make it fit when it does not."""
-    memory, limit = need(options, cells, place), place.limit
+def check_memory(options: PlanOptions, cells: Cells, hardware: Hardware) -> Memory:
+    """Return the memory of a run. Raises ConfigError with the first change that makes it fit if it does not."""
+    memory, limit = memory_needed(options, cells, hardware), hardware.limit
     if memory.total <= limit.usable:
         return memory
-    largest = max(asdict(memory), key=lambda part: asdict(memory)[part])
+    part, n_bytes = max(asdict(memory).items(), key=lambda item: item[1])
     raise ConfigError(
-        f"needs {amount(memory.total)} on each process, {amount(getattr(memory, largest))} of it {largest}, but "
-        f"{place.device} has {amount(limit.usable)} to use ({options.plan.memory_frac:.0%} of {amount(limit.whole)}): "
-        f"{remedy(options, cells, place)}"
+        f"needs {amount(memory.total)} per process, {amount(n_bytes)} of it {part}, but {hardware.device} has "
+        f"{amount(limit.usable)} usable ({options.plan.memory_frac:.0%} of {amount(limit.whole)}): "
+        f"{remedy(options, cells, hardware)}"
     )
 
 
-def largest_micro_batch(options: PlanOptions, cells: Cells, place: Hardware) -> int:
-    """Most tokens that a process could take at once, with as many micro-batches; 0 where not even one fits."""
-    low, high = 0, MOST_TOKENS
+def largest_micro_batch(options: PlanOptions, cells: Cells, hardware: Hardware) -> int:
+    """Return the most tokens of a micro-batch that fit, with the same number of micro-batches; 0 if none fits."""
+    low, high = 0, MAX_TOKENS
     while low < high:
         middle = (low + high + 1) // 2
-        if need(options, cells, place, middle).total <= place.limit.usable:
+        if memory_needed(options, cells, hardware, middle).total <= hardware.limit.usable:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def remedy(options: PlanOptions, cells: Cells, place: Hardware) -> str:
-    """The first change, or the fewest on top of each other, after which the run fits."""
-
-    def fits(options: PlanOptions, place: Hardware = place) -> bool:
-        return need(options, cells, place).total <= place.limit.usable
-
-    for smaller in islice(_smaller_budgets(options), FREE):
-        if fits(smaller):
-            return f"lower train.token_budget to {smaller.train.token_budget}"
-    changes: list[str] = []
-    if options.parallel.activation_checkpointing is None:
-        options = _with(options, activation_checkpointing="full")
-        changes.append("set parallel.activation_checkpointing to full")
-        if fits(options):
-            return changes[0]
-    for smaller in _smaller_budgets(options):
-        if fits(smaller):
-            return " and ".join([*changes, f"lower train.token_budget to {smaller.train.token_budget}"])
-    spread = _with(options, strategy="fsdp", sharding_strategy="FULL_SHARD", shard_size=None)
-    if place.layout(spread.parallel) != place.layout(options.parallel):
-        changes.append("use fsdp with parallel.sharding_strategy FULL_SHARD")
-        if fits(spread):
-            return " and ".join(changes)
-    options = spread
-    for tp in _tensor_parallel(options, place):
-        if fits(_with(options, tp=tp, sequence_parallel=True)):
-            return " and ".join([*changes, f"set parallel.tp to {tp} with parallel.sequence_parallel"])
-    for pp in _pipelines(options, place):
-        if fits(_with(options, pp=pp)):
-            return " and ".join([*changes, f"set parallel.pp to {pp}"])
-    for offload in _offloads(options, place):
-        if fits(_with(options, cpu_offload=offload)):
-            return " and ".join([*changes, f"set parallel.cpu_offload to {offload}"])
-    for more in (place.nodes * 2**k for k in range(1, 8)):
-        if fits(options, Hardware(more, place.nproc_per_node, place.device, place.limit)):
-            return " and ".join([*changes, f"use {more} nodes (the profile)"])
+def remedy(options: PlanOptions, cells: Cells, hardware: Hardware) -> str:
+    """Return the first change, or combination of changes, that makes the run fit."""
+    for words, changed, processes in _changes(options, hardware):
+        if memory_needed(changed, cells, processes).total <= processes.limit.usable:
+            return " and ".join(words)
     return "use a device with more memory (the profile) or a smaller model"
 
 
-def _smaller_budgets(options: PlanOptions) -> Iterator[PlanOptions]:
-    """Powers of two below the budget that still hold the largest cell."""
+def _changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
+    """Changes in the order of what they cost in speed; some stay while later ones are tried."""
+    kept: list[str] = []
+    yield from islice(_smaller_budgets(options, hardware, kept), FREE_HALVINGS)
+    if options.parallel.activation_checkpointing is None:
+        options = _with(options, activation_checkpointing="full")
+        kept = ["set parallel.activation_checkpointing to full"]
+        yield kept, options, hardware
+    yield from _smaller_budgets(options, hardware, kept)
+    sharded = _with(options, strategy="fsdp", sharding_strategy="FULL_SHARD", shard_size=None)
+    if hardware.layout(sharded.parallel) != hardware.layout(options.parallel):
+        kept = [*kept, "use fsdp with parallel.sharding_strategy FULL_SHARD"]
+        yield kept, sharded, hardware
+    options = sharded
+    for tp in _tensor_parallel(options, hardware):
+        words = f"set parallel.tp to {tp} with parallel.sequence_parallel"
+        yield [*kept, words], _with(options, tp=tp, sequence_parallel=True), hardware
+    for pp in _pipelines(options, hardware):
+        yield [*kept, f"set parallel.pp to {pp}"], _with(options, pp=pp), hardware
+    for offload in _offloads(options, hardware):
+        yield [*kept, f"set parallel.cpu_offload to {offload}"], _with(options, cpu_offload=offload), hardware
+    for nodes in (hardware.nodes * 2**k for k in range(1, 8)):
+        yield [*kept, f"use {nodes} nodes (the profile)"], options, replace(hardware, nodes=nodes)
+
+
+def _smaller_budgets(options: PlanOptions, hardware: Hardware, kept: list[str]) -> Iterator[Change]:
+    """Powers of two below the token budget that still hold the largest cell."""
     budget = 1 << (options.train.token_budget - 1).bit_length() - 1
     while budget >= max(1, options.tokens.max_tokens):
-        yield options.model_copy(update={"train": options.train.model_copy(update={"token_budget": budget})})
+        changed = options.model_copy(update={"train": options.train.model_copy(update={"token_budget": budget})})
+        yield [*kept, f"lower train.token_budget to {budget}"], changed, hardware
         budget //= 2
 
 
-def _tensor_parallel(options: PlanOptions, place: Hardware) -> Iterator[int]:
-    """Larger tp that the model and the node can be cut by."""
+def _tensor_parallel(options: PlanOptions, hardware: Hardware) -> Iterator[int]:
+    """Larger tp that divides the model and the node."""
     cut = options.model.cut_by_tp().values()
-    whole = [place.nproc_per_node, place.world // options.parallel.pp, *cut]
-    for tp in range(options.parallel.tp + 1, place.nproc_per_node + 1 if cut else 0):
+    whole = [hardware.nproc_per_node, hardware.world // options.parallel.pp, *cut]
+    for tp in range(options.parallel.tp + 1, hardware.nproc_per_node + 1 if cut else 0):
         if not any(size % tp for size in whole):
             yield tp
 
 
-def _pipelines(options: PlanOptions, place: Hardware) -> Iterator[int]:
-    """Longer pipelines that there are blocks for."""
+def _pipelines(options: PlanOptions, hardware: Hardware) -> Iterator[int]:
+    """Larger pp with at least one block per stage."""
     blocks = min(options.model.cut_by_pp().values(), default=1)
-    each = options.parallel.stages // options.parallel.pp
-    for pp in range(options.parallel.pp + 1, blocks // each + 1):
-        if not place.world % (pp * options.parallel.tp):
+    stages_per_rank = options.parallel.stages // options.parallel.pp
+    for pp in range(options.parallel.pp + 1, blocks // stages_per_rank + 1):
+        if not hardware.world % (pp * options.parallel.tp):
             yield pp
 
 
-def _offloads(options: PlanOptions, place: Hardware) -> Iterator[str]:
-    """Ways to keep more in the host's memory, where that is another one."""
-    if place.device == "cpu":
+def _offloads(options: PlanOptions, hardware: Hardware) -> Iterator[str]:
+    """Values of cpu_offload that move more to host memory, if the device has memory of its own."""
+    if hardware.device == "cpu":
         return
     if options.parallel.cpu_offload is None:
         yield "optimizer"
-    if options.parallel.cpu_offload != "full" and place.layout(options.parallel).dp > 1:
+    if options.parallel.cpu_offload != "full" and hardware.layout(options.parallel).dp > 1:
         yield "full"
 
 
@@ -186,7 +185,7 @@ def _with(options: PlanOptions, **changes: Any) -> PlanOptions:
 
 
 def amount(n_bytes: float) -> str:
-    """Bytes in the largest unit they fill."""
+    """Format a number of bytes in the largest unit that gives at least 1."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n_bytes >= factor:
             return f"{n_bytes / factor:.3g} {unit}"

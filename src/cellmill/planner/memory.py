@@ -1,8 +1,8 @@
-"""Bytes that training takes on each process, part by part: arithmetic, before any device is asked for. Torch-free.
+"""Planned memory of a training process, part by part.
 
-Weights, gradients and AdamW's two moments are float32 in both precisions, as they are kept. A step needs most either
-when its backward pass begins, with all activations, or when it ends, with all gradients; the larger counts. What the
-framework itself takes (about 1 GB with CUDA and NCCL) is what `plan.memory_frac` leaves free.
+Weights, gradients and AdamW's two moments are kept in float32 in every precision. A step peaks either when its
+backward pass begins, with all activations, or when it ends, with all gradients; the larger one counts. The framework's
+own memory (about 1 GB with CUDA and NCCL) belongs to the fraction that `plan.memory_frac` leaves free.
 """
 
 from __future__ import annotations
@@ -10,181 +10,133 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from cellmill.config.parallel import Layout, Parallel
-from cellmill.planner.bubble import kept_micro_batches
-from cellmill.planner.size import ModelSize
-from cellmill.planner.stage_share import Share, shares_of
+from cellmill.planner.planned_model import PlannedModel, kept_micro_batches
+from cellmill.planner.size import FLOAT32
 
-FLOAT32 = 4
-ELEMENT = {"32-true": 4, "bf16-mixed": 2, "16-mixed": 2}
-"""Bytes of an element in forward and backward, and of one kept for the backward pass."""
-AUTOCAST_ACTIVATION = 2.5  # the residual stream and what enters the norms stay float32: 2.3 measured, on a CPU
+AUTOCAST_ACTIVATION = 2.5  # bytes: the residual stream and inputs of norms stay float32; 2.3 measured, on a CPU
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one process, at the moment it needs most."""
+    """Peak bytes of one process."""
 
-    parameters: int
-    """This process's share of the weights."""
-    gradients: int
-    """Its share of the gradients, whole ones where micro-batches are accumulated, and those being made."""
-    optimizer: int
+    parameters: int = 0
+    """This rank's shard of the weights, and all buffers."""
+    gradients: int = 0
+    """Its shard of the gradients, full ones while micro-batches are accumulated, and those being computed."""
+    optimizer: int = 0
     """Both moments of AdamW."""
-    gathered: int
-    """Buffers of whole weights put together for a forward or backward pass, or cast to 16 bits."""
-    communication: int
-    """Buffers of gradients on their way to other processes."""
-    pipeline: int
-    """Buffers into which a pipeline receives the micro-batches of a step."""
-    activations: int
-    """Kept from the forward pass for the backward pass, and what that makes of them."""
-    logits: int
-    """Predictions and their gradient, and of a chunked loss what it has of the table's."""
+    gathered: int = 0
+    """Full weights gathered for a forward or backward pass, or cast to 16 bits."""
+    communication: int = 0
+    """Gradients in a reduce-scatter."""
+    pipeline: int = 0
+    """Receive buffers of a pipeline for all micro-batches of a step."""
+    activations: int = 0
+    """Activations kept for the backward pass, and the workspace of one block's backward pass."""
+    logits: int = 0
+    """Logits and their gradient, and the table's gradient of a chunked loss."""
 
     @property
     def total(self) -> int:
         return sum(asdict(self).values())
 
 
-def is_sharded(parallel: Parallel, layout: Layout) -> bool:
-    """Whether FSDP2 wraps the model: `parallel.fsdp` leaves a single process alone, and uses it for ddp's products."""
-    return layout.dp > 1 and (parallel.strategy == "fsdp" or layout.tp * layout.pp > 1)
+def host_bytes(model: PlannedModel) -> int:
+    """Pinned host memory of one process for `parallel.cpu_offload`: weights, gradients and two moments.
 
-
-def kept_in_a_block(size: ModelSize, parallel: Parallel) -> float:
-    """Elements a token that each block keeps between the passes."""
-    return {
-        None: size.block.activations_per_token,
-        "selective": size.selective_per_token,
-        "full": size.width,
-    }[parallel.activation_checkpointing]
-
-
-def host_bytes_per_rank(size: ModelSize, parallel: Parallel, layout: Layout) -> int:
-    """Pinned memory of the host that one process takes for `parallel.cpu_offload`: weights, gradients, two moments.
-
-    Of "optimizer" the first two are copies. Where the device is the CPU there are none, and nothing is spared.
+    With "optimizer" the first two are copies. On a CPU device nothing is offloaded.
     """
-    if parallel.cpu_offload is None:
+    if model.parallel.cpu_offload is None:
         return 0
-    stages = (shares_of(rank, parallel, size.blocks) for rank in range(layout.pp))
-    most = max(sum(stage.parameters(size) + 3 * stage.trained(size) for stage in of_rank) for of_rank in stages)
-    return FLOAT32 * (-(-most // layout.dp_shard) if is_sharded(parallel, layout) else most)
+    elements = max(own.parameters + 3 * own.trained for own in map(model.counts, range(model.layout.pp)))
+    return FLOAT32 * (-(-elements // model.layout.dp_shard) if model.is_sharded else elements)
 
 
-def memory_per_rank(
-    size: ModelSize, parallel: Parallel, layout: Layout, micro_tokens: int, micro_batches: int
-) -> Memory:
-    """What the process of `layout` that needs most needs.
+def peak_memory(model: PlannedModel, micro_tokens: int, micro_batches: int) -> Memory:
+    """Return the memory of the rank that needs the most.
 
     Parameters
     ----------
-    size
-        Of what one tensor-parallel process holds.
     micro_tokens
         Tokens of the largest micro-batch.
     micro_batches
-        Most micro-batches of one optimizer step.
+        Largest number of micro-batches in an optimizer step.
     """
-    ranks = (memory_of(rank, size, parallel, layout, micro_tokens, micro_batches) for rank in range(layout.pp))
+    ranks = (memory_of(model, rank, micro_tokens, micro_batches) for rank in range(model.layout.pp))
     return max(ranks, key=lambda memory: memory.total)
 
 
-def memory_of(
-    rank: int, size: ModelSize, parallel: Parallel, layout: Layout, micro_tokens: int, micro_batches: int
-) -> Memory:
-    """The same of process `rank` of a pipeline; 0 without one."""
-    stages = shares_of(rank, parallel, size.blocks)
-    moments = _moments(rank, stages, size, parallel, layout, micro_tokens, micro_batches)
-    return max(moments, key=lambda memory: memory.total)
+def memory_of(model: PlannedModel, rank: int, micro_tokens: int, micro_batches: int) -> Memory:
+    """Return the memory of pipeline rank `rank`; 0 without a pipeline."""
+    return max(_moments(model, rank, micro_tokens, micro_batches), key=lambda memory: memory.total)
 
 
-def _logits(size: ModelSize, tokens: int) -> int:
-    """Logits and their gradients, in chunks where the loss makes them so; float32 in every precision."""
-    return round(FLOAT32 * size.workspace_of(tokens))
-
-
-def _moments(
-    rank: int,
-    stages: list[Share],
-    size: ModelSize,
-    parallel: Parallel,
-    layout: Layout,
-    tokens: int,
-    micro_batches: int,
-) -> Iterator[Memory]:
-    """The backward pass as it begins, and in its last block."""
-    low, sharded = parallel.low, is_sharded(parallel, layout)
-    element = ELEMENT[parallel.precision]
-    whole, trained = (sum(count) for count in zip(*((s.parameters(size), s.trained(size)) for s in stages)))
-    outside = sum(stage.outside(size) for stage in stages)
-    outside_trained = sum(stage.outside_trained(size) for stage in stages)
-    block, block_trained = size.block.parameters, size.block.trained
-    share, trained_share = (-(-count // layout.dp_shard) if sharded else count for count in (whole, trained))
-    on_host = parallel.cpu_offload
-    own_gradients = 0 if on_host == "full" else FLOAT32 * trained_share
-    of_block = kept_in_a_block(size, parallel)
-    activation = AUTOCAST_ACTIVATION if low and not sharded else element
-    # one block's backward pass beside what is kept
-    working = size.working_per_token + size.block.activations_per_token - of_block
-    passes = [1]
-    if parallel.pp > 1:
-        kept = kept_micro_batches(parallel, rank, micro_batches)
-        passes = [-(-kept // 2), kept // 2] if len(stages) > 1 else [kept]
-    held = sum(number * stage.activations(size, of_block) for number, stage in zip(passes, stages))
-    # what follows the blocks has let go of its own by then
-    held += max(working - any(stage.last for stage in stages) * size.finish.activations_per_token, 0)
-    logits = _logits(size, tokens) if any(stage.last for stage in stages) else 0
-    received = sum((not stage.first) + (not stage.last) for stage in stages) * micro_batches * size.width * tokens
-    lasting = {
-        "parameters": FLOAT32 * (size.buffers + (0 if on_host == "full" else share)),
-        "optimizer": 0 if on_host else 2 * FLOAT32 * trained_share,
+def _moments(model: PlannedModel, rank: int, tokens: int, micro_batches: int) -> Iterator[Memory]:
+    """Memory at the beginning and at the end of the backward pass."""
+    size, parallel, own = model.size, model.parallel, model.counts(rank)
+    block, element, offload = size.block, model.element_bytes, parallel.cpu_offload
+    shards = model.layout.dp_shard if model.is_sharded else 1
+    trained_shard = -(-own.trained // shards)
+    received = (2 * len(model.stages(rank)) - own.first - own.last) * micro_batches * size.width * tokens
+    constant = {
+        "parameters": FLOAT32 * (size.buffers + (0 if offload == "full" else -(-own.parameters // shards))),
+        "optimizer": 0 if offload else 2 * FLOAT32 * trained_shard,
         "pipeline": element * received if parallel.pp > 1 else 0,
     }
-    begun = {
-        **lasting,
-        "activations": round(activation * held * tokens),
-        "logits": logits,
+    activation = AUTOCAST_ACTIVATION if parallel.low and not model.is_sharded else element
+    first_blocks = block.activations_per_token + size.begin.activations_per_token + size.working_per_token
+    begun = constant | {
+        "activations": round(activation * _kept_per_token(model, rank, micro_batches) * tokens),
+        "logits": round(FLOAT32 * size.workspace_of(tokens)) if own.last else 0,  # float32 in every precision
     }
-    if not sharded:
-        gathered = 2 * whole if low else 0  # autocast keeps the weights it casts until the backward pass
-        # DistributedDataParallel's buckets stay, and are what is sent; what is accumulated lies beside them
-        copies = (layout.dp > 1) + (micro_batches > 1)
-        before = FLOAT32 * (copies * trained or block_trained)
-        yield Memory(**begun, gradients=before, gathered=gathered, communication=0)
+    ended = constant | {"activations": round(activation * first_blocks * tokens)}
+    if not model.is_sharded:
+        gathered = 2 * own.parameters if parallel.low else 0  # autocast keeps its casts until the backward pass
+        # DistributedDataParallel's buckets persist and are sent themselves; accumulated gradients are beside them
+        copies = (model.layout.dp > 1) + (micro_batches > 1)
+        yield Memory(**begun, gradients=FLOAT32 * (copies * own.trained or block.trained), gathered=gathered)
         if parallel.pp == 1:
-            left = size.block.activations_per_token + size.begin.activations_per_token + size.working_per_token
-            ended = lasting | {"activations": round(activation * left * tokens), "logits": 0}
-            yield Memory(**ended, gradients=FLOAT32 * trained, gathered=gathered, communication=0)
+            yield Memory(**ended, gradients=FLOAT32 * own.trained, gathered=gathered)
         return
-    accumulated = FLOAT32 * trained if micro_batches > 1 else 0  # reduced with the last micro-batch only
-    several = outside + min(2, size.blocks) * block  # the next is fetched while one computes
-    gathered = element * (several if parallel.reshards_after_forward else whole)
-    yield Memory(**begun, gradients=accumulated + element * block_trained, gathered=gathered, communication=0)
-    if parallel.pp > 1:
-        # each stage's gradients are reduced when its last micro-batch is through
-        yield Memory(
-            **lasting,
-            activations=0,
-            logits=0,
-            gradients=accumulated + own_gradients,
-            gathered=gathered,
-            communication=FLOAT32 * max(block_trained, outside_trained),
-        )
+    accumulated = FLOAT32 * own.trained if micro_batches > 1 else 0  # reduced with the last micro-batch only
+    shard_gradients = 0 if offload == "full" else FLOAT32 * trained_shard
+    prefetched = own.outside + min(2, size.blocks) * block.parameters  # the next block is gathered during one
+    gathered = element * (prefetched if parallel.reshards_after_forward else own.parameters)
+    yield Memory(**begun, gradients=accumulated + element * block.trained, gathered=gathered)
+    if parallel.pp > 1:  # each stage's gradients are reduced after its last micro-batch
+        sent = FLOAT32 * max(block.trained, own.outside_trained)
+        yield Memory(**constant, gradients=accumulated + shard_gradients, gathered=gathered, communication=sent)
         return
-    left = size.block.activations_per_token + size.begin.activations_per_token + size.working_per_token
-    ended = lasting | {"activations": round(activation * left * tokens), "logits": 0}
-    # one piece is reduced, in float32, while the gradients of the next are made; the root's come last
+    # one module is reduced, in float32, while gradients of the next are computed; the root comes last
     yield Memory(
         **ended,
-        gradients=own_gradients + element * (outside_trained + block_trained),
-        gathered=element * (outside + block),
-        communication=FLOAT32 * block_trained,
+        gradients=shard_gradients + element * (own.outside_trained + block.trained),
+        gathered=element * (own.outside + block.parameters),
+        communication=FLOAT32 * block.trained,
     )
     yield Memory(
-        **(ended | {"activations": 0}),
-        gradients=own_gradients + element * outside_trained,
-        gathered=element * outside,
-        communication=FLOAT32 * outside_trained,
+        **constant,
+        gradients=shard_gradients + element * own.outside_trained,
+        gathered=element * own.outside,
+        communication=FLOAT32 * own.outside_trained,
     )
+
+
+def _kept_per_token(model: PlannedModel, rank: int, micro_batches: int) -> float:
+    """Elements per token at the beginning of a backward pass: kept ones, and the workspace of one block."""
+    size, stages = model.size, model.stages(rank)
+    per_block = {
+        None: size.block.activations_per_token,
+        "selective": size.selective_per_token,
+        "full": size.width,
+    }[model.parallel.activation_checkpointing]
+    passes = [1]
+    if model.parallel.pp > 1:
+        in_flight = kept_micro_batches(model.parallel, rank, micro_batches)
+        passes = [-(-in_flight // 2), in_flight // 2] if len(stages) > 1 else [in_flight]
+    kept = sum(number * stage.activations(per_block) for number, stage in zip(passes, stages))
+    workspace = size.working_per_token + size.block.activations_per_token - per_block
+    # the part after the blocks has freed its own activations by then
+    freed = any(stage.last for stage in stages) * size.finish.activations_per_token
+    return kept + max(workspace - freed, 0)

@@ -1,6 +1,6 @@
 """FLOPs, live bytes and collectives of torch operations on the meta device, where nothing is computed.
 
-DTensors are looked into: all counts are those of this process's local tensors.
+All counts are those of this rank's local tensors, also inside DTensors.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", 
 
 
 @dataclass
-class _Block:
+class Allocation:
     """One storage: its size, and when it was allocated and freed."""
 
+    key: int
     n_bytes: int
     born: int
     died: int | None = None
@@ -32,63 +33,60 @@ class _Block:
 
 @dataclass
 class Window:
-    """What happened between two points in time."""
+    """Operations between two points in time."""
 
-    flops: int = 0
-    sums_bytes: int = 0
-    """Of whole tensors that collectives combined."""
-    start: int = 0
+    allocations: list[Allocation]
+    """All of the meter, not only those of the window."""
+    start: int
     end: int = 0
-    meter: OperationMeter | None = field(default=None, repr=False)
+    flops: int = 0
+    reduced_bytes: int = 0
+    """Bytes of the full tensors of all collectives."""
 
     def live_bytes(self) -> int:
         """Bytes allocated in the window and alive at its end."""
         return sum(
-            block.n_bytes
-            for _, block in self._blocks
-            if self.start <= block.born < self.end and (block.died is None or block.died > self.end)
+            storage.n_bytes
+            for storage in self.allocations
+            if self.start <= storage.born < self.end and (storage.died is None or storage.died > self.end)
         )
 
     def peak_bytes(self, without: frozenset[int] = frozenset()) -> int:
-        """Most bytes alive at once, above those alive when the window began.
+        """Peak of the bytes alive at once, above those alive at the start.
 
-        Storages allocated in the window that still live and whose keys are in `without` are left out.
+        Storages allocated in the window, still alive, and with a key in `without` are left out.
         """
         changes: dict[int, int] = {}
-        for key, block in self._blocks:
-            if block.born >= self.end or (block.died is None and block.born >= self.start and key in without):
+        for storage in self.allocations:
+            born, died = storage.born, storage.died
+            if born >= self.end or (died is None and born >= self.start and storage.key in without):
                 continue
-            if block.born >= self.start:
-                changes[block.born] = changes.get(block.born, 0) + block.n_bytes
-            if block.died is not None and self.start <= block.died <= self.end:
-                changes[block.died] = changes.get(block.died, 0) - block.n_bytes
+            if born >= self.start:
+                changes[born] = changes.get(born, 0) + storage.n_bytes
+            if died is not None and self.start <= died <= self.end:
+                changes[died] = changes.get(died, 0) - storage.n_bytes
         live = peak = 0
         for time in sorted(changes):
             live += changes[time]
             peak = max(peak, live)
         return peak
 
-    @property
-    def _blocks(self) -> list[tuple[int, _Block]]:
-        assert self.meter is not None
-        return self.meter.blocks
-
 
 class OperationMeter(TorchDispatchMode):
-    """Counts while it is entered; `window` says what of it belongs together."""
+    """Count operations while entered, separately for each `window`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.time = 0
-        self.blocks: list[tuple[int, _Block]] = []
+        self.allocations: list[Allocation] = []
         self._known: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
         self._windows: list[Window] = []
 
     @contextmanager
     def window(self) -> Iterator[Window]:
-        """Count what the block of code does."""
+        """Count the operations of the enclosed code."""
         self.time += 1
-        window = Window(start=self.time, meter=self)
+        window = Window(self.allocations, start=self.time)
         self._windows.append(window)
         try:
             yield window
@@ -99,33 +97,31 @@ class OperationMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again, as operations on its local tensors
-        if any(issubclass(kind, FakeTensor) for kind in types):
-            return func(*args, **(kwargs or {}))  # how DTensor learns the shapes of whole tensors
+            return NotImplemented  # dispatched again as operations on local tensors
         out = func(*args, **(kwargs or {}))
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return out  # DTensor infers the shapes of full tensors with these
         self.time += 1
         name = func._schema.name.partition("::")[2]
         for window in self._windows:
             if func._overloadpacket in flop_registry:
                 window.flops += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
             if name in COLLECTIVES:
-                given = [item for item in pytree.tree_leaves((args, out)) if isinstance(item, torch.Tensor)]
-                window.sums_bytes += max(tensor.nbytes for tensor in given)
+                tensors = [item for item in pytree.tree_leaves((args, out)) if isinstance(item, torch.Tensor)]
+                window.reduced_bytes += max(tensor.nbytes for tensor in tensors)
         for tensor in pytree.tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
-                self._allocated(tensor)
+                self._allocated(tensor.untyped_storage())
         return out
 
-    def _allocated(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if self._known.get(key) is not None:
+    def _allocated(self, storage: torch.UntypedStorage) -> None:
+        if self._known.get(storage._cdata) is not None:
             return
-        self._known[key] = storage
-        block = _Block(storage.nbytes(), self.time)
-        self.blocks.append((key, block))
-        weakref.finalize(storage, self._freed, block)
+        self._known[storage._cdata] = storage
+        allocation = Allocation(storage._cdata, storage.nbytes(), self.time)
+        self.allocations.append(allocation)
+        weakref.finalize(storage, self._freed, allocation)
 
-    def _freed(self, block: _Block) -> None:
+    def _freed(self, allocation: Allocation) -> None:
         self.time += 1
-        block.died = self.time
+        allocation.died = self.time

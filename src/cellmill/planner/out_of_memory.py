@@ -1,4 +1,4 @@
-"""What a process that ran out of memory says: what was planned for it, part by part, and the first thing to change."""
+"""Message of a process that ran out of memory: its planned memory by part, and the first change that helps."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from cellmill.config.options import PlanOptions, TrainOptions
 from cellmill.config.run import Plan
 from cellmill.data.manifest import Manifest
 from cellmill.files import read_json
-from cellmill.planner.fit import Hardware, Limit, amount, need, remedy
+from cellmill.planner.fit import Hardware, Limit, amount, memory_needed, remedy
 from cellmill.planner.work import Cells, detected_genes
 
-ANSWER_S = 120
-LESS_FRAC = 0.8  # of the memory planned: what the remedy must bring it down to
+TIMEOUT_S = 120
+LESS_FRAC = 0.8  # of the planned memory; a remedy must need less than this
 CPU_ALLOCATOR = re.compile(r"can't allocate memory|not enough memory|Cannot allocate memory", re.IGNORECASE)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory is what was missing: Python's, a device's, or that of torch's allocator on a CPU."""
+    """True for out-of-memory errors of Python, of a device, and of torch's CPU allocator."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -35,25 +35,25 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def ask(run_json: Path, world: int, nproc_per_node: int, device: str) -> str | None:
-    """Return `advice` from a process of its own, since sizes are measured where there is no process group; or None."""
+    """Return `advice` from a new process, since sizes are measured without a process group; None if that fails."""
     words = [str(run_json), str(world), str(nproc_per_node), device]
     command = [sys.executable, "-m", "cellmill.planner.out_of_memory", *words]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 def advice(record: dict[str, Any], options: TrainOptions, world: int, nproc_per_node: int, device: str = "cpu") -> str:
-    """What the plan says of one process, and the first change after which it needs a fifth less.
+    """Return the planned memory of one process, and the first change after which it needs a fifth less.
 
     Parameters
     ----------
     record
-        run.json.
+        Content of run.json.
     device
-        Its type: that of a CPU has no other memory to put anything in.
+        Type of the device; a CPU has no other memory to offload to.
     """
     planned = PlanOptions(
         plan=Plan.model_validate({}), **{name: getattr(options, name) for name in TrainOptions.model_fields}
@@ -61,14 +61,14 @@ def advice(record: dict[str, Any], options: TrainOptions, world: int, nproc_per_
     manifest = Manifest.read(Path(record["manifest"]))
     lengths = detected_genes(manifest).clip(max=options.tokens.max_tokens)
     cells = Cells(lengths, manifest.n_genes)
-    place = Hardware(world // nproc_per_node, nproc_per_node, device, Limit(0, 0))
-    memory = need(planned, cells, place)
+    hardware = Hardware(world // nproc_per_node, nproc_per_node, device, Limit(0, 0))
+    memory = memory_needed(planned, cells, hardware)
     parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
     listed = ", ".join(f"{name} {amount(n)}" for name, n in parts if n)
     less = Limit(memory.total, int(LESS_FRAC * memory.total))
     return (
-        f"{amount(memory.total)} were planned for each process, most of it {parts[0][0]} ({listed}): "
-        f"{remedy(planned, cells, replace(place, limit=less))}"
+        f"the plan was {amount(memory.total)} per process, most of it {parts[0][0]} ({listed}): "
+        f"{remedy(planned, cells, replace(hardware, limit=less))}"
     )
 
 

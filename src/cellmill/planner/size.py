@@ -1,9 +1,9 @@
-"""Sizes of a model, measured: it is built on the meta device as one tensor-parallel process has it, and run once.
+"""Measured sizes of a model: it is built on the meta device as one tensor-parallel rank holds it, and run once.
 
-Parameters, buffers and trained parameters are counted by part; FLOPs by torch's flop counter; what a pass keeps for
-its backward pass, and what that allocates besides, from the lifetimes of storages; what tensor parallel sends from
-the collectives. So a family, an objective or a fine-tuning method owes no numbers. The batch is random cells through
-the run's own tokenizer; tensors have shapes and no memory, and a process group of torch's "fake" backend sends nothing.
+Parameters, buffers and trained parameters are counted by part; FLOPs come from torch's flop counter, kept activations
+and the workspace of a backward pass from the lifetimes of storages, tensor-parallel traffic from the collectives. So a
+family, objective or fine-tuning method declares no sizes. The batch has random cells from the run's own tokenizer.
+Tensors on the meta device take no memory, and torch's "fake" process group sends nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cellmill.config.finetune import MethodConfig
-from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Parallel
 from cellmill.data.tokens import Batch, Tokenizer
 from cellmill.finetune.method import Method, load_method
@@ -35,50 +33,51 @@ from cellmill.parallel.tensor_parallel import apply_tensor_parallel
 from cellmill.planner.meter import OperationMeter
 
 FLOAT32 = 4
-SAMPLE_TOKENS = 1 << 14  # of the batch that is measured: a drawn fraction of them is within 1 %
-CELL_TOKENS = 128  # of its cells, or fewer
-PASSES = 3  # forward, and twice as much backward: gradients of inputs and of weights
+SAMPLE_TOKENS = 1 << 14  # of the measured batch: random fractions (masks) are within 1 % of their mean
+SMALL_SAMPLE_TOKENS = 1 << 12  # where nothing random is measured
+CELL_TOKENS = 128  # of each measured cell, or fewer
+PASSES = 3  # one forward, and twice as much backward: gradients of inputs and of weights
 WORKSPACE_TOKENS = tuple(1 << power for power in range(8, 19, 2))
 META = torch.device("meta")
 
 
 @dataclass(frozen=True)
 class PartSize:
-    """What lies before the blocks, one block, or what follows them. Elements and FLOPs, not bytes."""
+    """Sizes of the part before the blocks, of one block, or of the part after them. Elements and FLOPs, not bytes."""
 
     parameters: int
     trained: int
     """Parameters with a gradient and optimizer state."""
-    flops_per_token: float
-    """Forward and backward; of a block without its attention."""
-    activations_per_token: float
-    """Kept from the forward for the backward pass; of a block with its input."""
-    sums_per_token: float
-    """Combined over tensor-parallel processes, without sequence parallel: of a block in each of both passes."""
+    flops_per_token: float = 0.0
+    """Forward and backward; a block's without its attention."""
+    activations_per_token: float = 0.0
+    """Kept from the forward for the backward pass; a block's with its input."""
+    sums_per_token: float = 0.0
+    """Reduced over tensor-parallel ranks, without sequence parallelism: for a block in each of both passes."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Measured sizes of what one tensor-parallel process holds of a model."""
+    """Measured sizes of a model on one tensor-parallel rank."""
 
     blocks: int
     begin: PartSize
     block: PartSize
     finish: PartSize
     tied: PartSize
-    """Parameters that `begin` and `finish` both have; the rest is 0."""
+    """Parameters that are in both `begin` and `finish`."""
     buffers: int
     """Elements of all buffers."""
     width: int
-    """Elements of a token that go from block to block."""
+    """Elements per token that pass from block to block."""
     pair_flops: float
-    """Forward and backward FLOPs of one block's attention for each (query, key) pair of a cell."""
+    """Forward and backward FLOPs of one block's attention per (query, key) pair of a cell."""
     selective_per_token: float
     """`block.activations_per_token` with selective activation checkpointing."""
     working_per_token: float
-    """Peak of a block's backward pass above what it keeps."""
+    """Peak of a block's backward pass above its kept activations."""
     workspace: tuple[tuple[int, float], ...]
-    """(tokens of a micro-batch, peak elements of `finish` above `finish.activations_per_token`): logits and theirs."""
+    """(tokens of a micro-batch, peak elements of `finish` above `finish.activations_per_token`), mostly logits."""
 
     @property
     def parameters(self) -> int:
@@ -87,24 +86,24 @@ class ModelSize:
 
     @property
     def outside_parameters(self) -> int:
-        """Those outside the blocks."""
+        """Parameters outside the blocks."""
         return self.begin.parameters + self.finish.parameters - self.tied.parameters
 
     @property
     def flops_per_token(self) -> float:
-        """Forward and backward FLOPs of one token, attention left out."""
+        """Forward and backward FLOPs of one token, without attention."""
         outside = self.begin.flops_per_token + self.finish.flops_per_token
         return self.blocks * self.block.flops_per_token + outside
 
     @property
     def flops_per_token_pair(self) -> float:
-        """Forward and backward FLOPs of the attention of all blocks for each (query, key) pair of a cell."""
+        """Forward and backward FLOPs of all blocks' attention per (query, key) pair of a cell."""
         return self.blocks * self.pair_flops
 
     def workspace_of(self, tokens: float) -> float:
-        """Peak elements of `finish` beside its kept activations, for a micro-batch of `tokens`."""
+        """Return the peak elements of `finish` above its kept activations, for a micro-batch of `tokens` tokens."""
         sizes, elements = zip(*self.workspace)
-        if tokens >= sizes[-1]:  # as it grew last
+        if tokens >= sizes[-1]:  # extrapolate
             slope = (elements[-1] - elements[-2]) / (sizes[-1] - sizes[-2])
             return float(elements[-1] + slope * (tokens - sizes[-1]))
         return float(np.interp(tokens, (0, *sizes), (0.0, *elements)))
@@ -116,146 +115,124 @@ _measured: dict[tuple[str, int, bool], ModelSize] = {}
 def measure(
     spec: ModelSpec, tp: int = 1, sequence_parallel: bool = False, finetune: MethodConfig | None = None
 ) -> ModelSize:
-    """Return the sizes of one of `tp` tensor-parallel processes' part of the model that `spec` describes.
+    """Return the sizes of a model, as `finetune` changes and freezes it, on one of `tp` tensor-parallel ranks. Cached.
 
-    As the method `finetune` changes and freezes it. With tp > 1 there must be no default process group in this
-    process: a fake one is made and destroyed.
+    With tp > 1 this process must have no default process group: a fake one is created and destroyed.
     """
     key = (repr((spec, finetune)), tp, sequence_parallel)
     if key not in _measured:
-        # lifetimes must not depend on when Python looks for reference cycles, of which DTensor makes some
+        # lifetimes must not depend on when Python collects reference cycles, of which DTensor creates some
         collects = gc.isenabled()
         gc.disable()
         try:
             method = load_method(finetune or MethodConfig.model_validate({}))
-            with _tensor_parallel(tp, sequence_parallel) as apply:
-                _measured[key] = _measure(_Maker(spec, method, apply), tp)
+            with _fake_group(tp):
+                _measured[key] = _measure(spec, method, tp, sequence_parallel)
         finally:
             if collects:
                 gc.enable()
     return _measured[key]
 
 
-def size_of(options: TrainOptions, n_genes: int) -> ModelSize:
-    """Return the sizes of what one process of a run holds, but for pipeline stages and shards."""
-    parallel = options.parallel
-    return measure(ModelSpec.of(options, n_genes), parallel.tp, parallel.sequence_parallel, options.finetune)
-
-
 @contextmanager
-def _tensor_parallel(tp: int, sequence_parallel: bool) -> Iterator[Any]:
-    """A function that cuts a model for process 0 of `tp`, with or without sequence parallel as asked for."""
+def _fake_group(tp: int) -> Iterator[None]:
     if tp == 1:
-        yield lambda model, whole_tokens=False: None
+        yield
         return
-    assert not dist.is_initialized(), "sizes under tensor parallel are measured in a process without a group"
+    assert not dist.is_initialized(), "sizes under tensor parallelism are measured in a process without a group"
     dist.init_process_group("fake", rank=0, world_size=tp, store=FakeStore())
     try:
-
-        def apply(model: Model, whole_tokens: bool = False) -> None:
-            given = {"strategy": "ddp", "tp": tp, "sequence_parallel": sequence_parallel and not whole_tokens}
-            parallel = Parallel.model_validate(given)
-            apply_tensor_parallel(model, model.plan.tensor, parallel, build_mesh(parallel, tp, "cpu"))
-
-        yield apply
+        yield
     finally:
         dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
-class _Maker:
-    """Makes the model again and again: what is measured changes it."""
-
-    spec: ModelSpec
-    method: Method
-    apply: Any
-
-    def whole(self) -> Model:
-        """The model of this process, frozen as the method says."""
-        return self._laid_out(build(self.spec, self.method.transform))
-
-    def one_block(self, whole_tokens: bool = False) -> Model:
-        """The same with the first of its blocks alone: they are all alike."""
-        model = build(self.spec, self.method.transform)
-        blocks = model.get_submodule(model.plan.blocks)
-        for name in [name for name, _ in blocks.named_children()][1:]:
-            blocks._modules.pop(name)
-        return self._laid_out(model, whole_tokens)
-
-    def _laid_out(self, model: Model, whole_tokens: bool = False) -> Model:
-        self.apply(model, whole_tokens)
-        freeze(model, self.method.trains)
-        return model
-
-
-def _measure(maker: _Maker, tp: int) -> ModelSize:
-    spec, model = maker.spec, maker.one_block()
+def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> ModelSize:
+    model = _build(spec, method, tp, sequence_parallel, one_block=True)
     cell_tokens = min(spec.tokens.max_tokens, spec.n_genes, CELL_TOKENS)
     if tp > 1:
-        _Passes(model, _sample(spec, 1, tp))  # DTensor finds out how to cut each operation when it first sees it
+        _Passes(model, _sample(spec, 1, tp))  # DTensor allocates when it sees an operation for the first time
     long, short = (_Passes(model, _sample(spec, n, SAMPLE_TOKENS)) for n in (cell_tokens, max(1, cell_tokens // 2)))
-    per_pair = 0.0
+    pair_flops = 0.0
     if long.pairs_per_token > short.pairs_per_token:
         difference = long.block.flops / long.tokens - short.block.flops / short.tokens
-        per_pair = difference / (long.pairs_per_token - short.pairs_per_token)
-    # collectives are counted without sequence parallel, from which the planner derives those with it
-    whole = long if tp == 1 else _Passes(maker.one_block(whole_tokens=True), _sample(spec, cell_tokens, 1 << 12))
-    selective = maker.one_block()
+        pair_flops = difference / (long.pairs_per_token - short.pairs_per_token)
+    # reductions are measured without sequence parallelism; the planner derives its collectives from them
+    reduced = long
+    if tp > 1:
+        plain = _build(spec, method, tp, False, one_block=True)
+        reduced = _Passes(plain, _sample(spec, cell_tokens, SMALL_SAMPLE_TOKENS))
+    selective = _build(spec, method, tp, sequence_parallel, one_block=True)
     checkpoint_activations(selective, selective.plan.blocks, "selective")
     finish = {n: _Finish(model, _sample(spec, cell_tokens, n)) for n in WORKSPACE_TOKENS}
-    most, fewer = finish[WORKSPACE_TOKENS[-1]], finish[WORKSPACE_TOKENS[-2]]
-    # what does not grow with the tokens (gradients of a table, made in the forward pass) belongs to the workspace
-    kept_by_finish = (most.kept - fewer.kept) / (most.tokens - fewer.tokens)
-    full = maker.whole()
+    large, smaller = finish[WORKSPACE_TOKENS[-1]], finish[WORKSPACE_TOKENS[-2]]
+    # what does not grow with the tokens (a table's gradient, made in the forward pass) belongs to the workspace
+    kept_by_finish = (large.kept - smaller.kept) / (large.tokens - smaller.tokens)
+    full = _build(spec, method, tp, sequence_parallel)
     counts, blocks = _parts(full), len(list(full.get_submodule(full.plan.blocks).children()))
 
-    def part(name: str, flops: float, kept: float, sums: float) -> PartSize:
-        return PartSize(*counts[name], PASSES * flops / long.tokens, kept, sums / FLOAT32 / whole.tokens)
+    def part(name: str, flops_per_token: float, kept: float, reduced_bytes: int) -> PartSize:
+        parameters, trained = counts[name]
+        return PartSize(parameters, trained, flops_per_token, kept, reduced_bytes / FLOAT32 / reduced.tokens)
 
-    block_flops = long.block.flops - per_pair * long.pairs_per_token * long.tokens
-    each = [count // max(blocks, 1) for count in counts["blocks"]]
-    counts["blocks"] = (each[0], each[1])
+    block_flops = long.block.flops - pair_flops * long.pairs_per_token * long.tokens
+    counts["blocks"] = [count // max(blocks, 1) for count in counts["blocks"]]
     return ModelSize(
         blocks=blocks,
-        begin=part("begin", long.begin.flops, long.kept_by_begin, whole.begin.sums_bytes),
-        block=part("blocks", block_flops, long.kept_by_block, whole.block.sums_bytes),
-        finish=part("finish", most.flops / most.tokens * long.tokens / PASSES, kept_by_finish, whole.finish_sums_bytes),
-        tied=part("tied", 0, 0, 0),
+        begin=part("begin", PASSES * long.begin.flops / long.tokens, long.kept_by_begin, reduced.begin.reduced_bytes),
+        block=part("blocks", PASSES * block_flops / long.tokens, long.kept_by_block, reduced.block.reduced_bytes),
+        finish=part("finish", large.flops / large.tokens, kept_by_finish, reduced.finish.reduced_bytes),
+        tied=PartSize(*counts["tied"]),
         buffers=sum(buffer.numel() for buffer in full.buffers()),
         width=long.width,
-        pair_flops=PASSES * per_pair,
-        selective_per_token=_Passes(selective, _sample(spec, cell_tokens, 1 << 12)).kept_by_block,
+        pair_flops=PASSES * pair_flops,
+        selective_per_token=_Passes(selective, _sample(spec, cell_tokens, SMALL_SAMPLE_TOKENS)).kept_by_block,
         working_per_token=long.working,
         workspace=tuple((n, max(0.0, part.peak - kept_by_finish * part.tokens)) for n, part in finish.items()),
     )
 
 
-def _parts(model: Model) -> dict[str, tuple[int, int]]:
-    """(Parameters, trained parameters) of this process by part of the model."""
+def _build(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool, one_block: bool = False) -> Model:
+    """Build the model of one tensor-parallel rank, optionally with the first of its identical blocks alone."""
+    model = build(spec, method.transform)
+    if one_block:
+        blocks = model.get_submodule(model.plan.blocks)
+        for name in [name for name, _ in blocks.named_children()][1:]:
+            blocks._modules.pop(name)
+    if tp > 1:
+        given = {"strategy": "ddp", "tp": tp, "sequence_parallel": sequence_parallel}
+        parallel = Parallel.model_validate(given)
+        apply_tensor_parallel(model, model.plan.tensor, parallel, build_mesh(parallel, tp, "cpu"))
+    freeze(model, method.trains)
+    return model
+
+
+def _parts(model: Model) -> dict[str, list[int]]:
+    """[parameters, trained parameters] of this rank by part of the model."""
     begin, finish, blocks = set(model.plan.begin), set(model.plan.finish), model.plan.blocks.split(".")[0]
     counts = {part: [0, 0] for part in ("begin", "blocks", "finish", "tied")}
     for name, parameter in model.named_parameters():
         top = name.split(".")[0]
-        own = _local_numel(parameter)
         if top == blocks:
             parts = ["blocks"]
         elif top in finish:
             parts = ["finish", "begin", "tied"] if top in begin else ["finish"]
         else:
             parts = ["begin"]
+        own = _local(parameter).numel()
         for part in parts:
             counts[part][0] += own
             counts[part][1] += own * parameter.requires_grad
-    return {part: (total, trained) for part, (total, trained) in counts.items()}
+    return counts
 
 
-def _local_numel(parameter: nn.Parameter) -> int:
-    to_local = getattr(parameter, "to_local", None)
-    return int(parameter.numel() if to_local is None else to_local().numel())
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor, or the tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _sample(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
-    """Random cells of `cell_tokens` tokens, about `tokens` of them in all, by the run's own tokenizer."""
+    """Random cells of `cell_tokens` tokens, about `tokens` tokens in total, from the run's own tokenizer."""
     rng = np.random.Generator(np.random.Philox(0))
     cells = max(1, tokens // cell_tokens)
     genes = rng.integers(0, spec.n_genes, cells * cell_tokens, dtype=np.int32)
@@ -266,7 +243,7 @@ def _sample(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
 
 
 class _Passes:
-    """A forward and a backward pass, part by part, metered."""
+    """Measurements of a forward and a backward pass, part by part."""
 
     def __init__(self, model: Model, batch: Batch) -> None:
         prepared, self.tokens = _prepared(model, batch), int(batch.cu_seqlens[-1])
@@ -284,9 +261,8 @@ class _Passes:
                 left.backward(torch.empty_like(left))
             self.working = self._per_token(backward.peak_bytes(_gradients(model)))
             x = torch.empty_like(left, requires_grad=True)
-            with meter.window() as finish:
+            with meter.window() as self.finish:
                 model.finish(x, prepared).backward()
-            self.finish_sums_bytes = finish.sums_bytes
         model.zero_grad(set_to_none=True)
 
     def _per_token(self, n_bytes: int) -> float:
@@ -294,7 +270,7 @@ class _Passes:
 
 
 class _Finish:
-    """What follows the blocks, for micro-batches of any size."""
+    """Measurements of the part after the blocks, for a micro-batch of any size."""
 
     def __init__(self, model: Model, batch: Batch) -> None:
         prepared, self.tokens = _prepared(model, batch), int(batch.cu_seqlens[-1])
@@ -304,7 +280,7 @@ class _Finish:
                 loss = model.finish(x, prepared)
             with meter.window() as backward:
                 loss.backward()
-        self.flops = forward.flops + backward.flops  # a chunked loss makes its gradients in the forward pass
+        self.flops = forward.flops + backward.flops  # a chunked loss computes gradients in the forward pass
         self.kept = (forward.live_bytes() + x.nbytes) / FLOAT32
         above = forward.live_bytes() + backward.peak_bytes(_gradients(model))
         self.peak = (max(forward.peak_bytes(), above) + x.nbytes) / FLOAT32
@@ -312,12 +288,11 @@ class _Finish:
 
 
 def _prepared(model: Model, batch: Batch) -> Any:
-    """The batch on the meta device; masks are drawn on the CPU before, since their number is a shape."""
+    """The prepared batch on the meta device; masks are drawn on the CPU, since their number is a shape."""
     return on_device(model.prepare(to_tensors(batch), seed=0, step=0), META)
 
 
 def _gradients(model: Model) -> frozenset[int]:
-    """Storages of the parameters' gradients, which are counted as such."""
-    gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
-    local = (getattr(gradient, "_local_tensor", gradient) for gradient in gradients)
-    return frozenset(gradient.untyped_storage()._cdata for gradient in local)
+    """Storages of the parameters' gradients, which are counted with the parameters."""
+    gradients = (_local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None)
+    return frozenset(gradient.untyped_storage()._cdata for gradient in gradients)

@@ -1,8 +1,9 @@
-"""How long an optimizer step takes, from a stated device and network: arithmetic. Torch-free.
+"""Duration of an optimizer step for a given device and network.
 
-Assumed: computing reaches `plan.mfu_frac` of the device's peak; links carry NETWORK_FRAC of what they are sold for.
-Weights and gradients travel while blocks compute, as far as there is something to compute. Sums of tensor parallel
-are waited for, so are activations between stages, and gradients of a pipeline, which is through when they leave.
+Assumptions: computation reaches `plan.mfu_frac` of the device's peak; links reach NETWORK_FRAC of their nominal rate.
+Weights and gradients are sent while blocks compute, as far as there is computation to overlap with. Nothing overlaps
+tensor-parallel reductions, activations sent between pipeline stages, or gradients of a pipeline, which are sent at its
+end.
 """
 
 from __future__ import annotations
@@ -11,37 +12,34 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cellmill.config.parallel import Layout, Parallel
-from cellmill.planner.bubble import idle_frac
 from cellmill.planner.communication import Traffic
-from cellmill.planner.size import ModelSize
-from cellmill.planner.stage_share import shares_of
+from cellmill.planner.planned_model import PlannedModel, idle_frac
 
 NETWORK_FRAC = 0.8  # NCCL's own tests reach some 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
 CALL_S = 14e-6
-RING_S, TREE_S = (1.9e-6, 4.0e-6), (1.25e-6, 8.5e-6)  # of a hop inside a node, and of one between nodes
-BACKWARD_FRAC = 2 / 3  # of a step's computing
+RING_S, TREE_S = (1.9e-6, 4.0e-6), (1.25e-6, 8.5e-6)  # per hop inside a node, and between nodes
+BACKWARD_FRAC = 2 / 3  # of a step's computation
 
 
 @dataclass(frozen=True)
 class Network:
-    """What one process sends at most, in one direction, GB/s."""
+    """Maximum rate at which one process sends, in one direction, in GB/s."""
 
     intra_node_gbs: float
     inter_node_gbs: float
 
     def seconds(self, traffic: Traffic) -> float:
-        """Both kinds of links are busy at once; the slower counts. What each hop waits comes on top."""
+        """Time of all calls: both kinds of links work at once and the slower one counts, plus the latency."""
         inside = traffic.intra_node_bytes / self.intra_node_gbs
         between = traffic.inter_node_bytes / self.inter_node_gbs
         return max(inside, between) / (NETWORK_FRAC * 1e9) + traffic.calls * latency(traffic)
 
 
 def latency(traffic: Traffic) -> float:
-    """Seconds that a collective takes of however few bytes: its hops one after the other.
+    """Seconds of one collective without payload: its hops in sequence.
 
-    All-gather and reduce-scatter pass a ring from process to process: with many nodes this, not bytes, is what makes
-    FULL_SHARD slow. An all-reduce passes the ring twice, or up and down a tree. Source: NCCL's own model of its costs
+    All-gather and reduce-scatter travel a ring of all processes: with many nodes this latency, not the bytes, makes
+    FULL_SHARD slow. An all-reduce travels the ring twice, or up and down a tree. Source: NCCL's own cost model
     (src/graph/tuning.cc of 2.20, protocol LL128).
     """
     nodes = -(-traffic.processes // traffic.in_a_node)
@@ -56,13 +54,13 @@ def latency(traffic: Traffic) -> float:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step, of the process that computes most."""
+    """Seconds of an optimizer step on the rank that computes the most."""
 
     compute_s: float
     communication_s: float
-    """That nothing is computed meanwhile."""
+    """Communication that no computation overlaps."""
     idle_s: float
-    """That a process waits for others of its pipeline."""
+    """Time that a rank waits for others of its pipeline."""
 
     @property
     def step_s(self) -> float:
@@ -70,57 +68,42 @@ class StepTime:
 
 
 def step_time(
-    size: ModelSize,
-    parallel: Parallel,
-    layout: Layout,
+    model: PlannedModel,
     traffic: Sequence[Traffic],
     network: Network,
-    computed_flops: float,
+    flops_per_s: float,
     tokens: float,
     pairs: float,
     micro_batches: float,
 ) -> StepTime:
-    """The step in which one process takes so many `tokens` and (query, key) `pairs`.
+    """Return the duration of a step in which each rank takes `tokens` tokens and `pairs` (query, key) pairs.
 
     Parameters
     ----------
-    size
-        Of what one tensor-parallel process holds.
     traffic
-        Of the process that sends most.
-    computed_flops
-        FLOP/s that computing reaches.
+        Of the rank that sends the most.
+    flops_per_s
+        FLOP/s that computation reaches.
     """
-    compute_s = max(
-        sum(
-            stage.flops(size, tokens, pairs) + _recomputed(size, parallel, stage.blocks, tokens, pairs)
-            for stage in shares_of(rank, parallel, size.blocks)
-        )
-        for rank in range(layout.pp)
-    )
-    compute_s /= computed_flops
-    communication_s = _waited_for(size, layout, traffic, network, compute_s, micro_batches)
-    idle = idle_frac(parallel, max(1, round(micro_batches)))
-    idle_s = (compute_s + communication_s) * idle / (1 - idle)
-    return StepTime(compute_s, communication_s, idle_s)
+    compute_s = max(_flops(model, rank, tokens, pairs) for rank in range(model.layout.pp)) / flops_per_s
+    communication_s = _exposed(model, traffic, network, compute_s, micro_batches)
+    idle = idle_frac(model.parallel, max(1, round(micro_batches)))
+    return StepTime(compute_s, communication_s, (compute_s + communication_s) * idle / (1 - idle))
 
 
-def _recomputed(size: ModelSize, parallel: Parallel, blocks: int, tokens: float, pairs: float) -> float:
-    """FLOPs of the forward passes that are done again."""
-    if parallel.activation_checkpointing is None:
-        return 0.0
-    again = size.block.flops_per_token * tokens + size.pair_flops * pairs
-    return (1 - BACKWARD_FRAC) * blocks * again
+def _flops(model: PlannedModel, rank: int, tokens: float, pairs: float) -> float:
+    """FLOPs of a step of pipeline rank `rank`, recomputed forward passes included."""
+    per_block = 0.0
+    if model.parallel.activation_checkpointing is not None:
+        per_block = model.size.block.flops_per_token * tokens + model.size.pair_flops * pairs
+    again = 1 - BACKWARD_FRAC
+    return sum(stage.flops(tokens, pairs) + again * stage.blocks * per_block for stage in model.stages(rank))
 
 
-def _waited_for(
-    size: ModelSize,
-    layout: Layout,
-    traffic: Sequence[Traffic],
-    network: Network,
-    compute_s: float,
-    micro_batches: float,
+def _exposed(
+    model: PlannedModel, traffic: Sequence[Traffic], network: Network, compute_s: float, micro_batches: float
 ) -> float:
+    """Seconds of communication that no computation overlaps."""
     gathered = reduced = others = 0.0
     for part in traffic:
         if part.axis in ("tp", "pp"):
@@ -129,9 +112,9 @@ def _waited_for(
             gathered += network.seconds(part)
         else:
             reduced += network.seconds(part)
-    if layout.pp > 1:
+    if model.layout.pp > 1:
         return others + gathered + reduced
-    # the first weights and the last gradients meet no computing; gradients leave in the last backward pass alone
-    first_and_last = (gathered / micro_batches + reduced) / (size.blocks + 1)
+    # nothing overlaps the first weights and the last gradients; gradients are sent in the last backward pass only
+    first_and_last = (gathered / micro_batches + reduced) / (model.size.blocks + 1)
     last_backward = BACKWARD_FRAC * compute_s / micro_batches
     return others + max(first_and_last, gathered + reduced - compute_s, reduced - last_backward)

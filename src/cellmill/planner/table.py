@@ -1,4 +1,4 @@
-"""A plan as plan.json and as lines to read. Torch-free."""
+"""A plan as the content of plan.json and as a printed table."""
 
 from __future__ import annotations
 
@@ -6,32 +6,35 @@ from dataclasses import asdict
 from typing import Any
 
 from cellmill.config.options import PlanOptions
-from cellmill.models.build import ModelSpec
-from cellmill.planner.bubble import idle_frac
-from cellmill.planner.cost import Cost, describe_traffic, links
+from cellmill.planner.communication import link_bytes
+from cellmill.planner.cost import Cost
 from cellmill.planner.fit import Hardware, amount
-from cellmill.planner.memory import host_bytes_per_rank
-from cellmill.planner.size import measure, size_of
+from cellmill.planner.memory import host_bytes
+from cellmill.planner.planned_model import idle_frac
 
-LARGE_FRAC = 0.2  # of the hours, for validations
+LARGE_FRAC = 0.2  # validation above this fraction of the hours gets a hint
+UNKNOWN = "unknown: no speed is known for this device"
 
 
-def describe(options: PlanOptions, cost: Cost, place: Hardware) -> dict[str, Any]:
-    """plan.json, but for what is said of the corpus."""
-    work, time, limit = cost.work, cost.time, place.limit
-    tokens_per_step = work.tokens_per_cell * work.cells_per_step
+def describe(options: PlanOptions, cost: Cost, hardware: Hardware) -> dict[str, Any]:
+    """Return plan.json without its entries about the corpus."""
+    work, time, limit = cost.work, cost.time, hardware.limit
+    collectives = [
+        {**asdict(part), "intra_node_bytes": part.intra_node_bytes, "inter_node_bytes": part.inter_node_bytes}
+        for part in cost.traffic
+    ]
     return {
-        "parameters": measure(ModelSpec.of(options, work.n_genes), finetune=options.finetune).parameters,
+        "parameters": cost.whole.parameters,
         "memory": {
             "parts_bytes": asdict(cost.memory),
             "total_bytes": cost.memory.total,
             "limit_bytes": limit.usable,
             "device_bytes": limit.whole,
-            "host_bytes": _host_bytes(options, cost, place),
+            "host_bytes": 0 if hardware.device == "cpu" else host_bytes(cost.model),
         },
-        "communication": {"link_bytes": links(cost.traffic), "collectives": describe_traffic(cost.traffic)},
+        "communication": {"link_bytes": link_bytes(cost.traffic), "collectives": collectives},
         "flops_per_step": cost.flops_per_step,
-        "tokens_per_step": tokens_per_step,
+        "tokens_per_step": work.tokens_per_cell * work.cells_per_step,
         "tokens_per_cell": work.tokens_per_cell,
         "tokens": work.tokens_per_cell * work.cells_seen,
         "cells": work.cells,
@@ -49,42 +52,50 @@ def describe(options: PlanOptions, cost: Cost, place: Hardware) -> dict[str, Any
         "validations": work.validations,
         "val_cells": work.val_cells,
         "gpu_hours": cost.gpu_hours,
-        "nodes": place.nodes,
-        "nproc_per_node": place.nproc_per_node,
-        "world_size": place.world,
-        "device": place.device,
-        "layout": options.parallel.model_dump(mode="json") | asdict(cost.sizes),
+        "nodes": hardware.nodes,
+        "nproc_per_node": hardware.nproc_per_node,
+        "world_size": hardware.world,
+        "device": hardware.device,
+        "layout": options.parallel.model_dump(mode="json") | asdict(cost.model.layout),
         "mfu_frac": options.plan.mfu_frac,
         "warmup_steps": options.train.warmup_steps,
     }
 
 
 def table(plan: dict[str, Any]) -> str:
-    """A plan as lines to read."""
-    memory, sizes, link = plan["memory"], plan["layout"], plan["communication"]["link_bytes"]
+    """Return a plan as lines of text."""
+    memory, sizes, link, step = plan["memory"], plan["layout"], plan["communication"]["link_bytes"], plan["step"]
     parts = ", ".join(f"{name} {amount(n)}" for name, n in memory["parts_bytes"].items() if n)
+    host = f"; {amount(memory['host_bytes'])} of host memory" if memory["host_bytes"] else ""
     cut = ""
     if plan["cut_cells_frac"]:
-        cut = f" of {plan['genes_per_cell']:,.0f} genes: tokens.max_tokens cuts {plan['cut_cells_frac']:.0%} of them"
+        cut = f" of {plan['genes_per_cell']:,.0f} genes: tokens.max_tokens cuts {plan['cut_cells_frac']:.0%} of cells"
     rows = {
         "parameters": f"{plan['parameters']:,} over {plan['n_genes']:,} genes",
         "cells": f"{plan['cells']:,} for training, {plan['tokens_per_cell']:,.0f} tokens each{cut}",
-        "steps": f"{plan['steps']:,} ({plan['steps_per_epoch']:,} an epoch), {plan['tokens']:,.0f} tokens in all",
-        "a step": f"{plan['tokens_per_step']:,.0f} tokens in {plan['micro_batches_per_step']:.1f} micro-batches a "
+        "steps": f"{plan['steps']:,} ({plan['steps_per_epoch']:,} per epoch), {plan['tokens']:,.0f} tokens in total",
+        "step": f"{plan['tokens_per_step']:,.0f} tokens in {plan['micro_batches_per_step']:.1f} micro-batches per "
         f"process, {plan['flops_per_step']:.3g} FLOPs",
         "processes": f"{plan['world_size']} x {plan['device']}, {layout_words(sizes)}, {sizes['precision']}",
-        "memory": f"{amount(memory['total_bytes'])} of {amount(memory['limit_bytes'])} on each: {parts}",
-        "micro-batch": f"{plan['micro_batch_tokens']:,} tokens at most; {plan['largest_micro_batch']:,} would fit "
+        "memory": f"{amount(memory['total_bytes'])} of {amount(memory['limit_bytes'])} per process: {parts}{host}",
+        "micro-batch": f"at most {plan['micro_batch_tokens']:,} tokens; {plan['largest_micro_batch']:,} would fit "
         "(train.token_budget)",
-        "sent": f"{amount(link['intra_node'])} inside the node and {amount(link['inter_node'])} to others, by each in "
-        "a step",
-        "step time": _seconds(plan["step"]),
-        "hours": _hours(plan),
+        "traffic": f"{amount(link['intra_node'])} inside the node and {amount(link['inter_node'])} to other nodes, per "
+        "process and step",
+        "step time": UNKNOWN,
+        "hours": UNKNOWN,
     }
-    if memory["host_bytes"]:
-        rows["memory"] += f"; {amount(memory['host_bytes'])} of the host's for each"
-    if sizes["cpu_offload"] is not None and plan["hours"] is not None:
-        rows["not counted"] = "what cpu_offload copies between host and device, and the host's AdamW"
+    if step is not None:
+        rows["step time"] = (
+            f"{step['step_s']:.3g} s: compute {step['compute_s']:.3g}, exposed communication "
+            f"{step['communication_s']:.3g}, idle in the pipeline {step['idle_s']:.3g}"
+        )
+        rows["hours"] = (
+            f"{plan['hours']:,.3g}, {plan['gpu_hours']:,.3g} GPU hours at {plan['mfu']:.0%} of the peak "
+            f"(compute alone at {plan['mfu_frac']:.0%})"
+        )
+        if sizes["cpu_offload"] is not None:
+            rows["not counted"] = "copies between host and device of cpu_offload, and AdamW on the host"
     if plan["validations"]:
         rows["validation"] = f"{plan['validations']:,} times {plan['val_cells']:,} cells"
         if plan["validation_frac"] is not None:
@@ -97,31 +108,8 @@ def table(plan: dict[str, Any]) -> str:
 
 
 def layout_words(sizes: dict[str, Any]) -> str:
-    """A layout in a few words."""
+    """Return a short description of a layout."""
     kind = "ddp" if sizes["strategy"] == "ddp" else sizes["sharding_strategy"]
     tensor = "" if sizes["tp"] == 1 else f" x tp {sizes['tp']}"
     pipeline = "" if sizes["pp"] == 1 else f" x pp {sizes['pp']} {sizes['schedule']}"
     return f"{kind} ({sizes['dp_replicate']} replicas of {sizes['dp_shard']} shards{tensor}{pipeline})"
-
-
-def _host_bytes(options: PlanOptions, cost: Cost, place: Hardware) -> int:
-    own = size_of(options, cost.work.n_genes)
-    return 0 if place.device == "cpu" else host_bytes_per_rank(own, options.parallel, cost.sizes)
-
-
-def _seconds(step: dict[str, float] | None) -> str:
-    if step is None:
-        return "unknown: no speed is known of this device"
-    return (
-        f"{step['step_s']:.3g} s: computing {step['compute_s']:.3g}, communication beside it "
-        f"{step['communication_s']:.3g}, idle in the pipeline {step['idle_s']:.3g}"
-    )
-
-
-def _hours(plan: dict[str, Any]) -> str:
-    if plan["hours"] is None:
-        return "unknown: no peak is known for this device"
-    return (
-        f"{plan['hours']:,.3g}, {plan['gpu_hours']:,.3g} GPU hours at {plan['mfu']:.0%} of the peak "
-        f"(computing at {plan['mfu_frac']:.0%})"
-    )

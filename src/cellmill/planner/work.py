@@ -1,4 +1,4 @@
-"""What the steps of a run consist of, from where rows of the shards begin: no cell is read. Torch-free."""
+"""Steps, tokens and micro-batches of a run, from the row offsets of the shards: no cell is read. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from cellmill.data.shard_file import open_shards
 from cellmill.data.shuffle import EpochLayout
 from cellmill.data.tokens import cut_batch, cut_evenly
 
-SAMPLED_BATCHES = 4096  # of single processes, over which micro-batches are counted: shards are preshuffled,
-SAMPLED_STEPS = 64  # so any stretch is like another
-SAMPLED_EVENLY = 4  # steps and processes of each: cutting evenly takes many tries
+# micro-batches are counted in a few steps: shards are preshuffled, so any stretch of cells is like another
+SAMPLED_BATCHES = 4096  # batches of single ranks
+SAMPLED_STEPS = 64
+SAMPLED_EVENLY = 4  # steps, and ranks of each: even cuts are searched for and take longer
 
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """The training cells."""
+    """Training cells of a corpus."""
 
     lengths: np.ndarray
-    """(cells,) int64: tokens of each, in the order of the shards."""
+    """(cells,) int64: tokens of each cell, in the order of the shards."""
     n_genes: int
-    """Of the vocabulary."""
+    """Genes of the vocabulary."""
     validation: int = 0
-    """Cells for validation."""
+    """Number of validation cells."""
     number: int | None = None
-    """How many there are, where `lengths` are those of some."""
+    """Number of cells if `lengths` has only some of them."""
     counted: dict[tuple[int, ...], tuple[list[int], int]] = field(default_factory=dict)
-    """Micro-batches that were counted already, by what they depend on."""
+    """Cache of `count_micro_batches` by its arguments."""
 
     @property
     def n(self) -> int:
-        """Cells of an epoch."""
+        """Cells per epoch."""
         return len(self.lengths) if self.number is None else self.number
 
     @cached_property
@@ -45,37 +46,37 @@ class Cells:
 
     @cached_property
     def pairs_per_cell(self) -> float:
-        """(query, key) pairs of attention."""
+        """Mean number of (query, key) pairs of attention."""
         return float(np.square(self.lengths.astype(np.float64)).mean())
 
 
 @dataclass(frozen=True)
 class Work:
-    """What an epoch and a step of it consist of."""
+    """Amount of work in a run and in its steps."""
 
     n_genes: int
     cells: int
-    """Of an epoch."""
+    """Cells per epoch."""
     tokens_per_cell: float
     pairs_per_cell: float
-    """(query, key) pairs of attention."""
+    """Mean number of (query, key) pairs of attention."""
     steps: int
     steps_per_epoch: int
     cells_per_step: int
     cells_seen: int
-    """Over all steps."""
+    """Cells over all steps."""
     validations: int
     val_cells: int
-    """Of each validation."""
+    """Cells per validation."""
     micro_batches_per_step: float
-    """On average; the same on every rank."""
+    """Mean over the steps; the same on every rank."""
     most_micro_batches: int
     micro_tokens: int
-    """Of the largest micro-batch."""
+    """Tokens of the largest micro-batch."""
 
 
 def detected_genes(manifest: Manifest) -> np.ndarray:
-    """(cells,) int64: genes of the vocabulary detected in each training cell, in the order of the shards."""
+    """Return (cells,) int64: detected genes of each training cell, in the order of the shards."""
     lengths = []
     for shard in open_shards(manifest, "train"):
         lengths.append(np.diff(shard.indptr).astype(np.int64))
@@ -84,7 +85,7 @@ def detected_genes(manifest: Manifest) -> np.ndarray:
 
 
 def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
-    """Steps, tokens and micro-batches of a run in the layout `sizes`."""
+    """Return the work of a run in the layout `sizes`."""
     train, stream, n_cells = options.train, options.stream, cells.n
     epoch = EpochLayout(
         (n_cells,), stream.lanes, stream.block_cells, stream.window_blocks, train.global_batch, train.seed, True
@@ -125,8 +126,11 @@ def count_micro_batches(
     min_microbatches: int = 1,
     microbatch_multiple: int = 1,
 ) -> tuple[list[int], int]:
-    """Micro-batches of each of the first steps, were cells taken as they lie, the most that any rank needs; and the
-    tokens of the largest: what any batch of cells may come to, but in a pipeline, which cuts a batch evenly."""
+    """Count the micro-batches of the first steps, the most that any rank needs, with cells in the order of the shards.
+
+    Returns the counts, and the tokens of the largest micro-batch: an upper bound for any batch of cells, except in a
+    pipeline (`microbatch_multiple` > 1), which cuts batches evenly.
+    """
     share = -(-min(global_batch, len(lengths)) // world)
     sampled = max(1, min(SAMPLED_STEPS, SAMPLED_BATCHES // world))
     counts, largest = [], 0
