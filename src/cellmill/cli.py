@@ -90,19 +90,15 @@ def _add_data(stages: Any) -> None:
 
     simulate = stages.add_parser("simulate", help="write simulated cells")
     simulate.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
-    simulate.add_argument("--cells", type=int, default=2000, help="cells (default: %(default)s)")
-    simulate.add_argument(
-        "--genes",
-        type=int,
-        default=2000,
-        help="genes, the first protein-coding of the human table (default: %(default)s)",
-    )
-    simulate.add_argument(
-        "--types", type=int, default=8, help="cell types, the leaves of a tree (default: %(default)s)"
-    )
-    simulate.add_argument("--batches", type=int, default=2, help="technical batches (default: %(default)s)")
-    simulate.add_argument("--perturbations", type=int, default=0, help="perturbed genes, in addition to the control")
-    simulate.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
+    for name, number, text in (
+        ("cells", 2000, "cells"),
+        ("genes", 2000, "genes, the first protein-coding of the human table"),
+        ("types", 8, "cell types, the leaves of a tree"),
+        ("batches", 2, "technical batches"),
+        ("perturbations", 0, "perturbed genes, in addition to the control"),
+        ("seed", 0, "random seed"),
+    ):
+        simulate.add_argument(f"--{name}", type=int, default=number, help=f"{text} (default: {number})")
 
 
 def _add_corpus(stages: Any) -> None:
@@ -132,9 +128,8 @@ def _add_training(stages: Any) -> None:
     _machine(plan)
     plan.add_argument("--device", default="cpu", help="device of each process, such as h100 (default: cpu)")
     plan.add_argument("--suggest", action="store_true", help="print the best layouts instead of the plan")
-    assumed = {"cells": 1_000_000, "genes": 20_000}
-    for name, number in assumed.items():
-        text = f"number of {name} assumed without a manifest (default: %(default)s)"
+    for name, number in (("cells", 1_000_000), ("genes", 20_000)):
+        text = f"number of {name} assumed without a manifest (default: {number})"
         plan.add_argument(f"--{name}", type=_count, default=number, help=text)
 
     train = _stage(stages, "train", "train a run, or resume it", "run")
@@ -161,13 +156,11 @@ def _add_model(stages: Any) -> None:
     evaluate = _stage(stages, "evaluate", "evaluate embeddings on held-out cells next to baselines", "run")
     evaluate.add_argument("--model", type=Path, required=True, help="folder of the exported model")
     evaluate.add_argument("--manifest", type=Path, required=True, help="manifest.json of the shards it was trained on")
-    evaluate.add_argument(
-        "--ancestors", type=Path, nargs="*", default=[], help="manifests of the runs its initial weights came from"
-    )
+    ancestors = "manifests of the runs its initial weights came from"
+    evaluate.add_argument("--ancestors", type=Path, nargs="*", default=[], help=ancestors)
     evaluate.add_argument("--cells", type=Path, nargs="+", required=True, help="preprocessed .h5ad files")
-    evaluate.add_argument(
-        "--embeddings", type=Path, nargs="+", required=True, help="one per file of --cells, in the same order"
-    )
+    embeddings = "one per file of --cells, in the same order"
+    evaluate.add_argument("--embeddings", type=Path, nargs="+", required=True, help=embeddings)
     evaluate.add_argument("--labels", nargs="+", required=True, help="obs column per file; '-' for none")
     evaluate.add_argument("--out", type=Path, required=True, help="metrics.json")
 
@@ -180,27 +173,19 @@ def _add_model(stages: Any) -> None:
 def _add_machine_commands(stages: Any) -> None:
     profiles = stages.add_parser("profiles", help="link the profiles into Snakemake's profile folder")
     profiles.add_argument("what", choices=["install"])
-    profiles.add_argument(
-        "--from", dest="source", type=Path, default=Path("profiles"), help="folder of profiles (default: %(default)s)"
-    )
+    folder = "folder of profiles (default: %(default)s)"
+    profiles.add_argument("--from", dest="source", type=Path, default=Path("profiles"), help=folder)
 
-    preflight = stages.add_parser(
-        "preflight",
-        help="check the machine before a big run is submitted",
-        description="Check a profile's machine against the configuration, SLURM and its nodes.",
-    )
+    about = "Check a profile's machine against the configuration, SLURM and its nodes."
+    text = "check the machine before a big run is submitted"
+    preflight = stages.add_parser("preflight", help=text, description=about)
     preflight.add_argument("--profile", required=True, help="name of the profile, or the path of its folder or file")
     preflight.add_argument("--config", type=Path, default=Path("config/config.yaml"), help="(default: %(default)s)")
     preflight.add_argument("--no-job", action="store_true", help="do not submit a test job")
-    preflight.add_argument(
-        "--wait-min", type=float, default=30, help="minutes the test job may wait in the queue (default: %(default)s)"
-    )
-    preflight.add_argument(
-        "--out",
-        type=Path,
-        default=Path("results/preflight"),
-        help="folder shared with the nodes for NAME.json and the job (default: %(default)s)",
-    )
+    wait = "minutes the test job may wait in the queue (default: %(default)s)"
+    preflight.add_argument("--wait-min", type=float, default=30, help=wait)
+    out = "folder shared with the nodes for NAME.json and the job (default: %(default)s)"
+    preflight.add_argument("--out", type=Path, default=Path("results/preflight"), help=out)
 
 
 def _add_run_commands(stages: Any) -> None:
@@ -217,9 +202,8 @@ def _add_run_commands(stages: Any) -> None:
             parser.add_argument("runs", nargs="*", metavar="RUN", help="names of runs (default: all)")
         else:
             parser.add_argument("run", metavar="RUN", help="name of the run")
-        parser.add_argument(
-            "--results", type=Path, default=Path("results"), help="folder of results (default: %(default)s)"
-        )
+        results = "folder of results (default: %(default)s)"
+        parser.add_argument("--results", type=Path, default=Path("results"), help=results)
         if name == "logs":
             parser.add_argument("--follow", action="store_true", help="follow it until the run ends")
 
