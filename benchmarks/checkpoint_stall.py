@@ -22,12 +22,15 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from train_step import GENES, commit, machine, synchronize
 
-from cellmill.config.run import Parallel, Train
+from cellmill.config.parallel import Parallel
+from cellmill.config.run import Train
 from cellmill.config.tokens import ContinuousTokens
 from cellmill.data.tokens import Batch
 from cellmill.models.batch import on_device, to_tensors
+from cellmill.models.build import ModelSpec, build
+from cellmill.models.family import Model
 from cellmill.models.masked.config import MaskedConfig
-from cellmill.models.masked.model import MaskedModel
+from cellmill.models.objectives.config import MaskedGeneConfig
 from cellmill.parallel.clip import clip_grad_norm
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel
@@ -36,7 +39,7 @@ from cellmill.train.checkpoint import Checkpoints, tensors_of
 from cellmill.train.optimizer import build_optimizer
 
 LENGTH = 512
-CONFIG = MaskedConfig(hidden=768, layers=12, heads=12, objective="masked_gene")
+SPEC = ModelSpec(MaskedConfig(hidden=768, layers=12, heads=12), MaskedGeneConfig(), ContinuousTokens(), GENES)
 TRAIN = Train(steps=1)
 
 
@@ -52,10 +55,10 @@ def main() -> None:
     device = torch.device(arguments.device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    model = MaskedModel(CONFIG, GENES, ContinuousTokens()).to(device)
+    model = build(SPEC).to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(0, 0.02) if parameter.ndim > 1 else model.reset_parameter(
+            parameter.normal_(0, 0.02) if parameter.ndim > 1 else model.initialize(
                 name, parameter, torch.Generator(device)
             )
     optimizer = build_optimizer(model, TRAIN)
@@ -94,9 +97,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def stepper(
-    model: MaskedModel, optimizer: torch.optim.Optimizer, cells: int, device: torch.device
-) -> Callable[[], None]:
+def stepper(model: Model, optimizer: torch.optim.Optimizer, cells: int, device: torch.device) -> Callable[[], None]:
     """A whole step over the same cells each time."""
     parallel = Parallel(strategy="ddp", precision="bf16-mixed")
     mesh = build_mesh(parallel, 1, device.type)

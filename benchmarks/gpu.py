@@ -36,14 +36,16 @@ from cellmill.config.tokens import ContinuousTokens
 from cellmill.data.tokens import Batch
 from cellmill.models.attention import attention, attention_padded
 from cellmill.models.batch import TensorBatch, on_device, to_tensors
+from cellmill.models.build import ModelSpec, build
 from cellmill.models.masked.config import MaskedConfig
-from cellmill.models.masked.model import MaskedModel
+from cellmill.models.objectives.config import MaskedGeneConfig
 from cellmill.parallel.clip import clip_grad_norm
 from cellmill.parallel.compile_blocks import compile_blocks
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel
 from cellmill.planner.devices import peak_flops
 from cellmill.planner.memory import memory_per_rank
+from cellmill.planner.size import measure as sizes_of
 from cellmill.train.optimizer import build_optimizer
 
 N_GENES = 25_000
@@ -139,22 +141,19 @@ def lengths_of(size: Size, kind: str, step: int) -> np.ndarray:
 def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.device) -> Measured:
     """Training steps of one size. `kind`: full; packed or padded, of cells that vary."""
     tokens = ContinuousTokens(max_tokens=size.genes)
-    config = MaskedConfig(
-        objective="masked_gene", cell_loss_weight=0, hidden=size.hidden, layers=size.layers, heads=size.heads
-    )
+    config = MaskedConfig(hidden=size.hidden, layers=size.layers, heads=size.heads)
+    spec = ModelSpec(config, MaskedGeneConfig(cell_loss_weight=0), tokens, N_GENES)
     parallel = Parallel(strategy="ddp", precision="bf16-mixed")
     train = Train(steps=steps)
     mesh = build_mesh(parallel, 1, device.type)
-    with torch.device("meta"):
-        model = MaskedModel(config, N_GENES, tokens)
-    model.to_empty(device=device)
+    model = build(spec).to_empty(device=device)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.02)
     if compiled:
         compile_blocks(model, model.plan.blocks, model.plan.compiled)
     parallel_model, optimizer = ParallelModel(model, parallel, mesh), build_optimizer(model, train)
-    needs = config.size(N_GENES, tokens)
+    needs = sizes_of(spec)
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)

@@ -27,7 +27,7 @@ from train_step import GENES, commit, machine
 from cellmill.config.options import PlanOptions
 from cellmill.data.tokens import Batch
 from cellmill.models.batch import to_tensors
-from cellmill.models.masked.model import MaskedModel
+from cellmill.models.build import ModelSpec, build
 from cellmill.parallel.clip import clip_grad_norm
 from cellmill.parallel.fsdp import apply_fsdp
 from cellmill.parallel.mesh import build_mesh
@@ -35,6 +35,7 @@ from cellmill.parallel.step import ParallelModel
 from cellmill.planner.cost import Cost, cost
 from cellmill.planner.devices import Device, device_named
 from cellmill.planner.fit import Hardware, Limit, need
+from cellmill.planner.size import size_of
 from cellmill.planner.step_time import NETWORK_FRAC
 from cellmill.planner.work import Cells
 from cellmill.train.optimizer import build_optimizer
@@ -42,9 +43,9 @@ from cellmill.train.optimizer import build_optimizer
 LENGTH = 1024  # tokens of each cell: work that differs would hide what is measured
 WORLDS = (1, 2, 4)
 PLANNED = (8, 16, 32, 64, 128, 256, 512, 1024)
-SMALL = {"hidden": 256, "layers": 4, "heads": 4, "objective": "masked_gene"}
+SMALL = {"hidden": 256, "layers": 4, "heads": 4}
 FEW = 2  # cells a step and GPU: with many, computing hides what is sent
-LARGE = {"hidden": 1024, "layers": 22, "heads": 16, "objective": "masked_gene"}  # 300 million parameters
+LARGE = {"hidden": 1024, "layers": 22, "heads": 16}  # 300 million parameters
 SENT = 16 << 20  # float32 numbers of an all-reduce
 
 
@@ -55,6 +56,7 @@ def options(strategy: str, model: dict[str, Any], cells: int, world: int, length
             "tokens": {"max_tokens": length},
             "stream": {"lanes": world},
             "model": {"family": "masked", **model},
+            "objective": {"name": "masked_gene"},
             "parallel": {"sharding_strategy": strategy},
             "plan": {},
             "train": {"steps": 1, "global_batch": cells * world, "token_budget": cells * length},
@@ -69,8 +71,7 @@ def work(rank: int, world: int, folder: str, arguments: argparse.Namespace) -> N
     dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
     chosen = options(arguments.strategy, SMALL, arguments.cells, world, LENGTH)
     mesh = build_mesh(chosen.parallel, world, "cpu")
-    with torch.device("meta"):
-        model = MaskedModel(chosen.model, GENES, chosen.tokens)  # type: ignore[arg-type]
+    model = build(ModelSpec.of(chosen, GENES))
     apply_fsdp(model, model.plan.blocks, chosen.parallel, mesh)
     model.to_empty(device="cpu")
     with torch.no_grad():
@@ -127,9 +128,7 @@ def here(arguments: argparse.Namespace) -> None:
     """Prints the table of this machine."""
     steps, sent_gbs = measure(arguments)
     cores, cells = len(os.sched_getaffinity(0)), arguments.cells
-    size = options(arguments.strategy, SMALL, cells, 1, LENGTH).model.size(
-        GENES, options(arguments.strategy, SMALL, cells, 1, LENGTH).tokens
-    )
+    size = size_of(options(arguments.strategy, SMALL, cells, 1, LENGTH), GENES)
     flops = cells * (size.flops_per_token * LENGTH + size.flops_per_token_pair * LENGTH**2)
     print(
         f"one process computes {flops / steps[1] / 1e9:.0f} GFLOP/s; one of two sends {sent_gbs:.2f} GB/s; "

@@ -22,23 +22,25 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from cellmill.models.masked.objective import mask
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from cellmill.config.run import Parallel, Train
+from cellmill.config.parallel import Parallel
+from cellmill.config.run import Train
 from cellmill.config.tokens import ContinuousTokens
 from cellmill.data.tokens import Batch
 from cellmill.models.batch import TensorBatch, on_device, to_tensors
+from cellmill.models.build import ModelSpec, build
 from cellmill.models.masked.config import MaskedConfig
-from cellmill.models.masked.model import MaskedModel
+from cellmill.models.objectives.config import MaskedGeneConfig
+from cellmill.models.objectives.masking import mask
 from cellmill.parallel.clip import clip_grad_norm
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel
@@ -55,8 +57,11 @@ VOCABULARY = GENES + 2
 PACKED = "cellmill"
 NOT_ASKED = -100  # ignored by cross_entropy
 TOKENS = ContinuousTokens(max_tokens=LONGEST)
-CONFIG = MaskedConfig(
-    objective="masked_gene", mask_frac=MASK_FRAC, cell_loss_weight=0, hidden=HIDDEN, layers=LAYERS, heads=HEADS
+SPEC = ModelSpec(
+    MaskedConfig(hidden=HIDDEN, layers=LAYERS, heads=HEADS),
+    MaskedGeneConfig(mask_frac=MASK_FRAC, cell_loss_weight=0),
+    TOKENS,
+    GENES,
 )
 TRAIN = Train(steps=1, lr=1e-4)
 
@@ -88,19 +93,19 @@ class PaddedEncoder(nn.Module):
 
 def packed(device: torch.device, precision: str) -> Work:
     """cellmill's own model and step, with the loss that the peers have."""
-    return _packed(CONFIG, device, precision)
+    return _packed(SPEC, device, precision)
 
 
 def packed_with_cell_loss(device: torch.device, precision: str) -> Work:
     """The same with the second loss it has by default, and its second set of logits."""
-    return _packed(CONFIG.model_copy(update={"cell_loss_weight": 1.0}), device, precision)
+    return _packed(replace(SPEC, objective=MaskedGeneConfig(mask_frac=MASK_FRAC)), device, precision)
 
 
-def _packed(config: MaskedConfig, device: torch.device, precision: str) -> Work:
-    model = MaskedModel(config, GENES, TOKENS)
+def _packed(spec: ModelSpec, device: torch.device, precision: str) -> Work:
+    model = build(spec).to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            model.reset_parameter(name, parameter, torch.Generator().manual_seed(0))
+            model.initialize(name, parameter, torch.Generator().manual_seed(0))
     parallel = Parallel(strategy="ddp", precision="bf16-mixed" if precision == "bf16" else "32-true")
     mesh = build_mesh(parallel, 1, device.type)
     parallel_model = ParallelModel(model.to(device), parallel, mesh)
@@ -174,7 +179,7 @@ def pad(
     batch: TensorBatch, step: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Masked genes, values, which tokens are of a cell, and answers; (cells, longest) each."""
-    prepared = mask(batch, "masked_gene", MASK_FRAC, seed=0, step=step)
+    prepared = mask(batch, True, MASK_FRAC, seed=0, step=step)
     masked = torch.zeros(len(batch.genes), dtype=torch.bool).index_fill(0, prepared.targets, True)
     packed_tensors = (
         prepared.genes,

@@ -97,11 +97,12 @@ def classes_twice(trees: Trees) -> Iterator[str]:
 def modules_twice(trees: Trees) -> Iterator[str]:
     """Module names that exist twice, except a rule's stage, its options and the part that it composes."""
     places = defaultdict(list)
-    for name in trees:
+    packages = {name.rpartition(".")[0] for name in trees}
+    for name in set(trees) - packages:
         room, _, stem = name.removeprefix("cellmill.").rpartition(".")
         if room.split(".")[0] not in ("", "stages", "commands", "config") and stem != "config":
             places[stem].append(name)
-    yield from (f"{stem}: {', '.join(found)}" for stem, found in places.items() if len(found) > 1)
+    yield from (f"{stem}: {', '.join(sorted(found))}" for stem, found in sorted(places.items()) if len(found) > 1)
 
 
 def long_files(source: Path = SOURCE) -> Iterator[str]:

@@ -22,6 +22,7 @@ from cellmill.errors import UserError
 
 COMMANDS = ("profiles", "preflight", "status", "attach", "cancel", "logs")
 """Sub-commands for runs and machines; the others are stages."""
+CONFIG = Path("config/config.yaml")
 _PLANNED = ("nodes", "nproc_per_node")  # options of the machine that plan reads too
 
 
@@ -90,21 +91,18 @@ def _add_data(stages: Any) -> None:
 
     simulate = stages.add_parser("simulate", help="write simulated cells")
     simulate.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
-    for name, number, text in (
-        ("cells", 2000, "cells"),
-        ("genes", 2000, "genes, the first protein-coding of the human table"),
-        ("types", 8, "cell types, the leaves of a tree"),
-        ("batches", 2, "technical batches"),
-        ("perturbations", 0, "perturbed genes, in addition to the control"),
-        ("seed", 0, "random seed"),
-    ):
-        simulate.add_argument(f"--{name}", type=int, default=number, help=f"{text} (default: {number})")
+    _add(simulate, "--cells", 2000, "cells")
+    _add(simulate, "--genes", 2000, "genes, the first protein-coding of the human table")
+    _add(simulate, "--types", 8, "cell types, the leaves of a tree")
+    _add(simulate, "--batches", 2, "technical batches")
+    _add(simulate, "--perturbations", 0, "perturbed genes, in addition to the control")
+    _add(simulate, "--seed", 0, "random seed")
 
 
 def _add_corpus(stages: Any) -> None:
     preprocess = _stage(stages, "preprocess", "read, filter and annotate the counts of one dataset", "corpus")
     preprocess.add_argument("--input", type=Path, required=True, help="the .h5ad with raw counts")
-    preprocess.add_argument("--counts", default="X", help="matrix of the counts: X, raw or the name of a layer")
+    _add(preprocess, "--counts", "X", "matrix of the counts: X, raw or the name of a layer")
     preprocess.add_argument("--dataset", required=True, help="name of the dataset")
     preprocess.add_argument("--source", default="", help="origin of the data, for the report")
     preprocess.add_argument("--licence", default="", help="licence of the data, for the report")
@@ -126,11 +124,10 @@ def _add_training(stages: Any) -> None:
     plan.add_argument("--manifest", type=Path, help="manifest.json of the shards; without it a corpus is assumed")
     plan.add_argument("--out", type=Path, help="plan.json to write (default: none)")
     _machine(plan)
-    plan.add_argument("--device", default="cpu", help="device of each process, such as h100 (default: cpu)")
+    _add(plan, "--device", "cpu", "device of each process, such as h100")
     plan.add_argument("--suggest", action="store_true", help="print the best layouts instead of the plan")
-    for name, number in (("cells", 1_000_000), ("genes", 20_000)):
-        text = f"number of {name} assumed without a manifest (default: {number})"
-        plan.add_argument(f"--{name}", type=_count, default=number, help=text)
+    _add(plan, "--cells", 1_000_000, "number of cells assumed without a manifest", type=_count)
+    _add(plan, "--genes", 20_000, "number of genes assumed without a manifest", type=_count)
 
     train = _stage(stages, "train", "train a run, or resume it", "run")
     train.add_argument("--manifest", type=Path, required=True, help="manifest.json of the shards")
@@ -150,7 +147,7 @@ def _add_model(stages: Any) -> None:
     embed = _stage(stages, "embed", "embed the cells of a dataset with an exported model", "run")
     embed.add_argument("--model", type=Path, required=True, help="folder of an exported model")
     embed.add_argument("--input", type=Path, required=True, help=".h5ad, preprocessed or raw counts")
-    embed.add_argument("--counts", default="X", help="matrix of the counts: X, raw or the name of a layer")
+    _add(embed, "--counts", "X", "matrix of the counts: X, raw or the name of a layer")
     embed.add_argument("--out", type=Path, required=True, help="the .h5ad to write, with obsm['X_cellmill']")
 
     evaluate = _stage(stages, "evaluate", "evaluate embeddings on held-out cells next to baselines", "run")
@@ -173,19 +170,16 @@ def _add_model(stages: Any) -> None:
 def _add_machine_commands(stages: Any) -> None:
     profiles = stages.add_parser("profiles", help="link the profiles into Snakemake's profile folder")
     profiles.add_argument("what", choices=["install"])
-    folder = "folder of profiles (default: %(default)s)"
-    profiles.add_argument("--from", dest="source", type=Path, default=Path("profiles"), help=folder)
+    _add(profiles, "--from", Path("profiles"), "folder of profiles", dest="source")
 
     about = "Check a profile's machine against the configuration, SLURM and its nodes."
     text = "check the machine before a big run is submitted"
     preflight = stages.add_parser("preflight", help=text, description=about)
     preflight.add_argument("--profile", required=True, help="name of the profile, or the path of its folder or file")
-    preflight.add_argument("--config", type=Path, default=Path("config/config.yaml"), help="(default: %(default)s)")
+    _add(preflight, "--config", CONFIG, "configuration")
     preflight.add_argument("--no-job", action="store_true", help="do not submit a test job")
-    wait = "minutes the test job may wait in the queue (default: %(default)s)"
-    preflight.add_argument("--wait-min", type=float, default=30, help=wait)
-    out = "folder shared with the nodes for NAME.json and the job (default: %(default)s)"
-    preflight.add_argument("--out", type=Path, default=Path("results/preflight"), help=out)
+    _add(preflight, "--wait-min", 30.0, "minutes the test job may wait in the queue")
+    _add(preflight, "--out", Path("results/preflight"), "folder shared with the nodes for NAME.json and the job")
 
 
 def _add_run_commands(stages: Any) -> None:
@@ -202,34 +196,37 @@ def _add_run_commands(stages: Any) -> None:
             parser.add_argument("runs", nargs="*", metavar="RUN", help="names of runs (default: all)")
         else:
             parser.add_argument("run", metavar="RUN", help="name of the run")
-        results = "folder of results (default: %(default)s)"
-        parser.add_argument("--results", type=Path, default=Path("results"), help=results)
+        _add(parser, "--results", Path("results"), "folder of results")
         if name == "logs":
             parser.add_argument("--follow", action="store_true", help="follow it until the run ends")
 
 
 def _stage(stages: Any, name: str, text: str, owner: str | None) -> argparse.ArgumentParser:
     parser = stages.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    parser.add_argument("--config", type=Path, default=Path("config/config.yaml"), help="(default: %(default)s)")
+    _add(parser, "--config", CONFIG, "configuration")
     if owner is not None:
         parser.add_argument(f"--{owner}", dest="name", help=f"name of the {owner}; required if there are several")
     parser.add_argument("--options", help="sections of the stage as JSON, instead of --config")
     return parser
 
 
+def _add(parser: Any, flag: str, default: Any, text: str, **more: Any) -> None:
+    """Add an option whose default gives its type and is part of its help."""
+    text = f"{text} (default: {'none' if default == '' else default})".replace("%", "%%")
+    parser.add_argument(flag, **{"type": type(default), "default": default, "help": text} | more)
+
+
 def _machine(parser: argparse.ArgumentParser) -> None:
     for name in _PLANNED:
         field = Machine.model_fields[name]
-        parser.add_argument(_flag(name), default=field.default, help=f"{field.description} (default: %(default)s)")
+        _add(parser, _flag(name), field.default, str(field.description), type=str)
 
 
 def _cluster(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("machine", "`set-resources: train:` of the profile, one flag per key")
     for name, field in Machine.model_fields.items():
         if name not in _PLANNED:
-            default = "none" if field.default == "" else field.default
-            text = f"{field.description} (default: {default})".replace("%", "%%")
-            group.add_argument(_flag(name), default=field.default, help=text)
+            _add(group, _flag(name), field.default, str(field.description), type=str)
 
 
 def _count(text: str) -> int:

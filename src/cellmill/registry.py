@@ -28,6 +28,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "reconstruct": "cellmill.config.evaluate:ReconstructConfig",
     },
     "tracker": {},
+    "method": {"full": "cellmill.config.finetune:FullConfig"},
 }
 
 
@@ -42,7 +43,14 @@ def load(kind: str, name: str) -> Any:
         return import_object(BUILT_IN[kind][name])
     for point in entry_points(group=f"cellmill.{kind}"):
         if point.name == name:
-            return point.load()
+            try:
+                return point.load()
+            except Exception as error:  # of somebody else's package: whatever it is, the user has to know which
+                package = point.dist.name if point.dist is not None else "an installed package"
+                raise ConfigError(
+                    f"{kind} {name!r}: {point.value} of {package} cannot be imported "
+                    f"({type(error).__name__}: {error}); repair or remove the package"
+                ) from None
     raise ConfigError(f"unknown {kind} {name!r}; {did_you_mean(name, names(kind))}")
 
 

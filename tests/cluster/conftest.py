@@ -1,7 +1,6 @@
-"""The cluster that the tests of this folder share. One exists at a time, so they all run in one worker of pytest-xdist.
+"""The cluster shared by the tests of this folder. There is one at a time, so all run in one worker of pytest-xdist.
 
-Where SLURM is not installed they are skipped with the names of the packages; CELLMILL_REQUIRE_CLUSTER=1, as in CI,
-makes that a failure.
+Without SLURM they are skipped, with the names of the packages; with CELLMILL_REQUIRE_CLUSTER=1, as in CI, they fail.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if Path(__file__).parent in item.path.parents]
     for item in here:
         item.add_marker(pytest.mark.xdist_group("cluster"))
+        item.add_marker(pytest.mark.timeout(1800))  # several jobs in a row on a busy machine
     ordered = sorted(here, key=lambda item: "rig_with_accounting" in getattr(item, "fixturenames", ()))
     places = [index for index, item in enumerate(items) if item in set(here)]
     for index, item in zip(places, ordered):

@@ -1,4 +1,4 @@
-"""A training started through SLURM, as a test handles it."""
+"""A training started through SLURM, as the tests handle it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HYBRID = {"strategy": "fsdp", "sharding_strategy": "HYBRID_SHARD"}
 
 
 def run_options(steps: int, **train: Any) -> dict[str, Any]:
-    """A small run of so many steps, some 100 ms each with four processes on two cores."""
+    """A small run; a step takes some 100 ms with four processes on two cores."""
     length = {"steps": steps, "checkpoint_every_steps": 10, "val_every_steps": 10_000, "global_batch": 64}
     return options(HYBRID, model={"hidden": 48, "layers": 3}, train=length | train)
 
@@ -54,7 +54,7 @@ def on_slurm(**changes: Any) -> dict[str, Any]:
 
 @dataclass
 class Launched:
-    """A launcher process, its run folder and what it printed."""
+    """A launcher process, its run folder and its output."""
 
     process: subprocess.Popen[bytes]
     train: Path
@@ -70,7 +70,7 @@ class Launched:
         log: Path | None = None,
         **machine: Any,
     ) -> Launched:
-        """Starts it in a process group of its own, as a terminal does. Its log is appended to."""
+        """Start it in a process group of its own, as a terminal does. Appends to its log."""
         train.parent.mkdir(parents=True, exist_ok=True)
         log = log or train.parent / "printed.log"
         with open(log, "ab") as file:
@@ -89,11 +89,11 @@ class Launched:
 
     @property
     def last_line(self) -> str:
-        """The line a user reads at the end."""
+        """Its last line of output."""
         return self.printed.rstrip().rsplit("\n", 1)[-1]
 
-    def end(self, within_s: float = 240) -> int:
-        """Its exit code."""
+    def end(self, within_s: float = 500) -> int:
+        """Wait for its end; return the exit code."""
         try:
             return self.process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -101,34 +101,34 @@ class Launched:
             raise AssertionError(f"did not end within {within_s} s:\n{self.printed}") from None
 
     def wait_for_step(self, step: int) -> None:
-        """Returns when so many steps are in the curve."""
-        wait_for(lambda: self.step() >= step, 120, lambda: self.printed)
+        """Wait until the curve has this step."""
+        wait_for(lambda: self.step() >= step, lambda: self.printed)
 
     def wait_for_print(self, text: str) -> None:
-        """Returns when `text` was printed."""
-        wait_for(lambda: text in self.printed, 120, lambda: self.printed)
+        """Wait until `text` was printed."""
+        wait_for(lambda: text in self.printed, lambda: self.printed)
 
     def step(self) -> int:
-        """Of the last line of the curve."""
+        """Last step of the curve."""
         return max((line["step"] for line in read_lines(self.train / "metrics.jsonl")), default=0)
 
     def losses(self) -> dict[int, float]:
-        """Loss of each step; no step is in the curve twice."""
+        """Loss by step; fails if a step is in the curve twice."""
         lines = [line for line in read_lines(self.train / "metrics.jsonl") if "loss" in line]
         assert len({line["step"] for line in lines}) == len(lines), "a step is in the curve twice"
         return {line["step"]: line["loss"] for line in lines}
 
     def job_ids(self) -> list[str]:
-        """Of its submissions, oldest first."""
+        """Ids of its submitted jobs, oldest first."""
         return re.findall(r"submitted job (\d+)", self.printed)
 
     def records(self) -> list[dict[str, Any]]:
-        """Its job.json files, oldest first."""
+        """Contents of its job.json files, oldest first."""
         return [json.loads(path.read_text()) for path in sorted(self.train.glob("jobs/*/job.json"))]
 
 
-def wait_for(condition: Callable[[], Any], within_s: float, show: Callable[[], str] = str) -> None:
-    """Returns when `condition` holds; fails with what `show` gives."""
+def wait_for(condition: Callable[[], Any], show: Callable[[], str] = str, within_s: float = 400) -> None:
+    """Return once `condition` holds; fail with the text of `show`. A quiet machine needs far less than the limit."""
     give_up = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < give_up, f"not within {within_s} s: {show()}"

@@ -1,4 +1,4 @@
-"""A real SLURM on one host: slurmctld, four slurmd, and where asked MariaDB and slurmdbd; no systemd.
+"""A real SLURM on one host: slurmctld, four slurmd, and on request MariaDB and slurmdbd; no systemd.
 
 As root with veth each node is in a network and UTS namespace of its own, so torchrun crosses a network and a node can
 be killed; otherwise all share the loopback interface. Where cgroup v1 is mounted for writing, processes are tracked and
@@ -32,16 +32,17 @@ COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "squeue", "srun")
 PACKAGES = "slurm-wlm slurmctld slurmd slurm-client munge iproute2"
 ACCOUNTING_PACKAGES = "slurmdbd slurm-wlm-mysql-plugin mariadb-server"
 NODES, CPUS, MEMORY_MB, GPUS = 4, 8, 8000, 2
+START_S = 300  # a quiet machine needs a few
 BRIDGE, NETWORK, MARK = "br-cellmill", "10.251.0", "# cellmill test cluster"
 CGROUPS = ("freezer", "memory", "cpuset", "devices", "cpuacct", "cpu,cpuacct")
 
 
 class RigError(Exception):
-    """The rig did not come up; the message has the log."""
+    """The rig did not start; the message has the log."""
 
 
 def missing(accounting: bool = False) -> str | None:
-    """Why no rig can be started here, with the packages to install; None when it can."""
+    """Reason why no rig can be started here, with the packages to install; None if it can."""
     paths = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     for command in COMMANDS + (("slurmdbd", "mariadbd") if accounting else ()):
         if shutil.which(command, path=paths) is None:
@@ -74,7 +75,7 @@ class Rig:
         self.environment = {"SLURM_CONF": str(self.config)}
 
     def start(self) -> Rig:
-        """Starts everything and waits until all nodes are idle. Raises RigError, also where a test run has one."""
+        """Start everything and wait until all nodes are idle. Raises RigError, also if another test run has a rig."""
         self._own()
         self._clear()
         for name in ("etc", "state", "spool", "log", "dev", "small"):
@@ -100,7 +101,7 @@ class Rig:
         return self
 
     def stop(self) -> None:
-        """Ends what `start` began, also of a rig that was left behind, and removes every trace of it."""
+        """End everything that `start` started, also of a rig left behind, and remove every trace of it."""
         self._clear()
         if self._lock is not None:
             self._lock.close()
@@ -136,28 +137,28 @@ class Rig:
 
     def call(self, *command: str, check: bool = True) -> str:
         """Output of a SLURM command."""
-        done = subprocess.run(command, env=self._env(), capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=self._env(), capture_output=True, text=True, timeout=300)
         assert not check or done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
         return done.stdout
 
     def squeue(self) -> list[str]:
-        """A line for each living job: number, state, name."""
+        """A line for each job in the queue: id, state, name."""
         return self.call("squeue", "-h", "-o", "%i %T %j", check=False).splitlines()
 
     def node_state(self, node: str) -> str:
-        """sinfo's word for a node."""
+        """State of a node by sinfo."""
         return self.call("sinfo", "-h", "-n", node, "-p", "cpu", "-o", "%T").strip()
 
     def kill_node(self, node: str) -> None:
-        """Kills all that runs on a node at once, its slurmd with it, and spares the controller half a minute of finding
-        out."""
+        """Kill every process on a node, slurmd included, and tell the controller, which would take half a minute to
+        notice."""
         assert self.namespaces, "a node can be killed only where nodes have namespaces"
         for pid in self._pids_in(node):
             os.kill(pid, signal.SIGKILL)
         self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
 
     def start_node(self, node: str, wait: bool = True) -> None:
-        """Starts a node's slurmd, and waits until it answers."""
+        """Start a node's slurmd, and wait until it answers."""
         command = ["slurmd", "-N", node, "-f", str(self.config)]
         if self.namespaces:
             # not `ip netns exec`: that mounts /sys anew, and slurmd needs /sys/fs/cgroup
@@ -177,7 +178,7 @@ class Rig:
         end([self.folder / "slurmctld.pid"])
 
     def _own(self) -> None:
-        """Two test runs would end each other's cluster; the lock falls with the process."""
+        """Lock out other test runs, which would end this one's cluster; the lock is released with the process."""
         if self._lock is None:
             self._lock = open(f"{self.folder}.lock", "w")  # noqa: SIM115
             try:
@@ -193,9 +194,9 @@ class Rig:
         return os.environ | self.environment | {"PATH": paths}
 
     def _until(self, condition: Callable[[], bool], what: str, log: str) -> None:
-        if not wait(condition, 40):
+        if not wait(condition, START_S):
             text = (self.folder / "log" / f"{log}.log").read_text(errors="replace")[-2000:]
-            raise RigError(f"{what} after 40 s; the end of {log}.log:\n{text}")
+            raise RigError(f"{what} after {START_S} s; the end of {log}.log:\n{text}")
 
     def _address(self, number: int) -> str:
         return f"{NETWORK}.{10 + number}" if self.namespaces else "127.0.0.1"
@@ -310,7 +311,7 @@ class Rig:
             ["add", "account", "lab", "Description=lab", "Organization=lab"],
             ["add", "user", getpass.getuser(), "Account=lab"],
         ):
-            subprocess.run(["sacctmgr", "-i", *words], env=self._env(), capture_output=True, timeout=60)
+            subprocess.run(["sacctmgr", "-i", *words], env=self._env(), capture_output=True, timeout=300)
 
     def _controller(self) -> str:
         return f"{NETWORK}.1" if self.namespaces else "127.0.0.1"
@@ -323,7 +324,7 @@ class Rig:
 
 
 def can(*command: str) -> bool:
-    """Whether a command works here: a container's root may lack the right."""
+    """True if a command works here: root in a container may lack the right."""
     try:
         return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL).returncode == 0
     except OSError:
@@ -331,7 +332,7 @@ def can(*command: str) -> bool:
 
 
 def can_isolate() -> bool:
-    """Whether nodes can have namespaces joined by a bridge."""
+    """True if nodes can have namespaces joined by a bridge."""
     bridge = "ip link add cm-try type bridge && ip link add cm-a type veth peer name cm-b"
     return can("unshare", "--net", "--uts", "--mount", "sh", "-c", f"{bridge} && ip link set cm-a master cm-try") and (
         os.access("/run", os.W_OK)
@@ -343,7 +344,7 @@ def namespace(node: str) -> str:
 
 
 def call(*command: str, env: dict[str, str] | None = None) -> None:
-    """Runs a command. Raises RigError with what it printed."""
+    """Run a command. Raises RigError with its output."""
     paths = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     env = env or os.environ | {"PATH": paths}
     done = subprocess.run(
@@ -354,7 +355,7 @@ def call(*command: str, env: dict[str, str] | None = None) -> None:
 
 
 def wait(condition: Callable[[], bool], within_s: float) -> bool:
-    """Whether `condition` came to hold."""
+    """Wait for `condition`; return False if it did not hold in time."""
     give_up = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > give_up:
@@ -364,12 +365,12 @@ def wait(condition: Callable[[], bool], within_s: float) -> bool:
 
 
 def end(pid_files: object) -> None:
-    """TERM, then after 3 s KILL, for the processes of these pid files."""
+    """TERM, then after 30 s KILL, for the processes of these pid files."""
     pids = []
     for file in pid_files:  # type: ignore[attr-defined]
         if file.exists() and file.read_text().strip().isdigit():
             pids.append(int(file.read_text()))
-    for number, within_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 2.0)):
+    for number, within_s in ((signal.SIGTERM, 30.0), (signal.SIGKILL, 30.0)):
         for pid in filter(living, pids):
             os.kill(pid, number)
         if wait(lambda: not any(map(living, pids)), within_s):

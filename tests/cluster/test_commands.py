@@ -25,12 +25,10 @@ def cellmill(rig: Rig, stage: str, results: Path) -> subprocess.Popen[str]:
 
 
 def printed(rig: Rig, stage: str, results: Path) -> str:
-    return cellmill(rig, stage, results).communicate(timeout=60)[0]
+    return cellmill(rig, stage, results).communicate(timeout=500)[0]
 
 
-def test_a_training_is_seen_followed_and_cancelled_with_and_without_its_launcher(
-    rig: Rig, corpus: str, tmp_path: Path
-) -> None:
+def test_status_attach_logs_and_cancel_work_with_and_without_a_launcher(rig: Rig, corpus: str, tmp_path: Path) -> None:
     results = tmp_path / "results"
     train, opts = results / "runs" / "one" / "train", run_options(5000, checkpoint_every_steps=4)
     first = Launched.start(corpus, train, opts, rig.environment, **on_slurm(nproc_per_node=1))
@@ -50,9 +48,10 @@ def test_a_training_is_seen_followed_and_cancelled_with_and_without_its_launcher
     ), done
     saved = int(re.findall(r"saved at step (\d+)", done)[0])
     assert saved >= 6
-    followed = attached.communicate(timeout=30)[0]
+    followed = attached.communicate(timeout=500)[0]
     assert attached.returncode == 75
-    assert re.search(rf"^following job {job_id}, its log: .*\njob {job_id}: RUNNING\n", followed), followed
+    begins = rf"following job {job_id}, its log: .*\njob {job_id}: RUNNING on node\[1-2\]\n"
+    assert re.match(begins, followed), followed
     assert "step 1/5000" in followed
     assert followed.endswith(f"cellmill attach: job {job_id} ended with CANCELLED; saved at step {saved}\n")
     assert [record["state"] for record in first.records()] == ["CANCELLED"], "nobody else could record it"
@@ -67,9 +66,9 @@ def test_a_training_is_seen_followed_and_cancelled_with_and_without_its_launcher
     assert re.search(rf"^one  queued  +{saved}/5000 .* PENDING \(BeginTime\) ", table, re.M), table
     second = again.job_ids()[-1]
     assert f"cancelled job {second}; saved at step {saved}" in printed(rig, "cancel", results)
-    assert again.end(15) == 75
+    assert again.end() == 75
     assert again.last_line.startswith(f"cellmill train: job {second} was cancelled by somebody else")
-    wait_for(lambda: not rig.squeue(), 5)
+    wait_for(lambda: not rig.squeue())
     assert "one: no job is queued or running" in printed(rig, "attach", results)
 
     cost = json.loads((train / "cost.json").read_text())
@@ -92,6 +91,6 @@ def test_a_training_on_this_machine_is_cancelled_with_its_state_saved(rig: Rig, 
     assert re.search(
         rf"^ended process {run.process.pid}; saved at step [1-9]\d*; train goes on from there$", done, re.M
     )
-    assert run.end(15) == 75
+    assert run.end() == 75
     assert "one  stopped  " in printed(rig, "status", results)
     assert re.search(r"^[\d.]+ core-hours in 1 start on this machine, \d+ % of it training$", run.printed, re.M)

@@ -1,5 +1,5 @@
-"""`cellmill train --launcher slurm` on a real SLURM: whatever ends a job or the launcher, the loss curve is that of a
-run left alone, and there are never two jobs of one run.
+"""`cellmill train --launcher slurm` on a real SLURM: whatever ends a job or the launcher, the loss curve is that of
+an undisturbed run, and there are never two jobs of one run.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ STEPS = 80
 
 @pytest.fixture(scope="module")
 def alone(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The curve of four processes on one machine that nothing disturbed."""
+    """The undisturbed curve of four processes on one machine."""
     train = tmp_path_factory.mktemp("alone") / "train"
     left = Launched.start(corpus, train, run_options(STEPS), {}, nodes=2, nproc_per_node=2)
     assert left.end() == 0, left.printed
@@ -40,7 +41,11 @@ def test_a_run_longer_than_its_time_limit_is_a_chain_of_jobs_with_one_curve(
     folder = tmp_path / 'it\'s a "run" $(touch pwned); of mine' / "train"
     slow = run_options(STEPS, token_budget=256)  # a fast machine would be done by then
     run = Launched.start(corpus, folder, slow, rig.environment, **on_slurm(runtime=1, save_within_s=43))
-    assert run.end(400) == 0, run.printed
+    while run.process.poll() is None:  # one limit is enough: on a busy machine a minute holds a few steps only
+        for job_id in run.job_ids()[1:]:
+            rig.call("scontrol", "update", f"jobid={job_id}", "timelimit=30", check=False)
+        time.sleep(1)
+    assert run.end() == 0, run.printed
     assert len(run.job_ids()) > 1, run.printed
     assert [record["state"] for record in run.records()] == ["COMPLETED"] * len(run.job_ids())
     assert "stopped and saved before its time limit or a preemption; going on from step" in run.printed
@@ -70,7 +75,7 @@ def test_runs_whose_node_dies_go_on_with_what_is_left_or_when_it_is_back_with_th
     if not rig.namespaces:
         pytest.skip("a node can be killed only where it has a namespace of its own: root, and the right to make them")
     for node in ("node1", "node2", "node3", "node4"):
-        wait_for(lambda node=node: rig.node_state(node) == "idle", 60)
+        wait_for(lambda node=node: rig.node_state(node) == "idle")
     elastic = Launched.start(
         corpus, tmp_path / "elastic" / "train", run_options(STEPS), rig.environment, **on_slurm(nodes="1-2")
     )
@@ -105,14 +110,14 @@ def test_a_launcher_that_was_killed_is_followed_by_one_that_attaches_and_takes_o
     closed = Launched.start(corpus, train, run_options(STEPS), rig.environment, **on_slurm())
     closed.wait_for_print("attached to job")
     os.killpg(closed.process.pid, signal.SIGHUP)
-    assert closed.end(15) == 75
+    assert closed.end() == 75
     assert "goes on without this process; run the same command to follow it again" in closed.last_line
     assert len(rig.squeue()) == 1
     # this one is what a workflow that was killed leaves behind, the next what its successor starts
     orphan = Launched.start(corpus, train, run_options(STEPS), rig.environment, **on_slurm())
-    wait_for(lambda: orphan.printed.count("attached to job") == 2, 30)
+    wait_for(lambda: orphan.printed.count("attached to job") == 2)
     other = Launched.start(corpus, train, run_options(STEPS, lr=2e-3), rig.environment, **on_slurm())
-    assert (orphan.end(30), other.end(30)) == (75, 2), other.printed
+    assert (orphan.end(), other.end()) == (75, 2), other.printed
     assert re.search(
         r"job \d+ is training with another configuration \(train.lr 0.001 -> 0.002\); end it", other.printed
     )
@@ -127,7 +132,7 @@ def test_a_job_that_was_submitted_and_not_recorded_is_adopted(rig: Rig, corpus: 
     killer = wrapper(tmp_path / "bin", "sbatch", '"$REAL" "$@" > "$0.out"; kill -9 $PPID; cat "$0.out"')
     train, opts = tmp_path / "run" / "train", run_options(8)
     first = Launched.start(corpus, train, opts, rig.environment | killer, **on_slurm())
-    assert first.end(60) == -signal.SIGKILL
+    assert first.end() == -signal.SIGKILL
     assert not first.records()
     assert len(rig.squeue()) == 1
     second = Launched.start(corpus, train, opts, rig.environment, **on_slurm())
@@ -153,13 +158,13 @@ def test_a_signal_to_the_group_cancels_the_job_and_leaves_a_checkpoint_and_no_pr
     for number, run in started.items():
         os.killpg(run.process.pid, number)
     for run in started.values():
-        assert run.end(15) == 75, run.printed
+        assert run.end() == 75, run.printed
         cancelled = r"cellmill train: cancelled job \d+; saved at step (\d+); run the same command to go on"
         found = re.fullmatch(cancelled, run.last_line)
         assert found, run.printed
         assert (run.train / "checkpoints" / f"step-{int(found[1]):08}" / "manifest.json").exists()
         assert int(found[1]) >= 5
-        wait_for(lambda run=run: not processes_of(run.train), 5, lambda run=run: str(processes_of(run.train)))
+        wait_for(lambda run=run: not processes_of(run.train), lambda run=run: str(processes_of(run.train)))
     assert rig.squeue() == []
 
 
@@ -195,7 +200,7 @@ def test_inside_an_allocation_the_nodes_of_the_allocation_are_used(rig: Rig, cor
         env=os.environ | {"OMP_NUM_THREADS": "1"} | rig.environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 8/8" in done.stdout
@@ -225,7 +230,7 @@ def test_what_a_run_leaves_is_for_its_user_alone_and_holds_no_secret(rig: Rig, c
 
 
 def wrapper(folder: Path, name: str, script: str) -> dict[str, str]:
-    """A shell script in the place of a SLURM command, `$REAL`, first on the PATH that is returned."""
+    """A shell script in place of a SLURM command (`$REAL`), first on the returned PATH."""
     folder.mkdir()
     path = folder / name
     path.write_text(f"#!/bin/bash\nREAL={shutil.which(name)}\n{script}\n")

@@ -22,8 +22,8 @@ SECRET = "planted-key-of-a-tracker"
 
 @pytest.fixture(scope="module")
 def line(rig: Rig, cells: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
-    """A project that was run through SLURM, and what Snakemake printed. A space in the folder's name is as much as the
-    plugin bears: a quote makes its jobs fail."""
+    """A project that was run through SLURM, and Snakemake's output. The folder's name has a space; with a quote the
+    plugin's jobs fail."""
     if not Path("/etc/slurm/slurm.conf").exists():
         pytest.skip("the executor plugin's jobs look for the cluster in /etc/slurm, which this user cannot write")
     project = make_project(tmp_path_factory.mktemp("line") / "the line", cells)
@@ -102,7 +102,7 @@ def test_the_loss_is_that_of_four_processes_on_one_machine(line: tuple[Project, 
         assert on_cluster[key] == pytest.approx(on_one[key], abs=1e-5)
 
 
-def test_a_secret_in_the_environment_is_in_no_file(line: tuple[Project, str]) -> None:
+def test_a_secret_in_the_environment_is_written_to_no_file(line: tuple[Project, str]) -> None:
     project, printed = line
     assert SECRET not in printed
     files = [path for path in project.folder.rglob("*") if path.is_file()]

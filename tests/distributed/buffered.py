@@ -1,4 +1,4 @@
-"""A family whose model has buffers, persistent and not, on the root and in each block; registered where imported."""
+"""A family whose model has buffers, persistent and not, on the root and in each block."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ from cellmill.parallel.materialize import named_tensors
 from cellmill.train.checkpoint import CheckpointReader
 from tests.distributed import cases
 
-registry.BUILT_IN["family"]["buffered"] = "tests.distributed.buffered:BufferedConfig"
 PERIOD = 7
+
+
+def register() -> None:
+    """Make the family known in this process."""
+    registry.BUILT_IN["family"]["buffered"] = "tests.distributed.buffered:BufferedConfig"
 
 
 class BufferedConfig(MaskedConfig):
@@ -78,6 +82,7 @@ def curve_and_buffers(
 
     With `load`, persistent buffers are spoiled before the newest checkpoint in `folder` is loaded.
     """
+    register()
     made, lines = cases.trainer(corpus, options, folder, steps)
     before = buffers_of(made.model)
     if load:

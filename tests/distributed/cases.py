@@ -1,4 +1,4 @@
-"""What the processes of the pool run: the pieces of train/worker.py, put together as the worker does."""
+"""Functions that the pool's processes run: the pieces of train/worker.py, put together as the worker does."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from cellmill.cli import main
+from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.config.options import TrainOptions
-from cellmill.config.run import Parallel
+from cellmill.config.parallel import Parallel
 from cellmill.data.stream import CellStream
 from cellmill.data.tokens import Batch
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import UserError
+from cellmill.finetune.method import load_method
 from cellmill.models import attention
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec
+from cellmill.models.export import load_model
 from cellmill.parallel import compile_blocks, cpu_matmul, cross_entropy
-from cellmill.parallel.materialize import plain_name
+from cellmill.parallel.materialize import named_tensors, plain_name
 from cellmill.parallel.mesh import build_mesh, set_timeouts
 from cellmill.parallel.vocab_parallel import embed_tokens
 from cellmill.planner.size import measure
@@ -64,7 +68,7 @@ class _NoSignal(StopFlag):
 
 
 def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tuple[Trainer, Lines]:
-    """A trainer over the shards in `corpus`, in the layout that `options` names."""
+    """Return a trainer over the shards in `corpus`, in the layout of `options`."""
     parsed = TrainOptions.model_validate(options)
     vocabulary = Vocabulary.read(Path(corpus) / "vocabulary.tsv")
     mesh = build_mesh(parsed.parallel, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "cpu")
@@ -74,7 +78,7 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
     made = Trainer(
         model=model,
         parallel_model=build_parallel_model(model, parsed.parallel, mesh),
-        optimizer=build_optimizer(model, parsed.train, parsed.parallel.cpu_offload),
+        optimizer=build_optimizer(model, parsed.train, parsed.parallel.cpu_offload, load_method(parsed.finetune).group),
         mesh=mesh,
         device=DEVICE,
         train=parsed.train,
@@ -87,13 +91,18 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
         meter=Meter(None, dist.get_world_size()),
         stop=_NoSignal(),
         progress=Progress(),
-        saved_with={"fingerprint": train_stream.fingerprint},
+        saved_with={
+            "identity": {"weights_format": WEIGHTS_FORMAT},
+            "fingerprint": train_stream.fingerprint,
+            "vocabulary_digest": vocabulary.digest,
+            "options": parsed.model_dump(mode="json"),
+        },
     )
     return made, lines
 
 
 def go_on(made: Trainer, folder: str) -> None:
-    """Takes a trainer to the newest checkpoint in `folder`."""
+    """Load the newest checkpoint in `folder` into a trainer."""
     checkpoint, _ = TrainFolder(Path(folder)).newest_whole()
     assert checkpoint is not None
     made.checkpoints.load(checkpoint, made.model, made.optimizer)
@@ -129,7 +138,7 @@ def curve(corpus: str, options: dict[str, Any], folder: str, steps: int, load: b
 def curve_compiled(
     corpus: str, options: dict[str, Any], folder: str, steps: int, backend: str
 ) -> tuple[list[list[float]], int]:
-    """As `curve`, with what compiles by `backend`; and how many graphs were compiled."""
+    """As `curve`, compiled by `backend`; and the number of compiled graphs."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     kept, compile_blocks.BACKEND = compile_blocks.BACKEND, backend
@@ -141,7 +150,7 @@ def curve_compiled(
 
 
 def curve_by_products(corpus: str, options: dict[str, Any], folder: str, steps: int) -> list[list[float]]:
-    """As `curve`, with the ways of long cells and large matrices on a CPU taken by small ones too."""
+    """As `curve`, with the CPU paths for long cells and large matrices used for small ones too."""
     kept = attention.LONG, cpu_matmul.LARGE
     attention.LONG, cpu_matmul.LARGE = 1, 0
     try:
@@ -181,7 +190,7 @@ def initial_parameters(corpus: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def cut_vocabulary(arrays: list[Any]) -> list[Any]:
-    """The summed loss over a table that all ranks share, and the whole gradients of twice it."""
+    """The summed loss over a table sharded over all ranks, and the full gradients of twice the loss."""
     table, bias, states, tokens, answers = map(torch.from_numpy, arrays)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows, kept = -(-len(table) // mesh.size()), cross_entropy.ELEMENTS["cpu"]
@@ -198,13 +207,13 @@ def cut_vocabulary(arrays: list[Any]) -> list[Any]:
 
 
 def held(corpus: str, options: dict[str, Any]) -> dict[str, float]:
-    """What this rank has of the parameters, and what autograd keeps of a forward pass, in elements."""
+    """This rank's parameters, and what autograd keeps of a forward pass for each token, in elements."""
     made, _ = trainer(corpus, options, corpus, 1)
     own = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in made.model.named_parameters()}
     weights = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
     batch = next(iter(made.train_stream))[0]
     prepared = made._prepare([to_tensors(batch)], 0)[0]
-    kept: dict[int, torch.UntypedStorage] = {}  # alive, or an address would be counted once for two tensors
+    kept: dict[int, torch.UntypedStorage] = {}  # kept alive: a freed address could be used by another tensor
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -225,7 +234,7 @@ def held(corpus: str, options: dict[str, Any]) -> dict[str, float]:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that may be spread over ranks. Collective."""
+    """The full tensor of a plain tensor or a DTensor. Collective."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
@@ -235,7 +244,7 @@ def parameters_after(corpus: str, options: dict[str, Any], folder: str, steps: i
 
 
 def all_parameters_after(corpus: str, options: dict[str, Any], folder: str, steps: int) -> list[tuple[str, bytes]]:
-    """The same as pairs: a process may have two copies of one parameter."""
+    """The same as pairs: a rank may have two copies of a tied parameter."""
     made, _ = trainer(corpus, options, folder, steps)
     made.run()
     made.train_stream.close()
@@ -273,7 +282,7 @@ class _Spoiled:
 def spoiled(
     corpus: str, options: dict[str, Any], folder: str, steps: int, bad: list[int], load: bool = False
 ) -> dict[str, Any]:
-    """A run whose cells of data-parallel rank 1, or 0 where there is no other, are infinite in the steps `bad`."""
+    """A run in which data-parallel rank 1, or 0 if it is the only one, gets infinite values in the steps `bad`."""
     made, lines = trainer(corpus, options, folder, steps)
     if load:
         go_on(made, folder)
@@ -305,7 +314,7 @@ def spoiled(
 
 
 def spoiled_validation(corpus: str, options: dict[str, Any], folder: str, steps: int) -> dict[str, Any]:
-    """A run whose cells for validation are infinite."""
+    """A run whose validation cells have infinite values."""
     made, lines = trainer(corpus, options, folder, steps)
     assert made.val_stream is not None
     made.val_stream = _Spoiled(made.val_stream, list(range(1000)), here=True)  # type: ignore[assignment]
@@ -315,8 +324,16 @@ def spoiled_validation(corpus: str, options: dict[str, Any], folder: str, steps:
     return {"done": done, "lines": lines.lines, "progress": vars(made.progress)}
 
 
+def exported(corpus: str, folder: Path, out: Path) -> dict[str, torch.Tensor]:
+    """Tensors of the model that consolidate makes of the newest checkpoint, by name; buffers too."""
+    chosen = ["--options", '{"consolidate": {"checkpoint": "last"}}', "--vocabulary", f"{corpus}/vocabulary.tsv"]
+    assert main(["consolidate", *chosen, "--train", str(folder), "--out", str(out)]) == 0
+    model, _, _ = load_model(out)
+    return {name: tensor.detach() for name, tensor in named_tensors(model)}
+
+
 def timeouts(parallel: dict[str, Any], seconds: float) -> list[float]:
-    """Of all process groups of a mesh, after all were given one."""
+    """Timeouts of all process groups of a mesh, after `set_timeouts`."""
     build_mesh(Parallel.model_validate(parallel), int(os.environ["LOCAL_WORLD_SIZE"]), "cpu")
     set_timeouts(timedelta(seconds=seconds))
     groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]

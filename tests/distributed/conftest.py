@@ -24,7 +24,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """This process as a group of one: the reference of every layout. No longer than a module: others make their own."""
+    """This process as a group of one: the reference of every layout. Ends with the module: others make their own."""
     os.environ |= {"LOCAL_WORLD_SIZE": "1"}
     store = tmp_path_factory.mktemp("rendezvous") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)

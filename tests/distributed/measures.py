@@ -1,4 +1,4 @@
-"""What a step of the pool's processes really takes: bytes of memory, and collectives by kind and group."""
+"""Measurements of a step in the pool's processes: bytes of memory, and collectives by kind and group."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.distributed.cases import DEVICE, trainer
 
 
 def allocated(corpus: str, options: dict[str, Any]) -> dict[str, int]:
-    """Most bytes of CPU tensors that live at once in this process in a step, as its allocator reports them.
+    """Peak bytes of CPU tensors of this process in a step, as its allocator reports them.
 
-    With the tokens of the largest micro-batch and the most micro-batches of a step. Everything since the model was
-    built counts. What a thread of gloo lets go goes unreported now and then: of several steps the least counts.
+    With the tokens of the largest micro-batch and the most micro-batches of a step. Everything since the
+    model was built counts. A gloo thread's frees are sometimes not reported: the smallest of several steps counts.
     """
-    gc.collect()  # what an earlier case left would be counted as it goes
+    gc.collect()  # frees of earlier cases would be counted
     first, steps = 1, 3
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         made, _ = trainer(corpus, options, corpus, steps)
-        batches = [next(iter(made.train_stream))] * steps  # one alone: alike but for what is not reported
+        batches = [next(iter(made.train_stream))] * steps  # the same batch in each step
         for batch in batches:
             with record_function("step"):
                 made._step(iter([batch]))
@@ -69,7 +69,7 @@ def collectives(corpus: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Counter(TorchDispatchMode):
-    """Sees what torch.distributed is asked for, forward and backward."""
+    """Record of the calls of torch.distributed, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,11 +16,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-MOST_THREADS = 60  # of gloo, for groups that torch still knows after their world has ended; they are not idle
+MOST_THREADS = 60  # gloo's, of groups that torch still knows after their world has ended; they are not idle
 
 
 class Pool:
-    """`world` processes that wait for work; `run` is the only thing to call. After a failure they are new ones."""
+    """`world` processes that wait for work; call only `run`. They are replaced after a failure."""
 
     def __init__(self, world: int, local_world: int) -> None:
         self.world, self.local_world = world, local_world
@@ -45,7 +45,7 @@ class Pool:
                 rank = waiting.pop(pipe)  # type: ignore[arg-type]
                 ok, answer = pipe.recv()  # type: ignore[union-attr]
                 (answers if ok else failed)[rank] = answer
-            within_s = 5.0 if failed else within_s  # the others may wait for this one for ever
+            within_s = 5.0 if failed else within_s  # the others may wait for the failed rank forever
         if waiting or failed:
             self.close()
         for rank, text in sorted(failed.items()):
@@ -89,8 +89,8 @@ def _serve(rank: int, world: int, local_world: int, rendezvous: str, pipe: Conne
     number = 0
     while (work := pipe.recv()) is not None:
         case, arguments = work
-        # a world for each case: a mesh's groups, and gloo's threads for each, would else pile up. The last one's ends
-        # only here, when all ranks are known to be through with it
+        # a world for each case, or the groups of meshes and their gloo threads would accumulate. The previous world is
+        # destroyed here, when all ranks are done with it
         if dist.is_initialized():
             gc.collect()
             dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The plan's memory is what tensors of real processes take, within 10 %, where tensors are tens of megabytes."""
+"""Planned memory equals the tensor memory of real processes within 10 %, for tensors of tens of megabytes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_memory_of_the_plan_is_what_processes_allocate(
         tokens, micro_batches = max(rank["tokens"] for rank in alike), alike[0]["micro_batches"]
         sizes = layout(parallel, WORLD, LOCAL_WORLD)
         planned = memory_of(stage, size, parallel, sizes, tokens, micro_batches)
-        # what is let go in another thread is not reported: the least of those that need as much is nearest the truth
+        # frees in other threads are not reported: the smallest peak of ranks with equal needs is the most accurate
         measured = min(rank["peak_bytes"] for rank in alike if rank["tokens"] == tokens)
         assert measured > 20e6
         assert planned.total == pytest.approx(measured, rel=0.1), f"stage {stage}: {planned}"

@@ -1,4 +1,4 @@
-"""A loss or gradient norm that is not finite: skipped on all ranks alike, counted, named in the end."""
+"""Steps with a non-finite loss or gradient norm: skipped on all ranks, counted, and named in the final error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_skipped_step_changes_no_bit_of_parameters_and_moments(
     ]
 
 
-def test_after_a_skipped_step_training_goes_on(pool: Pool, corpus: str, tmp_path: Path) -> None:
+def test_training_continues_after_a_skipped_step(pool: Pool, corpus: str, tmp_path: Path) -> None:
     found = pool.run("spoiled", corpus=corpus, options=options(), folder=str(tmp_path), steps=6, bad=[1, 4])[0]
     losses = [line["loss"] for line in found["lines"] if "loss" in line]
     assert len(losses) == 4
@@ -47,7 +47,7 @@ def test_after_a_skipped_step_training_goes_on(pool: Pool, corpus: str, tmp_path
     assert (found["progress"]["skipped_steps"], found["progress"]["skipped_in_a_row"]) == (2, 0)
 
 
-def test_a_resumed_run_skips_and_ends_as_one_left_alone(pool: Pool, corpus: str, tmp_path: Path) -> None:
+def test_a_resumed_run_skips_and_ends_as_an_uninterrupted_one(pool: Pool, corpus: str, tmp_path: Path) -> None:
     run = options(train={"steps": 9, "checkpoint_every_steps": 4, "max_bad_steps": 3})
     each = {"corpus": corpus, "options": run, "bad": [2, 4, 5, 6], "steps": 9}
     alone = pool.run("spoiled", folder=str(tmp_path / "alone"), **each)
@@ -60,7 +60,7 @@ def test_a_resumed_run_skips_and_ends_as_one_left_alone(pool: Pool, corpus: str,
 
 
 @pytest.mark.parametrize("layout", ["ddp", "FULL_SHARD x tp 2", "FULL_SHARD x pp 2"])
-def test_the_end_names_the_rank_and_the_cells(pool: Pool, corpus: str, tmp_path: Path, layout: str) -> None:
+def test_the_final_error_names_the_rank_and_the_cells(pool: Pool, corpus: str, tmp_path: Path, layout: str) -> None:
     run = options(LAYOUTS[layout], train={"max_bad_steps": 2})
     found = pool.run("spoiled", corpus=corpus, options=run, folder=str(tmp_path), steps=6, bad=[2, 3])
     assert len({rank["error"] for rank in found}) == 1, "ranks disagree"
@@ -89,7 +89,7 @@ def test_a_finite_loss_with_an_infinite_gradient_is_skipped_too(
     assert all(re.fullmatch(r"loss [\d.]+ and gradient norm (nan|inf)", text) for text in skipped)
 
 
-def test_a_validation_loss_that_is_not_finite_is_told_and_training_goes_on(
+def test_a_validation_loss_that_is_not_finite_is_logged_and_training_continues(
     alone: None, corpus: str, tmp_path: Path
 ) -> None:
     found = cases.spoiled_validation(corpus, options(train={"val_every_steps": 2}), str(tmp_path), 4)

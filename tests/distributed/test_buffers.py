@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.distributed import buffered
+from cellmill import registry
+from tests.distributed import buffered, cases
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
 from tests.distributed.test_layouts import BOTH_CUT, LAYOUTS
 
 STEPS = 4
 SPREAD: dict[str, dict[str, Any]] = {
-    **{name: LAYOUTS[name] for name in ("ddp", "FULL_SHARD", "HYBRID_SHARD", "tp 4", BOTH_CUT)},
-    "FULL_SHARD, recomputed": LAYOUTS["FULL_SHARD"] | {"activation_checkpointing": "full"},
-    "FULL_SHARD, offloaded": LAYOUTS["FULL_SHARD"] | {"cpu_offload": "full"},
+    **{name: LAYOUTS[name] for name in ("ddp", "HYBRID_SHARD", BOTH_CUT)},
+    "FULL_SHARD, offloaded, recomputed": LAYOUTS["FULL_SHARD"]
+    | {"cpu_offload": "full", "activation_checkpointing": "full"},
     "pp 2": {"pp": 2, "sharding_strategy": "FULL_SHARD"},
     "pp 2, ZBV": {"pp": 2, "schedule": "ZBV", "sharding_strategy": "FULL_SHARD"},
 }
 PERSISTENT = {"order", *(f"blocks.{index}.scale" for index in range(4))}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> Iterator[None]:
+    buffered.register()
+    yield
+    del registry.BUILT_IN["family"]["buffered"]
 
 
 def run(parallel: dict[str, Any], **train: Any) -> dict[str, Any]:
@@ -55,3 +66,14 @@ def test_every_rank_has_the_buffers_of_one_process_and_a_checkpoint_restores_the
     names = buffered.checkpointed(str(tmp_path))
     assert names >= PERSISTENT
     assert "offsets" not in names
+
+
+def test_an_export_has_the_persistent_buffers_and_a_loaded_model_all_of_them(
+    alone: None, corpus: str, tmp_path: Path
+) -> None:
+    _, expected, _ = buffered.curve_and_buffers(corpus, run({}), str(tmp_path / "train"), STEPS)
+    loaded = cases.exported(corpus, tmp_path / "train", tmp_path / "model")
+    assert {name: loaded[name].numpy().tobytes() for name in expected} == expected
+    written = load_file(tmp_path / "model" / "model.safetensors")
+    assert written.keys() == loaded.keys() - {"offsets"}
+    assert written["order"].dtype == torch.int64

@@ -1,4 +1,4 @@
-"""Checkpoints go from any layout to any layout, and a resumed run is the run left alone."""
+"""Checkpoints resume in any layout, and a resumed run equals the uninterrupted one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def half(pool: Pool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_hybrid_checkpoint_goes_on_in_every_layout(
+def test_a_hybrid_checkpoint_resumes_in_every_layout(
     pool: Pool, corpus: str, half: Path, unbroken: np.ndarray, tmp_path: Path, layout: str
 ) -> None:
     shutil.copytree(half, tmp_path / "run")
@@ -43,7 +43,7 @@ def test_a_hybrid_checkpoint_goes_on_in_every_layout(
     np.testing.assert_allclose(np.array(curves[0])[-4:], unbroken[-4:], atol=5e-6, rtol=5e-6)
 
 
-def test_a_hybrid_checkpoint_goes_on_in_one_process(
+def test_a_hybrid_checkpoint_resumes_in_one_process(
     alone: None, corpus: str, half: Path, unbroken: np.ndarray, tmp_path: Path
 ) -> None:
     shutil.copytree(half, tmp_path / "run")
@@ -52,7 +52,11 @@ def test_a_hybrid_checkpoint_goes_on_in_one_process(
 
 
 def test_a_run_goes_through_layouts_with_its_optimizer(pool: Pool, alone: None, corpus: str, tmp_path: Path) -> None:
-    train = {"steps": 8, "schedule": "constant", "checkpoint_every_steps": 2}  # the last step known to none of them
+    train = {
+        "steps": 8,
+        "schedule": "constant",
+        "checkpoint_every_steps": 2,
+    }  # lr independent of the last step
     unbroken = np.array(cases.curve(corpus, options(train=train), str(tmp_path / "unbroken"), 8))
     for steps, layout in ((2, "tp 4"), (4, BOTH_CUT), (6, "FULL_SHARD")):
         each = options(LAYOUTS[layout], train=train)
@@ -62,7 +66,7 @@ def test_a_run_goes_through_layouts_with_its_optimizer(pool: Pool, alone: None, 
     np.testing.assert_allclose(np.array(last), unbroken[6:], rtol=2e-6)
 
 
-def test_resuming_in_the_same_layout_is_bitwise_the_run_left_alone(
+def test_resuming_in_the_same_layout_is_bitwise_the_uninterrupted_run(
     pool: Pool, corpus: str, half: Path, tmp_path: Path
 ) -> None:
     same = options(LAYOUTS["HYBRID_SHARD"], train={"steps": 8})
@@ -116,7 +120,7 @@ def test_when_every_checkpoint_is_damaged_the_run_stops(half: Path, tmp_path: Pa
         TrainFolder(run).newest_whole()
 
 
-def test_an_unfinished_checkpoint_is_not_one(half: Path, tmp_path: Path) -> None:
+def test_an_unfinished_checkpoint_is_ignored(half: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(half, run)
     shutil.copytree(run / "checkpoints" / "step-00000004", run / "checkpoints" / "step-00000008.incomplete")

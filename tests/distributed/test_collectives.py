@@ -1,4 +1,4 @@
-"""What torch sends between real processes is what the plan says, and HYBRID_SHARD is hybrid."""
+"""Collectives of real processes equal the plan, and HYBRID_SHARD shards inside a node and replicates across."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_hybrid_shard_gathers_and_scatters_inside_a_shard_group_and_reduces_acro
     pool: Pool, corpus: str, train: dict[str, Any]
 ) -> None:
     given = _options(LAYOUTS["HYBRID_SHARD"], train)
-    pieces = MODEL["layers"] + 1  # blocks, and what lies outside them
+    pieces = MODEL["layers"] + 1  # blocks, and the root
     for rank, found in enumerate(pool.run("measures.collectives", corpus=corpus, options=given)):
         seen = Counter((kind, tuple(group)) for kind, group, n_bytes in found["seen"] if n_bytes >= FEW_BYTES)
         node = rank // 2

@@ -1,4 +1,4 @@
-"""What is compiled is what was written: loss, gradient norm and dropout are those of one process that compiles nothing.
+"""Compiled layouts have the loss, gradient norm and dropout of one uncompiled process.
 
 Gradients are silently wrong where tensor parallel and torch.compile are put together naively, so norms are compared in
 every step. Layouts are traced and differentiated by torch (`aot_eager`); the code of inductor is made in one of them.
@@ -24,7 +24,7 @@ COMPILED: dict[str, dict[str, Any]] = {
     "tp 4, sequence parallel, recomputed": LAYOUTS["tp 4, sequence parallel"] | {"activation_checkpointing": "full"},
     "pp 2 Interleaved1F1B": PIPELINED["pp 2"] | {"schedule": "Interleaved1F1B"},
 }
-# 4 blocks, so that each of 4 stages has one; validation, so that what drops nothing is compiled too
+# 4 blocks for 4 stages; validation, so that the code without dropout is compiled too
 RUN: dict[str, Any] = {"model": {"layers": 4}, "train": {"val_every_steps": 2}}
 
 
@@ -47,7 +47,7 @@ def test_compiled_layouts_train_the_model_of_one_process(
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler")
-def test_the_code_of_inductor_drops_and_learns_the_same(
+def test_inductor_code_trains_the_same_model_with_dropout(
     alone: None, corpus: str, reference: np.ndarray, tmp_path: Path
 ) -> None:
     opts = options({"compile": True}, **RUN)

@@ -126,7 +126,7 @@ def test_bf16_is_that_of_one_process(pool: Pool, alone: None, corpus: str, tmp_p
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_begin_bitwise_equal(pool: Pool, alone: None, corpus: str, layout: str) -> None:
+def test_initial_weights_are_bitwise_equal_in_every_layout(pool: Pool, alone: None, corpus: str, layout: str) -> None:
     expected = cases.initial_parameters(corpus, options())
     for found in pool.run("initial_parameters", corpus=corpus, options=options(LAYOUTS[layout])):
         assert {n: p["bytes"] for n, p in found.items()} == {n: p["bytes"] for n, p in expected.items()}
@@ -158,7 +158,7 @@ def test_tensor_parallel_cuts_matrices_by_heads_width_and_tokens(pool: Pool, cor
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("model", [{}, {"objective": "masked_gene", "dropout": 0.0}, {"cell_loss_weight": 0}], ids=str)
-def test_what_a_tensor_parallel_process_holds_is_what_the_size_says(
+def test_a_tensor_parallel_rank_holds_the_measured_sizes(
     pool: Pool, corpus: str, model: dict[str, Any], sequence_parallel: bool
 ) -> None:
     wide = {"hidden": 64, "layers": 4} | model
@@ -189,7 +189,7 @@ def test_an_epoch_that_leaves_a_rank_without_cells_does_not_hang(pool: Pool, cor
     assert np.isfinite(curves[0]).all()
 
 
-def test_all_groups_of_a_mesh_wait_as_long(pool: Pool) -> None:
+def test_every_process_group_of_a_mesh_gets_the_timeout(pool: Pool) -> None:
     for found in pool.run("timeouts", parallel=LAYOUTS["HYBRID_SHARD"], seconds=77.0):
         assert len(found) > 2
         assert set(found) == {77.0}

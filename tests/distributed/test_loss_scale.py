@@ -1,4 +1,4 @@
-"""float16: the loss is scaled, gradients are true ones again before they are used, what overflows is skipped by all."""
+"""float16: the loss is scaled, gradients are unscaled before use, and all ranks skip a step that overflows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_layouts import BOTH_CUT, LAYOUTS, PIPELINED
 
 STEPS = 6
-LOW = 2.0**8  # at which nothing overflows here of itself; at the scale a run begins with the first steps do
+LOW = 2.0**8  # small enough that nothing overflows by itself; at the initial scale of a run the first steps would
 HALF = {"precision": "16-mixed"}
 MOST: dict[str, dict[str, Any]] = {
     "ddp": LAYOUTS["ddp"],
@@ -63,7 +63,7 @@ def test_an_overflow_on_one_process_is_skipped_by_all_and_halves_the_scale(
     np.testing.assert_allclose([line[1] for line in lines[:3]], half[:3, 1], rtol=2e-2)
 
 
-def test_a_scale_that_is_too_large_comes_down_and_one_that_is_good_grows(
+def test_the_loss_scale_falls_after_overflows_and_grows_after_good_steps(
     alone: None, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_guard, "GROWTH_STEPS", 2)
@@ -78,7 +78,7 @@ def test_a_scale_that_is_too_large_comes_down_and_one_that_is_good_grows(
     assert TrainFolder(tmp_path).newest_whole()[0].state()["progress"]["loss_scale"] == scales[-1]  # type: ignore[union-attr]
 
 
-def test_a_resumed_run_goes_on_with_its_scale(
+def test_a_resumed_run_keeps_its_loss_scale(
     alone: None, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_guard, "GROWTH_STEPS", 4)

@@ -1,4 +1,4 @@
-"""What is kept in the host's memory trains the same model, and its checkpoints go from any layout to any."""
+"""CPU offload trains the same model, and its checkpoints resume in any layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def reference(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory
     return np.array(cases.curve(corpus, options(), str(tmp_path_factory.mktemp("one")), STEPS))
 
 
-def test_in_one_process_it_is_bitwise_the_same(reference: np.ndarray, corpus: str, tmp_path: Path) -> None:
+def test_offload_in_one_process_is_bitwise_the_same(reference: np.ndarray, corpus: str, tmp_path: Path) -> None:
     found = cases.curve(corpus, options(OPTIMIZER), str(tmp_path), STEPS)
     assert np.array_equal(np.array(found), reference)
 
@@ -44,7 +44,7 @@ def test_parameters_on_the_cpu_train_the_model_of_one_process(
     np.testing.assert_allclose(np.array(curves[0]), reference, atol=5e-6, rtol=5e-6)
 
 
-def test_checkpoints_go_on_with_and_without_offload(pool: Pool, alone: None, corpus: str, tmp_path: Path) -> None:
+def test_checkpoints_resume_with_and_without_offload(pool: Pool, alone: None, corpus: str, tmp_path: Path) -> None:
     train = {"steps": 10, "schedule": "constant", "checkpoint_every_steps": 2}
     unbroken = np.array(cases.curve(corpus, options(train=train), str(tmp_path / "unbroken"), 10))
     steps = {2: LAYOUTS[BOTH_CUT] | OPTIMIZER, 4: LAYOUTS["ddp"], 6: LAYOUTS["FULL_SHARD"] | FULL}
@@ -57,7 +57,7 @@ def test_checkpoints_go_on_with_and_without_offload(pool: Pool, alone: None, cor
 
 
 @pytest.mark.parametrize("offload", [OPTIMIZER, FULL], ids=str)
-def test_in_bf16_it_is_that_of_one_process(
+def test_offload_in_bf16_trains_the_model_of_one_process(
     pool: Pool, alone: None, corpus: str, tmp_path: Path, offload: dict[str, str]
 ) -> None:
     low = {"precision": "bf16-mixed"}

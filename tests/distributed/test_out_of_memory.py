@@ -1,4 +1,4 @@
-"""Running out of memory ends in the plan's advice."""
+"""Running out of memory ends in the plan and its remedy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[st
     return record
 
 
-def test_the_line_names_the_parts_the_largest_first_and_the_first_change(run: dict[str, Any], tmp_path: Path) -> None:
+def test_the_error_names_the_planned_parts_largest_first_and_a_remedy(run: dict[str, Any], tmp_path: Path) -> None:
     line = error_line(torch.OutOfMemoryError(CUDA), tmp_path)
     assert line is not None
     who, _, rest = line.partition("; ")
@@ -48,7 +48,7 @@ def test_the_parts_are_those_of_the_plan(run: dict[str, Any]) -> None:
     assert after.endswith("): lower train.token_budget to 128")
 
 
-def test_without_a_plan_it_still_says_what_to_change(tmp_path: Path) -> None:
+def test_without_a_plan_the_error_still_names_a_remedy(tmp_path: Path) -> None:
     line = error_line(MemoryError(), tmp_path)
     assert line is not None
     assert line.endswith(
@@ -56,7 +56,7 @@ def test_without_a_plan_it_still_says_what_to_change(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_memory_and_what_is_not() -> None:
+def test_out_of_memory_errors_are_recognised() -> None:
     for allocate in (lambda: torch.empty(1 << 58, dtype=torch.uint8), lambda: np.empty(1 << 58, np.uint8)):
         with pytest.raises((RuntimeError, MemoryError)) as failed:
             allocate()

@@ -1,4 +1,4 @@
-"""Pipelines train the model of one process, whatever the schedule and whatever they are combined with."""
+"""Pipelines train the model of one process, with every schedule and combination of layouts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EIGHT: dict[str, dict[str, Any]] = {
 }
 STEPS = 5
 MODEL = {"layers": 8}
-GENES = MODEL | {"objective": "masked_gene"}  # the vocabulary is then in the first and in the last stage
+GENES = MODEL | {"objective": "masked_gene"}  # ties the vocabulary between the first and the last stage
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_bf16_is_that_of_one_process(pool: Pool, alone: None, corpus: str, tmp_p
 
 
 @pytest.mark.parametrize("layout", ["pp 4, 1F1B", "pp 2, ZBV x SHARD_GRAD_OP", "pp 2, 1F1B x tp 2"])
-def test_stages_begin_bitwise_as_one_process_and_each_parameter_is_somewhere(
+def test_stages_start_bitwise_as_one_process_and_cover_every_parameter(
     pool: Pool, alone: None, corpus: str, layout: str
 ) -> None:
     expected = {n: p["bytes"] for n, p in cases.initial_parameters(corpus, options(model=GENES)).items()}
@@ -146,7 +146,7 @@ def test_stages_begin_bitwise_as_one_process_and_each_parameter_is_somewhere(
 
 
 @pytest.mark.parametrize("layout", ["pp 4, 1F1B", "pp 2, 1F1B x FULL_SHARD", "pp 2, ZBV x SHARD_GRAD_OP"])
-def test_what_two_stages_have_stays_one_parameter(pool: Pool, corpus: str, tmp_path: Path, layout: str) -> None:
+def test_copies_of_a_tied_parameter_stay_equal(pool: Pool, corpus: str, tmp_path: Path, layout: str) -> None:
     staged = options(LAYOUTS[layout], model=GENES)
     found = pool.run("all_parameters_after", corpus=corpus, options=staged, folder=str(tmp_path), steps=20)
     values: dict[str, set[bytes]] = {}
@@ -177,7 +177,7 @@ def test_a_run_goes_through_stages_and_layouts_with_its_optimizer(
     np.testing.assert_allclose(np.array(last), unbroken[8:], rtol=2e-6)
 
 
-def test_a_resumed_pipeline_is_bitwise_the_run_left_alone(pool: Pool, corpus: str, tmp_path: Path) -> None:
+def test_a_resumed_pipeline_is_bitwise_the_uninterrupted_run(pool: Pool, corpus: str, tmp_path: Path) -> None:
     train = {"steps": 8, "checkpoint_every_steps": 4}
     staged = options(LAYOUTS["pp 2, ZBV x SHARD_GRAD_OP"], model=GENES, train=train)
     whole = pool.run("curve", corpus=corpus, options=staged, folder=str(tmp_path), steps=8)

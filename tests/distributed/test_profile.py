@@ -1,4 +1,4 @@
-"""A trace of named steps: what it has, and that it changes no number."""
+"""Traces of chosen steps have the named parts, and recording changes no number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARTS = {"data", "prepare", "forward_backward", "clip", "optimizer"}
 
 
 @pytest.mark.parametrize(("last", "recorded"), [(3, 2), (9, 3)], ids=["inside the run", "beyond its end"])
-def test_a_trace_has_the_named_parts_of_each_step_that_was_asked_for(
+def test_a_trace_has_the_named_parts_of_each_requested_step(
     alone: None, corpus: str, tmp_path: Path, last: int, recorded: int
 ) -> None:
     first = cases.profiled(corpus, options(), str(tmp_path), steps=4, first=2, last=last)
@@ -32,6 +32,6 @@ def test_a_trace_has_the_named_parts_of_each_step_that_was_asked_for(
 
 
 @pytest.mark.parametrize("steps", [[0, 3], [4, 3], [1], [1, 2, 3]])
-def test_steps_that_are_no_range_are_refused(steps: list[int]) -> None:
+def test_profile_steps_that_are_not_a_range_are_refused(steps: list[int]) -> None:
     with pytest.raises(ValueError, match="profile_steps"):
         Train.model_validate({"steps": 5, "profile_steps": steps})

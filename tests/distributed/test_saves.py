@@ -1,4 +1,4 @@
-"""What is written is what was there when it was saved, however often and whatever training goes on to do."""
+"""A checkpoint holds the state of its own step, also when training continues while it is written."""
 
 from __future__ import annotations
 

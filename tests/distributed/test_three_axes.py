@@ -1,4 +1,4 @@
-"""Eight processes: where three axes of the mesh meet."""
+"""Layouts with three mesh axes, on eight processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_three_axes_train_the_model_of_one_process(
         assert all(curve == curves[0] for curve in curves), name
 
 
-def test_three_axes_begin_bitwise_equal(eight: Pool, alone: None, corpus: str) -> None:
+def test_initial_weights_are_bitwise_equal_with_three_axes(eight: Pool, alone: None, corpus: str) -> None:
     expected = cases.initial_parameters(corpus, options())
     for found in eight.run("initial_parameters", corpus=corpus, options=options(next(iter(LAYOUTS.values())))):
         assert {n: p["bytes"] for n, p in found.items()} == {n: p["bytes"] for n, p in expected.items()}

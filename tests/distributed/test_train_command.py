@@ -37,7 +37,7 @@ def command(
 
 
 def train(corpus: str, out: Path, opts: dict[str, Any], **machine: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(corpus, out, opts, **machine), capture_output=True, text=True, timeout=300)
+    return subprocess.run(command(corpus, out, opts, **machine), capture_output=True, text=True, timeout=580)
 
 
 def start(corpus: str, out: Path, opts: dict[str, Any], **machine: int) -> subprocess.Popen[str]:
@@ -52,11 +52,11 @@ def losses(out: Path) -> dict[int, float]:
 
 
 def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
-    give_up = time.monotonic() + 120
+    give_up = time.monotonic() + 500
     log = out.with_suffix(".log")
     while not any(line["step"] >= step for line in read_lines(out / "metrics.jsonl")):
         assert process.poll() is None, f"ended with {process.returncode} before step {step}:\n{log.read_text()}"
-        assert time.monotonic() < give_up, f"no step {step} within 120 s"
+        assert time.monotonic() < give_up, f"no step {step} within 500 s"
         time.sleep(0.02)
 
 
@@ -87,8 +87,8 @@ def worker(out: Path, rank: int) -> psutil.Process:
     return next(process for process in workers_of(out) if process.environ().get("RANK") == str(rank))
 
 
-def none_left(out: Path, within_s: float = 20) -> bool:
-    """Whether no agent and no worker lives on."""
+def none_left(out: Path, within_s: float = 100) -> bool:
+    """Wait until no agent and no worker is alive; False if some are."""
     give_up = time.monotonic() + within_s
     while processes_of(out) and time.monotonic() < give_up:
         time.sleep(0.1)
@@ -96,7 +96,7 @@ def none_left(out: Path, within_s: float = 20) -> bool:
 
 
 def long_run(steps: int = 400) -> dict[str, Any]:
-    """Enough steps that a signal comes before the end."""
+    """Enough steps for a signal to come before the end."""
     return options(train={"steps": steps, "checkpoint_every_steps": 10, "val_every_steps": 50})
 
 
@@ -143,7 +143,7 @@ def test_a_run_stored_before_an_option_was_added_is_done_and_not_set_aside(
 
 
 def rewrite_state(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Replace a checkpoint's state.json, keeping its manifest true."""
+    """Replace a checkpoint's state.json, and update its manifest."""
     (checkpoint / "state.json").write_text(json.dumps(state))
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     size = (checkpoint / "state.json").stat().st_size
@@ -151,10 +151,10 @@ def rewrite_state(checkpoint: Path, state: dict[str, Any]) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_a_run_killed_three_times_has_the_curve_of_one_left_alone(corpus: str, tmp_path: Path) -> None:
+def test_a_run_killed_three_times_has_the_curve_of_an_uninterrupted_one(corpus: str, tmp_path: Path) -> None:
     # the victim is the command itself, then a worker, then the agent between them
     alone, killed = tmp_path / "alone", tmp_path / "killed"
-    opts = long_run(150)
+    opts = long_run(300)
     assert train(corpus, alone, opts).returncode == 0
     chance = random.Random(time.time_ns())
     reached = 0
@@ -165,7 +165,7 @@ def test_a_run_killed_three_times_has_the_curve_of_one_left_alone(corpus: str, t
         first = workers_of(killed)[0]
         pid = {"command": process.pid, "worker": first.pid, "agent": first.parent().pid}[victim]
         os.kill(pid, signal.SIGKILL)
-        process.wait(60)
+        process.wait(500)
         assert none_left(killed), f"a worker lives on after its {victim} was killed"
         assert not (killed / "status.json").exists()
     done = train(corpus, killed, opts)
@@ -177,10 +177,10 @@ def test_a_run_killed_three_times_has_the_curve_of_one_left_alone(corpus: str, t
 
 
 def kill_worker(out: Path, but: int = 0) -> int:
-    """Kills a worker that is not `but`, as soon as there is one; gives its number."""
-    give_up = time.monotonic() + 60
+    """Kill a worker other than `but` as soon as there is one; return its pid."""
+    give_up = time.monotonic() + 500
     while not (found := [process.pid for process in workers_of(out) if process.pid != but]):
-        assert time.monotonic() < give_up, "no worker within 60 s"
+        assert time.monotonic() < give_up, "no worker within 500 s"
         time.sleep(0.05)
     os.kill(found[0], signal.SIGKILL)
     return found[0]
@@ -190,14 +190,14 @@ def test_kill_9_of_a_worker_or_an_agent_restarts_from_the_last_checkpoint_with_t
     corpus: str, tmp_path: Path
 ) -> None:
     alone, killed = tmp_path / "alone", tmp_path / "killed"
-    opts = options(train={"steps": 120, "checkpoint_every_steps": 10})
+    opts = options(train={"steps": 240, "checkpoint_every_steps": 10})
     assert train(corpus, alone, opts, nodes=2).returncode == 0
     process = start(corpus, killed, opts, nodes=2, max_restarts=2)
     wait_for_step(killed, 15, process)
     kill_worker(killed)
     wait_for_step(killed, 60, process)
     workers_of(killed)[0].parent().kill()
-    assert process.wait(120) == 0
+    assert process.wait(500) == 0
     log = killed.with_suffix(".log").read_text()
     assert "starting all again from the last checkpoint, restart 1 of 2\n" in log
     assert "a process was lost (its agent ended with signal 9): starting all again" in log
@@ -206,20 +206,20 @@ def test_kill_9_of_a_worker_or_an_agent_restarts_from_the_last_checkpoint_with_t
     assert none_left(killed)
 
 
-def test_a_loss_that_comes_twice_from_the_same_step_is_not_started_again(corpus: str, tmp_path: Path) -> None:
+def test_processes_lost_twice_from_the_same_step_are_not_restarted(corpus: str, tmp_path: Path) -> None:
     out = tmp_path / "train"
     opts = options(train={"steps": 2000, "checkpoint_every_steps": 10_000})
     process = start(corpus, out, opts, max_restarts=5)
     wait_for_step(out, 3, process)
     kill_worker(out, but=kill_worker(out))
-    assert process.wait(60) == 2
+    assert process.wait(500) == 2
     log = out.with_suffix(".log").read_text()
     assert "a process was lost again without a new checkpoint after step 0: not started again\n" in log
     assert log.count("starting all again") == 1
     assert none_left(out)
 
 
-def test_what_a_process_refuses_is_not_tried_again(corpus: str, tmp_path: Path) -> None:
+def test_an_error_that_a_process_reports_is_not_retried(corpus: str, tmp_path: Path) -> None:
     opts = options(train={"steps": 50, "lr": 1e38, "warmup_steps": 0, "clip_norm": None})
     done = train(corpus, tmp_path / "train", opts, nproc=2, max_restarts=2)
     assert done.returncode == 2
@@ -227,14 +227,14 @@ def test_what_a_process_refuses_is_not_tried_again(corpus: str, tmp_path: Path) 
     assert done.stderr.splitlines()[-1].startswith("cellmill train: loss ")
 
 
-def test_after_the_loss_of_one_of_two_agents_the_other_goes_on_with_the_whole(corpus: str, tmp_path: Path) -> None:
+def test_after_losing_one_of_two_agents_the_other_continues_alone(corpus: str, tmp_path: Path) -> None:
     alone, out = tmp_path / "alone", tmp_path / "train"
     opts = options(train={"steps": 60, "checkpoint_every_steps": 10})
     assert train(corpus, alone, opts).returncode == 0
     process = start(corpus, out, opts, nodes=2)
     wait_for_step(out, 25, process)
     worker(out, 1).parent().kill()
-    assert process.wait(60) == 2
+    assert process.wait(500) == 2
     assert none_left(out)
     done = train(corpus, out, opts, nodes=1)
     assert done.returncode == 0, done.stderr
@@ -251,7 +251,7 @@ def test_a_signal_saves_at_one_common_step_and_exits_75(corpus: str, tmp_path: P
     process = start(corpus, out, opts, nproc=2)
     wait_for_step(out, 5, process)
     process.send_signal(number)
-    assert process.wait(60) == 75
+    assert process.wait(500) == 75
     state = json.loads((out / "state.json").read_text())
     assert state["state"] == "stopped"
     assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{state['step']:08}"]
@@ -273,7 +273,7 @@ def test_a_signal_to_one_process_stops_all_at_one_step_in_every_layout(
     process = start(corpus, out, opts, nproc=2, max_restarts=2)
     wait_for_step(out, 3, process)
     worker(out, 1).send_signal(number)
-    assert process.wait(60) == 75
+    assert process.wait(500) == 75
     state = json.loads((out / "state.json").read_text())
     assert state["state"] == "stopped"
     assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{state['step']:08}"]
@@ -289,7 +289,7 @@ def test_a_rank_that_hangs_is_named_with_its_node_and_what_the_others_wait_in(co
     process = start(corpus, out, opts, nproc=2)
     wait_for_step(out, 3, process)
     worker(out, 1).suspend()
-    assert process.wait(100) == 2
+    assert process.wait(500) == 2
     last = out.with_suffix(".log").read_text().splitlines()[-1]
     assert re.fullmatch(
         rf"cellmill train: rank 1 on {os.uname().nodename} does not respond; the other ranks have waited 8 s "
@@ -345,15 +345,15 @@ def test_a_loss_that_is_not_finite_stops_with_one_line(corpus: str, tmp_path: Pa
     assert none_left(out)
 
 
-def test_a_process_that_cannot_have_its_memory_says_what_was_planned(corpus: str, tmp_path: Path) -> None:
-    # two matrices of 160 GB and more, where a process may have 32
+def test_a_process_that_runs_out_of_memory_reports_its_plan(corpus: str, tmp_path: Path) -> None:
+    # two matrices of over 160 GB, with a limit of 32 GB a process
     opts = options(model={"hidden": 200_000, "layers": 1}, train={"steps": 2})
     limit = 32 << 30
     done = subprocess.run(
         command(corpus, tmp_path / "train", opts, max_restarts=2),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=580,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
     )
     assert done.returncode == 2

@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 import yaml
 
+from cellmill import registry
 from cellmill.cli import COMMANDS, _parser
 from cellmill.config import load_config
 from cellmill.config.document import SCHEMA, main
@@ -154,6 +155,17 @@ def test_links_of_documents_exist() -> None:
         for link in re.findall(r"\]\(([^)#]+)\)", (ROOT / name).read_text(encoding="utf-8")):
             if "://" not in link:
                 assert ((ROOT / name).parent / link).exists(), f"{name}: {link}"
+
+
+def test_the_contracts_and_toys_of_contributing_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \w+ \| `(.+?)` `(\w+)` \| `(.+?)` `(\w+)` \| .+? \| `(\w+\.py)`", text, re.M)
+    assert len(rows) == len(registry.BUILT_IN)
+    for options, contract, module, implementation, toy in rows:
+        for path, name in ((options, contract), (module, implementation)):
+            source = (ROOT / "src" / "cellmill" / path).read_text(encoding="utf-8")
+            assert re.search(rf"^class {name}\b", source, re.M), f"{path} has no {name}"
+        assert (ROOT / "tests" / "plugin" / "cellmill_toy" / toy).exists()
 
 
 def test_every_test_named_in_the_readme_exists() -> None:

@@ -1,4 +1,4 @@
-"""Profiles and the page about them: every key is explained, and the page says of the machine what the code says."""
+"""Profiles and their page: every key is explained, and the page agrees with the code about the machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def keys_in_tables() -> set[str]:
 
 
 def keys_of(text: str) -> set[str]:
-    """Every key of a profile, also those that stand there as a comment to be filled in."""
+    """Every key of a profile, including commented ones."""
     profile: dict[str, Any] = yaml.safe_load(text)
     found = set(profile) | set(profile.get("default-resources", {}))
     found |= set(re.findall(r"^ *# ([a-z][a-z_-]+): ", text, re.M))
@@ -45,7 +45,7 @@ def test_every_key_of_a_profile_is_explained_and_commented(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.parent.name)
-def test_snakemake_knows_every_key_and_hands_the_machine_on_as_written(path: Path, tmp_path: Path) -> None:
+def test_snakemake_knows_every_key_and_passes_the_machine_as_written(path: Path, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "config", tmp_path / "config")
     command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "-n"]
     done = subprocess.run(
@@ -59,7 +59,7 @@ def test_snakemake_knows_every_key_and_hands_the_machine_on_as_written(path: Pat
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.parent.name)
-def test_no_profile_has_what_is_known_to_go_wrong(path: Path) -> None:
+def test_no_profile_has_a_setting_known_to_fail(path: Path) -> None:
     profile = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert "software-env" not in profile["rerun-triggers"], "another environment would train everything again"
     assert not (ROOT / "profiles" / "default").exists(), "it would load itself and win over --profile key by key"
@@ -83,7 +83,7 @@ def test_a_profile_is_a_machine_and_its_plan_is_for_that_machine(path: Path) -> 
         assert machine.gpus == machine.nproc_per_node
 
 
-def test_the_page_says_of_each_key_of_the_machine_what_the_code_says() -> None:
+def test_the_page_has_the_description_and_default_of_every_key_of_the_machine() -> None:
     text = (ROOT / "profiles" / "README.md").read_text(encoding="utf-8")
     for name, field in Machine.model_fields.items():
         default = "none" if field.default == "" else f"`{field.default}`"

@@ -11,7 +11,7 @@ from cellmill.config.tokens import Tokens
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.files import sha256_file, write_json
 from cellmill.models.build import build
-from cellmill.models.export import initial_tensors, write_safetensors
+from cellmill.models.export import initial_tensors, write_tensors
 from cellmill.stages import preprocess, shard, vocabulary
 from tests.models import spec
 
@@ -49,8 +49,7 @@ def export_model(folder: Path, genes: Path, tokens: dict[str, Any] | None = None
     network = build(given)
     kept = network.state_dict().keys()  # parameters and persistent buffers
     tensors = {name: tensor for name, tensor in initial_tensors(network, seed, None, known) if name in kept}
-    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    write_safetensors(folder / "model.safetensors", shapes, tensors.__getitem__)
+    write_tensors(folder / "model.safetensors", tensors)
     known.write(folder / "vocabulary.tsv")
     write_json(folder / "config.json", config | {"weights_sha256": sha256_file(folder / "model.safetensors")})
     return folder

@@ -1,4 +1,4 @@
-"""Packed attention is padded attention without the padding: values and gradients."""
+"""Packed attention equals padded attention, values and gradients."""
 
 from __future__ import annotations
 

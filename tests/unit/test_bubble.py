@@ -13,9 +13,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cellmill.config.run import Parallel
-from cellmill.parallel.partition import stages_of
+from cellmill.config.parallel import Parallel
 from cellmill.parallel.pipeline import SCHEDULES
+from cellmill.parallel.stage_assignment import stages_of
 from cellmill.planner.bubble import idle_frac, kept_micro_batches
 
 SECONDS = {"FORWARD": 1.0, "FULL_BACKWARD": 2.0, "BACKWARD_INPUT": 1.0, "BACKWARD_WEIGHT": 1.0}

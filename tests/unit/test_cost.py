@@ -1,4 +1,4 @@
-"""What a run cost: from sacct's answers as a real one gave them, from attempt files, and from trainings here."""
+"""Cost of a run: from recorded answers of sacct, from attempt files, and from trainings on this machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CANCELLED = "2|gpu-a100|CANCELLED by 0|1795249972|1795249973|1795249973|0|2|2||0
 
 
 def record(train: Path, number: int, **changes: Any) -> JobRecord:
-    """Job `number` of a run, two nodes of two GPUs; submitted 100 s after the one before."""
+    """Job `number` of a run, two nodes of two GPUs; submitted 100 s after the previous one."""
     folder = train / "jobs" / f"{number:03}"
     folder.mkdir(parents=True, exist_ok=True)
     value: dict[str, Any] = {
@@ -78,7 +78,7 @@ def no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def sacct(folder: Path, answer: str, code: int = 0, error: str = "") -> Path:
-    """A sacct that gives this answer and notes what it was asked; returns the notes."""
+    """A sacct with this answer; returns the file with its arguments."""
     notes = folder / "asked"
     script = (
         f"#!/bin/sh\necho \"$SLURM_TIME_FORMAT $*\" >> '{notes}'\n"
@@ -89,9 +89,9 @@ def sacct(folder: Path, answer: str, code: int = 0, error: str = "") -> Path:
     return notes
 
 
-def test_each_start_of_a_requeued_job_is_counted_as_sacct_says(tmp_path: Path, no_slurm: Path) -> None:
+def test_sacct_gives_one_entry_for_each_start_of_a_requeued_job(tmp_path: Path, no_slurm: Path) -> None:
     first, second = record(tmp_path, 1), record(tmp_path, 2, state="CANCELLED")
-    attempt(first, 0, 2, 5, 5)  # what the files say is not asked when sacct knows
+    attempt(first, 0, 2, 5, 5)  # ignored, since sacct knows the job
     notes = sacct(no_slurm, REQUEUED.replace("NAME", first.name) + CANCELLED.replace("NAME", second.name))
     found = cost(tmp_path, 6.0, T + 200)
     assert found is not None
@@ -115,9 +115,9 @@ def test_each_start_of_a_requeued_job_is_counted_as_sacct_says(tmp_path: Path, n
     assert sentence(found) == "0.0111 GPU-hours in 2 jobs, waited 15 s in the queue, 60 % of it training"
 
 
-def test_without_accounting_the_attempt_files_say_nearly_the_same(tmp_path: Path, no_slurm: Path) -> None:
+def test_without_accounting_the_cost_comes_from_attempt_files(tmp_path: Path, no_slurm: Path) -> None:
     first = record(tmp_path, 1)
-    attempt(first, 0, started=10, seen=40, ended=None)  # its node died: nobody wrote an end
+    attempt(first, 0, started=10, seen=40, ended=None)  # its node died before it wrote an end
     attempt(first, 1, started=60, seen=80, ended=85, nodes=1)
     running = record(tmp_path, 2, state="RUNNING", ended_at=None)
     attempt(running, 0, started=150, seen=195, ended=None)
@@ -155,7 +155,7 @@ def test_without_accounting_the_attempt_files_say_nearly_the_same(tmp_path: Path
         (REQUEUED.replace("NAME", "another"), 0, "", "sacct does not know the job"),
     ],
 )
-def test_a_sacct_that_is_of_no_use_leaves_the_attempt_files_and_a_reason(
+def test_if_sacct_fails_the_cost_comes_from_attempt_files_and_the_reason_is_recorded(
     tmp_path: Path, no_slurm: Path, answer: str, code: int, error: str, reason: str
 ) -> None:
     job = record(tmp_path, 1)
@@ -169,7 +169,7 @@ def test_a_sacct_that_is_of_no_use_leaves_the_attempt_files_and_a_reason(
     assert sentence(found) == "0.04 GPU-hours in 1 job, waited 10 s in the queue, 25 % of it training"
 
 
-def test_a_job_that_left_nothing_is_null_with_a_reason(tmp_path: Path, no_slurm: Path) -> None:
+def test_the_cost_of_a_job_without_files_is_null_with_a_reason(tmp_path: Path, no_slurm: Path) -> None:
     record(tmp_path, 7, state="FAILED")
     found = cost(tmp_path, None, T)
     assert found is not None
@@ -178,7 +178,7 @@ def test_a_job_that_left_nothing_is_null_with_a_reason(tmp_path: Path, no_slurm:
     assert sentence(found) == "an unknown number of GPU-hours in 1 job"
 
 
-def test_trainings_on_this_machine_are_noted_however_they_end(tmp_path: Path, no_slurm: Path) -> None:
+def test_a_training_on_this_machine_is_recorded_however_it_ends(tmp_path: Path, no_slurm: Path) -> None:
     machine = Machine(nproc_per_node=2)
     busy = "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass"
     with local_start(tmp_path, machine):
@@ -199,7 +199,7 @@ def test_trainings_on_this_machine_are_noted_however_they_end(tmp_path: Path, no
     found = cost(tmp_path, 3.0, T)
     assert found is not None
     assert [job["state"] for job in found["jobs"]] == ["COMPLETED", "STOPPED", "FAILED", "RUNNING"]
-    with local_start(tmp_path, machine):  # the next one closes what was killed, at its last sign
+    with local_start(tmp_path, machine):  # the next one gives the killed one an end: its last sign of life
         (tmp_path / "metrics.jsonl").unlink()
     found = cost(tmp_path, 3.0, T)
     assert found is not None
@@ -212,15 +212,15 @@ def test_trainings_on_this_machine_are_noted_however_they_end(tmp_path: Path, no
     assert sentence(found).endswith(f"-hours in 5 starts on this machine, {share:.0f} % of it training")
 
 
-def test_a_run_that_never_began_cost_nothing_and_leaves_no_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_never_started_leaves_no_cost_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_cost(tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out == ""
 
 
-def test_cost_is_never_fatal(tmp_path: Path, no_slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_to_compute_the_cost_is_only_a_warning(
+    tmp_path: Path, no_slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = record(tmp_path, 1)
     (job.path / "job.json").write_text("[1]")
     write_cost(tmp_path)
@@ -232,7 +232,7 @@ def test_cost_is_never_fatal(tmp_path: Path, no_slurm: Path, capsys: pytest.Capt
     assert json.loads((tmp_path / "cost.json").read_text())["totals"]["gpu_hours"] is None
 
 
-def test_training_time_is_that_of_the_curve_at_its_own_rates(tmp_path: Path) -> None:
+def test_training_time_is_the_sum_of_steps_at_the_rates_of_the_curve(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"options": {"train": {"global_batch": 64}}}))
     assert training_seconds(tmp_path) is None
     lines = [
@@ -247,7 +247,7 @@ def test_training_time_is_that_of_the_curve_at_its_own_rates(tmp_path: Path) -> 
     assert training_seconds(tmp_path) == pytest.approx((2 + 9 + 5) * 48 / 64)
 
 
-def test_gpus_that_were_hidden_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_gpus_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus() == 0
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")

@@ -1,4 +1,4 @@
-"""Random numbers that are functions of their keys."""
+"""Counter-based random numbers are pure functions of their keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_bits_are_splitmix64_folded_over_the_keys() -> None:
     assert found == expected
 
 
-def test_keys_broadcast_and_each_of_them_counts() -> None:
+def test_keys_broadcast_and_each_changes_the_bits() -> None:
     rows, columns = torch.arange(4)[:, None], torch.arange(5)[None, :]
     grid = keyed_bits(rows, 3, columns)
     assert grid.shape == (4, 5)
@@ -53,7 +53,7 @@ def test_a_share_of_the_bits_lies_below_the_threshold() -> None:
         assert abs((draws < threshold(share)).double().mean().item() - share) < 0.005
 
 
-def test_dropout_depends_on_token_salt_and_column_and_not_on_the_company() -> None:
+def test_dropout_depends_on_token_layer_and_column_but_not_on_the_batch() -> None:
     keys = keyed_bits(torch.arange(64), 9)
     x = torch.ones(64, 32)
     states = keyed_state(keys, 3)
@@ -66,7 +66,7 @@ def test_dropout_depends_on_token_salt_and_column_and_not_on_the_company() -> No
     assert abs((whole == 0).double().mean().item() - 0.25) < 0.03
 
 
-def test_torchs_own_generator_is_neither_read_nor_moved() -> None:
+def test_torchs_own_generator_is_neither_read_nor_advanced() -> None:
     torch.manual_seed(1)
     state = torch.get_rng_state()
     first = keyed_dropout(torch.ones(8, 8), 0.5, keyed_state(torch.arange(8), 0))

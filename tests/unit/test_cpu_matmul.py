@@ -1,4 +1,4 @@
-"""Products by oneDNN are torch's, with their gradients."""
+"""Matrix products through oneDNN equal torch's, with their gradients."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def test_a_linear_layer_and_its_gradients_are_torchs(count: int, bias: bool) -> 
     theirs.load_state_dict(ours.state_dict())
     x = torch.randn(count, 24)
     inputs = [x.clone().requires_grad_() for _ in range(2)]
-    said = [layer(x) for layer, x in zip((ours, theirs), inputs)]
-    torch.testing.assert_close(*said)
-    for out in said:
+    outs = [layer(x) for layer, x in zip((ours, theirs), inputs)]
+    torch.testing.assert_close(*outs)
+    for out in outs:
         out.square().sum().backward()
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad, atol=2e-5, rtol=1e-5)
     for a, b in zip(ours.parameters(), theirs.parameters()):
         torch.testing.assert_close(a.grad, b.grad, atol=2e-5, rtol=1e-5)
 
 
-def test_a_frozen_layer_hands_gradients_on_and_gets_none() -> None:
+def test_a_frozen_layer_passes_gradients_on_and_gets_none() -> None:
     layer, x = Linear(8, 8).requires_grad_(False), torch.randn(5, 8, requires_grad=True)
     layer(x).sum().backward()
     assert x.grad is not None

@@ -1,4 +1,4 @@
-"""The chunked loss is torch's cross-entropy, and never has the logits of all targets."""
+"""The chunked loss equals torch's cross-entropy and never holds the logits of all targets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _torchs(states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, answe
 
 @pytest.fixture(params=[1, 7, 23, 100])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Targets at once: one, some with a rest, all, more than there are."""
+    """Targets of a chunk: one, several with a remainder, all, more than there are."""
     monkeypatch.setitem(cross_entropy.ELEMENTS, "cpu", request.param * ROWS)
     return int(request.param)
 
@@ -61,7 +61,7 @@ def test_in_bf16_loss_and_gradients_stay_near_torchs(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("requires", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
-def test_only_what_is_trained_gets_a_gradient(requires: tuple[bool, bool, bool]) -> None:
+def test_only_trained_inputs_get_a_gradient(requires: tuple[bool, bool, bool]) -> None:
     ours, theirs = _numbers(requires), _numbers(requires)
     token_loss(*ours).backward()
     _torchs(*theirs).backward()
@@ -86,7 +86,7 @@ def test_without_gradients_the_loss_is_the_same_and_none_are_made() -> None:
     assert (ROWS, HIDDEN) not in seen.shapes
 
 
-def test_nothing_as_large_as_all_logits_is_made_or_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_as_large_as_all_logits_is_allocated_or_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cross_entropy.ELEMENTS, "cpu", 4 * ROWS)
     kept: list[int] = []
     numbers = _numbers()
@@ -110,7 +110,7 @@ def test_a_second_backward_pass_is_refused() -> None:
 
 
 class _Allocated(TorchDispatchMode):
-    """Shapes of all that operations give."""
+    """Shapes of the outputs of all operations."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The hung rank is named from the positions of all."""
+"""The hung rank is found from the positions of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of submissions: whose they are, and what a damaged one does."""
+"""Records of submissions: their owner, and damage to them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_records_are_read_back_in_order(tmp_path: Path) -> None:
     assert Jobs(tmp_path / "a" / "train").all() == written
 
 
-def test_names_of_runs_whose_names_begin_alike_do_not(tmp_path: Path) -> None:
+def test_no_job_name_of_a_run_is_a_prefix_of_another_run_s(tmp_path: Path) -> None:
     # the queue is searched for names that begin with the run's, a dot and a number
     names = [Jobs(tmp_path / run / "train").name + "." for run in ("x", "x-y", "x.001", "x y", "X")]
     assert len(set(names)) == len(names)

@@ -1,4 +1,4 @@
-"""Agents on this machine: one that fails ends the others and is the one that is reported; their port stays theirs."""
+"""Agents on this machine: one that fails ends the others and gives the exit code; their port is reserved."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from cellmill.launch.local import _wait, reserve_port
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_the_code_is_that_of_the_agent_that_failed_first(victim: int) -> None:
+def test_the_exit_code_is_that_of_the_agent_that_failed_first(victim: int) -> None:
     agents = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     agents[victim].kill()
     assert _wait(agents, lambda: None) == -signal.SIGKILL
     assert agents[1 - victim].returncode == -signal.SIGTERM
 
 
-def test_a_reserved_port_is_open_to_the_store_and_to_nobody_else() -> None:
+def test_a_reserved_port_can_be_bound_only_by_the_store() -> None:
     with reserve_port() as held, socket.socket() as other:
         port = held.getsockname()[1]
         for host in ("127.0.0.1", "127.0.0.2", ""):
             with pytest.raises(OSError, match="Address already in use"):
                 other.bind((host, port))
-        server = TCPStore("127.0.0.1", port, 1, True, timedelta(seconds=10), multi_tenant=True)
+        server = TCPStore("127.0.0.1", port, 1, True, timedelta(seconds=60), multi_tenant=True)
         server.set("who", "the agent")
-        client = TCPStore("127.0.0.1", port, 1, False, timedelta(seconds=10))
+        client = TCPStore("127.0.0.1", port, 1, False, timedelta(seconds=60))
         assert client.get("who") == b"the agent"

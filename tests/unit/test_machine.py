@@ -1,4 +1,4 @@
-"""What a profile may say of the machine, and what is refused before it reaches a shell or a batch script."""
+"""Options of the machine, and values refused before they reach a shell or a batch script."""
 
 from __future__ import annotations
 
@@ -74,16 +74,16 @@ def test_impossible_machines_are_refused_in_one_line(given: dict[str, Any], mess
         ({}, 0),
     ],
 )
-def test_gpus_are_counted_however_they_are_asked_for(given: dict[str, str], gpus: int) -> None:
+def test_gpus_are_counted_in_every_form_of_request(given: dict[str, str], gpus: int) -> None:
     assert Machine(**given).gpus == gpus
 
 
-def test_numbers_of_nodes_come_as_text_or_number_and_ranges_give_each() -> None:
+def test_node_counts_accept_numbers_texts_and_ranges() -> None:
     assert list(Machine(nodes=3).node_counts) == [3]  # type: ignore[arg-type]
     assert list(Machine(nodes="2-4", launcher="slurm").node_counts) == [2, 3, 4]
 
 
-def test_a_launcher_that_waits_imports_little() -> None:
+def test_the_launcher_of_a_training_imports_no_heavy_library() -> None:
     # its memory is that of its imports, and a workflow may have hundreds of it
     code = "import cellmill.stages.train, sys; print(' '.join(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -8,7 +8,7 @@ import pytest
 
 from cellmill.config.parallel import Parallel, layout
 from cellmill.config.tokens import Tokens
-from cellmill.parallel.partition import stages_of
+from cellmill.parallel.stage_assignment import stages_of
 from cellmill.planner.memory import Memory, host_bytes_per_rank, memory_of, memory_per_rank
 from cellmill.planner.size import measure
 from cellmill.planner.stage_share import shares_of

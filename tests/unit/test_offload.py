@@ -1,4 +1,4 @@
-"""AdamW on the CPU is torch's own, to the last bit, whether it works on the parameters or on copies of them."""
+"""Offloaded AdamW equals torch's bit for bit, in place and on copies of the parameters."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from cellmill.config.run import Train
 from cellmill.train import offload
 from cellmill.train.offload import OffloadedAdamW
 from cellmill.train.optimizer import build_optimizer
+from cellmill.train.step_guard import step_if
 
 copied_or_not = pytest.mark.parametrize("copied", [False, True], ids=["in place", "copied"])
 
 
 def _pair(monkeypatch: pytest.MonkeyPatch, copied: bool) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
-    """Two equal models with torch's AdamW and ours; `copied` as though the parameters were on a GPU."""
+    """Return two equal models with torch's AdamW and ours; `copied` as if the parameters were on a GPU."""
     monkeypatch.setattr(offload, "_needs_copy", lambda shard: copied)
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)) for _ in range(2)]
@@ -43,7 +44,7 @@ def _parameters(model: nn.Module) -> list[torch.Tensor]:
 
 
 @copied_or_not
-def test_it_is_torchs_adamw_bit_for_bit(monkeypatch: pytest.MonkeyPatch, copied: bool) -> None:
+def test_offloaded_adamw_equals_torchs_bit_for_bit(monkeypatch: pytest.MonkeyPatch, copied: bool) -> None:
     models, optimizers = _pair(monkeypatch, copied)
     assert type(optimizers[1]) is OffloadedAdamW
     for step in range(5):
@@ -56,9 +57,7 @@ def test_it_is_torchs_adamw_bit_for_bit(monkeypatch: pytest.MonkeyPatch, copied:
 
 
 @copied_or_not
-def test_weights_that_are_written_between_steps_are_those_that_are_trained(
-    monkeypatch: pytest.MonkeyPatch, copied: bool
-) -> None:
+def test_weights_written_between_steps_are_used(monkeypatch: pytest.MonkeyPatch, copied: bool) -> None:
     models, optimizers = _pair(monkeypatch, copied)
     _step(models, optimizers, 0)
     with torch.no_grad():
@@ -83,3 +82,11 @@ def test_a_step_that_overflowed_changes_nothing(monkeypatch: pytest.MonkeyPatch,
         optimizer.found_inf.zero_()  # type: ignore[attr-defined]
     _step(models, optimizers, 3)
     assert all(torch.equal(a, b) for a, b in zip(*map(_parameters, models)))
+
+
+@pytest.mark.parametrize("offload", [None, "optimizer"])
+def test_an_optimizer_of_a_stage_without_trained_parameters_steps(offload: str | None) -> None:
+    optimizer = build_optimizer(nn.Linear(2, 2).requires_grad_(False), Train(steps=1), offload)
+    step_if(torch.tensor(True), optimizer)
+    optimizer.step()
+    assert not optimizer.state

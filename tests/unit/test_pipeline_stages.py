@@ -1,4 +1,4 @@
-"""Which stage has what, and how a step is cut into micro-batches for a pipeline."""
+"""Assignment of blocks to pipeline stages, and micro-batches of a step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from cellmill.config.parallel import Parallel, min_microbatches
 from cellmill.data.shuffle import cut_batch, cut_evenly
 from cellmill.models.build import build
-from cellmill.parallel.partition import blocks_of, process_of, stages_of
 from cellmill.parallel.pipeline_stages import keep_stage, tied_parameters
+from cellmill.parallel.stage_assignment import blocks_of, process_of, stages_of
 from tests.models import spec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ def test_each_stage_is_in_one_process(options: dict[str, Any], expected: list[li
 
 
 @pytest.mark.parametrize(("stages", "blocks"), [(1, 3), (2, 2), (2, 3), (4, 6), (4, 7), (8, 61)])
-def test_blocks_are_dealt_out_in_order_and_evenly(stages: int, blocks: int) -> None:
+def test_blocks_are_assigned_in_order_and_evenly(stages: int, blocks: int) -> None:
     dealt = [blocks_of(stage, stages, blocks) for stage in range(stages)]
     assert [block for part in dealt for block in part] == list(range(blocks))
     sizes = [len(part) for part in dealt]
@@ -82,11 +82,11 @@ def test_stages_together_are_the_model_and_only_ends_share(
         ({"pp": 3, "schedule": "DualPipeV", "microbatches": 4}, 6),
     ],
 )
-def test_a_pipeline_is_filled(options: dict[str, Any], expected: int) -> None:
+def test_a_step_has_enough_micro_batches_to_fill_a_pipeline(options: dict[str, Any], expected: int) -> None:
     assert min_microbatches(Parallel.model_validate(options)) == expected
 
 
-def test_even_micro_batches_are_the_smallest_that_so_many_do_with() -> None:
+def test_even_micro_batches_are_as_small_as_their_number_allows() -> None:
     assert cut_evenly(np.array([4, 4, 4, 4]), 2) == [0, 2, 4]
     assert cut_evenly(np.array([9, 1, 1, 1, 1, 1]), 2) == [0, 1, 6]
     assert cut_evenly(np.array([3, 3]), 5) == [0, 1, 2], "no cell is cut"

@@ -1,4 +1,4 @@
-"""A profile is read as Snakemake reads it: its own parser is the reference."""
+"""A profile is read as Snakemake reads it: a dry run is the reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to stand in, with no profile of this user or site in reach."""
+    """The working folder, with no profile of this user or site in reach."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
     monkeypatch.setenv("XDG_CONFIG_DIRS", f"{tmp_path / 'site'}:/etc/xdg")
@@ -45,7 +45,7 @@ def write_train(**train: Any) -> Path:
 
 
 def as_snakemake(path: Path) -> dict[str, Any]:
-    """The resources of train that Snakemake makes of a profile, on a rule of one thread."""
+    """Resources of train that Snakemake computes from a profile, for a rule with one thread."""
     with open(path, encoding="utf-8") as file:
         given = ProfileConfigFileParser().parse(file)["set-resources"]
     found = parse_set_resources(given)["train"]
@@ -84,7 +84,9 @@ def as_snakemake(path: Path) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_values_are_those_that_snakemake_gives_the_rule(train: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_equal_those_that_snakemake_gives_the_rule(
+    train: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CELLMILL_TEST_ACCOUNT", "lab")
     path = write_train(**train)
     assert read_profile("one").train == as_snakemake(path)
@@ -98,7 +100,7 @@ def test_a_list_of_assignments_is_a_mapping_too() -> None:
 
 
 def test_the_machine_is_what_the_rule_train_is_called_with(alone: Path) -> None:
-    """Through a real Snakefile: defaults of the profile, then the rule's own, then set-resources."""
+    """With the real Snakefile: defaults of the profile, then the rule's own, then set-resources."""
     profile = {
         "cores": 2,
         "default-resources": {"slurm_partition": "cpu", "slurm_account": "lab", "runtime": 5, "interface": "eth0"},
@@ -139,7 +141,7 @@ def test_the_machine_is_what_the_rule_train_is_called_with(alone: Path) -> None:
     assert read_profile("one").machine() == check_options(Machine, given, "the rule's flags")
 
 
-def test_what_default_resources_says_of_a_site_does_not_reach_a_training() -> None:
+def test_default_resources_do_not_reach_a_training() -> None:
     write(
         "default-resources: {slurm_partition: cpu, slurm_account: lab, runtime: 5}\nset-resources: {train: {qos: x}}\n"
     )
@@ -168,7 +170,7 @@ def test_what_default_resources_says_of_a_site_does_not_reach_a_training() -> No
         ({"mem": "8G", "mem_mb": 8000}, "mem_mb is given twice, in two units"),
     ],
 )
-def test_a_value_that_is_another_to_snakemake_is_named(train: dict[str, Any], message: str) -> None:
+def test_a_value_that_snakemake_reads_differently_is_named(train: dict[str, Any], message: str) -> None:
     write_train(**train)
     with pytest.raises(ConfigError) as error:
         read_profile("one")
@@ -187,7 +189,7 @@ def test_a_value_that_is_another_to_snakemake_is_named(train: dict[str, Any], me
         ),
     ],
 )
-def test_a_machine_that_is_none_is_one_line_with_the_key(alone: Path, train: dict[str, Any], message: str) -> None:
+def test_an_invalid_machine_is_one_line_with_the_key(alone: Path, train: dict[str, Any], message: str) -> None:
     write_train(**train)
     with pytest.raises(ConfigError) as error:
         read_profile("one").machine()
@@ -205,7 +207,7 @@ def test_a_machine_that_is_none_is_one_line_with_the_key(alone: Path, train: dic
         ("default-resources: 4\n", "default-resources: expected a mapping, got '4'"),
     ],
 )
-def test_a_file_that_is_no_profile_is_one_line(text: str, message: str) -> None:
+def test_an_invalid_profile_is_one_line(text: str, message: str) -> None:
     write(text)
     with pytest.raises(ConfigError, match=r"^profiles/one/config\.yaml: ") as error:
         read_profile("one")
@@ -213,7 +215,7 @@ def test_a_file_that_is_no_profile_is_one_line(text: str, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_name_is_looked_for_beside_the_pipeline_and_then_where_snakemake_looks(alone: Path) -> None:
+def test_a_name_is_looked_up_in_profiles_and_then_where_snakemake_looks(alone: Path) -> None:
     with pytest.raises(ConfigError) as error:
         find_profile("one")
     places = f"profiles/one, {alone}/one, {alone}/user/snakemake/one, {alone}/site/snakemake/one"
@@ -226,7 +228,7 @@ def test_a_name_is_looked_for_beside_the_pipeline_and_then_where_snakemake_looks
     assert snakemake_finds("one") == Path("one/config.yaml"), "Snakemake does not look into profiles/"
 
 
-def test_a_path_is_taken_as_it_is_and_the_newest_file_that_this_snakemake_may_read(alone: Path) -> None:
+def test_a_path_is_used_as_given_with_the_newest_file_for_this_snakemake(alone: Path) -> None:
     write("cores: 1\n", "x/mine.yaml")
     assert read_profile("x/mine.yaml").name == "mine"
     for name in ("config.yaml", "config.v8+.yaml", "profile.v9+.yaml", "profile.v99+.yaml"):
@@ -235,7 +237,7 @@ def test_a_path_is_taken_as_it_is_and_the_newest_file_that_this_snakemake_may_re
     assert (found.name, found.path) == ("big", Path("site profiles/big/profile.v9+.yaml"))
 
 
-def test_a_default_profile_that_loads_itself_wins_key_by_key() -> None:
+def test_profiles_default_overrides_key_by_key() -> None:
     write("set-resources: {train: {nodes: 4, qos: long}}\nset-threads: {train: 4}\n")
     over = write("set-resources: {train: {nodes: 1}}\n", "profiles/default/config.yaml")
     found = read_profile("one")

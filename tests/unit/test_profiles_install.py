@@ -1,4 +1,4 @@
-"""`cellmill profiles install`, and Snakemake finding by name what it linked."""
+"""`cellmill profiles install`, and Snakemake's lookup of the links."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_installing_again_changes_nothing(root: Path, home: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "another link", "dangling link"])
-def test_what_is_there_and_not_ours_is_left_alone(
+def test_existing_files_and_other_links_are_left_alone(
     root: Path, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     home.mkdir(parents=True)
@@ -54,14 +54,14 @@ def test_what_is_there_and_not_ours_is_left_alone(
     assert [path.name for path in home.iterdir()] == ["slurm"], "others were linked before the refusal"
 
 
-def test_a_folder_that_is_the_checkouts_own_is_not_linked_into_itself(root: Path, home: Path) -> None:
+def test_the_checkouts_own_folder_is_not_linked_into_itself(root: Path, home: Path) -> None:
     home.parent.mkdir()
     home.symlink_to(root / "profiles")
     assert install(root) == 0
     assert not any(path.is_symlink() for path in (root / "profiles").iterdir())
 
 
-def test_what_to_remove_is_a_command_also_with_a_space_in_it(
+def test_the_undo_command_works_with_a_space_in_the_path(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "my settings"))
@@ -83,7 +83,9 @@ def test_a_profile_called_default_is_refused(home: Path, tmp_path: Path, capsys:
     assert not home.exists()
 
 
-def test_without_profiles_it_says_where_to_stand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_profiles_is_refused_with_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["profiles", "install", "--from", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
         f"cellmill profiles: {tmp_path}: has no profiles; run this at the root of a checkout, or set --from FOLDER\n"

@@ -1,4 +1,4 @@
-"""A job that is run once, against SLURM commands that do what a test wants: it is never left behind."""
+"""A job that is run once, against scripted SLURM commands: it is never left behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cellmill.launch.job import Job
 from cellmill.preflight import run_once as module
 from cellmill.preflight.run_once import StillQueued, run_once
 
-# sbatch queues job 7, then 8, under the name its script gives; scancel ends it; squeue tells
+# sbatch queues job 7, then 8, by the name in its script; scancel ends it; squeue lists it
 SBATCH = """
 script = open(sys.argv[-1]).read()
 name = re.search(r"--job-name=(\\S+)", script)[1]
@@ -42,7 +42,7 @@ queue.write_text(re.sub(r"\\|[A-Z]+\\|", "|CANCELLED|", queue.read_text(), count
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """A function that puts the commands on PATH; gives the folder where they keep what they were told."""
+    """A function that puts the commands on PATH; returns the folder in which they record their calls."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -71,16 +71,31 @@ def job_json(tmp_path: Path) -> dict[str, object]:
     return found
 
 
-def later(folder: Path, seconds: float, what: Callable[[], object]) -> None:
-    """Does something so many seconds after the job was queued."""
+def when(tmp_path: Path, state: str, what: Callable[[], object]) -> None:
+    """Do something once the record has a state, and the reason that squeue gave."""
 
     def wait() -> None:
-        while not (folder / "queue").exists():
+        while not recorded(tmp_path).startswith(state):
             time.sleep(0.02)
-        time.sleep(seconds)
         what()
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def recorded(tmp_path: Path) -> str:
+    """State and reason in job.json; empty without one."""
+    try:
+        job = job_json(tmp_path)
+        return f"{job['state']} {job['reason']}".strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def replace(queue: Path, old: str, new: str) -> None:
+    """Change the queue atomically, so that squeue never reads half of it."""
+    changed = queue.with_suffix(".new")
+    changed.write_text(queue.read_text().replace(old, new))
+    changed.replace(queue)
 
 
 def test_a_job_is_followed_to_its_end(
@@ -88,11 +103,11 @@ def test_a_job_is_followed_to_its_end(
 ) -> None:
     folder = cluster()
     queue = folder / "queue"
-    later(folder, 0.7, lambda: queue.write_text(queue.read_text().replace("PENDING|Resources|", "RUNNING|None|n[1-2]")))
-    later(folder, 1.4, lambda: queue.write_text(queue.read_text().replace("RUNNING", "COMPLETED")))
+    when(tmp_path, "PENDING Resources", lambda: replace(queue, "PENDING|Resources|", "RUNNING|None|n[1-2]"))
+    when(tmp_path, "RUNNING", lambda: replace(queue, "RUNNING", "COMPLETED"))
     end = run(tmp_path)
     assert (end.state, end.job_id, end.nodes, end.error) == ("COMPLETED", "7", "n[1-2]", None)
-    assert 0.3 < end.queued_s < 30
+    assert end.queued_s > 0
     assert capsys.readouterr().out.splitlines() == [
         f"submitted job 7; its log: {end.log}",
         "job 7: PENDING (Resources)",
@@ -128,7 +143,7 @@ def test_a_job_whose_task_cannot_be_launched_is_not_waited_for(
 ) -> None:
     folder = cluster(first="RUNNING")
     log = tmp_path / "one" / "jobs" / "001" / "7_0_log.out"
-    later(folder, 0.5, lambda: log.write_text(f"loading\n{line}\nsubmitit\n"))
+    when(tmp_path, "RUNNING", lambda: log.write_text(f"loading\n{line}\nsubmitit\n"))
     end = run(tmp_path)
     assert (end.state, end.lost) == ("LAUNCH_FAILED", lost)
     assert (folder / "cancelled").read_text() == "7\n"
@@ -137,28 +152,26 @@ def test_a_job_whose_task_cannot_be_launched_is_not_waited_for(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_cancels_the_job(tmp_path: Path, cluster: Callable[..., Path], number: int) -> None:
     folder = cluster(first="RUNNING")
-    later(folder, 0.5, lambda: os.kill(os.getpid(), number))
+    when(tmp_path, "RUNNING", lambda: os.kill(os.getpid(), number))
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path)
     assert (folder / "cancelled").read_text() == "7\n"
     assert job_json(tmp_path)["state"] == "CANCELLED"
 
 
-def test_a_refusal_is_given_in_slurms_words(tmp_path: Path, cluster: Callable[..., Path]) -> None:
+def test_a_refusal_quotes_slurm(tmp_path: Path, cluster: Callable[..., Path]) -> None:
     cluster("sbatch: error: Batch job submission failed: Invalid qos specification", code=1)
     with pytest.raises(UserError, match=r"sbatch refused the job: .*Invalid qos specification"):
         run(tmp_path)
 
 
-def test_a_job_whose_number_was_lost_on_the_way_is_found_by_its_name(
-    tmp_path: Path, cluster: Callable[..., Path]
-) -> None:
+def test_a_job_whose_id_was_lost_is_found_by_its_name(tmp_path: Path, cluster: Callable[..., Path]) -> None:
     cluster("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", code=1)
     with pytest.raises(StillQueued, match=r"^job 7 was still PENDING"):
         run(tmp_path, wait_s=0.3)
 
 
-def test_a_job_that_a_killed_process_left_is_cancelled_first(
+def test_a_job_left_by_a_killed_process_is_cancelled_first(
     tmp_path: Path, cluster: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = cluster()
@@ -172,12 +185,12 @@ def test_a_job_that_a_killed_process_left_is_cancelled_first(
     assert (folder / "cancelled").read_text() == "7\n7\n8\n"
 
 
-def test_a_queue_that_says_nothing_usable_is_given_up(
+def test_a_queue_without_a_usable_answer_is_given_up(
     tmp_path: Path, cluster: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PATIENCE_S", 1)
     folder = cluster()
-    later(folder, 0.5, lambda: (folder / "queue").write_text("Hello\n"))
+    when(tmp_path, "PENDING Resources", lambda: (folder / "queue").write_text("Hello\n"))
     with pytest.raises(UserError) as error:
         run(tmp_path)
     assert str(error.value) == (
@@ -202,7 +215,5 @@ with open({str(tmp_path / "lock")!r}, "w") as lock:
 print(end.state, end.path.name, end.job_id == end.nodes == "")
 """
     for name, said in (("this", "COMPLETED 001 True"), ("no_such_module", "FAILED 002 True")):
-        began = time.monotonic()
-        done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, timeout=500)
         assert done.stdout.splitlines()[-1] == said, done.stdout + done.stderr
-        assert time.monotonic() - began < 60

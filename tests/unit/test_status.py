@@ -1,4 +1,4 @@
-"""The table of runs: what each state is said from, and that it needs neither SLURM nor whole files."""
+"""The table of runs: the source of each state, without SLURM and with damaged files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from cellmill.runs.folder import TrainFolder
 with TrainFolder(Path(sys.argv[1])).locked(follows=len(sys.argv) > 2):
     print("locked", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -57,7 +57,7 @@ def hold(train: Path, holders: list[subprocess.Popen[str]], follows: bool = Fals
 
 
 def command(results: Path, name: str, script: str) -> None:
-    """A SLURM command that does this."""
+    """Put a SLURM command with this shell script on PATH."""
     path = results.parent / "bin" / name
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -77,14 +77,14 @@ def run_of(results: Path, name: str, **files: Any) -> Path:
     return train
 
 
-def curve(train: Path, *lines: dict[str, Any], age_s: float = 125) -> None:
+def curve(train: Path, *lines: dict[str, Any], age_s: float = 105) -> None:
     path = train / "metrics.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     os.utime(path, (time.time() - age_s, time.time() - age_s))
 
 
 def job(train: Path, number: int = 1, **changes: Any) -> JobRecord:
-    """A submission; its name is the one SLURM is asked for."""
+    """A submission, with the name that is looked up in SLURM."""
     folder = train / "jobs" / f"{number:03}"
     folder.mkdir(parents=True)
     value: dict[str, Any] = {
@@ -149,9 +149,7 @@ def test_the_table_says_where_each_run_stands(
     assert "\n" + status(results, capsys) == TABLE
 
 
-def test_a_queue_that_does_not_answer_is_said_and_the_record_shown(
-    results: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_an_answer_from_squeue_the_record_is_shown(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job(run_of(results, "one"), state="RUNNING")
     head = "run  state    step  loss  job  slurm    left  saved  last line\n"
     row = "one  running     -     -  41   RUNNING     -      -          -\n"
@@ -165,7 +163,7 @@ def test_a_queue_that_does_not_answer_is_said_and_the_record_shown(
     assert "(squeue answered '<html>503</html>')" in status(results, capsys)
 
 
-def test_a_job_that_ended_while_nobody_followed_is_asked_for(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_state_of_a_job_that_ended_unfollowed_is_queried(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = job(run_of(results, "one", state=RUNNING), state="RUNNING")
     squeue(results, f"41|TIMEOUT|TimeLimit||{record.name}")
     assert "one  stopped  100/600     -  41   TIMEOUT (TimeLimit)" in status(results, capsys)
@@ -183,7 +181,7 @@ def test_a_job_that_was_not_recorded_is_found_by_its_name(results: Path, capsys:
     assert "one  queued     -     -  55   PENDING (Priority)" in status(results, capsys)
 
 
-def test_an_allocation_that_goes_on_is_not_a_run_that_does(
+def test_an_allocation_that_outlives_its_training_is_not_running(
     results: Path, holders: list[subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     train = run_of(results, "one", state=RUNNING)
@@ -228,7 +226,7 @@ def test_one_damaged_run_hides_no_other(results: Path, capsys: pytest.CaptureFix
     ],
 )
 @pytest.mark.parametrize("stage", ["status", "attach", "cancel", "logs"])
-def test_a_name_that_is_no_run_is_answered_with_those_there_are(
+def test_an_unknown_run_is_answered_with_the_existing_ones(
     results: Path, capsys: pytest.CaptureFixture[str], stage: str, name: str, message: str
 ) -> None:
     run_of(results, "one")
@@ -238,14 +236,14 @@ def test_a_name_that_is_no_run_is_answered_with_those_there_are(
     assert capsys.readouterr().err == f"cellmill {stage}: {said}\n"
 
 
-def test_results_that_are_none_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_results_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--results", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err == (
         f"cellmill status: {tmp_path}/none/runs: no such folder; set --results to the results folder of a workflow\n"
     )
 
 
-def test_no_run_yet_is_said(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_results_folder_has_no_run_yet(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status(results, capsys) == f"{results}/runs: no run yet\n"
 
 

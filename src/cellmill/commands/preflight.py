@@ -29,8 +29,8 @@ from cellmill.planner.checks import check_run
 from cellmill.planner.devices import device_named
 from cellmill.preflight.check import TRAIN, Check, doubt, no, ok
 from cellmill.preflight.nodes import NodeCheck
-from cellmill.preflight.partition import check_launcher, check_site, gpu_request
 from cellmill.preflight.profile import Profile, read_profile, snakemake_finds
+from cellmill.preflight.site_checks import check_launcher, check_site, gpu_request
 
 CORPORA = Path("results/corpora")
 

@@ -90,7 +90,8 @@ def _section(name: str, section: type[BaseModel], readers: str) -> Iterator[str]
     yield from (f"{_summary(section)} {readers}", "")
     yield from _table(section)
     for field, contract in _named(section).items():
-        yield from (f"Options of each {contract.kind} in `{name}.{field}`:", "")
+        if contract.built_in():
+            yield from (f"Options of each {contract.kind} in `{name}.{field}`:", "")
         yield from _choices(contract, skip=[contract.key])
 
 

@@ -7,6 +7,7 @@ from pydantic import Field, SerializeAsAny
 from cellmill.config.corpus import Preprocess, Shard, VocabularyConfig
 from cellmill.config.evaluate import Evaluate
 from cellmill.config.family import FamilyConfig
+from cellmill.config.finetune import MethodConfig
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.parallel import Parallel
 from cellmill.config.run import Consolidate, Embed, Plan, Report, Stream, Train
@@ -32,6 +33,7 @@ class TrainOptions(Section):
     stream: Stream
     model: SerializeAsAny[FamilyConfig]
     objective: SerializeAsAny[ObjectiveConfig] = Field(default_factory=lambda: ObjectiveConfig.model_validate({}))
+    finetune: SerializeAsAny[MethodConfig] = Field(default_factory=lambda: MethodConfig.model_validate({}))
     parallel: Parallel
     train: Train
     track: Track = Track()

@@ -73,7 +73,7 @@ class Parallel(Section):
 
     @property
     def reshards_after_forward(self) -> bool:
-        """Whether FSDP2 frees a block's gathered weights after its forward pass and gathers them again.
+        """True if FSDP2 frees a block's gathered weights after its forward pass and gathers them again.
 
         Not in a pipeline, which needs a stage's weights for many micro-batches at a time.
         """

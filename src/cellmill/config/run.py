@@ -6,7 +6,6 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cellmill.config.parallel import Parallel as Parallel
 from cellmill.config.section import Section
 
 
@@ -58,6 +57,7 @@ class Train(Section):
         ge=1,
         description="Maximum tokens of a micro-batch; a process accumulates gradients over as many as its share needs.",
     )
+    optimizer: Literal["adamw"] = Field("adamw", description="Optimizer.")
     lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
     schedule: Literal["cosine", "linear", "constant"] = Field(
         "cosine", description="Learning-rate schedule after warm-up."

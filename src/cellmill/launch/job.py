@@ -21,7 +21,7 @@ class Job:
     nodes: int
     nproc_per_node: int
     max_restarts: int = 0
-    """How often all processes are restarted after one was lost; see launch/restart.py."""
+    """Restarts of all processes after one was lost; see launch/restart.py."""
     error_file: str = ""
     """File for the line of a process that knows why it failed."""
     state_file: str = ""

@@ -50,7 +50,7 @@ def blocked() -> Iterator[None]:
 
 
 class Requests:
-    """What signals have asked of a follower."""
+    """Requests that signals have made of a follower."""
 
     def __init__(self) -> None:
         self.asked: str | None = None

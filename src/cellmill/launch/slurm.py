@@ -34,7 +34,7 @@ SETTLE_S = 60  # how long a shared folder may take to show what a node wrote
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What the run's files say, read at each call."""
+    """The run's state by its files, read at each call."""
 
     state: Callable[[], str]
     """running, stopped or done."""

@@ -32,7 +32,7 @@ class SlurmJobs:
     requests: Requests | None = None
     """If given, a signal ends any wait with Interrupted."""
     patience_s: float = PATIENCE_S
-    """How long SLURM may give no answer."""
+    """Longest time without an answer from SLURM."""
 
     def alive(self) -> list[QueuedJob]:
         """Jobs of this folder that SLURM has. Waits for an answer; raises UserError if none comes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -13,6 +14,7 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.tokens import Tokens
 from cellmill.models.family import Model
 from cellmill.models.initial import initial_values
+from cellmill.parallel.materialize import plain_name
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,12 @@ class ModelSpec:
         return cls(options.model, options.objective, options.tokens, n_genes)
 
 
-def build(spec: ModelSpec) -> Model:
-    """Return the model on the meta device, whole, knowing its initial values."""
+def build(spec: ModelSpec, transform: Callable[[Model], None] | None = None) -> Model:
+    """Return the whole model on the meta device, changed by `transform`, with its initial values known by name."""
     with torch.device("meta"):
         objective = spec.objective.load()(spec.objective, spec.tokens)
         model: Model = spec.model.load()(spec.model, spec.n_genes, spec.tokens, objective)
-    model.fills = initial_values(model)
+        if transform is not None:
+            transform(model)
+    model.fills = {plain_name(name): fill for name, fill in initial_values(model).items()}
     return model

@@ -9,15 +9,14 @@ Nothing here unpickles anything.
 
 from __future__ import annotations
 
-import json
-import struct
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from cellmill.config.family import WEIGHTS_FORMAT, FamilyConfig
 from cellmill.config.load import check_options, upgrade_options
@@ -30,39 +29,14 @@ from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 from cellmill.parallel.materialize import fill, named_tensors
 
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
-DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}
 
-
-def write_safetensors(
-    path: Path,
-    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]],
-    read: Callable[[str], torch.Tensor],
-) -> None:
-    """Writes a .safetensors file atomically, one tensor in memory at a time.
-
-    The library's own writer wants all tensors at once; the format is a JSON header and then the bytes
-    (safetensors README, "Format").
-
-    Parameters
-    ----------
-    shapes
-        dtype and shape of each tensor.
-    read
-        Gives the full CPU tensor of a name; called once for each.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, (dtype, shape) in shapes.items():
-        size = dtype.itemsize * torch.Size(shape).numel()
-        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with atomic_path(path) as temporary, open(temporary, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name in shapes:
-            file.write(read(name).contiguous().flatten().view(torch.uint8).numpy().tobytes())
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write full, contiguous tensors to a .safetensors file, atomically. Raises DataError when that fails."""
+    with atomic_path(path) as temporary:
+        try:
+            save_file(tensors, temporary, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise DataError(f"{path}: could not be written: {error}") from None
 
 
 def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:

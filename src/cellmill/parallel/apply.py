@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from cellmill.config.run import Parallel
+from cellmill.config.parallel import Parallel
 from cellmill.parallel.compile_blocks import compile_blocks
 from cellmill.parallel.fsdp import apply_fsdp
 from cellmill.parallel.materialize import plain_name

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from cellmill.config.run import Parallel
+from cellmill.config.parallel import Parallel
 from cellmill.parallel.mesh import Mesh
 
 COMPUTE_DTYPE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

@@ -19,11 +19,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from cellmill.config.run import Parallel
+from cellmill.config.parallel import Parallel
 from cellmill.parallel.fsdp import COMPUTE_DTYPE
 from cellmill.parallel.mesh import Mesh
-from cellmill.parallel.partition import process_of
 from cellmill.parallel.pipeline_stages import PipelineStages, tied_parameters
+from cellmill.parallel.stage_assignment import process_of
 
 SCHEDULES = {"ZBV": "ZBVZeroBubble"}
 """torch's names of schedules, where they differ from ours."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from cellmill.parallel.materialize import plain_name
-from cellmill.parallel.partition import blocks_of
+from cellmill.parallel.stage_assignment import blocks_of
 
 
 class PipelineStages(nn.Module):

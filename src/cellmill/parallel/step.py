@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from cellmill.config.run import Parallel
+from cellmill.config.parallel import Parallel
 from cellmill.parallel.fsdp import COMPUTE_DTYPE
 from cellmill.parallel.mesh import Mesh
 

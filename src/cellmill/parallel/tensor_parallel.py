@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from cellmill.config.run import Parallel
+from cellmill.config.parallel import Parallel
 from cellmill.parallel.mesh import Mesh
 
 Style = Literal["columns", "rows", "vocabulary", "norm", "enter", "leave"]

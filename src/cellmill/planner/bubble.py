@@ -9,7 +9,7 @@ section 3.2.1 (DualPipe, here its V).
 
 from __future__ import annotations
 
-from cellmill.config.run import Parallel
+from cellmill.config.parallel import Parallel
 
 
 def kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) -> int:

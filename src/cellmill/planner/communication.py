@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cellmill.config.parallel import Layout, Parallel
-from cellmill.parallel.partition import stages_of
+from cellmill.parallel.stage_assignment import stages_of
 from cellmill.planner.memory import ELEMENT, FLOAT32, is_sharded
 from cellmill.planner.size import ModelSize
 from cellmill.planner.stage_share import shares_of

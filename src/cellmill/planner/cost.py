@@ -44,7 +44,10 @@ def cost(options: PlanOptions, cells: Cells, place: Hardware, device: Device, me
     parallel = options.parallel
     sizes = place.layout(parallel)
     work = measure_work(options, cells, sizes)
-    size, whole = size_of(options, cells.n_genes), measure(ModelSpec.of(options, cells.n_genes))
+    size, whole = (
+        size_of(options, cells.n_genes),
+        measure(ModelSpec.of(options, cells.n_genes), finetune=options.finetune),
+    )
     of_cell = whole.flops_per_token * work.tokens_per_cell + whole.flops_per_token_pair * work.pairs_per_cell
     flops_per_step = of_cell * work.cells_per_step
     own_cells = work.cells_per_step / sizes.dp

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cellmill.config.run import Parallel
+from cellmill.config.parallel import Parallel
 from cellmill.errors import ConfigError
 
 

@@ -18,7 +18,7 @@ import yaml
 
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
-from cellmill.config.run import Parallel
+from cellmill.config.parallel import Parallel
 from cellmill.errors import ConfigError
 from cellmill.planner.checks import check_run
 from cellmill.planner.cost import Cost, cost, links

@@ -20,12 +20,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from cellmill.config.finetune import MethodConfig
 from cellmill.config.options import TrainOptions
-from cellmill.config.run import Parallel
+from cellmill.config.parallel import Parallel
 from cellmill.data.tokens import Batch, Tokenizer
+from cellmill.finetune.method import Method, load_method
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
+from cellmill.parallel.apply import freeze
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.recompute import checkpoint_activations
 from cellmill.parallel.tensor_parallel import apply_tensor_parallel
@@ -110,19 +113,23 @@ class ModelSize:
 _measured: dict[tuple[str, int, bool], ModelSize] = {}
 
 
-def measure(spec: ModelSpec, tp: int = 1, sequence_parallel: bool = False) -> ModelSize:
+def measure(
+    spec: ModelSpec, tp: int = 1, sequence_parallel: bool = False, finetune: MethodConfig | None = None
+) -> ModelSize:
     """Return the sizes of one of `tp` tensor-parallel processes' part of the model that `spec` describes.
 
-    With tp > 1 there must be no default process group in this process: a fake one is made and destroyed.
+    As the method `finetune` changes and freezes it. With tp > 1 there must be no default process group in this
+    process: a fake one is made and destroyed.
     """
-    key = (repr(spec), tp, sequence_parallel)
+    key = (repr((spec, finetune)), tp, sequence_parallel)
     if key not in _measured:
         # lifetimes must not depend on when Python looks for reference cycles, of which DTensor makes some
         collects = gc.isenabled()
         gc.disable()
         try:
+            method = load_method(finetune or MethodConfig.model_validate({}))
             with _tensor_parallel(tp, sequence_parallel) as apply:
-                _measured[key] = _measure(spec, apply, tp)
+                _measured[key] = _measure(_Maker(spec, method, apply), tp)
         finally:
             if collects:
                 gc.enable()
@@ -131,7 +138,8 @@ def measure(spec: ModelSpec, tp: int = 1, sequence_parallel: bool = False) -> Mo
 
 def size_of(options: TrainOptions, n_genes: int) -> ModelSize:
     """Return the sizes of what one process of a run holds, but for pipeline stages and shards."""
-    return measure(ModelSpec.of(options, n_genes), options.parallel.tp, options.parallel.sequence_parallel)
+    parallel = options.parallel
+    return measure(ModelSpec.of(options, n_genes), parallel.tp, parallel.sequence_parallel, options.finetune)
 
 
 @contextmanager
@@ -154,8 +162,34 @@ def _tensor_parallel(tp: int, sequence_parallel: bool) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def _measure(spec: ModelSpec, apply: Any, tp: int) -> ModelSize:
-    model = _one_block(spec, apply)
+@dataclass(frozen=True)
+class _Maker:
+    """Makes the model again and again: what is measured changes it."""
+
+    spec: ModelSpec
+    method: Method
+    apply: Any
+
+    def whole(self) -> Model:
+        """The model of this process, frozen as the method says."""
+        return self._laid_out(build(self.spec, self.method.transform))
+
+    def one_block(self, whole_tokens: bool = False) -> Model:
+        """The same with the first of its blocks alone: they are all alike."""
+        model = build(self.spec, self.method.transform)
+        blocks = model.get_submodule(model.plan.blocks)
+        for name in [name for name, _ in blocks.named_children()][1:]:
+            blocks._modules.pop(name)
+        return self._laid_out(model, whole_tokens)
+
+    def _laid_out(self, model: Model, whole_tokens: bool = False) -> Model:
+        self.apply(model, whole_tokens)
+        freeze(model, self.method.trains)
+        return model
+
+
+def _measure(maker: _Maker, tp: int) -> ModelSize:
+    spec, model = maker.spec, maker.one_block()
     cell_tokens = min(spec.tokens.max_tokens, spec.n_genes, CELL_TOKENS)
     if tp > 1:
         _Passes(model, _sample(spec, 1, tp))  # DTensor finds out how to cut each operation when it first sees it
@@ -165,17 +199,14 @@ def _measure(spec: ModelSpec, apply: Any, tp: int) -> ModelSize:
         difference = long.block.flops / long.tokens - short.block.flops / short.tokens
         per_pair = difference / (long.pairs_per_token - short.pairs_per_token)
     # collectives are counted without sequence parallel, from which the planner derives those with it
-    whole = (
-        long if tp == 1 else _Passes(_one_block(spec, apply, whole_tokens=True), _sample(spec, cell_tokens, 1 << 12))
-    )
-    selective = _one_block(spec, apply)
+    whole = long if tp == 1 else _Passes(maker.one_block(whole_tokens=True), _sample(spec, cell_tokens, 1 << 12))
+    selective = maker.one_block()
     checkpoint_activations(selective, selective.plan.blocks, "selective")
     finish = {n: _Finish(model, _sample(spec, cell_tokens, n)) for n in WORKSPACE_TOKENS}
     most, fewer = finish[WORKSPACE_TOKENS[-1]], finish[WORKSPACE_TOKENS[-2]]
     # what does not grow with the tokens (gradients of a table, made in the forward pass) belongs to the workspace
     kept_by_finish = (most.kept - fewer.kept) / (most.tokens - fewer.tokens)
-    full = build(spec)
-    apply(full)
+    full = maker.whole()
     counts, blocks = _parts(full), len(list(full.get_submodule(full.plan.blocks).children()))
 
     def part(name: str, flops: float, kept: float, sums: float) -> PartSize:
@@ -197,16 +228,6 @@ def _measure(spec: ModelSpec, apply: Any, tp: int) -> ModelSize:
         working_per_token=long.working,
         workspace=tuple((n, max(0.0, part.peak - kept_by_finish * part.tokens)) for n, part in finish.items()),
     )
-
-
-def _one_block(spec: ModelSpec, apply: Any, whole_tokens: bool = False) -> Model:
-    """The model with the first of its blocks alone: they are all alike."""
-    model = build(spec)
-    blocks = model.get_submodule(model.plan.blocks)
-    for name in [name for name, _ in blocks.named_children()][1:]:
-        blocks._modules.pop(name)
-    apply(model, whole_tokens)
-    return model
 
 
 def _parts(model: Model) -> dict[str, tuple[int, int]]:

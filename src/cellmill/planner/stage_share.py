@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cellmill.config.run import Parallel
-from cellmill.parallel.partition import blocks_of, stages_of
+from cellmill.config.parallel import Parallel
+from cellmill.parallel.stage_assignment import blocks_of, stages_of
 from cellmill.planner.size import ModelSize
 
 

@@ -21,7 +21,7 @@ def describe(options: PlanOptions, cost: Cost, place: Hardware) -> dict[str, Any
     work, time, limit = cost.work, cost.time, place.limit
     tokens_per_step = work.tokens_per_cell * work.cells_per_step
     return {
-        "parameters": measure(ModelSpec.of(options, work.n_genes)).parameters,
+        "parameters": measure(ModelSpec.of(options, work.n_genes), finetune=options.finetune).parameters,
         "memory": {
             "parts_bytes": asdict(cost.memory),
             "total_bytes": cost.memory.total,

@@ -13,8 +13,8 @@ from typing import Any
 from cellmill.config.machine import Machine
 from cellmill.launch.nodelist import expand
 from cellmill.preflight.check import TRAIN, Check, doubt, no, ok
-from cellmill.preflight.partition import gpu_request
 from cellmill.preflight.run_once import End
+from cellmill.preflight.site_checks import gpu_request
 
 CLOCK_S = 2.0  # skew that is reported: Snakemake compares times of files
 SLOW_DISK_MB_S = 50

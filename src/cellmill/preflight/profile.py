@@ -1,4 +1,4 @@
-"""The machine that a Snakemake profile describes, read with Snakemake's own functions.
+"""A Snakemake profile as the machine it describes, read with Snakemake's own functions.
 
 Snakemake lays a profile's `default-resources` under what a rule declares and `set-resources` over it. The rule train
 declares every option of `Machine`, so only `set-resources: train:` changes them. Snakemake evaluates a text as Python
@@ -61,8 +61,8 @@ def find_profile(name: str) -> Path:
 
 def snakemake_finds(name: str) -> Path | None:
     """The file that `snakemake --profile NAME` reads from here; None if it finds none."""
-    found = get_profile_dir(name)
-    return None if found is None else found[1]
+    profile = get_profile_dir(name)  # folder and file
+    return None if profile is None else profile[1]
 
 
 def read_profile(name: str) -> Profile:
@@ -135,7 +135,7 @@ def _evaluate(assignment: str, threads: int, where: str) -> dict[str, Any]:
 
 
 def _remedy(key: str, text: str) -> str:
-    """What to write instead of a value that Snakemake cannot take."""
+    """Advice on a value that Snakemake cannot take."""
     if re.fullmatch(r"-\d+", text):
         return f"{text} is negative"
     if key == "runtime":

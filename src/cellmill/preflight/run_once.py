@@ -35,7 +35,7 @@ class StillQueued(UserError):
 
 @dataclass(frozen=True)
 class End:
-    """How a job ended."""
+    """End of a job."""
 
     path: Path
     """Its folder."""

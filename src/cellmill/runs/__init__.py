@@ -1,1 +1,1 @@
-"""What a run leaves on disk: its folder, checkpoints, identity, metrics and accounting."""
+"""Files of a run: its folder, checkpoints, identity, metrics and accounting."""

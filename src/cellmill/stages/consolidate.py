@@ -1,7 +1,7 @@
-"""consolidate: a sharded checkpoint as a model that stands alone: weights, configuration, vocabulary, model card.
+"""consolidate: export a sharded checkpoint as a self-contained model: weights, configuration, vocabulary, model card.
 
-On a CPU, without any rank: each tensor is read from the checkpoint's shards, written, and dropped, so memory is that
-of the largest tensor. `config.json` is written last: its existence means the rest is there.
+One process on a CPU, with the whole model in memory. What a fine-tuning method added is merged, so an export is always
+a plain model. `config.json` is written last: its existence means that the rest is complete.
 """
 
 from __future__ import annotations
@@ -11,17 +11,21 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from cellmill.config import check_options
 from cellmill.config.family import WEIGHTS_FORMAT
+from cellmill.config.finetune import MethodConfig
 from cellmill.config.load import upgrade_options
 from cellmill.config.options import ConsolidateOptions
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.files import sha256_file, write_json, write_text
-from cellmill.models.export import write_safetensors
+from cellmill.finetune.method import load_method
+from cellmill.models.build import build
+from cellmill.models.export import spec_of, write_tensors
+from cellmill.models.family import Model
+from cellmill.parallel.materialize import named_tensors
 from cellmill.runs.folder import Checkpoint, TrainFolder
 from cellmill.train.checkpoint import CheckpointReader
 
@@ -42,19 +46,21 @@ def run(*, options: ConsolidateOptions, train: Path, vocabulary: Path, out: Path
             f"{vocabulary}: its digest is {genes.digest[:12]}, the checkpoint was trained with "
             f"{state['vocabulary_digest'][:12]}; use the vocabulary it was trained with"
         )
+    spec = spec_of(state["options"], genes.n_genes)
+    method = load_method(check_options(MethodConfig, state["options"].get("finetune", {}), f"{checkpoint.path}"))
+    model = build(spec, method.transform).to_empty(device="cpu")
+    _load(checkpoint, model)
+    method.merge(model)
+    tensors = model.state_dict()
+    if differing := sorted(tensors.keys() ^ build(spec).state_dict().keys()):
+        raise TypeError(f"finetune.method {method.config.method}: merge leaves another model: {differing[0]}")
     (out / "config.json").unlink(missing_ok=True)
-    reader = CheckpointReader(checkpoint.path)
-    shapes = {
-        name.removeprefix(PREFIX): (entry.properties.dtype, tuple(entry.size))
-        for name, entry in sorted(reader.read_metadata().state_dict_metadata.items())
-        if name.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
-    }
-    write_safetensors(out / "model.safetensors", shapes, lambda name: _read(checkpoint, name, *shapes[name]))
+    write_tensors(out / "model.safetensors", tensors)
     genes.write(out / "vocabulary.tsv")
     config = _config(state, genes) | {"weights_sha256": sha256_file(out / "model.safetensors")}
-    write_text(out / "README.md", model_card(config, sum(torch.Size(shape).numel() for _, shape in shapes.values())))
+    write_text(out / "README.md", model_card(config, sum(p.numel() for p in model.parameters())))
     write_json(out / "config.json", config)
-    print(f"{out}: step {config['step']}, {len(shapes)} tensors", flush=True)
+    print(f"{out}: step {config['step']}, {len(tensors)} tensors", flush=True)
 
 
 def _choose(folder: TrainFolder, which: str) -> Checkpoint:
@@ -68,12 +74,19 @@ def _choose(folder: TrainFolder, which: str) -> Checkpoint:
     return newest
 
 
-def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    tensor = {PREFIX + name: torch.empty(shape, dtype=dtype)}
+def _load(checkpoint: Checkpoint, model: Model) -> None:
+    """Load parameters and persistent buffers into `model`, on the CPU."""
+    tensors = {PREFIX + name: tensor.detach() for name, tensor in named_tensors(model, persistent=True)}
+    reader = CheckpointReader(checkpoint.path)
+    saved = {name for name in reader.read_metadata().state_dict_metadata if name.startswith(PREFIX)}
+    if differing := sorted(saved ^ tensors.keys()):
+        raise DataError(
+            f"{checkpoint.path}: expected the tensors of its options' model, which differ in {differing[0]} "
+            f"({len(differing)} in all); train it again"
+        )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is wanted here
-        dcp.load(tensor, storage_reader=CheckpointReader(checkpoint.path), no_dist=True)
-    return tensor[PREFIX + name]
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is intended
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
 
 
 def _config(state: dict[str, Any], genes: Vocabulary) -> dict[str, Any]:

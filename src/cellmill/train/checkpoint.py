@@ -25,6 +25,7 @@ from cellmill.files import write_json
 from cellmill.parallel.fsdp import reshard
 from cellmill.parallel.materialize import named_tensors
 from cellmill.runs.folder import Checkpoint, TrainFolder
+from cellmill.train.optimizer import state_of
 
 DCP_CLASSES = {
     ("torch.distributed.checkpoint.metadata", name)
@@ -167,7 +168,7 @@ class Checkpoints:
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the tensors of a checkpoint, not copied: parameters, persistent buffers and AdamW's states.
+    """Return the tensors of a checkpoint, not copied: parameters, persistent buffers and the optimizer's states.
 
     States that do not exist yet are made as zeros. Other optimizer options (lr, betas) come from the configuration.
     """
@@ -178,7 +179,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
         f"state.{name}.{key}": value
         for name, parameter in own.items()
         if id(parameter) in trained
-        for key, value in _state(optimizer, parameter).items()
+        for key, value in state_of(optimizer, parameter).items()
     }
     return {"model": {name: tensor.detach() for name, tensor in own.items()}, "optimizer": states}
 
@@ -191,20 +192,7 @@ def _fill_tied_copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
             if (source := loaded[name]) is not tensor:
                 tensor.copy_(source)
                 for key, value in optimizer.state.get(source, {}).items():
-                    _state(optimizer, tensor)[key].copy_(value)
-
-
-def _state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return AdamW's state of a parameter, made as zeros where there is none."""
-    if not optimizer.state[parameter]:
-        zeros = parameter.detach()
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=zeros.device),
-            "exp_avg": torch.zeros_like(zeros),
-            "exp_avg_sq": torch.zeros_like(zeros),
-        }
-    state: dict[str, torch.Tensor] = optimizer.state[parameter]
-    return state
+                    state_of(optimizer, tensor)[key].copy_(value)
 
 
 def _reason(error: BaseException) -> str:

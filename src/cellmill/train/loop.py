@@ -146,7 +146,7 @@ class Trainer:
         waited_s = time.perf_counter() - began
         step, lr = self.progress.step, learning_rate(self.train, self.progress.step, self.steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         with self._part("prepare", "the sum of targets"):
             prepared = self._prepare(micro_batches, step)
             targets = self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum())

@@ -123,7 +123,7 @@ def _version_of(parameter: torch.Tensor) -> tuple[int, int]:
 
 
 def _needs_copy(shard: torch.Tensor) -> bool:
-    """Whether the CPU needs a copy of the shard to work on."""
+    """Return True if the CPU needs a copy of the shard to work on."""
     return shard.device.type != "cpu"
 
 

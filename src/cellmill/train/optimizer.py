@@ -1,37 +1,84 @@
-"""Fused AdamW (Loshchilov & Hutter 2019) with weight decay only on the matrices of linear layers.
+"""Optimizers by the name in `train.optimizer`, with weight decay only on the matrices of linear layers.
 
 The type of a parameter's module decides, never its name: norms, biases and embeddings of any family do not decay.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from cellmill.config.run import Train
+from cellmill.errors import ConfigError
+from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import mesh_of
 from cellmill.train.offload import OffloadedAdamW
 
+Groups = list[dict[str, Any]]
+Build = Callable[[Groups, Train], torch.optim.Optimizer]
 
-def build_optimizer(model: nn.Module, train: Train, cpu_offload: str | None = None) -> torch.optim.Optimizer:
-    """Return AdamW over the trainable parameters of `model`, after `materialize`.
 
-    With `cpu_offload` "optimizer" its moments are on the CPU; with "full" the parameters already are.
+def _adamw(groups: Groups, train: Train) -> torch.optim.Optimizer:
+    """Loshchilov & Hutter 2019."""
+    return torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
+
+
+OPTIMIZERS: dict[str, Build] = {"adamw": _adamw}
+"""Builders by name. Fused ones skip a bad step without a wait of the host (see `step_guard.step_if`)."""
+STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+    OffloadedAdamW: ("step", "exp_avg", "exp_avg_sq"),
+}
+"""State of a parameter, zero before the first step: a scalar `step`, and tensors of the parameter's shape."""
+
+
+def build_optimizer(
+    model: nn.Module,
+    train: Train,
+    cpu_offload: str | None = None,
+    extras: Callable[[str], Mapping[str, float]] = lambda name: {},
+) -> torch.optim.Optimizer:
+    """Return the optimizer of the trained parameters of `model`, after `materialize`; a pipeline stage may have none.
+
+    Parameters
+    ----------
+    cpu_offload
+        With "optimizer" the moments are on the CPU; with "full" the parameters already are.
+    extras
+        Group options of a parameter by plain name, as `Method.group`.
     """
     decayed = decayed_parameters(model)
     # one group for each mesh: the fused step takes no list of tensors on different meshes
-    groups: dict[tuple[float, object], list[nn.Parameter]] = {}
+    groups: dict[tuple[object, ...], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decay = train.weight_decay if name in decayed else 0.0
-            groups.setdefault((decay, mesh_of(parameter)), []).append(parameter)
-    options: list[dict[str, Any]] = [{"params": group, "weight_decay": decay} for (decay, _), group in groups.items()]
-    betas = (train.beta1, train.beta2)
-    if cpu_offload == "optimizer":
-        return OffloadedAdamW(options, lr=train.lr, betas=betas)
-    return torch.optim.AdamW(options, lr=train.lr, betas=betas, fused=True)
+            defaults = {"weight_decay": train.weight_decay if name in decayed else 0.0, "lr_scale": 1.0}
+            options = defaults | dict(extras(plain_name(name)))
+            key = (mesh_of(parameter), *sorted(options.items()))
+            groups.setdefault(key, {"params": [], **options})["params"].append(parameter)
+    given = list(groups.values()) or [{"params": []}]
+    if cpu_offload != "optimizer":
+        return OPTIMIZERS[train.optimizer](given, train)
+    if train.optimizer != "adamw":
+        raise ConfigError(f"parallel.cpu_offload optimizer requires train.optimizer adamw, got {train.optimizer}")
+    return OffloadedAdamW(given, lr=train.lr, betas=(train.beta1, train.beta2))
+
+
+def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the optimizer's state of a parameter, made as zeros where there is none."""
+    if not optimizer.state[parameter]:
+        zeros = parameter.detach()
+        optimizer.state[parameter] = {
+            name: torch.zeros_like(zeros)
+            if name != "step"
+            else torch.zeros((), dtype=torch.float32, device=zeros.device)
+            for name in STATES[type(optimizer)]
+        }
+    state: dict[str, torch.Tensor] = optimizer.state[parameter]
+    return state
 
 
 def decayed_parameters(model: nn.Module) -> set[str]:

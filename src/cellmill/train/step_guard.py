@@ -34,10 +34,14 @@ def step_if(applied: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
     applied
         Bool scalar. The host waits for it where it is on a device and the parameters are not.
     optimizer
-        Fused: only fused optimizers read `found_inf`. One without parameters is not stepped.
+        A fused one reads `found_inf`; for any other the host waits. One without parameters is not stepped.
     """
     first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
     if first is None:
+        return
+    if not (optimizer.defaults.get("fused") or hasattr(type(optimizer), "found_inf")):
+        if applied.item():
+            optimizer.step()
         return
     # torch would copy it without blocking, and a step on the CPU would read it before it is there
     optimizer.found_inf = (~applied).to(torch.float32).to(first.device)  # type: ignore[attr-defined]

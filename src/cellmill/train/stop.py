@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import signal
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+from cellmill.launch.signals import STOP_SIGNALS
 
 
 class StopFlag:
-    """Handler of `SIGNALS`, installed when made; `received` is the name of the last one."""
+    """Handler of `STOP_SIGNALS`, installed when made; `received` is the name of the last one."""
 
     def __init__(self) -> None:
         self.received: str | None = None
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: object) -> None:

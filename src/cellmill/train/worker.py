@@ -25,18 +25,19 @@ from cellmill.config.track import Track
 from cellmill.data.manifest import Manifest
 from cellmill.data.stream import CellStream
 from cellmill.data.vocabulary import Vocabulary
-from cellmill.errors import UserError
+from cellmill.errors import ConfigError, UserError
 from cellmill.files import read_json
+from cellmill.finetune.method import load_method
 from cellmill.launch.processes import die_with_parent
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors
 from cellmill.models.family import Model
 from cellmill.parallel.apply import parallelize
-from cellmill.parallel.materialize import materialize
+from cellmill.parallel.materialize import materialize, plain_name
 from cellmill.parallel.mesh import Mesh, build_mesh, set_timeouts
-from cellmill.parallel.partition import stages_of
 from cellmill.parallel.pipeline import PipelineModel
 from cellmill.parallel.pipeline_stages import PipelineStages
+from cellmill.parallel.stage_assignment import stages_of
 from cellmill.parallel.step import ParallelModel
 from cellmill.planner.devices import peak_flops
 from cellmill.planner.size import measure
@@ -66,7 +67,8 @@ def main(path: Path, error_file: Path) -> None:
     vocabulary = Vocabulary.read(Path(record["vocabulary"]))
     model = build_model(options, vocabulary, record["init_from"], mesh, device)
     parallel_model = build_parallel_model(model, options.parallel, mesh)
-    optimizer = build_optimizer(model, options.train, options.parallel.cpu_offload)
+    extras = load_method(options.finetune).group
+    optimizer = build_optimizer(model, options.train, options.parallel.cpu_offload, extras)
     train_stream, val_stream = build_streams(options, Path(record["manifest"]), mesh)
     steps = options.train.total_steps(train_stream.steps_per_epoch)
 
@@ -91,7 +93,7 @@ def main(path: Path, error_file: Path) -> None:
         device=device,
         train=options.train,
         steps=steps,
-        size=measure(ModelSpec.of(options, vocabulary.n_genes)),
+        size=measure(ModelSpec.of(options, vocabulary.n_genes), finetune=options.finetune),
         train_stream=train_stream,
         val_stream=val_stream,
         checkpoints=checkpoints,
@@ -163,8 +165,11 @@ def build_model(
 
 def _build_part(options: TrainOptions, vocabulary: Vocabulary, stage: int, mesh: Mesh) -> Model:
     """Return one pipeline stage, or without a pipeline the whole model, laid out on the meta device."""
-    model = build(ModelSpec.of(options, vocabulary.n_genes))
-    parallelize(model, options.parallel, mesh, stage=stage)
+    method = load_method(options.finetune)
+    model = build(ModelSpec.of(options, vocabulary.n_genes), method.transform)
+    if not any(method.trains(plain_name(name)) for name, _ in model.named_parameters()):
+        raise ConfigError(f"finetune.method {options.finetune.method} trains no parameter of this model; set another")
+    parallelize(model, options.parallel, mesh, stage=stage, trains=method.trains)
     return model
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from cellmill.finetune.method import Method
 from torch import nn
 
+from cellmill.finetune.method import Method
 from cellmill.models.family import Model
 from cellmill.models.initial import with_std
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, Self
 
-from cellmill.config.finetune import MethodConfig
 from pydantic import Field, model_validator
 
 from cellmill.config.evaluate import TaskConfig
 from cellmill.config.family import FamilyConfig
+from cellmill.config.finetune import MethodConfig
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.tokens import Tokens
 from cellmill.config.track import TrackerConfig

@@ -6,7 +6,7 @@ section 6 (V shape: the first and the last stage share a rank).
 
 from __future__ import annotations
 
-from cellmill.config.run import Parallel
+from cellmill.config.parallel import Parallel
 
 V_SHAPED = ("ZBV", "DualPipeV")
 

@@ -1,0 +1,27 @@
+"""Options of a fine-tuning method: the contract, and the built-in `full`."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from cellmill.config.plugin import Plugin
+
+
+class MethodConfig(Plugin):
+    """Base of every fine-tuning method's options; the method itself is a `cellmill.finetune.method.Method`."""
+
+    kind: ClassVar[str] = "method"
+    key: ClassVar[str] = "method"
+    default: ClassVar[str | None] = "full"
+
+    method: str
+
+
+class FullConfig(MethodConfig):
+    """Trained parameters of a run, and the changes a method makes to its model before training."""
+
+    implementation: ClassVar[str] = "cellmill.finetune.method:Method"
+
+    method: Literal["full"] = Field("full", description="Every parameter trains; the model is not changed.")

@@ -1,0 +1,1 @@
+"""Fine-tuning methods behind one contract: a transform of the model before it is laid out, and what trains."""
