@@ -153,13 +153,11 @@ def _add_model(stages: Any) -> None:
     evaluate = _stage(stages, "evaluate", "evaluate embeddings on held-out cells next to baselines", "run")
     evaluate.add_argument("--model", type=Path, required=True, help="folder of the exported model")
     evaluate.add_argument("--manifest", type=Path, required=True, help="manifest.json of the shards it was trained on")
-    evaluate.add_argument(
-        "--ancestors", type=Path, nargs="*", default=[], help="manifests of the runs its initial weights came from"
-    )
+    ancestors = "manifests of the runs its initial weights came from"
+    evaluate.add_argument("--ancestors", type=Path, nargs="*", default=[], help=ancestors)
     evaluate.add_argument("--cells", type=Path, nargs="+", required=True, help="preprocessed .h5ad files")
-    evaluate.add_argument(
-        "--embeddings", type=Path, nargs="+", required=True, help="one per file of --cells, in the same order"
-    )
+    embeddings = "one per file of --cells, in the same order"
+    evaluate.add_argument("--embeddings", type=Path, nargs="+", required=True, help=embeddings)
     evaluate.add_argument("--labels", nargs="+", required=True, help="obs column per file; '-' for none")
     evaluate.add_argument("--out", type=Path, required=True, help="metrics.json")
 
@@ -174,11 +172,9 @@ def _add_machine_commands(stages: Any) -> None:
     profiles.add_argument("what", choices=["install"])
     _add(profiles, "--from", Path("profiles"), "folder of profiles", dest="source")
 
-    preflight = stages.add_parser(
-        "preflight",
-        help="check the machine before a big run is submitted",
-        description="Check a profile's machine against the configuration, SLURM and its nodes.",
-    )
+    about = "Check a profile's machine against the configuration, SLURM and its nodes."
+    text = "check the machine before a big run is submitted"
+    preflight = stages.add_parser("preflight", help=text, description=about)
     preflight.add_argument("--profile", required=True, help="name of the profile, or the path of its folder or file")
     _add(preflight, "--config", CONFIG, "configuration")
     preflight.add_argument("--no-job", action="store_true", help="do not submit a test job")

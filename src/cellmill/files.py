@@ -32,9 +32,9 @@ def atomic_path(final: Path) -> Iterator[Path]:
     try:
         yield temporary
         temporary.chmod(0o666 & ~_umask())  # mkstemp creates 0600, which others of the group cannot read
-        fsync_file(temporary)
+        fsync(temporary)
         temporary.replace(final)
-        fsync_folder(final.parent)
+        fsync(final.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -72,17 +72,13 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def fsync_file(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Make the bytes of a file, or a rename inside a folder, durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def fsync_folder(path: Path) -> None:
-    """Make a rename inside `path` durable."""
-    fsync_file(path)
 
 
 def _umask() -> int:

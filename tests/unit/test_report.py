@@ -15,8 +15,7 @@ from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
 from cellmill.report import figures
 from cellmill.report.collect import largest_memory, losses, read_corpus, read_run
-from cellmill.report.page import flat, number, render
-from cellmill.report.task_table import Column, columns
+from cellmill.report.page import Column, columns, flat, number, render
 from cellmill.runs.verdict import Outcome, Verdict
 from cellmill.stages import report
 

@@ -11,8 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from cellmill.config.section import Section, explain
 from cellmill.errors import ConfigError, did_you_mean
 
-NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
-"""Name of a corpus, run or dataset, which is part of a path."""
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"  # name of a corpus, run or dataset, which is part of a path
 
 
 class Preprocess(Section):

@@ -65,7 +65,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def readme(workflow: type[Workflow] = Workflow) -> str:
-    """Text of config/README.md."""
     lines = [INTRODUCTION]
     for name, section in top_level(workflow).items():
         if section is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, field_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from cellmill.config.plugin import Plugin, by_name
 from cellmill.config.section import Section
@@ -50,12 +51,7 @@ class Evaluate(Section):
     )
     folds: int = Field(5, ge=2, description="Cross-validation folds of tasks that fit something.")
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of folds, masks, the untrained model and the UMAP.")
-    tasks: dict[str, SerializeAsAny[TaskConfig]] = Field(
+    tasks: Annotated[dict[str, SerializeAsAny[TaskConfig]], BeforeValidator(partial(by_name, TaskConfig))] = Field(
         _DEFAULT_TASKS,
         description="Tasks to run, by name, each with its options; a run's tasks replace the default ones.",
     )
-
-    @field_validator("tasks", mode="before")
-    @classmethod
-    def _by_name(cls, value: Any) -> Any:
-        return by_name(TaskConfig, value)

@@ -29,8 +29,7 @@ class FamilyConfig(Plugin):
     weight_keys: ClassVar[tuple[str, ...]] = ()
     """Options that must be equal for the weights of one model to mean the same in another."""
 
-    value_kinds: ClassVar[tuple[str, ...]] = ()
-    """Kinds of token values (`Tokens.value_kind`) that the family can embed."""
+    value_kinds: ClassVar[tuple[str, ...]] = ()  # kinds of token values (`Tokens.value_kind`) that the family can embed
     objectives: ClassVar[tuple[str, ...]] = ()
     """Objectives that the family serves, beside those that name it in `ObjectiveConfig.families`."""
 

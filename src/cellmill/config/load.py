@@ -19,8 +19,7 @@ from cellmill.config.pipeline import Workflow, entries_of, sections_of
 from cellmill.config.section import Section, explain, unknown_key
 from cellmill.errors import ConfigError
 
-OBJECTIVE_KEYS = ("mask_frac", "cell_loss_weight")
-"""In section `model` until 0.1.0, beside `objective`."""
+OBJECTIVE_KEYS = ("mask_frac", "cell_loss_weight")  # in section `model` until 0.1.0, beside `objective`
 WITHOUT_BINS = ("rank", "continuous")
 """Tokenizers that had `bins` among their options, though they did not read it, before each had options of its own."""
 

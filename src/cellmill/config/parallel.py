@@ -81,7 +81,6 @@ class Parallel(Section):
 
     @property
     def stages(self) -> int:
-        """Number of pipeline stages."""
         return self.pp * (1 if self.pp == 1 or self.schedule in ("GPipe", "1F1B") else 2)
 
 

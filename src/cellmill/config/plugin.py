@@ -19,14 +19,10 @@ from cellmill.config.section import Section, explain
 class Plugin(Section):
     """Base of every contract."""
 
-    kind: ClassVar[str]
-    """Kind in the registry."""
-    key: ClassVar[str] = "name"
-    """Option that names the choice."""
-    default: ClassVar[str | None] = None
-    """Choice if the key is left out; None requires the key."""
-    implementation: ClassVar[str]
-    """`package.module:Class` that takes these options."""
+    kind: ClassVar[str]  # kind in the registry
+    key: ClassVar[str] = "name"  # option that names the choice
+    default: ClassVar[str | None] = None  # choice if the key is left out; None requires the key
+    implementation: ClassVar[str]  # `package.module:Class` that takes these options
 
     def load(self) -> Any:
         """The class named by `implementation`."""

@@ -19,8 +19,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
-    moved: ClassVar[dict[str, str]] = {}
-    """Keys that stood here in earlier versions, and where they stand now."""
+    moved: ClassVar[dict[str, str]] = {}  # keys that stood here in earlier versions, and where they stand now
 
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

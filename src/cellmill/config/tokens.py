@@ -8,8 +8,7 @@ from pydantic import Field
 
 from cellmill.config.plugin import Plugin
 
-SPECIAL = ("<pad>", "<mask>")
-"""Token ids 0 and 1; the gene in row g of the vocabulary has token g + len(SPECIAL)."""
+SPECIAL = ("<pad>", "<mask>")  # token ids 0 and 1; the gene in row g of the vocabulary has token g + len(SPECIAL)
 
 
 class Tokens(Plugin):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from functools import partial
+from typing import Annotated, ClassVar
 
-from pydantic import Field, SerializeAsAny, field_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from cellmill.config.plugin import Plugin, by_name
 from cellmill.config.section import Section
@@ -21,11 +22,6 @@ class TrackerConfig(Plugin):
 class Track(Section):
     """Trackers of a training, beside metrics.jsonl and the console."""
 
-    to: dict[str, SerializeAsAny[TrackerConfig]] = Field(
+    to: Annotated[dict[str, SerializeAsAny[TrackerConfig]], BeforeValidator(partial(by_name, TrackerConfig))] = Field(
         default={}, description="Options, or null, of each installed tracker to use, by its name."
     )
-
-    @field_validator("to", mode="before")
-    @classmethod
-    def _options_of_each(cls, value: Any) -> Any:
-        return by_name(TrackerConfig, value)

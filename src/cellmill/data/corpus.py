@@ -41,7 +41,6 @@ class Medians:
         np.add.at(self._bins.reshape(-1), bins, np.uint32(1))
 
     def merge(self, other: Medians) -> None:
-        """Add the values of `other`."""
         self._bins += other._bins
 
     def counts(self) -> np.ndarray:
@@ -68,14 +67,13 @@ def build_vocabulary(paths: Iterable[Path], min_cells: int = 1, max_genes: int |
     symbols = _union(paths)
     gene_ids = sorted(symbols)
     rows = {gene: row for row, gene in enumerate(gene_ids)}
-    medians, n_cells = Medians(len(gene_ids)), np.zeros(len(gene_ids), np.int64)
+    medians = Medians(len(gene_ids))
     for path in paths:
         with open_counts(path) as reader:
             row_of_column = np.array([rows[gene] for gene in reader.var_names])
             for block in reader.rows(_BLOCK):
-                genes = row_of_column[block.indices]
-                medians.add(genes, counts_per_10k(block.data, block.indptr))
-                n_cells += np.bincount(genes, minlength=len(gene_ids))
+                medians.add(row_of_column[block.indices], counts_per_10k(block.data, block.indptr))
+    n_cells = medians.counts()
     keep = np.flatnonzero(n_cells >= max(min_cells, 1))
     if not len(keep):
         most = int(n_cells.max(initial=0))

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-TARGET_SUM = 10_000.0
-"""Counts of a cell after normalisation, as `target_sum` of `scanpy.pp.normalize_total`."""
+TARGET_SUM = 10_000.0  # counts of a cell after normalisation, as `target_sum` of `scanpy.pp.normalize_total`
 
 
 def select_columns(block: sp.csr_matrix, target: np.ndarray, n_columns: int) -> sp.csr_matrix:
@@ -37,16 +36,10 @@ def row_sums(block: sp.csr_matrix, values: np.ndarray | None = None) -> np.ndarr
 
 
 def counts_per_10k(counts: np.ndarray, indptr: np.ndarray, dtype: type[np.floating[Any]] = np.float64) -> np.ndarray:
-    """Scale each row of counts to a sum of 10,000.
+    """Scale each row of counts to a sum of 10,000; return `(nonzeros,)` of `dtype`.
 
-    Parameters
-    ----------
-    counts
-        `(nonzeros,)`, of any integer type, above zero.
-    indptr
-        `(cells + 1,)`, where each row starts; the first is 0. Rows may be empty.
-
-    Returns `(nonzeros,)` of `dtype`.
+    `counts`, `(nonzeros,)`, are of any integer type, above zero. Rows, which may be empty, start at `indptr`,
+    `(cells + 1,)`, the first at 0.
     """
     filled = np.flatnonzero(np.diff(indptr))
     values = counts.astype(dtype)

@@ -33,17 +33,10 @@ def write_cells(
 ) -> None:
     """Write an .h5ad whose X is CSR: `dtype` data, int32 indices, int64 indptr, unfiltered, little-endian.
 
-    Parameters
-    ----------
-    obs
-        Or a function returning it, called after the last block: for when only the blocks tell which cells remain.
-    blocks
-        Rows of X in order, columns in any order within a row; one block is held in memory at a time.
-    nnz
-        Values in all blocks; arrays are then contiguous and aligned to 4,096 bytes. None if unknown: arrays grow in
-        chunks.
-
-    Raises OSError naming `path` when the disk is full; `path` is then left unchanged.
+    `obs` may be a function, called after the last block: for when only the blocks tell which cells remain. `blocks` are
+    rows of X in order, columns in any order within a row; one is held in memory at a time. With `nnz`, the number of
+    values in all blocks, arrays are contiguous and aligned to 4,096 bytes; without it they grow in chunks. Raises
+    OSError naming `path` when the disk is full; `path` is then left unchanged.
     """
     with create_h5(path) as file:
         file.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})

@@ -50,9 +50,8 @@ def recover_counts(logs: sp.csr_matrix, totals: np.ndarray, path: Path) -> sp.cs
 
     Raises DataError when one is more than 0.1 away from a whole number.
     """
-    exact = (
-        np.expm1(logs.data.astype(np.float64)) * np.repeat(totals.astype(np.float64), np.diff(logs.indptr)) / TARGET_SUM
-    )
+    total = np.repeat(totals.astype(np.float64), np.diff(logs.indptr))
+    exact = np.expm1(logs.data.astype(np.float64)) * total / TARGET_SUM
     whole = np.rint(exact)
     if (residual := float(np.abs(exact - whole).max(initial=0))) > RESIDUAL:
         raise DataError(

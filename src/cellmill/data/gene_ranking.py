@@ -34,27 +34,16 @@ def rank_order(genes: np.ndarray, counts: np.ndarray, inverse_median: np.ndarray
 def rank_order_rows(
     starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, inverse_median: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`rank_order` of many cells at once.
+    """`rank_order` of many cells at once: genes as int32 and counts in their own dtype, both `(nonzeros,)`.
 
-    Parameters
-    ----------
-    starts
-        `(cells + 1,)`, offset of each cell's first gene; the first is 0.
-    genes, counts
-        `(nonzeros,)`, in any order within a cell, each gene at most once; at most 2**32 nonzeros.
-    inverse_median
-        `(genes of the vocabulary,)` float32, see `inverse_medians`.
-
-    Returns
-    -------
-    Genes as int32 and counts in their own dtype, both `(nonzeros,)`.
+    `starts`, `(cells + 1,)`, are offsets of each cell's first gene, the first 0. `genes` and `counts`, `(nonzeros,)`,
+    are in any order within a cell, each gene at most once, at most 2**32 in all.
     """
     genes, counts = _by_gene(starts, genes.astype(np.int32, copy=False), counts)
     key = counts.astype(np.float32) * inverse_median[genes]
     packed = (~key.view(np.uint32)).astype(np.uint64) << np.uint64(32)
     packed |= np.arange(len(genes), dtype=np.uint64)
-    edges = starts.tolist()
-    for start, stop in pairwise(edges):
+    for start, stop in pairwise(starts.tolist()):
         packed[start:stop].sort()
     order = (packed & np.uint64(0xFFFFFFFF)).view(np.int64)
     return genes[order], counts[order]

@@ -61,22 +61,17 @@ class Coverage:
 class MappedGenes(NamedTuple):
     """Gene names of a dataset, one entry per var row."""
 
-    gene_ids: list[str]
-    """Ensembl id; empty if the name is unknown or ambiguous."""
-    symbols: list[str]
-    """Current symbol, or the id if the gene has none."""
-    is_mito: np.ndarray
-    """Mitochondrial genes; bool."""
+    gene_ids: list[str]  # Ensembl id; empty if the name is unknown or ambiguous
+    symbols: list[str]  # current symbol, or the id if the gene has none
+    is_mito: np.ndarray  # mitochondrial genes; bool
     coverage: Coverage
 
 
 class GeneColumns(NamedTuple):
     """Columns of a file as rows of a vocabulary."""
 
-    target: np.ndarray
-    """Row of the vocabulary for each column, -1 for none; int32."""
-    measured: np.ndarray
-    """Columns of gene expression, not of antibodies or guides; bool."""
+    target: np.ndarray  # row of the vocabulary for each column, -1 for none; int32
+    measured: np.ndarray  # columns of gene expression, not of antibodies or guides; bool
 
 
 class _Table(NamedTuple):

@@ -56,8 +56,7 @@ def create_h5(path: Path) -> Iterator[NewH5File]:
     Raises OSError naming `path` when the disk is full.
     """
     path = Path(path)
-    with named_errors(path), atomic_path(path) as temporary, open(temporary, "r+b", buffering=0) as raw:
-        disk = _Disk(raw)
+    with named_errors(path), atomic_path(path) as temporary, _Disk(temporary, "r+") as disk:  # atomic_path syncs it
         try:
             with NewH5File(disk) as file:
                 yield file
@@ -66,15 +65,13 @@ def create_h5(path: Path) -> Iterator[NewH5File]:
         disk.raise_if_failed()
 
 
-class _Disk:
+class _Disk(io.FileIO):
     """The file object under an HDF5 file. Keeps the first failed write as `error` and drops all later ones.
 
     HDF5 must not see the failure: closing a file that cannot be written crashes the interpreter (seen with 2.0.0).
     """
 
-    def __init__(self, file: io.FileIO):
-        self._file = file
-        self.error: OSError | None = None
+    error: OSError | None = None
 
     def raise_if_failed(self) -> None:
         if self.error is not None:
@@ -85,7 +82,7 @@ class _Disk:
         size = len(rest)
         try:
             while len(rest) and self.error is None:  # a disk that fills up takes a part first
-                rest = rest[self._file.write(rest) :]
+                rest = rest[super().write(rest) :]
         except OSError as error:
             self.error = error
         return size
@@ -93,28 +90,16 @@ class _Disk:
     def truncate(self, size: int | None = None) -> int:
         try:
             if self.error is None:
-                self._file.truncate(size)
+                super().truncate(size)
         except OSError as error:
             self.error = error
         return size or 0
 
-    def read(self, size: int = -1) -> bytes:
-        return self._file.read(size)
-
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        n_read = self._file.readinto(view) or 0
+        n_read = super().readinto(view) or 0
         view[n_read:] = bytes(len(view) - n_read)  # dropped by a failed write
         return len(view)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def flush(self) -> None:
-        """No-op: `atomic_path` syncs the whole file."""
 
 
 @contextmanager

@@ -22,23 +22,16 @@ REMEDY = "make the shards again (the `shard` stage)"
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """One shard."""
-
     name: str
     n_obs: int
     nnz: int
-    dtype: str
-    """Dtype of the counts: uint16, or uint32 if a count needs it."""
-    sha256: str
-    """Of the file's bytes."""
-    content: str
-    """SHA-256 of cell names, genes and counts: independent of the library that wrote the file."""
+    dtype: str  # dtype of the counts: uint16, or uint32 if a count needs it
+    sha256: str  # of the file's bytes
+    content: str  # SHA-256 of cell names, genes and counts: independent of the library that wrote the file
 
 
 @dataclass(frozen=True)
 class SplitEntry:
-    """One split."""
-
     n_obs: int
     nnz: int
     shards: tuple[ShardEntry, ...]
@@ -49,21 +42,16 @@ class Manifest:
     """Contents of manifest.json; the shards are beside it."""
 
     path: Path
-    fingerprint: str
-    """Digest of cells, order, split and vocabulary; not of paths or library versions."""
-    vocabulary: dict[str, Any]
-    """`digest`, `n_genes`, and `medians_digest`, of the medians used for the rank order."""
+    fingerprint: str  # digest of cells, order, split and vocabulary; not of paths or library versions
+    vocabulary: dict[str, Any]  # `digest`, `n_genes`, and `medians_digest`, of the medians used for the rank order
     seed: int
-    split: dict[str, Any]
-    """`by`, `val_frac`, `test_frac`."""
+    split: dict[str, Any]  # `by`, `val_frac`, `test_frac`
     obs_columns: list[str]
-    left_out: dict[str, int]
-    """By dataset, number of cells without any gene of the vocabulary."""
+    left_out: dict[str, int]  # by dataset, number of cells without any gene of the vocabulary
     splits: dict[str, SplitEntry]
 
     @property
     def n_genes(self) -> int:
-        """Genes of the vocabulary."""
         return int(self.vocabulary["n_genes"])
 
     @classmethod

@@ -23,16 +23,11 @@ _NONE = np.empty(0, np.int64)
 class PrefetchedStep:
     """Cells of one global batch; `genes` and `counts` are overwritten by the next step."""
 
-    lengths: list[np.ndarray]
-    """For each lane, number of genes of each of its cells; the same on every rank."""
-    cells: np.ndarray
-    """`(cells,)` int64 ids of this rank's cells, by lane."""
-    starts: np.ndarray
-    """`(cells + 1,)` int64, offset of each cell's first gene."""
-    genes: np.ndarray
-    """`(nonzeros,)` int32 rows of the vocabulary, in rank order; at most `max_genes` per cell."""
-    counts: np.ndarray | None
-    """`(nonzeros,)`; None without `with_counts`."""
+    lengths: list[np.ndarray]  # for each lane, number of genes of each of its cells; the same on every rank
+    cells: np.ndarray  # `(cells,)` int64 ids of this rank's cells, by lane
+    starts: np.ndarray  # `(cells + 1,)` int64, offset of each cell's first gene
+    genes: np.ndarray  # `(nonzeros,)` int32 rows of the vocabulary, in rank order; at most `max_genes` per cell
+    counts: np.ndarray | None  # `(nonzeros,)`; None without `with_counts`
 
 
 class Prefetch:
@@ -151,10 +146,8 @@ class _Window:
     """Cells in stream order: a window, or part of one."""
 
     cells: np.ndarray
-    lengths: np.ndarray
-    """Number of genes of each cell in the shards."""
-    starts: np.ndarray
-    """Offset of each cell's first gene in `genes`."""
+    lengths: np.ndarray  # number of genes of each cell in the shards
+    starts: np.ndarray  # offset of each cell's first gene in `genes`
     genes: np.ndarray
     counts: np.ndarray | None
 
@@ -173,8 +166,7 @@ class _Plan:
 
     spans: list[tuple[int, int, int]]
     position: np.ndarray
-    window: _Window
-    """Without genes and counts."""
+    window: _Window  # without genes and counts
 
 
 class _Lane:

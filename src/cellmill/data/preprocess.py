@@ -37,13 +37,10 @@ class Genes:
     gene_ids: list[str]
     symbols: list[str]
     is_mito: np.ndarray
-    target: np.ndarray
-    """Gene of each var row, as index into `gene_ids`, or -1; int32."""
+    target: np.ndarray  # gene of each var row, as index into `gene_ids`, or -1; int32
     coverage: Coverage
-    not_expression: int
-    """Number of var rows that are not gene expression."""
-    summed: dict[str, list[str]]
-    """Names of the var rows that share an id; their counts are summed."""
+    not_expression: int  # number of var rows that are not gene expression
+    summed: dict[str, list[str]]  # names of the var rows that share an id; their counts are summed
 
 
 def preprocess(reader: CountsReader, options: Preprocess, out: Path) -> dict[str, Any]:
@@ -60,10 +57,8 @@ def preprocess(reader: CountsReader, options: Preprocess, out: Path) -> dict[str
     nnz = int(cells.detected[keep_gene].sum())
     if nnz == 0:
         raise DataError(f"{reader.path}: {_nothing_left(cells, keep_gene, options)}")
-    dtype = count_dtype(cells.largest)
-    ids = np.array(genes.gene_ids, dtype=object)[keep_gene]
-    var = pd.DataFrame({"symbol": np.array(genes.symbols, dtype=object)[keep_gene]}, index=pd.Index(ids))
-    var.index.name = "gene_id"
+    ids = pd.Index(np.array(genes.gene_ids, dtype=object)[keep_gene], name="gene_id")
+    var = pd.DataFrame({"symbol": np.array(genes.symbols, dtype=object)[keep_gene]}, index=ids)
 
     def kept_obs() -> pd.DataFrame:
         frame = reader.obs.loc[cells.reason < 0, columns].copy()
@@ -71,8 +66,9 @@ def preprocess(reader: CountsReader, options: Preprocess, out: Path) -> dict[str
             frame[name] = frame[name].cat.remove_unused_categories()
         return frame
 
-    write_cells(out, kept_obs, var, _kept_rows(reader, genes, cells, keep_gene, options.row_block), nnz, dtype)
-    return _report(reader, options, genes, cells, keep_gene, nnz, dtype)
+    blocks = _kept_rows(reader, genes, cells, keep_gene, options.row_block)
+    write_cells(out, kept_obs, var, blocks, nnz, count_dtype(cells.largest))
+    return _report(reader, options, genes, cells, keep_gene)
 
 
 def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
@@ -199,13 +195,7 @@ def _nothing_left(cells: _Cells, keep_gene: np.ndarray, options: Preprocess) -> 
 
 
 def _report(
-    reader: CountsReader,
-    options: Preprocess,
-    genes: Genes,
-    cells: _Cells,
-    keep_gene: np.ndarray,
-    nnz: int,
-    dtype: np.dtype[Any],
+    reader: CountsReader, options: Preprocess, genes: Genes, cells: _Cells, keep_gene: np.ndarray
 ) -> dict[str, Any]:
     measures = {"n_genes": cells.n_genes, "n_counts": cells.n_counts, "mito_frac": cells.mito_frac}
     kept = cells.reason < 0
@@ -222,12 +212,12 @@ def _report(
             },
         },
         "coverage": genes.coverage.as_json() | {"summed": dict(list(genes.summed.items())[:10])},
-        "nnz": nnz,
-        "dtype": dtype.name,
+        "nnz": int(cells.detected[keep_gene].sum()),
+        "dtype": count_dtype(cells.largest).name,
         "quantiles": {
             name: {
-                "before": [float(x) for x in np.quantile(values, QUANTILES)],
-                "after": [float(x) for x in np.quantile(values[kept], QUANTILES)],
+                "before": np.quantile(values, QUANTILES).tolist(),
+                "after": np.quantile(values[kept], QUANTILES).tolist(),
             }
             for name, values in measures.items()
         }

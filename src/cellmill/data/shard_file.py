@@ -32,6 +32,7 @@ class RowFile:
 
     def __init__(self, path: Path):
         self.path = Path(path)
+        self._fd = -1  # closed
         try:
             with open_h5(self.path, REMEDY) as file:
                 x = file["X"]
@@ -61,9 +62,7 @@ class RowFile:
             os.close(self._fd)
             self._fd = -1
 
-    def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0:
-            self.close()
+    __del__ = close
 
     def read_genes(self, start: int, buffers: Sequence[Any]) -> None:
         """Fill `buffers` in order with genes (int32), beginning at nonzero `start`."""

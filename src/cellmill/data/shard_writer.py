@@ -44,14 +44,11 @@ _OWN_COLUMN = "dataset"
 class _Dataset:
     name: str
     path: Path
-    target: np.ndarray
-    """Row in the vocabulary of each gene of the file, or -1."""
+    target: np.ndarray  # row in the vocabulary of each gene of the file, or -1
     obs: pd.DataFrame
     hashes: np.ndarray
-    nnz: np.ndarray
-    """Nonzeros of each cell among the vocabulary's genes."""
-    largest: np.ndarray
-    """Largest count of each cell among the vocabulary's genes."""
+    nnz: np.ndarray  # nonzeros of each cell among the vocabulary's genes
+    largest: np.ndarray  # largest count of each cell among the vocabulary's genes
 
 
 @dataclass(frozen=True)

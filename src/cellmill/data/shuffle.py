@@ -39,8 +39,7 @@ class Runs:
         return Runs(self.shard[item], self.first[item], self.n[item])
 
     def __add__(self, other: Runs) -> Runs:
-        pairs = ((self.shard, other.shard), (self.first, other.first), (self.n, other.n))
-        return Runs(*(np.concatenate(pair) for pair in pairs))
+        return _joined([self, other])
 
     def cut(self, start: int, stop: int) -> Runs:
         """Cells `start:stop` of the concatenated runs."""
@@ -54,8 +53,7 @@ class Runs:
 class EpochLayout:
     """Everything but the epoch that defines the order of a split's cells."""
 
-    shard_cells: tuple[int, ...]
-    """Number of cells in each shard."""
+    shard_cells: tuple[int, ...]  # number of cells in each shard
     lanes: int
     block_cells: int
     window_blocks: int
@@ -138,6 +136,5 @@ def _joined(runs: list[Runs]) -> Runs:
 
 
 def _borders(runs: Runs, window_blocks: int) -> np.ndarray:
-    ends = np.cumsum(runs.n)[window_blocks - 1 :: window_blocks].tolist()
-    total = int(runs.n.sum())
-    return np.array([0, *ends] if ends and ends[-1] == total else [0, *ends, total] if total else [0])
+    ends = np.cumsum(runs.n)
+    return np.unique(np.concatenate([[0], ends[window_blocks - 1 :: window_blocks], ends[-1:]]))

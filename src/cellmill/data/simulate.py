@@ -67,9 +67,8 @@ def simulate(
     """
     first = {symbol: gene for gene, symbol in reversed(gene_symbols("human").items()) if symbol != gene}
     known = {gene: symbol for symbol, gene in first.items()}  # one gene for each symbol
-    mito = [gene for gene, symbol in sorted(known.items()) if symbol.startswith("MT-") and symbol[3:5] not in _RNA][
-        :MITO_GENES
-    ]
+    mito = sorted(gene for gene, symbol in known.items() if symbol.startswith("MT-") and symbol[3:5] not in _RNA)
+    mito = mito[:MITO_GENES]
     for name, value, low, high in (
         ("cells", cells, 1, 2**31),
         ("genes", genes, 2 * MITO_GENES, len(known)),
@@ -102,8 +101,10 @@ def simulate(
         "cell_type": base + _tree(random, types, genes),
         "batch": _sparse_normal(random, (batches, genes), 0.5, 0.3),
         "donor": _sparse_normal(random, (donors, genes), 0.2, 0.3),
-        "perturbation": np.concatenate([np.zeros((1, genes), np.float32), _knockdowns(random, targets, genes)]),
     }
+    perturbed_genes = _sparse_normal(random, (perturbations, genes), 0.05, 0.7)
+    perturbed_genes[np.arange(perturbations), targets] = np.log(0.1)
+    effects["perturbation"] = np.concatenate([np.zeros((1, genes), np.float32), perturbed_genes])
     programmes = np.abs(_sparse_normal(random, (PROGRAMMES, genes), 0.05, 0.8))
     return Simulation(obs, var, seed, programmes, effects)
 
@@ -127,9 +128,3 @@ def _tree(random: np.random.Generator, leaves: int, genes: int) -> np.ndarray:
         nodes = np.repeat(nodes, 2, axis=0)
         nodes += _sparse_normal(random, nodes.shape, 0.1, 1.0)
     return nodes[:leaves]
-
-
-def _knockdowns(random: np.random.Generator, targets: np.ndarray, genes: int) -> np.ndarray:
-    effects = _sparse_normal(random, (len(targets), genes), 0.05, 0.7)
-    effects[np.arange(len(targets)), targets] = np.log(0.1)
-    return effects

@@ -39,10 +39,7 @@ def hash_genes(gene_ids: Iterable[str]) -> np.ndarray:
 def hash_cells(starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_hashes: np.ndarray) -> np.ndarray:
     """One uint64 per cell, of its set of (gene id, count) pairs in any order.
 
-    Parameters
-    ----------
-    starts, genes, counts
-        CSR rows: `(cells + 1,)`, `(nonzeros,)`, `(nonzeros,)`; `genes` index `gene_hashes`.
+    CSR rows: `starts` `(cells + 1,)`, `genes` and `counts` `(nonzeros,)`; `genes` index `gene_hashes`.
     """
     pairs = splitmix64(gene_hashes[genes] ^ splitmix64(counts.astype(np.uint64)))
     total = np.zeros(len(pairs) + 1, np.uint64)

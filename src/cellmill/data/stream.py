@@ -34,23 +34,12 @@ _STREAM_ORDER = ("lanes", "block_cells", "window_blocks")  # options that, with 
 class CellStream:
     """Cells of one split as micro-batches for one rank; see `__iter__`.
 
-    Parameters
-    ----------
-    global_batch
-        Cells per optimizer step over all ranks, a multiple of `stream.lanes`.
-    token_budget
-        Most tokens of a micro-batch.
-    rank, world
-        Data-parallel rank and size; tensor- and pipeline-parallel peers share them.
-    min_microbatches, microbatch_multiple
-        Each step has at least `min_microbatches` micro-batches and a multiple of `microbatch_multiple`; if either is
-        not 1, they are of even sizes, for pipeline parallel.
-    shuffle
-        Shuffle, endlessly; else one epoch in disk order.
-    max_cells
-        Use the first `max_cells` cells of the split only.
-
-    Raises DataError when manifest or shards are missing, damaged or do not match, or the split has no cells.
+    `rank` and `world` are data-parallel; tensor- and pipeline-parallel peers share them. `global_batch`, the cells per
+    optimizer step over all ranks, is a multiple of `stream.lanes`. A micro-batch has at most `token_budget` tokens.
+    Each step has at least `min_microbatches` of them and a multiple of `microbatch_multiple`; if either is not 1, they
+    are of even sizes, for pipeline parallel. Endless with `shuffle`; else one epoch in disk order. Only the first
+    `max_cells` cells of the split are used; None takes all. Raises DataError when manifest or shards are missing,
+    damaged or do not match, or the split has no cells.
     """
 
     def __init__(

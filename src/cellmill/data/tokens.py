@@ -19,37 +19,25 @@ from cellmill.config.tokens import SPECIAL
 class Batch:
     """One micro-batch of one rank. It may be empty: no cells, no tokens, `cu_seqlens` [0]."""
 
-    genes: np.ndarray
-    """`(tokens,)` int32, token ids."""
-    values: np.ndarray
-    """`(tokens,)`, of the tokenizer's dtype."""
-    cu_seqlens: np.ndarray
-    """`(cells + 1,)` int32, offset of each cell's first token."""
-    cells: np.ndarray
-    """`(cells,)` int64, stable id of each cell: its index in the split's shards, or in the file."""
+    genes: np.ndarray  # `(tokens,)` int32, token ids
+    values: np.ndarray  # `(tokens,)`, of the tokenizer's dtype
+    cu_seqlens: np.ndarray  # `(cells + 1,)` int32, offset of each cell's first token
+    cells: np.ndarray  # `(cells,)` int64, stable id of each cell: its index in the split's shards, or in the file
 
 
 class Tokenizer(Protocol):
     """Implementation of a `config.tokens.Tokens`, made from those options; pure and vectorised over cells."""
 
-    dtype: np.dtype
-    """Dtype of the values."""
-    needs_counts: bool
-    """If False, only the genes that fit into `max_tokens` are read, and no counts."""
+    dtype: np.dtype  # dtype of the values
+    needs_counts: bool  # if False, only the genes that fit into `max_tokens` are read, and no counts
 
     def tokenize(
         self, genes: np.ndarray, counts: np.ndarray | None, starts: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Token ids, values and `cu_seqlens`, as in `Batch`, of cells whose genes are in rank order.
 
-        Parameters
-        ----------
-        genes
-            `(nonzeros,)` rows of the vocabulary.
-        counts
-            `(nonzeros,)` of any integer type, above zero; may be None unless `needs_counts`.
-        starts
-            `(cells + 1,)`, offset of each cell's first gene; the first is 0.
+        `genes`, `(nonzeros,)`, are rows of the vocabulary. `counts`, `(nonzeros,)`, are of any integer type, above 0;
+        None is possible unless `needs_counts`. `starts`, `(cells + 1,)`, are offsets of each cell's first gene.
         """
 
 

@@ -30,10 +30,8 @@ class Vocabulary:
 
     gene_ids: list[str]
     symbols: list[str]
-    n_cells: np.ndarray
-    """Number of cells of the corpus in which each gene is detected; int64."""
-    medians: np.ndarray
-    """Median counts per 10,000 over the cells in which a gene is detected; float32."""
+    n_cells: np.ndarray  # number of cells of the corpus in which each gene is detected; int64
+    medians: np.ndarray  # median counts per 10,000 over the cells in which a gene is detected; float32
 
     @property
     def n_genes(self) -> int:

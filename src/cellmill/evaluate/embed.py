@@ -31,8 +31,7 @@ from cellmill.models.batch import to_tensors
 from cellmill.models.export import load_model, spec_of
 from cellmill.models.family import Model
 
-KEY = "X_cellmill"
-"""Key in obsm."""
+KEY = "X_cellmill"  # key in obsm
 ROW_BLOCK = 1024  # cells read at once
 
 
@@ -40,10 +39,8 @@ ROW_BLOCK = 1024  # cells read at once
 class Embedding:
     """Result of `embed_cells`."""
 
-    vectors: np.ndarray
-    """`(cells, hidden)` float32; NaN where a cell has no gene that the model knows."""
-    coverage_frac: float
-    """Fraction of the cells' counts that fall on genes of the vocabulary."""
+    vectors: np.ndarray  # `(cells, hidden)` float32; NaN where a cell has no gene that the model knows
+    coverage_frac: float  # fraction of the cells' counts that fall on genes of the vocabulary
     n_without_genes: int
 
 
@@ -108,15 +105,6 @@ def embed_cells(
     embedded[np.concatenate(cells)] = np.concatenate(vectors)
     embedded = embedded[chosen]
     return Embedding(embedded, float(totals[0] / totals[1]), int(np.isnan(embedded[:, 0]).sum()))
-
-
-def check_coverage(path: Path, embedding: Embedding, min_coverage_frac: float) -> None:
-    """Raise DataError when too few of a dataset's counts fall on genes that the model knows."""
-    if embedding.coverage_frac < min_coverage_frac:
-        raise DataError(
-            f"{path}: {embedding.coverage_frac:.1%} of its counts fall on genes that the model knows, "
-            f"embed.min_coverage_frac is {min_coverage_frac:g}; use a model of these genes, or lower the threshold"
-        )
 
 
 def write_embedding(path: Path, obs: pd.DataFrame, vectors: np.ndarray, about: dict[str, Any]) -> None:

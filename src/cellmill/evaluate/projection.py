@@ -9,8 +9,7 @@ import numpy as np
 import pandas as pd
 import umap
 
-MAX_CELLS = 20_000
-"""Cells drawn at most; more overlap on a page."""
+MAX_CELLS = 20_000  # cells drawn at most; more overlap on a page
 
 
 def project(vectors: np.ndarray, seed: int) -> np.ndarray:

@@ -27,22 +27,18 @@ from cellmill.models.objective import GeneStatistics
 from cellmill.parallel.materialize import materialize
 from cellmill.runs.verdict import Verdict, sentence
 
-TOKEN_BUDGET = 16_384
-"""Tokens in one forward pass of a task; results do not depend on it."""
+TOKEN_BUDGET = 16_384  # tokens in one forward pass of a task; results do not depend on it
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
     """The exported model, and what can be derived from it and its training shards."""
 
-    network: Model
-    """In eval mode, on its device."""
-    config: dict[str, Any]
-    """Its config.json."""
+    network: Model  # in eval mode, on its device
+    config: dict[str, Any]  # its config.json
     vocabulary: Vocabulary
     tokens: Tokens
-    manifest: Manifest
-    """Of its training corpus."""
+    manifest: Manifest  # of its training corpus
     seed: int
 
     @cached_property
@@ -55,7 +51,6 @@ class EvaluatedModel:
 
     @cached_property
     def gene_statistics(self) -> GeneStatistics:
-        """Statistics of the training cells' tokens."""
         return read_gene_statistics(self.manifest, self.tokens)
 
 
@@ -67,13 +62,11 @@ class Context:
     reader: CountsReader
     scored: np.ndarray
     """Cells to judge on, `(n_obs,)` bool: unseen in training unless `options.cells` is all, and with an embedding."""
-    vectors: np.ndarray
-    """Embeddings of all cells, `(n_obs, hidden)` float32; NaN rows for cells without a known gene."""
+    vectors: np.ndarray  # embeddings of all cells, `(n_obs, hidden)` float32; NaN rows for cells without a known gene
     roles: Mapping[str, pd.Series]
     """obs columns by role (`label`), with the column's name; roles that the dataset lacks are absent."""
     model: EvaluatedModel
-    options: Evaluate
-    """Options that all tasks share: `folds`, `seed`, `cells`."""
+    options: Evaluate  # options that all tasks share: `folds`, `seed`, `cells`
 
 
 @dataclass(frozen=True)
@@ -86,10 +79,8 @@ class TaskResult:
     metric: str | None = None
     """Column that ranks the rows, higher is better: drawn as a figure, and compared between runs."""
     verdicts: list[Verdict] = field(default_factory=list)
-    figures: dict[str, Any] = field(default_factory=dict)
-    """Single values beside the table."""
-    skipped: str | None = None
-    """Reason why the task does not apply to the dataset."""
+    figures: dict[str, Any] = field(default_factory=dict)  # single values beside the table
+    skipped: str | None = None  # reason why the task does not apply to the dataset
 
     def to_json(self) -> dict[str, Any]:
         """The task's entry in metrics.json."""
@@ -97,8 +88,6 @@ class TaskResult:
 
 
 class Task(Protocol):
-    """One evaluation task."""
-
     def __init__(self, config: TaskConfig) -> None: ...
 
     def run(self, context: Context) -> TaskResult:

@@ -20,8 +20,7 @@ from cellmill.data.tokens import Tokenizer
 from cellmill.errors import DataError
 from cellmill.models.objective import GeneStatistics
 
-MAX_TRAIN_CELLS = 200_000
-"""Training cells read at most; shards are preshuffled, so the first ones are a random sample."""
+MAX_TRAIN_CELLS = 200_000  # training cells read at most; shards are preshuffled, so the first ones are a random sample
 _ROWS = 4096
 
 

@@ -16,9 +16,7 @@ COLUMNS = ("dataset", "obs_name", "label", "x", "y", "heldout")
 def write_umap(path: Path, rows: list[tuple[Any, ...]]) -> None:
     """Write `rows`, one value per column, as tab-separated text."""
     text = io.StringIO()
-    writer = csv.writer(text, delimiter="\t", lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows(rows)
+    csv.writer(text, delimiter="\t", lineterminator="\n").writerows([COLUMNS, *rows])
     write_text(path, text.getvalue())
 
 

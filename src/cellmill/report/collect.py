@@ -17,33 +17,23 @@ from cellmill.runs.metrics import read_lines
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """Results of one run."""
-
     name: str
     plan: dict[str, Any] | None
     status: dict[str, Any] | None
-    record: dict[str, Any] | None
-    """train/run.json: resolved options, digests, environment."""
+    record: dict[str, Any] | None  # train/run.json: resolved options, digests, environment
     model: dict[str, Any] | None
     evaluation: dict[str, Any] | None
-    cost: dict[str, Any] | None = None
-    """train/cost.json; None before a training has ended."""
-    lines: list[dict[str, Any]] = field(default_factory=list)
-    """metrics.jsonl, without an incomplete last line."""
-    umap: dict[str, list[dict[str, str]]] = field(default_factory=dict)
-    """Rows of umap.tsv by dataset."""
+    cost: dict[str, Any] | None = None  # train/cost.json; None before a training has ended
+    lines: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl, without an incomplete last line
+    umap: dict[str, list[dict[str, str]]] = field(default_factory=dict)  # rows of umap.tsv by dataset
 
 
 @dataclass(frozen=True)
 class ReportedCorpus:
-    """Results of one corpus."""
-
     name: str
-    datasets: list[dict[str, Any]]
-    """QC reports, by name."""
+    datasets: list[dict[str, Any]]  # QC reports, by name
     manifest: dict[str, Any] | None
-    n_genes: int | None
-    """Genes of the vocabulary."""
+    n_genes: int | None  # genes of the vocabulary
 
 
 def read_run(folder: Path) -> ReportedRun:

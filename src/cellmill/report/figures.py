@@ -13,6 +13,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
@@ -43,7 +44,7 @@ _STYLE = {
 }
 
 
-def loss_curve(lines: Sequence[Mapping[str, Any]]) -> str:
+def loss_curve(lines: Sequence[Mapping[str, Any]]) -> Markup:
     """Training and validation loss over steps, from the lines of a metrics.jsonl."""
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(5.4, 2.9)
@@ -59,7 +60,7 @@ def loss_curve(lines: Sequence[Mapping[str, Any]]) -> str:
         return _svg(figure)
 
 
-def compare_validation(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def compare_validation(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Markup:
     """Validation loss of several runs over steps; run i has colour i of PALETTE."""
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(5.4, 2.9)
@@ -70,7 +71,7 @@ def compare_validation(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         return _svg(figure)
 
 
-def histogram(edges: Sequence[float], before: Sequence[int], after: Sequence[int], name: str) -> str:
+def histogram(edges: Sequence[float], before: Sequence[int], after: Sequence[int], name: str) -> Markup:
     """Cells per bin before QC (grey) and after (blue); log axis for geometric edges."""
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(3.3, 2.1)
@@ -83,7 +84,7 @@ def histogram(edges: Sequence[float], before: Sequence[int], after: Sequence[int
         return _svg(figure)
 
 
-def dots(points: Sequence[tuple[str, float, float, bool]], metric: str) -> str:
+def dots(points: Sequence[tuple[str, float, float, bool]], metric: str) -> Markup:
     """(name, value, sd, is a baseline) of each row of a table; baselines are drawn hollow."""
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(5.4, 0.75 + 0.27 * len(points))
@@ -99,7 +100,7 @@ def dots(points: Sequence[tuple[str, float, float, bool]], metric: str) -> str:
         return _svg(figure)
 
 
-def scatter(x: np.ndarray, y: np.ndarray, classes: np.ndarray) -> str:
+def scatter(x: np.ndarray, y: np.ndarray, classes: np.ndarray) -> Markup:
     """Cells at UMAP coordinates, as one bitmap; class i has colour i of PALETTE, -1 is no class."""
     with mpl.rc_context(_STYLE | {"axes.grid": False}):
         figure, axes = _axes(4.6, 4.2)
@@ -135,7 +136,7 @@ def _log_scale(axes: Axes, values: Sequence[float]) -> None:
         axes.yaxis.set_minor_locator(NullLocator())
 
 
-def _svg(figure: Figure) -> str:
+def _svg(figure: Figure) -> Markup:
     """The `<svg>` element without prologue, metadata and namespace URLs."""
     buffer = io.StringIO()
     no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -147,7 +148,7 @@ def _svg(figure: Figure) -> str:
         text = re.sub(rf'(<svg[^>]*?) {size}="[^"]*"', r"\1", text, count=1)
     text = text.replace(_INK, "currentColor").replace(_GRID, "var(--rule)")
     width = round(figure.get_figwidth() * 96)
-    return text.replace("<svg", f'<svg role="img" style="max-width:{width}px"', 1)
+    return Markup(text.replace("<svg", f'<svg role="img" style="max-width:{width}px"', 1))
 
 
 def _points(lines: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:

@@ -1,9 +1,10 @@
-"""The HTML page, rendered from what stages wrote: it computes no result and loads nothing from elsewhere."""
+"""The HTML page and its tables, rendered from what stages wrote: computes no result, loads nothing from elsewhere."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ from cellmill import __version__
 from cellmill.errors import DataError
 from cellmill.report import figures
 from cellmill.report.collect import ReportedCorpus, ReportedRun, largest_memory, losses
-from cellmill.report.task_table import TaskTable, compare_runs
 from cellmill.runs.run_cost import span
 
 MEASURES = {"n_genes": "genes per cell", "n_counts": "counts per cell", "mito_frac": "mitochondrial fraction"}
@@ -30,7 +30,13 @@ def render(title: str, runs: list[ReportedRun], corpora: list[ReportedCorpus]) -
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
     environment.filters.update(
-        number=number, flat=flat, short=short, span=duration, percent=percent, heading=heading, task_table=TaskTable
+        number=number,
+        flat=flat,
+        task_table=TaskTable,
+        short=lambda digest: str(digest)[:12],
+        heading=lambda key: key.replace("_", " "),
+        span=lambda seconds: "–" if seconds is None else span(seconds),
+        percent=lambda fraction: "–" if fraction is None else f"{100 * fraction:.0f} %",
     )
     return environment.get_template("page.html").render(
         title=title,
@@ -42,39 +48,25 @@ def render(title: str, runs: list[ReportedRun], corpora: list[ReportedCorpus]) -
         planned={r.name: planned_and_measured(r) for r in runs},
         measures=MEASURES,
         colour=figures.colour,
-        figure=_Figures(runs),
+        figures=figures,
+        lines={r.name: r.lines for r in runs},
+        umap=_umap,
+        legend_of=_legend,
     )
 
 
-class _Figures:
-    """Figures of the page, drawn when the template asks for them."""
+def _umap(rows: list[dict[str, str]], legend: list[dict[str, Any]]) -> Markup:
+    index = {entry["label"]: number for number, entry in enumerate(legend)}
+    classes = np.array([index.get(row["label"], -1) for row in rows])
+    x, y = (np.array([float(row[axis]) for row in rows]) for axis in ("x", "y"))
+    return figures.scatter(x, y, classes)
 
-    def __init__(self, runs: list[ReportedRun]) -> None:
-        self._runs = runs
 
-    def loss(self, run: ReportedRun) -> Markup:
-        return Markup(figures.loss_curve(run.lines))
-
-    def validation(self) -> Markup:
-        return Markup(figures.compare_validation({r.name: r.lines for r in self._runs}))
-
-    def ranking(self, table: TaskTable) -> Markup:
-        return Markup(figures.dots(table.points(), table.metric))
-
-    def qc(self, histogram: Mapping[str, Any], name: str) -> Markup:
-        return Markup(figures.histogram(histogram["edges"], histogram["before"], histogram["after"], name))
-
-    def umap(self, rows: list[dict[str, str]], legend: list[dict[str, Any]]) -> Markup:
-        index = {entry["label"]: number for number, entry in enumerate(legend)}
-        classes = np.array([index.get(row["label"], -1) for row in rows])
-        x, y = (np.array([float(row[axis]) for row in rows]) for axis in ("x", "y"))
-        return Markup(figures.scatter(x, y, classes))
-
-    def legend(self, rows: list[dict[str, str]]) -> list[dict[str, Any]]:
-        """Labels of a UMAP, the most frequent first, with colour and number of cells."""
-        tally = Counter(row["label"] for row in rows if row["label"])
-        ordered = sorted(tally.items(), key=lambda item: (-item[1], item[0]))
-        return [{"label": label, "n": n, "colour": figures.colour(i)} for i, (label, n) in enumerate(ordered)]
+def _legend(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """Labels of a UMAP, the most frequent first, with colour and number of cells."""
+    tally = Counter(row["label"] for row in rows if row["label"])
+    ordered = sorted(tally.items(), key=lambda item: (-item[1], item[0]))
+    return [{"label": label, "n": n, "colour": figures.colour(i)} for i, (label, n) in enumerate(ordered)]
 
 
 def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
@@ -100,6 +92,88 @@ def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
     return [row for row in rows if row[1] is not None or row[2] is not None]
 
 
+@dataclass(frozen=True)
+class Column:
+    heading: str
+    key: str
+    sd_key: str | None = None  # key of the standard deviation shown beside it
+
+
+class TaskTable:
+    """Rows of one task on one dataset, as the page shows them."""
+
+    def __init__(self, result: dict[str, Any]) -> None:
+        self.rows: list[dict[str, Any]] = result["rows"]
+        self.columns = list(columns(self.rows))
+        self.metric: str = result["metric"] or ""
+
+    @property
+    def best(self) -> str | None:
+        """Name of the row with the highest metric; None where no metric ranks the rows."""
+        return max(self.points(), key=lambda point: point[1])[0] if self.points() else None
+
+    def points(self) -> list[tuple[str, float, float, bool]]:
+        """(name, value, sd, is a baseline) of each row by the metric; none where no metric ranks the rows."""
+        ranking = [column for column in self.columns if column.heading == self.metric][:1]
+        return [
+            (str(row["name"]), row[column.key], row.get(column.sd_key or "", 0.0), row.get("kind") == "baseline")
+            for column in ranking
+            for row in self.rows
+            if row.get(column.key) is not None
+        ]
+
+
+def columns(rows: list[dict[str, Any]]) -> Iterator[Column]:
+    """Columns over the keys of all rows: `x_mean` and `x_sd` as one; no lists, and no counts that are 0 in all rows."""
+    keys = dict.fromkeys(key for row in rows for key in row if key not in ("name", "kind"))
+    for key in keys:
+        values = [row.get(key) for row in rows]
+        stem = key.removesuffix("_sd") if key.endswith("_sd") else None
+        if any(isinstance(value, list) for value in values) or not any(
+            isinstance(value, float) or value for value in values
+        ):
+            continue
+        if key.endswith("_mean"):
+            stem = key.removesuffix("_mean")
+            yield Column(stem, key, f"{stem}_sd" if f"{stem}_sd" in keys else None)
+        elif stem is None or f"{stem}_mean" not in keys:
+            yield Column(key, key)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One task over all runs and datasets."""
+
+    task: str
+    metric: str  # empty where the columns are the task's figures
+    columns: list[str]
+    lines: list[tuple[str, str, dict[str, Any]]]  # (run, dataset, value by column)
+
+
+def compare_runs(runs: list[ReportedRun]) -> list[Comparison]:
+    """Each task side by side: its rows by their metric, or its figures where no metric ranks rows."""
+    tasks: dict[str, list[tuple[str, str, dict[str, Any]]]] = {}
+    for run in runs:
+        for dataset, entry in ((run.evaluation or {}).get("datasets") or {}).items():
+            for task, result in entry["tasks"].items():
+                if result["skipped"] is None:
+                    tasks.setdefault(task, []).append((run.name, dataset, result))
+    comparisons = []
+    for task, results in tasks.items():
+        metric = next((result["metric"] for _, _, result in results if result["metric"]), "")
+        lines = [(run, dataset, _values(result, metric)) for run, dataset, result in results]
+        names = list(dict.fromkeys(name for _, _, values in lines for name in values))
+        if names:
+            comparisons.append(Comparison(task, metric, names, lines))
+    return comparisons
+
+
+def _values(result: dict[str, Any], metric: str) -> dict[str, Any]:
+    if metric:
+        return {name: value for name, value, _, _ in TaskTable(result).points()}
+    return {key: value for key, value in result["figures"].items() if isinstance(value, int | float)}
+
+
 def number(value: Any) -> str:
     """A value as text: 1,234 or four significant digits; a dash for None; `key value` pairs of a mapping."""
     if value is None:
@@ -113,26 +187,6 @@ def number(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {number(item)}" for key, item in value.items()) or "–"
     return str(value)
-
-
-def duration(seconds: float | None) -> str:
-    """A time span in its largest unit; a dash for None."""
-    return "–" if seconds is None else span(seconds)
-
-
-def percent(fraction: float | None) -> str:
-    """A fraction as whole percent; a dash for None."""
-    return "–" if fraction is None else f"{100 * fraction:.0f} %"
-
-
-def short(digest: Any) -> str:
-    """The first twelve characters of a digest."""
-    return str(digest)[:12]
-
-
-def heading(key: str) -> str:
-    """A key as words."""
-    return key.replace("_", " ")
 
 
 def flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

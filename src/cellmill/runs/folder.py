@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from cellmill.errors import DataError
-from cellmill.files import fsync_folder, read_json, sha256_file, write_json
+from cellmill.files import fsync, read_json, sha256_file, write_json
 from cellmill.runs.lock import locked, user_name
 
 INCOMPLETE = ".incomplete"
@@ -155,7 +155,7 @@ class TrainFolder:
         final = path.with_name(path.name.removesuffix(INCOMPLETE))
         shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step, from before a resume
         path.rename(final)
-        fsync_folder(final.parent)
+        fsync(final.parent)
         self._prune(keep)
 
     def _prune(self, keep: int) -> None:

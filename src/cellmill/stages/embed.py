@@ -6,7 +6,8 @@ from pathlib import Path
 
 from cellmill.config.options import EmbedOptions
 from cellmill.data.counts_reader import open_counts
-from cellmill.evaluate.embed import check_coverage, embed_cells, load_for_inference, write_embedding
+from cellmill.errors import DataError
+from cellmill.evaluate.embed import embed_cells, load_for_inference, write_embedding
 from cellmill.files import sha256_file
 
 
@@ -15,7 +16,11 @@ def run(*, options: EmbedOptions, model: Path, input: Path, counts: str, out: Pa
     network, vocabulary, tokens, _ = load_for_inference(model)
     with open_counts(input, counts) as reader:
         embedding = embed_cells(reader, network, vocabulary, tokens, options.embed.token_budget)
-        check_coverage(input, embedding, options.embed.min_coverage_frac)
+        if embedding.coverage_frac < (least := options.embed.min_coverage_frac):
+            raise DataError(
+                f"{input}: {embedding.coverage_frac:.1%} of its counts fall on genes that the model knows, "
+                f"embed.min_coverage_frac is {least:g}; use a model of these genes, or lower the threshold"
+            )
         about = {
             "model_digest": sha256_file(model / "model.safetensors"),
             "vocabulary_digest": vocabulary.digest,
@@ -24,7 +29,5 @@ def run(*, options: EmbedOptions, model: Path, input: Path, counts: str, out: Pa
         }
         write_embedding(out, reader.obs, embedding.vectors, about)
     print(f"{input.stem}: {reader.n_obs:,} cells, {embedding.coverage_frac:.1%} of counts on known genes -> {out}")
-    if embedding.n_without_genes:
-        print(
-            f"{input.stem}: {embedding.n_without_genes:,} cells have no gene that the model knows: their rows are NaN"
-        )
+    if n := embedding.n_without_genes:
+        print(f"{input.stem}: {n:,} cells have no gene that the model knows: their rows are NaN")

@@ -48,12 +48,8 @@ def run(
 ) -> None:
     """Write metrics.json to `out` and umap.tsv beside it.
 
-    Parameters
-    ----------
-    labels
-        obs column of each dataset, '-' for none.
-    ancestors
-        Manifests of the runs that the initial weights came from: their training cells are not held out either.
+    `labels` are the obs column of each dataset, '-' for none. `ancestors` are manifests of the runs that the initial
+    weights came from: their training cells are not held out either.
     """
     names = _dataset_names(cells, embeddings, labels)
     section = options.evaluate
@@ -83,8 +79,8 @@ def run(
             }
             points += umap_rows(name, reader.obs.index, vectors, roles.get("label"), unseen, section.seed)
     write_umap(out.parent / "umap.tsv", points)
-    about: dict[str, Any] = {"digest": digest, "vocabulary_digest": evaluated.vocabulary.digest}
-    about |= {"step": evaluated.config.get("step"), "objective": evaluated.network.objective.config.name}
+    about = {"digest": digest, "vocabulary_digest": evaluated.vocabulary.digest, "step": evaluated.config.get("step")}
+    about["objective"] = evaluated.network.objective.config.name
     resolved = section.model_dump(mode="json")
     metrics = {"model": about, "fingerprint": shards.fingerprint, "options": resolved, "datasets": datasets}
     write_json(out, metrics)  # last: its existence means that umap.tsv is complete

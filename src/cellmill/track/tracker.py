@@ -15,12 +15,9 @@ class Tracker(Protocol):
     def start(self, config: dict[str, Any], resume_step: int) -> None:
         """Begin, before any other call.
 
-        Parameters
-        ----------
-        config
-            `run`, `steps`, `world_size`, `fingerprint`, `options` and what else checkpoints record; JSON-able.
-        resume_step
-            Optimizer steps done so far, 0 for a new run. Steps after it that an earlier process logged come again.
+        `config` has `run`, `steps`, `world_size`, `fingerprint`, `options` and what else checkpoints record; JSON-able.
+        `resume_step` is the number of optimizer steps done so far, 0 for a new run. Steps after it that an earlier
+        process logged come again.
         """
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:

@@ -71,8 +71,7 @@ class Probe:
                 "(evaluate.folds), expected two or more; raise shard.test_frac or lower evaluate.folds",
             )
         cells = scored[chosen.cells]
-        mask = np.zeros(context.reader.n_obs, dtype=bool)
-        mask[cells] = True
+        mask = np.isin(np.arange(context.reader.n_obs), cells)
         model = context.model
         untrained = embed_cells(context.reader, model.untrained, model.vocabulary, model.tokens, TOKEN_BUDGET, mask)
         rows = probe_table(
@@ -89,31 +88,18 @@ class Probe:
 
 @dataclass(frozen=True)
 class Labelled:
-    """Cells of a probe."""
-
-    cells: np.ndarray
-    """Their indices, ascending; int64."""
-    labels: np.ndarray
-    """Class of each; text."""
-    classes: dict[str, int]
-    """Cells of each class used, the largest first."""
-    dropped: dict[str, int]
-    """Cells of each class left out for having fewer cells than there are folds."""
-    n_unlabelled: int
-    """Cells without a label, left out."""
-    n_left_out: int
-    """Cells beyond MAX_CELLS, left out by a seeded draw."""
+    cells: np.ndarray  # their indices, ascending; int64
+    labels: np.ndarray  # class of each; text
+    classes: dict[str, int]  # cells of each class used, the largest first
+    dropped: dict[str, int]  # cells of each class left out for having fewer cells than there are folds
+    n_unlabelled: int  # cells without a label, left out
+    n_left_out: int  # cells beyond MAX_CELLS, left out by a seeded draw
 
     @property
     def figures(self) -> dict[str, Any]:
         """Numbers of cells, for metrics.json."""
-        return {
-            "n_cells": len(self.cells),
-            "classes": self.classes,
-            "dropped_classes": self.dropped,
-            "n_unlabelled": self.n_unlabelled,
-            "n_left_out": self.n_left_out,
-        }
+        used = {"n_cells": len(self.cells), "classes": self.classes, "dropped_classes": self.dropped}
+        return used | {"n_unlabelled": self.n_unlabelled, "n_left_out": self.n_left_out}
 
 
 def choose_cells(labels: pd.Series, folds: int, seed: int, max_cells: int = MAX_CELLS) -> Labelled:

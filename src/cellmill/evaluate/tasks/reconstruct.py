@@ -22,8 +22,7 @@ from cellmill.models.build import build
 from cellmill.models.export import spec_of
 from cellmill.models.family import Model
 
-MAX_CELLS = 10_000
-"""Cells used at most; R² then has a standard error below 0.001."""
+MAX_CELLS = 10_000  # cells used at most; R² then has a standard error below 0.001
 
 
 class Reconstruct:
@@ -57,8 +56,7 @@ class Reconstruct:
 def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.ndarray]:
     """What `objective.observe` returns over all batches of `cells`, concatenated; empty without any token."""
     model, reader = context.model, context.reader
-    mask = np.zeros(reader.n_obs, dtype=bool)
-    mask[cells] = True
+    mask = np.isin(np.arange(reader.n_obs), cells)
     device, columns = next(network.parameters()).device, match_columns(reader, model.vocabulary)
     totals, batches = np.zeros(2, np.int64), []
     with torch.inference_mode():
