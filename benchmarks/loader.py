@@ -144,7 +144,7 @@ def own_rows(corpus: Corpus, options: StreamOptions, batch: int) -> Iterator[Ite
     sizes = tuple(shard.n_obs for shard in shards)
     layout = EpochLayout(sizes, options.lanes, options.block_cells, options.window_blocks, batch, seed=0, shuffle=True)
     lanes = list(range(options.lanes))
-    rows = Prefetch(shards, layout, lanes, with_counts=True, max_genes=None, io_threads=options.io_threads)
+    rows = Prefetch(shards, layout, lanes, max_genes=None, io_threads=options.io_threads)
     steps = rows.steps(0, 0)
     try:
         while True:

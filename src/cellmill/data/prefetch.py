@@ -27,29 +27,22 @@ class PrefetchedStep:
     cells: np.ndarray  # `(cells,)` int64 ids of this rank's cells, by lane
     starts: np.ndarray  # `(cells + 1,)` int64, offset of each cell's first gene
     genes: np.ndarray  # `(nonzeros,)` int32 rows of the vocabulary, in rank order; at most `max_genes` per cell
-    counts: np.ndarray | None  # `(nonzeros,)`; None without `with_counts`
+    counts: np.ndarray | None  # `(nonzeros,)`; None if genes are cut to `max_genes`
 
 
 class Prefetch:
     """Reader of the cells of a split in the order of `layout`, starting at any step.
 
-    Reads `lanes`; of the others only the lengths are looked up. Of a cell at most `max_genes` are read, if not None,
-    and their counts `with_counts`.
+    Reads `lanes`; of the others only the lengths are looked up. Of each cell the first `max_genes` genes are read; None
+    reads all of them and their counts.
     """
 
     def __init__(
-        self,
-        shards: list[RowFile],
-        layout: EpochLayout,
-        lanes: list[int],
-        *,
-        with_counts: bool,
-        max_genes: int | None,
-        io_threads: int,
+        self, shards: list[RowFile], layout: EpochLayout, lanes: list[int], *, max_genes: int | None, io_threads: int
     ):
         self._shards, self._layout, self._own = shards, layout, set(lanes)
         self._first_cell = np.concatenate([[0], np.cumsum(layout.shard_cells)])
-        self._dtype = np.result_type(*(shard.dtype for shard in shards)) if with_counts else None
+        self._dtype = np.result_type(*(shard.dtype for shard in shards)) if max_genes is None else None
         self._max_genes = max_genes
         self._buffer = _Buffer()  # for a step
         self._epochs: dict[int, Epoch] = {}

@@ -75,16 +75,10 @@ class CellStream:
         self._max_tokens, self._budget, self._rank, self._world = tokens.max_tokens, token_budget, rank, world
         self._min_microbatches, self._microbatch_multiple = min_microbatches, microbatch_multiple
         self._tokenizer: Tokenizer = tokens.load()(tokens)
-        needs_counts = self._tokenizer.needs_counts
         self._shards = open_shards(opened, split)
-        self._rows = Prefetch(
-            self._shards,
-            self._layout,
-            list(range(rank, stream.lanes, world)),
-            with_counts=needs_counts,
-            max_genes=None if needs_counts else tokens.max_tokens,
-            io_threads=stream.io_threads,
-        )
+        lanes = list(range(rank, stream.lanes, world))
+        max_genes = None if self._tokenizer.needs_counts else tokens.max_tokens
+        self._rows = Prefetch(self._shards, self._layout, lanes, max_genes=max_genes, io_threads=stream.io_threads)
         self._order = {"seed": seed, **order, "global_batch": global_batch}
         self._epoch = self._step = 0
         self._ahead: _Ahead | None = None
