@@ -144,7 +144,7 @@ def test_an_unusable_answer_is_waited_out_and_never_taken_for_the_end_of_a_job(
     shown: str,
 ) -> None:
     if isinstance(nonsense[0], dict):
-        monkeypatch.setattr(queue_module, "ANSWER_WITHIN_S", 5)
+        monkeypatch.setattr("cellmill.runs.slurm_command.ANSWER_WITHIN_S", 5)
     first = [] if isinstance(nonsense[0], dict) else [nonsense]
     scripted.answers(
         squeue=[*first, NONE, listed("RUNNING"), nonsense, nonsense, listed("RUNNING"), listed("COMPLETED")],

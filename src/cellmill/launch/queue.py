@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import stat
-import subprocess
 import tempfile
 import time
 from dataclasses import dataclass
@@ -21,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from cellmill.runs.job_states import ALIVE, ENDED, GONE, UNKNOWN, JobState
+from cellmill.runs.slurm_command import CommandError, ask, call
 
-ANSWER_WITHIN_S = 60
-_FILTERS = ("SQUEUE_", "SCANCEL_", "SACCT_")
 _LINE = re.compile(r"(\d+)\|([A-Z_]+)\|([^|]*)\|([^|]*)\|(.*)")
 
 
@@ -69,7 +67,10 @@ class Queue:
 
     def cancel(self, job_id: str) -> str:
         """Cancel a job; return scancel's error message, or an empty text."""
-        return _call(["scancel", job_id])[1].strip()
+        try:
+            return call(["scancel", job_id]).stderr.strip()
+        except CommandError as error:
+            return str(error)
 
     def _find(self, job_id: str, max_age_s: float) -> JobState | None:
         return next((job.state for job in self._jobs(max_age_s) if job.job_id == job_id), None)
@@ -78,10 +79,11 @@ class Queue:
         return parse(_shared_answer(max_age_s))
 
     def _from_accounting(self, job_id: str) -> JobState:
-        output, _, code = _call(["sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State"])
-        word = output.split()[0] if code == 0 and output.split() else ""
-        # without accounting nothing is lost: the run's own files say how far it came
-        return JobState(word) if word in ALIVE | ENDED else JobState(GONE)
+        try:
+            words = ask(["sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State"]).split()
+        except CommandError:  # without accounting nothing is lost: the run's own files say how far it came
+            words = []
+        return JobState(words[0]) if words and words[0] in ALIVE | ENDED else JobState(GONE)
 
 
 def parse(answer: str) -> list[QueuedJob]:
@@ -154,29 +156,7 @@ def _own_folder() -> Path | None:
 
 def _ask() -> str:
     # by uid, since the environment can change the name; -a: also hidden partitions
-    output, error, code = _call(["squeue", "-a", "-h", "-t", "all", "-u", str(os.getuid()), "-o", "%i|%T|%r|%N|%j"])
-    if code != 0:
-        raise QueueError(f"squeue: {' '.join(error.split())[:200] or f'exit code {code}'}")
-    return output
-
-
-def _call(command: list[str]) -> tuple[str, str, int]:
-    """Output, errors and exit code of a SLURM command; 127 if it does not exist, 124 if it does not answer."""
-    # these variables filter answers: a job would seem to be gone, or not be cancelled
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_FILTERS)}
     try:
-        # Ctrl-C at the terminal must not cut an answer short
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=ANSWER_WITHIN_S,
-            start_new_session=True,
-            env=environment,
-        )
-    except FileNotFoundError:
-        return "", f"{command[0]}: not on PATH", 127
-    except subprocess.TimeoutExpired:
-        return "", f"no answer within {ANSWER_WITHIN_S} s", 124
-    return done.stdout, done.stderr, done.returncode
+        return ask(["squeue", "-a", "-h", "-t", "all", "-u", str(os.getuid()), "-o", "%i|%T|%r|%N|%j"])
+    except CommandError as error:
+        raise QueueError(str(error)) from None

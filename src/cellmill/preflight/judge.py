@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from platform import python_version
 from typing import Any
 
+from cellmill import __version__
 from cellmill.config.machine import Machine
 from cellmill.launch.nodelist import expand
 from cellmill.preflight.check import TRAIN, Check, doubt, no, ok
@@ -73,6 +75,19 @@ def _last_line(log: Path | None) -> str:
         return ""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return lines[-1][:160] if lines else ""
+
+
+def judge_nodes(machine: Machine, device: str, nodes: list[dict[str, Any]], token: str) -> Iterator[Check]:
+    """Verdicts on what each node reported; `token` is what this machine wrote, `device` the plan's."""
+    yield judge_folder(nodes, token)
+    yield judge_disk(nodes)
+    here = {"python": python_version(), "cellmill": __version__}
+    for what in ("python", "cellmill", "torch", "cuda", "nccl", "driver"):
+        yield from judge_version(what, nodes, here.get(what))
+    yield judge_gpus(machine, device, nodes)
+    if machine.launcher != "local":
+        yield from judge_clocks(nodes)
+    yield from judge_interface(machine.interface, nodes)
 
 
 def judge_folder(nodes: list[dict[str, Any]], token: str) -> Check:

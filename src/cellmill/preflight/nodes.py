@@ -12,26 +12,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from platform import python_version
 from typing import Any
 
-from cellmill import __version__
 from cellmill.config import check_options
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 from cellmill.files import read_json, write_json
 from cellmill.launch.job import Job
 from cellmill.preflight.check import TRAIN, Check, no
-from cellmill.preflight.judge import (
-    judge_allreduce,
-    judge_clocks,
-    judge_disk,
-    judge_end,
-    judge_folder,
-    judge_gpus,
-    judge_interface,
-    judge_version,
-)
+from cellmill.preflight.judge import judge_allreduce, judge_end, judge_nodes
 from cellmill.preflight.run_once import End, StillQueued, run_once
 from cellmill.runs.job_states import GONE
 from cellmill.runs.lock import locked
@@ -83,7 +72,7 @@ class NodeCheck:
         }
         yield from judge_end(end, [node["host"] for node in nodes], complete=allreduce is not None)
         if nodes:
-            yield from self._judge(nodes, head)
+            yield from judge_nodes(self.machine, self.device, nodes, head.token)
         if allreduce is not None:
             yield from judge_allreduce(self.machine.interface, nodes, allreduce)
 
@@ -99,17 +88,6 @@ class NodeCheck:
 
         with locked(self.folder, "another preflight of this profile is running ({holder})", wait_s=0) as lock:
             return run_once(job, brief, self.folder, lock, self.wait_s)
-
-    def _judge(self, nodes: list[dict[str, Any]], head: Head) -> Iterator[Check]:
-        yield judge_folder(nodes, head.token)
-        yield judge_disk(nodes)
-        here = {"python": python_version(), "cellmill": __version__}
-        for what in ("python", "cellmill", "torch", "cuda", "nccl", "driver"):
-            yield from judge_version(what, nodes, here.get(what))
-        yield judge_gpus(self.machine, self.device, nodes)
-        if self.machine.launcher != "local":
-            yield from judge_clocks(nodes)
-        yield from judge_interface(self.machine.interface, nodes)
 
 
 class Head:

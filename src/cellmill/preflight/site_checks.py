@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from cellmill.config.machine import Machine
 from cellmill.preflight import slurm_site
 from cellmill.preflight.check import TRAIN, Check, doubt, no, ok
-from cellmill.preflight.slurm_site import Node, Partition, Refused, SiteError
+from cellmill.preflight.slurm_site import Node, Partition, Refused
+from cellmill.runs.slurm_command import CommandError
 
 NEEDED = ("sbatch", "srun", "squeue", "scancel")
 
@@ -33,7 +34,7 @@ def check_launcher(machine: Machine) -> Iterator[Check]:
         try:
             slurm_site.accounting()
             yield ok("accounting", "sacct answers")
-        except SiteError as error:
+        except CommandError as error:
             yield doubt("accounting", f"none ({error}): the cost of a run is computed from its own files")
 
 
@@ -63,12 +64,12 @@ def check_site(machine: Machine) -> Iterator[Check]:
         for check in check_partitions(machine, slurm_site.partitions()):
             failed |= check.verdict == "no"
             yield check
-    except SiteError as error:
+    except CommandError as error:
         yield doubt("partition", f"unknown: {error}")
     refused = False
     try:
         yield ok("start", f"SLURM expects {slurm_site.estimate(machine)}")
-    except SiteError as error:
+    except CommandError as error:
         yield doubt("start", f"no estimate: {error}")
     except Refused as error:
         refused = True
@@ -196,7 +197,7 @@ def _check_account(machine: Machine, refused: bool) -> Iterator[Check]:
     """Check account and QOS by sacctmgr; if sbatch accepts one that sacctmgr does not list, nothing enforces it."""
     try:
         mine = slurm_site.associations()
-    except SiteError as error:
+    except CommandError as error:
         yield doubt("account", f"unknown: {error}")
         return
     wrong = no if refused else doubt

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import getpass
 import re
-import subprocess
 from dataclasses import dataclass
 
 from cellmill.config.machine import Machine
 from cellmill.launch.submit import TRANSIENT, outside_any_job, sbatch_options
+from cellmill.runs.slurm_command import CommandError, ask, call
 
-ANSWER_WITHIN_S = 60
 _DOWN = {"down", "drain", "drained", "draining", "fail", "failing", "future", "maint", "unknown", "error", "blocked"}
 
 
-class SiteError(Exception):
-    """A SLURM command is missing, failed, or gave an answer that cannot be parsed."""
+class SiteError(CommandError):
+    """An answer that cannot be parsed."""
 
 
 class Refused(Exception):
@@ -72,7 +71,7 @@ class Association:
 
 
 def partitions() -> dict[str, Partition]:
-    """Every partition visible to this user, by name. Raises SiteError."""
+    """Every partition visible to this user, by name. Raises CommandError."""
     answer = ask(["sinfo", "-h", "-a", "-N", "-o", "%N|%P|%a|%l|%T|%c|%m|%G|%f"])
     known: dict[str, Partition] = {}
     for line in answer.splitlines():
@@ -95,7 +94,7 @@ def partitions() -> dict[str, Partition]:
 
 
 def associations() -> list[Association]:
-    """Associations of this user; empty if accounting has none. Raises SiteError."""
+    """Associations of this user; empty if accounting has none. Raises CommandError."""
     fields = "format=Account,Partition,QOS"
     answer = ask(["sacctmgr", "-n", "-P", "show", "assoc", f"user={getpass.getuser()}", fields])
     rows = [line.split("|") for line in answer.splitlines() if line.strip()]
@@ -105,19 +104,19 @@ def associations() -> list[Association]:
 
 
 def accounting() -> None:
-    """Raises SiteError if sacct has no accounting to read."""
+    """Raises CommandError if sacct has no accounting to read."""
     ask(["sacct", "-n", "-X", "-P", "-S", "now", "-o", "JobID"])
 
 
 def estimate(machine: Machine) -> str:
     """When and where SLURM expects to start a training's job on this machine (`sbatch --test-only`).
 
-    Raises Refused with SLURM's reason, SiteError without an answer.
+    Raises Refused with SLURM's reason, CommandError without an answer.
     """
     options = sbatch_options(machine).items()
     flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options]
     with outside_any_job():
-        done = _run(["sbatch", "--test-only", "--job-name=cellmill-preflight", *flags, "--wrap=true"])
+        done = call(["sbatch", "--test-only", "--job-name=cellmill-preflight", *flags, "--wrap=true"])
     said = " ".join(line.removeprefix("sbatch: ") for line in done.stderr.splitlines() if line.strip())
     if done.returncode == 0:
         match = re.search(r"to start at (\S+).*?(?: on nodes? (\S+))?(?: in partition|$)", said)
@@ -148,23 +147,3 @@ def _gpus(gres: str) -> dict[str, int]:
         if match:
             gpus[match[1] or ""] = gpus.get(match[1] or "", 0) + int(match[2] or 1)
     return gpus
-
-
-def ask(command: list[str]) -> str:
-    """Output of a command. Raises SiteError if it is missing, fails or does not answer in time."""
-    done = _run(command)
-    if done.returncode:
-        complaint = " ".join(done.stderr.split())[:200] or f"exit code {done.returncode}"
-        raise SiteError(f"{command[0]}: {complaint.removeprefix(f'{command[0]}: ')}")
-    return done.stdout
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=ANSWER_WITHIN_S, stdin=subprocess.DEVNULL
-        )
-    except OSError as error:
-        raise SiteError(f"{command[0]}: {error.strerror}") from None
-    except subprocess.TimeoutExpired:
-        raise SiteError(f"{command[0]}: no answer within {ANSWER_WITHIN_S} s") from None

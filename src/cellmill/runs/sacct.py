@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
 import time
 
 from cellmill.runs.job_states import ALIVE
 from cellmill.runs.jobs import JobRecord
+from cellmill.runs.slurm_command import CommandError, ask
 from cellmill.runs.starts import Start
 
 SACCT = "sacct"
@@ -34,7 +33,7 @@ def sacct_starts(records: list[JobRecord]) -> tuple[dict[str, list[Start]], str]
     while True:
         try:
             starts = parse_sacct(_query([record.job_id for record in records]), records)
-        except ValueError as error:
+        except (CommandError, ValueError) as error:
             return {}, str(error)
         newest = records[-1]
         lags = newest.ended_at is not None and any(s.state in ALIVE for s in starts.get(newest.job_id, [])[-1:])
@@ -47,26 +46,9 @@ def sacct_starts(records: list[JobRecord]) -> tuple[dict[str, list[Start]], str]
 
 
 def _query(job_ids: list[str]) -> str:
-    """Output of sacct. Raises ValueError with the reason if there is none."""
+    """Output of sacct. Raises CommandError."""
     command = ["sacct", "-P", "-n", "--duplicates", "-j", ",".join(job_ids), "-o", ",".join(_FIELDS)]
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=ANSWER_WITHIN_S,
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"SLURM_TIME_FORMAT": "%s", "TZ": "UTC"},
-        )
-    except OSError as error:
-        raise ValueError(f"sacct: {error.strerror}") from None
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"sacct: no answer within {ANSWER_WITHIN_S} s") from None
-    if done.returncode:
-        complaint = " ".join(done.stderr.split())[:200] or f"exit code {done.returncode}"
-        raise ValueError(f"sacct: {complaint.removeprefix('sacct: ').removeprefix('error: ')}")
-    return done.stdout
+    return ask(command, ANSWER_WITHIN_S, SLURM_TIME_FORMAT="%s", TZ="UTC")
 
 
 def parse_sacct(answer: str, records: list[JobRecord]) -> dict[str, list[Start]]:
