@@ -1,4 +1,4 @@
-"""Build the whole model on the meta device from a torch-free specification; every part of cellmill does so here."""
+"""Build the whole model on the meta device from a torch-free specification."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ModelSpec:
 
 
 def build(spec: ModelSpec) -> Model:
-    """Return the model on the meta device, whole, knowing its initial values."""
+    """Return the whole model on the meta device, with the functions that fill its parameters and buffers."""
     with torch.device("meta"):
         objective = spec.objective.load()(spec.objective, spec.tokens)
         model: Model = spec.model.load()(spec.model, spec.n_genes, spec.tokens, objective)

@@ -1,7 +1,7 @@
-"""consolidate: a sharded checkpoint as a model that stands alone: weights, configuration, vocabulary, model card.
+"""consolidate: export a sharded checkpoint as a self-contained model: weights, configuration, vocabulary, model card.
 
-On a CPU, without any rank: each tensor is read from the checkpoint's shards, written, and dropped, so memory is that
-of the largest tensor. `config.json` is written last: its existence means the rest is there.
+Runs on a CPU in one process. Each tensor is read from the checkpoint's shards, written and freed, so memory is that of
+the largest tensor. `config.json` is written last: if it exists, the export is complete.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ PREFIX = "model."
 
 
 def run(*, options: ConsolidateOptions, train: Path, vocabulary: Path, out: Path) -> None:
-    """Exports the best or last checkpoint of the training folder `train` into the folder `out`."""
+    """Export the best or last checkpoint of the training folder `train` to the folder `out`."""
     checkpoint = _choose(TrainFolder(train), options.consolidate.checkpoint)
     state = checkpoint.state()
-    if (found := state["identity"].get("weights_format", 1)) != WEIGHTS_FORMAT:
+    if (version := state["identity"].get("weights_format", 1)) != WEIGHTS_FORMAT:
         raise DataError(
-            f"{checkpoint.path}: its weights are of format {found}, this version's of {WEIGHTS_FORMAT}; train it again"
+            f"{checkpoint.path}: expected weights of format {WEIGHTS_FORMAT}, got {version}; train it again"
         )
     genes = Vocabulary.read(vocabulary)
     if genes.digest != state["vocabulary_digest"]:
@@ -60,7 +60,7 @@ def run(*, options: ConsolidateOptions, train: Path, vocabulary: Path, out: Path
 def _choose(folder: TrainFolder, which: str) -> Checkpoint:
     newest, damaged = folder.newest_whole()
     for line in damaged:
-        print(f"warning: {line}; the one before it is exported", file=sys.stderr, flush=True)
+        print(f"warning: {line}; exporting the previous one", file=sys.stderr, flush=True)
     if which == "best":
         return folder.best()
     if newest is None:
@@ -71,7 +71,7 @@ def _choose(folder: TrainFolder, which: str) -> Checkpoint:
 def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     tensor = {PREFIX + name: torch.empty(shape, dtype=dtype)}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is wanted here
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is intended
         dcp.load(tensor, storage_reader=CheckpointReader(checkpoint.path), no_dist=True)
     return tensor[PREFIX + name]
 
@@ -95,7 +95,7 @@ def _config(state: dict[str, Any], genes: Vocabulary) -> dict[str, Any]:
 
 
 def model_card(config: dict[str, Any], parameters: int) -> str:
-    """The export's README: what the model is, what it was trained on and for, and what it was not tested for."""
+    """Return the README of an export: the model, its training, and its limits."""
     model = config["model"]
     loss = "not validated" if config["val_loss"] is None else f"{config['val_loss']:.4f}"
     shape = ", ".join(f"{key} {model[key]}" for key in model if key != "family" and model[key] is not None)
