@@ -1,4 +1,4 @@
-"""Exported models: files that others read, the same values back, and a named error for whatever is damaged."""
+"""Exported models: standard files, unchanged values, and an error that names what is damaged."""
 
 from __future__ import annotations
 
@@ -85,23 +85,20 @@ def _error(folder: Path) -> str:
 
 def test_a_missing_tensor_is_named(exported: Path) -> None:
     _change(exported, **{"norm.weight": None})
-    assert _error(exported) == (
-        f"{exported}/model.safetensors: norm.weight is missing, config.json says (16,) (1 such tensors); {REMEDY}"
-    )
+    problem = "norm.weight: expected (16,) as in config.json, got none"
+    assert _error(exported) == f"{exported}/model.safetensors: {problem} (tensors that differ: 1); {REMEDY}"
 
 
 def test_a_tensor_of_another_shape_is_named(exported: Path) -> None:
     _change(exported, **{"norm.weight": torch.ones(8)})
-    assert _error(exported) == (
-        f"{exported}/model.safetensors: norm.weight is (8,), config.json says (16,) (1 such tensors); {REMEDY}"
-    )
+    problem = "norm.weight: expected (16,) as in config.json, got (8,)"
+    assert _error(exported) == f"{exported}/model.safetensors: {problem} (tensors that differ: 1); {REMEDY}"
 
 
-def test_a_tensor_that_does_not_belong_is_named(exported: Path) -> None:
+def test_an_unexpected_tensor_is_named(exported: Path) -> None:
     _change(exported, extra=torch.ones(2))
-    assert _error(exported) == (
-        f"{exported}/model.safetensors: extra is (2,), config.json says there is none (1 such tensors); {REMEDY}"
-    )
+    problem = "extra: expected no such tensor as in config.json, got (2,)"
+    assert _error(exported) == f"{exported}/model.safetensors: {problem} (tensors that differ: 1); {REMEDY}"
 
 
 def test_another_vocabulary_is_refused_with_both_digests(exported: Path) -> None:
@@ -139,7 +136,7 @@ def test_a_missing_file_is_named(exported: Path, name: str, message: str) -> Non
 def test_another_format_is_refused(exported: Path) -> None:
     path = exported / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
-    assert _error(exported) == f"{path}: not a model of format 2; export it again (consolidate)"
+    assert _error(exported) == f"{path}: expected a model of format 2, got 1; {REMEDY}"
 
 
 def test_an_unknown_option_in_config_json_is_named(exported: Path) -> None:
@@ -159,7 +156,7 @@ def test_a_config_json_that_lacks_a_key_is_refused(exported: Path, key: str) -> 
     assert _error(exported) == f"{path}: {key} is missing; {REMEDY}"
 
 
-def test_first_values_depend_on_name_and_seed_and_on_no_order() -> None:
+def test_initial_values_depend_on_name_and_seed_and_on_no_order() -> None:
     vocabulary = _vocabulary(range(30))
     first, again, other = (_first(30, seed, None, vocabulary) for seed in (0, 0, 1))
     backwards = _model(30)
@@ -196,7 +193,7 @@ def test_rows_of_genes_follow_their_ensembl_ids(exported: Path, rows: Iterable[i
     assert all(torch.equal(found[name], theirs[name]) for name in others)
 
 
-def test_what_the_other_model_lacks_stays_fresh(exported: Path) -> None:
+def test_tensors_that_the_source_lacks_keep_their_initial_values(exported: Path) -> None:
     vocabulary = _vocabulary(range(30))
     theirs = load_file(exported / "model.safetensors")
     found = _first(30, 8, exported, vocabulary, objective="masked_gene")
@@ -209,7 +206,8 @@ def test_a_model_of_another_width_is_refused(exported: Path) -> None:
     with pytest.raises(ConfigError) as error:
         _first(30, 0, exported, _vocabulary(range(30)), hidden=8)
     assert str(error.value) == (
-        f"init_from: hidden_value is (16,) in {exported}, (8,) here; give this run the same model and tokens sections"
+        f"init_from: expected hidden_value of shape (8,), got (16,) in {exported}; "
+        "give this run the same model and tokens sections"
     )
 
 
@@ -219,18 +217,18 @@ def test_values_of_another_tokenizer_are_refused(exported: Path, tmp_path: Path)
     with pytest.raises(ConfigError) as error:
         _first(30, 0, binned, Vocabulary.read(genes), tokenizer="rank", objective="masked_gene")
     assert str(error.value) == (
-        f"init_from: value_embedding.weight is (10, 16) in {binned}, (64, 16) here; "
+        f"init_from: expected value_embedding.weight of shape (64, 16), got (10, 16) in {binned}; "
         "give this run the same model and tokens sections"
     )
 
 
-def test_medians_are_part_of_the_vocabulary_that_a_model_belongs_to(exported: Path) -> None:
+def test_a_vocabulary_with_other_medians_is_refused(exported: Path) -> None:
     vocabulary = Vocabulary.read(exported / "vocabulary.tsv")
     replace(vocabulary, medians=vocabulary.medians * 2).write(exported / "vocabulary.tsv")
     assert "its digest is" in _error(exported)
 
 
-def test_a_changed_byte_of_the_weights_is_found(exported: Path) -> None:
+def test_a_changed_byte_of_the_weights_is_detected(exported: Path) -> None:
     weights = exported / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-3] ^= 1

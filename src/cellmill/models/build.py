@@ -1,4 +1,4 @@
-"""Build the whole model on the meta device from a torch-free specification; every part of cellmill does so here."""
+"""Build the whole model on the meta device from a torch-free specification."""
 
 from __future__ import annotations
 

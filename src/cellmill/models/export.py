@@ -1,10 +1,10 @@
-"""An exported model: a folder that stands alone, and first weights that may come from one.
+"""Exported models, which are self-contained folders, and initial weights, which may come from one.
 
     model.safetensors   full tensors
-    vocabulary.tsv      which gene each token is
+    vocabulary.tsv      gene of each token
     config.json         family, architecture, tokenizer and digests; written last
 
-Nothing here unpickles anything.
+Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 from cellmill.parallel.materialize import fill, named_tensors
 
+WEIGHTS = "model.safetensors"
+TEXTS = ("family", "vocabulary_digest", "weights_sha256")
+"""Keys of config.json that hold a string."""
+
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write full, contiguous tensors to a .safetensors file, atomically. Raises DataError when that fails."""
@@ -40,42 +44,34 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
-    """The exported model in `folder`, on the CPU in eval mode, its vocabulary, and its config.json.
+    """Return the exported model in `folder`, on the CPU in eval mode, its vocabulary, and its config.json.
 
-    Raises DataError when a file is missing, damaged, or not of the same model as the others.
+    Raises DataError if a file is missing, damaged, or of another model.
     """
-    config = read_json(folder / "config.json")
-    if not isinstance(config, dict) or config.get("format") != WEIGHTS_FORMAT:
-        raise DataError(
-            f"{folder / 'config.json'}: not a model of format {WEIGHTS_FORMAT}; export it again (consolidate)"
-        )
-    if missing := [
-        key for key in ("family", "model", "tokens", "vocabulary_digest", "weights_sha256") if key not in config
-    ]:
-        raise DataError(f"{folder / 'config.json'}: {missing[0]} is missing; export the model again (consolidate)")
-    config = upgrade_options(config)
-    if wrong := [key for key in ("family", "vocabulary_digest", "weights_sha256") if not isinstance(config[key], str)]:
-        raise DataError(f"{folder / 'config.json'}: {wrong[0]} is not a text; export the model again (consolidate)")
-    vocabulary = Vocabulary.read(folder / "vocabulary.tsv")
+    config_path, genes_path, weights = (folder / name for name in ("config.json", "vocabulary.tsv", WEIGHTS))
+    config = _read_config(config_path)
+    vocabulary = Vocabulary.read(genes_path)
     if vocabulary.digest != config["vocabulary_digest"]:
-        raise DataError(
-            f"{folder / 'vocabulary.tsv'}: its digest is {vocabulary.digest[:12]}, the model was trained with "
-            f"{config['vocabulary_digest'][:12]}; export the model again (consolidate)"
+        raise _unusable(
+            genes_path,
+            f"its digest is {vocabulary.digest[:12]}, the model was trained with {config['vocabulary_digest'][:12]}",
         )
     model = build(spec_of(config, vocabulary.n_genes)).to_empty(device="cpu")
-    tensors = dict(_read_tensors(folder / "model.safetensors"))
+    tensors = dict(_read_tensors(weights))
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if wrong := sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)):
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if wrong := sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name)):
         name = wrong[0]
-        raise DataError(
-            f"{folder / 'model.safetensors'}: {name} is {found.get(name, 'missing')}, config.json says "
-            f"{expected.get(name, 'there is none')} ({len(wrong)} such tensors); export the model again (consolidate)"
+        raise _unusable(
+            weights,
+            f"{name}: expected {expected.get(name, 'no such tensor')} as in config.json, got "
+            f"{shapes.get(name, 'none')} (tensors that differ: {len(wrong)})",
         )
-    if (digest := sha256_file(folder / "model.safetensors")) != config["weights_sha256"]:
-        raise DataError(
-            f"{folder / 'model.safetensors'}: its SHA-256 is {digest[:12]}, config.json has "
-            f"{config['weights_sha256'][:12]}: damaged, or another model's; export the model again (consolidate)"
+    if (digest := sha256_file(weights)) != config["weights_sha256"]:
+        raise _unusable(
+            weights,
+            f"its SHA-256 is {digest[:12]}, config.json has {config['weights_sha256'][:12]}: damaged, or another "
+            "model's weights",
         )
     model.load_state_dict(tensors, assign=True)
     rest = {name for name, _ in named_tensors(model)} - expected.keys()  # non-persistent buffers
@@ -83,31 +79,47 @@ def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
     return model.eval(), vocabulary, config
 
 
+def _read_config(path: Path) -> dict[str, Any]:
+    config = read_json(path)
+    version = config.get("format") if isinstance(config, dict) else None
+    if version != WEIGHTS_FORMAT:
+        raise _unusable(path, f"expected a model of format {WEIGHTS_FORMAT}, got {version}")
+    if missing := [key for key in (*TEXTS, "model", "tokens") if key not in config]:
+        raise _unusable(path, f"{missing[0]} is missing")
+    if wrong := [key for key in TEXTS if not isinstance(config[key], str)]:
+        raise _unusable(path, f"{wrong[0]}: expected a string, got {config[wrong[0]]!r}")
+    return upgrade_options(config)
+
+
+def _unusable(path: Path, problem: str) -> DataError:
+    return DataError(f"{path}: {problem}; export the model again (consolidate)")
+
+
 def spec_of(config: dict[str, Any], n_genes: int) -> ModelSpec:
-    """Return the specification of the model that a config.json describes, also one of an earlier version."""
+    """Return the specification of the model in a config.json, of this or an earlier version."""
     stored = upgrade_options({key: config[key] for key in ("model", "objective", "tokens") if key in config})
     sections = (("model", FamilyConfig), ("objective", ObjectiveConfig), ("tokens", Tokens))
-    found = {name: check_options(kind, stored[name], f"config.json: {name}") for name, kind in sections}
-    return ModelSpec(**found, n_genes=n_genes)
+    parsed = {name: check_options(kind, stored[name], f"config.json: {name}") for name, kind in sections}
+    return ModelSpec(**parsed, n_genes=n_genes)
 
 
 def initial_tensors(
     model: Model, seed: int, init_from: Path | None, vocabulary: Vocabulary, only: Collection[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Initial value of every parameter and buffer, as (name, full CPU tensor), one at a time; the same on every rank.
+    """Yield (name, full CPU tensor) of every parameter and buffer, one at a time; the same on every rank.
 
-    A tensor's generator is seeded with the CRC-32 of seed and name, so the values depend on no order and no layout.
-    `only` yields the tensors of these names alone.
-    With `init_from`, an exported model, its tensors take their place; in those with a row for each gene, rows are
-    found by Ensembl id, and genes it did not know keep their fresh values. Tensors it lacks (another objective's
-    head) stay fresh. Raises ConfigError when a shared tensor has another shape.
+    A tensor's generator is seeded with the CRC-32 of seed and name, so values depend on no order and no layout. With
+    `only`, just these names are yielded.
+    With `init_from`, an exported model, its tensors are used instead; those with a row per gene are matched by Ensembl
+    id, and its unknown genes keep their random values. So do tensors that it lacks (another objective's head). Raises
+    ConfigError if a shared tensor has another shape.
     """
     source = _Source(init_from) if init_from is not None else None
     for name, empty in named_tensors(model):
         if only is not None and name not in only:
             continue
         tensor = torch.empty(empty.shape, dtype=empty.dtype)
-        # one 32-bit number from both: torch's CPU generator does not read the upper half of a seed
+        # a 32-bit number from both: torch's CPU generator ignores the upper half of a seed
         generator = torch.Generator().manual_seed(crc32(f"{seed}:{name}".encode()))
         model.initialize(name, tensor, generator)
         if source is not None:
@@ -121,10 +133,10 @@ class _Source:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.vocabulary = Vocabulary.read(folder / "vocabulary.tsv")
-        self.tensors = dict(_read_tensors(folder / "model.safetensors"))
+        self.tensors = dict(_read_tensors(folder / WEIGHTS))
 
     def fill(self, name: str, tensor: torch.Tensor, vocabulary: Vocabulary | None) -> None:
-        """Overwrites `tensor` with the source's; by gene when a vocabulary is given."""
+        """Overwrite `tensor` with the source's, by gene if a vocabulary is given."""
         theirs = self.tensors.get(name)
         if theirs is None:
             return
@@ -142,7 +154,7 @@ class _Source:
     def _check(self, name: str, theirs: torch.Size, ours: torch.Size) -> None:
         if theirs != ours:
             raise ConfigError(
-                f"init_from: {name} is {tuple(theirs)} in {self.folder}, {tuple(ours)} here; "
+                f"init_from: expected {name} of shape {tuple(ours)}, got {tuple(theirs)} in {self.folder}; "
                 "give this run the same model and tokens sections"
             )
 
@@ -155,4 +167,4 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; export the model first (consolidate)") from None
     except SafetensorError as error:
-        raise DataError(f"{path}: damaged: {error}; export the model again (consolidate)") from None
+        raise _unusable(path, f"damaged: {error}") from None

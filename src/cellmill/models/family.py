@@ -1,15 +1,15 @@
-"""The contract of a model family: what the loop, the layouts and the export ask of any model.
+"""The contract of a model family: the interface that training, layouts and export use.
 
-A family gives names and pure functions; it knows no process group, no mesh, no checkpoint and no sizes: the planner
-measures them on the meta device. Its torch-free half is `cellmill.config.family.FamilyConfig`; `models.build` makes
-`implementation(config, n_genes, tokens, objective)` from it.
+A family defines names and pure functions. It knows no process group, mesh or checkpoint, and no sizes: the planner
+measures them on the meta device. Its torch-free options are a `cellmill.config.family.FamilyConfig`, from which
+`models.build` makes `implementation(config, n_genes, tokens, objective)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,73 +22,67 @@ from cellmill.parallel.tensor_parallel import Style
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Names of modules, by which layouts are applied."""
+    """Module names to which parallel layouts are applied."""
 
     blocks: str
-    """Path of the ModuleList whose modules are sharded and recomputed one by one; they are all alike."""
+    """Path of the ModuleList of identical blocks, which are sharded and recomputed one by one."""
     compiled: tuple[str, ...] = ()
-    """Methods of a block to compile whole: functions of tensors alone, whose first dimension may vary."""
+    """Methods of a block to compile: functions of tensors only, whose first dimension may vary."""
     tensor: Mapping[str, Style] = field(default_factory=dict)
-    """Tensor-parallel style of each module, by path, in which `*` is any block; empty if not supported."""
+    """Tensor-parallel style of each module by path, with `*` for any block; empty if not supported."""
     begin: tuple[str, ...] = ()
-    """Modules and parameters that `Model.begin` reads; empty if a pipeline is not supported."""
+    """Modules and parameters that `Model.begin` reads; empty if pipelines are not supported."""
     finish: tuple[str, ...] = ()
-    """Those that `Model.finish` reads. A name in both is tied between the first and last stage of a pipeline."""
-
-
-class Prepared(Protocol):
-    """A batch with its masks drawn: what `forward` takes."""
-
-    lengths: list[int]
-    """Tokens of each cell."""
-    n_targets: torch.Tensor
-    """int64 scalar: number of targets that the loss is summed over."""
+    """Modules and parameters that `Model.finish` reads; names in both are tied between first and last stage."""
 
 
 class Model(nn.Module):
-    """Base of every family's model. Built on the meta device: `__init__` computes no values.
+    """Base class of all models, built on the meta device: `__init__` computes no values.
 
-    Buffers are constants: equal on every rank, filled from `initialize`, saved if persistent.
+    Buffers are constants: equal on every rank, filled by `initialize`, saved if persistent.
     """
 
     plan: ParallelPlan
     width: int
-    """H, of what goes from block to block."""
+    """H, the width of the residual stream."""
     gene_rows: frozenset[str] = frozenset()
-    """Parameters with one row per token of the vocabulary: another vocabulary finds its genes in them."""
+    """Parameters with one row per token of the vocabulary, which `init_from` matches by gene."""
 
     def __init__(self, objective: Objective) -> None:
         super().__init__()
         self.objective = objective
         self.fills: dict[str, Fill] = {}
-        """Initial values by name; set by `models.build`, before any layout is applied."""
+        """Functions that fill parameters and buffers, by name; set by `models.build`, before any layout is applied."""
 
     def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> Any:
-        """Draw masks and targets: a pure function of (seed, step, cell, place in the cell), without parameters."""
+        """Draw masks and targets: a pure function of (seed, step, cell, place in the cell), without parameters.
+
+        The result has `lengths` (tokens of each cell, list[int]) and `n_targets` (int64 scalar).
+        """
         return self.objective.prepare(batch, seed=seed, step=step)
 
     def forward(self, prepared: Any) -> torch.Tensor:
-        """Return the loss summed over the targets, a float32 scalar. An empty batch gives 0 and zero gradients."""
+        """Return the loss summed over the targets, a float32 scalar; 0 with zero gradients for an empty batch."""
         return self.finish(self.through(self.begin(prepared), prepared), prepared)
 
     def begin(self, prepared: Any) -> torch.Tensor:
-        """Return what enters the first block, (T, H)."""
+        """Return the input (T, H) of the first block."""
         raise NotImplementedError
 
     def through(self, x: torch.Tensor, prepared: Any) -> torch.Tensor:
-        """(T, H) -> (T, H), through the blocks of this pipeline stage, or through all."""
+        """(T, H) -> (T, H): apply the blocks, in a pipeline those of this stage."""
         raise NotImplementedError
 
     def finish(self, x: torch.Tensor, prepared: Any) -> torch.Tensor:
-        """Return the loss as in `forward`, from the output (T, H) of the last block."""
+        """Return the loss, as `forward`, from the output (T, H) of the last block."""
         raise NotImplementedError
 
     def embed(self, batch: TensorBatch) -> torch.Tensor:
-        """Return one vector per cell, nothing masked, (cells, hidden) float32."""
+        """Return one vector per cell with nothing masked, (cells, H) float32."""
         raise NotImplementedError
 
     def initial_value(self, name: str) -> Fill | None:
-        """Initial values of a parameter directly on the model: the objective's, unless a family says otherwise."""
+        """Return the initial value of a parameter of the model itself; by default the objective's."""
         return self.objective.initial_value(name)
 
     def initialize(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:

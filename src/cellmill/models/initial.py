@@ -1,7 +1,7 @@
 """Initial values of parameters and buffers, module by module, independent of layout and order.
 
-A module gives its own through a method `initial_value(name) -> Fill | None`, or sets `initial_std` for its weight;
-linear layers, embeddings and layer norms have a default. A parameter without either is an error.
+A module defines its own in a method `initial_value(name) -> Fill | None`, or sets `initial_std` for its weight; linear
+layers, embeddings and layer norms have a default. A parameter or buffer without a value is an error.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import nn
 STD = 0.02  # of weights, unless a module sets `initial_std` (Radford et al. 2019)
 
 Fill = Callable[[torch.Tensor, torch.Generator], object]
-"""Fills a full CPU tensor in place from a generator that depends on seed and name alone."""
+"""Function that fills a full CPU tensor in place; its generator depends only on seed and name."""
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 def with_std(module: AnyModule, std: float) -> AnyModule:
-    """Return `module`, whose weight is to begin as Normal(0, std)."""
+    """Set the initial weight of `module` to Normal(0, std), and return it."""
     module.initial_std = std  # type: ignore[assignment]
     return module
 
@@ -38,20 +38,17 @@ def ones(tensor: torch.Tensor, generator: torch.Generator) -> object:
 
 
 def initial_values(model: nn.Module) -> dict[str, Fill]:
-    """Return how each parameter and buffer of the whole `model` begins, by name.
+    """Return the function that fills each parameter and buffer of the whole `model`, by name.
 
-    Raises TypeError naming the first that no module knows how to fill.
+    Raises TypeError for the first one without an initial value.
     """
     fills = {}
     for path, module in model.named_modules():
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        for name, _ in own:
-            fill = _fill_of(module, name)
+        for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             full_name = f"{path}.{name}" if path else name
-            if fill is None:
+            if (fill := _fill_of(module, name)) is None:
                 raise TypeError(
-                    f"no initial value for {full_name} of {type(module).__name__}: give the module a method "
-                    "initial_value(name)"
+                    f"no initial value for {full_name} of {type(module).__name__}; define initial_value(name) on it"
                 )
             fills[full_name] = fill
     return fills

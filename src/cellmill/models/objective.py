@@ -1,7 +1,7 @@
-"""The contract of an objective: targets, loss and the figures that `evaluate` prints, in one file.
+"""The contract of an objective: targets, loss and the figures of `evaluate`, in one file.
 
-An objective holds no parameters. Modules that it needs (heads) become attributes of the model under the names that
-the objective chooses, so that checkpoints, layouts and exports treat them as any other.
+An objective holds no parameters. Its modules (heads) become attributes of the model, under names that the objective
+chooses, so that checkpoints, layouts and exports treat them like all others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cellmill.runs.verdict import Verdict
 
 @dataclass(frozen=True)
 class GeneStatistics:
-    """Tokens of training cells, gene by gene: the baseline of a judge."""
+    """Statistics of training tokens by gene: the baseline in `judge`."""
 
     n: np.ndarray
     """Tokens of each gene, `(genes,)` int64."""
@@ -40,13 +40,13 @@ class Objective:
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         """Add heads to `model` on the meta device, as its attributes.
 
-        Returns the names of the modules and parameters of the model that `loss` reads, the heads among them: those
-        that the model reads before its blocks too are tied between the first and the last stage of a pipeline.
+        Returns the names of all modules and parameters of the model that `loss` reads, including the heads. Those that
+        `Model.begin` reads too are tied between the first and the last pipeline stage.
         """
         raise NotImplementedError
 
     def initial_value(self, name: str) -> Fill | None:
-        """Initial values of a parameter that `attach` put directly on the model; None for an unknown name."""
+        """Return the initial value of a parameter that `attach` set on the model; None for an unknown name."""
         return None
 
     def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> Any:
@@ -58,12 +58,12 @@ class Objective:
         raise NotImplementedError
 
     def observe(self, model: Any, prepared: Any) -> tuple[torch.Tensor, ...]:
-        """Return per-target tensors for `judge`, to be concatenated over batches.
+        """Return per-target tensors for `judge`, which are concatenated over batches.
 
         The first is the vocabulary row of each target's gene, (targets,) int64.
         """
         raise NotImplementedError
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
-        """Return figures of what `observe` gave, and verdicts that compare them with a baseline without a model."""
+        """Return figures of the observed targets, and verdicts that compare them with a baseline without a model."""
         raise NotImplementedError

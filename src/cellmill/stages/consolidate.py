@@ -33,12 +33,12 @@ PREFIX = "model."
 
 
 def run(*, options: ConsolidateOptions, train: Path, vocabulary: Path, out: Path) -> None:
-    """Exports the best or last checkpoint of the training folder `train` into the folder `out`."""
+    """Export the best or last checkpoint of the training folder `train` to the folder `out`."""
     checkpoint = _choose(TrainFolder(train), options.consolidate.checkpoint)
     state = checkpoint.state()
-    if (found := state["identity"].get("weights_format", 1)) != WEIGHTS_FORMAT:
+    if (version := state["identity"].get("weights_format", 1)) != WEIGHTS_FORMAT:
         raise DataError(
-            f"{checkpoint.path}: its weights are of format {found}, this version's of {WEIGHTS_FORMAT}; train it again"
+            f"{checkpoint.path}: expected weights of format {WEIGHTS_FORMAT}, got {version}; train it again"
         )
     genes = Vocabulary.read(vocabulary)
     if genes.digest != state["vocabulary_digest"]:
@@ -66,7 +66,7 @@ def run(*, options: ConsolidateOptions, train: Path, vocabulary: Path, out: Path
 def _choose(folder: TrainFolder, which: str) -> Checkpoint:
     newest, damaged = folder.newest_whole()
     for line in damaged:
-        print(f"warning: {line}; the one before it is exported", file=sys.stderr, flush=True)
+        print(f"warning: {line}; exporting the previous one", file=sys.stderr, flush=True)
     if which == "best":
         return folder.best()
     if newest is None:
@@ -108,7 +108,7 @@ def _config(state: dict[str, Any], genes: Vocabulary) -> dict[str, Any]:
 
 
 def model_card(config: dict[str, Any], parameters: int) -> str:
-    """The export's README: what the model is, what it was trained on and for, and what it was not tested for."""
+    """Return the README of an export: the model, its training, and its limits."""
     model = config["model"]
     loss = "not validated" if config["val_loss"] is None else f"{config['val_loss']:.4f}"
     shape = ", ".join(f"{key} {model[key]}" for key in model if key != "family" and model[key] is not None)

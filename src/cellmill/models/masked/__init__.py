@@ -1,1 +1,1 @@
-"""The `masked` family: a bidirectional encoder that fills in what is hidden."""
+"""The `masked` family: a bidirectional encoder trained on masked tokens."""

@@ -1,7 +1,6 @@
 """The masked encoder: gene embedding plus value embedding, pre-norm blocks, a norm; heads come from the objective.
 
-A token's place in the packed batch means nothing to it: genes are a set. Only the rank tokenizer has places, as its
-values.
+There are no positional embeddings: the genes of a cell are a set. Only the rank tokenizer has places, as its values.
 
 Legend: T tokens of the batch, N targets, H hidden.
 """
@@ -83,7 +82,7 @@ class MaskedModel(Model):
         return self.objective.loss(self, self.norm(x), prepared)
 
     def embed(self, batch: TensorBatch) -> torch.Tensor:
-        """(cells, H) float32: the mean over a cell's tokens of their last states."""
+        """(cells, H) float32: mean of the normed states of each cell's tokens."""
         prepared = unmasked(batch)
         return self.mean_of_cells(self.states(prepared), prepared)
 
@@ -99,12 +98,12 @@ class MaskedModel(Model):
         return sums / lengths.clamp(min=1)[:, None]
 
     def inputs(self, prepared: MaskedBatch, at: torch.Tensor | slice = ALL) -> torch.Tensor:
-        """(T, H), or (N, H) of the tokens `at` alone; the learned vector of a hidden value where it is hidden."""
+        """(T, H), or (N, H) for the tokens `at`; hidden values have a learned embedding."""
         genes = embed_tokens(prepared.genes[at], self.gene_embedding.weight)
         values = prepared.values[at]
         if values.is_floating_point():
-            # in log(1 + counts per 10,000) of detected genes sequencing depth is the loudest signal: a cell's values
-            # are taken relative to their mean, or the embedding would be about depth (98 % of it was)
+            # in log(1 + counts per 10,000) of detected genes, sequencing depth is the strongest signal: values are
+            # centred within each cell, or the embedding would encode depth (98 % of it did)
             centered = (values - prepared.center[prepared.cell[at]])[:, None]
             embedded = self.value_embedding(centered.to(next(self.value_embedding.parameters()).dtype))
         else:
@@ -117,8 +116,8 @@ class MaskedModel(Model):
 
 def _value_embedding(tokens: Tokens, hidden: int) -> nn.Module:
     if tokens.value_kind == "scalar":
-        # one input: its fan-in is 1. Values then begin as loud as genes, which are 0.02; with 0.02 in the second layer
-        # they would be 20 times louder
+        # the first layer's fan-in is 1. Embedded values start with the standard deviation of genes, 0.02; with 0.02 in
+        # the second layer it would be 20 times larger
         return nn.Sequential(
             with_std(nn.Linear(1, hidden), 1.0), nn.GELU(), with_std(Linear(hidden, hidden), STD / math.sqrt(hidden))
         )

@@ -1,1 +1,1 @@
-"""Objectives: one file each, with its loss and how `evaluate` judges it."""
+"""Objectives: one file each, with its loss and its figures and verdicts for `evaluate`."""

@@ -30,7 +30,7 @@ class MaskedValueConfig(MaskedObjectiveConfig):
     name: Literal["masked_value"] = Field("masked_value", description="Predict the values of masked tokens.")
 
     def check_tokens(self, tokens: Tokens) -> None:
-        """A place in the cell is not a count: there is no value to hide."""
+        """Refuse tokenizers whose values are places, not counts: there is no value to hide."""
         if tokens.value_kind not in ("class", "scalar"):
             raise ValueError(
                 f"objective masked_value needs values, which tokens.tokenizer {tokens.tokenizer} does not have; "

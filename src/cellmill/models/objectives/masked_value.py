@@ -1,8 +1,8 @@
-"""masked_value: predict the values of masked tokens, whose genes stay visible.
+"""masked_value: predict the values of masked tokens; their genes stay visible.
 
-Bins are classes, continuous values a squared error. Genes differ far more in their mean than cells differ in a gene,
-so predicting each gene's mean already looks good: values are judged by R² *over the gene mean*,
-1 - SSE(model) / SSE(gene mean), and by the correlation that is left when the gene mean is taken off both.
+The loss is cross-entropy for bins and squared error for continuous values. Genes differ far more in their mean than
+cells differ in a gene, so predicting each gene's mean already looks good. Values are therefore judged by R² *over the
+gene mean*, 1 - SSE(model) / SSE(gene mean), and by the correlation after subtracting the gene mean from both.
 
 Legend: N targets, H hidden.
 """
@@ -20,8 +20,7 @@ from torch.nn import functional as F
 from cellmill.config.tokens import SPECIAL
 from cellmill.models.initial import STD, Fill, normal
 from cellmill.models.objective import GeneStatistics
-from cellmill.models.objectives.masked import MaskedObjective
-from cellmill.models.objectives.masking import MaskedBatch
+from cellmill.models.objectives.masking import MaskedBatch, MaskedObjective
 from cellmill.runs.verdict import Verdict, compare
 
 
@@ -31,13 +30,13 @@ class MaskedValue(MaskedObjective):
     hides_gene = False
 
     def attach_output(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        """Add `value_out`, and `hidden_value`, the vector that stands for a hidden value."""
+        """Add `value_out`, and `hidden_value`, the embedding of a hidden value."""
         model.hidden_value = nn.Parameter(torch.empty(model.width))
         model.value_out = nn.Linear(model.width, self.tokens.n_values - 1 if self._is_class else 1)  # bins count from 1
         return ("value_out",)
 
     def initial_value(self, name: str) -> Fill | None:
-        """Begin the vector of a hidden value as an embedding."""
+        """Initialize `hidden_value` like an embedding."""
         return normal(STD) if name == "hidden_value" else None
 
     def loss_of(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
@@ -53,7 +52,7 @@ class MaskedValue(MaskedObjective):
         return out if self._is_class else out.squeeze(-1) + prepared.center[prepared.cell[prepared.targets]]
 
     def observe(self, model: Any, prepared: MaskedBatch) -> tuple[torch.Tensor, ...]:
-        """Return vocabulary row, true value and predicted value of each target; of bins the expectation."""
+        """Return vocabulary row, true value and predicted value of each target; for bins the expected bin."""
         predicted = self.predict(model, model.head(model.states(prepared)[prepared.targets]), prepared)
         if predicted.ndim == 2:
             bins = torch.arange(1, predicted.shape[1] + 1, device=predicted.device, dtype=torch.float32)
@@ -63,7 +62,7 @@ class MaskedValue(MaskedObjective):
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
         """Return figures (R² over gene and global mean, gene-centred correlation, mean squares) and their verdict.
 
-        A figure that is not defined (no variance) is None.
+        Undefined figures (no variance) are None.
         """
         genes, (targets, predicted) = observed[0], (array.astype(np.float64) for array in observed[1:])
         by_gene = train.mean[genes]
