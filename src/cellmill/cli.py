@@ -5,8 +5,6 @@ that it reads. The workflow passes them as `--options` (JSON); by hand, `--confi
 from the file. A stage is imported when it is called, so `--help` needs no torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Errors that a user can fix: the message names the value, what is expected and where to change it."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

@@ -4,8 +4,6 @@ Every output of the workflow is written through here, so a killed process, a ful
 file or none, never a partial one. A folder's manifest is written last: if it exists, the rest is complete.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ Built-ins are listed by module path, so listing or checking a name imports nothi
 through the entry-point group `cellmill.<kind>`; it never replaces a built-in.
 """
 
-from __future__ import annotations
-
 import importlib
 from importlib.metadata import entry_points
 from typing import Any

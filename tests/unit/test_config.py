@@ -191,7 +191,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"train": {"epochs": None}},
         "train: expected one of steps and epochs, got neither; set one of them, and the other to null",
     ),
-    "no such optimizer": ({"train": {"optimizer": "adam"}}, "train.optimizer: input should be 'adamw', got 'adam'"),
     "no such family": ({"model": {"family": "foo"}}, "model: unknown family 'foo'; there are: masked"),
     "model is no mapping": ({"model": 3}, "model: expected a mapping, got 3"),
     "section is a list": ({"train": [1]}, "train: expected a mapping, got [1]"),

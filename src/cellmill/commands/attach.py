@@ -3,8 +3,6 @@
 Takes no lock and changes no file. Ctrl-C ends the following, never the job.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

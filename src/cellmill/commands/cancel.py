@@ -1,7 +1,5 @@
 """cancel: ends a run wherever it runs, and waits until it has ended with its state saved."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """logs: the output of a run's latest training, from its job or on this machine."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -5,8 +5,6 @@ only the nodes can answer, by one short job of the profile's launcher. Each chec
 Imports no torch.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterable, Iterator

@@ -2,8 +2,6 @@
 `snakemake --profile slurm` works as written. Existing files and other links are never touched.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 from pathlib import Path

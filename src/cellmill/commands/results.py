@@ -1,7 +1,5 @@
 """The results folder: runs by name, their training folders, logs and jobs. Changes no file."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -4,8 +4,6 @@ One function per rule: `snakemake -n` calls them through `RunConfig` and `check_
 stream call them again with what they were given. All raise ConfigError.
 """
 
-from __future__ import annotations
-
 from cellmill.config.family import FamilyConfig
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Layout, Parallel, divisors, layout, nearest

@@ -1,7 +1,5 @@
 """A corpus: the table of its datasets, and the sections of the stages that make it: preprocess, vocabulary, shard."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Literal, Self

@@ -4,8 +4,6 @@
 non-zero. A test and CI run that, so the documentation cannot differ from the code.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

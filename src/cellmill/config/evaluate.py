@@ -1,7 +1,5 @@
 """Section `evaluate`, and the options of evaluation tasks. Torch-free."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 

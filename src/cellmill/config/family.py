@@ -1,7 +1,5 @@
 """The torch-free half of a model family: its options, and how layouts may cut the model."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from cellmill.config.plugin import Plugin

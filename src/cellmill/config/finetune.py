@@ -1,7 +1,5 @@
 """Options of a fine-tuning method: the contract, and the built-in `full`."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import Field

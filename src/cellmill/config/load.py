@@ -6,8 +6,6 @@ because validation fills it in. A user's configuration is never translated: an o
 new place.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ here. Texts that reach a batch script are limited to the characters of SLURM's o
 can become a command.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Literal, Self
 

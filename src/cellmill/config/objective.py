@@ -1,7 +1,5 @@
 """The torch-free half of an objective: its options, and the tokens and families that it suits."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Sections of the configuration that each stage reads. A new section is its class and one line here."""
 
-from __future__ import annotations
-
 from pydantic import Field, SerializeAsAny
 
 from cellmill.config.corpus import Preprocess, Shard, VocabularyConfig

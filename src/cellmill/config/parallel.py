@@ -1,7 +1,5 @@
 """Section `parallel`, and the sizes of the mesh axes for it and a number of processes. Torch-free arithmetic."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -4,8 +4,6 @@
 changed key reruns those stages and no others.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sections of a run from stream to evaluation, and of the report."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator

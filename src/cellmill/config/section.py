@@ -4,8 +4,6 @@ Snakemake's YAML loads `3e-4` as text, so numbers are accepted as text, and "nul
 not accepted as a number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, get_args, get_origin
 

@@ -1,7 +1,5 @@
 """Section `tokens`, one class per tokenizer, and the special tokens that begin every vocabulary. Torch-free."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import Field

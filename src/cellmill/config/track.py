@@ -1,7 +1,5 @@
 """Section `track`: trackers beside metrics.jsonl and the console. Torch-free."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated, ClassVar
 

@@ -1,7 +1,5 @@
 """Arithmetic on CSR blocks of counts: selecting columns, row sums, counts per 10,000."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

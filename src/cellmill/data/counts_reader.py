@@ -4,8 +4,6 @@
 canonical CSR blocks. A CSC matrix is transposed once through a temporary file.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -3,8 +3,6 @@
 anndata's own writer chunks sparse arrays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any

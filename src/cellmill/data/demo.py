@@ -5,8 +5,6 @@ log(1 + counts per 10,000) of 765 genes in `raw`, and each cell's total over all
 are float32, precise enough to recover the counts exactly.
 """
 
-from __future__ import annotations
-
 import warnings
 from importlib.util import find_spec
 from pathlib import Path

@@ -6,8 +6,6 @@ and never negative, so its bits sort as integers: one sort of (key bits, positio
 genes and counts of any width, and takes about a tenth of an argsort.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

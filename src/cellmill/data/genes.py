@@ -5,8 +5,6 @@ looked up too (GENCODE, HGNC and MGI; genes/README.md). Case matters: `Actb` is 
 and a dataset of the other organism must not pass. A name shared by several genes maps to none.
 """
 
-from __future__ import annotations
-
 import gzip
 import re
 from collections.abc import Iterable, Sequence

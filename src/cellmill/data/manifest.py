@@ -4,8 +4,6 @@ Written last in a folder of shards: its existence means they are complete. Needs
 corpus in little memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass

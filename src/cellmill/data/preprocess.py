@@ -5,8 +5,6 @@ stay and the number of values, so the second pass can write contiguous arrays. C
 Ensembl id: those that a model sees.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass

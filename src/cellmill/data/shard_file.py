@@ -6,8 +6,6 @@ cold. Genes are int32: with uint16 `adata[:, genes]` crashes the interpreter. A 
 the manifest and against HDF5's own reads; `verify` hashes its bytes once before training.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Sequence

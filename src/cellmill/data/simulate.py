@@ -6,8 +6,6 @@ RNA of the whole pool; in perturbed cells one gene is knocked down and some othe
 is a function of the seed and its block of 256 cells only, so any number of cells takes the memory of one block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ The hash is of a cell's unordered (gene id, count) pairs and the seed: a cell fa
 row or column order, so duplicates are never in two splits.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 

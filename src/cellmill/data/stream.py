@@ -5,8 +5,6 @@ tokenized cell. One thread plans and tokenizes ahead through a bounded queue, a 
 integers, counted in batches handed out; resuming seeks and replays nothing.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Iterator

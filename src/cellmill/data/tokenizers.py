@@ -3,8 +3,6 @@
 Library size and quantiles are those of the whole cell, also where it is cut.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -3,8 +3,6 @@
 Genes come in rank order, so a cell that is cut keeps its most prominent genes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise

@@ -6,8 +6,6 @@ cells in which it is detected: the scale of rank values (Geneformer, Theodoris e
 the vocabulary from cells.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ embedding. Cells are tokenized as for the shards, in row blocks, and packed with
 rounding alone. A cell without any known gene has no embedding: its row is NaN.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Seeded single-threaded UMAP of embeddings: the same cells give the same picture."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

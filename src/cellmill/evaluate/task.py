@@ -4,8 +4,6 @@ A task is a class `Task(config)`, named by the `implementation` of its options (
 Stage `evaluate` calls `run` once per dataset and writes what it returns to metrics.json; the report shows any task.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property

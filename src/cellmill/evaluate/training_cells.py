@@ -4,8 +4,6 @@ Held-out cells are in no training or validation shard, neither of the model's co
 identified by dataset and obs name: a copy of a training cell in a dataset of another name counts as unseen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import h5py

@@ -1,7 +1,5 @@
 """umap.tsv: coordinates of drawn cells of all datasets."""
 
-from __future__ import annotations
-
 import csv
 import io
 from pathlib import Path

@@ -10,8 +10,6 @@ values, checkpoints and exports. Wrapped modules give values to their own parame
     rows                          rows         rows                    norm
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from cellmill.config.finetune import MethodConfig

@@ -3,8 +3,6 @@
 For sites that allow no process on a login node: the whole workflow is then one batch job.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

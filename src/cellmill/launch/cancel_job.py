@@ -1,7 +1,5 @@
 """Cancelling a job and waiting until it has ended: scancel only delivers the request."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

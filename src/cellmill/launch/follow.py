@@ -1,7 +1,5 @@
 """Following one SLURM job: its state by polling, its log as it grows."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

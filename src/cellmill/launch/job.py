@@ -1,7 +1,5 @@
 """The torchrun agent of one node, as a command line: what every launcher starts."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from dataclasses import dataclass

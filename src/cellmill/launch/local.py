@@ -5,8 +5,6 @@ save and exit, and the agents with them. When this process dies, however it dies
 their workers, so that no training continues unseen.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Host names in SLURM's compressed form."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import product

@@ -1,7 +1,5 @@
 """Linux's means against orphans: children that die with their parent, and the children of a process."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -4,8 +4,6 @@ One squeue answer serves all launchers of a user on a host: it is kept in a file
 the poll interval. No answer, or one that cannot be parsed, is UNKNOWN and never taken for the end of a job.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

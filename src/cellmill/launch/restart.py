@@ -5,8 +5,6 @@ under static rendezvous its second start reads the keys of the first. This level
 same machines; where it gives up, a chain of SLURM jobs goes on.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cellmill.errors import DataError

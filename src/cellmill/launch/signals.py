@@ -4,8 +4,6 @@ A follower cancels its job on INT and TERM, leaves it running on HUP and USR2 (a
 over to another follower on USR1.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

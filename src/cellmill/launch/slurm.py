@@ -6,8 +6,6 @@ one is alive. A job that ends at its time limit, by preemption or with a node is
 checkpoint; an error ends the chain with one line. A queue that gives no answer is waited for.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -4,8 +4,6 @@ sbatch may accept a job and its answer be lost. So a submission that got no answ
 before it is tried again, and a job without a record is adopted.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Every value in the script was checked by `Machine` or is quoted here. What is pi
 node's task, a JSON file in a folder only this user can enter.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

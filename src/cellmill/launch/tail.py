@@ -1,7 +1,5 @@
 """A growing log file of a job."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

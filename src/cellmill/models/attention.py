@@ -7,8 +7,6 @@ is the reference of the tests.
 Legend: T tokens of the batch, h heads, d width of a head.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import groupby
 

@@ -1,7 +1,5 @@
 """A packed batch of cells as tensors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from typing import Any
 

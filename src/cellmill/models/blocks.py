@@ -3,8 +3,6 @@
 Legend: T tokens of the batch, H hidden, h heads.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional as F

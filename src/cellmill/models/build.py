@@ -1,7 +1,5 @@
 """Build the whole model on the meta device from a torch-free specification."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self

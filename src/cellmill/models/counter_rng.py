@@ -4,8 +4,6 @@ A draw is splitmix64 (Steele, Lea & Flood 2014) folded over keys such as (seed, 
 generator state to advance or save: a token gets the same draw in every layout, in every batch, and in recomputation.
 """
 
-from __future__ import annotations
-
 import torch
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64

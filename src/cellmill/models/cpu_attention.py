@@ -7,8 +7,6 @@ rounded before the softmax, as in torch's unfused attention.
 Legend: T tokens of the batch, n of a cell, h heads, d width of a head.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@
 Nothing is unpickled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any

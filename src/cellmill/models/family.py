@@ -5,8 +5,6 @@ measures them on the meta device. Its torch-free options are a `cellmill.config.
 `models.build` makes `implementation(config, n_genes, tokens, objective)`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

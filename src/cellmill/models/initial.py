@@ -4,8 +4,6 @@ A module defines its own in a method `initial_value(name) -> Fill | None`, or se
 layers, embeddings and layer norms have a default. A parameter or buffer without a value is an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

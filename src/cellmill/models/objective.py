@@ -4,8 +4,6 @@ An objective holds no parameters. Its modules (heads) become attributes of the m
 chooses, so that checkpoints, layouts and exports treat them like all others.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -13,8 +13,6 @@ Why this order:
 DistributedDataParallel wraps the result in `parallel.step`, after the parameters have values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

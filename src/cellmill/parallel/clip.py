@@ -1,7 +1,5 @@
 """Gradient clipping by the global norm, equal in every layout."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import nn

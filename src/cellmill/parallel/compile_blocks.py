@@ -5,8 +5,6 @@ batch. Methods are compiled, not modules: parameter names do not change, hooks o
 the compiled code, and tensor-parallel collectives are traced into it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import cast
 

@@ -5,8 +5,6 @@ torch has no public switch, so this calls its operator for compiled code where t
 oneDNN is slow to start, and all other cases are torch's.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

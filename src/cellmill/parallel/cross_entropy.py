@@ -10,8 +10,6 @@ et al. 2024 (memory saved). With tensor parallel, each target of a chunk needs t
 Legend: N targets, H hidden, V local rows of the table.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

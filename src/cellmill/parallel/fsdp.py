@@ -4,8 +4,6 @@ Gradients are *summed* over data-parallel ranks, never averaged: the loss is div
 before the backward pass, which is exact however unevenly targets fall on ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import cast
 

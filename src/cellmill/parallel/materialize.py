@@ -4,8 +4,6 @@ The iterator of full tensors depends only on names, so every layout starts from 
 holds more than one full tensor beside its shards.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 

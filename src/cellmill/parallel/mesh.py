@@ -4,8 +4,6 @@ The data-parallel coordinate is `(dp_replicate, dp_shard)`. It decides which cel
 tp and pp peers read the same cells.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from datetime import timedelta
 

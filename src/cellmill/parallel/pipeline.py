@@ -5,8 +5,6 @@ one shape within a step, to which its micro-batches are padded. A parameter tied
 one parameter: the gradients of both copies are summed before use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any

@@ -3,8 +3,6 @@
 Parameters keep the names of the whole model, so checkpoints, initial weights and exports do not depend on stages.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

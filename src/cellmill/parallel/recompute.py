@@ -7,8 +7,6 @@ recomputed as well: they are attention without a fused kernel, whose scores grow
 Source: Chen et al. 2016 (sublinear memory); Korthikanti et al. 2022, section 5 (selective).
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, Literal, cast
 

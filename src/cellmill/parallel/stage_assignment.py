@@ -4,8 +4,6 @@ Source: PipeDream and Megatron-LM, Narayanan et al. 2021, section 2.2 (interleav
 section 6 (V shape: the first and the last stage share a rank).
 """
 
-from __future__ import annotations
-
 from cellmill.config.parallel import Parallel
 
 V_SHAPED = ("ZBV", "DualPipeV")

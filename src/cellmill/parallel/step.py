@@ -1,7 +1,5 @@
 """Forward and backward of one optimizer step, without a pipeline: plain, DistributedDataParallel or FSDP2."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 

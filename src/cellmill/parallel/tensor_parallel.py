@@ -6,8 +6,6 @@ recomputation and FSDP2 wrap around it. Modules take and return plain tensors; p
 buffers of these modules, are DTensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal
 

@@ -6,8 +6,6 @@ loss is in `parallel.cross_entropy`.
 Legend: T tokens, N targets, H hidden, V rows of the table.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Checks of a run before any process is started; each error is one line. Torch-free."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cellmill.config import check_options

@@ -8,8 +8,6 @@ few numbers (targets, norms, signals) are left out. A test compares these number
 Source: ZeRO, Rajbhandari et al. 2020, section 7; sequence parallelism, Korthikanti et al. 2022, section 4.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Memory, traffic and time of a run in one layout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from cellmill.config.options import PlanOptions

@@ -5,8 +5,6 @@ Links are those of the vendors' own servers, per device and direction: NVLink or
 H100, H200 and B200 8 x 400, MI300X platforms 8 x 400, L40S servers 2 x 200 for 4. Torch-free.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from cellmill.config.parallel import Parallel

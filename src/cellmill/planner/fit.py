@@ -1,7 +1,5 @@
 """Check whether a run fits its devices, and find the first change that makes it fit."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace

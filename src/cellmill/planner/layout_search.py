@@ -5,8 +5,6 @@ rest of the configuration stays, including precision, compile and cpu_offload. `
 ranks read cells than there are lanes.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

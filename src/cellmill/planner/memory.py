@@ -5,8 +5,6 @@ backward pass begins, with all activations, or when it ends, with all gradients;
 own memory (about 1 GB with CUDA and NCCL) belongs to the fraction that `plan.memory_frac` leaves free.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 

@@ -3,8 +3,6 @@
 All counts are those of this rank's local tensors, also inside DTensors.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager

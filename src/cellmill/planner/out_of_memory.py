@@ -1,7 +1,5 @@
 """Message of a process that ran out of memory: its planned memory by part, and the first change that helps."""
 
-from __future__ import annotations
-
 import errno
 import re
 import subprocess

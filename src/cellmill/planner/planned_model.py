@@ -7,8 +7,6 @@ Source: Narayanan et al. 2021, section 2.2 (1F1B, interleaved); Qi et al. 2024 (
 section 3.2.1 (DualPipe, here in V shape).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 

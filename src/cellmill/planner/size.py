@@ -6,8 +6,6 @@ family, objective or fine-tuning method declares no sizes. The batch has random 
 Tensors on the meta device take no memory, and torch's "fake" process group sends nothing.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ tensor-parallel reductions, activations sent between pipeline stages, or gradien
 end.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

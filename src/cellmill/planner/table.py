@@ -1,7 +1,5 @@
 """A plan as the content of plan.json and as a printed table."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

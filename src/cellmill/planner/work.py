@@ -1,7 +1,5 @@
 """Steps, tokens and micro-batches of a run, from the row offsets of the shards: no cell is read. Torch-free."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """One line of a preflight's result: ok, no, or ? for a doubt that does not stand in the way."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

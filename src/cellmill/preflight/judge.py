@@ -3,8 +3,6 @@
 `nodes` are the reports of the nodes (`node_probe.facts`), in the order of their ranks.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path

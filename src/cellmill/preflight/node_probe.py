@@ -7,8 +7,6 @@ Bandwidth is the bus bandwidth of nccl-tests (github.com/NVIDIA/nccl-tests, doc/
 2 (n - 1) / n for n processes. It is the rate of the slowest link, comparable between any n and with the hardware's.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -5,8 +5,6 @@ declares every option of `Machine`, so only `set-resources: train:` changes them
 first and takes it for a text only if that fails: `1-2` becomes -1, and `"'1-2'"` stays as written.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ long, on Ctrl-C, and if srun could not launch one of its tasks, since the others
 limit. A job left over from a killed process is cancelled first.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checks of a profile's machine against SLURM: partition, nodes, account, estimated start. Queues nothing."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

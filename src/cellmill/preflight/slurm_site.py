@@ -4,8 +4,6 @@ Every value reaches SLURM's commands as one argument of a list. An answer that c
 which nothing is concluded.
 """
 
-from __future__ import annotations
-
 import getpass
 import re
 from dataclasses import dataclass

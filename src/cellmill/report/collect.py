@@ -3,8 +3,6 @@
 What a stage has not written yet is None or empty, and the page says so; a damaged file is an error.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Text stays text in the page's font; ink and grid take the page's colours, also i
 the same bytes. User text is drawn literally, never parsed as a formula.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The HTML page and its tables, rendered from what stages wrote: computes no result, loads nothing from elsewhere."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ A checkpoint is written to `….incomplete`, its manifest last, and then renamed
 refuse a run before it asks for a GPU.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -5,8 +5,6 @@ changed. An *unfinished* run whose data changed is refused, because nothing says
 that affect only speed or frequency (layout, token budget, checkpoints, logging) may change between resumes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from cellmill.config.family import WEIGHTS_FORMAT

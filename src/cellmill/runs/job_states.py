@@ -1,7 +1,5 @@
 """SLURM's job states, as in squeue, sacct and a run's records."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 GONE = "GONE"

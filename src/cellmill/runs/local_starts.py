@@ -1,7 +1,5 @@
 """Trainings on this machine: one entry of local.json for each start."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

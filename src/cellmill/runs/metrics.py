@@ -4,8 +4,6 @@ On resume the file is truncated to the checkpoint's step, so that each step is i
 was killed.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

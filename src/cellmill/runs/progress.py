@@ -1,7 +1,5 @@
 """Progress and speed of a run, from its files."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ with it to within the seconds a node takes to start; trainings on this machine a
 null, and `unknown` says why. A job that SLURM requeued has one entry for each start.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Starts of a run's jobs, from SLURM's accounting (sacct)."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Calls of SLURM's commands."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 

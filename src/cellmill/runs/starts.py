@@ -1,7 +1,5 @@
 """Starts of a run's jobs, from the attempt files that the jobs write themselves."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

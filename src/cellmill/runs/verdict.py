@@ -3,8 +3,6 @@
 Any loss is called a loss. A win counts only beyond the spread of the difference, for instance over folds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -4,8 +4,6 @@ One process on a CPU, with the whole model in memory. What a fine-tuning method 
 a plain model. `config.json` is written last: its existence means that the rest is complete.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from pathlib import Path

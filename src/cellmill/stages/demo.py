@@ -1,7 +1,5 @@
 """demo: 700 real blood cells from the scanpy package, as an .h5ad like a user's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cellmill.data.counts_writer import count_dtype, write_cells

@@ -1,7 +1,5 @@
 """embed: embeddings of the cells of any dataset, from the exported model alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cellmill.config.options import EmbedOptions

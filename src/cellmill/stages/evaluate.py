@@ -13,8 +13,6 @@ metrics.json, written last:
 umap.tsv beside it has dataset, obs_name, label, x, y and heldout (1 or 0) of each drawn cell.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Reads no cell, only the row offsets of the shards. A run that cannot work is ref
 it needs, the memory of the device, and the first change that helps.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """preprocess: cells of one dataset that pass QC, with genes named by Ensembl id, and a report of the dropped ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cellmill.config.options import PreprocessOptions

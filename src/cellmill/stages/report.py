@@ -1,7 +1,5 @@
 """report: one self-contained page over all runs and corpora."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cellmill.config.options import ReportOptions

@@ -1,7 +1,5 @@
 """shard: shards of a corpus, split, preshuffled and in rank order, and their manifest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cellmill.config.options import ShardOptions

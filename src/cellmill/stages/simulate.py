@@ -1,7 +1,5 @@
 """simulate: simulated cells as an .h5ad like a user's, for trials and tests of scale."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cellmill.data.counts_writer import count_dtype, write_cells

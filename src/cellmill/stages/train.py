@@ -4,8 +4,6 @@ The launcher of a training: imports no torch, and refuses what it can in one lin
 processes run `train/worker.py`.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

@@ -1,7 +1,5 @@
 """vocabulary: genes of a corpus, with the number of cells in which each is detected and its median there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cellmill.config.options import VocabularyOptions

@@ -4,8 +4,6 @@ Each has a bounded queue. A tracker that raises is dropped with one warning; a s
 and at the end is waited for at most FINISH_S. metrics.jsonl always has every line.
 """
 
-from __future__ import annotations
-
 import queue
 import sys
 import threading

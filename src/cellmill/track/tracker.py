@@ -1,7 +1,5 @@
 """Contract of a tracker, which receives the numbers of a training, and the two that every training has."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """Scalars between host and device, copied without blocking either."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

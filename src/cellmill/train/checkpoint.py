@@ -4,8 +4,6 @@ Only tensors go through DCP; progress and identity are JSON beside them. DCP's `
 with an unpickler that allows only DCP's own classes: a planted pickle is refused, not run.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import threading

@@ -1,7 +1,5 @@
 """The one line that a failed rank leaves for the user, and how its process ends."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -5,8 +5,6 @@ position costs an assignment; a thread publishes it through the store of torchru
 that hangs. Time is counted in ticks of that thread, so a job that was suspended as a whole is not reported.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -5,8 +5,6 @@ number of targets, so unequal shares change nothing. The report of a step (loss,
 late, when its copy to the host is done: the loop never waits for a GPU.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

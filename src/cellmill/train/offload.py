@@ -8,8 +8,6 @@ is computed while the next is copied.
 Source: ZeRO-Offload, Ren et al. 2021, section 4.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast

@@ -3,8 +3,6 @@
 The type of a parameter's module decides, never its name: norms, biases and embeddings of any family do not decay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

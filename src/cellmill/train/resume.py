@@ -1,7 +1,5 @@
 """State of a run between processes: the checkpoint it resumes from, and state.json and status.json."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

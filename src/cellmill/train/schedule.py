@@ -1,7 +1,5 @@
 """Learning-rate schedule as a pure function of the step: resuming needs no scheduler state."""
 
-from __future__ import annotations
-
 import math
 
 from cellmill.config.run import Train

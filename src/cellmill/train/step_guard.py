@@ -9,8 +9,6 @@ and gradients are divided after it, so norm and clipping see true gradients. The
 doubles after `GROWTH_STEPS` applied ones. Source: Micikevicius et al. 2018 (mixed precision training), section 3.2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Signals that stop a training. The handler only sets a flag: all ranks save together at the end of a common step."""
 
-from __future__ import annotations
-
 import signal
 
 from cellmill.launch.signals import STOP_SIGNALS

@@ -4,8 +4,6 @@ Memory is that of tensors on a GPU, and of the whole process, libraries included
 so they have different keys, `allocated_gb` and `resident_gb`, each with its peak: a list with one number for each rank.
 """
 
-from __future__ import annotations
-
 import resource
 import time
 from collections.abc import Iterator

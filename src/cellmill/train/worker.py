@@ -3,8 +3,6 @@
 Started by torchrun with the folder of the run, whose run.json has everything else, and a file for the error line.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

@@ -8,8 +8,6 @@ hard to beat: a table without it flatters a model. Classes with fewer cells than
 never lowered, so that runs stay comparable.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator

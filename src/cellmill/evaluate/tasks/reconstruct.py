@@ -3,8 +3,6 @@
 Masks are keyed by cell and position, so they are the same in every evaluation.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Options of the `masked` family: a bidirectional transformer encoder over packed genes. Torch-free."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator

@@ -5,8 +5,6 @@ There are no positional embeddings: the genes of a cell are a set. Only the rank
 Legend: T tokens of the batch, N targets, H hidden.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Options of the built-in objectives. Torch-free."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import Field

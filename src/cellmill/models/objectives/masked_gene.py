@@ -5,8 +5,6 @@ The output matrix is the gene embedding. The baseline is the frequency of genes 
 Legend: N targets, H hidden, V tokens of the vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

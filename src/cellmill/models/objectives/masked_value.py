@@ -7,8 +7,6 @@ gene mean*, 1 - SSE(model) / SSE(gene mean), and by the correlation after subtra
 Legend: N targets, H hidden.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -10,8 +10,6 @@ would otherwise be most of the work.
 Legend: T tokens of the batch, N targets, H hidden.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
