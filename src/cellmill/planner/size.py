@@ -149,7 +149,8 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
     cell_tokens = min(spec.tokens.max_tokens, spec.n_genes, CELL_TOKENS)
     if tp > 1:
-        _Passes(model, _sample(spec, 1, tp))  # DTensor allocates when it sees an operation for the first time
+        # DTensor keeps more alive when it sees an operation and its shapes for the first time
+        _Passes(model, _sample(spec, cell_tokens, SAMPLE_TOKENS))
     long, short = (_Passes(model, _sample(spec, n, SAMPLE_TOKENS)) for n in (cell_tokens, max(1, cell_tokens // 2)))
     pair_flops = 0.0
     if long.pairs_per_token > short.pairs_per_token:

@@ -1,0 +1,205 @@
+"""Sizes measured on the meta device equal those of the model: parameters, FLOPs, kept activations, reductions."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import _VersionWrapper
+
+from cellmill.config.checks import check_together
+from cellmill.config.options import TrainOptions
+from cellmill.config.tokens import Tokens
+from cellmill.data.tokens import Batch
+from cellmill.errors import ConfigError
+from cellmill.models.batch import to_tensors
+from cellmill.models.build import ModelSpec, build
+from cellmill.models.initial import Fill, zeros
+from cellmill.models.masked.config import MaskedConfig
+from cellmill.models.masked.model import MaskedModel
+from cellmill.parallel.recompute import checkpoint_activations
+from cellmill.planner import size as size_module
+from cellmill.planner.size import measure
+from tests.models import spec
+
+HIDDEN, LAYERS, N_GENES = 64, 3, 60
+KINDS = [
+    ("continuous", "masked_value"),
+    ("continuous", "masked_gene"),
+    ("binned", "masked_value"),
+    ("binned", "masked_gene"),
+    ("rank", "masked_gene"),
+]
+every_kind = pytest.mark.parametrize(("tokenizer", "objective"), KINDS)
+
+
+class PartlyFrozen(MaskedModel):
+    """A masked encoder with frozen gene embeddings and a buffer."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.gene_embedding.requires_grad_(False)
+        self.register_buffer("table", torch.empty(7, 3))
+
+    def initial_value(self, name: str) -> Fill | None:
+        return zeros if name == "table" else super().initial_value(name)
+
+
+class WithoutInitialValue(MaskedModel):
+    """A masked encoder with a parameter that nothing fills."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.blocks[0].gate = nn.PReLU()
+
+
+class PartlyFrozenConfig(MaskedConfig):
+    implementation: ClassVar[str] = f"{__name__}:PartlyFrozen"
+
+
+class WithoutInitialValueConfig(MaskedConfig):
+    implementation: ClassVar[str] = f"{__name__}:WithoutInitialValue"
+
+
+def _tokens(tokenizer: str = "continuous") -> Tokens:
+    return Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 32})
+
+
+def _spec(tokenizer: str = "continuous", objective: str = "masked_value", **options: Any) -> ModelSpec:
+    given = {"hidden": HIDDEN, "layers": LAYERS, "heads": 2, "objective": objective} | options
+    return spec(N_GENES, _tokens(tokenizer), **given)
+
+
+def _with_family(kind: type[MaskedConfig]) -> ModelSpec:
+    plain = _spec()
+    return replace(plain, model=kind.model_validate(plain.model.model_dump()))
+
+
+@every_kind
+def test_parameters_equal_those_of_the_model(tokenizer: str, objective: str) -> None:
+    for ffn_hidden, cell_loss_weight in ((None, 1.0), (24, 0.0)):
+        given = _spec(tokenizer, objective, ffn_hidden=ffn_hidden, cell_loss_weight=cell_loss_weight)
+        model, size = build(given), measure(given)
+        assert size.parameters == sum(p.numel() for p in model.parameters())
+        assert size.block.parameters == sum(p.numel() for p in model.blocks[0].parameters())
+        assert size.blocks == LAYERS
+
+
+def test_frozen_parameters_and_buffers_are_counted_as_such() -> None:
+    plain, size = measure(_spec()), measure(_with_family(PartlyFrozenConfig))
+    frozen = (N_GENES + 2) * HIDDEN
+    assert size.parameters == plain.parameters
+    assert (size.begin.trained, plain.begin.trained) == (plain.begin.parameters - frozen, plain.begin.parameters)
+    assert (size.buffers, plain.buffers) == (21, 0)
+
+
+def test_flops_of_a_block_are_those_of_its_matrices_and_its_attention() -> None:
+    size = measure(_spec())
+    # forward and backward are 6 FLOPs per weight and token: qkv, out, up and down have 12 H^2 weights
+    assert size.block.flops_per_token == pytest.approx(6 * 12 * HIDDEN**2)
+    # two products of H multiply-adds for each query and key
+    assert size.pair_flops == pytest.approx(3 * 4 * HIDDEN)
+
+
+def test_flops_of_a_step_follow_the_published_formula() -> None:
+    cells, length, genes = 4, 500, 1000
+    given = {"hidden": HIDDEN, "layers": LAYERS, "heads": 4, "mask_frac": 0.15, "cell_loss_weight": 0}
+    size = measure(spec(genes, Tokens.model_validate({"tokenizer": "rank"}), objective="masked_gene", **given))
+    tokens = cells * length
+    measured = tokens * size.flops_per_token + cells * length**2 * size.flops_per_token_pair
+    encoder = (24 * tokens * HIDDEN**2 + 4 * cells * length**2 * HIDDEN) * 3 * LAYERS
+    head = 0.15 * (6 * tokens * HIDDEN * (genes + 2) + 6 * tokens * HIDDEN**2)
+    assert measured == pytest.approx(encoder + head, rel=0.02)  # the measured batch masks nearly 15 %
+
+
+@pytest.mark.parametrize("recompute", [None, "full", "selective"])
+@pytest.mark.parametrize(
+    ("tokenizer", "objective", "options"),
+    [*((*kind, {}) for kind in KINDS), (*KINDS[0], {"dropout": 0.1}), (*KINDS[1], {"cell_loss_weight": 0})],
+)
+def test_activations_equal_those_that_autograd_keeps(
+    tokenizer: str, objective: str, recompute: Literal["full", "selective"] | None, options: dict[str, float]
+) -> None:
+    given = _spec(tokenizer, objective, **options)
+    size = measure(given)
+    per_block = {None: size.block.activations_per_token, "full": HIDDEN, "selective": size.selective_per_token}
+    expected = LAYERS * per_block[recompute] + size.begin.activations_per_token + size.finish.activations_per_token
+    model = build(given).to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    if recompute is not None:
+        checkpoint_activations(model, "blocks", recompute)
+    batch = _batch(given)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}  # alive, or an address would be counted once for two tensors
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point() and storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(model.prepare(to_tensors(batch), seed=0, step=0))
+    if recompute == "selective":  # it keeps tensors in a cache of its own
+        for tensor in (value.val for value in gc.get_objects() if type(value) is _VersionWrapper):
+            keep(tensor)
+    measured = sum(storage.nbytes() for storage in kept.values()) / 4 / len(batch.genes)
+    assert measured == pytest.approx(expected, rel=0.1)
+    loss.backward()
+
+
+def _batch(given: ModelSpec) -> Batch:
+    """40 random cells of 30 tokens."""
+    rng = np.random.default_rng(0)
+    genes = np.concatenate([rng.permutation(N_GENES)[:30] for _ in range(40)]).astype(np.int32)
+    counts = rng.integers(1, 50, len(genes), dtype=np.uint32)
+    tokenized = given.tokens.load()(given.tokens).tokenize(genes, counts, np.arange(41) * 30)
+    return Batch(*tokenized, np.arange(40))
+
+
+def test_tensor_parallel_halves_what_it_cuts_and_reduces_four_times_per_block() -> None:
+    whole, cut = measure(_spec()), measure(_spec(), tp=2)
+    matrices, biases, replicated = 12 * HIDDEN**2, 7 * HIDDEN, 6 * HIDDEN  # replicated: norms, biases of out and down
+    assert whole.block.parameters == matrices + biases + replicated
+    assert cut.block.parameters == (matrices + biases) / 2 + replicated
+    assert cut.block.flops_per_token == pytest.approx(whole.block.flops_per_token / 2)
+    assert cut.pair_flops == pytest.approx(whole.pair_flops / 2)
+    # Megatron-LM: two all-reduces of (T, H) in the forward and two in the backward pass
+    assert cut.block.sums_per_token == 2 * HIDDEN
+    assert cut.begin.sums_per_token == HIDDEN  # the embedding, whose vocabulary is cut
+    assert whole.block.sums_per_token == whole.begin.sums_per_token == 0
+    sequence = measure(_spec(), tp=2, sequence_parallel=True)
+    assert sequence.block.activations_per_token < cut.block.activations_per_token < whole.block.activations_per_token
+    assert not dist.is_initialized()
+
+
+def test_measuring_twice_gives_equal_sizes() -> None:
+    given = _spec(layers=1)
+    layouts: list[dict[str, Any]] = [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}]
+    first = [measure(given, **layout) for layout in layouts]
+    size_module._measured.clear()
+    assert [measure(given, **layout) for layout in reversed(layouts)] == first[::-1]
+
+
+def test_a_module_without_an_initial_value_is_named() -> None:
+    with pytest.raises(TypeError) as error:
+        build(_with_family(WithoutInitialValueConfig))
+    assert str(error.value) == ("no initial value for blocks.0.gate.weight of PReLU; define initial_value(name) on it")
+
+
+def test_an_objective_that_the_family_does_not_serve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sections: dict[str, Any] = dict.fromkeys(("tokens", "stream", "model", "parallel"), {})
+    options = TrainOptions.model_validate(sections | {"objective": {"name": "masked_value"}, "train": {"steps": 1}})
+    monkeypatch.setattr(MaskedConfig, "objectives", ("masked_gene",))
+    with pytest.raises(ConfigError) as error:
+        check_together(options)
+    assert str(error.value) == (
+        "objective.name masked_value: family masked serves masked_gene; choose one of these, or another model.family"
+    )
