@@ -5,8 +5,9 @@ through the entry-point group `cellmill.<kind>`; it never replaces a built-in.
 """
 
 import importlib
-from importlib.metadata import entry_points
-from typing import Any
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from typing import Any, get_args
 
 from cellmill.errors import ConfigError, did_you_mean
 
@@ -35,21 +36,53 @@ def names(kind: str) -> list[str]:
     return [*BUILT_IN[kind], *(p.name for p in entry_points(group=f"cellmill.{kind}") if p.name not in BUILT_IN[kind])]
 
 
-def load(kind: str, name: str) -> Any:
-    """The options class called `name`. Raises ConfigError if no such name is built in or installed."""
+def load(kind: str, name: str, contract: Any = None) -> Any:
+    """The options class called `name`.
+
+    Raises ConfigError if no such name is built in or installed, if the package that has it cannot be imported, or if
+    what it has does not fit `contract`, a class that `cellmill.config.plugin.Plugin` describes.
+    """
     if name in BUILT_IN[kind]:
         return import_object(BUILT_IN[kind][name])
-    for point in entry_points(group=f"cellmill.{kind}"):
-        if point.name == name:
-            try:
-                return point.load()
-            except Exception as error:  # of somebody else's package: whatever it is, the user has to know which
-                package = point.dist.name if point.dist is not None else "an installed package"
-                raise ConfigError(
-                    f"{kind} {name!r}: {point.value} of {package} cannot be imported "
-                    f"({type(error).__name__}: {error}); repair or remove the package"
-                ) from None
-    raise ConfigError(f"unknown {kind} {name!r}; {did_you_mean(name, names(kind))}")
+    found = {(p.value, _package(p)): p for p in entry_points(group=f"cellmill.{kind}") if p.name == name}
+    if not found:
+        raise ConfigError(f"unknown {kind} {name!r}; {did_you_mean(name, names(kind))}")
+    if len(found) > 1:
+        both = " and ".join(sorted(f"{value} of {package}" for value, package in found))
+        raise ConfigError(f"{kind} {name!r} is in {both}; remove one of the packages")
+    [((value, package), point)] = found.items()
+    try:
+        options = point.load()
+        problem = _misfit(options, contract, name) if contract is not None else ""
+    except (Exception, SystemExit) as error:  # of somebody else's package: the user has to know which
+        problem = f"cannot be imported ({in_one_line(error)})"
+    if problem:
+        raise ConfigError(f"{kind} {name!r}: {value} of {package} {problem}; repair or remove the package")
+    return options
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "an installed package"
+
+
+def _misfit(options: Any, contract: Any, name: str) -> str:
+    """What keeps an installed object from being the options class of the choice `name`; empty if nothing does."""
+    if not isinstance(options, type) or not issubclass(options, contract) or options is contract:
+        return f"is no subclass of {contract.__module__}.{contract.__name__}"
+    field = options.model_fields[contract.key]  # type: ignore[attr-defined]
+    if name not in get_args(field.annotation):
+        return f"has options of another name: expected {contract.key}: Literal[{name!r}]"
+    module, _, attribute = getattr(options, "implementation", "").partition(":")
+    if not attribute:
+        return "sets no `implementation`, expected 'package.module:Class'"
+    if find_spec(module) is None:
+        return f"has an implementation in {module}, which does not exist"
+    return ""
+
+
+def in_one_line(error: BaseException) -> str:
+    """Type and text of an error of somebody else's code, in at most 300 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def import_object(path: str) -> Any:

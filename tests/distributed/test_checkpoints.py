@@ -12,6 +12,7 @@ import pytest
 from cellmill.errors import DataError
 from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import CheckpointReader
+from cellmill.train.optimizer import OPTIMIZERS
 from tests.distributed import cases
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
@@ -51,8 +52,12 @@ def test_a_hybrid_checkpoint_resumes_in_one_process(
     np.testing.assert_allclose(np.array(curve)[-4:], unbroken[-4:], atol=5e-6, rtol=5e-6)
 
 
-def test_a_run_goes_through_layouts_with_its_optimizer(pool: Pool, alone: None, corpus: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_run_goes_through_layouts_with_its_optimizer(
+    optimizer: str, pool: Pool, alone: None, corpus: str, tmp_path: Path
+) -> None:
     train = {
+        "optimizer": optimizer,
         "steps": 8,
         "schedule": "constant",
         "checkpoint_every_steps": 2,

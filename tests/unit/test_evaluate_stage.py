@@ -213,7 +213,8 @@ class Toy:
         rows = [{"name": "ours", "kind": "model", "cell_score": cells, "runs": [1, 2]}]
         rows.append({"name": "theirs", "kind": "baseline", "cell_score": cells + 1, "runs": []})
         verdicts = [compare("ours", "theirs", "cell score", -1.0)]
-        return TaskResult(rows, "cell_score", verdicts, {"width": context.vectors.shape[1]})
+        width = context.vectors.shape[1] if self.scale else float("nan")
+        return TaskResult(rows, "cell_score", verdicts, {"width": width})
 
 
 def test_a_plugin_task_runs_by_name_into_metrics_and_page(
@@ -232,6 +233,8 @@ def test_a_plugin_task_runs_by_name_into_metrics_and_page(
     page = " ".join(re.sub(r"<[^>]*>", " ", render("r", [read_run(tmp_path / "run")], [])).split())
     for text in ("toy: cell score", f"theirs best {2 * dataset['n_scored'] + 1}", f"simulated: {sentence}", "width 16"):
         assert text in page, text
+    with pytest.raises(DataError, match=r"^simulated: task 'toy' failed \(ValueError: Out of range.*\); repair it, or"):
+        _evaluate(corpus, tmp_path / "nan.json", tasks={"toy": {"scale": 0}})
     with pytest.raises(ValidationError, match="toy: unknown key 'scalle'; did you mean 'scale'"):
         EvaluateOptions.model_validate({"evaluate": {"tasks": {"toy": {"scalle": 2}}}})
     with pytest.raises(ValidationError, match="tye: unknown task 'tye'; did you mean 'toy'"):

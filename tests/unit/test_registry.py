@@ -3,12 +3,44 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import pytest
 
 from cellmill import registry
+from cellmill.config.evaluate import TaskConfig
 from cellmill.errors import ConfigError
+from cellmill.registry import in_one_line
+
+
+class Good(TaskConfig):
+    """Options of a task as a package has them."""
+
+    implementation: ClassVar[str] = "json:JSONDecoder"
+
+    name: Literal["good"] = "good"
+
+
+class Unset(TaskConfig):
+    name: Literal["unset"] = "unset"
+
+
+class Absent(Good):
+    implementation: ClassVar[str] = "cellmill.no_such_module:Task"
+
+    name: Literal["absent"] = "absent"  # type: ignore[assignment]
+
+
+NUMBER = 7
+
+
+@pytest.fixture
+def tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"good": "Good", "other": "Good", "unset": "Unset", "absent": "Absent", "number": "NUMBER"}
+    points = [EntryPoint(name, f"{__name__}:{value}", "cellmill.task") for name, value in here.items()]
+    points.append(EntryPoint("contract", "cellmill.config.evaluate:TaskConfig", "cellmill.task"))
+    points += [EntryPoint("twice", f"{module}:Task", "cellmill.task") for module in ("one", "two")]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
 
 
 @pytest.fixture
@@ -37,3 +69,34 @@ def test_a_package_that_cannot_be_imported_is_named_in_one_line(installed: Any) 
 def test_an_unknown_name_lists_the_nearest_or_all(installed: Any) -> None:
     with pytest.raises(ConfigError, match=r"^unknown family 'mask'; did you mean 'masked'\?$"):
         registry.load("family", "mask")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("number", "is no subclass of cellmill.config.evaluate.TaskConfig; repair or remove the package"),
+        ("contract", "is no subclass of cellmill.config.evaluate.TaskConfig; repair"),
+        ("other", r"has options of another name: expected name: Literal\['other'\]; repair"),
+        ("unset", "sets no `implementation`, expected 'package.module:Class'; repair"),
+        ("absent", "has an implementation in cellmill.no_such_module, which does not exist; repair"),
+        (
+            "twice",
+            "^task 'twice' is in one:Task of an installed package and two:Task of .*; remove one of the packages",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_their_contract_are_refused(name: str, message: str, tasks: Any) -> None:
+    assert TaskConfig.model_validate({"name": "good"}) == Good()
+    with pytest.raises(ConfigError, match=message):
+        TaskConfig.model_validate({"name": name})
+
+
+def test_an_implementation_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Good, "implementation", "json:Absent")
+    with pytest.raises(ConfigError, match=r"^task 'good': json:Absent cannot be imported \(Attrib.*\); repair"):
+        Good().load()
+
+
+def test_an_error_of_a_package_is_one_line() -> None:
+    assert in_one_line(RuntimeError("several\n\n lines")) == "RuntimeError: several lines"
+    assert len(in_one_line(RuntimeError("x" * 1000))) == 300

@@ -195,7 +195,7 @@ def test_a_module_without_an_initial_value_is_named() -> None:
 
 
 def test_an_objective_that_the_family_does_not_serve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    sections: dict[str, Any] = dict.fromkeys(("tokens", "stream", "model", "parallel"), {})
+    sections: dict[str, Any] = {key: {} for key in ("tokens", "stream", "model", "parallel")}
     options = TrainOptions.model_validate(sections | {"objective": {"name": "masked_value"}, "train": {"steps": 1}})
     monkeypatch.setattr(MaskedConfig, "objectives", ("masked_gene",))
     with pytest.raises(ConfigError) as error:

@@ -228,12 +228,6 @@ def test_validation_is_one_epoch_in_a_fixed_order_of_the_first_cells(manifest: M
     everything.close()
 
 
-def test_more_ranks_than_cells_are_refused(tmp_path: Path) -> None:
-    manifest = write_corpus(tmp_path, 3)
-    with pytest.raises(ConfigError, match=r"4 ranks for 3 train cells of .*manifest\.json: use fewer processes"):
-        stream_of(manifest, 0, 4)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -13,10 +13,11 @@ import pytest
 
 from cellmill import registry
 from cellmill.config import check_options
+from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.config.options import TrainOptions
 from cellmill.config.track import Track, TrackerConfig
 from cellmill.errors import ConfigError
-from cellmill.runs.identity import identity
+from cellmill.runs.identity import changed_keys, identity
 from cellmill.track import background
 from cellmill.track.background import BackgroundTrackers
 from cellmill.track.tracker import ConsoleTracker, JsonlTracker, Tracker
@@ -179,7 +180,7 @@ def test_options_of_trackers_are_checked_by_name() -> None:
     assert track.model_dump()["to"]["other"] == {"name": "other", "raises_in": "", "hangs_in": "", "seconds": 1.0}
     assert Track.model_validate(json.loads(track.model_dump_json())) == track
     assert refused({"recoding": {}}) == (
-        "config.yaml: to: recoding: no tracker is called 'recoding'; did you mean 'recording'?"
+        "config.yaml: to: recoding: unknown tracker 'recoding'; did you mean 'recording'?"
     )
     assert refused({"recording": {"second": 1}}) == (
         "config.yaml: to: recording: unknown key 'second'; did you mean 'seconds'?"
@@ -190,10 +191,17 @@ def test_options_of_trackers_are_checked_by_name() -> None:
 def test_a_tracker_is_no_part_of_the_identity_of_a_run() -> None:
     tree: dict[str, Any] = {name: {} for name in TrainOptions.model_fields} | {"train": {"steps": 1}}
     options = [TrainOptions.model_validate(tree | {"track": {"to": to}}) for to in ({}, {"recording": None})]
-    one, other = (identity(chosen.model_dump(mode="json"), None) for chosen in options)
+    one, other = (identity(chosen, None) for chosen in options)
     assert one == other
     del tree["track"]
     assert TrainOptions.model_validate(tree) == options[0], "options stored before there were trackers"
+    gone = {**options[0].model_dump(mode="json"), "track": {"to": {"of_a_package_that_is_gone": None}}}
+    assert (
+        changed_keys(
+            {"options": gone, "identity": {"init_from": None, "weights_format": WEIGHTS_FORMAT}}, one, "state.json"
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("make", [ConsoleTracker, lambda: JsonlTracker(Path("x"))])

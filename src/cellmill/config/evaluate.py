@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny
+from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator
 
 from cellmill.config.plugin import Plugin, by_name
 from cellmill.config.section import Section
@@ -18,7 +18,7 @@ class TaskConfig(Plugin):
 
 
 class ProbeConfig(TaskConfig):
-    """Logistic regression and kNN of the label on embeddings, against baselines; skipped without a label."""
+    """Classifiers of the label on embeddings, against baselines; skipped without a label."""
 
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.probe:Probe"
 
@@ -36,12 +36,24 @@ class ReconstructConfig(TaskConfig):
         {}, description="Options of the training objective to change here, for instance `mask_frac`."
     )
 
+    @field_validator("objective")
+    @classmethod
+    def _same_objective(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if "name" in value:
+            raise ValueError("`name` cannot change: the model is judged by the objective it was trained with")
+        return value
+
 
 _DEFAULT_TASKS: Any = {"probe": {}, "reconstruct": {}}
 
 
 class Evaluate(Section):
     """Tasks that judge the exported model on held-out cells."""
+
+    moved: ClassVar[dict[str, str]] = {
+        "neighbors": "evaluate.tasks.probe.neighbors",
+        "mask_frac": "evaluate.tasks.reconstruct.objective.mask_frac",
+    }
 
     datasets: list[str] | None = Field(None, description="Datasets to evaluate; null is those of the run's corpus.")
     cells: Literal["heldout", "all"] = Field(

@@ -5,7 +5,7 @@ from typing import ClassVar
 from cellmill.config.plugin import Plugin
 
 WEIGHTS_FORMAT = 2
-"""What the numbers in a parameter mean; it grows when the same names and shapes come to mean something else.
+"""What the numbers in a parameter mean; increased when parameters keep name and shape but change meaning.
 
 1: rows of `qkv` are all queries, then all keys, then all values. 2: those of each head are together.
 """
@@ -25,11 +25,11 @@ class FamilyConfig(Plugin):
 
     family: str
     weight_keys: ClassVar[tuple[str, ...]] = ()
-    """Options that must be equal for the weights of one model to mean the same in another."""
+    """Options that must match when a run starts from this model's weights (`init_from`)."""
 
     value_kinds: ClassVar[tuple[str, ...]] = ()  # kinds of token values (`Tokens.value_kind`) that the family can embed
     objectives: ClassVar[tuple[str, ...]] = ()
-    """Objectives that the family serves, beside those that name it in `ObjectiveConfig.families`."""
+    """Objectives that the family serves, in addition to those whose `families` lists this family."""
 
     def cut_by_tp(self) -> dict[str, int]:
         """Sizes that tensor parallel must divide, by the option's name; empty if not supported."""

@@ -18,8 +18,8 @@ class MethodConfig(Plugin):
 
 
 class FullConfig(MethodConfig):
-    """Trained parameters of a run, and the changes a method makes to its model before training."""
+    """Train every parameter of the unchanged model."""
 
     implementation: ClassVar[str] = "cellmill.finetune.method:Method"
 
-    method: Literal["full"] = Field("full", description="Every parameter trains; the model is not changed.")
+    method: Literal["full"] = Field("full", description="Name of the method.")

@@ -102,9 +102,11 @@ def with_defaults(tree: Any, workflow: type[Workflow] = Workflow) -> dict[str, A
 
 
 def _mapping(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict | None):
+    if value in (None, "null"):  # Snakemake's --config makes text of null
+        return {}
+    if not isinstance(value, dict):
         raise ConfigError(f"{where}: expected a mapping, got {value!r}")
-    return value or {}
+    return value
 
 
 def _merge(defaults: dict[str, Any], own: dict[str, Any], owner: type[Section]) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from pydantic import BaseModel, Field, model_validator
 
 from cellmill.config.checks import check_together
 from cellmill.config.corpus import NAME, Dataset, read_datasets
+from cellmill.config.evaluate import ReconstructConfig
+from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.options import (
     OPTIONS,
     ConsolidateOptions,
@@ -23,6 +25,7 @@ from cellmill.config.options import (
     ShardOptions,
     VocabularyOptions,
 )
+from cellmill.config.plugin import validated
 from cellmill.config.run import Report
 from cellmill.config.section import Section, part_of
 from cellmill.errors import ConfigError, did_you_mean
@@ -45,6 +48,10 @@ class RunConfig(EvaluateOptions, EmbedOptions, ConsolidateOptions, PlanOptions):
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         check_together(self)
+        task = self.evaluate.tasks.get("reconstruct")
+        if isinstance(task, ReconstructConfig):
+            changed = self.objective.model_dump() | task.objective
+            validated(ObjectiveConfig, changed, ["evaluate.tasks.reconstruct.objective"])
         return self
 
 

@@ -14,6 +14,7 @@ from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 
 from cellmill import registry
 from cellmill.config.section import Section, explain
+from cellmill.errors import ConfigError
 
 
 class Plugin(Section):
@@ -25,8 +26,14 @@ class Plugin(Section):
     implementation: ClassVar[str]  # `package.module:Class` that takes these options
 
     def load(self) -> Any:
-        """The class named by `implementation`."""
-        return registry.import_object(self.implementation)
+        """The class named by `implementation`. Raises ConfigError if it cannot be imported."""
+        try:
+            return registry.import_object(self.implementation)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"{self.kind} {getattr(self, self.key)!r}: {self.implementation} cannot be imported "
+                f"({registry.in_one_line(error)}); repair or remove the package"
+            ) from error
 
     @classmethod
     def built_in(cls) -> dict[str, type[Plugin]]:
@@ -48,29 +55,39 @@ class Plugin(Section):
             return handler(value)
         if not isinstance(value, dict):
             raise ValueError(f"expected a mapping with `{cls.key}`, got {value!r}")
+        if value.get(cls.key, "null") == "null":  # Snakemake's --config makes text of null
+            value = {key: option for key, option in value.items() if key != cls.key}
         name = value.get(cls.key, cls.default)
         if name is None:
             raise ValueError(f"expected `{cls.key}`, one of: {', '.join(registry.names(cls.kind)) or 'none installed'}")
-        return _validated(registry.load(cls.kind, str(name)), value, [])
+        return validated(registry.load(cls.kind, str(name), cls), value, [])
 
 
 def by_name(contract: type[Plugin], value: Any) -> Any:
-    """`{name: options}` of several choices of one contract, each validated; options may be null."""
+    """`{name: options}` of several choices of one contract, each validated; options and the whole may be null."""
+    value = {} if value in (None, "null") else value
     if not isinstance(value, dict):
         raise ValueError(f"expected a mapping of names, got {value!r}")
     chosen = {}
     for name, options in value.items():
-        if not isinstance(options, dict | Plugin | None):
+        options = {} if options in (None, "null") else options
+        if not isinstance(name, str):
+            raise ValueError(f"names are text, got {name!r}")
+        if not isinstance(options, dict | Plugin):
             raise ValueError(f"{name}: expected a mapping of options, got {options!r}")
-        given = options if isinstance(options, Plugin) else {**(options or {}), contract.key: name}
-        chosen[name] = _validated(contract, given, [str(name)])
+        if isinstance(options, dict) and options.get(contract.key, name) != name:
+            raise ValueError(f"{name}: {contract.key} is {options[contract.key]!r}; leave it out")
+        given = options if isinstance(options, Plugin) else {**options, contract.key: name}
+        chosen[name] = validated(contract, given, [str(name)])
     return chosen
 
 
-def _validated(model: type[Plugin], value: Any, outer: list[str]) -> Any:
+def validated(model: type[Plugin], value: Any, outer: list[str]) -> Any:
     """`value` as a `model`; a nested ValidationError, which would print as a paragraph, becomes one line."""
     try:
         return model.model_validate(value)
+    except KeyError as error:  # a validator of an installed package; pydantic reports ValueErrors alone
+        raise ValueError(f"{model.__module__}.{model.__name__}: {registry.in_one_line(error)}") from None
     except ValidationError as error:
         where, message = explain(error, model)
         path = ".".join([*outer, *where])

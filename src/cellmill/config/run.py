@@ -63,7 +63,7 @@ class Train(Section):
     warmup_steps: int = Field(100, ge=0, description="Steps of linear warm-up from 0 to lr.")
     min_lr_frac: float = Field(0.1, ge=0, le=1, description="Learning rate at the last step, as a fraction of lr.")
     weight_decay: float = Field(
-        0.1, ge=0, description="AdamW weight decay of matrices; norms, biases and embeddings have none."
+        0.1, ge=0, description="Weight decay of matrices; norms, biases and embeddings have none."
     )
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW decay rate of the first moment.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW decay rate of the second moment.")

@@ -10,7 +10,7 @@ from cellmill.config.section import Section
 
 
 class TrackerConfig(Plugin):
-    """Contract of a tracker's options; see `cellmill.track.tracker.Tracker` for its implementation."""
+    """Base of every tracker's options; the tracker itself is a `cellmill.track.tracker.Tracker`."""
 
     kind: ClassVar[str] = "tracker"
 
@@ -21,5 +21,5 @@ class Track(Section):
     """Trackers of a training, beside metrics.jsonl and the console."""
 
     to: Annotated[dict[str, SerializeAsAny[TrackerConfig]], BeforeValidator(partial(by_name, TrackerConfig))] = Field(
-        default={}, description="Options, or null, of each installed tracker to use, by its name."
+        default={}, description="Installed trackers to use, by name, each with its options or null."
     )

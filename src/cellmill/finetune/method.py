@@ -10,9 +10,11 @@ values, checkpoints and exports. Wrapped modules give values to their own parame
     rows                          rows         rows                    norm
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from cellmill.config.finetune import MethodConfig
+from cellmill.errors import ConfigError
 from cellmill.models.family import Model
 
 
@@ -50,3 +52,9 @@ def load_method(config: MethodConfig) -> Method:
     """Return the method that these options choose."""
     method: Method = config.load()(config)
     return method
+
+
+def check_trains(method: Method, names: Iterable[str]) -> None:
+    """Raise ConfigError if none of the parameters with these plain names trains."""
+    if not any(map(method.trains, names)):
+        raise ConfigError(f"finetune.method {method.config.method} trains no parameter of this model; set another")

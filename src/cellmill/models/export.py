@@ -86,7 +86,10 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise _unusable(path, f"{missing[0]} is missing")
     if wrong := [key for key in TEXTS if not isinstance(config[key], str)]:
         raise _unusable(path, f"{wrong[0]}: expected a string, got {config[wrong[0]]!r}")
-    return upgrade_options(config)
+    config = upgrade_options(config)
+    if wrong := [key for key in ("model", "tokens", "objective") if not isinstance(config.get(key), dict)]:
+        raise _unusable(path, f"{wrong[0]}: expected a mapping, got {config.get(wrong[0])!r}")
+    return config
 
 
 def _unusable(path: Path, problem: str) -> DataError:

@@ -1,6 +1,6 @@
 """Embedding lookup and logits over a token table, plain or sharded by rows over tensor-parallel ranks.
 
-Sharded, each rank computes the logits of its own rows and never all of them. Any number of rows, divisible or not. The
+Sharded, each rank computes the logits of its own rows and never all of them. V need not be divisible by the ranks. The
 loss is in `parallel.cross_entropy`.
 
 Legend: T tokens, N targets, H hidden, V rows of the table.
@@ -20,7 +20,7 @@ def embed_tokens(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     inside = (rows >= 0) & (rows < len(own))
     if len(own):
         embedded = F.embedding(rows.clamp(0, len(own) - 1), own) * inside[:, None]
-    else:  # fewer tokens than ranks
+    else:  # fewer table rows than ranks
         embedded = own.new_zeros(len(tokens), own.shape[1]) + own.sum()
     part = DTensor.from_local(embedded, table.device_mesh, [Partial()])
     return part.redistribute(placements=[Replicate()]).to_local()

@@ -1,4 +1,4 @@
-"""Checks of a run before any process is started; each error is one line. Torch-free."""
+"""Checks of a run before any process is started; each error is one line."""
 
 from pathlib import Path
 
@@ -31,14 +31,17 @@ def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
 
 def check_weights(options: TrainOptions, init_from: Path) -> None:
     """Raise ConfigError if the exported model `init_from` has another architecture or tokenizer."""
-    config = read_json(init_from / "config.json")
-    if config["format"] != WEIGHTS_FORMAT:
-        raise ConfigError(
-            f"{init_from}: expected a model of format {WEIGHTS_FORMAT}, got {config['format']}; train it again"
-        )
-    theirs = check_options(type(options.model), upgrade_options(config)["model"], f"{init_from / 'config.json'}: model")
+    path = init_from / "config.json"
+    config = read_json(path)
+    version = config.get("format") if isinstance(config, dict) else None
+    if version != WEIGHTS_FORMAT:
+        raise ConfigError(f"{init_from}: expected a model of format {WEIGHTS_FORMAT}, got {version}; train it again")
+    config = upgrade_options(config)
+    if wrong := [key for key in ("model", "tokens") if not isinstance(config.get(key), dict)]:
+        raise ConfigError(f"{path}: {wrong[0]}: expected a mapping, got {config.get(wrong[0])!r}; export it again")
+    theirs = check_options(type(options.model), config["model"], f"{path}: model")
     pairs = [(f"model.{key}", getattr(theirs, key), getattr(options.model, key)) for key in options.model.weight_keys]
-    pairs.append(("tokens.tokenizer", config["tokens"]["tokenizer"], options.tokens.tokenizer))
+    pairs.append(("tokens.tokenizer", config["tokens"].get("tokenizer"), options.tokens.tokenizer))
     for key, before, now in pairs:
         if before != now:
             raise ConfigError(

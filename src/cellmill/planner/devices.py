@@ -2,7 +2,7 @@
 
 Links are those of the vendors' own servers, per device and direction: NVLink or Infinity Fabric inside a node (PCIe
 4.0 x16 for l40s), and the node's network cards divided by its devices: DGX-1 4 x 100 Gb/s for 8, DGX A100 8 x 200, DGX
-H100, H200 and B200 8 x 400, MI300X platforms 8 x 400, L40S servers 2 x 200 for 4. Torch-free.
+H100, H200 and B200 8 x 400, MI300X platforms 8 x 400, L40S servers 2 x 200 for 4.
 """
 
 from dataclasses import dataclass

@@ -20,11 +20,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from cellmill.config.finetune import MethodConfig
 from cellmill.config.parallel import Parallel
 from cellmill.data.tokens import Batch, Tokenizer
-from cellmill.finetune.method import Method, load_method
+from cellmill.finetune.method import Method, check_trains, load_method
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 from cellmill.parallel.apply import freeze
+from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.recompute import checkpoint_activations
 from cellmill.parallel.tensor_parallel import apply_tensor_parallel
@@ -168,6 +169,7 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
     # what does not grow with the tokens (a table's gradient, made in the forward pass) belongs to the workspace
     kept_by_finish = (large.kept - smaller.kept) / (large.tokens - smaller.tokens)
     full = _build(spec, method, tp, sequence_parallel)
+    check_trains(method, (plain_name(name) for name, _ in full.named_parameters()))
     counts, blocks = _parts(full), len(list(full.get_submodule(full.plan.blocks).children()))
 
     def part(name: str, flops_per_token: float, kept: float, reduced_bytes: int) -> PartSize:

@@ -1,4 +1,4 @@
-"""Steps, tokens and micro-batches of a run, from the row offsets of the shards: no cell is read. Torch-free."""
+"""Steps, tokens and micro-batches of a run, from the row offsets of the shards: no cell is read."""
 
 from dataclasses import dataclass, field
 from functools import cached_property

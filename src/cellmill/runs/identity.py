@@ -61,7 +61,14 @@ def changed_keys(stored: dict[str, Any], now: dict[str, Any], source: str) -> li
     now
         From `identity`.
     """
-    options = stored_options(stored["options"], source)
+    # trackers are no part of the identity, and their package may be gone
+    kept = {section: keys for section, keys in stored["options"].items() if section != "track"}
+    try:
+        options = stored_options(kept, source)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} (the options that this folder was trained with; install what they name, or move the folder away)"
+        ) from None
     before = identity(options, stored["identity"]["init_from"])
     before["weights_format"] = stored["identity"].get("weights_format", 1)
     return [

@@ -16,7 +16,7 @@ def progress_of(train: Path) -> dict[str, Any]:
     if file.exists():
         progress = read_json(file)
         if not isinstance(progress, dict):
-            raise DataError(f"{file}: not a run's state; the next start rewrites it")
+            raise DataError(f"{file}: not a run's state; start the run again: it rewrites the file")
     checkpoints = TrainFolder(train).checkpoints()
     if checkpoints and checkpoints[-1].step > progress.get("step", 0):
         saved = checkpoints[-1].state()

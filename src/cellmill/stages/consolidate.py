@@ -51,7 +51,7 @@ def run(*, options: ConsolidateOptions, train: Path, vocabulary: Path, out: Path
     method.merge(model)
     tensors = model.state_dict()
     if differing := sorted(tensors.keys() ^ build(spec).state_dict().keys()):
-        raise TypeError(f"finetune.method {method.config.method}: merge leaves another model: {differing[0]}")
+        raise DataError(f"finetune.method {method.config.method}: merge leaves another model: {differing[0]}")
     (out / "config.json").unlink(missing_ok=True)
     write_tensors(out / "model.safetensors", tensors)
     genes.write(out / "vocabulary.tsv")

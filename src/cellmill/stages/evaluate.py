@@ -13,6 +13,8 @@ metrics.json, written last:
 umap.tsv beside it has dataset, obs_name, label, x, y and heldout (1 or 0) of each drawn cell.
 """
 
+import json
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,14 @@ from cellmill.config.evaluate import Evaluate
 from cellmill.config.options import EvaluateOptions
 from cellmill.data.counts_reader import CountsReader, open_counts
 from cellmill.data.manifest import Manifest
-from cellmill.errors import ConfigError, DataError
+from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.evaluate.embed import load_for_inference, read_embedding
 from cellmill.evaluate.projection import umap_rows
 from cellmill.evaluate.task import Context, EvaluatedModel, Task, TaskResult, read_roles
 from cellmill.evaluate.training_cells import held_out, seen_cells
 from cellmill.evaluate.umap_table import write_umap
 from cellmill.files import sha256_file, write_json
+from cellmill.registry import in_one_line
 from cellmill.runs.verdict import sentence
 
 
@@ -91,12 +94,29 @@ def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
     print(f"{name}: {n_scored:,} of {n_cells:,} cells are scored ({cells})", flush=True)
     results: dict[str, Any] = {}
     for task_name, task in tasks.items():
-        result: TaskResult = task.run(context)
+        result, entry = _run_task(task, task_name, context)
         lines = [sentence(verdict) for verdict in result.verdicts]
         for line in lines if result.skipped is None else [f"skipped: {result.skipped}"]:
             print(f"{name}: {task_name}: {line}", flush=True)
-        results[task_name] = result.to_json()
+        results[task_name] = entry
     return results
+
+
+def _run_task(task: Task, name: str, context: Context) -> tuple[TaskResult, dict[str, Any]]:
+    """Result and entry of one task. A task that fails is named in the last line, below its traceback."""
+    try:
+        result: TaskResult = task.run(context)
+        entry = result.to_json()
+        json.dumps(entry, allow_nan=False)
+    except UserError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise DataError(
+            f"{context.dataset}: task {name!r} failed ({in_one_line(error)}); repair it, or take it out of "
+            "evaluate.tasks"
+        ) from None
+    return result, entry
 
 
 def _dataset_names(cells: list[Path], embeddings: list[Path], labels: list[str]) -> list[str]:

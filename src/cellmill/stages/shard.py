@@ -12,5 +12,5 @@ def run(*, options: ShardOptions, cells: list[Path], vocabulary: Path, out: Path
     manifest = write_shards(cells, Vocabulary.read(vocabulary), options.shard, out)
     sizes = ", ".join(f"{entry.n_obs:,} {name}" for name, entry in manifest.splits.items())
     left_out = sum(manifest.left_out.values())
-    note = f"; {left_out:,} dropped, without a gene of the vocabulary" if left_out else ""
+    note = f"; {left_out:,} dropped: no gene in the vocabulary" if left_out else ""
     print(f"cells: {sizes}{note} -> {out}")

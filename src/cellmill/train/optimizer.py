@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cellmill.config.run import Train
-from cellmill.errors import ConfigError
+from cellmill.errors import ConfigError, did_you_mean
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import mesh_of
 from cellmill.train.offload import OffloadedAdamW
@@ -55,8 +55,10 @@ def build_optimizer(
         if parameter.requires_grad:
             defaults = {"weight_decay": train.weight_decay if name in decayed else 0.0, "lr_scale": 1.0}
             options = defaults | dict(extras(plain_name(name)))
-            key = (mesh_of(parameter), *sorted(options.items()))
-            groups.setdefault(key, {"params": [], **options})["params"].append(parameter)
+            for key in options.keys() - defaults.keys():
+                raise ConfigError(f"finetune: group of {name}: unknown key {key!r}; {did_you_mean(key, defaults)}")
+            alike = (mesh_of(parameter), *sorted(options.items()))
+            groups.setdefault(alike, {"params": [], **options})["params"].append(parameter)
     given = list(groups.values()) or [{"params": []}]
     if cpu_offload != "optimizer":
         return OPTIMIZERS[train.optimizer](given, train)

@@ -22,7 +22,7 @@ PROFILED_RANKS = 8
 
 @dataclass
 class Meter:
-    """Counts since the last reading, and the rates over the wall clock, which includes waiting for data.
+    """Counts since the last `read`, and the rates over the wall clock, which includes waiting for data.
 
     Parameters
     ----------

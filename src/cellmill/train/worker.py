@@ -23,9 +23,9 @@ from cellmill.config.track import Track
 from cellmill.data.manifest import Manifest
 from cellmill.data.stream import CellStream
 from cellmill.data.vocabulary import Vocabulary
-from cellmill.errors import ConfigError, UserError
+from cellmill.errors import UserError
 from cellmill.files import read_json
-from cellmill.finetune.method import load_method
+from cellmill.finetune.method import check_trains, load_method
 from cellmill.launch.processes import die_with_parent
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors
@@ -165,8 +165,7 @@ def _build_part(options: TrainOptions, vocabulary: Vocabulary, stage: int, mesh:
     """Return one pipeline stage, or without a pipeline the whole model, laid out on the meta device."""
     method = load_method(options.finetune)
     model = build(ModelSpec.of(options, vocabulary.n_genes), method.transform)
-    if not any(method.trains(plain_name(name)) for name, _ in model.named_parameters()):
-        raise ConfigError(f"finetune.method {options.finetune.method} trains no parameter of this model; set another")
+    check_trains(method, (plain_name(name) for name, _ in model.named_parameters()))
     parallelize(model, options.parallel, mesh, stage=stage, trains=method.trains)
     return model
 
