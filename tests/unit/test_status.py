@@ -212,7 +212,7 @@ def test_one_damaged_run_hides_no_other(results: Path, capsys: pytest.CaptureFix
     assert [line.split()[:2] for line in printed[1:5]] == states
     assert printed[5].startswith(f"bad: {results}/runs/bad/train/state.json: not valid JSON (")
     file = results / "runs/odd/train/state.json"
-    assert printed[6] == f"odd: {file}: not a run's state; the next start rewrites it"
+    assert printed[6] == f"odd: {file}: not a run's state; start the run again: it rewrites the file"
     assert printed[7] == "old: unexpected content in its files (KeyError: 'how')"
 
 

@@ -25,14 +25,16 @@ class Parallel(Section):
     tp: int = Field(
         1,
         ge=1,
-        description="Tensor-parallel size: processes that share every matrix and the same cells; best inside a node.",
+        description="Tensor-parallel size: processes that share every matrix and the same cells; keep it inside one node.",
     )
     sequence_parallel: bool = Field(
         False,
         description="Tensor-parallel processes also split the tokens between matrix multiplications, to save memory.",
     )
     pp: int = Field(
-        1, ge=1, description="Pipeline-parallel size: processes that each hold some of the blocks; best between nodes."
+        1,
+        ge=1,
+        description="Pipeline-parallel size: processes that each hold some of the blocks; put it across nodes, tp inside one.",
     )
     schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"] = Field(
         "1F1B", description="Pipeline schedule; the last four have two pipeline stages per process."
