@@ -44,7 +44,8 @@ from cellmill.parallel.compile_blocks import compile_blocks
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel
 from cellmill.planner.devices import peak_flops
-from cellmill.planner.memory import memory_per_rank
+from cellmill.planner.memory import peak_memory
+from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.size import measure as sizes_of
 from cellmill.train.optimizer import build_optimizer
 
@@ -185,7 +186,7 @@ def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.dev
         seconds,
         flops / steps,
         torch.cuda.max_memory_allocated(device) if cuda else None,
-        memory_per_rank(needs, parallel, Layout(1, 1), most, 1).total,
+        peak_memory(PlannedModel(needs, parallel, Layout(1, 1), local_world=1), most, 1).total,
     )
     del model, parallel_model, optimizer, prepared
     gc.collect()

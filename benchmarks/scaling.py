@@ -34,8 +34,8 @@ from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel
 from cellmill.planner.cost import Cost, cost
 from cellmill.planner.devices import Device, device_named
-from cellmill.planner.fit import Hardware, Limit, need
-from cellmill.planner.size import size_of
+from cellmill.planner.fit import Hardware, Limit, memory_needed
+from cellmill.planner.size import measure as sizes_of
 from cellmill.planner.step_time import NETWORK_FRAC
 from cellmill.planner.work import Cells
 from cellmill.train.optimizer import build_optimizer
@@ -120,15 +120,15 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[int, float], float]:
 def planned(chosen: PlanOptions, world: int, nproc: int, length: int, device: Device, name: str) -> Cost:
     """The plan's cost of `world` processes, `nproc` of them on each node."""
     cells = Cells(np.full(4 * chosen.train.global_batch, length), GENES)
-    place = Hardware(-(-world // nproc), min(world, nproc), name, Limit(1 << 60, 1 << 60))
-    return cost(chosen, cells, place, device, need(chosen, cells, place))
+    hardware = Hardware(-(-world // nproc), min(world, nproc), name, Limit(1 << 60, 1 << 60))
+    return cost(chosen, cells, hardware, device, memory_needed(chosen, cells, hardware))
 
 
 def here(arguments: argparse.Namespace) -> None:
     """Prints the table of this machine."""
     steps, sent_gbs = measure(arguments)
     cores, cells = len(os.sched_getaffinity(0)), arguments.cells
-    size = size_of(options(arguments.strategy, SMALL, cells, 1, LENGTH), GENES)
+    size = sizes_of(ModelSpec.of(options(arguments.strategy, SMALL, cells, 1, LENGTH), GENES))
     flops = cells * (size.flops_per_token * LENGTH + size.flops_per_token_pair * LENGTH**2)
     print(
         f"one process computes {flops / steps[1] / 1e9:.0f} GFLOP/s; one of two sends {sent_gbs:.2f} GB/s; "

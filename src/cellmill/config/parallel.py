@@ -25,7 +25,7 @@ class Parallel(Section):
     tp: int = Field(
         1,
         ge=1,
-        description="Tensor-parallel size: processes that share every matrix and the same cells; keep it inside one node.",
+        description="Tensor-parallel size: processes that share every matrix and the same cells; keep them on one node.",
     )
     sequence_parallel: bool = Field(
         False,
@@ -34,7 +34,7 @@ class Parallel(Section):
     pp: int = Field(
         1,
         ge=1,
-        description="Pipeline-parallel size: processes that each hold some of the blocks; put it across nodes, tp inside one.",
+        description="Pipeline-parallel size: processes that each hold some of the blocks; put them across nodes.",
     )
     schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"] = Field(
         "1F1B", description="Pipeline schedule; the last four have two pipeline stages per process."
