@@ -25,7 +25,7 @@ class Parallel(Section):
     tp: int = Field(
         1,
         ge=1,
-        description="Tensor-parallel size: processes that share every matrix and the same cells; keep them on one node.",
+        description="Tensor-parallel size: processes that share every matrix and the same cells, best on one node.",
     )
     sequence_parallel: bool = Field(
         False,
