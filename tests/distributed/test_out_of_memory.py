@@ -50,7 +50,9 @@ def test_the_parts_and_the_change_follow_the_options_of_the_run(run: dict[str, A
     assert after.endswith("): lower train.token_budget to 128")
 
 
-def test_without_a_plan_the_message_has_a_general_remedy(tmp_path: Path) -> None:
+def test_without_a_plan_the_message_has_a_general_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # as torchrun sets them
+        monkeypatch.setenv(variable, "1")
     line = error_line(MemoryError(), tmp_path)
     assert line is not None
     assert line.endswith(
