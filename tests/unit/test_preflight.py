@@ -603,7 +603,7 @@ def test_genes_are_counted_without_reading_a_count(
         f"no  genes of mouse: {mouse}: 0 of 37 genes (0.0%) map to a human Ensembl id, preprocess.min_coverage_frac is "
         "0.5; 5.4% map as mouse: set preprocess.organism to mouse",
         f"no  genes of odd: {odd}: 3 of 37 genes (8.1%) map to a human Ensembl id, preprocess.min_coverage_frac is "
-        "0.5; unknown are 'nothing0', 'nothing1', 'nothing2': name genes by Ensembl id or symbol, or lower the "
+        "0.5; unknown: 'nothing0', 'nothing1', 'nothing2'; name genes by Ensembl id or symbol, or lower the "
         "threshold",
     ]
     assert code == 2
