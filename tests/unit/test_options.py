@@ -99,7 +99,7 @@ ELSEWHERE = {
     "parallel.compile": "distributed/test_compile.py",
     "finetune.method": "workflow/test_plugins.py",
     "track.to": "unit/test_trackers.py",
-    "train.optimizer": "unit/test_config.py",
+    "train.optimizer": "distributed/test_checkpoints.py",
     "train.epochs": "unit/test_plan.py",
     "train.keep_checkpoints": "unit/test_train_folder.py",
     "train.max_bad_steps": "distributed/test_bad_steps.py",

@@ -6,6 +6,7 @@ from importlib.metadata import EntryPoint
 from typing import Any, ClassVar, Literal
 
 import pytest
+from pydantic import ValidationError
 
 from cellmill import registry
 from cellmill.config.evaluate import TaskConfig
@@ -81,13 +82,13 @@ def test_an_unknown_name_lists_the_nearest_or_all(installed: Any) -> None:
         ("absent", "has an implementation in cellmill.no_such_module, which does not exist; repair"),
         (
             "twice",
-            "^task 'twice' is in one:Task of an installed package and two:Task of .*; remove one of the packages",
+            "task 'twice' is in one:Task of an installed package and two:Task of .*; remove one of the packages",
         ),
     ],
 )
 def test_options_that_do_not_fit_their_contract_are_refused(name: str, message: str, tasks: Any) -> None:
     assert TaskConfig.model_validate({"name": "good"}) == Good()
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValidationError, match=message):
         TaskConfig.model_validate({"name": name})
 
 
