@@ -384,7 +384,9 @@ def test_a_damaged_shard_is_named_before_training(corpus: str, tmp_path: Path) -
     shard.write_bytes(content)
     done = train(str(copy), tmp_path / "train", options(train={"steps": 2}))
     assert done.returncode == 2
-    assert re.fullmatch(rf"cellmill train: {shard}: sha256 is \w{{12}}, the manifest has \w{{12}}: .+\n", done.stderr)
+    assert re.fullmatch(
+        rf"cellmill train: {shard}: expected sha256 \w{{12}} as in the manifest, got \w{{12}}: .+\n", done.stderr
+    )
     assert not (tmp_path / "train" / "checkpoints").exists()
 
 
@@ -415,7 +417,7 @@ def test_shards_that_change_between_two_starts_are_found(corpus: str, tmp_path: 
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     done = train(str(copy), out, opts)
     assert done.returncode == 2
-    assert f"{shard}: sha256 is" in done.stderr
+    assert f"{shard}: expected sha256" in done.stderr
 
 
 def test_a_vocabulary_of_other_shards_is_refused(corpus: str, tmp_path: Path) -> None:
