@@ -336,6 +336,10 @@ def test_a_failed_launch_is_forgotten_when_the_job_is_requeued(tmp_path: Path) -
     tail.read()
     assert tail.not_launched is not None
     assert tail.not_launched[3] == "Slurmd could not connect IO"
+    (tmp_path / "early").write_text(failed + begins)  # of one start: srun may write first
+    early = Tail(tmp_path / "early")
+    early.read()
+    assert early.not_launched is not None
 
 
 def noting(file: Path) -> str:

@@ -64,7 +64,7 @@ rule train:
         # Snakemake sets these to the threads of the rule; the launcher divides the cores over the processes
         "unset OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS;"
         " cellmill train --options {params.options:q} --manifest {input.manifest:q} --vocabulary {input.vocabulary:q}"
-        ' --out "$(dirname {output:q})" {params.parent:q} ' + machine_flags + " 2>&1 | tee -i {log:q}"
+        ' --out "$(dirname {output:q})" {params.parent:q} %s 2>&1 | tee -i {log:q}' % machine_flags
 
 
 rule consolidate:

@@ -17,6 +17,7 @@ class Tail:
 
     def __init__(self, path: Path, echo: bool = True) -> None:
         self.path, self.echo, self.position = path, echo, 0
+        self._begun = False
         self.not_launched: re.Match[str] | None = None
         """srun's message about a task it could not launch in the present start: tasks, or node, and reason. The other
         tasks wait for it."""
@@ -34,9 +35,17 @@ class Tail:
         if self.echo:
             sys.stdout.write(text)
             sys.stdout.flush()
-        if BEGINS in text:
-            self.not_launched = None
-        self.not_launched = NOT_LAUNCHED.search(text.rpartition(BEGINS)[2]) or self.not_launched
+        before, *starts = text.split(BEGINS)
+        self._search(before)
+        for start in starts:
+            # srun's message may come before the first line of its own start
+            if self._begun:
+                self.not_launched = None
+            self._begun = True
+            self._search(start)
+
+    def _search(self, text: str) -> None:
+        self.not_launched = NOT_LAUNCHED.search(text) or self.not_launched
 
     def reports_out_of_memory(self) -> bool:
         """True if SLURM reports in the log that the kernel killed a process for memory."""
