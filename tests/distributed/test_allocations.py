@@ -1,4 +1,7 @@
-"""The plan's memory is within 10 % of what tensors of real processes allocate, at tens of megabytes."""
+"""The plan's memory is within 10 % of what tensors of real processes allocate, at tens of megabytes.
+
+These tests measure tensor-parallel sizes, so none of this module may use the fixture `alone`, which holds a group.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,23 @@ def test_planned_memory_agrees_with_what_processes_allocate(
         measured = min(rank["peak_bytes"] for rank in alike if rank["tokens"] == tokens)
         assert measured > 20e6
         assert planned.total == pytest.approx(measured, rel=0.1), f"stage {stage}: {planned}"
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("model", [{}, {"objective": "masked_gene", "dropout": 0.0}, {"cell_loss_weight": 0}], ids=str)
+def test_a_tensor_parallel_rank_holds_the_measured_sizes(
+    pool: Pool, corpus: str, model: dict[str, Any], sequence_parallel: bool
+) -> None:
+    wide = {"hidden": 64, "layers": 4} | model
+    cut = options({"tp": 4, "sequence_parallel": sequence_parallel}, model=wide, train={"global_batch": 64})
+    parsed = TrainOptions.model_validate(cut)
+    size = PlannedModel.of(parsed, 120, 4, 4).size
+    found = pool.run("held", corpus=corpus, options=cut)
+    assert max(rank["parameters"] for rank in found) == size.parameters
+    for rank in found:
+        expected = size.begin.activations_per_token + size.finish.activations_per_token
+        expected += size.blocks * size.block.activations_per_token
+        assert rank["activations_per_token"] == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["HYBRID_SHARD", "FULL_SHARD x tp 2", "pp 2 x FULL_SHARD"])
