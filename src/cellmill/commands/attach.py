@@ -3,15 +3,15 @@
 Takes no lock and changes no file. Ctrl-C ends the following, never the job.
 """
 
-import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from cellmill.commands.results import living_jobs, train_folder, train_log
 from cellmill.errors import Stopped, UserError
-from cellmill.launch.follow import TICK_S, JobFollower, say
-from cellmill.launch.queue import Queue, QueuedJob, QueueError
+from cellmill.launch.follow import TICK_S, JobFollower, say, settle
+from cellmill.launch.queue import Queue, QueuedJob
 from cellmill.launch.tail import Tail
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.jobs import Jobs
@@ -27,20 +27,14 @@ def run(*, run: str, results: Path) -> None:
     is running."""
     train = train_folder(results, run)
     queue, holder = Queue(TICK_S), holder_of(train)
-    here = holder is not None and not holder.follows  # then no job of this run is alive
-    try:
-        job = None if here else next(iter(living_jobs(train, queue)), None)
-    except QueueError as error:
-        raise UserError(f"no usable answer from squeue ({error}); try again") from None
-    if job is None and not here:
+    if holder is not None and not holder.follows:  # then no job of this run is alive
+        what, follow_it = "the training", partial(_follow_local, train, holder, train_log(results, run))
+    elif (job := next(iter(living_jobs(train, queue)), None)) is not None:
+        what, follow_it = f"job {job.job_id}", partial(_follow_job, train, job, queue)
+    else:
         raise UserError(f"{run}: no job is queued or running, and no training runs on this machine")
-    what = f"job {job.job_id}" if job is not None else "the training"
     try:
-        if job is not None:
-            end_state = _follow_job(train, job, queue)
-        else:
-            assert holder is not None
-            end_state = _follow_local(train, holder, train_log(results, run))
+        end_state = follow_it()
     except KeyboardInterrupt:
         print(f"\nno longer following; {what} goes on")
         return
@@ -99,12 +93,8 @@ def _report_end(train: Path, what: str, end_state: str) -> None:
     folder = TrainFolder(train)
     newest = Jobs(train).newest()
     error = newest.error if end_state and newest is not None else None
-    deadline = time.monotonic() + SETTLE_S
-    while end_state == "COMPLETED" and folder.state() not in ("done", "stopped") and not error:
-        if time.monotonic() > deadline:
-            break
-        os.listdir(train)  # makes a network file system look again
-        time.sleep(TICK_S)
+    if end_state == "COMPLETED" and not error:
+        settle(lambda: folder.state() in ("done", "stopped"), train, SETTLE_S, time.sleep)
     if folder.state() == "done":
         print(f"{ended}: the training is done")
         return

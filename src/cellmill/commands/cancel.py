@@ -7,13 +7,13 @@ from pathlib import Path
 
 from cellmill.commands.results import living_jobs, train_folder
 from cellmill.errors import UserError
-from cellmill.launch.cancel_job import cancel_job
-from cellmill.launch.queue import Queue, QueuedJob, QueueError
+from cellmill.launch.follow import cancel_job
+from cellmill.launch.queue import Queue
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.jobs import Jobs
 from cellmill.runs.lock import Holder, holder_of
 
-LAUNCHER_S = 15  # how long a launcher may take to notice that its job was cancelled
+LAUNCHER_S = 15  # how long a launcher may take to notice that its job was cancelled, and to end
 SAVE_S = 600  # how long a training on this machine may take to save
 TICK_S = 0.2
 
@@ -22,13 +22,12 @@ def run(*, run: str, results: Path) -> None:
     """Cancel the job of `run`, or end its training on this machine. Raises UserError if it cannot."""
     train = train_folder(results, run)
     holder = holder_of(train)
-    if holder is not None and not holder.follows:  # then no job of this run is alive
-        ended = [_end_process(train, holder)]
+    if holder is None or holder.follows:  # otherwise no job of this run is alive
+        ended, holder = _cancel_jobs(train), holder_of(train)
     else:
-        ended = _cancel_jobs(train)
-        holder = holder_of(train)
-        if holder is not None and not ended:  # a launcher that is about to submit
-            ended = [_end_process(train, holder)]
+        ended = []
+    if holder is not None and not ended:  # a training here, or a launcher that is about to submit
+        ended = [_end_process(train, holder)]
     if not ended:
         print(f"{run}: no job is queued or running, and no training runs on this machine")
         return
@@ -38,11 +37,11 @@ def run(*, run: str, results: Path) -> None:
 def _cancel_jobs(train: Path) -> list[str]:
     """Cancel the run's jobs; return a line for each."""
     done: list[str] = []
-    while jobs := _living(train):  # its launcher may just have submitted the next one
+    while jobs := living_jobs(train, Queue(1.0)):  # its launcher may just have submitted the next one
         for job in jobs:
             print(f"cancelling job {job.job_id}", flush=True)
             state = cancel_job(job.job_id)
-            if _is_released(train):  # otherwise the launcher still follows, and records the end itself
+            if _is_released(train, LAUNCHER_S):  # otherwise the launcher still follows, and records the end itself
                 record = Jobs(train).record(job.job_id)
                 if record is not None and record.ended_at is None:
                     record.now(state.name, state.reason, ended=True)
@@ -50,16 +49,9 @@ def _cancel_jobs(train: Path) -> list[str]:
     return done
 
 
-def _living(train: Path) -> list[QueuedJob]:
-    try:
-        return living_jobs(train, Queue(1.0))
-    except QueueError as error:
-        raise UserError(f"no usable answer from squeue ({error}); try again") from None
-
-
-def _is_released(train: Path) -> bool:
-    """Wait for a launcher, which ends after its job was cancelled, to release the run's lock; True if it is free."""
-    deadline = time.monotonic() + LAUNCHER_S
+def _is_released(train: Path, within_s: float) -> bool:
+    """Wait for the run's lock to be released; True if it is free."""
+    deadline = time.monotonic() + within_s
     while holder_of(train) is not None:
         if time.monotonic() > deadline:
             return False
@@ -80,9 +72,6 @@ def _end_process(train: Path, holder: Holder) -> str:
         pass
     except PermissionError:
         raise UserError(f"{train}: trained by {holder.text}, which you may not signal") from None
-    deadline = time.monotonic() + SAVE_S
-    while holder_of(train) is not None:
-        if time.monotonic() > deadline:
-            raise UserError(f"{holder.text} was asked to end {SAVE_S // 60} min ago and has not ended")
-        time.sleep(TICK_S)
+    if not _is_released(train, SAVE_S):
+        raise UserError(f"{holder.text} was asked to end {SAVE_S // 60} min ago and has not ended")
     return f"ended process {holder.pid}"

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from cellmill.errors import UserError
-from cellmill.launch.queue import Queue, QueuedJob
+from cellmill.launch.queue import Queue, QueuedJob, QueueError
 from cellmill.runs.jobs import Jobs
 
 
@@ -31,8 +31,11 @@ def train_log(results: Path, run: str) -> Path:
 
 
 def living_jobs(train: Path, queue: Queue) -> list[QueuedJob]:
-    """Jobs of a run that SLURM has, recorded or not. Raises QueueError without an answer."""
+    """Jobs of a run that SLURM has, recorded or not. Raises UserError without an answer."""
     jobs = Jobs(train)
     if not jobs.path.is_dir() or (shutil.which("squeue") is None and not jobs.may_be_alive()):
         return []
-    return queue.named(f"{jobs.name}.")
+    try:
+        return queue.named(f"{jobs.name}.")
+    except QueueError as error:
+        raise UserError(f"no usable answer from squeue ({error}); try again") from None

@@ -3,13 +3,10 @@
 A run is `running` if SLURM runs it or its lock is held; if only its files say so, it was killed.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from cellmill.commands.results import run_names, train_folder
 from cellmill.errors import UserError
@@ -17,9 +14,9 @@ from cellmill.files import read_json
 from cellmill.launch.queue import Queue, QueuedJob, QueueError
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.job_states import GONE, UNKNOWN, JobState
-from cellmill.runs.jobs import JobRecord, Jobs
+from cellmill.runs.jobs import Jobs
 from cellmill.runs.local_starts import read_local
-from cellmill.runs.lock import holder_of
+from cellmill.runs.lock import Holder, holder_of
 from cellmill.runs.metrics import TAIL_BYTES, read_lines
 from cellmill.runs.progress import progress_of, step_seconds
 from cellmill.runs.run_cost import span
@@ -29,6 +26,7 @@ RIGHT_ALIGNED = {"step", "loss", "left", "saved", "last line"}
 WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 STOPPED = {"COMPLETED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED", "DEADLINE", GONE}
 """End states after which the same command resumes."""
+POLL_S = 1.0
 KILLED = "stopped (killed)"
 """On this machine, without a chance to save: it resumes from its last checkpoint."""
 
@@ -39,12 +37,11 @@ def run(*, runs: list[str], results: Path) -> None:
     if not folders:
         print(f"{results / 'runs'}: no run yet")
         return
-    answer = QueueAnswer.get(list(folders.values()))
-    notes = [answer.trouble] if answer.trouble else []
-    rows = []
+    queued, trouble = ask_queue(folders.values())
+    notes, rows = [trouble] if trouble else [], []
     for name, train in folders.items():
         try:
-            rows.append(row(name, train, answer))
+            rows.append(row(name, train, queued))
         except (UserError, OSError, KeyError, TypeError, ValueError) as error:  # one damaged run hides no other
             rows.append([name, "?", *"-" * (len(HEAD) - 2)])
             notes.append(f"{name}: {_message(error)}")
@@ -53,26 +50,16 @@ def run(*, runs: list[str], results: Path) -> None:
         print(note)
 
 
-@dataclass(frozen=True)
-class QueueAnswer:
-    """squeue's answer for all runs."""
-
-    jobs: list[QueuedJob]
-    queue: Queue | None
-    trouble: str = ""
-
-    @classmethod
-    def get(cls, trains: list[Path]) -> QueueAnswer:
-        """Ask squeue if a run has a job that may be alive."""
-        if not any(_may_be_alive(train) for train in trains):
-            return cls([], None)
-        if shutil.which("squeue") is None:
-            return cls([], None, "squeue is not on PATH: jobs are shown as last recorded")
-        queue = Queue(1.0)
-        try:
-            return cls(queue.named(""), queue)
-        except QueueError as error:
-            return cls([], None, f"no usable answer from squeue ({error}): jobs are shown as last recorded")
+def ask_queue(trains: Iterable[Path]) -> tuple[list[QueuedJob] | None, str]:
+    """Jobs that squeue lists, if a run has one that may be alive; None without an answer, and the reason."""
+    if not any(_may_be_alive(train) for train in trains):
+        return None, ""
+    if shutil.which("squeue") is None:
+        return None, "squeue is not on PATH: jobs are shown as last recorded"
+    try:
+        return Queue(POLL_S).named(""), ""
+    except QueueError as error:
+        return None, f"no usable answer from squeue ({error}): jobs are shown as last recorded"
 
 
 def _may_be_alive(train: Path) -> bool:
@@ -82,11 +69,11 @@ def _may_be_alive(train: Path) -> bool:
         return False
 
 
-def row(name: str, train: Path, answer: QueueAnswer) -> list[str]:
+def row(name: str, train: Path, queued: list[QueuedJob] | None) -> list[str]:
     """Table cells of one run."""
     holder = holder_of(train)
-    job_id, slurm = job_of(train, answer, holder is not None)
-    state = state_of(train, slurm, holder is not None, holder is not None and holder.follows)
+    job_id, slurm = job_of(train, queued, holder is not None)
+    state = state_of(train, slurm, holder)
     curve = read_lines(train / "metrics.jsonl", TAIL_BYTES)
     progress = progress_of(train)
     step = max([line["step"] for line in curve], default=progress.get("step"))
@@ -103,64 +90,56 @@ def row(name: str, train: Path, answer: QueueAnswer) -> list[str]:
         "-" if step is None else f"{step}/{steps or '-'}",
         "-" if loss is None else f"{loss:.4g}",
         job_id or "-",
-        _slurm_text(slurm) if slurm else "-",
+        slurm.text if slurm else "-",
         "-" if left is None else span(left),
         str(saved or "-"),
         "-" if age is None else f"{span(max(0.0, age))} ago",
     ]
 
 
-def job_of(train: Path, answer: QueueAnswer, held: bool) -> tuple[str, JobState | None]:
+def job_of(train: Path, queued: list[QueuedJob] | None, held: bool) -> tuple[str, JobState | None]:
     """Id and state of the run's newest job: SLURM's if it gave one, else the last on record."""
     jobs = Jobs(train)
-    for job in answer.jobs:
+    for job in queued or ():
         if job.name.startswith(f"{jobs.name}."):
             return job.job_id, job.state
     newest = jobs.newest()
     if newest is None:
         return "", None
     recorded = JobState(newest.state, newest.reason)
-    if newest.ended_at is not None or answer.queue is None:
+    if newest.ended_at is not None or queued is None:
         return newest.job_id, recorded
-    for job in answer.jobs:
+    for job in queued:
         if job.job_id == newest.job_id:  # of another name: an allocation, which outlives what is started in it
             return job.job_id, job.state if held else JobState(GONE, "the allocation goes on")
-    state = answer.queue.state(newest.job_id)  # ended while nobody followed it
+    state = Queue(POLL_S).state(newest.job_id)  # ended while nobody followed it
     return newest.job_id, recorded if state.name == UNKNOWN else state
 
 
-def state_of(train: Path, slurm: JobState | None, held: bool, follows: bool) -> str:
+def state_of(train: Path, slurm: JobState | None, holder: Holder | None) -> str:
     """not begun, queued, running, stopped, stopped (killed), done or failed."""
     if (train / "status.json").exists() or TrainFolder(train).state() == "done":
         return "done"
-    if held and not follows:
+    if holder is not None and not holder.follows:
         return "running"
     if slurm is not None and slurm.alive:
         return "queued" if slurm.name in WAITING else "running"
-    if held:
+    if holder is not None:
         return "queued"  # its launcher is about to submit the next job
     newest, local = Jobs(train).newest(), read_local(train)
-    here = bool(local) and (newest is None or local[-1]["started_at"] > newest.submitted_at)
-    if here:
+    if local and (newest is None or local[-1]["started_at"] > newest.submitted_at):
         return {"FAILED": "failed", None: KILLED, "KILLED": KILLED}.get(local[-1]["how"], "stopped")
     if newest is not None:
-        return "failed" if _failed(newest, slurm) else "stopped"
+        failed = newest.error is not None or (slurm is not None and slurm.name not in STOPPED)
+        return "failed" if failed else "stopped"
     if TrainFolder(train).state() == "running":
         return KILLED
     return "stopped" if (train / "state.json").exists() or TrainFolder(train).saved_step() else "not begun"
 
 
-def _failed(newest: JobRecord, slurm: JobState | None) -> bool:
-    return newest.error is not None or (slurm is not None and slurm.name not in STOPPED)
-
-
 def _planned_steps(train: Path) -> int | None:
     plan = train.parent / "plan.json"
     return read_json(plan).get("steps") if plan.exists() else None
-
-
-def _slurm_text(slurm: JobState) -> str:
-    return f"{slurm.name} ({slurm.reason})" if slurm.reason else slurm.name
 
 
 def _message(error: Exception) -> str:
@@ -173,8 +152,8 @@ def _message(error: Exception) -> str:
 
 def table(rows: list[list[str]]) -> str:
     """Columns separated by two spaces; numbers right-aligned."""
-    cells: list[Any] = [list(HEAD), *rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(HEAD))]
+    cells = [list(HEAD), *rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
     return "\n".join(
         "  ".join(
             text.rjust(width) if head in RIGHT_ALIGNED else text.ljust(width)

@@ -1,16 +1,18 @@
-"""Following one SLURM job: its state by polling, its log as it grows."""
+"""Following one SLURM job: its state by polling, its log as it grows, and its end after it was cancelled."""
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from cellmill.errors import Stopped
-from cellmill.launch.cancel_job import cancel_job
+from cellmill.errors import Stopped, UserError
 from cellmill.launch.queue import Queue
 from cellmill.launch.tail import Tail
 from cellmill.runs.job_states import GONE, UNKNOWN, JobState
 from cellmill.runs.jobs import JobRecord
 
 PATIENCE_S = 3600  # how long to wait for a queue that gives no answer
+CANCEL_S = 60  # how long a cancelled job may take to end: it saves first
 TICK_S = 1.0  # between two reads of a log
 _HINTS = {
     "PartitionTimeLimit": "runtime {runtime} min is more than the partition allows: lower it in the profile",
@@ -56,7 +58,7 @@ class JobFollower:
         """The last state that SLURM reported."""
         self.nodes = ""
         """The last nodes it ran on, as SLURM writes them: node[1-2]."""
-        self._printed, self._ended, self._gone, self._silent_since = "", False, 0, 0.0
+        self._printed, self._ended, self._gone, self._silent_since = "", False, False, 0.0
         self._began, self._next_poll = time.monotonic(), 0.0
 
     def alive(self) -> bool:
@@ -89,8 +91,8 @@ class JobFollower:
         if self._silent_since:
             say("squeue answers again")
             self._silent_since = 0.0
-        self._gone = self._gone + 1 if state.name == GONE else 0
-        if self._gone == 1:  # asked twice: a controller may be starting
+        gone_before, self._gone = self._gone, state.name == GONE
+        if self._gone and not gone_before:  # asked twice: a controller may be starting
             return
         self.state, self.nodes, self._ended = state, state.nodes or self.nodes, not state.alive
         text = self._description(state)
@@ -117,10 +119,46 @@ class JobFollower:
         where = f" on {state.nodes}" if state.nodes and state.name in ("RUNNING", "COMPLETING") else ""
         if not state.reason or state.name != "PENDING":
             return f"job {self.job_id}: {state.name}{where}"
-        hint = _HINTS.get(state.reason.split(",")[0], "") if self.record is not None else ""
-        if self.record is not None and hint:
-            hint = ": " + hint.format(job_id=self.job_id, runtime=self.record.runtime, nodes=self.record.nodes)
-        return f"job {self.job_id}: {state.name} ({state.reason}){hint}"
+        hint = _HINTS.get(state.reason.split(",")[0])
+        if hint is None or self.record is None:
+            return f"job {self.job_id}: {state.text}"
+        return f"job {self.job_id}: {state.text}: {hint.format(**vars(self.record))}"
+
+
+def cancel_job(
+    job_id: str, wait: Callable[[float], None] = time.sleep, impatient: Callable[[], bool] = lambda: False
+) -> JobState:
+    """Cancel a job and wait until it has ended: scancel only delivers the request. Returns its final state.
+
+    Raises UserError if it has not ended within `CANCEL_S`.
+
+    Parameters
+    ----------
+    wait
+        Waits for a number of seconds, or less.
+    impatient
+        Returns True to stop waiting.
+    """
+    queue = Queue(TICK_S)
+    complaint, deadline = queue.cancel(job_id), time.monotonic() + CANCEL_S
+    while (state := queue.state(job_id)).alive or state.name == UNKNOWN:
+        if time.monotonic() > deadline or impatient():
+            raise UserError(
+                f"job {job_id} was cancelled but has not ended ({complaint or state.name}); `scancel {job_id}` "
+                "asks again"
+            )
+        if complaint:
+            complaint = queue.cancel(job_id)
+        wait(TICK_S)
+    return state
+
+
+def settle(shown: Callable[[], bool], folder: Path, within_s: float, wait: Callable[[float], None]) -> None:
+    """Wait until a shared folder shows what a node wrote to it, or for `within_s`."""
+    deadline = time.monotonic() + within_s
+    while not shown() and time.monotonic() <= deadline:
+        os.listdir(folder)  # makes a network file system look again
+        wait(TICK_S)
 
 
 def say(text: str) -> None:

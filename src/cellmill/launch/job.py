@@ -1,5 +1,6 @@
 """The torchrun agent of one node, as a command line: what every launcher starts."""
 
+import os
 import signal
 import sys
 from dataclasses import dataclass
@@ -42,3 +43,9 @@ class Job:
             self.module,
             *self.arguments,
         ]
+
+
+def agent_environment(processes: int) -> dict[str, str]:
+    """Environment of an agent and its workers on a machine that runs `processes` of them."""
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)  # one per core: more would compete
+    return {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONUNBUFFERED": "1"}

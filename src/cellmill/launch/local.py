@@ -5,14 +5,13 @@ save and exit, and the agents with them. When this process dies, however it dies
 their workers, so that no training continues unseen.
 """
 
-import os
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable
 
-from cellmill.launch.job import Job
+from cellmill.launch.job import Job, agent_environment
 from cellmill.launch.processes import children, die_with_parent, signal_all
 from cellmill.launch.restart import Restarts
 from cellmill.launch.signals import Interrupted, handled_by
@@ -72,7 +71,7 @@ def run_local(job: Job, keep_open: int) -> int:
 def _start(job: Job, node: int, port: int, keep_open: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         job.command(node, "127.0.0.1", port),
-        env=_environment(job),
+        env=agent_environment(job.nodes * job.nproc_per_node),
         pass_fds=(keep_open,),
         start_new_session=True,
         preexec_fn=lambda: die_with_parent(signal.SIGTERM),
@@ -97,12 +96,6 @@ def _wait(agents: list[subprocess.Popen[bytes]], each_second: Callable[[], None]
 
 def _failed(agents: list[subprocess.Popen[bytes]]) -> int:
     return next((code for agent in agents if (code := agent.poll())), 0)
-
-
-def _environment(job: Job) -> dict[str, str]:
-    # one thread per core over all processes: more would compete
-    threads = max(1, len(os.sched_getaffinity(0)) // (job.nodes * job.nproc_per_node))
-    return {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONUNBUFFERED": "1"}
 
 
 def reserve_port() -> socket.socket:

@@ -9,6 +9,7 @@ everything it started.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import socket
@@ -22,7 +23,7 @@ from typing import Any
 
 from cellmill.config.machine import Machine
 from cellmill.files import read_json, write_json, write_text
-from cellmill.launch.job import Job
+from cellmill.launch.job import Job, agent_environment
 from cellmill.launch.nodelist import expand
 from cellmill.launch.processes import children, die_with_parent, signal_all
 from cellmill.launch.restart import Restarts
@@ -91,7 +92,7 @@ class NodeTask:
         attempt = None
         if node.rank == 0:
             (Path(self.folder) / "error.txt").unlink(missing_ok=True)  # of an earlier attempt
-            attempt = Attempt.start(self, node)
+            attempt = Attempt(self, node)
         kills_before = oom_kills()
         stop = Forwarder()
         restarts = Restarts(self.job(node))
@@ -115,7 +116,7 @@ class NodeTask:
         """
         agent = subprocess.Popen(self.command(node, restart), env=self.environment(), preexec_fn=_ignore_signals)
         worked = False
-        lost = Path(self.folder) / f"lost-{os.environ.get('SLURM_RESTART_COUNT') or 0}-{restart}"
+        lost = Path(self.folder) / f"lost-{requeues()}-{restart}"
         while True:
             try:
                 code = agent.wait(timeout=1)
@@ -147,8 +148,7 @@ class NodeTask:
 
     def environment(self) -> dict[str, str]:
         """Environment of the agent and its workers."""
-        threads = max(1, len(os.sched_getaffinity(0)) // self.nproc_per_node)
-        variables = {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONUNBUFFERED": "1"}
+        variables = agent_environment(self.nproc_per_node)
         if self.interface:
             variables |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
         return variables
@@ -182,14 +182,10 @@ class Forwarder:
 class Attempt:
     """attempt-NNN.json: when and where the job ran, for its cost if there is no accounting."""
 
-    def __init__(self, path: Path, value: dict[str, Any]) -> None:
-        self.path, self.value = path, value
-        self._write()
-
-    @classmethod
-    def start(cls, task: NodeTask, node: StepNode) -> Attempt:
+    def __init__(self, task: NodeTask, node: StepNode) -> None:
         now, nodes = time.time(), len(node.hosts)
-        value = {
+        self.path = Path(task.folder) / f"attempt-{requeues():03}.json"
+        self.value: dict[str, Any] = {
             "job_id": node.job_id,
             "started_at": now,
             "seen_at": now,
@@ -199,44 +195,39 @@ class Attempt:
             "gpus": nodes * task.gpus_per_node,
             "exit_code": None,
         }
-        number = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-        return cls(Path(task.folder) / f"attempt-{number:03}.json", value)
+        self._write()
 
     def seen(self) -> None:
-        if time.time() - self.value["seen_at"] > SEEN_EVERY_S:
-            self.value["seen_at"] = time.time()
-            self._write()
+        if (now := time.time()) - self.value["seen_at"] > SEEN_EVERY_S:
+            self._write(seen_at=now)
 
     def end(self, code: int) -> None:
         now = time.time()
-        self.value |= {"seen_at": now, "ended_at": now, "exit_code": code}
-        self._write()
+        self._write(seen_at=now, ended_at=now, exit_code=code)
 
-    def _write(self) -> None:
+    def _write(self, **changes: float) -> None:
+        self.value |= changes
         try:
             write_json(self.path, self.value)
         except OSError as error:  # a full disk: the training reports it, or ends well all the same
             print(f"{self.path}: {error.strerror}", file=sys.stderr, flush=True)
 
 
+def requeues() -> int:
+    """Number of times that SLURM has requeued this job."""
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
 def oom_kills() -> int:
     """Number of processes of this job step that the kernel killed for memory (cgroup v1 or v2); 0 if unknown."""
+    files = {"memory": "memory/{}/memory.oom_control", "": "{}/memory.events"}  # of v1 and v2, by controllers
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "memory":  # v1: the step is the parent of the task
-            folder, name = Path("/sys/fs/cgroup/memory") / path.lstrip("/"), "memory.oom_control"
-        elif not controllers:
-            folder, name = Path("/sys/fs/cgroup") / path.lstrip("/"), "memory.events"
-        else:
-            continue
-        if (folder / name).exists():
-            return _count(folder / name)
+        file = Path("/sys/fs/cgroup", files.get(controllers, "").format(path.lstrip("/")))
+        if file.is_file():
+            kills = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+            return int(kills[1]) if kills else 0
     return 0
-
-
-def _count(file: Path) -> int:
-    fields = dict(line.split() for line in file.read_text().splitlines() if len(line.split()) == 2)
-    return int(fields.get("oom_kill", 0))
 
 
 def _ignore_signals() -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cellmill.files import write_json
 from cellmill.runs.job_states import ALIVE, ENDED, GONE, UNKNOWN, JobState
 from cellmill.runs.slurm_command import CommandError, ask, call
 
@@ -57,7 +58,7 @@ class Queue:
 
     def named(self, prefix: str) -> list[QueuedJob]:
         """Jobs alive now whose name begins with `prefix`. Raises QueueError without a usable answer."""
-        jobs = [job for job in self._jobs(0) if job.name.startswith(prefix)]
+        jobs = [job for job in parse(_shared_answer(0)) if job.name.startswith(prefix)]
         for job in jobs:
             if job.state.name == UNKNOWN:
                 raise QueueError(f"squeue gives job {job.job_id} an unknown state: {job.state.reason}")
@@ -71,10 +72,7 @@ class Queue:
             return str(error)
 
     def _find(self, job_id: str, max_age_s: float) -> JobState | None:
-        return next((job.state for job in self._jobs(max_age_s) if job.job_id == job_id), None)
-
-    def _jobs(self, max_age_s: float) -> list[QueuedJob]:
-        return parse(_shared_answer(max_age_s))
+        return next((job.state for job in parse(_shared_answer(max_age_s)) if job.job_id == job_id), None)
 
     def _from_accounting(self, job_id: str) -> JobState:
         try:
@@ -91,10 +89,8 @@ def parse(answer: str) -> list[QueuedJob]:
         match = _LINE.fullmatch(text.strip())
         if match is not None:
             number, word, reason, nodes, name = match.groups()
-            if word in ALIVE | ENDED:
-                jobs.append(QueuedJob(number, JobState(word, "" if reason == "None" else reason, nodes), name))
-            else:
-                jobs.append(QueuedJob(number, JobState(UNKNOWN, word), name))
+            state = JobState(word, "" if reason == "None" else reason, nodes)
+            jobs.append(QueuedJob(number, state if word in ALIVE | ENDED else JobState(UNKNOWN, word), name))
         elif not re.match(r"\d+[_+]", text.strip()):  # array task or component of a heterogeneous job: not ours
             raise QueueError(f"squeue answered {text.strip()[:80]!r}")
     return jobs
@@ -119,9 +115,7 @@ def _shared_answer(max_age_s: float) -> str:
                 kept["answer"] = _ask()
             except QueueError as error:  # kept as well: spare a controller in trouble
                 kept["trouble"] = str(error)
-            temporary = file.with_suffix(f".{os.getpid()}")
-            temporary.write_text(json.dumps(kept))
-            temporary.replace(file)
+            write_json(file, kept)
     return _usable(kept)
 
 

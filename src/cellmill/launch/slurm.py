@@ -6,16 +6,14 @@ one is alive. A job that ends at its time limit, by preemption or with a node is
 checkpoint; an error ends the chain with one line. A queue that gives no answer is waited for.
 """
 
-import os
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cellmill.config.machine import Machine
 from cellmill.errors import Stopped, UserError
-from cellmill.launch.follow import TICK_S, JobFollower, say
+from cellmill.launch.follow import TICK_S, JobFollower, say, settle
 from cellmill.launch.job import Job
 from cellmill.launch.queue import Queue
 from cellmill.launch.signals import Requests, requests
@@ -82,7 +80,7 @@ class SlurmLauncher:
             for _ in range(self.machine.max_jobs):
                 saved_before = self.files.saved_step()
                 ended = self._follow(record or self.slurm.submit(job), self.slurm.requests)
-                self._settle(ended, self.slurm.requests)
+                self._settle(ended, self.slurm.requests.wait)
                 if self.files.state() == "done":
                     return
                 why = self._why_another(ended)
@@ -132,14 +130,10 @@ class SlurmLauncher:
         follower.cancel(requests.wait, impatient=lambda: requests.again)
         raise Stopped(f"cancelled job {job_id}; saved at step {self.files.saved_step()}; run the same command to go on")
 
-    def _settle(self, ended: JobRecord, requests: Requests) -> None:
+    def _settle(self, ended: JobRecord, wait: Callable[[float], None]) -> None:
         """Wait until the shared folder shows how the training ended."""
-        deadline = time.monotonic() + SETTLE_S
-        while ended.state == "COMPLETED" and self.files.state() not in ("done", "stopped"):
-            if time.monotonic() > deadline or ended.error:
-                return
-            os.listdir(self.train)  # makes a network file system look again
-            requests.wait(TICK_S)
+        if ended.state == "COMPLETED":
+            settle(lambda: self.files.state() in ("done", "stopped") or bool(ended.error), self.train, SETTLE_S, wait)
 
     def _why_another(self, ended: JobRecord) -> str:
         """The reason for submitting another job. Raises UserError or Stopped if there is none."""

@@ -7,7 +7,7 @@ before it is tried again, and a job without a record is adopted.
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cellmill.config.machine import Machine
@@ -27,8 +27,8 @@ class SlurmJobs:
     jobs: Jobs
     queue: Queue
     machine: Machine
-    requests: Requests | None = None
-    """If given, a signal ends any wait with Interrupted."""
+    requests: Requests = field(default_factory=Requests)
+    """Any request ends a wait with Interrupted."""
     patience_s: float = PATIENCE_S
     """Longest time without an answer from SLURM."""
 
@@ -95,9 +95,6 @@ class SlurmJobs:
         return JobRecord.of(self.machine, folder, queued.job_id, queued.name).write()
 
     def _pause(self, seconds: float) -> None:
-        if self.requests is None:
-            time.sleep(seconds)
-            return
         self.requests.wait(seconds)
         if self.requests.asked:
             raise Interrupted("interrupted while SLURM gave no answer; run the same command to go on")

@@ -35,17 +35,11 @@ class Tail:
         if self.echo:
             sys.stdout.write(text)
             sys.stdout.flush()
-        before, *starts = text.split(BEGINS)
-        self._search(before)
-        for start in starts:
-            # srun's message may come before the first line of its own start
-            if self._begun:
-                self.not_launched = None
-            self._begun = True
-            self._search(start)
-
-    def _search(self, text: str) -> None:
-        self.not_launched = NOT_LAUNCHED.search(text) or self.not_launched
+        for number, part in enumerate(text.split(BEGINS)):
+            if number > 0:
+                # srun's message may come before the first line of its own start
+                self.not_launched, self._begun = None if self._begun else self.not_launched, True
+            self.not_launched = NOT_LAUNCHED.search(part) or self.not_launched
 
     def reports_out_of_memory(self) -> bool:
         """True if SLURM reports in the log that the kernel killed a process for memory."""

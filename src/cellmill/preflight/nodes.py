@@ -6,7 +6,6 @@ ways. torchrun starts `preflight/node_probe.py` on the nodes.
 
 from __future__ import annotations
 
-import os
 import secrets
 import threading
 import time
@@ -18,6 +17,7 @@ from cellmill.config import check_options
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 from cellmill.files import read_json, write_json
+from cellmill.launch.follow import settle
 from cellmill.launch.job import Job
 from cellmill.preflight.check import TRAIN, Check, no
 from cellmill.preflight.judge import judge_allreduce, judge_end, judge_nodes
@@ -118,10 +118,8 @@ class Head:
 
     def collect(self, end: End) -> list[dict[str, Any]]:
         """The nodes' reports, once all are visible or no more can be expected; `seen` is when each was first seen."""
-        deadline = time.monotonic() + SETTLE_S
-        while end.state in ("COMPLETED", GONE) and not (end.path / ALLREDUCE).exists() and time.monotonic() < deadline:
-            time.sleep(0.5)
-            os.listdir(end.path)  # makes a network file system look again
+        if end.state in ("COMPLETED", GONE):
+            settle((end.path / ALLREDUCE).exists, end.path, SETTLE_S, time.sleep)
         self._look()
         return [read_json(path) | {"seen": self.seen.get(path.name)} for path in sorted(end.path.glob("node-*.json"))]
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 from cellmill.launch.allocation import run_allocation
-from cellmill.launch.cancel_job import cancel_job
-from cellmill.launch.follow import TICK_S, JobFollower, say
+from cellmill.launch.follow import TICK_S, JobFollower, cancel_job, say
 from cellmill.launch.job import Job
 from cellmill.launch.local import run_local
 from cellmill.launch.queue import Queue
@@ -103,11 +102,8 @@ def _follow(follower: JobFollower, record: JobRecord, wait_s: float, asked: Requ
             waiting_since = waiting_since or now  # a preempted job waits again
             if now - waiting_since > wait_s:
                 follower.cancel()
-                why = f" ({state.reason})" if state.reason else ""
-                raise StillQueued(
-                    f"job {record.job_id} was still {state.name}{why} after {wait_s / 60:g} min in the queue and was "
-                    "cancelled"
-                )
+                waited = f"after {wait_s / 60:g} min in the queue"
+                raise StillQueued(f"job {record.job_id} was still {state.text} {waited} and was cancelled")
         if state.name == "RUNNING" and (launch := follower.tail.not_launched) is not None:
             lost = launch[1] or launch[2], launch[3].strip()
             follower.cancel()

@@ -49,3 +49,8 @@ class JobState:
     @property
     def alive(self) -> bool:
         return self.name in ALIVE
+
+    @property
+    def text(self) -> str:
+        """Its name, and the reason in brackets if there is one."""
+        return f"{self.name} ({self.reason})" if self.reason else self.name
