@@ -5,6 +5,7 @@ before it is tried again, and a job without a record is adopted.
 """
 
 import re
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -75,7 +76,7 @@ class SlurmJobs:
                 say(f"submitted job {record.job_id}; its log: {record.log}")
                 return record
             except UserError:
-                self.jobs.drop(folder)
+                shutil.rmtree(folder, ignore_errors=True)
                 raise
             except Unreachable as error:
                 if time.monotonic() > deadline:

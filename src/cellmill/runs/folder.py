@@ -44,8 +44,7 @@ class Checkpoint:
     def best_step(self) -> int | None:
         """Step with the lowest validation loss when it was saved; None if there was none, or if it is unreadable."""
         try:
-            best: int | None = self.state()["progress"]["best_step"]
-            return best
+            return self.state()["progress"]["best_step"]
         except (DataError, KeyError, TypeError):
             return None
 
@@ -88,10 +87,9 @@ class TrainFolder:
     def checkpoints(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first."""
         folders = [manifest.parent for manifest in self.checkpoint_folder.glob("step-*/manifest.json")]
-        complete = [path for path in folders if re.fullmatch(r"step-\d{8,}", path.name)]
-        return sorted(
-            (Checkpoint(path, int(path.name.removeprefix("step-"))) for path in complete), key=lambda c: c.step
-        )
+        numbers = ((path, re.fullmatch(r"step-(\d{8,})", path.name)) for path in folders)
+        complete = [Checkpoint(path, int(number[1])) for path, number in numbers if number]
+        return sorted(complete, key=lambda checkpoint: checkpoint.step)
 
     def set_damaged_aside(self, step: int) -> None:
         """Rename checkpoints later than `step`, which a resume has found damaged, so that they do not count."""

@@ -77,19 +77,17 @@ class JobRecord:
 
     def write(self) -> JobRecord:
         """Write job.json; return the record."""
-        value = asdict(self)
-        del value["path"]
-        write_json(self.path / "job.json", value)
+        write_json(self.path / "job.json", self._value())
         return self
 
     def now(self, state: str, reason: str = "", ended: bool = False) -> JobRecord:
-        """The record with a new state, written if the disk has room: a full disk must not hide how the job ended."""
+        """The record with a new state, written if the disk has room."""
         record = replace(self, state=state, reason=reason, ended_at=time.time() if ended else None)
-        try:
-            record.write()
-        except OSError as error:
-            print(f"warning: {self.path / 'job.json'}: {error.strerror}", flush=True)
+        write_if_room(self.path / "job.json", record._value())
         return record
+
+    def _value(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name != "path"}
 
 
 class Jobs:
@@ -142,14 +140,18 @@ class Jobs:
         """Remove folders of interrupted submissions. Only if SLURM has no job of this run."""
         for path in self._folders():
             if not (path / "job.json").exists():
-                self.drop(path)
-
-    def drop(self, path: Path) -> None:
-        """Remove the folder of a refused submission."""
-        shutil.rmtree(path, ignore_errors=True)
+                shutil.rmtree(path, ignore_errors=True)
 
     def _folders(self) -> list[Path]:
         return sorted((path for path in self.path.glob("*") if path.name.isdigit()), key=lambda path: int(path.name))
+
+
+def write_if_room(file: Path, value: Any) -> None:
+    """Write JSON, or warn: a full disk must not hide how a training ended."""
+    try:
+        write_json(file, value)
+    except OSError as error:
+        print(f"warning: {file}: {error.strerror}", flush=True)
 
 
 def error_line(folder: Path) -> str | None:

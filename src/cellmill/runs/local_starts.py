@@ -11,8 +11,9 @@ from typing import Any
 
 from cellmill.config.machine import Machine
 from cellmill.errors import DataError, Stopped
-from cellmill.files import read_json, write_json
-from cellmill.runs.starts import OWN_FILES, Start
+from cellmill.files import read_json
+from cellmill.runs.jobs import write_if_room
+from cellmill.runs.starts import Start
 
 LOCAL = "local"
 """Partition of a start on this machine."""
@@ -34,7 +35,7 @@ def local_start(train: Path, machine: Machine) -> Iterator[None]:
         "cpu_s": None,
         "how": None,
     }
-    _write(file, [*earlier, entry])
+    write_if_room(file, [*earlier, entry])
     cpu_s, how = _children_cpu_s(), "FAILED"
     try:
         yield
@@ -44,7 +45,7 @@ def local_start(train: Path, machine: Machine) -> Iterator[None]:
         raise
     finally:
         entry |= {"ended_at": time.time(), "cpu_s": _children_cpu_s() - cpu_s, "how": how}
-        _write(file, [*earlier, entry])
+        write_if_room(file, [*earlier, entry])
 
 
 def read_local(train: Path) -> list[dict[str, Any]]:
@@ -59,7 +60,7 @@ def read_local(train: Path) -> list[dict[str, Any]]:
 
 def local_starts(train: Path) -> list[Start]:
     """Starts of the run in `train` on this machine."""
-    return [_start(entry, entry["ended_at"] or _last_sign_of_life(entry, train)) for entry in read_local(train)]
+    return [_start(entry, train) for entry in read_local(train)]
 
 
 def visible_gpus() -> int:
@@ -71,7 +72,8 @@ def visible_gpus() -> int:
     return min(devices, sum(bool(word.strip()) and word.strip() != "-1" for word in visible.split(",")))
 
 
-def _start(entry: dict[str, Any], ended_at: float) -> Start:
+def _start(entry: dict[str, Any], train: Path) -> Start:
+    ended_at = entry["ended_at"] or _last_sign_of_life(entry, train)
     return Start(
         job_id="",
         partition=LOCAL,
@@ -86,8 +88,6 @@ def _start(entry: dict[str, Any], ended_at: float) -> Start:
         gpus=entry["gpus"],
         cpus=entry["cpus"],
         cpu_s=entry["cpu_s"],
-        max_memory_gb=None,
-        source=OWN_FILES,
     )
 
 
@@ -101,13 +101,6 @@ def _close_killed(entries: list[dict[str, Any]], train: Path) -> list[dict[str, 
 def _last_sign_of_life(entry: dict[str, Any], train: Path) -> float:
     files = (train / "metrics.jsonl", train / "state.json")
     return max([entry["started_at"], *(path.stat().st_mtime for path in files if path.exists())])
-
-
-def _write(file: Path, entries: list[dict[str, Any]]) -> None:
-    try:
-        write_json(file, entries)
-    except OSError as error:  # a full disk must not hide how the training ended
-        print(f"warning: {file}: {error.strerror}", flush=True)
 
 
 def _children_cpu_s() -> float:

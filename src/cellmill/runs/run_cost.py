@@ -7,7 +7,7 @@ null, and `unknown` says why. A job that SLURM requeued has one entry for each s
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,7 @@ LOST = "it left no attempt file, and there is no accounting of it"
 def accounted(train: Path, machine: Machine) -> Iterator[None]:
     """Write cost.json when the enclosed training ends, however it ends. The caller holds the run's lock."""
     try:
-        if machine.launcher == "local":
-            with local_start(train, machine):
-                yield
-        else:
+        with local_start(train, machine) if machine.launcher == "local" else nullcontext():
             yield
     finally:
         write_cost(train)
@@ -72,10 +69,9 @@ def cost(train: Path, training_s: float | None, now: float) -> dict[str, Any] | 
         return None
     starts.sort(key=lambda start: start.submitted_at or 0.0)
     totals, unknown = _totals(starts, training_s, why_not)
-    sources = sorted({start.source for start in starts}, reverse=True)
     return {
         "written_at": now,
-        "source": " and ".join(sources),
+        "source": " and ".join(sorted({start.source for start in starts}, reverse=True)),
         "jobs": [asdict(start) for start in starts],
         "totals": totals,
         "unknown": unknown,

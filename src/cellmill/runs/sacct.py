@@ -9,7 +9,6 @@ from cellmill.runs.jobs import JobRecord
 from cellmill.runs.slurm_command import CommandError, ask
 from cellmill.runs.starts import Start
 
-SACCT = "sacct"
 ANSWER_WITHIN_S = 15
 LAG_S = 4.0  # how late accounting may learn of a job's end
 _FIELDS = (
@@ -97,7 +96,7 @@ def _start(row: dict[str, str], steps: list[dict[str, str]], record: JobRecord) 
         cpus=int(_number(row["AllocCPUS"])),
         cpu_s=_cpu_seconds(row["TotalCPU"]) if ended is not None and memory else None,  # 0 if it was not gathered
         max_memory_gb=max(memory) / 1e9 if memory else None,
-        source=SACCT,
+        source="sacct",
     )
 
 

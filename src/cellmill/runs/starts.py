@@ -30,11 +30,11 @@ class Start:
     gpus: int | None
     cpus: int | None
     """Allocated cores."""
-    cpu_s: float | None
+    cpu_s: float | None = None
     """CPU time used."""
-    max_memory_gb: float | None
+    max_memory_gb: float | None = None
     """Peak memory of one node's processes together."""
-    source: str
+    source: str = OWN_FILES
 
 
 def attempt_starts(record: JobRecord, now: float) -> list[Start]:
@@ -54,16 +54,14 @@ def attempt_starts(record: JobRecord, now: float) -> list[Start]:
         ]
     starts, queued_at = [], record.submitted_at
     for attempt in attempts:
-        ended = attempt["ended_at"]
-        start = _start(record, attempt, queued_at, float(attempt["seen_at"] if ended is None else ended))
-        last = attempt is attempts[-1]
-        if not last:
-            start = replace(start, state="REQUEUED")
+        ended, state = attempt["ended_at"], record.state
+        if attempt is not attempts[-1]:
+            state = "REQUEUED"
         elif record.ended_at is None and ended is None:
-            start = replace(start, state="RUNNING")
-        starts.append(start)
-        assert start.ended_at is not None
-        queued_at = start.ended_at  # a requeued job waits again from its end
+            state = "RUNNING"
+        ended_at = float(attempt["seen_at"] if ended is None else ended)
+        starts.append(replace(_start(record, attempt, queued_at, ended_at), state=state))
+        queued_at = ended_at  # a requeued job waits again from its end
     return starts
 
 
@@ -83,7 +81,4 @@ def _start(record: JobRecord, attempt: dict[str, Any] | None, queued_at: float, 
         processes=int(attempt["processes"]) if attempt else nodes * record.nproc_per_node,
         gpus=int(attempt["gpus"]) if attempt else nodes * record.gpus_per_node,
         cpus=nodes * record.cpus_per_node,
-        cpu_s=None,
-        max_memory_gb=None,
-        source=OWN_FILES,
     )
