@@ -30,3 +30,8 @@ def no(what: str, figure: str, remedy: str = "") -> Check:
 
 def doubt(what: str, figure: str, remedy: str = "") -> Check:
     return Check("?", what, figure, remedy)
+
+
+def judged(fits: bool, what: str, figure: str, remedy: str) -> Check:
+    """ok if it fits, else no with the remedy."""
+    return ok(what, figure) if fits else no(what, figure, remedy)

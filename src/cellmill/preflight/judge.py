@@ -12,7 +12,7 @@ from typing import Any
 from cellmill import __version__
 from cellmill.config.machine import Machine
 from cellmill.launch.nodelist import expand
-from cellmill.preflight.check import TRAIN, Check, doubt, no, ok
+from cellmill.preflight.check import TRAIN, Check, doubt, judged, no, ok
 from cellmill.preflight.run_once import End
 from cellmill.preflight.site_checks import gpu_request
 
@@ -59,20 +59,17 @@ def judge_end(end: End, hosts: list[str], complete: bool) -> Iterator[Check]:
 
 def _hosts_of(end: End, tasks: str) -> list[str]:
     """Hosts of the tasks `1`, `0-3` …: one task on each node, in the nodes' order."""
-    hosts, names = expand(end.nodes), []
-    for part in tasks.split(","):
-        first, _, last = part.partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal()):
-            return [tasks]
-        names += [hosts[i] if i < len(hosts) else f"task {i}" for i in range(int(first), int(last or first) + 1)]
-    return names
+    hosts = expand(end.nodes)
+    try:
+        numbers = [int(number) for number in expand(f"[{tasks}]")]
+    except ValueError:  # the name of a node
+        return [tasks]
+    return [hosts[i] if i < len(hosts) else f"task {i}" for i in numbers]
 
 
 def _last_line(log: Path | None) -> str:
-    if log is None or not log.exists():
-        return ""
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1][:160] if lines else ""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log is not None and log.exists() else []
+    return next((line.strip()[:160] for line in reversed(lines) if line.strip()), "")
 
 
 def judge_nodes(machine: Machine, device: str, nodes: list[dict[str, Any]], token: str) -> Iterator[Check]:
@@ -145,7 +142,7 @@ def judge_version(what: str, nodes: list[dict[str, Any]], here: str | None) -> I
     # a container may have another patch release of Python: only strings and numbers are handed over
     same = only.split(".")[:2] == here.split(".")[:2] if what == "python" else only == here
     text += f", {here} here"
-    yield ok(label, text) if same else no(label, text, f"{TRAIN} modules or container; or this environment")
+    yield judged(same, label, text, f"{TRAIN} modules or container; or this environment")
 
 
 def judge_gpus(machine: Machine, device: str, nodes: list[dict[str, Any]]) -> Check:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from cellmill.config.machine import Machine
 from cellmill.preflight import slurm_site
-from cellmill.preflight.check import TRAIN, Check, doubt, no, ok
+from cellmill.preflight.check import TRAIN, Check, doubt, judged, no, ok
 from cellmill.preflight.slurm_site import Node, Partition, Refused
 from cellmill.runs.slurm_command import CommandError
 
@@ -39,20 +39,12 @@ def check_launcher(machine: Machine) -> Iterator[Check]:
 def _check_allocation(machine: Machine) -> Check:
     job_id, nodes = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_JOB_NUM_NODES") or 1)
     if job_id is None:
-        return no(
-            "launcher",
-            "allocation: not inside a SLURM job",
-            f"use salloc or sbatch, or {TRAIN} launcher: slurm",
-        )
+        remedy = f"use salloc or sbatch, or {TRAIN} launcher: slurm"
+        return no("launcher", "allocation: not inside a SLURM job", remedy)
     if shutil.which("srun") is None:
         return no("launcher", "allocation: srun is not on PATH", f"{TRAIN} launcher: local")
-    if nodes < machine.node_counts[0]:
-        return no(
-            "launcher",
-            f"allocation: job {job_id} has {nodes} nodes, requested: {machine.nodes}",
-            f"{TRAIN} nodes: {nodes}, or a larger job",
-        )
-    return ok("launcher", f"allocation: job {job_id} has {nodes} nodes, requested: {machine.nodes}")
+    figure = f"allocation: job {job_id} has {nodes} nodes, requested: {machine.nodes}"
+    return judged(nodes >= machine.node_counts[0], "launcher", figure, f"{TRAIN} nodes: {nodes}, or a larger job")
 
 
 def check_site(machine: Machine) -> Iterator[Check]:
@@ -83,13 +75,11 @@ def check_partitions(machine: Machine, known: dict[str, Partition]) -> Iterator[
     """Checks of the first requested partition that fits; if none does, of the first."""
     requested = machine.slurm_partition.split(",") if machine.slurm_partition else []
     requested = requested or [name for name, partition in known.items() if partition.default]
+    remedy = f"{TRAIN} slurm_partition: one of {', '.join(sorted(known))}"
     if not requested:
-        yield no(
-            "partition", "there is no default partition", f"{TRAIN} slurm_partition: one of {', '.join(sorted(known))}"
-        )
+        yield no("partition", "there is no default partition", remedy)
     elif missing := [name for name in requested if name not in known]:
-        have = f"one of {', '.join(sorted(known))}"
-        yield no("partition", f"there is no {missing[0]!r}", f"{TRAIN} slurm_partition: {have}")
+        yield no("partition", f"there is no {missing[0]!r}", remedy)
     else:
         tried = [list(_check_partition(machine, known[name])) for name in requested]
         yield from next((made for made in tried if all(check.verdict != "no" for check in made)), tried[0])
@@ -102,38 +92,30 @@ def _check_partition(machine: Machine, partition: Partition) -> Iterator[Check]:
         yield no("partition", f"{name} is {partition.state}", f"{TRAIN} slurm_partition: another")
         return
     yield ok("partition", f"{name} is up")
-    allows = "any time" if limit is None else f"{limit} min"
-    if limit is not None and machine.runtime > limit:
-        yield no("time limit", f"{name} allows {allows}, requested: {machine.runtime}", f"{TRAIN} runtime: {limit}")
-    else:
-        yield ok("time limit", f"{name} allows {allows}, requested: {machine.runtime}")
+    text = f"{name} allows {'any time' if limit is None else f'{limit} min'}, requested: {machine.runtime}"
+    yield judged(limit is None or machine.runtime <= limit, "time limit", text, f"{TRAIN} runtime: {limit}")
     nodes = [node for node in partition.nodes if node.up]
-    of = f"{len(nodes)} of the {len(partition.nodes)} nodes of {name} are up, requested: {machine.nodes}"
+    text = f"{len(nodes)} of the {len(partition.nodes)} nodes of {name} are up, requested: {machine.nodes}"
+    yield judged(len(nodes) >= fewest, "nodes", text, f"{TRAIN} nodes: {len(nodes) or 1}, or another slurm_partition")
     if len(nodes) < fewest:
-        yield no("nodes", of, f"{TRAIN} nodes: {len(nodes) or 1}, or another slurm_partition")
         return
-    yield ok("nodes", of)
     check, nodes = _check_gpus(machine, name, nodes)
     if check is not None:
         yield check
     if len(nodes) < fewest:
         return
+    have = f"{_count(fewest)} of {name} {'has' if fewest == 1 else 'have'}"
     memory = sorted((node.memory_mb for node in nodes), reverse=True)[fewest - 1]
-    request = f"requested: {machine.mem_mb}" if machine.mem_mb else "requested: all of it"
-    text = f"{_count(fewest)} of {name} {'has' if fewest == 1 else 'have'} {memory} MB, {request}"
-    if memory < machine.mem_mb:
-        yield no("memory", text, f"{TRAIN} mem_mb: {memory}, or 0 for all of it")
-        return
-    yield ok("memory", text)
+    text = f"{have} {memory} MB, requested: {machine.mem_mb or 'all of it'}"
+    yield judged(memory >= machine.mem_mb, "memory", text, f"{TRAIN} mem_mb: {memory}, or 0 for all of it")
     nodes = [node for node in nodes if node.memory_mb >= machine.mem_mb]
-    cpus = sorted((node.cpus for node in nodes), reverse=True)[fewest - 1]
-    text = f"{_count(fewest)} of {name} {'has' if fewest == 1 else 'have'} {cpus}, requested: {machine.cpus}"
-    if cpus < machine.cpus:
-        yield no("CPUs", text, f"{TRAIN} cpus_per_task: {cpus}")
+    if len(nodes) < fewest:
         return
-    yield ok("CPUs", text)
-    if machine.constraint:
-        nodes = [node for node in nodes if node.cpus >= machine.cpus]
+    cpus = sorted((node.cpus for node in nodes), reverse=True)[fewest - 1]
+    text = f"{have} {cpus}, requested: {machine.cpus}"
+    yield judged(cpus >= machine.cpus, "CPUs", text, f"{TRAIN} cpus_per_task: {cpus}")
+    nodes = [node for node in nodes if node.cpus >= machine.cpus]
+    if machine.constraint and len(nodes) >= fewest:
         yield _check_constraint(machine, partition, [node.features for node in nodes])
 
 
@@ -144,19 +126,15 @@ def _check_gpus(machine: Machine, name: str, nodes: list[Node]) -> tuple[Check |
     if not per_node:
         if not there:
             return None, nodes
-        first = next(iter(sorted(next(node.gpus for node in nodes if node.gpus).items())))
-        return doubt(
-            "GPUs",
-            f"nodes of {name} have {' and '.join(there)}, but none is requested",
-            f"{TRAIN} gpus_per_node: {f'{first[0]}:' if first[0] else ''}{first[1]}, if the runs are to use them",
-        ), nodes
+        of_type, number = min(next(node.gpus for node in nodes if node.gpus).items())
+        remedy = f"{TRAIN} gpus_per_node: {f'{of_type}:' if of_type else ''}{number}, if the runs are to use them"
+        return doubt("GPUs", f"nodes of {name} have {' and '.join(there)}, but none is requested", remedy), nodes
     fitting = [node for node in nodes if node.gpus_of(kind) >= per_node]
     request = f"requested: {per_node}{f' x {kind}' if kind else ''} on each of {machine.nodes}"
     if len(fitting) < machine.node_counts[0]:
         have = f"nodes of {name} have {' and '.join(there)}" if there else f"{name} has none"
-        enough = f"{len(fitting)} nodes have enough"
-        key = "gpus_per_node" if machine.gpus_per_node else "gres"
-        return no("GPUs", f"{have}, {request}: {enough}", f"{TRAIN} {key}, or another slurm_partition"), fitting
+        remedy = f"{TRAIN} {'gpus_per_node' if machine.gpus_per_node else 'gres'}, or another slurm_partition"
+        return no("GPUs", f"{have}, {request}: {len(fitting)} nodes have enough", remedy), fitting
     return ok("GPUs", f"{_count(len(fitting))} of {name} have them, {request}"), fitting
 
 
@@ -185,10 +163,10 @@ def _check_constraint(machine: Machine, partition: Partition, features: list[fro
         return no("constraint", f"no node of {partition.name} is {unknown[0]!r}: {have}", f"{TRAIN} constraint")
     if set("|[*(") & set(constraint):
         return ok("constraint", f"{partition.name} has nodes that are {', '.join(names)}")
-    fitting, fewest = sum(set(names) <= node for node in features), machine.node_counts[0]
+    fitting = sum(set(names) <= node for node in features)
     have = f"{_count(fitting)} of {partition.name} {'is' if fitting == 1 else 'are'} {constraint}"
     text = f"{have}, requested: {machine.nodes}"
-    return ok("constraint", text) if fitting >= fewest else no("constraint", text, f"{TRAIN} constraint or nodes")
+    return judged(fitting >= machine.node_counts[0], "constraint", text, f"{TRAIN} constraint or nodes")
 
 
 def _check_account(machine: Machine, refused: bool) -> Iterator[Check]:
@@ -199,21 +177,18 @@ def _check_account(machine: Machine, refused: bool) -> Iterator[Check]:
         yield doubt("account", f"unknown: {error}")
         return
     wrong = no if refused else doubt
-    if account := machine.slurm_account:
-        accounts = sorted({association.account for association in mine})
-        if account in accounts:
-            yield ok("account", f"{account} is one of yours")
-        else:
-            have = f"there are {', '.join(accounts)}" if accounts else "there are none"
-            yield wrong("account", f"{account} is not one of yours: {have}", f"{TRAIN} slurm_account")
-    if qos := machine.qos:
-        of_account = [a.qos for a in mine if a.account == account] or [a.qos for a in mine]
-        allowed = sorted(frozenset().union(*of_account))
-        if qos in allowed:
-            yield ok("qos", f"{qos} is one of yours")
-        else:
-            have = f"there are {', '.join(allowed)}" if allowed else "there are none"
-            yield wrong("qos", f"{qos} is not one of yours: {have}", f"{TRAIN} qos")
+    accounts = sorted({association.account for association in mine} - {""})
+    of_account = [a.qos for a in mine if a.account == machine.slurm_account] or [a.qos for a in mine]
+    allowed = sorted(frozenset().union(*of_account))
+    for what, key, asked, yours in (
+        ("account", "slurm_account", machine.slurm_account, accounts),
+        ("qos", "qos", machine.qos, allowed),
+    ):
+        if asked in yours:
+            yield ok(what, f"{asked} is one of yours")
+        elif asked:
+            have = f"there are {', '.join(yours)}" if yours else "there are none"
+            yield wrong(what, f"{asked} is not one of yours: {have}", f"{TRAIN} {key}")
 
 
 def _count(nodes: int) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cellmill.config.machine import Machine
 from cellmill.launch.submit import TRANSIENT, outside_any_job, sbatch_options
-from cellmill.runs.slurm_command import CommandError, ask, call
+from cellmill.runs.slurm_command import CommandError, ask, call, seconds
 
 _DOWN = {"down", "drain", "drained", "draining", "fail", "failing", "future", "maint", "unknown", "error", "blocked"}
 
@@ -27,7 +27,6 @@ class Refused(Exception):
 class Node:
     """One node of one partition."""
 
-    name: str
     state: str
     gpus: dict[str, int]
     """Number of GPUs by type; "" for GPUs without one."""
@@ -64,7 +63,6 @@ class Association:
     """An account this user may charge, and the QOS it has there."""
 
     account: str
-    partition: str
     qos: frozenset[str]
 
 
@@ -78,7 +76,6 @@ def partitions() -> dict[str, Partition]:
             raise SiteError(f"sinfo answered {line.strip()[:80]!r}")
         name = cells[1].removesuffix("*")
         node = Node(
-            name=cells[0],
             state=cells[4],
             gpus=_gpus(cells[7]),
             cpus=int(cells[5].rstrip("+")),
@@ -98,7 +95,7 @@ def associations() -> list[Association]:
     rows = [line.split("|") for line in answer.splitlines() if line.strip()]
     if any(len(row) != 3 for row in rows):
         raise SiteError(f"sacctmgr answered {answer.strip()[:80]!r}")
-    return [Association(row[0], row[1], frozenset(row[2].split(",")) - {""}) for row in rows]
+    return [Association(row[0], frozenset(row[2].split(",")) - {""}) for row in rows]
 
 
 def accounting() -> None:
@@ -130,11 +127,10 @@ def minutes(text: str) -> int | None:
     """Minutes in SLURM's `days-hours:minutes:seconds`, with leading parts left out; None for no limit."""
     if text in ("infinite", "UNLIMITED", "n/a"):
         return None
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
-    if match is None:
+    limit_s = seconds(text)
+    if limit_s is None:
         raise SiteError(f"sinfo: expected a time limit, got {text[:40]!r}")
-    days, hours, mins, seconds = (int(part or 0) for part in match.groups())
-    return (24 * days + hours) * 60 + mins + seconds // 60
+    return int(limit_s) // 60
 
 
 def _gpus(gres: str) -> dict[str, int]:

@@ -6,7 +6,7 @@ import time
 
 from cellmill.runs.job_states import ALIVE
 from cellmill.runs.jobs import JobRecord
-from cellmill.runs.slurm_command import CommandError, ask
+from cellmill.runs.slurm_command import CommandError, ask, seconds
 from cellmill.runs.starts import Start
 
 ANSWER_WITHIN_S = 15
@@ -94,7 +94,7 @@ def _start(row: dict[str, str], steps: list[dict[str, str]], record: JobRecord) 
         processes=nodes * record.nproc_per_node,
         gpus=int(gpus[1]) if gpus else nodes * record.gpus_per_node,  # a site may not account for GPUs
         cpus=int(_number(row["AllocCPUS"])),
-        cpu_s=_cpu_seconds(row["TotalCPU"]) if ended is not None and memory else None,  # 0 if it was not gathered
+        cpu_s=seconds(row["TotalCPU"]) if ended is not None and memory else None,  # 0 if it was not gathered
         max_memory_gb=max(memory) / 1e9 if memory else None,
         source="sacct",
     )
@@ -102,15 +102,6 @@ def _start(row: dict[str, str], steps: list[dict[str, str]], record: JobRecord) 
 
 def _time(text: str) -> float | None:
     return float(text) if text.isdigit() else None  # Unknown, None
-
-
-def _cpu_seconds(text: str) -> float | None:
-    """Seconds in `[[days-]hours:]minutes:seconds.milliseconds`."""
-    match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+(?:\.\d+)?)", text)
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (float(part or 0) for part in match.groups())
-    return ((24 * days + hours) * 60 + minutes) * 60 + seconds
 
 
 def _number(text: str) -> float:

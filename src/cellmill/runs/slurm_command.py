@@ -1,6 +1,7 @@
 """Calls of SLURM's commands."""
 
 import os
+import re
 import subprocess
 
 ANSWER_WITHIN_S = 60
@@ -43,3 +44,12 @@ def ask(command: list[str], within_s: float | None = None, **environment: str) -
         complaint = " ".join(done.stderr.split())[:200] or f"exit code {done.returncode}"
         raise CommandError(f"{command[0]}: {complaint.removeprefix(f'{command[0]}: ').removeprefix('error: ')}")
     return done.stdout
+
+
+def seconds(text: str) -> float | None:
+    """Seconds in SLURM's `[[days-]hours:]minutes:seconds`, with or without a fraction; None if it is none."""
+    match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+(?:\.\d+)?)", text)
+    if match is None:
+        return None
+    days, hours, minutes, rest = (float(part or 0) for part in match.groups())
+    return ((24 * days + hours) * 60 + minutes) * 60 + rest
