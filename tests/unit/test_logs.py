@@ -16,9 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 from cellmill.cli import main
-from cellmill.launch.follow import JobFollower
+from cellmill.launch.follow import JobFollower, Tail
 from cellmill.launch.queue import Queue
-from cellmill.launch.tail import Tail
 from cellmill.runs.job_states import JobState
 from tests.unit.test_status import RUNNING, checkpoint, command, hold, holders, job, results, run_of, squeue
 

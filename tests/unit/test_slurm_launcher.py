@@ -17,9 +17,9 @@ import pytest
 from cellmill.config.machine import Machine
 from cellmill.errors import Stopped, UserError
 from cellmill.launch import queue as queue_module
+from cellmill.launch.follow import BEGINS, Tail
 from cellmill.launch.job import Job
 from cellmill.launch.slurm import RunFiles, SlurmLauncher
-from cellmill.launch.tail import BEGINS, Tail
 
 SUBMITTED = [0, "Submitted batch job 7\n", ""]
 NONE: list[Any] = [0, "", ""]

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from cellmill.commands.results import living_jobs, train_folder, train_log
 from cellmill.errors import Stopped, UserError
-from cellmill.launch.follow import TICK_S, JobFollower, say, settle
+from cellmill.launch.follow import TICK_S, JobFollower, Tail, say, settle
 from cellmill.launch.queue import Queue, QueuedJob
-from cellmill.launch.tail import Tail
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.jobs import Jobs
 from cellmill.runs.lock import Holder, holder_of

@@ -7,9 +7,8 @@ from pathlib import Path
 from cellmill.commands import attach
 from cellmill.commands.results import train_folder, train_log
 from cellmill.errors import UserError
-from cellmill.launch.follow import TICK_S, JobFollower
+from cellmill.launch.follow import TICK_S, JobFollower, Tail
 from cellmill.launch.queue import Queue
-from cellmill.launch.tail import Tail
 from cellmill.runs.jobs import Jobs
 from cellmill.runs.local_starts import read_local
 from cellmill.runs.lock import holder_of

@@ -1,19 +1,25 @@
 """Following one SLURM job: its state by polling, its log as it grows, and its end after it was cancelled."""
 
 import os
+import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from cellmill.errors import Stopped, UserError
 from cellmill.launch.queue import Queue
-from cellmill.launch.tail import Tail
 from cellmill.runs.job_states import GONE, UNKNOWN, JobState
 from cellmill.runs.jobs import JobRecord
 
 PATIENCE_S = 3600  # how long to wait for a queue that gives no answer
 CANCEL_S = 60  # how long a cancelled job may take to end: it saves first
 TICK_S = 1.0  # between two reads of a log
+NOT_LAUNCHED = re.compile(
+    r"^srun: error: (?:tasks? ([\d,-]+):? launch failed|task launch for \S+ failed on node (\S+)): (.*)$",
+    re.IGNORECASE | re.MULTILINE,
+)
+BEGINS = "Starting with JobEnvironment"  # printed by submitit each time SLURM starts the job
 _HINTS = {
     "PartitionTimeLimit": "runtime {runtime} min is more than the partition allows: lower it in the profile",
     "PartitionNodeLimit": "the partition has fewer nodes than {nodes}: lower nodes in the profile",
@@ -27,6 +33,46 @@ _HINTS = {
     "InvalidAccount": "slurm_account is not valid: change it in the profile",
     "InvalidQOS": "qos is not valid: change it in the profile",
 }
+
+
+class Tail:
+    """Reads what is appended to the log of a job, and prints it if `echo`."""
+
+    def __init__(self, path: Path, echo: bool = True) -> None:
+        self.path, self.echo, self.position = path, echo, 0
+        self._begun = False
+        self.not_launched: re.Match[str] | None = None
+        """srun's message about a task it could not launch in the present start: tasks, or node, and reason. The other
+        tasks wait for it."""
+
+    def read(self) -> None:
+        """Read what is new. A file that does not exist yet has nothing new."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.position)
+                new = file.read()
+        except OSError:  # not there yet, or briefly unreachable
+            return
+        self.position += len(new)
+        text = new.decode(errors="replace")
+        if self.echo:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        for number, part in enumerate(text.split(BEGINS)):
+            if number > 0:
+                # srun's message may come before the first line of its own start
+                self.not_launched, self._begun = None if self._begun else self.not_launched, True
+            self.not_launched = NOT_LAUNCHED.search(part) or self.not_launched
+
+    def reports_out_of_memory(self) -> bool:
+        """True if SLURM reports in the log that the kernel killed a process for memory."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(0, os.SEEK_END)
+                file.seek(max(0, file.tell() - 65536))
+                return bool(re.search(rb"oom[-_]kill event|Out Of Memory", file.read()))
+        except OSError:
+            return False
 
 
 class JobFollower:

@@ -1,10 +1,13 @@
-"""The torchrun agent of one node, as a command line: what every launcher starts."""
+"""The processes of a job: the torchrun agent of each node, as every launcher starts it, and restarts."""
 
 import os
 import signal
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
+from cellmill.errors import DataError
+from cellmill.files import read_json
 from cellmill.launch.signals import STOP_SIGNALS
 
 # torchrun handles fewer by default: it would die of the signal that announces a time limit, and orphan its workers
@@ -20,7 +23,7 @@ class Job:
     nodes: int
     nproc_per_node: int
     max_restarts: int = 0
-    """Restarts of all processes after one was lost; see launch/restart.py."""
+    """Restarts of all processes after one was lost; see `Restarts`."""
     error_file: str = ""
     """File for the line of a process that knows why it failed."""
     state_file: str = ""
@@ -37,7 +40,7 @@ class Job:
             f"--node-rank={node_rank}",
             f"--master-addr={address}",
             f"--master-port={port}",
-            "--max-restarts=0",  # see launch/restart.py
+            "--max-restarts=0",  # see Restarts
             f"--signals-to-handle={signals}",
             "--module",
             self.module,
@@ -49,3 +52,46 @@ def agent_environment(processes: int) -> dict[str, str]:
     """Environment of an agent and its workers on a machine that runs `processes` of them."""
     threads = max(1, len(os.sched_getaffinity(0)) // processes)  # one per core: more would compete
     return {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONUNBUFFERED": "1"}
+
+
+class Restarts:
+    """Restarts of all processes of a job after one was lost: killed, or gone with its agent, without an error message.
+
+    Agents are started afresh and torchrun's own --max-restarts stays 0: it would also retry what a process refused, and
+    under static rendezvous its second start reads the keys of the first. This level restarts first, in seconds and on
+    the same machines; where it gives up, a chain of SLURM jobs goes on.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.done = job, 0
+        self._from: int | None = None
+
+    def again(self, code: int) -> bool:
+        """True if the job is to be restarted after an agent ended with exit `code`; prints the decision.
+
+        Not if a process left an error message, since the error would come again, and not if the last start resumed
+        from the same step: a loss that comes twice is no accident.
+        """
+        job = self.job
+        if self.done == job.max_restarts or Path(job.error_file).exists():
+            return False
+        step, before = self._step(), self._from
+        self._from = step
+        if step == before:
+            print(f"a process was lost again without a new checkpoint after step {step}: not started again", flush=True)
+            return False
+        self.done += 1
+        ended = f"signal {-code}" if code < 0 else f"exit code {code}"
+        print(
+            f"a process was lost (its agent ended with {ended}): starting all again from the last checkpoint, restart "
+            f"{self.done} of {job.max_restarts}",
+            flush=True,
+        )
+        return True
+
+    def _step(self) -> int:
+        """Step that the latest start resumed from, by its rank 0."""
+        try:
+            return int(read_json(Path(self.job.state_file))["step"])
+        except (DataError, KeyError, TypeError):
+            return 0

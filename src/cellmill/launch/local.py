@@ -11,9 +11,8 @@ import subprocess
 import time
 from collections.abc import Callable
 
-from cellmill.launch.job import Job, agent_environment
+from cellmill.launch.job import Job, Restarts, agent_environment
 from cellmill.launch.processes import children, die_with_parent, signal_all
-from cellmill.launch.restart import Restarts
 from cellmill.launch.signals import Interrupted, handled_by
 
 

@@ -23,10 +23,9 @@ from typing import Any
 
 from cellmill.config.machine import Machine
 from cellmill.files import read_json, write_json, write_text
-from cellmill.launch.job import Job, agent_environment
+from cellmill.launch.job import Job, Restarts, agent_environment
 from cellmill.launch.nodelist import expand
 from cellmill.launch.processes import children, die_with_parent, signal_all
-from cellmill.launch.restart import Restarts
 from cellmill.launch.signals import STOP_SIGNALS
 
 SEEN_EVERY_S = 15

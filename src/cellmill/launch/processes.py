@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -18,17 +19,13 @@ def children(pid: int) -> list[int]:
     """Process ids of the children of `pid`, of all its threads; empty if it has ended."""
     pids: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
+        with suppress(OSError):  # the thread ended between listing and reading
             pids += [int(child) for child in task.read_text().split()]
-        except OSError:  # the thread ended between listing and reading
-            continue
     return pids
 
 
 def signal_all(pids: list[int], number: int) -> None:
     """Send a signal to those of `pids` that are still alive."""
     for pid in pids:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            continue

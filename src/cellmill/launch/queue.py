@@ -102,27 +102,25 @@ def _shared_answer(max_age_s: float) -> str:
         return _ask()
     cluster = f"{os.environ.get('SLURM_CONF')} {shutil.which('squeue')}"  # clusters must not answer for each other
     file = folder / f"squeue-{hashlib.sha256(cluster.encode()).hexdigest()[:12]}.json"
-    if max_age_s > 0 and (kept := _kept(file, max_age_s)) is not None:
-        return _usable(kept)
-    asked = time.time()
-    with open(file.with_suffix(".lock"), "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        # another launcher may have asked while this one waited for the lock
-        kept = _kept(file, max(max_age_s, time.time() - asked))
-        if kept is None:
-            kept = {"asked_at": time.time(), "answer": "", "trouble": ""}
-            try:
-                kept["answer"] = _ask()
-            except QueueError as error:  # kept as well: spare a controller in trouble
-                kept["trouble"] = str(error)
-            write_json(file, kept)
-    return _usable(kept)
-
-
-def _usable(kept: dict[str, Any]) -> str:
+    asked, kept = time.time(), _kept(file, max_age_s)
+    if kept is None:
+        with open(file.with_suffix(".lock"), "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # another launcher may have asked while this one waited for the lock
+            kept = _kept(file, max(max_age_s, time.time() - asked)) or _renewed(file)
     if kept["trouble"]:
         raise QueueError(kept["trouble"])
     return str(kept["answer"])
+
+
+def _renewed(file: Path) -> dict[str, Any]:
+    kept = {"asked_at": time.time(), "answer": "", "trouble": ""}
+    try:
+        kept["answer"] = _ask()
+    except QueueError as error:  # kept as well: spare a controller in trouble
+        kept["trouble"] = str(error)
+    write_json(file, kept)
+    return kept
 
 
 def _kept(file: Path, max_age_s: float) -> dict[str, Any] | None:

@@ -13,12 +13,11 @@ from pathlib import Path
 
 from cellmill.config.machine import Machine
 from cellmill.errors import Stopped, UserError
-from cellmill.launch.follow import TICK_S, JobFollower, say, settle
+from cellmill.launch.follow import TICK_S, JobFollower, Tail, say, settle
 from cellmill.launch.job import Job
 from cellmill.launch.queue import Queue
 from cellmill.launch.signals import Requests, requests
 from cellmill.launch.slurm_jobs import SlurmJobs
-from cellmill.launch.tail import Tail
 from cellmill.runs.job_states import GONE, UNKNOWN, JobState
 from cellmill.runs.jobs import JobRecord, Jobs
 

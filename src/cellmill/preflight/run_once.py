@@ -13,13 +13,12 @@ from pathlib import Path
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 from cellmill.launch.allocation import run_allocation
-from cellmill.launch.follow import TICK_S, JobFollower, cancel_job, say
+from cellmill.launch.follow import TICK_S, JobFollower, Tail, cancel_job, say
 from cellmill.launch.job import Job
 from cellmill.launch.local import run_local
 from cellmill.launch.queue import Queue
 from cellmill.launch.signals import Interrupted, Requests, requests
 from cellmill.launch.slurm_jobs import SlurmJobs
-from cellmill.launch.tail import Tail
 from cellmill.runs.jobs import JobRecord, Jobs, error_line
 
 PATIENCE_S = 120  # how long to wait for a controller that gives no answer: no training depends on it

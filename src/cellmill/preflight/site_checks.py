@@ -177,17 +177,15 @@ def _check_account(machine: Machine, refused: bool) -> Iterator[Check]:
         yield doubt("account", f"unknown: {error}")
         return
     wrong = no if refused else doubt
-    accounts = sorted({association.account for association in mine} - {""})
-    of_account = [a.qos for a in mine if a.account == machine.slurm_account] or [a.qos for a in mine]
-    allowed = sorted(frozenset().union(*of_account))
+    of_account = mine[machine.slurm_account] if machine.slurm_account in mine else set().union(*mine.values())
     for what, key, asked, yours in (
-        ("account", "slurm_account", machine.slurm_account, accounts),
-        ("qos", "qos", machine.qos, allowed),
+        ("account", "slurm_account", machine.slurm_account, mine.keys()),
+        ("qos", "qos", machine.qos, of_account),
     ):
-        if asked in yours:
+        if asked and asked in yours:
             yield ok(what, f"{asked} is one of yours")
         elif asked:
-            have = f"there are {', '.join(yours)}" if yours else "there are none"
+            have = f"there are {', '.join(sorted(yours))}" if yours else "there are none"
             yield wrong(what, f"{asked} is not one of yours: {have}", f"{TRAIN} {key}")
 
 

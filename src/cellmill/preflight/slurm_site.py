@@ -6,6 +6,7 @@ which nothing is concluded.
 
 import getpass
 import re
+from collections import defaultdict
 from dataclasses import dataclass
 
 from cellmill.config.machine import Machine
@@ -58,14 +59,6 @@ class Partition:
     nodes: tuple[Node, ...]
 
 
-@dataclass(frozen=True)
-class Association:
-    """An account this user may charge, and the QOS it has there."""
-
-    account: str
-    qos: frozenset[str]
-
-
 def partitions() -> dict[str, Partition]:
     """Every partition visible to this user, by name. Raises CommandError."""
     answer = ask(["sinfo", "-h", "-a", "-N", "-o", "%N|%P|%a|%l|%T|%c|%m|%G|%f"])
@@ -88,14 +81,17 @@ def partitions() -> dict[str, Partition]:
     return known
 
 
-def associations() -> list[Association]:
-    """Associations of this user; empty if accounting has none. Raises CommandError."""
+def associations() -> dict[str, set[str]]:
+    """The QOS of each account that this user may charge; empty if accounting has none. Raises CommandError."""
     fields = "format=Account,Partition,QOS"
     answer = ask(["sacctmgr", "-n", "-P", "show", "assoc", f"user={getpass.getuser()}", fields])
     rows = [line.split("|") for line in answer.splitlines() if line.strip()]
     if any(len(row) != 3 for row in rows):
         raise SiteError(f"sacctmgr answered {answer.strip()[:80]!r}")
-    return [Association(row[0], frozenset(row[2].split(",")) - {""}) for row in rows]
+    known: dict[str, set[str]] = defaultdict(set)
+    for account, _, qos in rows:
+        known[account] |= set(qos.split(",")) - {""}
+    return known
 
 
 def accounting() -> None:

@@ -39,12 +39,6 @@ class Holder:
         except (ValueError, TypeError):  # written by an earlier version, or half written
             return cls()
 
-    def write(self, file: TextIO) -> None:
-        file.seek(0)
-        file.truncate()
-        json.dump(asdict(self), file)
-        file.flush()
-
     @property
     def text(self) -> str:
         """Process, user and host, for messages."""
@@ -88,7 +82,10 @@ def locked(folder: Path, busy: str, wait_s: float = 60.0, follows: bool = False)
             if time.monotonic() > deadline:
                 raise DataError(f"{folder}: {busy.format(holder=holder.text)}")
             time.sleep(0.2)
-        Holder(os.getpid(), os.uname().nodename, user_name(os.getuid()), follows).write(file)
+        file.seek(0)
+        file.truncate()
+        json.dump(asdict(Holder(os.getpid(), os.uname().nodename, user_name(os.getuid()), follows)), file)
+        file.flush()
         yield file.fileno()
 
 

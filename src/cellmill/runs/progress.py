@@ -52,11 +52,8 @@ def training_seconds(train: Path) -> float | None:
     lines = [line for line in read_lines(train / "metrics.jsonl") if line.get("cells_per_s")]
     if not lines or cells is None:
         return None
-    seconds, before = 0.0, 0
-    for line in lines:
-        seconds += max(0, line["step"] - before) * cells / line["cells_per_s"]
-        before = line["step"]
-    return seconds
+    before = [0, *(line["step"] for line in lines)]
+    return float(sum(max(0, line["step"] - last) * cells / line["cells_per_s"] for line, last in zip(lines, before)))
 
 
 def status(name: str, state: dict[str, Any]) -> dict[str, Any]:
