@@ -41,10 +41,10 @@ def _cancel_jobs(train: Path) -> list[str]:
         for job in jobs:
             print(f"cancelling job {job.job_id}", flush=True)
             state = cancel_job(job.job_id)
-            if _is_released(train, LAUNCHER_S):  # otherwise the launcher still follows, and records the end itself
-                record = Jobs(train).record(job.job_id)
-                if record is not None and record.ended_at is None:
-                    record.now(state.name, state.reason, ended=True)
+            # a launcher that still follows records the end itself
+            record = Jobs(train).record(job.job_id) if _is_released(train, LAUNCHER_S) else None
+            if record is not None and record.ended_at is None:
+                record.now(state.name, state.reason, ended=True)
             done.append(f"cancelled job {job.job_id}")
     return done
 

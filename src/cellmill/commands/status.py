@@ -77,7 +77,8 @@ def row(name: str, train: Path, queued: list[QueuedJob] | None) -> list[str]:
     curve = read_lines(train / "metrics.jsonl", TAIL_BYTES)
     progress = progress_of(train)
     step = max([line["step"] for line in curve], default=progress.get("step"))
-    steps = progress.get("steps") or _planned_steps(train)
+    plan = train.parent / "plan.json"
+    steps = progress.get("steps") or (read_json(plan).get("steps") if plan.exists() else None)
     loss = next((line["loss"] for line in reversed(curve) if "loss" in line), progress.get("train_loss"))
     saved = TrainFolder(train).saved_step()
     left = None
@@ -135,11 +136,6 @@ def state_of(train: Path, slurm: JobState | None, holder: Holder | None) -> str:
     if TrainFolder(train).state() == "running":
         return KILLED
     return "stopped" if (train / "state.json").exists() or TrainFolder(train).saved_step() else "not begun"
-
-
-def _planned_steps(train: Path) -> int | None:
-    plan = train.parent / "plan.json"
-    return read_json(plan).get("steps") if plan.exists() else None
 
 
 def _message(error: Exception) -> str:

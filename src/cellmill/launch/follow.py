@@ -208,5 +208,4 @@ def settle(shown: Callable[[], bool], folder: Path, within_s: float, wait: Calla
 
 
 def say(text: str) -> None:
-    """Print a line at once."""
     print(text, flush=True)

@@ -81,9 +81,8 @@ def sbatch_options(machine: Machine) -> dict[str, str | bool]:
 
 
 def _executor(machine: Machine, folder: Path, name: str) -> SlurmExecutor:
-    python = None
-    if machine.container:
-        python = f"apptainer exec --nv {shlex.quote(str(Path(machine.container).resolve()))} python3"
+    image = shlex.quote(str(Path(machine.container).resolve()))
+    python = f"apptainer exec --nv {image} python3" if machine.container else None
     executor = SlurmExecutor(folder=folder.resolve(), max_num_timeout=0, python=python)
     executor.update_parameters(
         job_name=name,

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,12 @@ def main(folder: Path) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     node, nodes = rank // local_world, world // local_world
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if local_rank == 0:
         write_json(folder / node_file(node), facts(folder, node))
     store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_WITHIN_S)))
     store.set_timeout(timedelta(seconds=CONNECT_WITHIN_S))
     if local_rank == 0:
-        store.set(f"gpus-{node}", str(gpus))
+        store.set(f"gpus-{node}", str(len(gpu_names())))
     # one backend for all: a node that lacks GPUs must be reported, not waited for
     cuda = all(int(store.get(f"gpus-{other}")) >= local_world for other in range(nodes))
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
@@ -105,11 +105,12 @@ def facts(folder: Path, node: int) -> dict[str, Any]:
         "write_s": write_s,
         "write_error": error,
     }
+    head, problem = {"token": None, "time": None}, None
     try:
         head = read_json(folder / HEAD)
     except (DataError, OSError) as missing:
-        return value | {"token": None, "head_time": None, "time": time.time(), "head_error": str(missing)}
-    return value | {"token": head["token"], "head_time": head["time"], "time": time.time(), "head_error": None}
+        problem = str(missing)
+    return value | {"token": head["token"], "head_time": head["time"], "time": time.time(), "head_error": problem}
 
 
 def host() -> str:
@@ -136,9 +137,8 @@ def write_speed(path: Path) -> tuple[float | None, str | None]:
 
 def gpu_names() -> list[str]:
     """Product names of the visible GPUs."""
-    if not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.cuda.get_device_name(i) for i in range(visible)]
 
 
 def nccl_version() -> str | None:
@@ -175,11 +175,8 @@ def carried() -> dict[str, int]:
     for counter in Path("/sys/class/infiniband").glob("*/ports/*/counters/port_*_data"):
         if counter.name in ("port_xmit_data", "port_rcv_data"):
             device = counter.parts[-5]
-            try:
-                words = int(counter.read_text())  # of 4 bytes
-                carried_bytes[device] = carried_bytes.get(device, 0) + 4 * words
-            except (OSError, ValueError):  # a port that is off
-                continue
+            with suppress(OSError, ValueError):  # a port that is off
+                carried_bytes[device] = carried_bytes.get(device, 0) + 4 * int(counter.read_text())  # words of 4 bytes
     return carried_bytes
 
 
@@ -211,14 +208,15 @@ def bus_bandwidth(group: dist.ProcessGroup | None, size: int, device: torch.devi
     if size == 1:
         return None
     values = torch.zeros(n_bytes // 4, device=device)
+    finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for _ in range(WARM_UP):
         dist.all_reduce(values, group=group)
-    _finish(device)
+    finish()
     dist.barrier(group=group)
     began = time.perf_counter()
     for _ in range(TIMED):
         dist.all_reduce(values, group=group)
-    _finish(device)
+    finish()
     took = torch.tensor([(time.perf_counter() - began) / TIMED], dtype=torch.float64, device=device)
     dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
     return bus_gb_per_s(n_bytes, took.item(), size)
@@ -227,11 +225,6 @@ def bus_bandwidth(group: dist.ProcessGroup | None, size: int, device: torch.devi
 def bus_gb_per_s(n_bytes: int, seconds: float, size: int) -> float:
     """Bus bandwidth of an all-reduce over `size` processes, each with `n_bytes` (nccl-tests, doc/PERFORMANCE.md)."""
     return n_bytes / seconds * 2 * (size - 1) / size / 1e9
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +126,9 @@ class Head:
 
     def _beat(self) -> None:
         while not self._over.wait(1.0):
-            try:
+            with suppress(OSError):  # a full disk, perhaps: the nodes report it as well
                 self._write()
                 self._look()
-            except OSError:  # a full disk, perhaps: the nodes report it as well
-                continue
 
     def _write(self) -> None:
         write_json(self._path / HEAD, {"token": self.token, "time": time.time()})

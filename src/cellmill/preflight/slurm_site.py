@@ -133,7 +133,6 @@ def _gpus(gres: str) -> dict[str, int]:
     """Number of GPUs by type: `gpu:a100:4(S:0-1),gpu:2,nvme:1` is {"a100": 4, "": 2}."""
     gpus: dict[str, int] = {}
     for part in re.sub(r"\([^)]*\)", "", gres).split(","):
-        match = re.fullmatch(r"gpu(?::([^:]+?))??(?::(\d+))?", part.strip())
-        if match:
+        if match := re.fullmatch(r"gpu(?::([^:]+?))??(?::(\d+))?", part.strip()):
             gpus[match[1] or ""] = gpus.get(match[1] or "", 0) + int(match[2] or 1)
     return gpus

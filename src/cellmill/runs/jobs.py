@@ -106,8 +106,7 @@ class Jobs:
 
     def newest(self) -> JobRecord | None:
         """The last recorded submission; records that came with a copied folder do not count."""
-        records = [record for record in self.all() if record.name.startswith(f"{self.name}.")]
-        return records[-1] if records else None
+        return next((record for record in reversed(self.all()) if record.name.startswith(f"{self.name}.")), None)
 
     def record(self, job_id: str) -> JobRecord | None:
         """The record of a job; None if it was submitted but not recorded."""
@@ -115,11 +114,8 @@ class Jobs:
 
     def may_be_alive(self) -> bool:
         """True if SLURM must be asked: the newest submission has no end on record, or no record."""
-        folders = self._folders()
-        if not folders:
-            return False
-        newest = self.newest()
-        return newest is None or newest.path != folders[-1] or newest.ended_at is None
+        folders, newest = self._folders(), self.newest()
+        return bool(folders) and (newest is None or newest.path != folders[-1] or newest.ended_at is None)
 
     def unrecorded(self, name: str) -> Path | None:
         """The folder of the job called `name` if its submission was interrupted before it was recorded."""

@@ -23,7 +23,9 @@ LOCAL = "local"
 def local_start(train: Path, machine: Machine) -> Iterator[None]:
     """Record in local.json the start and end of a training on this machine. The caller holds the run's lock."""
     file = train / "local.json"
-    earlier = _close_killed(read_local(train), train)
+    earlier = read_local(train)
+    if earlier and earlier[-1]["ended_at"] is None:
+        earlier[-1] |= {"ended_at": _last_sign_of_life(earlier[-1], train), "how": "KILLED"}
     processes = machine.node_counts[-1] * machine.nproc_per_node
     entry: dict[str, Any] = {
         "host": os.uname().nodename,
@@ -52,7 +54,7 @@ def read_local(train: Path) -> list[dict[str, Any]]:
     """Entries of local.json, oldest first. `how`: COMPLETED, STOPPED, FAILED or KILLED; None while it runs."""
     file = train / "local.json"
     try:
-        entries = read_json(file) if file.exists() else []
+        entries = read_json(file)
     except DataError:
         return []
     return [entry for entry in entries if isinstance(entry, dict) and "started_at" in entry]
@@ -89,13 +91,6 @@ def _start(entry: dict[str, Any], train: Path) -> Start:
         cpus=entry["cpus"],
         cpu_s=entry["cpu_s"],
     )
-
-
-def _close_killed(entries: list[dict[str, Any]], train: Path) -> list[dict[str, Any]]:
-    """Give the last entry an end if its training was killed."""
-    if entries and entries[-1]["ended_at"] is None:
-        entries[-1] |= {"ended_at": _last_sign_of_life(entries[-1], train), "how": "KILLED"}
-    return entries
 
 
 def _last_sign_of_life(entry: dict[str, Any], train: Path) -> float:
