@@ -70,7 +70,6 @@ def _may_be_alive(train: Path) -> bool:
 
 
 def row(name: str, train: Path, queued: list[QueuedJob] | None) -> list[str]:
-    """Table cells of one run."""
     holder = holder_of(train)
     job_id, slurm = job_of(train, queued, holder is not None)
     state = state_of(train, slurm, holder)

@@ -125,7 +125,6 @@ class JobFollower:
         self.note(self.state, ended=True)
 
     def note(self, state: JobState, ended: bool) -> None:
-        """Write a state to the record."""
         if self.record is not None:
             self.record = self.record.now(state.name, state.reason, ended)
 

@@ -137,8 +137,7 @@ class NodeTask:
 
     def job(self, node: StepNode) -> Job:
         """The job over all nodes."""
-        error = str(Path(self.folder) / "error.txt")
-        nodes = len(node.hosts)
+        error, nodes = str(Path(self.folder) / "error.txt"), len(node.hosts)
         return Job(self.module, self.arguments, nodes, self.nproc_per_node, self.max_restarts, error, self.state_file)
 
     def command(self, node: StepNode, restart: int = 0) -> list[str]:
@@ -146,7 +145,6 @@ class NodeTask:
         return self.job(node).command(node.rank, node.hosts[0], self.port + restart, signals="SIGQUIT")
 
     def environment(self) -> dict[str, str]:
-        """Environment of the agent and its workers."""
         variables = agent_environment(self.nproc_per_node)
         if self.interface:
             variables |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}

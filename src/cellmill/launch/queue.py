@@ -46,7 +46,6 @@ class Queue:
         """Reason for the last UNKNOWN."""
 
     def state(self, job_id: str) -> JobState:
-        """State of one job."""
         try:
             state = self._find(job_id, self.poll_s) or self._find(job_id, 0)  # a new job is in no earlier answer
         except QueueError as error:

@@ -35,7 +35,6 @@ SETTLE_S = 30  # how long a shared folder may take to show what a node wrote
 
 
 def node_file(node: int) -> str:
-    """Name of a node's report."""
     return f"node-{node:03}.json"
 
 

@@ -31,8 +31,6 @@ class StillQueued(UserError):
 
 @dataclass(frozen=True)
 class End:
-    """End of a job."""
-
     path: Path
     """Its folder."""
     state: str

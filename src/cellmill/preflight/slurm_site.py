@@ -48,8 +48,6 @@ class Node:
 
 @dataclass(frozen=True)
 class Partition:
-    """One partition."""
-
     name: str
     default: bool
     state: str

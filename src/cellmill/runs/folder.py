@@ -32,8 +32,6 @@ SMALL = ("state.json", ".metadata")  # hashed even if hashing the tensors would 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk."""
-
     path: Path
     step: int
 

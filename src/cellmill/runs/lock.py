@@ -106,7 +106,6 @@ def holder_of(folder: Path) -> Holder | None:
 
 
 def user_name(uid: int) -> str:
-    """Login name of a user id."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

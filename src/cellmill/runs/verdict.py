@@ -13,8 +13,6 @@ Outcome = Literal["won", "tied", "lost"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """One comparison."""
-
     compared: str
     against: str
     metric: str
