@@ -16,16 +16,8 @@ FREE_SECTIONS = {"parallel", "track"}
 FREE = {
     "stream": {"io_threads"},
     "train": {
-        "token_budget",
-        "max_bad_steps",
-        "timeout_s",
-        "val_every_steps",
-        "val_cells",
-        "checkpoint_every_steps",
-        "checkpoint_every_min",
-        "keep_checkpoints",
-        "log_every_steps",
-        "profile_steps",
+        *("token_budget", "max_bad_steps", "timeout_s", "val_every_steps", "val_cells", "checkpoint_every_steps"),
+        *("checkpoint_every_min", "keep_checkpoints", "log_every_steps", "profile_steps"),
     },
 }
 
