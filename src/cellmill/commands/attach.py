@@ -40,11 +40,6 @@ def run(*, run: str, results: Path) -> None:
     _report_end(train, what, end_state)
 
 
-def follow_local(tail: Tail, train: Path) -> None:
-    """Print what is appended to the log of a training on this machine, until its lock is free."""
-    follow(tail, lambda: holder_of(train) is not None)
-
-
 def follow(tail: Tail, alive: Callable[[], bool]) -> None:
     """Print what is appended to a log as long as `alive`, and what came with the end."""
     while alive():
@@ -82,7 +77,7 @@ def _follow_local(train: Path, holder: Holder, log: Path) -> str:
     if not log.exists():
         raise UserError(f"trained by {holder.text}, which prints where it was started: {log} does not exist")
     say(f"following {holder.text}, its log: {log}; Ctrl-C ends only the following")
-    follow_local(_last_lines(log), train)
+    follow(_last_lines(log), lambda: holder_of(train) is not None)
     return ""
 
 

@@ -23,7 +23,7 @@ def run(*, run: str, results: Path, follow: bool) -> None:
     holder = holder_of(train)
     try:
         if follow and holder is not None and not holder.follows:
-            attach.follow_local(Tail(printed), train)
+            attach.follow(Tail(printed), lambda: holder_of(train) is not None)
         elif follow and newest is not None:
             tail, rarely = Tail(newest.log), attach.SLOWEST_POLL_S
             attach.follow(tail, JobFollower(newest.job_id, Queue(TICK_S), tail, slowest_poll_s=rarely).alive)

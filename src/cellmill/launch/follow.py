@@ -131,7 +131,7 @@ class JobFollower:
     def _poll(self) -> None:
         state = self.queue.state(self.job_id)
         if state.name == UNKNOWN:
-            self._wait_for_answer()
+            self._wait_for_answer(state.reason)
             return
         if self._silent_since:
             say("squeue answers again")
@@ -149,14 +149,14 @@ class JobFollower:
         self._printed = text
         self.note(state, self._ended)
 
-    def _wait_for_answer(self) -> None:
+    def _wait_for_answer(self, trouble: str) -> None:
         now = time.monotonic()
         if not self._silent_since:
-            say(f"warning: no usable answer from squeue ({self.queue.trouble}); waiting for one")
+            say(f"warning: no usable answer from squeue ({trouble}); waiting for one")
             self._silent_since = now
         elif now - self._silent_since > self.patience_s:
             raise Stopped(
-                f"no usable answer from squeue for {self.patience_s:.0f} s ({self.queue.trouble}); job {self.job_id} "
+                f"no usable answer from squeue for {self.patience_s:.0f} s ({trouble}); job {self.job_id} "
                 f"may still run: run the same command to follow it again, or end it with `scancel {self.job_id}`"
             )
 

@@ -42,17 +42,12 @@ class Queue:
 
     def __init__(self, poll_s: float) -> None:
         self.poll_s = poll_s
-        self.trouble = ""
-        """Reason for the last UNKNOWN."""
 
     def state(self, job_id: str) -> JobState:
         try:
             state = self._find(job_id, self.poll_s) or self._find(job_id, 0)  # a new job is in no earlier answer
         except QueueError as error:
-            self.trouble = str(error)
-            return JobState(UNKNOWN)
-        if state is not None and state.name == UNKNOWN:
-            self.trouble = f"squeue gives job {job_id} an unknown state: {state.reason}"
+            return JobState(UNKNOWN, str(error))
         return state or self._from_accounting(job_id)
 
     def named(self, prefix: str) -> list[QueuedJob]:
@@ -60,7 +55,7 @@ class Queue:
         jobs = [job for job in parse(_shared_answer(0)) if job.name.startswith(prefix)]
         for job in jobs:
             if job.state.name == UNKNOWN:
-                raise QueueError(f"squeue gives job {job.job_id} an unknown state: {job.state.reason}")
+                raise QueueError(job.state.reason)
         return [job for job in jobs if job.state.alive]
 
     def cancel(self, job_id: str) -> str:
@@ -89,7 +84,9 @@ def parse(answer: str) -> list[QueuedJob]:
         if match is not None:
             number, word, reason, nodes, name = match.groups()
             state = JobState(word, "" if reason == "None" else reason, nodes)
-            jobs.append(QueuedJob(number, state if word in ALIVE | ENDED else JobState(UNKNOWN, word), name))
+            if word not in ALIVE | ENDED:
+                state = JobState(UNKNOWN, f"squeue gives job {number} an unknown state: {word}")
+            jobs.append(QueuedJob(number, state, name))
         elif not re.match(r"\d+[_+]", text.strip()):  # array task or component of a heterogeneous job: not ours
             raise QueueError(f"squeue answered {text.strip()[:80]!r}")
     return jobs

@@ -19,7 +19,7 @@ ENDED = {
 
 @dataclass(frozen=True)
 class JobState:
-    """A job's state in SLURM's words (or GONE, or UNKNOWN), why it is pending, and its nodes."""
+    """A job's state in SLURM's words (or GONE, or UNKNOWN), why it is pending or unknown, and its nodes."""
 
     name: str
     reason: str = ""
