@@ -5,6 +5,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cellmill.errors import Stopped, UserError
@@ -75,35 +76,26 @@ class Tail:
             return False
 
 
+@dataclass
 class JobFollower:
-    """Polls a job, prints each change of its state, and reads its log.
+    """Polls a job, prints each change of its state, and reads its log."""
 
-    Parameters
-    ----------
-    record
-        Updated with every state; None to change no file.
-    patience_s
-        How long the queue may give no answer.
-    slowest_poll_s
-        The longer the job is followed, the less often the queue is asked, down to once in this time. 0: ask at every
-        call of `alive`, as often as `queue` allows.
-    """
+    job_id: str
+    queue: Queue
+    tail: Tail
+    record: JobRecord | None = None
+    """Updated with every state; None to change no file."""
+    patience_s: float = PATIENCE_S
+    """How long the queue may give no answer."""
+    slowest_poll_s: float = 0.0
+    """The longer the job is followed, the less often the queue is asked, down to once in this time. 0: ask at every
+    call of `alive`, as often as `queue` allows."""
+    state: JobState = field(default=JobState(""), init=False)
+    """The last state that SLURM reported."""
+    nodes: str = field(default="", init=False)
+    """The last nodes it ran on, as SLURM writes them: node[1-2]."""
 
-    def __init__(
-        self,
-        job_id: str,
-        queue: Queue,
-        tail: Tail,
-        record: JobRecord | None = None,
-        patience_s: float = PATIENCE_S,
-        slowest_poll_s: float = 0.0,
-    ) -> None:
-        self.job_id, self.queue, self.tail, self.record = job_id, queue, tail, record
-        self.patience_s, self.slowest_poll_s = patience_s, slowest_poll_s
-        self.state = JobState("")
-        """The last state that SLURM reported."""
-        self.nodes = ""
-        """The last nodes it ran on, as SLURM writes them: node[1-2]."""
+    def __post_init__(self) -> None:
         self._printed, self._ended, self._gone, self._silent_since = "", False, False, 0.0
         self._began, self._next_poll = time.monotonic(), 0.0
 

@@ -63,8 +63,7 @@ def run_local(job: Job, keep_open: int) -> int:
         return code
     finally:
         for agent in agents:
-            if agent.poll() is None:
-                agent.kill()
+            agent.kill()
 
 
 def _start(job: Job, node: int, port: int, keep_open: int) -> subprocess.Popen[bytes]:
@@ -87,8 +86,7 @@ def _wait(agents: list[subprocess.Popen[bytes]], each_second: Callable[[], None]
         code = code or _failed(agents)
         if code:  # the others would wait for it forever
             for agent in agents:
-                if agent.poll() is None:
-                    agent.terminate()
+                agent.terminate()
         time.sleep(0.05)
     return code or _failed(agents)
 

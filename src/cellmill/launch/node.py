@@ -88,9 +88,9 @@ class NodeTask:
 
     def run(self, node: StepNode) -> None:
         """Run this node's agent, and restart it as allowed. Raises NodeFailed if it failed."""
-        attempt = None
+        attempt, error = None, Path(self.folder) / "error.txt"
         if node.rank == 0:
-            (Path(self.folder) / "error.txt").unlink(missing_ok=True)  # of an earlier attempt
+            error.unlink(missing_ok=True)  # of an earlier attempt
             attempt = Attempt(self, node)
         kills_before = oom_kills()
         stop = Forwarder()
@@ -100,10 +100,11 @@ class NodeTask:
             code = self.run_agent(node, restarts.done, stop, attempt)
         if attempt is not None:
             attempt.end(code)
-        if code and oom_kills() > kills_before:
-            self.leave_error(
+        if code and oom_kills() > kills_before and not error.exists():  # which a process may have left
+            write_text(
+                error,
                 f"{socket.gethostname()}: a process was killed because the job used up its memory on this node; raise "
-                "set-resources: train: mem_mb in the profile, or lower train.token_budget"
+                "set-resources: train: mem_mb in the profile, or lower train.token_budget",
             )
         if code:
             raise NodeFailed(f"torchrun ended with exit code {code}")
@@ -149,12 +150,6 @@ class NodeTask:
         if self.interface:
             variables |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
         return variables
-
-    def leave_error(self, text: str) -> None:
-        """Write the line the launcher ends with, unless a process has left one."""
-        file = Path(self.folder) / "error.txt"
-        if not file.exists():
-            write_text(file, text)
 
 
 class Forwarder:
