@@ -54,7 +54,7 @@ class Partition:
     """up, or another of sinfo's states."""
     limit_min: int | None
     """Time limit; None for none."""
-    nodes: tuple[Node, ...]
+    nodes: list[Node]
 
 
 def partitions() -> dict[str, Partition]:
@@ -73,9 +73,8 @@ def partitions() -> dict[str, Partition]:
             memory_mb=int(cells[6].rstrip("+")),
             features=frozenset(cells[8].split(",")) - {"(null)", ""},
         )
-        before = known.get(name)
-        nodes = (*before.nodes, node) if before else (node,)
-        known[name] = Partition(name, cells[1].endswith("*"), cells[2], minutes(cells[3]), nodes)
+        partition = Partition(name, cells[1].endswith("*"), cells[2], minutes(cells[3]), [])
+        known.setdefault(name, partition).nodes.append(node)
     return known
 
 
