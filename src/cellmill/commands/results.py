@@ -4,8 +4,9 @@ import shutil
 from pathlib import Path
 
 from cellmill.errors import UserError
-from cellmill.launch.queue import Queue, QueuedJob, QueueError
+from cellmill.launch.queue import Queue, QueuedJob
 from cellmill.runs.jobs import Jobs
+from cellmill.runs.slurm_command import CommandError
 
 
 def run_names(results: Path) -> list[str]:
@@ -37,5 +38,5 @@ def living_jobs(train: Path, queue: Queue) -> list[QueuedJob]:
         return []
     try:
         return queue.named(f"{jobs.name}.")
-    except QueueError as error:
+    except CommandError as error:
         raise UserError(f"no usable answer from squeue ({error}); try again") from None

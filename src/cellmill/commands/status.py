@@ -11,7 +11,7 @@ from pathlib import Path
 from cellmill.commands.results import run_names, train_folder
 from cellmill.errors import UserError
 from cellmill.files import read_json
-from cellmill.launch.queue import Queue, QueuedJob, QueueError
+from cellmill.launch.queue import Queue, QueuedJob
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.job_states import GONE, UNKNOWN, JobState
 from cellmill.runs.jobs import Jobs
@@ -20,6 +20,7 @@ from cellmill.runs.lock import Holder, holder_of
 from cellmill.runs.metrics import TAIL_BYTES, read_lines
 from cellmill.runs.progress import progress_of, step_seconds
 from cellmill.runs.run_cost import span
+from cellmill.runs.slurm_command import CommandError
 
 HEAD = ("run", "state", "step", "loss", "job", "slurm", "left", "saved", "last line")
 RIGHT_ALIGNED = {"step", "loss", "left", "saved", "last line"}
@@ -58,7 +59,7 @@ def ask_queue(trains: Iterable[Path]) -> tuple[list[QueuedJob] | None, str]:
         return None, "squeue is not on PATH: jobs are shown as last recorded"
     try:
         return Queue(POLL_S).named(""), ""
-    except QueueError as error:
+    except CommandError as error:
         return None, f"no usable answer from squeue ({error}): jobs are shown as last recorded"
 
 

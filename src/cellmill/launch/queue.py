@@ -33,10 +33,6 @@ class QueuedJob:
     name: str
 
 
-class QueueError(Exception):
-    """squeue gave no usable answer."""
-
-
 class Queue:
     """Jobs of this user, by answers that are at most `poll_s` seconds old."""
 
@@ -46,16 +42,16 @@ class Queue:
     def state(self, job_id: str) -> JobState:
         try:
             state = self._find(job_id, self.poll_s) or self._find(job_id, 0)  # a new job is in no earlier answer
-        except QueueError as error:
+        except CommandError as error:
             return JobState(UNKNOWN, str(error))
         return state or self._from_accounting(job_id)
 
     def named(self, prefix: str) -> list[QueuedJob]:
-        """Jobs alive now whose name begins with `prefix`. Raises QueueError without a usable answer."""
+        """Jobs alive now whose name begins with `prefix`. Raises CommandError without a usable answer."""
         jobs = [job for job in parse(_shared_answer(0)) if job.name.startswith(prefix)]
         for job in jobs:
             if job.state.name == UNKNOWN:
-                raise QueueError(job.state.reason)
+                raise CommandError(job.state.reason)
         return [job for job in jobs if job.state.alive]
 
     def cancel(self, job_id: str) -> str:
@@ -77,7 +73,7 @@ class Queue:
 
 
 def parse(answer: str) -> list[QueuedJob]:
-    """The jobs in squeue's answer. Raises QueueError if a line is not a job."""
+    """The jobs in squeue's answer. Raises CommandError if a line is not a job."""
     jobs = []
     for text in answer.splitlines():
         match = _LINE.fullmatch(text.strip())
@@ -88,7 +84,7 @@ def parse(answer: str) -> list[QueuedJob]:
                 state = JobState(UNKNOWN, f"squeue gives job {number} an unknown state: {word}")
             jobs.append(QueuedJob(number, state, name))
         elif not re.match(r"\d+[_+]", text.strip()):  # array task or component of a heterogeneous job: not ours
-            raise QueueError(f"squeue answered {text.strip()[:80]!r}")
+            raise CommandError(f"squeue answered {text.strip()[:80]!r}")
     return jobs
 
 
@@ -105,7 +101,7 @@ def _shared_answer(max_age_s: float) -> str:
             # another launcher may have asked while this one waited for the lock
             kept = _kept(file, max(max_age_s, time.time() - asked)) or _renewed(file)
     if kept["trouble"]:
-        raise QueueError(kept["trouble"])
+        raise CommandError(kept["trouble"])
     return str(kept["answer"])
 
 
@@ -113,7 +109,7 @@ def _renewed(file: Path) -> dict[str, Any]:
     kept = {"asked_at": time.time(), "answer": "", "trouble": ""}
     try:
         kept["answer"] = _ask()
-    except QueueError as error:  # kept as well: spare a controller in trouble
+    except CommandError as error:  # kept as well: spare a controller in trouble
         kept["trouble"] = str(error)
     write_json(file, kept)
     return kept
@@ -142,7 +138,4 @@ def _own_folder() -> Path | None:
 
 def _ask() -> str:
     # by uid, since the environment can change the name; -a: also hidden partitions
-    try:
-        return ask(["squeue", "-a", "-h", "-t", "all", "-u", str(os.getuid()), "-o", "%i|%T|%r|%N|%j"])
-    except CommandError as error:
-        raise QueueError(str(error)) from None
+    return ask(["squeue", "-a", "-h", "-t", "all", "-u", str(os.getuid()), "-o", "%i|%T|%r|%N|%j"])

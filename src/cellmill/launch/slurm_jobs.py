@@ -15,10 +15,11 @@ from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 from cellmill.launch.follow import PATIENCE_S, say
 from cellmill.launch.job import Job
-from cellmill.launch.queue import Queue, QueuedJob, QueueError
+from cellmill.launch.queue import Queue, QueuedJob
 from cellmill.launch.signals import Interrupted, Requests, blocked
 from cellmill.launch.submit import Unreachable, submit
 from cellmill.runs.jobs import JobRecord, Jobs
+from cellmill.runs.slurm_command import CommandError
 
 
 @dataclass
@@ -39,7 +40,7 @@ class SlurmJobs:
         while True:
             try:
                 return self.queue.named(f"{self.jobs.name}.")
-            except QueueError as error:
+            except CommandError as error:
                 if time.monotonic() > deadline:
                     raise UserError(f"no usable answer from squeue within {self.patience_s:.0f} s ({error})") from None
                 if not warned:

@@ -1,6 +1,6 @@
 """Resources of a SLURM site: partitions and nodes, accounts, an estimated start. Queues nothing.
 
-Every value reaches SLURM's commands as one argument of a list. An answer that cannot be parsed is a SiteError, from
+Every value reaches SLURM's commands as one argument of a list. An answer that cannot be parsed is a CommandError, from
 which nothing is concluded.
 """
 
@@ -14,10 +14,6 @@ from cellmill.launch.submit import TRANSIENT, outside_any_job, sbatch_options
 from cellmill.runs.slurm_command import CommandError, ask, call, seconds
 
 _DOWN = {"down", "drain", "drained", "draining", "fail", "failing", "future", "maint", "unknown", "error", "blocked"}
-
-
-class SiteError(CommandError):
-    """An answer that cannot be parsed."""
 
 
 class Refused(Exception):
@@ -64,7 +60,7 @@ def partitions() -> dict[str, Partition]:
     for line in answer.splitlines():
         cells = [cell.strip() for cell in line.split("|", 8)]
         if len(cells) != 9 or not re.fullmatch(r"\d+\+?", cells[5]) or not re.fullmatch(r"\d+\+?", cells[6]):
-            raise SiteError(f"sinfo answered {line.strip()[:80]!r}")
+            raise CommandError(f"sinfo answered {line.strip()[:80]!r}")
         name = cells[1].removesuffix("*")
         node = Node(
             state=cells[4],
@@ -84,7 +80,7 @@ def associations() -> dict[str, set[str]]:
     answer = ask(["sacctmgr", "-n", "-P", "show", "assoc", f"user={getpass.getuser()}", fields])
     rows = [line.split("|") for line in answer.splitlines() if line.strip()]
     if any(len(row) != 3 for row in rows):
-        raise SiteError(f"sacctmgr answered {answer.strip()[:80]!r}")
+        raise CommandError(f"sacctmgr answered {answer.strip()[:80]!r}")
     known: dict[str, set[str]] = defaultdict(set)
     for account, _, qos in rows:
         known[account] |= set(qos.split(",")) - {""}
@@ -109,10 +105,10 @@ def estimate(machine: Machine) -> str:
     if done.returncode == 0:
         match = re.search(r"to start at (\S+).*?(?: on nodes? (\S+))?(?: in partition|$)", said)
         if match is None:
-            raise SiteError(f"sbatch --test-only answered {said[:80]!r}")
+            raise CommandError(f"sbatch --test-only answered {said[:80]!r}")
         return f"{match[1].replace('T', ' ')}{f' on {match[2]}' if match[2] else ''}"
     if TRANSIENT.search(said):
-        raise SiteError(f"sbatch --test-only: {said[:200]}")
+        raise CommandError(f"sbatch --test-only: {said[:200]}")
     raise Refused(said.replace("error: ", "")[:300])
 
 
@@ -122,7 +118,7 @@ def minutes(text: str) -> int | None:
         return None
     limit_s = seconds(text)
     if limit_s is None:
-        raise SiteError(f"sinfo: expected a time limit, got {text[:40]!r}")
+        raise CommandError(f"sinfo: expected a time limit, got {text[:40]!r}")
     return int(limit_s) // 60
 
 

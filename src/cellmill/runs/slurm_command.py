@@ -9,7 +9,7 @@ _FILTERS = ("SQUEUE_", "SCANCEL_", "SACCT_", "SINFO_")  # a job they filter out 
 
 
 class CommandError(Exception):
-    """A command of SLURM is missing, failed or gave no answer; the text begins with its name."""
+    """A command of SLURM is missing, failed or gave no usable answer; the text begins with its name."""
 
 
 def call(command: list[str], within_s: float | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
