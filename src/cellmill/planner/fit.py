@@ -10,7 +10,7 @@ from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Layout, Parallel, layout
 from cellmill.errors import ConfigError
-from cellmill.planner.devices import Device, device_named
+from cellmill.planner.devices import device_named
 from cellmill.planner.memory import Memory, peak_memory
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.work import Cells, measure_work
@@ -24,21 +24,16 @@ Change = tuple[list[str], PlanOptions, "Hardware"]
 
 
 @dataclass(frozen=True)
-class Limit:
-    """Memory of one process, in bytes."""
-
-    whole: int
-    usable: int
-
-
-@dataclass(frozen=True)
 class Hardware:
     """Processes of a run and their devices."""
 
     nodes: int
     nproc_per_node: int
     device: str
-    limit: Limit
+    device_bytes: int
+    """Memory of one process."""
+    usable_bytes: int
+    """`plan.memory_frac` of it."""
 
     @property
     def world(self) -> int:
@@ -53,24 +48,20 @@ class Hardware:
         return PlannedModel.of(options, n_genes, self.world, self.nproc_per_node)
 
 
-def memory_limit(options: PlanOptions, device: Device, nproc_per_node: int) -> Limit:
-    """Return the memory of one process: as configured, that of its device, or its share of this machine."""
-    memory_gb = options.plan.memory_gb if options.plan.memory_gb is not None else device.memory_gb
-    if memory_gb is None:
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // nproc_per_node
-    else:
-        whole = round(memory_gb * GB)
-    return Limit(whole, int(whole * options.plan.memory_frac))
-
-
 def hardware_of(options: PlanOptions, machine: Machine, device: str) -> Hardware:
     """Return the processes that `machine` gives a run; the fewest of a range of nodes, which need the most memory.
 
-    Raises ConfigError for an unknown device.
+    The memory of a process is as configured, that of its device, or its share of this machine. Raises ConfigError for
+    an unknown device.
     """
-    nproc_per_node = machine.nproc_per_node
-    limit = memory_limit(options, device_named(device), nproc_per_node)
-    return Hardware(machine.node_counts[0], nproc_per_node, device, limit)
+    known = device_named(device)
+    memory_gb = options.plan.memory_gb if options.plan.memory_gb is not None else known.memory_gb
+    if memory_gb is None:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // machine.nproc_per_node
+    else:
+        whole = round(memory_gb * GB)
+    usable = int(whole * options.plan.memory_frac)
+    return Hardware(machine.node_counts[0], machine.nproc_per_node, device, whole, usable)
 
 
 def memory_needed(options: PlanOptions, cells: Cells, hardware: Hardware, micro_tokens: int | None = None) -> Memory:
@@ -84,13 +75,13 @@ def memory_needed(options: PlanOptions, cells: Cells, hardware: Hardware, micro_
 
 def check_memory(options: PlanOptions, cells: Cells, hardware: Hardware) -> Memory:
     """Return the memory of a run. Raises ConfigError with the first change that makes it fit if it does not."""
-    memory, limit = memory_needed(options, cells, hardware), hardware.limit
-    if memory.total <= limit.usable:
+    memory = memory_needed(options, cells, hardware)
+    if memory.total <= hardware.usable_bytes:
         return memory
     part, n_bytes = max(asdict(memory).items(), key=lambda item: item[1])
     raise ConfigError(
         f"needs {amount(memory.total)} per process, {amount(n_bytes)} of it {part}, but {hardware.device} has "
-        f"{amount(limit.usable)} usable ({options.plan.memory_frac:.0%} of {amount(limit.whole)}): "
+        f"{amount(hardware.usable_bytes)} usable ({options.plan.memory_frac:.0%} of {amount(hardware.device_bytes)}): "
         f"{remedy(options, cells, hardware)}"
     )
 
@@ -100,7 +91,7 @@ def largest_micro_batch(options: PlanOptions, cells: Cells, hardware: Hardware) 
     low, high = 0, MAX_TOKENS
     while low < high:
         middle = (low + high + 1) // 2
-        if memory_needed(options, cells, hardware, middle).total <= hardware.limit.usable:
+        if memory_needed(options, cells, hardware, middle).total <= hardware.usable_bytes:
             low = middle
         else:
             high = middle - 1
@@ -110,7 +101,7 @@ def largest_micro_batch(options: PlanOptions, cells: Cells, hardware: Hardware) 
 def remedy(options: PlanOptions, cells: Cells, hardware: Hardware) -> str:
     """Return the first change, or combination of changes, that makes the run fit."""
     for words, changed, processes in _changes(options, hardware):
-        if memory_needed(changed, cells, processes).total <= processes.limit.usable:
+        if memory_needed(changed, cells, processes).total <= processes.usable_bytes:
             return " and ".join(words)
     return "use a device with more memory (the profile) or a smaller model"
 

@@ -52,10 +52,8 @@ class Suggestions:
 
     fitting: list[Suggestion]
     """The best first."""
-    too_large: int
-    """Number of layouts that do not fit."""
-    smallest_bytes: int | None
-    """Memory of the smallest layout that does not fit."""
+    too_large: list[int]
+    """Bytes of the layouts that do not fit."""
     refused: Counter[str]
     """Number of refused layouts by reason; similar reasons count as the first of them."""
 
@@ -76,12 +74,12 @@ def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -
             refused[examples.setdefault(kind, str(error))] += 1
             continue
         memory = memory_needed(changed, cells, hardware)
-        if memory.total > hardware.limit.usable:
+        if memory.total > hardware.usable_bytes:
             too_large.append(memory.total)
         else:
             fitting.append(Suggestion(changed, cost(changed, cells, hardware, known, memory)))
     fitting.sort(key=lambda suggestion: suggestion.rank)
-    return Suggestions(fitting, len(too_large), min(too_large, default=None), refused)
+    return Suggestions(fitting, too_large, refused)
 
 
 def layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
@@ -148,8 +146,8 @@ def table(suggestions: Suggestions, options: PlanOptions, machine: Machine, devi
             f"{amount(sent['inter_node']):>10}  {words}"
         )
     lines += ["", f"{len(suggestions.fitting)} layouts fit"]
-    if suggestions.smallest_bytes is not None:
-        lines[-1] += f", {suggestions.too_large} do not: the smallest needs {amount(suggestions.smallest_bytes)}"
+    if too_large := suggestions.too_large:
+        lines[-1] += f", {len(too_large)} do not: the smallest needs {amount(min(too_large))}"
     lines += [f"{number} refused: {reason}" for reason, number in suggestions.refused.most_common()]
     if suggestions.fitting:
         lines += ["", "# the best layout, for config.yaml", sections(suggestions.fitting[0].options, options).rstrip()]

@@ -15,7 +15,7 @@ from cellmill.config.options import PlanOptions, TrainOptions
 from cellmill.config.run import Plan
 from cellmill.data.manifest import Manifest
 from cellmill.files import read_json
-from cellmill.planner.fit import Hardware, Limit, amount, memory_needed, remedy
+from cellmill.planner.fit import Hardware, amount, memory_needed, remedy
 from cellmill.planner.work import Cells, detected_genes
 
 TIMEOUT_S = 120
@@ -59,14 +59,14 @@ def advice(record: dict[str, Any], options: TrainOptions, world: int, nproc_per_
     manifest = Manifest.read(Path(record["manifest"]))
     lengths = detected_genes(manifest).clip(max=options.tokens.max_tokens)
     cells = Cells(lengths, manifest.n_genes)
-    hardware = Hardware(world // nproc_per_node, nproc_per_node, device, Limit(0, 0))
+    hardware = Hardware(world // nproc_per_node, nproc_per_node, device, 0, 0)
     memory = memory_needed(planned, cells, hardware)
     parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
     listed = ", ".join(f"{name} {amount(n)}" for name, n in parts if n)
-    less = Limit(memory.total, int(LESS_FRAC * memory.total))
+    less = replace(hardware, usable_bytes=int(LESS_FRAC * memory.total))
     return (
         f"the plan was {amount(memory.total)} per process, most of it {parts[0][0]} ({listed}): "
-        f"{remedy(planned, cells, replace(hardware, limit=less))}"
+        f"{remedy(planned, cells, less)}"
     )
 
 

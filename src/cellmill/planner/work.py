@@ -52,12 +52,6 @@ class Cells:
 class Work:
     """Amount of work in a run and in its steps."""
 
-    n_genes: int
-    cells: int
-    """Cells per epoch."""
-    tokens_per_cell: float
-    pairs_per_cell: float
-    """Mean number of (query, key) pairs of attention."""
     steps: int
     steps_per_epoch: int
     cells_per_step: int
@@ -92,10 +86,6 @@ def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
     epochs, rest = divmod(steps, epoch.steps_per_epoch)
     micro_batches, micro_tokens = _counted(options, cells, sizes)
     return Work(
-        n_genes=cells.n_genes,
-        cells=n_cells,
-        tokens_per_cell=cells.tokens_per_cell,
-        pairs_per_cell=cells.pairs_per_cell,
         steps=steps,
         steps_per_epoch=epoch.steps_per_epoch,
         cells_per_step=min(train.global_batch, n_cells),

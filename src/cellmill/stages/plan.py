@@ -61,7 +61,7 @@ def run(
         check_run(options, nodes, machine.nproc_per_node, corpus.n)
     hardware = hardware_of(options, machine, device)
     memory = check_memory(options, corpus, hardware)
-    plan = describe(options, cost(options, corpus, hardware, known, memory), hardware) | {
+    plan = describe(options, corpus, hardware, cost(options, corpus, hardware, known, memory)) | {
         "largest_micro_batch": largest_micro_batch(options, corpus, hardware),
         "genes_per_cell": float(detected.mean()),
         "cut_cells_frac": float((detected > corpus.lengths).mean()),
