@@ -31,10 +31,10 @@ class FamilyConfig(Plugin):
     objectives: ClassVar[tuple[str, ...]] = ()
     """Objectives that the family serves, in addition to those whose `families` lists this family."""
 
-    def cut_by_tp(self) -> dict[str, int]:
+    def tp_sizes(self) -> dict[str, int]:
         """Sizes that tensor parallel must divide, by the option's name; empty if not supported."""
         return {}
 
-    def cut_by_pp(self) -> dict[str, int]:
+    def pp_sizes(self) -> dict[str, int]:
         """Number of blocks that a pipeline divides into stages, by the option's name; empty if not supported."""
         return {}

@@ -13,8 +13,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from cellmill.config.options import TrainOptions
-from cellmill.config.pipeline import Workflow, entries_of, sections_of
 from cellmill.config.section import Section, explain, unknown_key
+from cellmill.config.workflow import Workflow, entries_of, sections_of
 from cellmill.errors import ConfigError
 
 OBJECTIVE_KEYS = ("mask_frac", "cell_loss_weight")  # in section `model` until 0.1.0, beside `objective`

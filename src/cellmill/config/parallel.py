@@ -67,7 +67,7 @@ class Parallel(Section):
     )
 
     @property
-    def low(self) -> bool:
+    def half_precision(self) -> bool:
         """True if forward and backward use a 16-bit format."""
         return self.precision != "32-true"
 
@@ -99,14 +99,14 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def shared(self) -> str:
+    def tp_pp_text(self) -> str:
         """Axes whose processes share the same cells, as text to append: ` x tp 2`, ` x pp 4`, or empty."""
         return "".join(f" x {name} {size}" for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1)
 
     @property
-    def dp_words(self) -> str:
+    def dp_text(self) -> str:
         """The data-parallel groups as text: `8 processes`, `4 groups of tp 2`."""
-        return f"{self.dp} groups of{self.shared[2:]}" if self.shared else f"{self.dp} processes"
+        return f"{self.dp} groups of{self.tp_pp_text[2:]}" if self.tp_pp_text else f"{self.dp} processes"
 
 
 def layout(parallel: Parallel, world: int, local_world: int) -> Layout:
@@ -124,7 +124,7 @@ def layout(parallel: Parallel, world: int, local_world: int) -> Layout:
         sizes = Layout(data, 1, tp, pp)
     elif strategy == "HYBRID_SHARD":
         size = min(_groups_of_a_node(tp, local_world), data) if parallel.shard_size is None else parallel.shard_size
-        _check_divides("shard_size", size, data, Layout(data, 1, tp, pp).dp_words)
+        _check_divides("shard_size", size, data, Layout(data, 1, tp, pp).dp_text)
         sizes = Layout(data // size, size, tp, pp)
     else:
         sizes = Layout(1, data, tp, pp)

@@ -158,7 +158,7 @@ def cost(options: PlanOptions, cells: Cells, hardware: Hardware, device: Device,
     tokens, pairs = own_cells * cells.tokens_per_cell, own_cells * cells.pairs_per_cell
     micro_batches = work.micro_batches_per_step
     traffic = peak_traffic(model, tokens, micro_batches)
-    peak = device.bf16_flops if options.parallel.low else device.fp32_flops
+    peak = device.bf16_flops if options.parallel.half_precision else device.fp32_flops
     network = _network(options, device)
     if peak is None or network is None:
         return Cost(model, whole, work, memory, flops_per_step, traffic)

@@ -142,7 +142,7 @@ def _smaller_budgets(options: PlanOptions, hardware: Hardware, kept: list[str]) 
 
 def _tensor_parallel(options: PlanOptions, hardware: Hardware) -> Iterator[int]:
     """Larger tp that divides the model and the node."""
-    cut = options.model.cut_by_tp().values()
+    cut = options.model.tp_sizes().values()
     whole = [hardware.nproc_per_node, hardware.world // options.parallel.pp, *cut]
     for tp in range(options.parallel.tp + 1, hardware.nproc_per_node + 1 if cut else 0):
         if not any(size % tp for size in whole):
@@ -151,7 +151,7 @@ def _tensor_parallel(options: PlanOptions, hardware: Hardware) -> Iterator[int]:
 
 def _pipelines(options: PlanOptions, hardware: Hardware) -> Iterator[int]:
     """Larger pp with at least one block per stage."""
-    blocks = min(options.model.cut_by_pp().values(), default=1)
+    blocks = min(options.model.pp_sizes().values(), default=1)
     stages_per_rank = options.parallel.stages // options.parallel.pp
     for pp in range(options.parallel.pp + 1, blocks // stages_per_rank + 1):
         if not hardware.world % (pp * options.parallel.tp):

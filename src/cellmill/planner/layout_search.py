@@ -14,11 +14,11 @@ from typing import Any
 
 import yaml
 
+from cellmill.config.checks import check_run
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Parallel, divisors
 from cellmill.errors import ConfigError
-from cellmill.planner.checks import check_run
 from cellmill.planner.communication import link_bytes
 from cellmill.planner.cost import Cost, cost
 from cellmill.planner.devices import check_precision, device_named
@@ -103,10 +103,10 @@ def layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
 
 
 def _changes(options: PlanOptions, hardware: Hardware) -> Iterator[dict[str, Any]]:
-    blocks = min(options.model.cut_by_pp().values(), default=1)
+    blocks = min(options.model.pp_sizes().values(), default=1)
     strategies: list[dict[str, Any]] = [{"strategy": "ddp"}]
     strategies += [{"sharding_strategy": name} for name in ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP")]
-    for tp in divisors(hardware.nproc_per_node) if options.model.cut_by_tp() else [1]:
+    for tp in divisors(hardware.nproc_per_node) if options.model.tp_sizes() else [1]:
         for pp in divisors(hardware.world // tp):
             if pp > min(blocks, MAX_PIPELINE):
                 break

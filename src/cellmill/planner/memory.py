@@ -82,7 +82,7 @@ def _moments(model: PlannedModel, rank: int, tokens: int, micro_batches: int) ->
         "optimizer": 0 if offload else 2 * FLOAT32 * trained_shard,
         "pipeline": element * received if parallel.pp > 1 else 0,
     }
-    activation = AUTOCAST_ACTIVATION if parallel.low and not model.is_sharded else element
+    activation = AUTOCAST_ACTIVATION if parallel.half_precision and not model.is_sharded else element
     first_blocks = block.activations_per_token + size.begin.activations_per_token + size.working_per_token
     begun = constant | {
         "activations": round(activation * _kept_per_token(model, rank, micro_batches) * tokens),
@@ -90,7 +90,9 @@ def _moments(model: PlannedModel, rank: int, tokens: int, micro_batches: int) ->
     }
     ended = constant | {"activations": round(activation * first_blocks * tokens)}
     if not model.is_sharded:
-        gathered = 2 * own.parameters if parallel.low else 0  # autocast keeps its casts until the backward pass
+        gathered = (
+            2 * own.parameters if parallel.half_precision else 0
+        )  # autocast keeps its casts until the backward pass
         # DistributedDataParallel's buckets persist and are sent themselves; accumulated gradients are beside them
         copies = (model.layout.dp > 1) + (micro_batches > 1)
         yield Memory(**begun, gradients=FLOAT32 * (copies * own.trained or block.trained), gathered=gathered)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cellmill import __version__
+from cellmill.config.checks import check_run
 from cellmill.config.machine import Machine
 from cellmill.config.options import TrainOptions
 from cellmill.data.manifest import Manifest, verify
@@ -24,7 +25,7 @@ from cellmill.launch.allocation import run_allocation
 from cellmill.launch.job import Job
 from cellmill.launch.local import run_local
 from cellmill.launch.slurm import RunFiles, SlurmLauncher
-from cellmill.planner.checks import check_run, check_vocabulary, check_weights
+from cellmill.planner.train_inputs import check_vocabulary, check_weights
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.identity import changed_keys, check_data, identity
 from cellmill.runs.progress import status
