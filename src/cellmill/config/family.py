@@ -24,9 +24,7 @@ class FamilyConfig(Plugin):
     }
 
     family: str
-    weight_keys: ClassVar[tuple[str, ...]] = ()
-    """Options that must match when a run starts from this model's weights (`init_from`)."""
-
+    weight_keys: ClassVar[tuple[str, ...]] = ()  # options that must match those of the model of `init_from`
     value_kinds: ClassVar[tuple[str, ...]] = ()  # kinds of token values (`Tokens.value_kind`) that the family can embed
     objectives: ClassVar[tuple[str, ...]] = ()
     """Objectives that the family serves, in addition to those whose `families` lists this family."""

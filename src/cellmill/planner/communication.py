@@ -19,8 +19,7 @@ from cellmill.planner.size import FLOAT32
 BUCKET_BYTES = 25 << 20  # default of DistributedDataParallel
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "point to point"]
-Sent = Iterator[tuple[Kind, str, float, float]]
-"""Kind of collective, mesh axis, payload bytes, number of calls."""
+Sent = Iterator[tuple[Kind, str, float, float]]  # kind of collective, mesh axis, payload bytes, number of calls
 
 
 @dataclass(frozen=True)
@@ -29,14 +28,10 @@ class Traffic:
 
     kind: Kind
     axis: str
-    processes: int
-    """Processes of the group."""
-    in_a_node: int
-    """Processes of the group on one node."""
-    payload_bytes: float
-    """Bytes of the full tensors, before a reduce-scatter or after an all-gather."""
+    processes: int  # of the group
+    in_a_node: int  # those on one node
+    payload_bytes: float  # bytes of the full tensors, before a reduce-scatter or after an all-gather
     calls: float
-    """Number of collectives."""
 
     @property
     def sent_bytes(self) -> float:

@@ -62,10 +62,8 @@ class StepTime:
     """Seconds of an optimizer step on the rank that computes the most."""
 
     compute_s: float
-    communication_s: float
-    """Communication that no computation overlaps."""
-    idle_s: float
-    """Time that a rank waits for others of its pipeline."""
+    communication_s: float  # communication that no computation overlaps
+    idle_s: float  # time that a rank waits for others of its pipeline
 
     @property
     def step_s(self) -> float:
@@ -83,12 +81,7 @@ def step_time(
 ) -> StepTime:
     """Return the duration of a step in which each rank takes `tokens` tokens and `pairs` (query, key) pairs.
 
-    Parameters
-    ----------
-    traffic
-        Of the rank that sends the most.
-    flops_per_s
-        FLOP/s that computation reaches.
+    `traffic` is that of the rank that sends the most, `flops_per_s` what computation reaches.
     """
     compute_s = max(_flops(model, rank, tokens, pairs) for rank in range(model.layout.pp)) / flops_per_s
     communication_s = _exposed(model, traffic, network, compute_s, micro_batches)
@@ -130,20 +123,15 @@ class Cost:
     """Estimates of a run; the optional ones are None if the device's speed is unknown."""
 
     model: PlannedModel
-    whole: ModelSize
-    """Sizes of the whole model, without tensor parallelism."""
+    whole: ModelSize  # sizes of the whole model, without tensor parallelism
     work: Work
     memory: Memory
-    flops_per_step: float
-    """FLOPs of the model over all processes; recomputation is not counted."""
-    traffic: list[Traffic]
-    """Traffic of the rank that sends the most."""
+    flops_per_step: float  # FLOPs of the model over all processes; recomputation is not counted
+    traffic: list[Traffic]  # traffic of the rank that sends the most
     time: StepTime | None = None
     mfu: float | None = None
-    hours: float | None = None
-    """Hours including validation."""
-    validation_frac: float | None = None
-    """Fraction of the hours spent in validation."""
+    hours: float | None = None  # hours including validation
+    validation_frac: float | None = None  # fraction of the hours spent in validation
     gpu_hours: float | None = None
 
 

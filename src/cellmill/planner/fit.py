@@ -1,6 +1,8 @@
 """Check whether a run fits its devices, and find the first change that makes it fit."""
 
+import math
 import os
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -8,7 +10,7 @@ from typing import Any
 
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
-from cellmill.config.parallel import Layout, Parallel, layout
+from cellmill.config.parallel import Layout, Parallel, divisors, layout
 from cellmill.errors import ConfigError
 from cellmill.planner.devices import device_named
 from cellmill.planner.memory import Memory, peak_memory
@@ -19,8 +21,7 @@ GB = 1e9
 FREE_HALVINGS = 2  # of a micro-batch, which cost less than recomputing a forward pass
 MAX_TOKENS = 1 << 24
 
-Change = tuple[list[str], PlanOptions, "Hardware"]
-"""Instructions for the user, and the options and hardware after them."""
+Change = tuple[list[str], PlanOptions, "Hardware"]  # instructions for the user, and the options and hardware after them
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,8 @@ class Hardware:
     nodes: int
     nproc_per_node: int
     device: str
-    device_bytes: int
-    """Memory of one process."""
-    usable_bytes: int
-    """`plan.memory_frac` of it."""
+    device_bytes: int  # memory of one process
+    usable_bytes: int  # `plan.memory_frac` of it
 
     @property
     def world(self) -> int:
@@ -88,14 +87,11 @@ def check_memory(options: PlanOptions, cells: Cells, hardware: Hardware) -> Memo
 
 def largest_micro_batch(options: PlanOptions, cells: Cells, hardware: Hardware) -> int:
     """Return the most tokens of a micro-batch that fit, with the same number of micro-batches; 0 if none fits."""
-    low, high = 0, MAX_TOKENS
-    while low < high:
-        middle = (low + high + 1) // 2
-        if memory_needed(options, cells, hardware, middle).total <= hardware.usable_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+
+    def is_too_large(tokens: int) -> bool:
+        return memory_needed(options, cells, hardware, tokens).total > hardware.usable_bytes
+
+    return bisect_left(range(1, MAX_TOKENS + 1), True, key=is_too_large)
 
 
 def remedy(options: PlanOptions, cells: Cells, hardware: Hardware) -> str:
@@ -140,32 +136,26 @@ def _smaller_budgets(options: PlanOptions, hardware: Hardware, kept: list[str]) 
         budget //= 2
 
 
-def _tensor_parallel(options: PlanOptions, hardware: Hardware) -> Iterator[int]:
+def _tensor_parallel(options: PlanOptions, hardware: Hardware) -> list[int]:
     """Larger tp that divides the model and the node."""
-    cut = options.model.tp_sizes().values()
-    whole = [hardware.nproc_per_node, hardware.world // options.parallel.pp, *cut]
-    for tp in range(options.parallel.tp + 1, hardware.nproc_per_node + 1 if cut else 0):
-        if not any(size % tp for size in whole):
-            yield tp
+    sizes = options.model.tp_sizes().values()
+    common = math.gcd(hardware.nproc_per_node, hardware.world // options.parallel.pp, *sizes) if sizes else 1
+    return [tp for tp in divisors(common) if tp > options.parallel.tp]
 
 
-def _pipelines(options: PlanOptions, hardware: Hardware) -> Iterator[int]:
+def _pipelines(options: PlanOptions, hardware: Hardware) -> list[int]:
     """Larger pp with at least one block per stage."""
-    blocks = min(options.model.pp_sizes().values(), default=1)
-    stages_per_rank = options.parallel.stages // options.parallel.pp
-    for pp in range(options.parallel.pp + 1, blocks // stages_per_rank + 1):
-        if not hardware.world % (pp * options.parallel.tp):
-            yield pp
+    parallel, blocks = options.parallel, min(options.model.pp_sizes().values(), default=1)
+    largest = blocks // (parallel.stages // parallel.pp)
+    return [pp for pp in divisors(hardware.world // parallel.tp) if parallel.pp < pp <= largest]
 
 
-def _offloads(options: PlanOptions, hardware: Hardware) -> Iterator[str]:
+def _offloads(options: PlanOptions, hardware: Hardware) -> list[str]:
     """Values of cpu_offload that move more to host memory, if the device has memory of its own."""
-    if hardware.device == "cpu":
-        return
-    if options.parallel.cpu_offload is None:
-        yield "optimizer"
-    if options.parallel.cpu_offload != "full" and hardware.layout(options.parallel).dp > 1:
-        yield "full"
+    if hardware.device == "cpu" or options.parallel.cpu_offload == "full":
+        return []
+    optimizer = ["optimizer"] if options.parallel.cpu_offload is None else []
+    return optimizer + (["full"] if hardware.layout(options.parallel).dp > 1 else [])
 
 
 def _with(options: PlanOptions, **changes: Any) -> PlanOptions:

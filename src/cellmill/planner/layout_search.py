@@ -50,12 +50,9 @@ class Suggestion:
 class Suggestions:
     """Result of a search."""
 
-    fitting: list[Suggestion]
-    """The best first."""
-    too_large: list[int]
-    """Bytes of the layouts that do not fit."""
-    refused: Counter[str]
-    """Number of refused layouts by reason; similar reasons count as the first of them."""
+    fitting: list[Suggestion]  # the best first
+    too_large: list[int]  # bytes of the layouts that do not fit
+    refused: Counter[str]  # number of refused layouts by reason; similar reasons count as the first of them
 
 
 def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -> Suggestions:

@@ -18,22 +18,14 @@ AUTOCAST_ACTIVATION = 2.5  # bytes: the residual stream and inputs of norms stay
 class Memory:
     """Peak bytes of one process."""
 
-    parameters: int = 0
-    """This rank's shard of the weights, and all buffers."""
-    gradients: int = 0
-    """Its shard of the gradients, full ones while micro-batches are accumulated, and those being computed."""
-    optimizer: int = 0
-    """Both moments of AdamW."""
-    gathered: int = 0
-    """Full weights gathered for a forward or backward pass, or cast to 16 bits."""
-    communication: int = 0
-    """Gradients in a reduce-scatter."""
-    pipeline: int = 0
-    """Receive buffers of a pipeline for all micro-batches of a step."""
-    activations: int = 0
-    """Activations kept for the backward pass, and the workspace of one block's backward pass."""
-    logits: int = 0
-    """Logits and their gradient, and the table's gradient of a chunked loss."""
+    parameters: int = 0  # this rank's shard, and all buffers
+    gradients: int = 0  # this rank's shard, full ones while micro-batches are accumulated, and those being computed
+    optimizer: int = 0  # both moments of AdamW
+    gathered: int = 0  # full weights gathered for a forward or backward pass, or cast to 16 bits
+    communication: int = 0  # gradients in a reduce-scatter
+    pipeline: int = 0  # receive buffers of a pipeline for all micro-batches of a step
+    activations: int = 0  # kept for the backward pass, and the workspace of one block's backward pass
+    logits: int = 0  # logits and their gradient, and the table's gradient of a chunked loss
 
     @property
     def total(self) -> int:
@@ -54,12 +46,7 @@ def host_bytes(model: PlannedModel) -> int:
 def peak_memory(model: PlannedModel, micro_tokens: int, micro_batches: int) -> Memory:
     """Return the memory of the rank that needs the most.
 
-    Parameters
-    ----------
-    micro_tokens
-        Tokens of the largest micro-batch.
-    micro_batches
-        Largest number of micro-batches in an optimizer step.
+    A step has at most `micro_batches` micro-batches, the largest of `micro_tokens` tokens.
     """
     ranks = (memory_of(model, rank, micro_tokens, micro_batches) for rank in range(model.layout.pp))
     return max(ranks, key=lambda memory: memory.total)

@@ -12,7 +12,6 @@ import torch
 
 from cellmill.config.load import stored_options
 from cellmill.config.options import PlanOptions, TrainOptions
-from cellmill.config.run import Plan
 from cellmill.data.manifest import Manifest
 from cellmill.files import read_json
 from cellmill.planner.fit import Hardware, amount, memory_needed, remedy
@@ -46,19 +45,11 @@ def ask(run_json: Path, world: int, nproc_per_node: int, device: str) -> str | N
 def advice(record: dict[str, Any], options: TrainOptions, world: int, nproc_per_node: int, device: str = "cpu") -> str:
     """Return the planned memory of one process, and the first change after which it needs a fifth less.
 
-    Parameters
-    ----------
-    record
-        Content of run.json.
-    device
-        Type of the device; a CPU has no other memory to offload to.
+    `record` is the content of run.json, `device` a type: a CPU has no other memory to offload to.
     """
-    planned = PlanOptions(
-        plan=Plan.model_validate({}), **{name: getattr(options, name) for name in TrainOptions.model_fields}
-    )
+    planned = PlanOptions.model_validate({**dict(options), "plan": {}})
     manifest = Manifest.read(Path(record["manifest"]))
-    lengths = detected_genes(manifest).clip(max=options.tokens.max_tokens)
-    cells = Cells(lengths, manifest.n_genes)
+    cells = Cells(detected_genes(manifest).clip(max=options.tokens.max_tokens), manifest.n_genes)
     hardware = Hardware(world // nproc_per_node, nproc_per_node, device, 0, 0)
     memory = memory_needed(planned, cells, hardware)
     parts = sorted(asdict(memory).items(), key=lambda part: -part[1])

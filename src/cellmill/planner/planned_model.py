@@ -23,15 +23,11 @@ class Counts(NamedTuple):
     """Numbers of parameters and parts in one pipeline stage, or in all stages of a rank."""
 
     blocks: int
-    first: int
-    """1 with the part before the blocks."""
-    last: int
-    """1 with the part after the blocks."""
+    first: int  # 1 with the part before the blocks
+    last: int  # 1 with the part after the blocks
     parameters: int
-    trained: int
-    """Parameters with a gradient and optimizer state."""
-    outside: int
-    """Parameters outside the blocks; tied ones are in both the first and the last stage."""
+    trained: int  # parameters with a gradient and optimizer state
+    outside: int  # parameters outside the blocks; tied ones are in both the first and the last stage
     outside_trained: int
 
 
@@ -71,12 +67,10 @@ class Stage:
 class PlannedModel:
     """A model in a parallel layout."""
 
-    size: ModelSize
-    """Sizes on one tensor-parallel rank."""
+    size: ModelSize  # sizes on one tensor-parallel rank
     parallel: Parallel
     layout: Layout
-    local_world: int
-    """Processes per node."""
+    local_world: int  # processes per node
 
     @classmethod
     def of(cls, options: TrainOptions, n_genes: int, world: int, local_world: int) -> Self:
