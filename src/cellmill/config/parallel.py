@@ -115,29 +115,27 @@ def layout(parallel: Parallel, world: int, local_world: int) -> Layout:
     Raises ConfigError if pp, tp or shard_size does not divide the processes, or if shard_size or cpu_offload does not
     go with the strategy.
     """
-    strategy, tp, pp = parallel.sharding_strategy, parallel.tp, parallel.pp
+    sharding = "strategy ddp" if parallel.strategy == "ddp" else parallel.sharding_strategy
+    tp, pp = parallel.tp, parallel.pp
     _check_divides("pp", pp, world, f"{world} processes")
     stage = world // pp
     _check_divides("tp", tp, stage, f"{world} processes" if pp == 1 else f"the {stage} processes of each of pp {pp}")
     data = stage // tp
-    if parallel.strategy == "ddp" or strategy == "NO_SHARD":
-        sizes = Layout(data, 1, tp, pp)
-    elif strategy == "HYBRID_SHARD":
-        size = min(_groups_of_a_node(tp, local_world), data) if parallel.shard_size is None else parallel.shard_size
-        _check_divides("shard_size", size, data, Layout(data, 1, tp, pp).dp_text)
-        sizes = Layout(data // size, size, tp, pp)
-    else:
-        sizes = Layout(1, data, tp, pp)
-    if parallel.shard_size is not None and (parallel.strategy == "ddp" or strategy != "HYBRID_SHARD"):
-        name = "strategy ddp" if parallel.strategy == "ddp" else strategy
-        raise ConfigError(f"parallel.shard_size requires sharding_strategy HYBRID_SHARD, got {name}; set it to null")
-    if parallel.cpu_offload == "full" and sizes.dp == 1:
+    shards = data if sharding in ("FULL_SHARD", "SHARD_GRAD_OP") else 1
+    if sharding == "HYBRID_SHARD":
+        shards = min(_groups_of_a_node(tp, local_world), data) if parallel.shard_size is None else parallel.shard_size
+        _check_divides("shard_size", shards, data, Layout(data, 1, tp, pp).dp_text)
+    elif parallel.shard_size is not None:
+        raise ConfigError(
+            f"parallel.shard_size requires sharding_strategy HYBRID_SHARD, got {sharding}; set it to null"
+        )
+    if parallel.cpu_offload == "full" and data == 1:
         raise ConfigError(
             "parallel.cpu_offload full requires two data-parallel processes, got one: "
             f"{world} processes with pp {pp} x tp {tp}; set cpu_offload to optimizer, or change nodes and "
             "nproc_per_node in the profile"
         )
-    return sizes
+    return Layout(data // shards, shards, tp, pp)
 
 
 def min_microbatches(parallel: Parallel) -> int:
