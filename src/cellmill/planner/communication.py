@@ -35,7 +35,6 @@ class Traffic:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that this process sends."""
         if self.kind == "point to point":
             return self.payload_bytes
         share = (self.processes - 1) / self.processes
@@ -135,5 +134,4 @@ def _pipeline(model: PlannedModel, rank: int, tokens: float, micro_batches: floa
     sent = sum(other not in own for other in neighbours)
     yield "point to point", "pp", model.element_bytes * tokens * model.size.width * sent, sent * micro_batches
     if (0 in own) != (last in own):
-        shards = model.layout.dp_shard if model.is_sharded else 1
-        yield "point to point", "pp", FLOAT32 * model.size.tied.parameters / shards, 1
+        yield "point to point", "pp", FLOAT32 * model.size.tied.parameters / model.shards, 1

@@ -81,9 +81,8 @@ def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -
 
 def layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
     """Layouts worth trying, without duplicates that come to the same."""
-    seen = set()
+    kept, seen = options.parallel.model_dump(include={"precision", "compile", "cpu_offload"}), set()
     for changes in _changes(options, hardware):
-        kept = {name: getattr(options.parallel, name) for name in ("precision", "compile", "cpu_offload")}
         parallel = Parallel.model_validate(kept | changes)
         try:
             sizes = hardware.layout(parallel)

@@ -40,7 +40,7 @@ def host_bytes(model: PlannedModel) -> int:
     if model.parallel.cpu_offload is None:
         return 0
     elements = max(own.parameters + 3 * own.trained for own in map(model.counts, range(model.layout.pp)))
-    return FLOAT32 * (-(-elements // model.layout.dp_shard) if model.is_sharded else elements)
+    return FLOAT32 * -(-elements // model.shards)
 
 
 def peak_memory(model: PlannedModel, micro_tokens: int, micro_batches: int) -> Memory:
@@ -61,11 +61,10 @@ def _moments(model: PlannedModel, rank: int, tokens: int, micro_batches: int) ->
     """Memory at the beginning and at the end of the backward pass."""
     size, parallel, own = model.size, model.parallel, model.counts(rank)
     block, element, offload = size.block, model.element_bytes, parallel.cpu_offload
-    shards = model.layout.dp_shard if model.is_sharded else 1
-    trained_shard = -(-own.trained // shards)
+    trained_shard = -(-own.trained // model.shards)
     received = (2 * len(model.stages(rank)) - own.first - own.last) * micro_batches * size.width * tokens
     constant = {
-        "parameters": FLOAT32 * (size.buffers + (0 if offload == "full" else -(-own.parameters // shards))),
+        "parameters": FLOAT32 * (size.buffers + (0 if offload == "full" else -(-own.parameters // model.shards))),
         "optimizer": 0 if offload else 2 * FLOAT32 * trained_shard,
         "pipeline": element * received if parallel.pp > 1 else 0,
     }

@@ -42,7 +42,6 @@ class Stage:
 
     @property
     def counts(self) -> Counts:
-        """Numbers of parameters and parts."""
         size, block = self.size, self.size.block
         ends = self.first * size.begin.parameters + self.last * size.finish.parameters
         ends_trained = self.first * size.begin.trained + self.last * size.finish.trained
@@ -89,6 +88,11 @@ class PlannedModel:
         """True if FSDP2 wraps the model: with several data-parallel ranks under fsdp, tp or pp."""
         sizes = self.layout
         return sizes.dp > 1 and (self.parallel.strategy == "fsdp" or sizes.tp * sizes.pp > 1)
+
+    @property
+    def shards(self) -> int:
+        """Data-parallel ranks that share one copy of the weights."""
+        return self.layout.dp_shard if self.is_sharded else 1
 
     def stages(self, rank: int) -> list[Stage]:
         """Stages of pipeline rank `rank`, in the order of `stages_of`."""

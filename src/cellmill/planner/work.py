@@ -118,9 +118,6 @@ def count_micro_batches(
         number = -(-number // microbatch_multiple) * microbatch_multiple
         counts.append(number)
         if microbatch_multiple > 1 and len(counts) <= SAMPLED_EVENLY:
-            largest = max(largest, *(_largest(rank, cut_evenly(rank, number)) for rank in ranks[:SAMPLED_EVENLY]))
+            for rank in ranks[:SAMPLED_EVENLY]:
+                largest = max(largest, int(np.add.reduceat(rank, cut_evenly(rank, number)[:-1]).max()))
     return counts, largest if microbatch_multiple > 1 else min(token_budget, share * int(lengths.max()))
-
-
-def _largest(lengths: np.ndarray, borders: list[int]) -> int:
-    return int(np.add.reduceat(lengths, borders[:-1]).max())

@@ -126,7 +126,6 @@ def columns(rows: list[dict[str, Any]]) -> Iterator[Column]:
     keys = dict.fromkeys(key for row in rows for key in row if key not in ("name", "kind"))
     for key in keys:
         values = [row.get(key) for row in rows]
-        stem = key.removesuffix("_sd") if key.endswith("_sd") else None
         if any(isinstance(value, list) for value in values) or not any(
             isinstance(value, float) or value for value in values
         ):
@@ -134,7 +133,7 @@ def columns(rows: list[dict[str, Any]]) -> Iterator[Column]:
         if key.endswith("_mean"):
             stem = key.removesuffix("_mean")
             yield Column(stem, key, f"{stem}_sd" if f"{stem}_sd" in keys else None)
-        elif stem is None or f"{stem}_mean" not in keys:
+        elif not (key.endswith("_sd") and f"{key.removesuffix('_sd')}_mean" in keys):
             yield Column(key, key)
 
 
