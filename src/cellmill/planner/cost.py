@@ -137,7 +137,7 @@ class Cost:
 
 def cost(options: PlanOptions, cells: Cells, hardware: Hardware, device: Device, memory: Memory) -> Cost:
     """Estimate a run that needs `memory` per process."""
-    model = hardware.model(options, cells.n_genes)
+    model = PlannedModel.of(options, cells.n_genes, hardware.world, hardware.nproc_per_node)
     work = measure_work(options, cells, model.layout)
     whole = measure(ModelSpec.of(options, cells.n_genes), finetune=options.finetune)
     per_cell = whole.flops_per_token * cells.tokens_per_cell + whole.flops_per_token_pair * cells.pairs_per_cell

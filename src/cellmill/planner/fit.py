@@ -42,10 +42,6 @@ class Hardware:
         """Return the mesh sizes. Raises ConfigError if the processes do not fit the layout."""
         return layout(parallel, self.world, self.nproc_per_node)
 
-    def model(self, options: PlanOptions, n_genes: int) -> PlannedModel:
-        """Return the run's model on these processes. Raises as `layout`."""
-        return PlannedModel.of(options, n_genes, self.world, self.nproc_per_node)
-
 
 def hardware_of(options: PlanOptions, machine: Machine, device: str) -> Hardware:
     """Return the processes that `machine` gives a run; the fewest of a range of nodes, which need the most memory.
@@ -67,7 +63,7 @@ def memory_needed(options: PlanOptions, cells: Cells, hardware: Hardware, micro_
     """Return the memory of the rank that needs the most, optionally with micro-batches of `micro_tokens` tokens."""
     if hardware.device == "cpu":  # there is no other memory to offload to
         options = _with(options, cpu_offload=None)
-    model = hardware.model(options, cells.n_genes)
+    model = PlannedModel.of(options, cells.n_genes, hardware.world, hardware.nproc_per_node)
     work = measure_work(options, cells, model.layout)
     return peak_memory(model, work.micro_tokens if micro_tokens is None else micro_tokens, work.most_micro_batches)
 
