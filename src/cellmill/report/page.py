@@ -137,18 +137,11 @@ def columns(rows: list[dict[str, Any]]) -> Iterator[Column]:
             yield Column(key, key)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One task over all runs and datasets."""
+def compare_runs(runs: list[ReportedRun]) -> list[dict[str, Any]]:
+    """Each task side by side: its rows by their metric, or its figures where no metric ranks rows (`metric` is empty).
 
-    task: str
-    metric: str  # empty where the columns are the task's figures
-    columns: list[str]
-    lines: list[tuple[str, str, dict[str, Any]]]  # (run, dataset, value by column)
-
-
-def compare_runs(runs: list[ReportedRun]) -> list[Comparison]:
-    """Each task side by side: its rows by their metric, or its figures where no metric ranks rows."""
+    `lines` are (run, dataset, value by column).
+    """
     tasks: dict[str, list[tuple[str, str, dict[str, Any]]]] = {}
     for run in runs:
         for dataset, entry in ((run.evaluation or {}).get("datasets") or {}).items():
@@ -161,7 +154,7 @@ def compare_runs(runs: list[ReportedRun]) -> list[Comparison]:
         lines = [(run, dataset, _values(result, metric)) for run, dataset, result in results]
         names = list(dict.fromkeys(name for _, _, values in lines for name in values))
         if names:
-            comparisons.append(Comparison(task, metric, names, lines))
+            comparisons.append({"task": task, "metric": metric, "columns": names, "lines": lines})
     return comparisons
 
 
