@@ -45,7 +45,6 @@ def render(title: str, runs: list[ReportedRun], corpora: list[ReportedCorpus]) -
         losses={r.name: losses(r.evaluation) for r in runs},
         planned={r.name: planned_and_measured(r) for r in runs},
         measures=MEASURES,
-        colour=figures.colour,
         figures=figures,
         lines={r.name: r.lines for r in runs},
         umap=_umap,
