@@ -28,6 +28,7 @@ from cellmill.planner.work import Cells
 
 SHOWN = 10
 MAX_PIPELINE = 16
+ROW = "{:>10}  {:>9}  {:>4}  {:>10}  {:>10}  {}"
 SIMILAR = 0.02  # relative difference of hours that is ignored; plans are less exact
 
 
@@ -126,7 +127,7 @@ def table(suggestions: Suggestions, options: PlanOptions, machine: Machine, devi
     """Return the best layouts as lines of text, why others are missing, and the YAML of the best one."""
     nodes, nproc = machine.node_counts[0], machine.nproc_per_node
     lines = [f"{nodes:,} nodes x {nproc} {device}; memory per process, bytes sent per process and step", ""]
-    head = f"{'memory':>10}  {'hours':>9}  {'MFU':>4}  {'intra-node':>10}  {'inter-node':>10}  layout"
+    head = ROW.format("memory", "hours", "MFU", "intra-node", "inter-node", "layout")
     lines.append(head if suggestions.fitting else "no layout fits")
     for suggestion in suggestions.fitting[:SHOWN]:
         estimate, parallel = suggestion.cost, suggestion.options.parallel
@@ -137,10 +138,8 @@ def table(suggestions: Suggestions, options: PlanOptions, machine: Machine, devi
         words += ", sequence_parallel" if parallel.sequence_parallel else ""
         if parallel.activation_checkpointing:
             words += f", recompute {parallel.activation_checkpointing}"
-        lines.append(
-            f"{amount(estimate.memory.total):>10}  {hours:>9}  {mfu:>4}  {amount(sent['intra_node']):>10}  "
-            f"{amount(sent['inter_node']):>10}  {words}"
-        )
+        intra, inter = amount(sent["intra_node"]), amount(sent["inter_node"])
+        lines.append(ROW.format(amount(estimate.memory.total), hours, mfu, intra, inter, words))
     lines += ["", f"{len(suggestions.fitting)} layouts fit"]
     if too_large := suggestions.too_large:
         lines[-1] += f", {len(too_large)} do not: the smallest needs {amount(min(too_large))}"

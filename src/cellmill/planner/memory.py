@@ -76,9 +76,7 @@ def _moments(model: PlannedModel, rank: int, tokens: int, micro_batches: int) ->
     }
     ended = constant | {"activations": round(activation * first_blocks * tokens)}
     if not model.is_sharded:
-        gathered = (
-            2 * own.parameters if parallel.half_precision else 0
-        )  # autocast keeps its casts until the backward pass
+        gathered = 2 * own.parameters if parallel.half_precision else 0  # autocast keeps its casts until the backward
         # DistributedDataParallel's buckets persist and are sent themselves; accumulated gradients are beside them
         copies = (model.layout.dp > 1) + (micro_batches > 1)
         yield Memory(**begun, gradients=FLOAT32 * (copies * own.trained or block.trained), gathered=gathered)
