@@ -36,10 +36,10 @@ def ask(run_json: Path, world: int, nproc_per_node: int, device: str) -> str | N
     words = [str(run_json), str(world), str(nproc_per_node), device]
     command = [sys.executable, "-m", "cellmill.planner.out_of_memory", *words]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    return done.stdout.strip() or None
 
 
 def advice(record: dict[str, Any], options: TrainOptions, world: int, nproc_per_node: int, device: str = "cpu") -> str:
