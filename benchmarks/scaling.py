@@ -32,11 +32,10 @@ from cellmill.parallel.clip import clip_grad_norm
 from cellmill.parallel.fsdp import apply_fsdp
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel
-from cellmill.planner.cost import Cost, cost
+from cellmill.planner.cost import NETWORK_FRAC, Cost, cost
 from cellmill.planner.devices import Device, device_named
-from cellmill.planner.fit import Hardware, Limit, memory_needed
+from cellmill.planner.fit import Hardware, memory_needed
 from cellmill.planner.size import measure as sizes_of
-from cellmill.planner.step_time import NETWORK_FRAC
 from cellmill.planner.work import Cells
 from cellmill.train.optimizer import build_optimizer
 
@@ -120,7 +119,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[int, float], float]:
 def planned(chosen: PlanOptions, world: int, nproc: int, length: int, device: Device, name: str) -> Cost:
     """The plan's cost of `world` processes, `nproc` of them on each node."""
     cells = Cells(np.full(4 * chosen.train.global_batch, length), GENES)
-    hardware = Hardware(-(-world // nproc), min(world, nproc), name, Limit(1 << 60, 1 << 60))
+    hardware = Hardware(-(-world // nproc), min(world, nproc), name, 1 << 60, 1 << 60)
     return cost(chosen, cells, hardware, device, memory_needed(chosen, cells, hardware))
 
 

@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from cellmill.config import OPTIONS, check_options, load_config
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 
-COMMANDS = ("profiles", "preflight", "status", "attach", "cancel", "logs")
-"""Sub-commands for runs and machines; the others are stages."""
+COMMANDS = ("profiles", "preflight", "status", "attach", "cancel", "logs")  # for runs and machines; others are stages
 CONFIG = Path("config/config.yaml")
 _PLANNED = ("nodes", "nproc_per_node")  # options of the machine that plan reads too
 
@@ -121,7 +121,7 @@ def _add_training(stages: Any) -> None:
     plan = _stage(stages, "plan", "estimate memory and time of a run before it is submitted", "run")
     plan.add_argument("--manifest", type=Path, help="manifest.json of the shards; without it a corpus is assumed")
     plan.add_argument("--out", type=Path, help="plan.json to write (default: none)")
-    _machine(plan)
+    _machine(plan, _PLANNED)
     _add(plan, "--device", "cpu", "device of each process, such as h100")
     plan.add_argument("--suggest", action="store_true", help="print the best layouts instead of the plan")
     _add(plan, "--cells", 1_000_000, "number of cells assumed without a manifest", type=_count)
@@ -132,8 +132,9 @@ def _add_training(stages: Any) -> None:
     train.add_argument("--vocabulary", type=Path, required=True)
     train.add_argument("--out", type=Path, required=True, help="folder for checkpoints, metrics.jsonl, status.json")
     train.add_argument("--init-from", type=Path, help="folder of an exported model with the initial weights")
-    _machine(train)
-    _cluster(train)
+    _machine(train, _PLANNED)
+    group = train.add_argument_group("machine", "`set-resources: train:` of the profile, one flag per key")
+    _machine(group, [name for name in Machine.model_fields if name not in _PLANNED])
 
     consolidate = _stage(stages, "consolidate", "export a checkpoint as a self-contained model", "run")
     consolidate.add_argument("--train", type=Path, required=True, help="folder of the training run")
@@ -189,7 +190,7 @@ def _add_run_commands(stages: Any) -> None:
         "logs": "print the log of a run",
     }
     for name, text in texts.items():
-        parser = stages.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        parser = _command(stages, name, text)
         if name == "status":
             parser.add_argument("runs", nargs="*", metavar="RUN", help="names of runs (default: all)")
         else:
@@ -199,13 +200,17 @@ def _add_run_commands(stages: Any) -> None:
             parser.add_argument("--follow", action="store_true", help="follow it until the run ends")
 
 
-def _stage(stages: Any, name: str, text: str, owner: str | None) -> argparse.ArgumentParser:
-    parser = stages.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+def _stage(stages: Any, name: str, text: str, owner: str | None) -> Any:
+    parser = _command(stages, name, text)
     _add(parser, "--config", CONFIG, "configuration")
     if owner is not None:
         parser.add_argument(f"--{owner}", dest="name", help=f"name of the {owner}; required if there are several")
     parser.add_argument("--options", help="sections of the stage as JSON, instead of --config")
     return parser
+
+
+def _command(stages: Any, name: str, text: str) -> Any:
+    return stages.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
 
 
 def _add(parser: Any, flag: str, default: Any, text: str, **more: Any) -> None:
@@ -214,17 +219,10 @@ def _add(parser: Any, flag: str, default: Any, text: str, **more: Any) -> None:
     parser.add_argument(flag, **{"type": type(default), "default": default, "help": text} | more)
 
 
-def _machine(parser: argparse.ArgumentParser) -> None:
-    for name in _PLANNED:
+def _machine(parser: Any, names: Iterable[str]) -> None:
+    for name in names:
         field = Machine.model_fields[name]
-        _add(parser, _flag(name), field.default, str(field.description), type=str)
-
-
-def _cluster(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("machine", "`set-resources: train:` of the profile, one flag per key")
-    for name, field in Machine.model_fields.items():
-        if name not in _PLANNED:
-            _add(group, _flag(name), field.default, str(field.description), type=str)
+        _add(parser, f"--{name.replace('_', '-')}", field.default, str(field.description), type=str)
 
 
 def _count(text: str) -> int:
@@ -232,10 +230,6 @@ def _count(text: str) -> int:
     if not 1 <= number <= 10**12:
         raise ValueError
     return number
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 if __name__ == "__main__":

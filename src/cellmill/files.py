@@ -7,7 +7,7 @@ file or none, never a partial one. A folder's manifest is written last: if it ex
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,12 +24,12 @@ def atomic_path(final: Path) -> Iterator[Path]:
     """
     final = Path(final)
     final.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{final.stem}.", suffix=f".incomplete{final.suffix}", dir=final.parent)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = final.with_name(f".{final.stem}.{secrets.token_hex(4)}.incomplete{final.suffix}")
+    temporary.touch(exist_ok=False)
+    mode = temporary.stat().st_mode
     try:
         yield temporary
-        temporary.chmod(0o666 & ~_umask())  # mkstemp creates 0600, which others of the group cannot read
+        temporary.chmod(mode)  # safetensors replaces the file by one of mode 0600, which the group cannot read
         fsync(temporary)
         temporary.replace(final)
         fsync(final.parent)
@@ -77,13 +77,3 @@ def fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _umask() -> int:
-    # reading the umask means setting it, a race between threads; Linux also has it in /proc
-    for line in Path("/proc/self/status").read_text().splitlines() if Path("/proc/self/status").exists() else ():
-        if line.startswith("Umask:"):
-            return int(line.split()[1], 8)
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

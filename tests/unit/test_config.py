@@ -19,9 +19,9 @@ from cellmill.config import OPTIONS, Workflow, check_config, check_options, docu
 from cellmill.config.corpus import read_datasets
 from cellmill.config.load import top_level, upgrade_options
 from cellmill.config.options import TrainOptions
-from cellmill.config.pipeline import RunConfig
 from cellmill.config.plugin import Plugin, by_name
 from cellmill.config.section import Section
+from cellmill.config.workflow import RunConfig
 from cellmill.errors import ConfigError
 
 TREE = """

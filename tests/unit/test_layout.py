@@ -151,11 +151,11 @@ def test_a_model_that_the_layout_cannot_cut_is_refused(
 
 def test_a_family_that_names_nothing_to_cut_is_refused_with_tensor_and_pipeline_parallelism() -> None:
     class Plain(MaskedConfig):
-        def cut_by_tp(self) -> dict[str, int]:
-            return FamilyConfig.cut_by_tp(self)
+        def tp_sizes(self) -> dict[str, int]:
+            return FamilyConfig.tp_sizes(self)
 
-        def cut_by_pp(self) -> dict[str, int]:
-            return FamilyConfig.cut_by_pp(self)
+        def pp_sizes(self) -> dict[str, int]:
+            return FamilyConfig.pp_sizes(self)
 
     _check(Plain(), {})
     with pytest.raises(ConfigError) as error:

@@ -17,8 +17,8 @@ from cellmill.cli import main
 from cellmill.config.load import top_level
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions, TrainOptions
-from cellmill.config.pipeline import entries_of, sections_of
 from cellmill.config.plugin import Plugin
+from cellmill.config.workflow import entries_of, sections_of
 from cellmill.files import sha256_file
 from cellmill.stages import plan
 from tests.distributed.pool import Pool

@@ -17,8 +17,7 @@ from cellmill.data.manifest import Manifest
 from cellmill.data.stream import CellStream
 from cellmill.errors import ConfigError
 from cellmill.models.build import ModelSpec, build
-from cellmill.planner.devices import device_named
-from cellmill.planner.fit import Hardware, Limit, amount, memory_limit, memory_needed
+from cellmill.planner.fit import Hardware, amount, hardware_of, memory_needed
 from cellmill.planner.fit import remedy as remedy_of
 from cellmill.planner.size import measure
 from cellmill.planner.work import Cells, detected_genes
@@ -269,9 +268,9 @@ SMALLEST = "set parallel.activation_checkpointing to full and use fsdp with para
 def test_the_remedy_is_the_first_change_that_fits(nodes: int, nproc: int, memory_gb: float, remedy: str) -> None:
     options = _options(parallel={"strategy": "ddp"}, **BIG)
     cells = Cells(np.full(4096, 16), 40)
-    limit = Limit(int(memory_gb * 1e9), int(memory_gb * 1e9))
-    hardware = Hardware(nodes, nproc, "h100", limit)
-    assert memory_needed(options, cells, hardware).total > limit.usable
+    limit = int(memory_gb * 1e9)
+    hardware = Hardware(nodes, nproc, "h100", limit, limit)
+    assert memory_needed(options, cells, hardware).total > limit
     assert remedy_of(options, cells, hardware) == remedy
 
 
@@ -314,10 +313,10 @@ def test_the_largest_micro_batch_fits_and_one_more_token_does_not(corpus: Manife
     planned = _plan(corpus, tmp_path, nproc=4, parallel=parallel, plan=limit, **BIG)
     options = _options(parallel=parallel, plan=limit, **BIG)
     cells = Cells(np.minimum(detected_genes(corpus), 16), 40)
-    hardware = Hardware(1, 4, "cpu", memory_limit(options, device_named("cpu"), 4))
+    hardware = hardware_of(options, Machine(nodes="1", nproc_per_node=4), "cpu")
     largest = planned["largest_micro_batch"]
-    assert memory_needed(options, cells, hardware, largest).total <= hardware.limit.usable
-    assert memory_needed(options, cells, hardware, largest + 1).total > hardware.limit.usable
+    assert memory_needed(options, cells, hardware, largest).total <= hardware.usable_bytes
+    assert memory_needed(options, cells, hardware, largest + 1).total > hardware.usable_bytes
 
 
 def test_a_thousand_processes_are_planned_and_their_traffic_is_split_by_link(corpus: Manifest, tmp_path: Path) -> None:

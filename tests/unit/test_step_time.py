@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cellmill.planner.communication import Kind, Traffic
-from cellmill.planner.step_time import NETWORK_FRAC, Network, latency
+from cellmill.planner.cost import NETWORK_FRAC, Network, latency
 
 
 @pytest.mark.parametrize(

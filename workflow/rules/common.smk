@@ -9,7 +9,7 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 from cellmill.config import check_config, check_options
-from cellmill.config.checks import check_processes
+from cellmill.config.checks import check_run
 from cellmill.config.machine import Machine
 from cellmill.errors import ConfigError
 
@@ -52,7 +52,7 @@ def fits_processes(wildcards, resources):
     try:
         machine = check_options(Machine, given, "the profile's set-resources")
         for nodes in machine.node_counts:
-            check_processes(run, nodes, machine.nproc_per_node)
+            check_run(run, nodes, machine.nproc_per_node)
     except ConfigError as error:
         sys.exit(f"cellmill: run {wildcards.run}: {error}")  # a WorkflowError would print a traceback
     return True

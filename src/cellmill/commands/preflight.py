@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cellmill.config import Workflow, check_options, load_config
+from cellmill.config.checks import check_run
 from cellmill.config.corpus import Dataset, Preprocess
 from cellmill.config.machine import Machine
 from cellmill.config.options import TrainOptions
@@ -23,7 +24,6 @@ from cellmill.data.preprocess import name_genes
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, UserError
 from cellmill.files import write_json
-from cellmill.planner.checks import check_run
 from cellmill.planner.devices import device_named
 from cellmill.preflight.check import TRAIN, Check, doubt, no, ok
 from cellmill.preflight.nodes import NodeCheck
@@ -148,7 +148,8 @@ def _check_run(machine: Machine, pipeline: Workflow, name: str) -> Check:
     replicas = f"{sizes.dp_replicate} {'replica' if sizes.dp_replicate == 1 else 'replicas'}"
     shards = "" if sizes.dp_shard == 1 else f" of {sizes.dp_shard} shards"
     return ok(
-        what, f"fits {world} {'process' if world == 1 else 'processes'}: {replicas}{shards}{sizes.shared}, {known}"
+        what,
+        f"fits {world} {'process' if world == 1 else 'processes'}: {replicas}{shards}{sizes.tp_pp_text}, {known}",
     )
 
 

@@ -2,6 +2,6 @@
 
 from cellmill.config.load import check_config, check_options, load_config
 from cellmill.config.options import OPTIONS
-from cellmill.config.pipeline import Workflow
+from cellmill.config.workflow import Workflow
 
 __all__ = ["OPTIONS", "Workflow", "check_config", "check_options", "load_config"]

@@ -1,12 +1,14 @@
 """Checks across sections, and of a run against the processes it gets. Torch-free.
 
-One function per rule: `snakemake -n` calls them through `RunConfig` and `check_processes`, the planner and the data
-stream call them again with what they were given. All raise ConfigError.
+One function per rule: `snakemake -n` calls them through `RunConfig` and `check_run`, the planner and the data stream
+call them again with what they were given. All raise ConfigError.
 """
+
+import math
 
 from cellmill.config.family import FamilyConfig
 from cellmill.config.options import TrainOptions
-from cellmill.config.parallel import Layout, Parallel, divisors, layout, nearest
+from cellmill.config.parallel import Parallel, divisors, layout, nearest
 from cellmill.errors import ConfigError
 
 
@@ -26,13 +28,13 @@ def check_together(options: TrainOptions) -> None:
     check_batch(options.train.global_batch, options.stream.lanes)
 
 
-def check_processes(options: TrainOptions, nodes: int, nproc_per_node: int, train_cells: int | None = None) -> Layout:
-    """Layout of the run on its processes; refuses a number of them that layout, lanes or cells do not divide over."""
+def check_run(options: TrainOptions, nodes: int, nproc_per_node: int, train_cells: int | None = None) -> None:
+    """Refuse what `check_together` refuses, and processes that layout, lanes or cells do not divide over."""
+    check_together(options)
     sizes = layout(options.parallel, nodes * nproc_per_node, nproc_per_node)
     if train_cells is not None and train_cells < sizes.dp:
-        raise ConfigError(f"{sizes.dp_words} for {train_cells} training cells; set fewer processes in the profile")
-    check_lanes(options.stream.lanes, options.train.global_batch, sizes.dp, sizes.dp_words)
-    return sizes
+        raise ConfigError(f"{sizes.dp_text} for {train_cells} training cells; set fewer processes in the profile")
+    check_lanes(options.stream.lanes, options.train.global_batch, sizes.dp, sizes.dp_text)
 
 
 def check_budget(max_tokens: int, token_budget: int) -> None:
@@ -89,10 +91,10 @@ def _check_tensor_parallel(model: FamilyConfig, parallel: Parallel) -> None:
         if parallel.sequence_parallel:
             raise ConfigError("parallel.sequence_parallel requires parallel.tp > 1; set tp, or sequence_parallel to no")
         return
-    cut = model.cut_by_tp()
+    cut = model.tp_sizes()
     if not cut:
         raise ConfigError(f"parallel.tp {tp}: family {model.family} does not support tensor parallelism; set tp to 1")
-    possible = [n for n in divisors(min(cut.values())) if not any(size % n for size in cut.values())]
+    possible = divisors(math.gcd(*cut.values()))
     for name, size in cut.items():
         if size % tp:
             raise ConfigError(f"parallel.tp {tp} does not divide {name} {size}; use {nearest(tp, possible)}")
@@ -105,7 +107,7 @@ def _check_pipeline(model: FamilyConfig, parallel: Parallel) -> None:
             if getattr(parallel, name) != Parallel.model_fields[name].default:
                 raise ConfigError(f"parallel.{name} requires parallel.pp > 1; set pp, or leave {name} out")
         return
-    blocks = model.cut_by_pp()
+    blocks = model.pp_sizes()
     if not blocks:
         raise ConfigError(f"parallel.pp {pp}: family {model.family} does not support pipelines; set pp to 1")
     for name, size in blocks.items():

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from cellmill.config.section import Section, explain
+from cellmill.config.section import Section, error_line, explain
 from cellmill.errors import ConfigError, did_you_mean
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"  # name of a corpus, run or dataset, which is part of a path
@@ -99,8 +99,7 @@ def read_datasets(table: Path) -> dict[str, Dataset]:
         try:
             dataset = Dataset(**{key: value for key, value in row.items() if value})
         except ValidationError as error:
-            key, message = explain(error, Dataset)
-            raise ConfigError(f"{table}, line {line}: {'.'.join(key)}: {message}") from None
+            raise ConfigError(f"{table}, line {line}: {error_line(*explain(error, Dataset))}") from None
         if dataset.dataset in datasets:
             raise ConfigError(f"{table}, line {line}: dataset {dataset.dataset!r} is a duplicate; rename it")
         datasets[dataset.dataset] = dataset

@@ -17,9 +17,9 @@ from pydantic.fields import FieldInfo
 from cellmill.config.corpus import Dataset
 from cellmill.config.load import top_level
 from cellmill.config.options import OPTIONS
-from cellmill.config.pipeline import Workflow, entries_of, sections_of
 from cellmill.config.plugin import Plugin
 from cellmill.config.section import part_of
+from cellmill.config.workflow import Workflow, entries_of, sections_of
 from cellmill.files import write_text
 
 README = Path("config/README.md")

@@ -24,17 +24,15 @@ class FamilyConfig(Plugin):
     }
 
     family: str
-    weight_keys: ClassVar[tuple[str, ...]] = ()
-    """Options that must match when a run starts from this model's weights (`init_from`)."""
-
+    weight_keys: ClassVar[tuple[str, ...]] = ()  # options that must match those of the model of `init_from`
     value_kinds: ClassVar[tuple[str, ...]] = ()  # kinds of token values (`Tokens.value_kind`) that the family can embed
     objectives: ClassVar[tuple[str, ...]] = ()
     """Objectives that the family serves, in addition to those whose `families` lists this family."""
 
-    def cut_by_tp(self) -> dict[str, int]:
+    def tp_sizes(self) -> dict[str, int]:
         """Sizes that tensor parallel must divide, by the option's name; empty if not supported."""
         return {}
 
-    def cut_by_pp(self) -> dict[str, int]:
+    def pp_sizes(self) -> dict[str, int]:
         """Number of blocks that a pipeline divides into stages, by the option's name; empty if not supported."""
         return {}

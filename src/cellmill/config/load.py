@@ -13,8 +13,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from cellmill.config.options import TrainOptions
-from cellmill.config.pipeline import Workflow, entries_of, sections_of
-from cellmill.config.section import Section, explain, unknown_key
+from cellmill.config.section import Section, error_line, explain, unknown_key
+from cellmill.config.workflow import Workflow, entries_of, sections_of
 from cellmill.errors import ConfigError
 
 OBJECTIVE_KEYS = ("mask_frac", "cell_loss_weight")  # in section `model` until 0.1.0, beside `objective`
@@ -41,7 +41,7 @@ def check_config(tree: Any, source: str = "config/config.yaml", workflow: type[W
         checked = workflow.model_validate(with_defaults(tree, workflow))
     except ValidationError as error:
         where, message = explain(error, workflow)
-        raise ConfigError(f"{source}: {_line(_as_written(where, tree), message)}") from None
+        raise ConfigError(f"{source}: {error_line(_as_written(where, tree), message)}") from None
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     checked.check_datasets(source)
@@ -53,7 +53,7 @@ def check_options(model: type[BaseModel], options: Any, source: str) -> Any:
     try:
         return model.model_validate(options)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_line(*explain(error, model))}") from None
+        raise ConfigError(f"{source}: {error_line(*explain(error, model))}") from None
 
 
 def upgrade_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -71,8 +71,7 @@ def upgrade_options(options: dict[str, Any]) -> dict[str, Any]:
 
 def stored_options(options: dict[str, Any], source: str) -> TrainOptions:
     """Parse the options stored in `source`. Raises ConfigError if this version cannot read them."""
-    parsed: TrainOptions = check_options(TrainOptions, upgrade_options(options), source)
-    return parsed
+    return check_options(TrainOptions, upgrade_options(options), source)
 
 
 def top_level(workflow: type[Workflow] = Workflow) -> dict[str, type[Section] | None]:
@@ -115,10 +114,6 @@ def _merge(defaults: dict[str, Any], own: dict[str, Any], owner: type[Section]) 
         if isinstance(own.get(name), dict | None):
             merged[name] = section.override(defaults[name], own.get(name) or {})
     return merged
-
-
-def _line(where: list[str], message: str) -> str:
-    return f"{'.'.join(where)}: {message}" if where else message
 
 
 def _as_written(where: list[str], tree: dict[str, Any]) -> list[str]:

@@ -67,7 +67,7 @@ class Parallel(Section):
     )
 
     @property
-    def low(self) -> bool:
+    def half_precision(self) -> bool:
         """True if forward and backward use a 16-bit format."""
         return self.precision != "32-true"
 
@@ -99,14 +99,14 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def shared(self) -> str:
+    def tp_pp_text(self) -> str:
         """Axes whose processes share the same cells, as text to append: ` x tp 2`, ` x pp 4`, or empty."""
         return "".join(f" x {name} {size}" for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1)
 
     @property
-    def dp_words(self) -> str:
+    def dp_text(self) -> str:
         """The data-parallel groups as text: `8 processes`, `4 groups of tp 2`."""
-        return f"{self.dp} groups of{self.shared[2:]}" if self.shared else f"{self.dp} processes"
+        return f"{self.dp} groups of{self.tp_pp_text[2:]}" if self.tp_pp_text else f"{self.dp} processes"
 
 
 def layout(parallel: Parallel, world: int, local_world: int) -> Layout:
@@ -115,29 +115,27 @@ def layout(parallel: Parallel, world: int, local_world: int) -> Layout:
     Raises ConfigError if pp, tp or shard_size does not divide the processes, or if shard_size or cpu_offload does not
     go with the strategy.
     """
-    strategy, tp, pp = parallel.sharding_strategy, parallel.tp, parallel.pp
+    sharding = "strategy ddp" if parallel.strategy == "ddp" else parallel.sharding_strategy
+    tp, pp = parallel.tp, parallel.pp
     _check_divides("pp", pp, world, f"{world} processes")
     stage = world // pp
     _check_divides("tp", tp, stage, f"{world} processes" if pp == 1 else f"the {stage} processes of each of pp {pp}")
     data = stage // tp
-    if parallel.strategy == "ddp" or strategy == "NO_SHARD":
-        sizes = Layout(data, 1, tp, pp)
-    elif strategy == "HYBRID_SHARD":
-        size = min(_groups_of_a_node(tp, local_world), data) if parallel.shard_size is None else parallel.shard_size
-        _check_divides("shard_size", size, data, Layout(data, 1, tp, pp).dp_words)
-        sizes = Layout(data // size, size, tp, pp)
-    else:
-        sizes = Layout(1, data, tp, pp)
-    if parallel.shard_size is not None and (parallel.strategy == "ddp" or strategy != "HYBRID_SHARD"):
-        name = "strategy ddp" if parallel.strategy == "ddp" else strategy
-        raise ConfigError(f"parallel.shard_size requires sharding_strategy HYBRID_SHARD, got {name}; set it to null")
-    if parallel.cpu_offload == "full" and sizes.dp == 1:
+    shards = data if sharding in ("FULL_SHARD", "SHARD_GRAD_OP") else 1
+    if sharding == "HYBRID_SHARD":
+        shards = min(_groups_of_a_node(tp, local_world), data) if parallel.shard_size is None else parallel.shard_size
+        _check_divides("shard_size", shards, data, Layout(data, 1, tp, pp).dp_text)
+    elif parallel.shard_size is not None:
+        raise ConfigError(
+            f"parallel.shard_size requires sharding_strategy HYBRID_SHARD, got {sharding}; set it to null"
+        )
+    if parallel.cpu_offload == "full" and data == 1:
         raise ConfigError(
             "parallel.cpu_offload full requires two data-parallel processes, got one: "
             f"{world} processes with pp {pp} x tp {tp}; set cpu_offload to optimizer, or change nodes and "
             "nproc_per_node in the profile"
         )
-    return sizes
+    return Layout(data // shards, shards, tp, pp)
 
 
 def min_microbatches(parallel: Parallel) -> int:

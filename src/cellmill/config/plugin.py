@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 
 from cellmill import registry
-from cellmill.config.section import Section, explain
+from cellmill.config.section import Section, error_line, explain
 from cellmill.errors import ConfigError
 
 
@@ -90,5 +90,4 @@ def validated(model: type[Plugin], value: Any, outer: list[str]) -> Any:
         raise ValueError(f"{model.__module__}.{model.__name__}: {registry.in_one_line(error)}") from None
     except ValidationError as error:
         where, message = explain(error, model)
-        path = ".".join([*outer, *where])
-        raise ValueError(f"{path}: {message}" if path else message) from None
+        raise ValueError(error_line([*outer, *where], message)) from None

@@ -50,6 +50,11 @@ def explain(error: ValidationError, model: type[BaseModel]) -> tuple[list[str], 
     return where, message[0].lower() + message[1:]
 
 
+def error_line(where: list[str], message: str) -> str:
+    """The line of a message about the option at `where`."""
+    return f"{'.'.join(where)}: {message}" if where else message
+
+
 def unknown_key(key: str, known: Iterable[str], moved: dict[str, str] | None = None) -> str:
     """Message for a key that does not exist, with its new place or the nearest name that exists."""
     if moved and key in moved:

@@ -27,7 +27,7 @@ def apply_fsdp(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) ->
     if mesh.dp_world == 1 or (parallel.strategy == "ddp" and mesh.model_parallel_size == 1):
         return
     policy = MixedPrecisionPolicy()
-    if parallel.low:
+    if parallel.half_precision:
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE[parallel.precision], reduce_dtype=torch.float32)
     offload = OffloadPolicy()
     if parallel.cpu_offload == "full":

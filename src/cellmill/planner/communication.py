@@ -19,8 +19,7 @@ from cellmill.planner.size import FLOAT32
 BUCKET_BYTES = 25 << 20  # default of DistributedDataParallel
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "point to point"]
-Sent = Iterator[tuple[Kind, str, float, float]]
-"""Kind of collective, mesh axis, payload bytes, number of calls."""
+Sent = Iterator[tuple[Kind, str, float, float]]  # kind of collective, mesh axis, payload bytes, number of calls
 
 
 @dataclass(frozen=True)
@@ -29,18 +28,13 @@ class Traffic:
 
     kind: Kind
     axis: str
-    processes: int
-    """Processes of the group."""
-    in_a_node: int
-    """Processes of the group on one node."""
-    payload_bytes: float
-    """Bytes of the full tensors, before a reduce-scatter or after an all-gather."""
+    processes: int  # of the group
+    in_a_node: int  # those on one node
+    payload_bytes: float  # bytes of the full tensors, before a reduce-scatter or after an all-gather
     calls: float
-    """Number of collectives."""
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that this process sends."""
         if self.kind == "point to point":
             return self.payload_bytes
         share = (self.processes - 1) / self.processes
@@ -140,5 +134,4 @@ def _pipeline(model: PlannedModel, rank: int, tokens: float, micro_batches: floa
     sent = sum(other not in own for other in neighbours)
     yield "point to point", "pp", model.element_bytes * tokens * model.size.width * sent, sent * micro_batches
     if (0 in own) != (last in own):
-        shards = model.layout.dp_shard if model.is_sharded else 1
-        yield "point to point", "pp", FLOAT32 * model.size.tied.parameters / shards, 1
+        yield "point to point", "pp", FLOAT32 * model.size.tied.parameters / model.shards, 1

@@ -1,5 +1,13 @@
-"""Memory, traffic and time of a run in one layout."""
+"""Time of an optimizer step for a given device and network, and memory, traffic and time of a run.
 
+Assumptions: computation reaches `plan.mfu_frac` of the device's peak; links reach NETWORK_FRAC of their nominal rate.
+Weights and gradients are sent while blocks compute, as far as there is computation to overlap with. Nothing overlaps
+tensor-parallel reductions, activations sent between pipeline stages, or gradients of a pipeline, which are sent at its
+end.
+"""
+
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cellmill.config.options import PlanOptions
@@ -8,10 +16,106 @@ from cellmill.planner.communication import Traffic, peak_traffic
 from cellmill.planner.devices import Device
 from cellmill.planner.fit import Hardware
 from cellmill.planner.memory import Memory
-from cellmill.planner.planned_model import PlannedModel
+from cellmill.planner.planned_model import PlannedModel, idle_frac
 from cellmill.planner.size import ModelSize, measure
-from cellmill.planner.step_time import Network, StepTime, step_time
 from cellmill.planner.work import Cells, Work, measure_work
+
+NETWORK_FRAC = 0.8  # NCCL's own tests reach some 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
+CALL_S = 14e-6
+RING_S, TREE_S = (1.9e-6, 4.0e-6), (1.25e-6, 8.5e-6)  # per hop inside a node, and between nodes
+BACKWARD_FRAC = 2 / 3  # of a step's computation
+
+
+@dataclass(frozen=True)
+class Network:
+    """Maximum rate at which one process sends, in one direction, in GB/s."""
+
+    intra_node_gbs: float
+    inter_node_gbs: float
+
+    def seconds(self, traffic: Traffic) -> float:
+        """Time of all calls: both kinds of links work at once and the slower one counts, plus the latency."""
+        inside = traffic.intra_node_bytes / self.intra_node_gbs
+        between = traffic.inter_node_bytes / self.inter_node_gbs
+        return max(inside, between) / (NETWORK_FRAC * 1e9) + traffic.calls * latency(traffic)
+
+
+def latency(traffic: Traffic) -> float:
+    """Seconds of one collective without payload: its hops in sequence.
+
+    All-gather and reduce-scatter travel a ring of all processes: with many nodes this latency, not the bytes, makes
+    FULL_SHARD slow. An all-reduce travels the ring twice, or up and down a tree. Source: NCCL's own cost model
+    (src/graph/tuning.cc of 2.20, protocol LL128).
+    """
+    nodes = -(-traffic.processes // traffic.in_a_node)
+    if traffic.kind == "point to point":
+        return CALL_S
+    ring = (traffic.processes - nodes) * RING_S[0] + (nodes - 1) * RING_S[1]
+    if traffic.kind != "all-reduce":
+        return CALL_S + ring
+    tree = (traffic.in_a_node - 1) * TREE_S[0] + math.log2(nodes) * TREE_S[1]
+    return CALL_S + 2 * min(ring, tree)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an optimizer step on the rank that computes the most."""
+
+    compute_s: float
+    communication_s: float  # communication that no computation overlaps
+    idle_s: float  # time that a rank waits for others of its pipeline
+
+    @property
+    def step_s(self) -> float:
+        return self.compute_s + self.communication_s + self.idle_s
+
+
+def step_time(
+    model: PlannedModel,
+    traffic: Sequence[Traffic],
+    network: Network,
+    flops_per_s: float,
+    tokens: float,
+    pairs: float,
+    micro_batches: float,
+) -> StepTime:
+    """Return the duration of a step in which each rank takes `tokens` tokens and `pairs` (query, key) pairs.
+
+    `traffic` is that of the rank that sends the most, `flops_per_s` what computation reaches.
+    """
+    compute_s = max(_flops(model, rank, tokens, pairs) for rank in range(model.layout.pp)) / flops_per_s
+    communication_s = _exposed(model, traffic, network, compute_s, micro_batches)
+    idle = idle_frac(model.parallel, max(1, round(micro_batches)))
+    return StepTime(compute_s, communication_s, (compute_s + communication_s) * idle / (1 - idle))
+
+
+def _flops(model: PlannedModel, rank: int, tokens: float, pairs: float) -> float:
+    """FLOPs of a step of pipeline rank `rank`, recomputed forward passes included."""
+    per_block = 0.0
+    if model.parallel.activation_checkpointing is not None:
+        per_block = model.size.block.flops_per_token * tokens + model.size.pair_flops * pairs
+    again = 1 - BACKWARD_FRAC
+    return sum(stage.flops(tokens, pairs) + again * stage.blocks * per_block for stage in model.stages(rank))
+
+
+def _exposed(
+    model: PlannedModel, traffic: Sequence[Traffic], network: Network, compute_s: float, micro_batches: float
+) -> float:
+    """Seconds of communication that no computation overlaps."""
+    gathered = reduced = others = 0.0
+    for part in traffic:
+        if part.axis in ("tp", "pp"):
+            others += network.seconds(part)
+        elif part.kind == "all-gather":
+            gathered += network.seconds(part)
+        else:
+            reduced += network.seconds(part)
+    if model.layout.pp > 1:
+        return others + gathered + reduced
+    # nothing overlaps the first weights and the last gradients; gradients are sent in the last backward pass only
+    first_and_last = (gathered / micro_batches + reduced) / (model.size.blocks + 1)
+    last_backward = BACKWARD_FRAC * compute_s / micro_batches
+    return others + max(first_and_last, gathered + reduced - compute_s, reduced - last_backward)
 
 
 @dataclass(frozen=True)
@@ -19,35 +123,30 @@ class Cost:
     """Estimates of a run; the optional ones are None if the device's speed is unknown."""
 
     model: PlannedModel
-    whole: ModelSize
-    """Sizes of the whole model, without tensor parallelism."""
+    whole: ModelSize  # sizes of the whole model, without tensor parallelism
     work: Work
     memory: Memory
-    flops_per_step: float
-    """FLOPs of the model over all processes; recomputation is not counted."""
-    traffic: list[Traffic]
-    """Traffic of the rank that sends the most."""
+    flops_per_step: float  # FLOPs of the model over all processes; recomputation is not counted
+    traffic: list[Traffic]  # traffic of the rank that sends the most
     time: StepTime | None = None
     mfu: float | None = None
-    hours: float | None = None
-    """Hours including validation."""
-    validation_frac: float | None = None
-    """Fraction of the hours spent in validation."""
+    hours: float | None = None  # hours including validation
+    validation_frac: float | None = None  # fraction of the hours spent in validation
     gpu_hours: float | None = None
 
 
 def cost(options: PlanOptions, cells: Cells, hardware: Hardware, device: Device, memory: Memory) -> Cost:
     """Estimate a run that needs `memory` per process."""
-    model = hardware.model(options, cells.n_genes)
+    model = PlannedModel.of(options, cells.n_genes, hardware.world, hardware.nproc_per_node)
     work = measure_work(options, cells, model.layout)
     whole = measure(ModelSpec.of(options, cells.n_genes), finetune=options.finetune)
-    per_cell = whole.flops_per_token * work.tokens_per_cell + whole.flops_per_token_pair * work.pairs_per_cell
+    per_cell = whole.flops_per_token * cells.tokens_per_cell + whole.flops_per_token_pair * cells.pairs_per_cell
     flops_per_step = per_cell * work.cells_per_step
     own_cells = work.cells_per_step / model.layout.dp
-    tokens, pairs = own_cells * work.tokens_per_cell, own_cells * work.pairs_per_cell
+    tokens, pairs = own_cells * cells.tokens_per_cell, own_cells * cells.pairs_per_cell
     micro_batches = work.micro_batches_per_step
     traffic = peak_traffic(model, tokens, micro_batches)
-    peak = device.bf16_flops if options.parallel.low else device.fp32_flops
+    peak = device.bf16_flops if options.parallel.half_precision else device.fp32_flops
     network = _network(options, device)
     if peak is None or network is None:
         return Cost(model, whole, work, memory, flops_per_step, traffic)

@@ -15,15 +15,11 @@ from cellmill.errors import ConfigError
 class Device:
     """Peak rates of one device; None if unknown."""
 
-    memory_gb: float | None
-    """None for the machine's own memory."""
-    bf16_flops: float | None
-    """FLOP/s in bfloat16 and float16."""
+    memory_gb: float | None  # None for the machine's own memory
+    bf16_flops: float | None  # FLOP/s in bfloat16 and float16
     fp32_flops: float | None
-    intra_node_gbs: float | None
-    """GB/s to devices of the same node."""
-    inter_node_gbs: float | None
-    """GB/s to other nodes."""
+    intra_node_gbs: float | None  # GB/s to devices of the same node
+    inter_node_gbs: float | None  # GB/s to other nodes
     has_bf16: bool = True
 
 

@@ -1,6 +1,8 @@
 """Check whether a run fits its devices, and find the first change that makes it fit."""
 
+import math
 import os
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -8,9 +10,9 @@ from typing import Any
 
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
-from cellmill.config.parallel import Layout, Parallel, layout
+from cellmill.config.parallel import Layout, Parallel, divisors, layout
 from cellmill.errors import ConfigError
-from cellmill.planner.devices import Device, device_named
+from cellmill.planner.devices import device_named
 from cellmill.planner.memory import Memory, peak_memory
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.work import Cells, measure_work
@@ -19,16 +21,7 @@ GB = 1e9
 FREE_HALVINGS = 2  # of a micro-batch, which cost less than recomputing a forward pass
 MAX_TOKENS = 1 << 24
 
-Change = tuple[list[str], PlanOptions, "Hardware"]
-"""Instructions for the user, and the options and hardware after them."""
-
-
-@dataclass(frozen=True)
-class Limit:
-    """Memory of one process, in bytes."""
-
-    whole: int
-    usable: int
+Change = tuple[list[str], PlanOptions, "Hardware"]  # instructions for the user, and the options and hardware after them
 
 
 @dataclass(frozen=True)
@@ -38,7 +31,8 @@ class Hardware:
     nodes: int
     nproc_per_node: int
     device: str
-    limit: Limit
+    device_bytes: int  # memory of one process
+    usable_bytes: int  # `plan.memory_frac` of it
 
     @property
     def world(self) -> int:
@@ -48,69 +42,58 @@ class Hardware:
         """Return the mesh sizes. Raises ConfigError if the processes do not fit the layout."""
         return layout(parallel, self.world, self.nproc_per_node)
 
-    def model(self, options: PlanOptions, n_genes: int) -> PlannedModel:
-        """Return the run's model on these processes. Raises as `layout`."""
-        return PlannedModel.of(options, n_genes, self.world, self.nproc_per_node)
-
-
-def memory_limit(options: PlanOptions, device: Device, nproc_per_node: int) -> Limit:
-    """Return the memory of one process: as configured, that of its device, or its share of this machine."""
-    memory_gb = options.plan.memory_gb if options.plan.memory_gb is not None else device.memory_gb
-    if memory_gb is None:
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // nproc_per_node
-    else:
-        whole = round(memory_gb * GB)
-    return Limit(whole, int(whole * options.plan.memory_frac))
-
 
 def hardware_of(options: PlanOptions, machine: Machine, device: str) -> Hardware:
     """Return the processes that `machine` gives a run; the fewest of a range of nodes, which need the most memory.
 
-    Raises ConfigError for an unknown device.
+    The memory of a process is as configured, that of its device, or its share of this machine. Raises ConfigError for
+    an unknown device.
     """
-    nproc_per_node = machine.nproc_per_node
-    limit = memory_limit(options, device_named(device), nproc_per_node)
-    return Hardware(machine.node_counts[0], nproc_per_node, device, limit)
+    known = device_named(device)
+    memory_gb = options.plan.memory_gb if options.plan.memory_gb is not None else known.memory_gb
+    if memory_gb is None:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // machine.nproc_per_node
+    else:
+        whole = round(memory_gb * GB)
+    usable = int(whole * options.plan.memory_frac)
+    return Hardware(machine.node_counts[0], machine.nproc_per_node, device, whole, usable)
 
 
 def memory_needed(options: PlanOptions, cells: Cells, hardware: Hardware, micro_tokens: int | None = None) -> Memory:
     """Return the memory of the rank that needs the most, optionally with micro-batches of `micro_tokens` tokens."""
     if hardware.device == "cpu":  # there is no other memory to offload to
         options = _with(options, cpu_offload=None)
-    model = hardware.model(options, cells.n_genes)
+    model = PlannedModel.of(options, cells.n_genes, hardware.world, hardware.nproc_per_node)
     work = measure_work(options, cells, model.layout)
     return peak_memory(model, work.micro_tokens if micro_tokens is None else micro_tokens, work.most_micro_batches)
 
 
 def check_memory(options: PlanOptions, cells: Cells, hardware: Hardware) -> Memory:
     """Return the memory of a run. Raises ConfigError with the first change that makes it fit if it does not."""
-    memory, limit = memory_needed(options, cells, hardware), hardware.limit
-    if memory.total <= limit.usable:
+    memory = memory_needed(options, cells, hardware)
+    if memory.total <= hardware.usable_bytes:
         return memory
     part, n_bytes = max(asdict(memory).items(), key=lambda item: item[1])
     raise ConfigError(
         f"needs {amount(memory.total)} per process, {amount(n_bytes)} of it {part}, but {hardware.device} has "
-        f"{amount(limit.usable)} usable ({options.plan.memory_frac:.0%} of {amount(limit.whole)}): "
+        f"{amount(hardware.usable_bytes)} usable ({options.plan.memory_frac:.0%} of {amount(hardware.device_bytes)}): "
         f"{remedy(options, cells, hardware)}"
     )
 
 
 def largest_micro_batch(options: PlanOptions, cells: Cells, hardware: Hardware) -> int:
     """Return the most tokens of a micro-batch that fit, with the same number of micro-batches; 0 if none fits."""
-    low, high = 0, MAX_TOKENS
-    while low < high:
-        middle = (low + high + 1) // 2
-        if memory_needed(options, cells, hardware, middle).total <= hardware.limit.usable:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+
+    def is_too_large(tokens: int) -> bool:
+        return memory_needed(options, cells, hardware, tokens).total > hardware.usable_bytes
+
+    return bisect_left(range(1, MAX_TOKENS + 1), True, key=is_too_large)
 
 
 def remedy(options: PlanOptions, cells: Cells, hardware: Hardware) -> str:
     """Return the first change, or combination of changes, that makes the run fit."""
     for words, changed, processes in _changes(options, hardware):
-        if memory_needed(changed, cells, processes).total <= processes.limit.usable:
+        if memory_needed(changed, cells, processes).total <= processes.usable_bytes:
             return " and ".join(words)
     return "use a device with more memory (the profile) or a smaller model"
 
@@ -149,32 +132,26 @@ def _smaller_budgets(options: PlanOptions, hardware: Hardware, kept: list[str]) 
         budget //= 2
 
 
-def _tensor_parallel(options: PlanOptions, hardware: Hardware) -> Iterator[int]:
+def _tensor_parallel(options: PlanOptions, hardware: Hardware) -> list[int]:
     """Larger tp that divides the model and the node."""
-    cut = options.model.cut_by_tp().values()
-    whole = [hardware.nproc_per_node, hardware.world // options.parallel.pp, *cut]
-    for tp in range(options.parallel.tp + 1, hardware.nproc_per_node + 1 if cut else 0):
-        if not any(size % tp for size in whole):
-            yield tp
+    sizes = options.model.tp_sizes().values()
+    common = math.gcd(hardware.nproc_per_node, hardware.world // options.parallel.pp, *sizes) if sizes else 1
+    return [tp for tp in divisors(common) if tp > options.parallel.tp]
 
 
-def _pipelines(options: PlanOptions, hardware: Hardware) -> Iterator[int]:
+def _pipelines(options: PlanOptions, hardware: Hardware) -> list[int]:
     """Larger pp with at least one block per stage."""
-    blocks = min(options.model.cut_by_pp().values(), default=1)
-    stages_per_rank = options.parallel.stages // options.parallel.pp
-    for pp in range(options.parallel.pp + 1, blocks // stages_per_rank + 1):
-        if not hardware.world % (pp * options.parallel.tp):
-            yield pp
+    parallel, blocks = options.parallel, min(options.model.pp_sizes().values(), default=1)
+    largest = blocks // (parallel.stages // parallel.pp)
+    return [pp for pp in divisors(hardware.world // parallel.tp) if parallel.pp < pp <= largest]
 
 
-def _offloads(options: PlanOptions, hardware: Hardware) -> Iterator[str]:
+def _offloads(options: PlanOptions, hardware: Hardware) -> list[str]:
     """Values of cpu_offload that move more to host memory, if the device has memory of its own."""
-    if hardware.device == "cpu":
-        return
-    if options.parallel.cpu_offload is None:
-        yield "optimizer"
-    if options.parallel.cpu_offload != "full" and hardware.layout(options.parallel).dp > 1:
-        yield "full"
+    if hardware.device == "cpu" or options.parallel.cpu_offload == "full":
+        return []
+    optimizer = ["optimizer"] if options.parallel.cpu_offload is None else []
+    return optimizer + (["full"] if hardware.layout(options.parallel).dp > 1 else [])
 
 
 def _with(options: PlanOptions, **changes: Any) -> PlanOptions:

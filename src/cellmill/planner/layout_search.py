@@ -14,11 +14,11 @@ from typing import Any
 
 import yaml
 
+from cellmill.config.checks import check_run
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Parallel, divisors
 from cellmill.errors import ConfigError
-from cellmill.planner.checks import check_run
 from cellmill.planner.communication import link_bytes
 from cellmill.planner.cost import Cost, cost
 from cellmill.planner.devices import check_precision, device_named
@@ -28,6 +28,7 @@ from cellmill.planner.work import Cells
 
 SHOWN = 10
 MAX_PIPELINE = 16
+ROW = "{:>10}  {:>9}  {:>4}  {:>10}  {:>10}  {}"
 SIMILAR = 0.02  # relative difference of hours that is ignored; plans are less exact
 
 
@@ -50,14 +51,9 @@ class Suggestion:
 class Suggestions:
     """Result of a search."""
 
-    fitting: list[Suggestion]
-    """The best first."""
-    too_large: int
-    """Number of layouts that do not fit."""
-    smallest_bytes: int | None
-    """Memory of the smallest layout that does not fit."""
-    refused: Counter[str]
-    """Number of refused layouts by reason; similar reasons count as the first of them."""
+    fitting: list[Suggestion]  # the best first
+    too_large: list[int]  # bytes of the layouts that do not fit
+    refused: Counter[str]  # number of refused layouts by reason; similar reasons count as the first of them
 
 
 def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -> Suggestions:
@@ -76,19 +72,18 @@ def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -
             refused[examples.setdefault(kind, str(error))] += 1
             continue
         memory = memory_needed(changed, cells, hardware)
-        if memory.total > hardware.limit.usable:
+        if memory.total > hardware.usable_bytes:
             too_large.append(memory.total)
         else:
             fitting.append(Suggestion(changed, cost(changed, cells, hardware, known, memory)))
     fitting.sort(key=lambda suggestion: suggestion.rank)
-    return Suggestions(fitting, len(too_large), min(too_large, default=None), refused)
+    return Suggestions(fitting, too_large, refused)
 
 
 def layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
     """Layouts worth trying, without duplicates that come to the same."""
-    seen = set()
+    kept, seen = options.parallel.model_dump(include={"precision", "compile", "cpu_offload"}), set()
     for changes in _changes(options, hardware):
-        kept = {name: getattr(options.parallel, name) for name in ("precision", "compile", "cpu_offload")}
         parallel = Parallel.model_validate(kept | changes)
         try:
             sizes = hardware.layout(parallel)
@@ -105,10 +100,10 @@ def layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
 
 
 def _changes(options: PlanOptions, hardware: Hardware) -> Iterator[dict[str, Any]]:
-    blocks = min(options.model.cut_by_pp().values(), default=1)
+    blocks = min(options.model.pp_sizes().values(), default=1)
     strategies: list[dict[str, Any]] = [{"strategy": "ddp"}]
     strategies += [{"sharding_strategy": name} for name in ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP")]
-    for tp in divisors(hardware.nproc_per_node) if options.model.cut_by_tp() else [1]:
+    for tp in divisors(hardware.nproc_per_node) if options.model.tp_sizes() else [1]:
         for pp in divisors(hardware.world // tp):
             if pp > min(blocks, MAX_PIPELINE):
                 break
@@ -132,7 +127,7 @@ def table(suggestions: Suggestions, options: PlanOptions, machine: Machine, devi
     """Return the best layouts as lines of text, why others are missing, and the YAML of the best one."""
     nodes, nproc = machine.node_counts[0], machine.nproc_per_node
     lines = [f"{nodes:,} nodes x {nproc} {device}; memory per process, bytes sent per process and step", ""]
-    head = f"{'memory':>10}  {'hours':>9}  {'MFU':>4}  {'intra-node':>10}  {'inter-node':>10}  layout"
+    head = ROW.format("memory", "hours", "MFU", "intra-node", "inter-node", "layout")
     lines.append(head if suggestions.fitting else "no layout fits")
     for suggestion in suggestions.fitting[:SHOWN]:
         estimate, parallel = suggestion.cost, suggestion.options.parallel
@@ -143,13 +138,11 @@ def table(suggestions: Suggestions, options: PlanOptions, machine: Machine, devi
         words += ", sequence_parallel" if parallel.sequence_parallel else ""
         if parallel.activation_checkpointing:
             words += f", recompute {parallel.activation_checkpointing}"
-        lines.append(
-            f"{amount(estimate.memory.total):>10}  {hours:>9}  {mfu:>4}  {amount(sent['intra_node']):>10}  "
-            f"{amount(sent['inter_node']):>10}  {words}"
-        )
+        intra, inter = amount(sent["intra_node"]), amount(sent["inter_node"])
+        lines.append(ROW.format(amount(estimate.memory.total), hours, mfu, intra, inter, words))
     lines += ["", f"{len(suggestions.fitting)} layouts fit"]
-    if suggestions.smallest_bytes is not None:
-        lines[-1] += f", {suggestions.too_large} do not: the smallest needs {amount(suggestions.smallest_bytes)}"
+    if too_large := suggestions.too_large:
+        lines[-1] += f", {len(too_large)} do not: the smallest needs {amount(min(too_large))}"
     lines += [f"{number} refused: {reason}" for reason, number in suggestions.refused.most_common()]
     if suggestions.fitting:
         lines += ["", "# the best layout, for config.yaml", sections(suggestions.fitting[0].options, options).rstrip()]

@@ -18,22 +18,14 @@ AUTOCAST_ACTIVATION = 2.5  # bytes: the residual stream and inputs of norms stay
 class Memory:
     """Peak bytes of one process."""
 
-    parameters: int = 0
-    """This rank's shard of the weights, and all buffers."""
-    gradients: int = 0
-    """Its shard of the gradients, full ones while micro-batches are accumulated, and those being computed."""
-    optimizer: int = 0
-    """Both moments of AdamW."""
-    gathered: int = 0
-    """Full weights gathered for a forward or backward pass, or cast to 16 bits."""
-    communication: int = 0
-    """Gradients in a reduce-scatter."""
-    pipeline: int = 0
-    """Receive buffers of a pipeline for all micro-batches of a step."""
-    activations: int = 0
-    """Activations kept for the backward pass, and the workspace of one block's backward pass."""
-    logits: int = 0
-    """Logits and their gradient, and the table's gradient of a chunked loss."""
+    parameters: int = 0  # this rank's shard, and all buffers
+    gradients: int = 0  # this rank's shard, full ones while micro-batches are accumulated, and those being computed
+    optimizer: int = 0  # both moments of AdamW
+    gathered: int = 0  # full weights gathered for a forward or backward pass, or cast to 16 bits
+    communication: int = 0  # gradients in a reduce-scatter
+    pipeline: int = 0  # receive buffers of a pipeline for all micro-batches of a step
+    activations: int = 0  # kept for the backward pass, and the workspace of one block's backward pass
+    logits: int = 0  # logits and their gradient, and the table's gradient of a chunked loss
 
     @property
     def total(self) -> int:
@@ -48,18 +40,13 @@ def host_bytes(model: PlannedModel) -> int:
     if model.parallel.cpu_offload is None:
         return 0
     elements = max(own.parameters + 3 * own.trained for own in map(model.counts, range(model.layout.pp)))
-    return FLOAT32 * (-(-elements // model.layout.dp_shard) if model.is_sharded else elements)
+    return FLOAT32 * -(-elements // model.shards)
 
 
 def peak_memory(model: PlannedModel, micro_tokens: int, micro_batches: int) -> Memory:
     """Return the memory of the rank that needs the most.
 
-    Parameters
-    ----------
-    micro_tokens
-        Tokens of the largest micro-batch.
-    micro_batches
-        Largest number of micro-batches in an optimizer step.
+    A step has at most `micro_batches` micro-batches, the largest of `micro_tokens` tokens.
     """
     ranks = (memory_of(model, rank, micro_tokens, micro_batches) for rank in range(model.layout.pp))
     return max(ranks, key=lambda memory: memory.total)
@@ -74,15 +61,14 @@ def _moments(model: PlannedModel, rank: int, tokens: int, micro_batches: int) ->
     """Memory at the beginning and at the end of the backward pass."""
     size, parallel, own = model.size, model.parallel, model.counts(rank)
     block, element, offload = size.block, model.element_bytes, parallel.cpu_offload
-    shards = model.layout.dp_shard if model.is_sharded else 1
-    trained_shard = -(-own.trained // shards)
+    trained_shard = -(-own.trained // model.shards)
     received = (2 * len(model.stages(rank)) - own.first - own.last) * micro_batches * size.width * tokens
     constant = {
-        "parameters": FLOAT32 * (size.buffers + (0 if offload == "full" else -(-own.parameters // shards))),
+        "parameters": FLOAT32 * (size.buffers + (0 if offload == "full" else -(-own.parameters // model.shards))),
         "optimizer": 0 if offload else 2 * FLOAT32 * trained_shard,
         "pipeline": element * received if parallel.pp > 1 else 0,
     }
-    activation = AUTOCAST_ACTIVATION if parallel.low and not model.is_sharded else element
+    activation = AUTOCAST_ACTIVATION if parallel.half_precision and not model.is_sharded else element
     first_blocks = block.activations_per_token + size.begin.activations_per_token + size.working_per_token
     begun = constant | {
         "activations": round(activation * _kept_per_token(model, rank, micro_batches) * tokens),
@@ -90,7 +76,7 @@ def _moments(model: PlannedModel, rank: int, tokens: int, micro_batches: int) ->
     }
     ended = constant | {"activations": round(activation * first_blocks * tokens)}
     if not model.is_sharded:
-        gathered = 2 * own.parameters if parallel.low else 0  # autocast keeps its casts until the backward pass
+        gathered = 2 * own.parameters if parallel.half_precision else 0  # autocast keeps its casts until the backward
         # DistributedDataParallel's buckets persist and are sent themselves; accumulated gradients are beside them
         copies = (model.layout.dp > 1) + (micro_batches > 1)
         yield Memory(**begun, gradients=FLOAT32 * (copies * own.trained or block.trained), gathered=gathered)

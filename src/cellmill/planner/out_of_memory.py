@@ -12,10 +12,9 @@ import torch
 
 from cellmill.config.load import stored_options
 from cellmill.config.options import PlanOptions, TrainOptions
-from cellmill.config.run import Plan
 from cellmill.data.manifest import Manifest
 from cellmill.files import read_json
-from cellmill.planner.fit import Hardware, Limit, amount, memory_needed, remedy
+from cellmill.planner.fit import Hardware, amount, memory_needed, remedy
 from cellmill.planner.work import Cells, detected_genes
 
 TIMEOUT_S = 120
@@ -37,36 +36,28 @@ def ask(run_json: Path, world: int, nproc_per_node: int, device: str) -> str | N
     words = [str(run_json), str(world), str(nproc_per_node), device]
     command = [sys.executable, "-m", "cellmill.planner.out_of_memory", *words]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    return done.stdout.strip() or None
 
 
 def advice(record: dict[str, Any], options: TrainOptions, world: int, nproc_per_node: int, device: str = "cpu") -> str:
     """Return the planned memory of one process, and the first change after which it needs a fifth less.
 
-    Parameters
-    ----------
-    record
-        Content of run.json.
-    device
-        Type of the device; a CPU has no other memory to offload to.
+    `record` is the content of run.json, `device` a type: a CPU has no other memory to offload to.
     """
-    planned = PlanOptions(
-        plan=Plan.model_validate({}), **{name: getattr(options, name) for name in TrainOptions.model_fields}
-    )
+    planned = PlanOptions.model_validate({**dict(options), "plan": {}})
     manifest = Manifest.read(Path(record["manifest"]))
-    lengths = detected_genes(manifest).clip(max=options.tokens.max_tokens)
-    cells = Cells(lengths, manifest.n_genes)
-    hardware = Hardware(world // nproc_per_node, nproc_per_node, device, Limit(0, 0))
+    cells = Cells(detected_genes(manifest).clip(max=options.tokens.max_tokens), manifest.n_genes)
+    hardware = Hardware(world // nproc_per_node, nproc_per_node, device, 0, 0)
     memory = memory_needed(planned, cells, hardware)
     parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
     listed = ", ".join(f"{name} {amount(n)}" for name, n in parts if n)
-    less = Limit(memory.total, int(LESS_FRAC * memory.total))
+    less = replace(hardware, usable_bytes=int(LESS_FRAC * memory.total))
     return (
         f"the plan was {amount(memory.total)} per process, most of it {parts[0][0]} ({listed}): "
-        f"{remedy(planned, cells, replace(hardware, limit=less))}"
+        f"{remedy(planned, cells, less)}"
     )
 
 

@@ -23,15 +23,11 @@ class Counts(NamedTuple):
     """Numbers of parameters and parts in one pipeline stage, or in all stages of a rank."""
 
     blocks: int
-    first: int
-    """1 with the part before the blocks."""
-    last: int
-    """1 with the part after the blocks."""
+    first: int  # 1 with the part before the blocks
+    last: int  # 1 with the part after the blocks
     parameters: int
-    trained: int
-    """Parameters with a gradient and optimizer state."""
-    outside: int
-    """Parameters outside the blocks; tied ones are in both the first and the last stage."""
+    trained: int  # parameters with a gradient and optimizer state
+    outside: int  # parameters outside the blocks; tied ones are in both the first and the last stage
     outside_trained: int
 
 
@@ -46,7 +42,6 @@ class Stage:
 
     @property
     def counts(self) -> Counts:
-        """Numbers of parameters and parts."""
         size, block = self.size, self.size.block
         ends = self.first * size.begin.parameters + self.last * size.finish.parameters
         ends_trained = self.first * size.begin.trained + self.last * size.finish.trained
@@ -71,12 +66,10 @@ class Stage:
 class PlannedModel:
     """A model in a parallel layout."""
 
-    size: ModelSize
-    """Sizes on one tensor-parallel rank."""
+    size: ModelSize  # sizes on one tensor-parallel rank
     parallel: Parallel
     layout: Layout
-    local_world: int
-    """Processes per node."""
+    local_world: int  # processes per node
 
     @classmethod
     def of(cls, options: TrainOptions, n_genes: int, world: int, local_world: int) -> Self:
@@ -95,6 +88,11 @@ class PlannedModel:
         """True if FSDP2 wraps the model: with several data-parallel ranks under fsdp, tp or pp."""
         sizes = self.layout
         return sizes.dp > 1 and (self.parallel.strategy == "fsdp" or sizes.tp * sizes.pp > 1)
+
+    @property
+    def shards(self) -> int:
+        """Data-parallel ranks that share one copy of the weights."""
+        return self.layout.dp_shard if self.is_sharded else 1
 
     def stages(self, rank: int) -> list[Stage]:
         """Stages of pipeline rank `rank`, in the order of `stages_of`."""

@@ -9,14 +9,15 @@ from cellmill.planner.cost import Cost
 from cellmill.planner.fit import Hardware, amount
 from cellmill.planner.memory import host_bytes
 from cellmill.planner.planned_model import idle_frac
+from cellmill.planner.work import Cells
 
 LARGE_FRAC = 0.2  # validation above this fraction of the hours gets a hint
 UNKNOWN = "unknown: no speed is known for this device"
 
 
-def describe(options: PlanOptions, cost: Cost, hardware: Hardware) -> dict[str, Any]:
+def describe(options: PlanOptions, cells: Cells, hardware: Hardware, cost: Cost) -> dict[str, Any]:
     """Return plan.json without its entries about the corpus."""
-    work, time, limit = cost.work, cost.time, hardware.limit
+    work, time = cost.work, cost.time
     collectives = [
         {**asdict(part), "intra_node_bytes": part.intra_node_bytes, "inter_node_bytes": part.inter_node_bytes}
         for part in cost.traffic
@@ -26,18 +27,18 @@ def describe(options: PlanOptions, cost: Cost, hardware: Hardware) -> dict[str, 
         "memory": {
             "parts_bytes": asdict(cost.memory),
             "total_bytes": cost.memory.total,
-            "limit_bytes": limit.usable,
-            "device_bytes": limit.whole,
+            "limit_bytes": hardware.usable_bytes,
+            "device_bytes": hardware.device_bytes,
             "host_bytes": 0 if hardware.device == "cpu" else host_bytes(cost.model),
         },
         "communication": {"link_bytes": link_bytes(cost.traffic), "collectives": collectives},
         "flops_per_step": cost.flops_per_step,
-        "tokens_per_step": work.tokens_per_cell * work.cells_per_step,
-        "tokens_per_cell": work.tokens_per_cell,
-        "tokens": work.tokens_per_cell * work.cells_seen,
-        "cells": work.cells,
+        "tokens_per_step": cells.tokens_per_cell * work.cells_per_step,
+        "tokens_per_cell": cells.tokens_per_cell,
+        "tokens": cells.tokens_per_cell * work.cells_seen,
+        "cells": cells.n,
         "cells_seen": work.cells_seen,
-        "n_genes": work.n_genes,
+        "n_genes": cells.n_genes,
         "steps": work.steps,
         "steps_per_epoch": work.steps_per_epoch,
         "micro_batches_per_step": work.micro_batches_per_step,

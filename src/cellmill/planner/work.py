@@ -1,7 +1,7 @@
 """Steps, tokens and micro-batches of a run, from the row offsets of the shards: no cell is read."""
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -22,16 +22,10 @@ SAMPLED_EVENLY = 4  # steps, and ranks of each: even cuts are searched for and t
 class Cells:
     """Training cells of a corpus."""
 
-    lengths: np.ndarray
-    """(cells,) int64: tokens of each cell, in the order of the shards."""
-    n_genes: int
-    """Genes of the vocabulary."""
-    validation: int = 0
-    """Number of validation cells."""
-    number: int | None = None
-    """Number of cells if `lengths` has only some of them."""
-    counted: dict[tuple[int, ...], tuple[list[int], int]] = field(default_factory=dict)
-    """Cache of `count_micro_batches` by its arguments."""
+    lengths: np.ndarray  # (cells,) int64: tokens of each cell, in the order of the shards
+    n_genes: int  # genes of the vocabulary
+    validation: int = 0  # number of validation cells
+    number: int | None = None  # number of cells if `lengths` has only some of them
 
     @property
     def n(self) -> int:
@@ -52,25 +46,15 @@ class Cells:
 class Work:
     """Amount of work in a run and in its steps."""
 
-    n_genes: int
-    cells: int
-    """Cells per epoch."""
-    tokens_per_cell: float
-    pairs_per_cell: float
-    """Mean number of (query, key) pairs of attention."""
     steps: int
     steps_per_epoch: int
     cells_per_step: int
-    cells_seen: int
-    """Cells over all steps."""
+    cells_seen: int  # cells over all steps
     validations: int
-    val_cells: int
-    """Cells per validation."""
-    micro_batches_per_step: float
-    """Mean over the steps; the same on every rank."""
+    val_cells: int  # cells per validation
+    micro_batches_per_step: float  # mean over the steps; the same on every rank
     most_micro_batches: int
-    micro_tokens: int
-    """Tokens of the largest micro-batch."""
+    micro_tokens: int  # tokens of the largest micro-batch
 
 
 def detected_genes(manifest: Manifest) -> np.ndarray:
@@ -84,18 +68,16 @@ def detected_genes(manifest: Manifest) -> np.ndarray:
 
 def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
     """Return the work of a run in the layout `sizes`."""
-    train, stream, n_cells = options.train, options.stream, cells.n
+    train, stream, parallel, n_cells = options.train, options.stream, options.parallel, cells.n
     epoch = EpochLayout(
         (n_cells,), stream.lanes, stream.block_cells, stream.window_blocks, train.global_batch, train.seed, True
     )
     steps = train.total_steps(epoch.steps_per_epoch)
     epochs, rest = divmod(steps, epoch.steps_per_epoch)
-    micro_batches, micro_tokens = _counted(options, cells, sizes)
+    micro_batches, micro_tokens = _counted(
+        cells, train.global_batch, train.token_budget, sizes.dp, min_microbatches(parallel), parallel.pp
+    )
     return Work(
-        n_genes=cells.n_genes,
-        cells=n_cells,
-        tokens_per_cell=cells.tokens_per_cell,
-        pairs_per_cell=cells.pairs_per_cell,
         steps=steps,
         steps_per_epoch=epoch.steps_per_epoch,
         cells_per_step=min(train.global_batch, n_cells),
@@ -108,12 +90,9 @@ def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
     )
 
 
-def _counted(options: PlanOptions, cells: Cells, sizes: Layout) -> tuple[list[int], int]:
-    parallel, train = options.parallel, options.train
-    key = (train.global_batch, train.token_budget, sizes.dp, min_microbatches(parallel), parallel.pp)
-    if key not in cells.counted:
-        cells.counted[key] = count_micro_batches(cells.lengths, *key)
-    return cells.counted[key]
+@cache  # many layouts have the same micro-batches
+def _counted(cells: Cells, *arguments: int) -> tuple[list[int], int]:
+    return count_micro_batches(cells.lengths, *arguments)
 
 
 def count_micro_batches(
@@ -139,9 +118,6 @@ def count_micro_batches(
         number = -(-number // microbatch_multiple) * microbatch_multiple
         counts.append(number)
         if microbatch_multiple > 1 and len(counts) <= SAMPLED_EVENLY:
-            largest = max(largest, *(_largest(rank, cut_evenly(rank, number)) for rank in ranks[:SAMPLED_EVENLY]))
+            for rank in ranks[:SAMPLED_EVENLY]:
+                largest = max(largest, int(np.add.reduceat(rank, cut_evenly(rank, number)[:-1]).max()))
     return counts, largest if microbatch_multiple > 1 else min(token_budget, share * int(lengths.max()))
-
-
-def _largest(lengths: np.ndarray, borders: list[int]) -> int:
-    return int(np.add.reduceat(lengths, borders[:-1]).max())

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.evaluate.umap_table import read_umap
 from cellmill.files import read_json
@@ -49,7 +50,7 @@ def read_run(folder: Path) -> ReportedRun:
         model=_optional(folder / "model" / "config.json"),
         cost=_optional(train / "cost.json"),
         evaluation=_evaluation(folder / "evaluate" / "metrics.json"),
-        lines=[line for line in read_lines(train / "metrics.jsonl") if isinstance(line, dict) and "step" in line],
+        lines=read_lines(train / "metrics.jsonl"),
         umap=umap,
     )
 
@@ -57,10 +58,8 @@ def read_run(folder: Path) -> ReportedRun:
 def read_corpus(folder: Path) -> ReportedCorpus:
     """The corpus in `folder`. Raises DataError when the folder is absent."""
     _require(folder, "corpus")
-    n_genes = None
-    if (vocabulary := folder / "vocabulary.tsv").exists():
-        with open(vocabulary, encoding="utf-8") as file:
-            n_genes = sum(1 for line in file if line.split("\t")[0].isdigit() and "\t<" not in line[:12])
+    vocabulary = folder / "vocabulary.tsv"
+    n_genes = Vocabulary.read(vocabulary).n_genes if vocabulary.exists() else None
     datasets = [read_json(path) for path in sorted((folder / "cells").glob("*.json"))]
     return ReportedCorpus(folder.resolve().name, datasets, _optional(folder / "shards" / "manifest.json"), n_genes)
 

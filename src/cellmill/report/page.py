@@ -45,7 +45,6 @@ def render(title: str, runs: list[ReportedRun], corpora: list[ReportedCorpus]) -
         losses={r.name: losses(r.evaluation) for r in runs},
         planned={r.name: planned_and_measured(r) for r in runs},
         measures=MEASURES,
-        colour=figures.colour,
         figures=figures,
         lines={r.name: r.lines for r in runs},
         umap=_umap,
@@ -126,7 +125,6 @@ def columns(rows: list[dict[str, Any]]) -> Iterator[Column]:
     keys = dict.fromkeys(key for row in rows for key in row if key not in ("name", "kind"))
     for key in keys:
         values = [row.get(key) for row in rows]
-        stem = key.removesuffix("_sd") if key.endswith("_sd") else None
         if any(isinstance(value, list) for value in values) or not any(
             isinstance(value, float) or value for value in values
         ):
@@ -134,22 +132,15 @@ def columns(rows: list[dict[str, Any]]) -> Iterator[Column]:
         if key.endswith("_mean"):
             stem = key.removesuffix("_mean")
             yield Column(stem, key, f"{stem}_sd" if f"{stem}_sd" in keys else None)
-        elif stem is None or f"{stem}_mean" not in keys:
+        elif not (key.endswith("_sd") and f"{key.removesuffix('_sd')}_mean" in keys):
             yield Column(key, key)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One task over all runs and datasets."""
+def compare_runs(runs: list[ReportedRun]) -> list[dict[str, Any]]:
+    """Each task side by side: its rows by their metric, or its figures where no metric ranks rows (`metric` is empty).
 
-    task: str
-    metric: str  # empty where the columns are the task's figures
-    columns: list[str]
-    lines: list[tuple[str, str, dict[str, Any]]]  # (run, dataset, value by column)
-
-
-def compare_runs(runs: list[ReportedRun]) -> list[Comparison]:
-    """Each task side by side: its rows by their metric, or its figures where no metric ranks rows."""
+    `lines` are (run, dataset, value by column).
+    """
     tasks: dict[str, list[tuple[str, str, dict[str, Any]]]] = {}
     for run in runs:
         for dataset, entry in ((run.evaluation or {}).get("datasets") or {}).items():
@@ -162,7 +153,7 @@ def compare_runs(runs: list[ReportedRun]) -> list[Comparison]:
         lines = [(run, dataset, _values(result, metric)) for run, dataset, result in results]
         names = list(dict.fromkeys(name for _, _, values in lines for name in values))
         if names:
-            comparisons.append(Comparison(task, metric, names, lines))
+            comparisons.append({"task": task, "metric": metric, "columns": names, "lines": lines})
     return comparisons
 
 

@@ -65,11 +65,7 @@ def _choose(folder: TrainFolder, which: str) -> Checkpoint:
     newest, damaged = folder.newest_whole()
     for line in damaged:
         print(f"warning: {line}; exporting the previous one", file=sys.stderr, flush=True)
-    if which == "best":
-        return folder.best()
-    if newest is None:
-        raise DataError(f"{folder.checkpoint_folder}: no checkpoint; train the run first")
-    return newest
+    return folder.best() if which == "best" or newest is None else newest  # `best` refuses a folder without any
 
 
 def _load(checkpoint: Checkpoint, model: Model) -> None:

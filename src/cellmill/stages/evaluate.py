@@ -28,12 +28,11 @@ from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.evaluate.embed import load_for_inference, read_embedding
 from cellmill.evaluate.projection import umap_rows
-from cellmill.evaluate.task import Context, EvaluatedModel, Task, TaskResult, read_roles
+from cellmill.evaluate.task import Context, EvaluatedModel, Task, read_roles
 from cellmill.evaluate.training_cells import held_out, seen_cells
 from cellmill.evaluate.umap_table import write_umap
 from cellmill.files import sha256_file, write_json
 from cellmill.registry import in_one_line
-from cellmill.runs.verdict import sentence
 
 
 def run(
@@ -94,19 +93,16 @@ def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
     print(f"{name}: {n_scored:,} of {n_cells:,} cells are scored ({cells})", flush=True)
     results: dict[str, Any] = {}
     for task_name, task in tasks.items():
-        result, entry = _run_task(task, task_name, context)
-        lines = [sentence(verdict) for verdict in result.verdicts]
-        for line in lines if result.skipped is None else [f"skipped: {result.skipped}"]:
+        entry = results[task_name] = _run_task(task, task_name, context)
+        for line in entry["sentences"] if entry["skipped"] is None else [f"skipped: {entry['skipped']}"]:
             print(f"{name}: {task_name}: {line}", flush=True)
-        results[task_name] = entry
     return results
 
 
-def _run_task(task: Task, name: str, context: Context) -> tuple[TaskResult, dict[str, Any]]:
-    """Result and entry of one task. A task that fails is named in the last line, below its traceback."""
+def _run_task(task: Task, name: str, context: Context) -> dict[str, Any]:
+    """Entry of one task. A task that fails is named in the last line, below its traceback."""
     try:
-        result: TaskResult = task.run(context)
-        entry = result.to_json()
+        entry = task.run(context).to_json()
         json.dumps(entry, allow_nan=False)
     except UserError:
         raise
@@ -116,7 +112,7 @@ def _run_task(task: Task, name: str, context: Context) -> tuple[TaskResult, dict
             f"{context.dataset}: task {name!r} failed ({in_one_line(error)}); repair it, or take it out of "
             "evaluate.tasks"
         ) from None
-    return result, entry
+    return entry
 
 
 def _dataset_names(cells: list[Path], embeddings: list[Path], labels: list[str]) -> list[str]:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
+from cellmill.config.checks import check_run
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError
 from cellmill.files import write_json
 from cellmill.planner import layout_search
-from cellmill.planner.checks import check_run
 from cellmill.planner.cost import cost
 from cellmill.planner.devices import check_precision, device_named
 from cellmill.planner.fit import check_memory, hardware_of, largest_micro_batch
@@ -61,7 +61,7 @@ def run(
         check_run(options, nodes, machine.nproc_per_node, corpus.n)
     hardware = hardware_of(options, machine, device)
     memory = check_memory(options, corpus, hardware)
-    plan = describe(options, cost(options, corpus, hardware, known, memory), hardware) | {
+    plan = describe(options, corpus, hardware, cost(options, corpus, hardware, known, memory)) | {
         "largest_micro_batch": largest_micro_batch(options, corpus, hardware),
         "genes_per_cell": float(detected.mean()),
         "cut_cells_frac": float((detected > corpus.lengths).mean()),

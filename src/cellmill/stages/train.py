@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cellmill import __version__
+from cellmill.config.checks import check_run
 from cellmill.config.machine import Machine
 from cellmill.config.options import TrainOptions
 from cellmill.data.manifest import Manifest, verify
@@ -24,7 +25,7 @@ from cellmill.launch.allocation import run_allocation
 from cellmill.launch.job import Job
 from cellmill.launch.local import run_local
 from cellmill.launch.slurm import RunFiles, SlurmLauncher
-from cellmill.planner.checks import check_run, check_vocabulary, check_weights
+from cellmill.planner.train_inputs import check_vocabulary, check_weights
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.identity import changed_keys, check_data, identity
 from cellmill.runs.progress import status
@@ -54,7 +55,7 @@ def run(
     with folder.locked(follows=machine.launcher == "slurm") as lock:
         record: dict[str, Any] = {
             "options": options.model_dump(mode="json"),
-            "identity": identity(options, _weights_digest(init_from)),
+            "identity": identity(options, None if init_from is None else sha256_file(init_from / "model.safetensors")),
             "fingerprint": shards.fingerprint,
             "manifest": str(manifest),
             "vocabulary": str(vocabulary),
@@ -96,9 +97,8 @@ def _job(folder: TrainFolder, machine: Machine, error_folder: Path) -> Job:
 
 def _slurm_launcher(folder: TrainFolder, machine: Machine) -> SlurmLauncher | None:
     """A launcher, if jobs are to be submitted or have been before."""
-    if machine.launcher != "slurm" and not (folder.path / "jobs").exists():
-        return None
-    if machine.launcher != "slurm" and shutil.which("squeue") is None:
+    had_jobs = (folder.path / "jobs").exists() and shutil.which("squeue") is not None
+    if machine.launcher != "slurm" and not had_jobs:
         return None
     return SlurmLauncher(folder.path, machine, RunFiles(folder.state, folder.saved_step))
 
@@ -172,10 +172,6 @@ def environment() -> dict[str, str]:
         except PackageNotFoundError:
             versions[package] = "not installed"
     return versions
-
-
-def _weights_digest(model: Path | None) -> str | None:
-    return None if model is None else sha256_file(model / "model.safetensors")
 
 
 def _verify_once(folder: TrainFolder, shards: Manifest) -> None:

@@ -33,11 +33,11 @@ class ToyFamily(FamilyConfig):
             raise ValueError(f"hidden: {self.hidden} is not a multiple of 2 * heads = {2 * self.heads}")
         return self
 
-    def cut_by_tp(self) -> dict[str, int]:
+    def tp_sizes(self) -> dict[str, int]:
         """Whole heads; the feed-forward width is four times as large."""
         return {"model.heads": self.heads}
 
-    def cut_by_pp(self) -> dict[str, int]:
+    def pp_sizes(self) -> dict[str, int]:
         """Between any two blocks."""
         return {"model.layers": self.layers}
 

@@ -35,10 +35,10 @@ class MaskedConfig(FamilyConfig):
         """Width inside the feed-forward layers."""
         return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
 
-    def cut_by_tp(self) -> dict[str, int]:
+    def tp_sizes(self) -> dict[str, int]:
         """Attention is cut by whole heads, feed-forward by its width; the vocabulary can be cut anywhere."""
         return {"model.heads": self.heads, "model.ffn_hidden": self.ffn_width}
 
-    def cut_by_pp(self) -> dict[str, int]:
+    def pp_sizes(self) -> dict[str, int]:
         """A pipeline can be cut between any two blocks."""
         return {"model.layers": self.layers}

@@ -1,9 +1,8 @@
-"""Checks of a run before any process is started; each error is one line."""
+"""Checks of the files that a training reads, before any process is started; each error is one line."""
 
 from pathlib import Path
 
 from cellmill.config import check_options
-from cellmill.config.checks import check_processes, check_together
 from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.config.load import upgrade_options
 from cellmill.config.options import TrainOptions
@@ -11,12 +10,6 @@ from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import read_json
-
-
-def check_run(options: TrainOptions, nodes: int, nproc_per_node: int, train_cells: int) -> None:
-    """Raise ConfigError if sections exclude each other or do not fit the number of processes or cells."""
-    check_together(options)
-    check_processes(options, nodes, nproc_per_node, train_cells)
 
 
 def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
