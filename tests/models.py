@@ -10,7 +10,8 @@ from cellmill.config.tokens import Tokens
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 
-OF_OBJECTIVE = {"objective": "name", "mask_frac": "mask_frac", "cell_loss_weight": "cell_loss_weight"}
+NAMES = "mask_frac cell_loss_weight view min_hidden_frac max_hidden_frac target weights decoder_hidden"
+OF_OBJECTIVE = {"objective": "name"} | {name: name for name in NAMES.split()}
 
 
 def split(options: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -12,8 +12,12 @@ from typing import Any, get_args
 from cellmill.errors import ConfigError, did_you_mean
 
 BUILT_IN: dict[str, dict[str, str]] = {
-    "family": {"masked": "cellmill.models.masked.config:MaskedConfig"},
+    "family": {
+        "masked": "cellmill.models.masked.config:MaskedConfig",
+        "profile": "cellmill.models.profile.config:ProfileConfig",
+    },
     "objective": {
+        "cell_decoding": "cellmill.models.objectives.config:CellDecodingConfig",
         "masked_value": "cellmill.models.objectives.config:MaskedValueConfig",
         "masked_gene": "cellmill.models.objectives.config:MaskedGeneConfig",
     },

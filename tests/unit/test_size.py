@@ -16,7 +16,7 @@ from torch.utils.checkpoint import _VersionWrapper
 from cellmill.config.checks import check_together
 from cellmill.config.options import TrainOptions
 from cellmill.config.tokens import Tokens
-from cellmill.data.tokens import Batch
+from cellmill.data.tokens import Batch, tokenized
 from cellmill.errors import ConfigError
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
@@ -35,6 +35,7 @@ KINDS = [
     ("binned", "masked_value"),
     ("binned", "masked_gene"),
     ("rank", "masked_gene"),
+    ("continuous", "cell_decoding"),
 ]
 every_kind = pytest.mark.parametrize(("tokenizer", "objective"), KINDS)
 
@@ -73,6 +74,8 @@ def _tokens(tokenizer: str = "continuous") -> Tokens:
 
 def _spec(tokenizer: str = "continuous", objective: str = "masked_value", **options: Any) -> ModelSpec:
     given = {"hidden": HIDDEN, "layers": LAYERS, "heads": 2, "objective": objective} | options
+    if objective == "cell_decoding":
+        given.pop("cell_loss_weight", None)
     return spec(N_GENES, _tokens(tokenizer), **given)
 
 
@@ -128,7 +131,7 @@ def test_activations_equal_those_that_autograd_keeps(
 ) -> None:
     given = _spec(tokenizer, objective, **options)
     size = measure(given)
-    per_block = {None: size.block.activations_per_token, "full": HIDDEN, "selective": size.selective_per_token}
+    per_block = {None: size.block.activations_per_token, "full": size.width, "selective": size.selective_per_token}
     expected = LAYERS * per_block[recompute] + size.begin.activations_per_token + size.finish.activations_per_token
     model = build(given).to_empty(device="cpu")
     for parameter in model.parameters():
@@ -146,7 +149,7 @@ def test_activations_equal_those_that_autograd_keeps(
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = model(model.prepare(to_tensors(batch), seed=0, step=0))
+        loss = model(model.prepare(model.view(to_tensors(batch), seed=0, step=0), seed=0, step=0))
     if recompute == "selective":  # it keeps tensors in a cache of its own
         for tensor in (value.val for value in gc.get_objects() if type(value) is _VersionWrapper):
             keep(tensor)
@@ -160,8 +163,8 @@ def _batch(given: ModelSpec) -> Batch:
     rng = np.random.default_rng(0)
     genes = np.concatenate([rng.permutation(N_GENES)[:30] for _ in range(40)]).astype(np.int32)
     counts = rng.integers(1, 50, len(genes), dtype=np.uint32)
-    tokenized = given.tokens.load()(given.tokens).tokenize(genes, counts, np.arange(41) * 30)
-    return Batch(*tokenized, np.arange(40))
+    tokenizer = given.tokens.load()(given.tokens)
+    return tokenized(tokenizer, genes, counts, np.arange(41) * 30, np.arange(40), given.tokens.max_tokens)
 
 
 def test_tensor_parallel_halves_what_it_cuts_and_reduces_four_times_per_block() -> None:

@@ -82,7 +82,10 @@ def _check_objective(options: TrainOptions) -> None:
             f"tokens.tokenizer {tokens.tokenizer} has values of kind {tokens.value_kind}, family {model.family} embeds "
             f"{', '.join(model.value_kinds) or 'none'}; choose another tokenizer or family"
         )
-    objective.check_tokens(tokens)
+    try:
+        objective.check_tokens(tokens)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _check_tensor_parallel(model: FamilyConfig, parallel: Parallel) -> None:
@@ -94,6 +97,11 @@ def _check_tensor_parallel(model: FamilyConfig, parallel: Parallel) -> None:
     cut = model.tp_sizes()
     if not cut:
         raise ConfigError(f"parallel.tp {tp}: family {model.family} does not support tensor parallelism; set tp to 1")
+    if parallel.sequence_parallel and not model.sequence_parallel:
+        raise ConfigError(
+            f"parallel.sequence_parallel: rows between the blocks of family {model.family} are cells, not tokens; set "
+            "sequence_parallel to no"
+        )
     possible = divisors(math.gcd(*cut.values()))
     for name, size in cut.items():
         if size % tp:

@@ -16,6 +16,8 @@ class ObjectiveConfig(Plugin):
     families: ClassVar[tuple[str, ...]] = ()
     """Families that it serves, beside those that name it in `FamilyConfig.objectives`."""
 
+    needs_counts: ClassVar[bool] = False  # if True, batches have the counts of their tokens
+
     name: str = Field(description="Name of the objective.")
 
     def check_tokens(self, tokens: Tokens) -> None:

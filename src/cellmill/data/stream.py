@@ -22,7 +22,7 @@ from cellmill.data.manifest import Manifest
 from cellmill.data.prefetch import Prefetch, PrefetchedStep
 from cellmill.data.shard_file import cell_names, open_shards
 from cellmill.data.shuffle import EpochLayout
-from cellmill.data.tokens import Batch, Tokenizer, cut_batch, cut_evenly, empty_batch
+from cellmill.data.tokens import Batch, Tokenizer, cut_batch, cut_evenly, empty_batch, tokenized
 from cellmill.errors import ConfigError, DataError
 
 _AHEAD = 2  # steps tokenized in advance
@@ -36,8 +36,8 @@ class CellStream:
     optimizer step over all ranks, is a multiple of `stream.lanes`. A micro-batch has at most `token_budget` tokens.
     Each step has at least `min_microbatches` of them and a multiple of `microbatch_multiple`; if either is not 1, they
     are of even sizes, for pipeline parallel. Endless with `shuffle`; else one epoch in disk order. Only the first
-    `max_cells` cells of the split are used; None takes all. Raises DataError when manifest or shards are missing,
-    damaged or do not match, or the split has no cells.
+    `max_cells` cells of the split are used; None takes all. `counted` batches have the counts of their tokens. Raises
+    DataError when manifest or shards are missing, damaged or do not match, or the split has no cells.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class CellStream:
         microbatch_multiple: int = 1,
         shuffle: bool = True,
         max_cells: int | None = None,
+        counted: bool = False,
     ):
         check_lanes(stream.lanes, global_batch, world)
         check_batch(global_batch, stream.lanes)
@@ -75,7 +76,8 @@ class CellStream:
         self._tokenizer: Tokenizer = tokens.load()(tokens)
         self._shards = open_shards(opened, split)
         lanes = list(range(rank, stream.lanes, world))
-        max_genes = None if self._tokenizer.needs_counts else tokens.max_tokens
+        self._counted = counted
+        max_genes = None if counted or self._tokenizer.needs_counts else tokens.max_tokens
         self._rows = Prefetch(self._shards, self._layout, lanes, max_genes=max_genes, io_threads=stream.io_threads)
         self._order = {"seed": seed, **order, "global_batch": global_batch}
         self._epoch = self._step = 0
@@ -158,9 +160,10 @@ class CellStream:
             starts = step.starts[first : last + 1]
             nonzeros = slice(starts[0], starts[-1])
             counts = step.counts[nonzeros] if step.counts is not None else None
-            tokens = self._tokenizer.tokenize(step.genes[nonzeros], counts, starts - starts[0])
-            batches.append(Batch(*tokens, step.cells[first:last]))
-        return batches + [empty_batch(self._tokenizer.dtype) for _ in range(number - len(batches))]
+            max_counted = self._max_tokens if self._counted else None
+            genes, cells = step.genes[nonzeros], step.cells[first:last]
+            batches.append(tokenized(self._tokenizer, genes, counts, starts - starts[0], cells, max_counted))
+        return batches + [empty_batch(self._tokenizer.dtype, self._counted) for _ in range(number - len(batches))]
 
 
 class _Ahead:

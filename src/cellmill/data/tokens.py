@@ -6,7 +6,7 @@ Genes come in rank order, so a cell that is cut keeps its most prominent genes.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,10 +21,14 @@ class Batch:
     values: np.ndarray  # `(tokens,)`, of the tokenizer's dtype
     cu_seqlens: np.ndarray  # `(cells + 1,)` int32, offset of each cell's first token
     cells: np.ndarray  # `(cells,)` int64, stable id of each cell: its index in the split's shards, or in the file
+    counts: np.ndarray | None = None  # `(tokens,)` int64, count of each token, where the objective needs it
 
 
 class Tokenizer(Protocol):
-    """Implementation of a `config.tokens.Tokens`, made from those options; pure and vectorised over cells."""
+    """Implementation of a `config.tokens.Tokens`, made from those options; pure and vectorised over cells.
+
+    The tokens of a cell are its first `max_tokens` genes, in their order.
+    """
 
     dtype: np.dtype  # dtype of the values
     needs_counts: bool  # if False, only the genes that fit into `max_tokens` are read, and no counts
@@ -63,9 +67,22 @@ class Prefixes:
         return np.add(self.of(genes), len(SPECIAL), dtype=np.int32)
 
 
-def empty_batch(dtype: np.dtype) -> Batch:
-    """Batch of no cells, with values of `dtype`."""
-    return Batch(np.empty(0, np.int32), np.empty(0, dtype), np.zeros(1, np.int32), np.empty(0, np.int64))
+def tokenized(
+    tokenizer: Tokenizer, genes: np.ndarray, counts: Any, starts: np.ndarray, cells: np.ndarray, max_counted: int | None
+) -> Batch:
+    """Batch of `cells` as `tokenizer.tokenize` makes it; with counts of the first `max_counted` genes of each cell.
+
+    `max_counted` is `max_tokens` where the objective needs counts, else None.
+    """
+    tokens = tokenizer.tokenize(genes, counts, starts)
+    kept = None if max_counted is None else Prefixes(starts, max_counted).of(counts).astype(np.int64)
+    return Batch(*tokens, cells, kept)
+
+
+def empty_batch(dtype: np.dtype, counted: bool = False) -> Batch:
+    """Batch of no cells, with values of `dtype`; `counted` batches have counts."""
+    none = np.empty(0, np.int64)
+    return Batch(np.empty(0, np.int32), np.empty(0, dtype), np.zeros(1, np.int32), none, none if counted else None)
 
 
 def cut_batch(lengths: np.ndarray, token_budget: int) -> list[int]:
@@ -99,4 +116,5 @@ def split_batch(batch: Batch, token_budget: int) -> Iterator[Batch]:
     for first, last in pairwise(cut_batch(np.diff(cu), token_budget)):
         tokens = slice(cu[first], cu[last])
         part = (cu[first : last + 1] - cu[first]).astype(np.int32)
-        yield Batch(batch.genes[tokens], batch.values[tokens], part, batch.cells[first:last])
+        counts = None if batch.counts is None else batch.counts[tokens]
+        yield Batch(batch.genes[tokens], batch.values[tokens], part, batch.cells[first:last], counts)

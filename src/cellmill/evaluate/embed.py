@@ -22,7 +22,7 @@ from cellmill.data.counts_reader import CountsReader
 from cellmill.data.gene_ranking import inverse_medians, rank_order_rows
 from cellmill.data.genes import GeneColumns, match_columns
 from cellmill.data.h5_file import create_h5
-from cellmill.data.tokens import Batch, Tokenizer, split_batch
+from cellmill.data.tokens import Batch, Tokenizer, split_batch, tokenized
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.models.batch import to_tensors
@@ -56,11 +56,12 @@ def read_tokens(
     tokens: Tokens,
     chosen: np.ndarray,
     totals: np.ndarray,
+    counted: bool = False,
 ) -> Iterator[Batch]:
     """Tokens of the cells where `chosen` (bool, `(n_obs,)`) is True, one row block at a time.
 
     `Batch.cells` are row indices of the file. Cells without a known gene are left out. Adds the counts on known genes
-    and all counts of the chosen cells to `totals` (two int64).
+    and all counts of the chosen cells to `totals` (two int64). `counted` batches have the counts of their tokens.
     """
     inverse, first = inverse_medians(vocabulary.medians), 0
     tokenizer: Tokenizer = tokens.load()(tokens)
@@ -76,7 +77,8 @@ def read_tokens(
         block = block[nonempty]
         starts = block.indptr.astype(np.int64)
         genes, counts = rank_order_rows(starts, block.indices, block.data, inverse)
-        yield Batch(*tokenizer.tokenize(genes, counts, starts), cells[nonempty].astype(np.int64))
+        max_counted = tokens.max_tokens if counted else None
+        yield tokenized(tokenizer, genes, counts, starts, cells[nonempty].astype(np.int64), max_counted)
 
 
 def embed_cells(

@@ -26,6 +26,8 @@ class TensorBatch:
     """(cells,) int64: stable id of each cell."""
     lengths: list[int]
     """Tokens of each cell as Python integers: reading them never waits for a device."""
+    counts: torch.Tensor | None = None
+    """(tokens,) int64, where the objective needs them."""
 
 
 def to_tensors(batch: Batch, device: torch.device = CPU) -> TensorBatch:
@@ -37,6 +39,7 @@ def to_tensors(batch: Batch, device: torch.device = CPU) -> TensorBatch:
         cu_seqlens=torch.from_numpy(batch.cu_seqlens),
         cells=torch.from_numpy(batch.cells),
         lengths=(batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).tolist(),
+        counts=None if batch.counts is None else torch.from_numpy(batch.counts),
     )
     return on_device(tensors, device)
 
@@ -52,12 +55,14 @@ def padded(batch: TensorBatch, tokens: int) -> TensorBatch:
     lengths = [PAD_CELL] * (more // PAD_CELL) + ([more % PAD_CELL] if more % PAD_CELL else [])
     pad = batch.genes.new_full((more,), SPECIAL.index("<pad>"))
     ends = batch.cu_seqlens[-1] + torch.tensor(lengths, dtype=batch.cu_seqlens.dtype).cumsum(0)
-    return TensorBatch(
+    return replace(
+        batch,
         genes=torch.cat([batch.genes, pad]),
         values=torch.cat([batch.values, batch.values.new_zeros(more)]),
         cu_seqlens=torch.cat([batch.cu_seqlens, ends.to(batch.cu_seqlens.dtype)]),
         cells=torch.cat([batch.cells, batch.cells.new_full((len(lengths),), -1)]),
         lengths=[*batch.lengths, *lengths],
+        counts=None if batch.counts is None else torch.cat([batch.counts, batch.counts.new_zeros(more)]),
     )
 
 

@@ -52,8 +52,12 @@ class Model(nn.Module):
         self.fills: dict[str, Fill] = {}
         """Functions that fill parameters and buffers, by name; set by `models.build`, before any layout is applied."""
 
+    def view(self, batch: TensorBatch, *, seed: int, step: int) -> TensorBatch:
+        """Return the tokens that the model is given, of a batch on the CPU: `Objective.view`."""
+        return self.objective.view(batch, seed=seed, step=step)
+
     def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> Any:
-        """Draw masks and targets: a pure function of (seed, step, cell, place in the cell), without parameters.
+        """Draw masks and targets in a `view`: a pure function of (seed, step, cell, place), without parameters.
 
         The result has `lengths` (tokens of each cell, list[int]) and `n_targets` (int64 scalar).
         """

@@ -4,7 +4,9 @@ An objective holds no parameters. Its modules (heads) become attributes of the m
 chooses, so that checkpoints, layouts and exports treat them like all others.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.tokens import Tokens
 from cellmill.models.batch import TensorBatch
 from cellmill.models.initial import Fill
+from cellmill.parallel.tensor_parallel import Style
 from cellmill.runs.verdict import Verdict
 
 
@@ -32,6 +35,12 @@ class GeneStatistics:
 class Objective:
     """Base of every objective."""
 
+    tensor: Mapping[str, Style] = MappingProxyType({})
+    """Tensor-parallel style of heads, by path in the model; others are replicated."""
+
+    gene_rows: frozenset[str] = frozenset()
+    """Parameters of heads with one row per token of the vocabulary, which `init_from` matches by gene."""
+
     def __init__(self, config: ObjectiveConfig, tokens: Tokens) -> None:
         self.config, self.tokens = config, tokens
 
@@ -47,8 +56,16 @@ class Objective:
         """Return the initial value of a parameter that `attach` set on the model; None for an unknown name."""
         return None
 
+    def view(self, batch: TensorBatch, *, seed: int, step: int) -> TensorBatch:
+        """Return the tokens that the model is given, all by default: the same cells, from a batch on the CPU.
+
+        A pure function of (seed, step, cell, place in the cell). What `prepare` needs of the other tokens goes along
+        in a subclass of TensorBatch.
+        """
+        return batch
+
     def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> Any:
-        """Draw masks and targets: a pure function of (seed, step, cell, place in the cell), without parameters."""
+        """Draw masks and targets in a view: a pure function as `view`, without parameters."""
         raise NotImplementedError
 
     def loss(self, model: Any, states: torch.Tensor, prepared: Any) -> torch.Tensor:

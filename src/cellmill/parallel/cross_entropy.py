@@ -11,6 +11,7 @@ Legend: N targets, H hidden, V local rows of the table.
 """
 
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -39,19 +40,115 @@ def token_loss(states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, an
     states, table, bias, answers
         (N, H), (V, H), a plain tensor or a DTensor sharded by rows, (V,) and (N,) int64.
     """
+    return _chunked_loss(states, table, bias, _Answers(answers))
+
+
+def profile_loss(
+    states: torch.Tensor,
+    table: torch.Tensor,
+    bias: torch.Tensor,
+    entries: list[int],
+    genes: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """As `token_loss`, of N targets that are distributions over the vocabulary.
+
+    Parameters
+    ----------
+    entries
+        Number of entries of each target, N integers.
+    genes, weights
+        Token id, int64, and probability, float32, of each entry, target after target. No gene occurs twice in one
+        target; the weights of a target sum to 1.
+    """
+    return _chunked_loss(states, table, bias, _Profiles(entries, genes, weights))
+
+
+def _chunked_loss(
+    states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, targets: "_Answers | _Profiles"
+) -> torch.Tensor:
     group, rows = None, len(table)
     if isinstance(table, DTensor):
-        answers, group = answers - first_row(table), table.device_mesh.get_group()
+        targets.first_row, group = first_row(table), table.device_mesh.get_group()
         rows = -(-rows // table.device_mesh.size())  # equal on every rank, so that all have the same chunks
         states, table, bias = own_rows(states, table, bias)
     chunk = max(1, ELEMENTS.get(states.device.type, CHUNK_LOGITS) // rows)
     dtype = autocast_dtype(states) or states.dtype
     with nullcontext() if states.is_meta else torch.autocast(states.device.type, enabled=False):
-        return _ChunkedCrossEntropy.apply(states, table, bias, answers, group, chunk, dtype, torch.is_grad_enabled())
+        return _ChunkedCrossEntropy.apply(states, table, bias, targets, group, chunk, dtype, torch.is_grad_enabled())
+
+
+class _Answers:
+    """One token for each target; `first_row` is that of this rank's part of the table."""
+
+    first_row = 0
+
+    def __init__(self, answers: torch.Tensor) -> None:
+        self.answers = answers
+
+    def of(self, start: int, logits: torch.Tensor) -> "_Rows":
+        """Return the targets from `start` on whose float32 `logits` (n, V) are given."""
+        answers, rows = self.answers[start : start + len(logits)] - self.first_row, logits.shape[1]
+        return _Rows(answers.clamp(0, max(rows - 1, 0)), (answers >= 0) & (answers < rows))
+
+
+class _Rows:
+    """Rows (n,) of this rank's table that a chunk's targets ask for, and whether they are this rank's at all."""
+
+    def __init__(self, rows: torch.Tensor, inside: torch.Tensor) -> None:
+        self.rows, self.inside = rows[:, None], inside
+
+    def picked(self, logits: torch.Tensor) -> torch.Tensor:
+        """(n,): the logit of each target."""
+        return logits.gather(1, self.rows)[:, 0] * self.inside
+
+    def subtract_from(self, probabilities: torch.Tensor) -> None:
+        """Turn probabilities (n, V) into the gradient of the logits, in place."""
+        probabilities.scatter_add_(1, self.rows, -self.inside.to(probabilities.dtype)[:, None])
+
+
+class _Profiles:
+    """A sparse distribution for each target."""
+
+    first_row = 0
+
+    def __init__(self, entries: list[int], genes: torch.Tensor, weights: torch.Tensor) -> None:
+        self.entries, self.genes, self.weights = entries, genes, weights
+        self.ends = [0, *accumulate(entries)]
+
+    def of(self, start: int, logits: torch.Tensor) -> "_Distribution":
+        """Return the targets from `start` on whose float32 `logits` (n, V) are given."""
+        n, rows = logits.shape
+        if not rows:
+            return _Distribution(logits)
+        own = slice(self.ends[start], self.ends[start + n])
+        lengths = torch.tensor(self.entries[start : start + n], device=logits.device)
+        target = torch.repeat_interleave(lengths, output_size=own.stop - own.start)
+        genes = self.genes[own] - self.first_row
+        inside = (genes >= 0) & (genes < rows)
+        # dense, so that sums have one order on every device; entries of other ranks add 0 to a row of this one
+        dense = torch.zeros_like(logits)
+        dense.index_put_((target, genes.clamp(0, rows - 1)), self.weights[own] * inside, accumulate=True)
+        return _Distribution(dense)
+
+
+class _Distribution:
+    """Probabilities (n, V) that a chunk's targets ask for."""
+
+    def __init__(self, dense: torch.Tensor) -> None:
+        self.dense = dense
+
+    def picked(self, logits: torch.Tensor) -> torch.Tensor:
+        """(n,): the expected logit of each target."""
+        return (logits * self.dense).sum(1)
+
+    def subtract_from(self, probabilities: torch.Tensor) -> None:
+        """Turn probabilities (n, V) into the gradient of the logits, in place."""
+        probabilities.sub_(self.dense)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Answers are relative to this rank's first row; answers in the rows of other ranks are out of range."""
+    """Targets whose rows of the table are on another rank add nothing here."""
 
     @staticmethod
     def forward(
@@ -59,7 +156,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         states: torch.Tensor,
         table: torch.Tensor,
         bias: torch.Tensor,
-        answers: torch.Tensor,
+        targets: _Answers | _Profiles,
         group: dist.ProcessGroup | None,
         chunk: int,
         dtype: torch.dtype,
@@ -74,7 +171,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(states), chunk):
             part = states[start : start + chunk].to(dtype)
             logits = product(part, rows, offset).float()
-            loss += _loss_and_gradient(logits, answers[start : start + chunk], group)
+            loss += _loss_and_gradient(logits, targets.of(start, logits), group)
             gradient = logits.to(dtype)
             if states_grad is not None:
                 states_grad[start : start + chunk] = product(gradient, rows.t())
@@ -96,22 +193,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (*gradients, None, None, None, None, None)
 
 
-def _loss_and_gradient(logits: torch.Tensor, answers: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _loss_and_gradient(
+    logits: torch.Tensor, targets: _Rows | _Distribution, group: dist.ProcessGroup | None
+) -> torch.Tensor:
     """Return the summed loss of float32 `logits` (n, V), which become its gradient in place."""
     count, rows = logits.shape
     maximum = logits.amax(1) if rows else logits.new_full((count,), -torch.inf)
     if group is not None:
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
     logits.sub_(maximum[:, None])
-    inside = (answers >= 0) & (answers < rows)
-    at = answers.clamp(0, max(rows - 1, 0))[:, None]
-    correct = logits.gather(1, at)[:, 0] * inside if rows else torch.zeros_like(maximum)
+    correct = targets.picked(logits) if rows else torch.zeros_like(maximum)
     sums = torch.stack([logits.exp_().sum(1), correct])
     if group is not None:
         dist.all_reduce(sums, group=group)
     logits.div_(sums[0][:, None])
     if rows:
-        logits.scatter_add_(1, at, -inside.to(logits.dtype)[:, None])
+        targets.subtract_from(logits)
     return (sums[0].log() - sums[1]).sum()
 
 

@@ -29,6 +29,11 @@ class PipelineStages(nn.Module):
         self.tied = frozenset() if self.last is None else frozenset(id(p) for p in tied_parameters(self.last).values())
         """Identities of the last stage's copies of tied parameters; the first stage counts them in norms."""
 
+    def view(self, batch: object, *, seed: int, step: int) -> Any:
+        """Call `Model.view`, as `prepare`."""
+        part: Any = self.parts[0]
+        return part.view(batch, seed=seed, step=step)
+
     def prepare(self, batch: object, *, seed: int, step: int) -> Any:
         """Call `Model.prepare`, which reads no parameters: every stage draws the same."""
         part: Any = self.parts[0]

@@ -3,7 +3,7 @@
 Sharded, each rank computes the logits of its own rows and never all of them. V need not be divisible by the ranks. The
 loss is in `parallel.cross_entropy`.
 
-Legend: T tokens, N targets, H hidden, V rows of the table.
+Legend: T tokens, C cells, N targets, H hidden, V rows of the table.
 """
 
 import torch
@@ -24,6 +24,38 @@ def embed_tokens(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         embedded = own.new_zeros(len(tokens), own.shape[1]) + own.sum()
     part = DTensor.from_local(embedded, table.device_mesh, [Partial()])
     return part.redistribute(placements=[Replicate()]).to_local()
+
+
+def embed_bags(
+    tokens: torch.Tensor, values: torch.Tensor, cu_seqlens: torch.Tensor, table: torch.Tensor
+) -> torch.Tensor:
+    """Sums of value times embedding over the tokens of each cell, (C, H), replicated.
+
+    Parameters
+    ----------
+    tokens, values, cu_seqlens, table
+        (T,) int64, (T,), (C + 1,) offsets of the cells, and (V, H).
+    """
+    if not isinstance(table, DTensor):
+        return _sum_bags(tokens, values, cu_seqlens, table)
+    own = table.to_local()
+    rows = tokens - first_row(table)
+    inside = (rows >= 0) & (rows < len(own))
+    if len(own):
+        summed = _sum_bags(rows.clamp(0, len(own) - 1), values * inside, cu_seqlens, own)
+    else:  # fewer table rows than ranks
+        summed = own.new_zeros(len(cu_seqlens) - 1, own.shape[1]) + own.sum()
+    part = DTensor.from_local(summed, table.device_mesh, [Partial()])
+    return part.redistribute(placements=[Replicate()]).to_local()
+
+
+def _sum_bags(
+    tokens: torch.Tensor, values: torch.Tensor, cu_seqlens: torch.Tensor, table: torch.Tensor
+) -> torch.Tensor:
+    weights = values.to(table.dtype)
+    return F.embedding_bag(
+        tokens, table, cu_seqlens.to(tokens.dtype), per_sample_weights=weights, mode="sum", include_last_offset=True
+    )
 
 
 def token_logits(states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

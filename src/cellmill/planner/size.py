@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cellmill.config.finetune import MethodConfig
 from cellmill.config.parallel import Parallel
-from cellmill.data.tokens import Batch, Tokenizer
+from cellmill.data.tokens import Batch, Tokenizer, tokenized
 from cellmill.finetune.method import Method, check_trains, load_method
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import ModelSpec, build
@@ -240,7 +240,8 @@ def _sample(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
     counts = rng.integers(1, 50, cells * cell_tokens, dtype=np.uint32)
     starts = np.arange(cells + 1, dtype=np.int64) * cell_tokens
     tokenizer: Tokenizer = spec.tokens.load()(spec.tokens)
-    return Batch(*tokenizer.tokenize(genes, counts, starts), np.arange(cells, dtype=np.int64))
+    counted = spec.tokens.max_tokens if spec.objective.needs_counts else None
+    return tokenized(tokenizer, genes, counts, starts, np.arange(cells, dtype=np.int64), counted)
 
 
 class _Passes:
@@ -253,7 +254,7 @@ class _Passes:
             with meter.window() as self.begin:
                 entered = model.begin(prepared)
             self.kept_by_begin = self._per_token(self.begin.live_bytes() - entered.nbytes)
-            self.width = entered.numel() // self.tokens
+            self.width = round(entered.numel() / self.tokens)
             x = torch.empty_like(entered, requires_grad=True)
             with meter.window() as self.block:
                 left = model.through(x, prepared)
@@ -290,7 +291,8 @@ class _Finish:
 
 def _prepared(model: Model, batch: Batch) -> Any:
     """The prepared batch on the meta device; masks are drawn on the CPU, since their number is a shape."""
-    return on_device(model.prepare(to_tensors(batch), seed=0, step=0), META)
+    view = model.view(to_tensors(batch), seed=0, step=0)
+    return on_device(model.prepare(view, seed=0, step=0), META)
 
 
 def _gradients(model: Model) -> frozenset[int]:

@@ -183,11 +183,12 @@ class Trainer:
         return record_function(name)
 
     def _prepare(self, batches: list[TensorBatch], step: int) -> list[Any]:
-        """Pad micro-batches, draw their masks on the CPU, where counting targets blocks nothing, and copy them."""
-        lengths = self.parallel_model.padded_lengths([len(batch.genes) for batch in batches])
-        padded_batches = [padded(batch, length) for batch, length in zip(batches, lengths)]
-        draw = self.model.prepare
-        return [on_device(draw(batch, seed=self.train.seed, step=step), self.device) for batch in padded_batches]
+        """Draw what is shown, pad it, draw masks on the CPU, where counting targets blocks nothing, and copy them."""
+        keys = {"seed": self.train.seed, "step": step}
+        views = [self.model.view(batch, **keys) for batch in batches]
+        lengths = self.parallel_model.padded_lengths([len(view.genes) for view in views])
+        drawn = (self.model.prepare(padded(view, length), **keys) for view, length in zip(views, lengths))
+        return [on_device(prepared, self.device) for prepared in drawn]
 
     def _work(self, batches: list[TensorBatch]) -> tuple[int, int, float]:
         """Return cells, tokens and FLOPs of this rank's share of a step."""

@@ -190,6 +190,7 @@ def build_streams(options: TrainOptions, manifest: Path, mesh: Mesh) -> tuple[Ce
         "min_microbatches": min_microbatches(options.parallel),
         "microbatch_multiple": options.parallel.pp,
         "seed": options.train.seed,
+        "counted": options.objective.needs_counts,
     }
     train = CellStream(manifest, "train", **shared)
     if Manifest.read(manifest).splits["val"].n_obs == 0:

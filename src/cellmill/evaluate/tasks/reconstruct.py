@@ -15,7 +15,7 @@ from cellmill.data.genes import match_columns
 from cellmill.data.tokens import split_batch
 from cellmill.evaluate.embed import read_tokens
 from cellmill.evaluate.task import TOKEN_BUDGET, Context, EvaluatedModel, TaskResult
-from cellmill.models.batch import to_tensors
+from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import spec_of
 from cellmill.models.family import Model
@@ -58,8 +58,9 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
     device, columns = next(network.parameters()).device, match_columns(reader, model.vocabulary)
     totals, batches = np.zeros(2, np.int64), []
     with torch.inference_mode():
-        for block in read_tokens(reader, columns, model.vocabulary, model.tokens, mask, totals):
+        keys, counted = {"seed": context.options.seed, "step": 0}, network.objective.config.needs_counts
+        for block in read_tokens(reader, columns, model.vocabulary, model.tokens, mask, totals, counted):
             for part in split_batch(block, TOKEN_BUDGET):
-                prepared = network.prepare(to_tensors(part, device), seed=context.options.seed, step=0)
+                prepared = on_device(network.prepare(network.view(to_tensors(part), **keys), **keys), device)
                 batches.append([tensor.cpu().numpy() for tensor in network.objective.observe(network, prepared)])
     return [np.concatenate(arrays) for arrays in zip(*batches)]

@@ -12,14 +12,14 @@ class MaskedConfig(FamilyConfig):
 
     implementation: ClassVar[str] = "cellmill.models.masked.model:MaskedModel"
     value_kinds: ClassVar[tuple[str, ...]] = ("class", "scalar", "place")
-    objectives: ClassVar[tuple[str, ...]] = ("masked_value", "masked_gene")
+    objectives: ClassVar[tuple[str, ...]] = ("cell_decoding", "masked_value", "masked_gene")
     weight_keys: ClassVar[tuple[str, ...]] = ("family", "hidden", "layers", "heads", "ffn_width")
 
     family: Literal["masked"] = Field(
         "masked", description="A pre-norm transformer encoder whose tokens attend to all tokens of their cell."
     )
     hidden: int = Field(256, ge=8, description="Width of the residual stream.")
-    layers: int = Field(4, ge=1, description="Transformer blocks.")
+    layers: int = Field(4, ge=0, description="Transformer blocks; 0 leaves the embeddings and a norm.")
     heads: int = Field(4, ge=1, description="Attention heads; hidden must be a multiple of it.")
     ffn_hidden: int | None = Field(None, ge=1, description="Width inside the feed-forward layers; null is 4 * hidden.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the residual branches, the same in every layout.")

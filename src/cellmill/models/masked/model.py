@@ -14,11 +14,11 @@ from torch import nn
 from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.models.batch import TensorBatch
 from cellmill.models.blocks import Block, Entry
+from cellmill.models.encoder_batch import EncoderBatch, whole
 from cellmill.models.family import Model, ParallelPlan
 from cellmill.models.initial import STD, with_std
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.objective import Objective
-from cellmill.models.objectives.masking import MaskedBatch, unmasked
 from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.vocab_parallel import embed_tokens
 
@@ -45,7 +45,7 @@ class MaskedModel(Model):
         },
         begin=("gene_embedding", "value_embedding", "hidden_value"),
     )
-    gene_rows = frozenset({"gene_embedding.weight", "gene_bias"})
+    gene_rows = frozenset({"gene_embedding.weight"})
 
     def __init__(self, config: MaskedConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
         super().__init__(objective)
@@ -54,7 +54,7 @@ class MaskedModel(Model):
         self.gene_embedding = nn.Embedding(n_tokens, hidden)
         self.value_embedding = _value_embedding(tokens, hidden)
         self.enter, self.enter_keys = Entry(), Entry()
-        into_residual = STD / math.sqrt(2 * config.layers)
+        into_residual = STD / math.sqrt(2 * max(config.layers, 1))
         self.blocks = nn.ModuleList(
             Block(hidden, config.heads, config.ffn_width, config.dropout, index) for index in range(config.layers)
         )
@@ -62,40 +62,42 @@ class MaskedModel(Model):
             with_std(block.out, into_residual)
             with_std(block.down, into_residual)
         self.norm = nn.LayerNorm(hidden)
-        self.plan = replace(self.plan, finish=("norm", *objective.attach(self, n_tokens)))
+        finish = ("norm", *objective.attach(self, n_tokens))
+        self.plan = replace(self.plan, tensor={**self.plan.tensor, **objective.tensor}, finish=finish)
+        self.gene_rows = self.gene_rows | objective.gene_rows
 
-    def begin(self, prepared: MaskedBatch) -> torch.Tensor:
+    def begin(self, prepared: EncoderBatch) -> torch.Tensor:
         """(T, H): gene and value embeddings."""
         return self.enter(self.inputs(prepared))
 
-    def through(self, x: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
+    def through(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """(T, H) -> (T, H)."""
         token_keys = self.enter_keys(prepared.token_keys)
         for block in self.blocks:
             x = block(x, prepared.cu_seqlens, prepared.lengths, token_keys)
         return x
 
-    def finish(self, x: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
+    def finish(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """Return the objective's summed loss of the normed states, a float32 scalar."""
         return self.objective.loss(self, self.norm(x), prepared)
 
     def embed(self, batch: TensorBatch) -> torch.Tensor:
         """(cells, H) float32: mean of the normed states of each cell's tokens."""
-        prepared = unmasked(batch)
-        return self.mean_of_cells(self.states(prepared), prepared)
+        prepared = whole(batch)
+        return self.cell_vectors(self.states(prepared), prepared)
 
-    def states(self, prepared: MaskedBatch) -> torch.Tensor:
+    def states(self, prepared: EncoderBatch) -> torch.Tensor:
         """(T, H): the normed states of all tokens."""
         return self.norm(self.through(self.begin(prepared), prepared))
 
-    def mean_of_cells(self, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
+    def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """(T, H) -> (cells, H) float32; zeros for a cell without tokens."""
         lengths = prepared.cu_seqlens.diff()
         sums = torch.zeros(len(lengths), states.shape[1], device=states.device)
         sums = sums.index_add(0, prepared.cell, states.float())
         return sums / lengths.clamp(min=1)[:, None]
 
-    def inputs(self, prepared: MaskedBatch, at: torch.Tensor | slice = ALL) -> torch.Tensor:
+    def inputs(self, prepared: EncoderBatch, at: torch.Tensor | slice = ALL) -> torch.Tensor:
         """(T, H), or (N, H) for the tokens `at`; hidden values have a learned embedding."""
         genes = embed_tokens(prepared.genes[at], self.gene_embedding.weight)
         values = prepared.values[at]

@@ -1,8 +1,8 @@
 """Options of the built-in objectives. Torch-free."""
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.tokens import Tokens
@@ -42,3 +42,49 @@ class MaskedGeneConfig(MaskedObjectiveConfig):
     implementation: ClassVar[str] = "cellmill.models.objectives.masked_gene:MaskedGene"
 
     name: Literal["masked_gene"] = Field("masked_gene", description="Predict which genes the masked tokens are.")
+
+
+class CellDecodingConfig(ObjectiveConfig):
+    """Predict the hidden part of a cell's expression, over the whole vocabulary, from the cell's vector."""
+
+    implementation: ClassVar[str] = "cellmill.models.objectives.cell_decoding:CellDecoding"
+    needs_counts: ClassVar[bool] = True
+
+    name: Literal["cell_decoding"] = Field(
+        "cell_decoding", description="Predict the hidden part of a cell's expression from the cell's vector."
+    )
+    view: Literal["drop", "thin"] = Field(
+        "drop",
+        description="Part of a cell that the model is given. drop: a random share of its genes; the others are hidden. "
+        "thin: of each count a binomial draw; the rest of the counts is hidden.",
+    )
+    min_hidden_frac: float = Field(0.2, ge=0, lt=1, description="Smallest hidden share of a cell's genes or counts.")
+    max_hidden_frac: float = Field(
+        0.8, gt=0, lt=1, description="Largest; each cell and step draws its share evenly between both."
+    )
+    target: Literal["hidden", "all"] = Field("hidden", description="Predict the hidden part, or the whole cell.")
+    weights: Literal["log1p", "counts"] = Field(
+        "log1p",
+        description="Weight of a gene in its cell's cross-entropy: log(1 + count), or the count (multinomial "
+        "likelihood); the weights of a cell sum to 1.",
+    )
+    decoder_hidden: int | None = Field(
+        256, ge=1, description="Width of the decoder's hidden layer; null is a linear decoder."
+    )
+
+    @model_validator(mode="after")
+    def _fractions_in_order(self) -> Self:
+        if self.min_hidden_frac > self.max_hidden_frac:
+            raise ValueError(
+                f"min_hidden_frac: expected at most max_hidden_frac {self.max_hidden_frac:g}, got "
+                f"{self.min_hidden_frac:g}"
+            )
+        return self
+
+    def check_tokens(self, tokens: Tokens) -> None:
+        """Refuse to thin tokens whose values are places: the order of the shown genes is that of the whole counts."""
+        if self.view == "thin" and tokens.value_kind == "place":
+            raise ValueError(
+                f"objective.view thin needs values made from counts, which tokens.tokenizer {tokens.tokenizer} does "
+                "not have; choose binned or continuous, or view drop"
+            )

@@ -25,6 +25,7 @@ class MaskedGene(MaskedObjective):
     """See the module."""
 
     hides_gene = True
+    gene_rows = frozenset({"gene_bias"})
 
     def attach_output(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         """Add `gene_bias`; the matrix is the gene embedding."""

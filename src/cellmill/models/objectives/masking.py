@@ -19,6 +19,7 @@ from torch import nn
 from cellmill.config.tokens import SPECIAL
 from cellmill.models.batch import TensorBatch, positions
 from cellmill.models.counter_rng import keyed_bits, threshold
+from cellmill.models.encoder_batch import EncoderBatch, center_of
 from cellmill.models.objective import Objective
 from cellmill.models.objectives.config import MaskedObjectiveConfig
 from cellmill.parallel.cpu_matmul import Linear
@@ -26,24 +27,10 @@ from cellmill.parallel.cpu_matmul import Linear
 PAD_TOKEN, MASK_TOKEN = (SPECIAL.index(token) for token in ("<pad>", "<mask>"))
 
 
-@dataclass(frozen=True)
-class MaskedBatch:
+@dataclass(frozen=True, kw_only=True)
+class MaskedBatch(EncoderBatch):
     """A batch with its targets hidden, and the answers."""
 
-    genes: torch.Tensor
-    """(tokens,) int64; `<mask>` where the gene is hidden."""
-    values: torch.Tensor
-    """(tokens,); 0 where the value is hidden."""
-    value_hidden: torch.Tensor
-    """(tokens,) bool."""
-    center: torch.Tensor
-    """(cells,) float32: mean of a cell's visible continuous values; 0 for other tokenizers."""
-    cell: torch.Tensor
-    """(tokens,) int64: index of the token's cell in the batch."""
-    cu_seqlens: torch.Tensor
-    lengths: list[int]
-    token_keys: torch.Tensor
-    """(tokens,) int64: keys of the dropout."""
     targets: torch.Tensor
     """(targets,) int64, ascending: positions of the masked tokens."""
     answers: torch.Tensor
@@ -62,47 +49,20 @@ def mask(batch: TensorBatch, hides_gene: bool, mask_frac: float, seed: int, step
         genes=batch.genes.masked_fill(masked, MASK_TOKEN) if hides_gene else batch.genes,
         values=batch.values if hides_gene else batch.values.masked_fill(masked, 0),
         value_hidden=torch.zeros_like(masked) if hides_gene else masked,
-        center=_center(batch, cell, torch.ones_like(masked) if hides_gene else ~masked),
+        center=center_of(batch, cell, torch.ones_like(masked) if hides_gene else ~masked),
         cell=cell,
         cu_seqlens=batch.cu_seqlens,
         lengths=batch.lengths,
         token_keys=keyed_bits(keys, 1),  # hashed again: dropout must not depend on the mask
+        cell_keys=keyed_bits(batch.cells, seed, step),
         targets=targets,
         answers=(batch.genes if hides_gene else batch.values)[targets],
         n_targets=torch.tensor(len(targets), device=keys.device),
     )
 
 
-def unmasked(batch: TensorBatch) -> MaskedBatch:
-    """Return the batch with nothing masked, for embeddings."""
-    cell, place = positions(batch)
-    none = torch.zeros(0, dtype=torch.int64, device=place.device)
-    return MaskedBatch(
-        genes=batch.genes,
-        values=batch.values,
-        value_hidden=torch.zeros_like(place, dtype=torch.bool),
-        center=_center(batch, cell, torch.ones_like(place, dtype=torch.bool)),
-        cell=cell,
-        cu_seqlens=batch.cu_seqlens,
-        lengths=batch.lengths,
-        token_keys=place,  # for dropout only, which is off
-        targets=none,
-        answers=none,
-        n_targets=torch.tensor(0, device=place.device),
-    )
-
-
-def _center(batch: TensorBatch, cell: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """(cells,) float32: mean of the visible values only, so that hidden ones cannot leak."""
-    center = torch.zeros(len(batch.lengths), device=cell.device)
-    if not batch.values.is_floating_point():
-        return center
-    sums = center.index_add(0, cell, batch.values * visible)
-    return sums / center.index_add(0, cell, visible.float()).clamp(min=1)
-
-
 class MaskedObjective(Objective):
-    """Base of masked_value and masked_gene; needs a model with `states`, `inputs` and `mean_of_cells`."""
+    """Base of masked_value and masked_gene; needs a model with `states`, `inputs` and `cell_vectors`."""
 
     config: MaskedObjectiveConfig
     hides_gene: bool
@@ -130,7 +90,7 @@ class MaskedObjective(Objective):
         targets = prepared.targets
         loss = self.loss_of(model, model.head(states[targets]), prepared)
         if self.config.cell_loss_weight:
-            cells = model.mean_of_cells(states, prepared).to(states.dtype)
+            cells = model.cell_vectors(states, prepared).to(states.dtype)
             # the targets are embedded again: the last stage of a pipeline does not receive the embeddings
             queries = torch.cat([cells[prepared.cell[targets]], model.inputs(prepared, targets)], dim=-1)
             loss = loss + self.config.cell_loss_weight * self.loss_of(model, model.cell_head(queries), prepared)

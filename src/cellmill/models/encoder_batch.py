@@ -1,0 +1,56 @@
+"""The batch as an encoder sees it: tokens whose hidden content is replaced, and what its layers need beside them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from cellmill.models.batch import TensorBatch, positions
+from cellmill.models.counter_rng import keyed_bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderBatch:
+    """Base of what objectives for encoders prepare."""
+
+    genes: torch.Tensor
+    """(tokens,) int64; `<mask>` where the gene is hidden."""
+    values: torch.Tensor
+    """(tokens,); 0 where the value is hidden."""
+    value_hidden: torch.Tensor
+    """(tokens,) bool."""
+    center: torch.Tensor
+    """(cells,) float32: mean of a cell's visible continuous values; 0 for other tokenizers."""
+    cell: torch.Tensor
+    """(tokens,) int64: index of the token's cell in the batch."""
+    cu_seqlens: torch.Tensor
+    lengths: list[int]
+    token_keys: torch.Tensor
+    """(tokens,) int64: keys of the dropout."""
+    cell_keys: torch.Tensor
+    """(cells,) int64: keys of the dropout in layers whose rows are cells."""
+
+
+def whole(batch: TensorBatch, seed: int = 0, step: int = 0) -> EncoderBatch:
+    """Return the batch with nothing hidden; its dropout is keyed by (seed, step, cell, place)."""
+    cell, place = positions(batch)
+    visible = torch.ones_like(place, dtype=torch.bool)
+    return EncoderBatch(
+        genes=batch.genes,
+        values=batch.values,
+        value_hidden=~visible,
+        center=center_of(batch, cell, visible),
+        cell=cell,
+        cu_seqlens=batch.cu_seqlens,
+        lengths=batch.lengths,
+        token_keys=keyed_bits(keyed_bits(batch.cells[cell], seed, step, place), 1),
+        cell_keys=keyed_bits(batch.cells, seed, step),
+    )
+
+
+def center_of(batch: TensorBatch, cell: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """(cells,) float32: mean of the visible values only, so that hidden ones cannot leak."""
+    center = torch.zeros(len(batch.lengths), device=cell.device)
+    if not batch.values.is_floating_point():
+        return center
+    sums = center.index_add(0, cell, batch.values * visible)
+    return sums / center.index_add(0, cell, visible.float()).clamp(min=1)

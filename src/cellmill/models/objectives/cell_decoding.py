@@ -1,0 +1,139 @@
+"""cell_decoding: the cell's vector predicts the hidden part of the cell's expression, over the whole vocabulary.
+
+A view of each cell is encoded and pooled to a vector; a decoder turns it into a softmax over all genes, whose
+cross-entropy with the hidden expression is the loss. Which genes are on is what a cell is: values of detected genes
+alone are mostly sequencing depth.
+
+With `weights: counts` this is the multinomial likelihood of the hidden counts given their sum, divided by the sum.
+Figures are judged against the mean profile of the training cells.
+
+Legend: C cells with targets, D width of the decoder's last layer, V tokens of the vocabulary.
+"""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from cellmill.config.tokens import SPECIAL, Tokens
+from cellmill.data.tokens import Tokenizer
+from cellmill.models.batch import TensorBatch
+from cellmill.models.encoder_batch import EncoderBatch, whole
+from cellmill.models.initial import Fill, with_std, zeros
+from cellmill.models.objective import GeneStatistics, Objective
+from cellmill.models.objectives.config import CellDecodingConfig
+from cellmill.models.objectives.views import ViewBatch, draw_view
+from cellmill.parallel.cpu_matmul import Linear
+from cellmill.parallel.cross_entropy import profile_loss
+from cellmill.parallel.vocab_parallel import token_logits
+from cellmill.runs.verdict import Verdict, compare
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingBatch(EncoderBatch):
+    """The shown tokens and the profiles to predict."""
+
+    cells: torch.Tensor
+    """(C,) int64: indices of the cells that have something to predict."""
+    entries: list[int]
+    """Entries of each of these cells."""
+    genes_hidden: torch.Tensor
+    """(entries,) int64: token ids, cell after cell."""
+    weights: torch.Tensor
+    """(entries,) float32; those of a cell sum to 1."""
+    n_targets: torch.Tensor
+    """C: each cell counts once, whatever its depth."""
+
+
+class CellDecoding(Objective):
+    """See the module; needs a model with `cell_vectors`."""
+
+    config: CellDecodingConfig
+    tensor = MappingProxyType({"profile_genes": "vocabulary"})
+
+    gene_rows = frozenset({"profile_genes.weight", "profile_bias"})
+
+    def __init__(self, config: CellDecodingConfig, tokens: Tokens) -> None:
+        super().__init__(config, tokens)
+        self.tokenizer: Tokenizer = tokens.load()(tokens)
+
+    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        """Add the decoder: `decoder`, its hidden layer, `profile_genes` and `profile_bias`."""
+        width = self.config.decoder_hidden or model.width
+        model.decoder = nn.Identity()
+        if self.config.decoder_hidden:
+            model.decoder = nn.Sequential(with_std(Linear(model.width, width), model.width**-0.5), nn.GELU())
+        model.profile_genes = with_std(nn.Embedding(n_tokens, width), width**-0.5)
+        model.profile_bias = nn.Parameter(torch.empty(n_tokens))
+        return ("decoder", "profile_genes", "profile_bias")
+
+    def initial_value(self, name: str) -> Fill | None:
+        """Initialize the bias to zero."""
+        return zeros if name == "profile_bias" else None
+
+    def view(self, batch: TensorBatch, *, seed: int, step: int) -> ViewBatch:
+        """Return the shown part of each cell."""
+        return draw_view(batch, self.tokenizer, self.config, seed=seed, step=step)
+
+    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> DecodingBatch:
+        """Weigh the hidden genes of a view."""
+        assert isinstance(batch, ViewBatch), "expected a view"
+        entries = torch.bincount(batch.profile_cell, minlength=len(batch.lengths))
+        cells = entries.nonzero().flatten()
+        weights = batch.profile_count.double()
+        weights = weights.log1p() if self.config.weights == "log1p" else weights
+        sums = torch.zeros(len(entries), dtype=torch.float64).index_add(0, batch.profile_cell, weights)
+        shown = whole(batch, seed, step)
+        return DecodingBatch(
+            **vars(shown),
+            cells=cells,
+            entries=entries[cells].tolist(),
+            genes_hidden=batch.profile_gene,
+            weights=(weights / sums[batch.profile_cell]).float(),
+            n_targets=torch.tensor(len(cells)),
+        )
+
+    def loss(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
+        """Return the summed cross-entropy of the cells, a float32 scalar."""
+        vectors = self._decoded(model, states, prepared)
+        table, bias = model.profile_genes.weight, model.profile_bias
+        return profile_loss(vectors, table, bias, prepared.entries, prepared.genes_hidden, prepared.weights)
+
+    def _decoded(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
+        """(C, D): last layer of the decoder."""
+        vectors = model.cell_vectors(states, prepared)[prepared.cells]
+        return model.decoder(vectors.to(states.dtype))  # type: ignore[no-any-return]
+
+    def observe(self, model: Any, prepared: DecodingBatch) -> tuple[torch.Tensor, ...]:
+        """Return vocabulary row, log-probability and weight of each hidden gene, and its cell's share of all cells."""
+        vectors = self._decoded(model, model.states(prepared), prepared)
+        log_p = token_logits(vectors, model.profile_genes.weight, model.profile_bias).log_softmax(1)
+        lengths = torch.tensor(prepared.entries, device=log_p.device)
+        cell = torch.repeat_interleave(lengths)
+        per_cell = (1 / lengths.double())[cell]  # sums to 1 over the entries of a cell
+        return (
+            prepared.genes_hidden - len(SPECIAL),
+            log_p[cell, prepared.genes_hidden],
+            prepared.weights,
+            per_cell,
+        )
+
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
+        """Return cross-entropy per cell (nats) of the model and of the training cells' mean profile, and a verdict."""
+        genes, log_p, weights, per_cell = observed
+        value = train.mean if self.tokens.value_kind == "scalar" else 1.0  # other values are no expression
+        expressed = train.n * value + 1  # add one: a gene that no training cell has
+        mean_profile = np.log(expressed / expressed.sum())
+        n_cells = per_cell.sum()
+        model, base = (float(-(weights * values).sum() / n_cells) for values in (log_p, mean_profile[genes]))
+        figures = {
+            "n_targets": len(genes),
+            "cross_entropy": model,
+            "cross_entropy_mean_profile": base,
+            "saved_frac": 1 - model / base,
+        }
+        name, against = "prediction of hidden genes", "mean profile of training cells"
+        return figures, [compare(name, against, "nats cross-entropy", model - base, lower_is_better=True)]

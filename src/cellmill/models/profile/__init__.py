@@ -1,0 +1,1 @@
+"""The `profile` family: a multilayer perceptron on the expression profile."""

@@ -1,0 +1,70 @@
+"""Objective cell_decoding in the layouts: views, losses and gradient norms are those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed import cases
+from tests.distributed.conftest import options
+from tests.distributed.pool import Pool
+from tests.models import split
+
+ENCODER = {"family": "masked", "hidden": 32, "layers": 2, "heads": 4, "dropout": 0.1}
+MODELS: dict[str, dict[str, Any]] = {
+    "encoder": ENCODER,
+    "encoder of thinned counts, linear decoder": ENCODER | {"view": "thin", "decoder_hidden": None},
+    "encoder without blocks": ENCODER | {"layers": 0, "weights": "counts"},
+    "profile": {"family": "profile", "hidden": 32, "layers": 2, "dropout": 0.1},
+}
+DDP: dict[str, Any] = {"strategy": "ddp"}
+HYBRID: dict[str, Any] = {"sharding_strategy": "HYBRID_SHARD"}
+SHARDED_TP: dict[str, Any] = {"sharding_strategy": "FULL_SHARD", "tp": 2}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("encoder", DDP),
+    ("encoder", HYBRID),
+    ("encoder", SHARDED_TP | {"sequence_parallel": True}),
+    ("encoder", {"pp": 2, "sharding_strategy": "FULL_SHARD"}),
+    ("encoder of thinned counts, linear decoder", {"tp": 4}),
+    ("encoder of thinned counts, linear decoder", {"pp": 2, "tp": 2, "sequence_parallel": True}),
+    ("encoder without blocks", HYBRID),
+    ("encoder without blocks", {"tp": 4, "sequence_parallel": True}),
+    ("profile", DDP),
+    ("profile", HYBRID),
+    ("profile", SHARDED_TP),
+]
+STEPS = 4
+
+
+def _options(model: str, layout: dict[str, Any] | None = None) -> dict[str, Any]:
+    train = {"token_budget": 256, "checkpoint_every_steps": 2}  # several micro-batches a step
+    return options(layout, train=train) | split(MODELS[model] | {"objective": "cell_decoding"})
+
+
+@pytest.fixture(scope="module")
+def references(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    """Curves of one process."""
+    folders = {name: str(tmp_path_factory.mktemp("one")) for name in MODELS}
+    return {name: np.array(cases.curve(corpus, _options(name), folders[name], STEPS)) for name in MODELS}
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES, ids=str)
+def test_curves_are_those_of_one_process(
+    pool: Pool, corpus: str, references: dict[str, np.ndarray], tmp_path: Path, model: str, layout: dict[str, Any]
+) -> None:
+    curves = pool.run("curve", corpus=corpus, options=_options(model, layout), folder=str(tmp_path), steps=STEPS)
+    np.testing.assert_allclose(np.array(curves[0]), references[model], atol=5e-6, rtol=5e-6)
+    assert all(curve == curves[0] for curve in curves), "ranks disagree about a number that is global"
+
+
+@pytest.mark.parametrize(("model", "layout"), [("encoder", DDP), ("profile", SHARDED_TP)], ids=str)
+def test_a_run_of_one_process_goes_on_in_another_layout(
+    pool: Pool, corpus: str, references: dict[str, np.ndarray], tmp_path: Path, model: str, layout: dict[str, Any]
+) -> None:
+    given = {"corpus": corpus, "folder": str(tmp_path)}
+    cases.curve(options=_options(model), steps=2, **given)
+    curves = pool.run("curve", options=_options(model, layout), steps=STEPS, load=True, **given)
+    np.testing.assert_allclose(np.array(curves[0]), references[model][2:], atol=5e-6, rtol=5e-6)

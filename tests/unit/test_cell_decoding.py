@@ -1,0 +1,185 @@
+"""cell_decoding: its loss is the definition, hidden content does not reach the model, and families serve it alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from cellmill.config.tokens import Tokens
+from cellmill.data.tokens import Batch, empty_batch, tokenized
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.models.batch import TensorBatch, padded, to_tensors
+from cellmill.models.build import build
+from cellmill.models.export import initial_tensors
+from cellmill.models.objective import GeneStatistics
+from cellmill.parallel import cross_entropy
+from cellmill.parallel.cross_entropy import profile_loss
+from cellmill.parallel.materialize import materialize
+from tests.models import spec
+
+N_GENES = 60
+FAMILIES: dict[str, dict[str, Any]] = {
+    "encoder": {"family": "masked", "hidden": 16, "layers": 2, "heads": 2},
+    "encoder without blocks": {"family": "masked", "hidden": 16, "layers": 0, "heads": 2},
+    "profile": {"family": "profile", "hidden": 16, "layers": 1},
+}
+EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+KEYS = {"seed": 3, "step": 4}
+
+
+def _model(family: str, **options: Any) -> Any:
+    model = build(
+        spec(
+            N_GENES, Tokens.model_validate({"max_tokens": 64}), objective="cell_decoding", **FAMILIES[family], **options
+        )
+    )
+    ids = [f"ENSG{i:011d}" for i in range(N_GENES)]
+    genes = Vocabulary(ids, ids, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
+    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, genes))
+    return model
+
+
+def _cells(lengths: tuple[int, ...] = (20, 31, 1, 14, 2, 1)) -> Batch:
+    rng = np.random.default_rng(0)
+    genes = np.concatenate([rng.permutation(N_GENES)[:n] for n in lengths]).astype(np.int32)
+    counts = rng.integers(1, 9, len(genes)).astype(np.uint8)
+    tokens = Tokens.model_validate({"max_tokens": 64})
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    return tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(len(lengths)) + 11, 64)
+
+
+def _prepared(model: Any, batch: TensorBatch, length: int | None = None) -> Any:
+    view = model.view(batch, **KEYS)
+    return model.prepare(view if length is None else padded(view, length), **KEYS)
+
+
+def _dense_targets(prepared: Any) -> torch.Tensor:
+    cell = torch.repeat_interleave(torch.tensor(prepared.entries))
+    dense = torch.zeros(len(prepared.entries), N_GENES + 2)
+    return dense.index_put((cell, prepared.genes_hidden), prepared.weights)
+
+
+@EVERY_FAMILY
+@pytest.mark.parametrize("decoder_hidden", [None, 24])
+def test_loss_is_the_cross_entropy_of_the_hidden_profile(family: str, decoder_hidden: int | None) -> None:
+    model = _model(family, decoder_hidden=decoder_hidden)
+    prepared = _prepared(model, to_tensors(_cells()))
+    targets = _dense_targets(prepared)
+    torch.testing.assert_close(targets.sum(1), torch.ones(len(targets)))
+    vectors = model.cell_vectors(model.states(prepared), prepared)[prepared.cells]
+    logits = model.decoder(vectors) @ model.profile_genes.weight.T + model.profile_bias
+    expected = -(targets * logits.log_softmax(1)).sum()
+    loss = model(prepared)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    assert int(prepared.n_targets) == len(targets)
+    loss.backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    expected.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("elements", [1, 62 * 3, 1 << 22])
+def test_profile_loss_does_not_depend_on_the_chunk(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+    monkeypatch.setitem(cross_entropy.ELEMENTS, "cpu", elements)
+    generator = torch.Generator().manual_seed(0)
+    states, table = torch.randn(7, 5, generator=generator), torch.randn(62, 5, generator=generator)
+    bias, entries = torch.randn(62, generator=generator), [3, 1, 0, 2, 4, 1, 1]
+    genes = torch.tensor([5, 60, 7, 61, 0, 3, 9, 8, 5, 4, 11, 12])
+    weights = torch.cat([torch.full((n,), 1 / n) for n in entries if n])
+    dense = torch.zeros(7, 62).index_put((torch.repeat_interleave(torch.tensor(entries)), genes), weights)
+    inputs = [x.requires_grad_() for x in (states, table, bias)]
+    expected = torch.autograd.grad(F.cross_entropy(states @ table.T + bias, dense, reduction="sum"), inputs)
+    chosen = [0, 1, 3, 4, 5, 6]  # each target has at least one entry
+    loss = profile_loss(states[chosen], table, bias, [entries[i] for i in chosen], genes, weights)
+    for own, reference in zip(torch.autograd.grad(loss, inputs), expected):
+        torch.testing.assert_close(own, reference, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_are_log_counts_or_counts() -> None:
+    batch = to_tensors(_cells((30,)))
+    for weights, of in (("counts", torch.Tensor.double), ("log1p", torch.log1p)):
+        model = _model("profile", weights=weights)
+        view = model.view(batch, **KEYS)
+        expected = of(view.profile_count)
+        torch.testing.assert_close(model.prepare(view, **KEYS).weights, (expected / expected.sum()).float())
+
+
+@EVERY_FAMILY
+def test_hidden_expression_does_not_reach_the_cell_vector(family: str) -> None:
+    model, batch = _model(family), to_tensors(_cells())
+    view = model.view(batch, **KEYS)
+    assert batch.counts is not None
+    hidden = torch.zeros(len(batch.lengths), N_GENES + 2, dtype=torch.bool)
+    hidden[view.profile_cell, view.profile_gene] = True
+    cell = torch.repeat_interleave(torch.tensor(batch.lengths))
+    of_token = hidden[cell, batch.genes]
+    louder = replace(batch, counts=torch.where(of_token, 50 * batch.counts, batch.counts), values=batch.values + 1)
+    one, other = (_prepared(model, given) for given in (batch, louder))
+    vectors = [model.cell_vectors(model.states(prepared), prepared) for prepared in (one, other)]
+    assert torch.equal(*vectors)
+    assert not torch.equal(one.weights, other.weights)
+
+
+@EVERY_FAMILY
+def test_padding_changes_no_loss(family: str) -> None:
+    model, batch = _model(family, dropout=0.2).train(), to_tensors(_cells())
+    plain, longer = _prepared(model, batch), _prepared(model, batch, 300)
+    assert sum(longer.lengths) == 300
+    torch.testing.assert_close(model(longer), model(plain), rtol=1e-6, atol=1e-6)
+
+
+@EVERY_FAMILY
+def test_no_cells_give_no_loss_and_zero_gradients(family: str) -> None:
+    model = _model(family)
+    prepared = _prepared(model, to_tensors(empty_batch(np.dtype(np.float32), counted=True)))
+    loss = model(prepared)
+    loss.backward()
+    assert (loss.item(), int(prepared.n_targets)) == (0.0, 0)
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+@EVERY_FAMILY
+def test_an_embedding_depends_on_neither_gene_order_nor_other_cells(family: str) -> None:
+    model, batch = _model(family).eval(), to_tensors(_cells())
+    with torch.no_grad():
+        expected = model.embed(batch)
+        order = torch.cat([start + torch.randperm(n) for start, n in zip(batch.cu_seqlens.tolist(), batch.lengths)])
+        shuffled = replace(batch, genes=batch.genes[order], values=batch.values[order])
+        torch.testing.assert_close(model.embed(shuffled), expected, rtol=1e-5, atol=1e-6)
+        alone = to_tensors(_cells((20,)))
+        torch.testing.assert_close(
+            model.embed(replace(alone, genes=batch.genes[:20], values=batch.values[:20])),
+            expected[:1],
+            rtol=1e-5,
+            atol=1e-6,
+        )
+
+
+def test_the_profile_encoder_is_a_perceptron_on_the_log_normalised_profile() -> None:
+    model, batch = _model("profile"), to_tensors(_cells())
+    dense = torch.zeros(len(batch.lengths), N_GENES + 2)
+    dense[torch.repeat_interleave(torch.tensor(batch.lengths)), batch.genes] = batch.values
+    x = dense @ model.gene_embedding.weight
+    x = x + model.blocks[0].down(F.gelu(model.blocks[0].up(model.blocks[0].norm(x))))
+    torch.testing.assert_close(model.embed(batch), model.norm(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_is_judged_against_the_mean_profile() -> None:
+    objective = _model("profile").objective
+    train = GeneStatistics(np.array([99, 0, 49]), np.array([1.0, 1.0, 2.0]), 1.0, 100)  # 1/2, 1/200 and 99/200
+    genes, weights, per_cell = np.array([0, 2, 0]), np.array([0.5, 0.5, 1.0]), np.array([0.5, 0.5, 1.0])
+    log_p = np.log([0.6, 0.3, 0.6])
+    figures, verdicts = objective.judge(genes, log_p, weights, per_cell, train=train)
+    own = -(0.5 * np.log(0.6) + 0.5 * np.log(0.3) + np.log(0.6)) / 2
+    base = -(0.5 * np.log(0.5) + 0.5 * np.log(99 / 200) + np.log(0.5)) / 2
+    assert figures["cross_entropy"] == pytest.approx(own)
+    assert figures["cross_entropy_mean_profile"] == pytest.approx(base)
+    assert figures["saved_frac"] == pytest.approx(1 - own / base)
+    assert [verdict.outcome for verdict in verdicts] == ["lost" if own > base else "won"]

@@ -1,0 +1,125 @@
+"""Views of cells: the shown and the hidden part together are the cell, and the shown part tells nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cellmill.config.tokens import Tokens
+from cellmill.data.tokens import Batch, empty_batch, split_batch, tokenized
+from cellmill.models.batch import to_tensors
+from cellmill.models.objectives.config import CellDecodingConfig
+from cellmill.models.objectives.views import ViewBatch, draw_view
+
+N_GENES = 200
+EVERY_VIEW = pytest.mark.parametrize("view", ["drop", "thin"])
+
+
+def _config(view: str, **options: Any) -> CellDecodingConfig:
+    return CellDecodingConfig.model_validate({"name": "cell_decoding", "view": view} | options)
+
+
+def _tokens(tokenizer: str = "continuous") -> Tokens:
+    return Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 128})
+
+
+def _batch(n_cells: int = 40, tokenizer: str = "continuous") -> Batch:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2, 100, n_cells)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    genes = np.concatenate([rng.permutation(N_GENES)[:n] for n in lengths]).astype(np.int32)
+    counts = rng.integers(1, 30, len(genes)).astype(np.uint16)
+    tokens = _tokens(tokenizer)
+    return tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(n_cells) * 7 + 3, tokens.max_tokens)
+
+
+def _view(batch: Batch, view: str, step: int = 0, tokenizer: str = "continuous", **options: Any) -> ViewBatch:
+    tokens = _tokens(tokenizer)
+    return draw_view(to_tensors(batch), tokens.load()(tokens), _config(view, **options), seed=1, step=step)
+
+
+def _dense(cells: torch.Tensor, genes: torch.Tensor, counts: torch.Tensor, n_cells: int) -> torch.Tensor:
+    return torch.zeros(n_cells, N_GENES + 2, dtype=torch.int64).index_put_((cells, genes), counts, accumulate=True)
+
+
+def _whole(batch: Batch) -> torch.Tensor:
+    tensors = to_tensors(batch)
+    cell = torch.repeat_interleave(tensors.cu_seqlens.diff().long())
+    assert tensors.counts is not None
+    return _dense(cell, tensors.genes, tensors.counts, len(tensors.lengths))
+
+
+def _hidden(view: ViewBatch) -> torch.Tensor:
+    return _dense(view.profile_cell, view.profile_gene, view.profile_count, len(view.lengths))
+
+
+@EVERY_VIEW
+def test_values_of_the_view_are_those_of_a_cell_that_has_the_shown_counts_alone(view: str) -> None:
+    batch = _batch()
+    drawn, shown = _view(batch, view), _whole(batch) - _hidden(_view(batch, view))
+    for index, (genes, values) in enumerate(zip(drawn.genes.split(drawn.lengths), drawn.values.split(drawn.lengths))):
+        assert sorted(genes.tolist()) == shown[index].nonzero().flatten().tolist()
+        counts = shown[index][genes].double()
+        torch.testing.assert_close(values.double(), (1e4 * counts / counts.sum()).log1p(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_dropped_gene_is_hidden_with_all_its_counts_and_a_thinned_one_with_some() -> None:
+    whole, hidden = _whole(_batch()), _hidden(_view(_batch(), "drop"))
+    assert ((hidden == 0) | (hidden == whole)).all()
+    thinned = _hidden(_view(_batch(), "thin"))
+    assert ((thinned >= 0) & (thinned <= whole)).all()
+    assert ((thinned > 0) & (thinned < whole)).any(1).float().mean() > 0.9
+
+
+@EVERY_VIEW
+def test_shares_of_cells_are_even_between_the_bounds(view: str) -> None:
+    batch, shares = _batch(), []
+    for step in range(60):
+        hidden = _hidden(_view(batch, view, step, min_hidden_frac=0.3, max_hidden_frac=0.9))
+        if view == "drop":
+            shares.append((hidden > 0).sum(1) / (_whole(batch) > 0).sum(1))
+        else:
+            shares.append(hidden.sum(1) / _whole(batch).sum(1))
+    found = torch.stack(shares)[:, torch.tensor(_batch().cu_seqlens).diff() > 60]
+    assert found.mean().item() == pytest.approx(0.6, abs=0.02)
+    assert found.std().item() == pytest.approx((0.6**2 / 12 + 0.003) ** 0.5, abs=0.02)
+
+
+@EVERY_VIEW
+def test_a_cells_view_depends_on_seed_step_and_cell_alone(view: str) -> None:
+    batch, whole = _batch(), _hidden(_view(_batch(), view))
+    parts = [_hidden(_view(part, view)) for part in split_batch(batch, 300)]
+    assert len(parts) > 3
+    assert torch.equal(torch.cat(parts), whole)
+    assert not torch.equal(_hidden(_view(batch, view, step=1)), whole)
+    other = _hidden(_view(replace(batch, cells=batch.cells + 1), view))
+    assert (other != whole).any(1).float().mean() > 0.9
+
+
+@EVERY_VIEW
+def test_the_target_may_be_the_whole_cell(view: str) -> None:
+    batch = _batch()
+    drawn, hidden = _view(batch, view, target="all"), _view(batch, view)
+    assert torch.equal(_hidden(drawn), _whole(batch))
+    assert torch.equal(drawn.genes, hidden.genes)
+
+
+@EVERY_VIEW
+def test_binned_values_are_made_again_from_the_shown_counts(view: str) -> None:
+    batch, bins = _batch(tokenizer="binned"), _tokens("binned")
+    drawn = _view(batch, view, tokenizer="binned")
+    shown = _whole(batch) - _hidden(drawn)
+    counts = torch.cat([shown[i][genes] for i, genes in enumerate(drawn.genes.split(drawn.lengths))]).numpy()
+    starts = np.concatenate([[0], np.cumsum(drawn.lengths)])
+    _, values, _ = bins.load()(bins).tokenize(drawn.genes.int().numpy() - 2, counts, starts)
+    assert drawn.values.tolist() == values.tolist()
+
+
+@EVERY_VIEW
+def test_no_cells_have_an_empty_view(view: str) -> None:
+    drawn = _view(empty_batch(np.dtype(np.float32), counted=True), view)
+    assert (len(drawn.genes), drawn.lengths, len(drawn.profile_cell)) == (0, [], 0)
