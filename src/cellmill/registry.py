@@ -29,6 +29,9 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "task": {
         "probe": "cellmill.config.evaluate:ProbeConfig",
         "reconstruct": "cellmill.config.evaluate:ReconstructConfig",
+        "few_shot": "cellmill.config.evaluate:FewShotConfig",
+        "low_depth": "cellmill.config.evaluate:LowDepthConfig",
+        "missing_genes": "cellmill.config.evaluate:MissingGenesConfig",
     },
     "tracker": {},
     "method": {"full": "cellmill.config.finetune:FullConfig"},

@@ -119,7 +119,9 @@ def test_tokens_made_on_the_fly_are_those_of_the_shards(corpus: dict[str, Path])
     with open_counts(corpus["cells"]) as reader:
         columns = module.match_columns(reader, known)
         every, totals = np.ones(reader.n_obs, bool), np.zeros(2, np.int64)
-        for block in module.read_tokens(reader, columns, known, ContinuousTokens(max_tokens=64), every, totals):
+        for block in module.tokens_of(
+            reader.rows(module.ROW_BLOCK), columns, known, ContinuousTokens(max_tokens=64), every, totals
+        ):
             for at, cell in enumerate(block.cells):
                 span = slice(block.cu_seqlens[at], block.cu_seqlens[at + 1])
                 from_file[reader.obs.index[cell]] = block.genes[span]

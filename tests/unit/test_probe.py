@@ -17,7 +17,9 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from cellmill.evaluate.tasks.probe import choose_cells, judge_probes, log_normalise, probe_table
+from cellmill.evaluate.classifiers import log_normalise
+from cellmill.evaluate.labelled import choose_cells
+from cellmill.evaluate.tasks.probe import judge_probes, probe_table
 from cellmill.runs.verdict import compare, sentence
 
 
@@ -87,7 +89,7 @@ def test_components_are_fitted_on_the_training_cells_of_a_fold_only() -> None:
 
 def test_baselines_on_real_cells_have_the_accuracies_measured_before(shared: Callable[[str], Path]) -> None:
     adata = ad.read_h5ad(shared("pbmc68k.h5ad"))
-    chosen = choose_cells(adata.obs["bulk_labels"], folds=5, seed=0)
+    chosen = choose_cells(adata.obs["bulk_labels"], fewest=5, seed=0)
     genes = log_normalise(sp.csr_matrix(adata.X, dtype=np.uint32))[chosen.cells]
     blank = np.zeros((len(chosen.cells), 2), np.float32)
     rows = {row["name"]: row for row in probe_table(blank, blank, genes, chosen.labels, folds=5, neighbors=15, seed=0)}
@@ -105,7 +107,7 @@ def test_normalised_counts_sum_to_ten_thousand_in_each_cell_independently_of_oth
 
 def test_classes_with_fewer_cells_than_folds_and_missing_labels_are_left_out_with_their_count() -> None:
     labels = pd.Series(pd.Categorical(["a"] * 6 + ["b"] * 5 + ["rare"] * 4 + [None] * 2, ["unused", "a", "b", "rare"]))
-    chosen = choose_cells(labels, folds=5, seed=0)
+    chosen = choose_cells(labels, fewest=5, seed=0)
     assert chosen.classes == {"a": 6, "b": 5}
     assert chosen.dropped == {"rare": 4}
     assert (chosen.n_unlabelled, chosen.n_left_out) == (2, 0)
@@ -115,12 +117,12 @@ def test_classes_with_fewer_cells_than_folds_and_missing_labels_are_left_out_wit
 
 def test_above_the_limit_the_same_cells_are_drawn_in_every_run() -> None:
     labels = pd.Series(["a", "b"] * 500)
-    chosen = choose_cells(labels, folds=5, seed=4, max_cells=100)
+    chosen = choose_cells(labels, fewest=5, seed=4, max_cells=100)
     assert len(chosen.cells) == 100
     assert chosen.n_left_out == 900
     assert (np.diff(chosen.cells) > 0).all()
-    assert (chosen.cells == choose_cells(labels, folds=5, seed=4, max_cells=100).cells).all()
-    assert (chosen.cells != choose_cells(labels, folds=5, seed=5, max_cells=100).cells).any()
+    assert (chosen.cells == choose_cells(labels, fewest=5, seed=4, max_cells=100).cells).all()
+    assert (chosen.cells != choose_cells(labels, fewest=5, seed=5, max_cells=100).cells).any()
 
 
 def test_any_loss_is_a_loss_and_a_gain_within_the_spread_a_tie() -> None:

@@ -44,6 +44,48 @@ class ReconstructConfig(TaskConfig):
         return value
 
 
+class FewShotConfig(TaskConfig):
+    """Classifiers of the label that are trained on a few cells of each class; skipped without a label."""
+
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.few_shot:FewShot"
+
+    name: Literal["few_shot"] = Field("few_shot", description="Name of the task.")
+    shots: list[Annotated[int, Field(ge=1)]] = Field(
+        [5, 10, 20], min_length=1, description="Numbers of training cells of each class."
+    )
+    draws: int = Field(10, ge=2, description="Draws of the training cells.")
+    neighbors: int = Field(5, ge=1, description="k of the kNN classifier, at most the number of training cells.")
+
+
+class DegradedConfig(TaskConfig):
+    """Options of tasks that classify cells which lost something."""
+
+    neighbors: int = Field(15, ge=1, description="k of the kNN classifier.")
+    repeats: int = Field(3, ge=1, description="Draws of what is lost, each with folds of its own.")
+
+
+class LowDepthConfig(DegradedConfig):
+    """Classifiers of the label on cells with a fraction of their counts; skipped without a label."""
+
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.low_depth:LowDepth"
+
+    name: Literal["low_depth"] = Field("low_depth", description="Name of the task.")
+    count_fracs: list[Annotated[float, Field(gt=0, lt=1)]] = Field(
+        [0.3, 0.1], min_length=1, description="Fractions of the counts that are kept."
+    )
+
+
+class MissingGenesConfig(DegradedConfig):
+    """Classifiers of the label on cells of which a few genes were measured; skipped without a label."""
+
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.missing_genes:MissingGenes"
+
+    name: Literal["missing_genes"] = Field("missing_genes", description="Name of the task.")
+    genes: list[Annotated[int, Field(ge=1)]] = Field(
+        [200, 75], min_length=1, description="Numbers of genes that are kept, drawn from the expressed ones."
+    )
+
+
 _DEFAULT_TASKS: Any = {"probe": {}, "reconstruct": {}}
 
 

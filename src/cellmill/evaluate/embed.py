@@ -5,7 +5,7 @@ embedding. Cells are tokenized as for the shards, in row blocks, and packed with
 rounding alone. A cell without any known gene has no embedding: its row is NaN.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import anndata as ad
 import numpy as np
 import pandas as pd
+import scipy.sparse as sp
 import torch
 from anndata.io import write_elem
 
@@ -49,8 +50,8 @@ def load_for_inference(folder: Path) -> tuple[Model, Vocabulary, Tokens, dict[st
     return network, vocabulary, spec_of(config, vocabulary.n_genes).tokens, config
 
 
-def read_tokens(
-    reader: CountsReader,
+def tokens_of(
+    rows: Iterable[sp.csr_matrix],
     columns: GeneColumns,
     vocabulary: Vocabulary,
     tokens: Tokens,
@@ -58,14 +59,14 @@ def read_tokens(
     totals: np.ndarray,
     counted: bool = False,
 ) -> Iterator[Batch]:
-    """Tokens of the cells where `chosen` (bool, `(n_obs,)`) is True, one row block at a time.
+    """Tokens of the cells where `chosen` (bool, `(n_obs,)`) is True, one block of `rows` at a time.
 
-    `Batch.cells` are row indices of the file. Cells without a known gene are left out. Adds the counts on known genes
+    `Batch.cells` are indices of rows. Cells without a known gene are left out. Adds the counts on known genes
     and all counts of the chosen cells to `totals` (two int64). `counted` batches have the counts of their tokens.
     """
     inverse, first = inverse_medians(vocabulary.medians), 0
     tokenizer: Tokenizer = tokens.load()(tokens)
-    for raw in reader.rows(ROW_BLOCK):
+    for raw in rows:
         rows = np.flatnonzero(chosen[first : first + raw.shape[0]])
         cells, first = rows + first, first + raw.shape[0]
         if not len(rows):
@@ -91,20 +92,24 @@ def embed_cells(
 ) -> Embedding:
     """Embeddings of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, in file order."""
     chosen = np.ones(reader.n_obs, dtype=bool) if chosen is None else chosen
-    columns, device = match_columns(reader, vocabulary), next(model.parameters()).device
-    totals, cells, vectors = np.zeros(2, np.int64), [], []
-    model.eval()
-    with torch.inference_mode():
-        for block in read_tokens(reader, columns, vocabulary, tokens, chosen, totals):
-            for batch in split_batch(block, token_budget):
-                vectors.append(model.embed(to_tensors(batch, device)).float().cpu().numpy())
-                cells.append(batch.cells)
-    if not vectors:
+    columns, totals = match_columns(reader, vocabulary), np.zeros(2, np.int64)
+    batches = tokens_of(reader.rows(ROW_BLOCK), columns, vocabulary, tokens, chosen, totals)
+    embedded = embed_batches(batches, model, reader.n_obs, token_budget)[chosen]
+    if np.isnan(embedded).all():
         raise DataError(f"{reader.path}: no cell has a count on a gene that the model knows")
-    embedded = np.full((reader.n_obs, vectors[0].shape[1]), np.nan, np.float32)
-    embedded[np.concatenate(cells)] = np.concatenate(vectors)
-    embedded = embedded[chosen]
     return Embedding(embedded, float(totals[0] / totals[1]), int(np.isnan(embedded[:, 0]).sum()))
+
+
+def embed_batches(batches: Iterable[Batch], model: Model, n_cells: int, token_budget: int) -> np.ndarray:
+    """Vectors of cells 0 to `n_cells` - 1, `(n_cells, hidden)` float32; NaN rows where no batch has the cell."""
+    model.eval()
+    device = next(model.parameters()).device
+    embedded = np.full((n_cells, model.width), np.nan, np.float32)
+    with torch.inference_mode():
+        for block in batches:
+            for batch in split_batch(block, token_budget):
+                embedded[batch.cells] = model.embed(to_tensors(batch, device)).float().cpu().numpy()
+    return embedded
 
 
 def write_embedding(path: Path, obs: pd.DataFrame, vectors: np.ndarray, about: dict[str, Any]) -> None:

@@ -4,11 +4,12 @@ Held-out cells are in no training or validation shard, neither of the model's co
 identified by dataset and obs name: a copy of a training cell in a dataset of another name counts as unseen.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import h5py
 import numpy as np
 import pandas as pd
+import scipy.sparse as sp
 from anndata.io import read_elem
 
 from cellmill.config.tokens import SPECIAL, Tokens
@@ -27,8 +28,29 @@ def read_gene_statistics(manifest: Manifest, tokens: Tokens, max_cells: int = MA
     n_genes, n_cells = manifest.n_genes, 0
     n, total = np.zeros(n_genes, np.int64), np.zeros(n_genes)
     tokenizer: Tokenizer = tokens.load()(tokens)
-    shards = open_shards(manifest, "train")
-    for shard in shards:
+    for genes, counts, starts in _training_blocks(manifest, max_cells):
+        ids, values, _ = tokenizer.tokenize(genes, counts, starts)
+        rows = ids - len(SPECIAL)
+        n += np.bincount(rows, minlength=n_genes)
+        total += np.bincount(rows, weights=values, minlength=n_genes)
+        n_cells += len(starts) - 1
+    overall = float(total.sum() / max(n.sum(), 1))
+    return GeneStatistics(n, np.where(n > 0, total / np.maximum(n, 1), overall), overall, n_cells)
+
+
+def read_training_counts(manifest: Manifest, max_cells: int) -> sp.csr_matrix:
+    """Counts of the first training cells, at least `max_cells` if there are so many: `(cells, genes)`, uint32."""
+    blocks = [
+        sp.csr_matrix((counts.astype(np.uint32), genes, starts), shape=(len(starts) - 1, manifest.n_genes))
+        for genes, counts, starts in _training_blocks(manifest, max_cells)
+    ]
+    return sp.vstack(blocks, format="csr")
+
+
+def _training_blocks(manifest: Manifest, max_cells: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Genes, counts and starts (as in `Tokenizer.tokenize`) of blocks of training cells, until `max_cells`."""
+    n_cells = 0
+    for shard in open_shards(manifest, "train"):
         for first in range(0, shard.n_obs, _ROWS):
             if n_cells >= max_cells:
                 break
@@ -38,14 +60,9 @@ def read_gene_statistics(manifest: Manifest, tokens: Tokens, max_cells: int = MA
             if len(genes):
                 shard.read_genes(int(starts[0]), [genes])
                 shard.read_counts(int(starts[0]), [counts])
-            ids, values, _ = tokenizer.tokenize(genes, counts, starts - starts[0])
-            rows = ids - len(SPECIAL)
-            n += np.bincount(rows, minlength=n_genes)
-            total += np.bincount(rows, weights=values, minlength=n_genes)
             n_cells += len(starts) - 1
+            yield genes, counts, starts - starts[0]
         shard.close()
-    overall = float(total.sum() / max(n.sum(), 1))
-    return GeneStatistics(n, np.where(n > 0, total / np.maximum(n, 1), overall), overall, n_cells)
 
 
 def seen_cells(manifests: Iterable[Manifest], datasets: Iterable[str]) -> dict[str, set[str]]:

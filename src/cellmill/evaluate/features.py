@@ -1,0 +1,50 @@
+"""Features of cells made from their counts alone: the embedding, and what a baseline is made of."""
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from sklearn.decomposition import PCA
+
+from cellmill.data.count_matrix import select_columns
+from cellmill.data.genes import match_columns
+from cellmill.evaluate.classifiers import log_normalise
+from cellmill.evaluate.embed import embed_batches, tokens_of
+from cellmill.evaluate.score_table import EMBEDDING
+from cellmill.evaluate.task import TOKEN_BUDGET, Context
+from cellmill.evaluate.training_cells import read_training_counts
+from cellmill.models.family import Model
+
+PCA_CELLS, COMPONENTS = 10_000, 50
+
+
+class Features:
+    """Features of cells of one dataset, made from their counts alone."""
+
+    def __init__(self, context: Context) -> None:
+        self.model = context.model
+        self.columns = match_columns(context.reader, self.model.vocabulary)
+
+    def of(self, counts: sp.csr_matrix) -> dict[str, Any]:
+        """Features by name, `(cells, width)`; only those of all genes are sparse."""
+        known = log_normalise(select_columns(counts, self.columns.target, self.model.vocabulary.n_genes))
+        return {
+            EMBEDDING: self._embedded(counts, self.model.network),
+            "untrained": self._embedded(counts, self.model.untrained),
+            f"PCA{COMPONENTS} of the training cells": self._components.transform(known),
+            "all genes": log_normalise(counts),
+        }
+
+    def _embedded(self, counts: sp.csr_matrix, network: Model) -> np.ndarray:
+        """Vectors; zeros for cells without a known gene."""
+        every, totals = np.ones(counts.shape[0], bool), np.zeros(2, np.int64)
+        model = self.model
+        batches = tokens_of([counts], self.columns, model.vocabulary, model.tokens, every, totals)
+        return np.nan_to_num(embed_batches(batches, network, counts.shape[0], TOKEN_BUDGET))
+
+    @cached_property
+    def _components(self) -> PCA:
+        profiles = log_normalise(read_training_counts(self.model.manifest, PCA_CELLS)[:PCA_CELLS])
+        n_components = max(1, min(COMPONENTS, *(size - 1 for size in profiles.shape)))
+        return PCA(n_components, svd_solver="arpack", random_state=0).fit(profiles)

@@ -1,0 +1,59 @@
+"""Task few_shot: its draws, and its scores by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from sklearn.linear_model import LogisticRegression
+from sklearn.neighbors import KNeighborsClassifier
+
+from cellmill.config.evaluate import FewShotConfig
+from cellmill.evaluate.features import Features
+from cellmill.evaluate.labelled import choose_cells
+from cellmill.evaluate.tasks.few_shot import FewShot, draw_shots
+from tests.unit.evaluated import make_context
+
+
+def test_each_class_gives_its_shots_and_all_others_are_tested() -> None:
+    labels = np.array(["a"] * 12 + ["b"] * 9 + ["rare"] * 3)
+    train, test = draw_shots(labels, ["a", "b"], 4, np.random.default_rng(0))
+    assert sorted(labels[train]) == ["a"] * 4 + ["b"] * 4
+    assert sorted([*train, *test]) == list(range(21))
+    other, _ = draw_shots(labels, ["a", "b"], 4, np.random.default_rng(1))
+    assert set(other) != set(train)
+
+
+def test_scores_are_those_of_classifiers_that_saw_the_shots(
+    tmp_path: Path, simulated: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    context = make_context(tmp_path, simulated)
+    config = FewShotConfig(name="few_shot", shots=[3, 500], draws=2, neighbors=15)
+    result = FewShot(config).run(context)
+    assert result.figures["n_classes"] == {"3": len(result.figures["classes"]), "500": 0}
+    scored = np.flatnonzero(context.scored)
+    chosen = choose_cells(context.reader.obs["cell_type"].iloc[scored], 8, seed=4)
+    labels = chosen.labels
+    counts = sp.vstack(list(context.reader.rows()), format="csr")[scored[chosen.cells]]
+    features = Features(context).of(counts)
+    expected: dict[str, list[float]] = {}
+    for draw in range(2):
+        generator = np.random.Generator(np.random.Philox(key=[4, (3 << 32) + draw]))
+        train, test = draw_shots(labels, list(chosen.classes), 3, generator)
+        for name, classifier in (
+            ("logistic regression, unscaled", LogisticRegression(max_iter=1000)),
+            ("kNN", KNeighborsClassifier(3)),
+        ):
+            for kind in ("embedding", "all genes"):
+                fitted = classifier.fit(features[kind][train], labels[train])
+                accuracy = float((fitted.predict(features[kind][test]) == labels[test]).mean())
+                expected.setdefault(f"{kind} + {name}", []).append(accuracy)
+    rows = {row["name"]: row for row in result.rows}
+    for name, accuracies in expected.items():
+        assert rows[name]["3 per class_folds"] == pytest.approx(accuracies)
+    assert result.metric == "3 per class"
+    assert [verdict.metric for verdict in result.verdicts] == ["accuracy, 3 per class"] * 3
+    json.dumps(result.to_json(), allow_nan=False)
