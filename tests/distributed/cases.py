@@ -122,6 +122,19 @@ def logged(corpus: str, options: dict[str, Any], folder: str, steps: int) -> lis
     return [{key: line[key] for key in kept if key in line} for line in lines.lines]
 
 
+def embedding_figures(
+    corpus: str, options: dict[str, Any], folder: str, steps: int
+) -> list[tuple[float | None, float | None]]:
+    """Effective rank and R² of depth at each validation; None for a missing figure."""
+    made, lines = trainer(corpus, options, folder, steps)
+    made.run()
+    for stream in (made.train_stream, made.val_stream):
+        assert stream is not None
+        stream.close()
+    validated = [line for line in lines.lines if "val_loss" in line]
+    return [(line.get("effective_rank"), line.get("depth_r2")) for line in validated]
+
+
 def curve(corpus: str, options: dict[str, Any], folder: str, steps: int, load: bool = False) -> list[list[float]]:
     """[loss, gradient norm] of each step; with `load`, going on from the newest checkpoint in `folder`."""
     made, lines = trainer(corpus, options, folder, steps)

@@ -68,3 +68,25 @@ def test_a_run_of_one_process_goes_on_in_another_layout(
     cases.curve(options=_options(model), steps=2, **given)
     curves = pool.run("curve", options=_options(model, layout), steps=STEPS, load=True, **given)
     np.testing.assert_allclose(np.array(curves[0]), references[model][2:], atol=5e-6, rtol=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("encoder", SHARDED_TP | {"sequence_parallel": True}),
+        ("encoder", {"pp": 2, "sharding_strategy": "FULL_SHARD"}),
+        ("profile", DDP),
+    ],
+    ids=str,
+)
+def test_figures_of_the_embedding_are_those_of_one_process(
+    pool: Pool, alone: None, corpus: str, tmp_path: Path, model: str, layout: dict[str, Any]
+) -> None:
+    train = {"token_budget": 256, "val_every_steps": 2}
+    split_of = split(MODELS[model] | {"objective": "cell_decoding"})
+    one, spread = (options(parallel, train=train) | split_of for parallel in ({}, layout))
+    expected = cases.embedding_figures(corpus, one, str(tmp_path / "one"), steps=4)
+    assert len(expected) == 2
+    assert all(1 < rank < 32 for rank, _ in expected)
+    for found in pool.run("embedding_figures", corpus=corpus, options=spread, folder=str(tmp_path / "many"), steps=4):
+        np.testing.assert_allclose(np.array(found, float), np.array(expected, float), rtol=1e-3)

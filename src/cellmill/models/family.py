@@ -5,7 +5,7 @@ measures them on the meta device. Its torch-free options are a `cellmill.config.
 `models.build` makes `implementation(config, n_genes, tokens, objective)`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,8 @@ class Model(nn.Module):
         self.objective = objective
         self.fills: dict[str, Fill] = {}
         """Functions that fill parameters and buffers, by name; set by `models.build`, before any layout is applied."""
+        self.kept_vectors: list[torch.Tensor] | None = None
+        """If not None, `finish` appends the cells' vectors, (cells, H), of each batch: those of `keep_vectors`."""
 
     def view(self, batch: TensorBatch, *, seed: int, step: int) -> TensorBatch:
         """Return the tokens that the model is given, of a batch on the CPU: `Objective.view`."""
@@ -78,6 +80,11 @@ class Model(nn.Module):
     def finish(self, x: torch.Tensor, prepared: Any) -> torch.Tensor:
         """Return the loss, as `forward`, from the output (T, H) of the last block."""
         raise NotImplementedError
+
+    def keep_vectors(self, vectors: Callable[[], torch.Tensor]) -> None:
+        """Append the result of `vectors` to `kept_vectors` while that is a list; called by `finish`."""
+        if self.kept_vectors is not None:
+            self.kept_vectors.append(vectors().detach())
 
     def embed(self, batch: TensorBatch) -> torch.Tensor:
         """Return one vector per cell with nothing masked, (cells, H) float32."""

@@ -85,8 +85,14 @@ def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
         ("processes", plan.get("world_size"), status.get("world_size")),
         ("highest cells/s", None, fastest),
         ("fraction of time waiting for data", None, sum(waits) / len(waits) if waits else None),
+        ("effective rank of the embedding, last validation", None, _last(run.lines, "effective_rank")),
+        ("R² of log depth from the embedding, last validation", None, _last(run.lines, "depth_r2")),
     ]
     return [row for row in rows if row[1] is not None or row[2] is not None]
+
+
+def _last(lines: list[dict[str, Any]], key: str) -> float | None:
+    return next((line[key] for line in reversed(lines) if key in line), None)
 
 
 @dataclass(frozen=True)

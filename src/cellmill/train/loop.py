@@ -32,6 +32,7 @@ from cellmill.planner.size import ModelSize
 from cellmill.track.tracker import Tracker
 from cellmill.train.async_scalars import AsyncScalars, to_device
 from cellmill.train.checkpoint import Checkpoints
+from cellmill.train.embedding_monitor import EmbeddingMonitor
 from cellmill.train.hang_watch import HangWatch
 from cellmill.train.schedule import learning_rate
 from cellmill.train.step_guard import LossScale, Suspects, name_cells, step_if
@@ -270,10 +271,13 @@ class Trainer:
         assert stream is not None
         self.parallel_model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        monitor = EmbeddingMonitor(self.model)
         for micro_batches in stream:
             self.watch.at(f"the validation after step {self.progress.step}")
-            prepared = self._prepare([to_tensors(batch) for batch in micro_batches], VALIDATION)
-            totals[0] += self.parallel_model.loss(prepared)
+            batches = [to_tensors(batch) for batch in micro_batches]
+            prepared = self._prepare(batches, VALIDATION)
+            with monitor.watching(batches):
+                totals[0] += self.parallel_model.loss(prepared)
             totals[1] += torch.stack([p.n_targets for p in prepared]).sum()
         self.parallel_model.train()
         loss_sum, targets = self.mesh.sum(totals).tolist()
@@ -283,7 +287,7 @@ class Trainer:
             self._log({"step": self.progress.step, "skipped": f"validation loss {loss:g}"})
             return False
         self.progress.val_loss = loss
-        self._log({"step": self.progress.step, "val_loss": loss})
+        self._log({"step": self.progress.step, "val_loss": loss} | monitor.line(self.mesh))
         best = self.progress.best_val_loss
         if best is not None and self.progress.val_loss >= best:
             return False

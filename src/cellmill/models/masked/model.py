@@ -79,7 +79,9 @@ class MaskedModel(Model):
 
     def finish(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """Return the objective's summed loss of the normed states, a float32 scalar."""
-        return self.objective.loss(self, self.norm(x), prepared)
+        states = self.norm(x)
+        self.keep_vectors(lambda: self.cell_vectors(states, prepared))
+        return self.objective.loss(self, states, prepared)
 
     def embed(self, batch: TensorBatch) -> torch.Tensor:
         """(cells, H) float32: mean of the normed states of each cell's tokens."""

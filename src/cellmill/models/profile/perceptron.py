@@ -80,7 +80,9 @@ class ProfileModel(Model):
 
     def finish(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """Return the objective's summed loss, a float32 scalar."""
-        return self.objective.loss(self, self.norm(x), prepared)
+        states = self.norm(x)
+        self.keep_vectors(lambda: self.cell_vectors(states, prepared))
+        return self.objective.loss(self, states, prepared)
 
     def embed(self, batch: TensorBatch) -> torch.Tensor:
         """(cells, H) float32: the normed output of the last block."""

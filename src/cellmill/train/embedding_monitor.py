@@ -1,0 +1,104 @@
+"""Figures of the embedding of validation cells: directions that it uses, and how much of it is sequencing depth.
+
+Only sums over cells are kept, of which every rank has a share: with vectors z and log depths d, the number of cells and
+the sums of z, z z^T, z d, d and d^2. Vectors are those of the views that the validation loss is computed from.
+
+Sources: Roy & Vetterli 2007 (effective rank, here of the covariance's eigenvalues).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cellmill.models.batch import TensorBatch
+from cellmill.models.family import Model
+from cellmill.parallel.mesh import Mesh
+from cellmill.parallel.pipeline_stages import PipelineStages
+
+MAX_WIDTH = 2048  # the sums have width^2 numbers
+COLLAPSED = 1.5  # effective rank below which the embedding is nearly one direction
+
+
+class EmbeddingMonitor:
+    """Figures of one validation. Every rank of the training has one."""
+
+    def __init__(self, model: Model | PipelineStages) -> None:
+        staged = isinstance(model, PipelineStages)
+        part: Any = model.parts[0] if staged else model
+        self.last: Any = model.last if staged else model
+        self.width: int = part.width if part.width <= MAX_WIDTH else 0
+        self.sums = torch.zeros(self.width * (self.width + 2) + 3, dtype=torch.float64)
+
+    @contextmanager
+    def watching(self, batches: Sequence[TensorBatch]) -> Iterator[None]:
+        """Add the cells of `batches`, whose losses are computed inside, one after another, in this order."""
+        if self.last is None or not self.width:
+            yield
+            return
+        vectors: list[torch.Tensor] = []
+        self.last.kept_vectors = vectors
+        try:
+            yield
+        finally:
+            self.last.kept_vectors = None
+        for of_batch, batch in zip(vectors, batches):
+            self._add(of_batch, batch)
+
+    def _add(self, vectors: torch.Tensor, batch: TensorBatch) -> None:
+        """Add the first vectors (cells, width), one for each cell of `batch`; later ones are of padding."""
+        z, d = vectors[: len(batch.lengths)].double().cpu(), _log_depth(batch)
+        parts = (z.new_tensor([len(z)]), z.sum(0), (z.T @ z).flatten(), d @ z, d.sum()[None], (d @ d)[None])
+        self.sums += torch.cat(parts)
+
+    def line(self, mesh: Mesh) -> dict[str, float]:
+        """Return `effective_rank` and `depth_r2` for metrics.jsonl, where they can be told. Collective: every rank.
+
+        Warns on rank 0 of an embedding that collapsed.
+        """
+        # the last pipeline stage alone has vectors, and `Mesh.sum` divides by the number of stages
+        sums = self.sums.to(mesh.device) * mesh.pp.size()
+        line = embedding_figures(mesh.sum(sums).cpu(), self.width)
+        if line.get("effective_rank", COLLAPSED) < COLLAPSED and dist.get_rank() == 0:
+            print(
+                f"warning: the embedding of validation cells has effective rank {line['effective_rank']:.2f}: it has "
+                "collapsed to one direction; lower train.lr, or choose objective cell_decoding",
+                flush=True,
+            )
+        return line
+
+
+def embedding_figures(sums: torch.Tensor, width: int) -> dict[str, float]:
+    """Return figures of the sums over all ranks; none for fewer than two cells.
+
+    effective_rank
+        Exponential of the entropy of the covariance's eigenvalues: the number of directions, 1 to `width`.
+    depth_r2
+        R² of a linear regression of log depth on the vectors, adjusted for their width; from 2 * `width` cells on.
+    """
+    n = float(sums[0])
+    if n < 2:
+        return {}
+    mean, second, with_depth, (depth, depth_2) = sums[1:].div(n).split([width, width * width, width, 2])
+    covariance = second.view(width, width) - mean.outer(mean)
+    values, directions = torch.linalg.eigh(covariance)
+    share = values.clamp(min=0) / values.clamp(min=0).sum().clamp(min=1e-300)
+    line = {"effective_rank": float((-torch.special.xlogy(share, share).sum()).exp())}
+    variance = float(depth_2 - depth**2)
+    if variance > 0 and n > 2 * width:
+        known = values > values.max() * 1e-9
+        shared = directions.T @ (with_depth - mean * depth)
+        explained = float((shared[known].square() / values[known]).sum()) / variance
+        line["depth_r2"] = 1 - (1 - explained) * (n - 1) / (n - width - 1)
+    return line
+
+
+def _log_depth(batch: TensorBatch) -> torch.Tensor:
+    """(cells,) float64: log of each cell's counts, or of its detected genes where batches have no counts."""
+    lengths = torch.tensor(batch.lengths)
+    if batch.counts is None:
+        return lengths.double().clamp(min=1).log()
+    cell = torch.repeat_interleave(lengths)
+    return torch.zeros(len(lengths), dtype=torch.float64).index_add(0, cell, batch.counts.double()).clamp(min=1).log()

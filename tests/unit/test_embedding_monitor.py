@@ -1,0 +1,80 @@
+"""Figures of the embedding against numpy, and a collapsed embedding."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cellmill.models.batch import TensorBatch
+from cellmill.train.embedding_monitor import EmbeddingMonitor
+
+WIDTH, N = 6, 200
+
+
+class Mesh:
+    """A mesh of one rank."""
+
+    device = torch.device("cpu")
+    pp = SimpleNamespace(size=lambda: 1)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+def _cells() -> tuple[torch.Tensor, torch.Tensor]:
+    """Vectors that know depth in part, and counts of one gene per cell."""
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(N, WIDTH, generator=generator) * torch.arange(1, WIDTH + 1)
+    noise = torch.randn(N, generator=generator)
+    return z, (5 + 0.1 * z[:, 0] + 0.05 * z[:, 3] + 0.1 * noise).exp().round().long()
+
+
+def _figures(z: torch.Tensor, counts: torch.Tensor) -> dict[str, float]:
+    model: Any = SimpleNamespace(width=WIDTH, kept_vectors=None)
+    monitor, mesh = EmbeddingMonitor(model), Mesh()
+    for cells in torch.arange(len(z)).split(70):
+        n = len(cells)
+        ends = torch.arange(n + 1, dtype=torch.int32)
+        batch = TensorBatch(torch.full((n,), 2), torch.ones(n), ends, cells, [1] * n, counts[cells])
+        with monitor.watching([batch]):
+            model.kept_vectors.append(torch.cat([z[cells], torch.full((3, WIDTH), 1e6)]))  # and cells of padding
+        assert model.kept_vectors is None
+    return monitor.line(mesh)  # type: ignore[arg-type]
+
+
+def test_figures_are_those_of_all_cells_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    z, counts = _cells()
+    line = _figures(z, counts)
+    values = np.linalg.eigvalsh(np.cov(z.double().numpy().T, bias=True))
+    share = values / values.sum()
+    assert line["effective_rank"] == pytest.approx(np.exp(-(share * np.log(share)).sum()))
+    depth = np.log(counts.numpy())
+    features = np.column_stack([z.double().numpy(), np.ones(N)])
+    left = depth - features @ np.linalg.lstsq(features, depth, rcond=None)[0]
+    r2 = 1 - (left**2).sum() / ((depth - depth.mean()) ** 2).sum()
+    assert line["depth_r2"] == pytest.approx(1 - (1 - r2) * (N - 1) / (N - WIDTH - 1))
+    assert 0.3 < line["depth_r2"] < 0.95
+    assert not capsys.readouterr().out
+
+
+def test_a_collapsed_embedding_is_warned_of_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cellmill.train.embedding_monitor.dist.get_rank", lambda: 0)
+    z, counts = _cells()
+    line = _figures(z[:, :1] * torch.ones(WIDTH) + 1e-3 * z, counts)
+    assert line["effective_rank"] < 1.1
+    assert capsys.readouterr().out == (
+        f"warning: the embedding of validation cells has effective rank {line['effective_rank']:.2f}: it has "
+        "collapsed to one direction; lower train.lr, or choose objective cell_decoding\n"
+    )
+
+
+def test_few_cells_have_no_figures() -> None:
+    z, counts = _cells()
+    assert _figures(z[:1], counts) == {}
+    assert set(_figures(z[:9], counts)) == {"effective_rank"}
