@@ -13,7 +13,7 @@ from cellmill import registry
 from cellmill.config.run import Stream
 from cellmill.config.tokens import BinnedTokens, ContinuousTokens, RankTokens, Tokens
 from cellmill.data.stream import CellStream
-from cellmill.data.tokenizers import bin_counts
+from cellmill.data.tokenizers.binned import bin_counts
 from cellmill.data.tokens import Prefixes, empty_batch
 
 LENGTHS = (0, 1, 2, 60, 0, 7, 200)

@@ -31,7 +31,7 @@ class Tokens(Plugin):
 class ContinuousTokens(Tokens):
     """Tokens of a gene and log(1 + counts per 10,000)."""
 
-    implementation: ClassVar[str] = "cellmill.data.tokenizers:ContinuousTokenizer"
+    implementation: ClassVar[str] = "cellmill.data.tokenizers.continuous:ContinuousTokenizer"
     value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "scalar"
 
     tokenizer: Literal["continuous"] = Field("continuous", description="Value: log(1 + counts per 10,000).")
@@ -40,7 +40,7 @@ class ContinuousTokens(Tokens):
 class BinnedTokens(Tokens):
     """Tokens of a gene and the quantile bin of its count."""
 
-    implementation: ClassVar[str] = "cellmill.data.tokenizers:BinnedTokenizer"
+    implementation: ClassVar[str] = "cellmill.data.tokenizers.binned:BinnedTokenizer"
     value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "class"
 
     tokenizer: Literal["binned"] = Field("binned", description="Value: quantile bin of the count within the cell.")
@@ -54,7 +54,7 @@ class BinnedTokens(Tokens):
 class RankTokens(Tokens):
     """Tokens of a gene and its place in the cell."""
 
-    implementation: ClassVar[str] = "cellmill.data.tokenizers:RankTokenizer"
+    implementation: ClassVar[str] = "cellmill.data.tokenizers.rank:RankTokenizer"
     value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "place"
 
     tokenizer: Literal["rank"] = Field(

@@ -1,60 +1,17 @@
-"""Built-in tokenizers: a gene's value is its log-normalised count, its quantile bin, or its place in the cell.
-
-Library size and quantiles are those of the whole cell, also where it is cut.
-"""
+"""A gene's value is the quantile bin of its count."""
 
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from cellmill.data.count_matrix import counts_per_10k
+from cellmill.data.tokenizers.first_genes import FirstGenes
 from cellmill.data.tokens import Prefixes
 
 _MAX_TABLE = 1 << 24  # entries of a table over counts; cells with larger counts are binned one by one
 
 
-class _FirstGenes:
-    """Base: tokens of the first `max_tokens` genes of each cell."""
-
-    dtype: np.dtype
-    needs_counts: bool
-
-    def __init__(self, options: Any) -> None:
-        self._options = options
-
-    def tokenize(
-        self, genes: np.ndarray, counts: np.ndarray | None, starts: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        assert counts is not None or not self.needs_counts
-        kept = Prefixes(starts, self._options.max_tokens)
-        return kept.token_ids(genes), self._values(kept, counts, starts), kept.cu_seqlens
-
-    def _values(self, kept: Prefixes, counts: Any, starts: np.ndarray) -> np.ndarray:
-        raise NotImplementedError
-
-
-class ContinuousTokenizer(_FirstGenes):
-    """Values are log(1 + counts per 10,000), float32."""
-
-    dtype, needs_counts = np.dtype(np.float32), True
-
-    def _values(self, kept: Prefixes, counts: Any, starts: np.ndarray) -> np.ndarray:
-        values = counts_per_10k(counts, starts, np.float32)
-        return kept.of(np.log1p(values, out=values))
-
-
-class RankTokenizer(_FirstGenes):
-    """Values are places in the cell from 0, int32."""
-
-    dtype, needs_counts = np.dtype(np.int32), False
-
-    def _values(self, kept: Prefixes, counts: Any, starts: np.ndarray) -> np.ndarray:
-        longest = np.arange(kept.lengths.max(initial=0), dtype=np.int32)  # in cache: half the time of arange - repeat
-        return np.concatenate([longest[:n] for n in kept.lengths.tolist()] or [longest])
-
-
-class BinnedTokenizer(_FirstGenes):
+class BinnedTokenizer(FirstGenes):
     """Values are quantile bins from 1, int32."""
 
     dtype, needs_counts = np.dtype(np.int32), True
