@@ -122,7 +122,7 @@ class _Profiles:
         if not rows:
             return _Distribution(logits)
         own = slice(self.ends[start], self.ends[start + n])
-        lengths = torch.tensor(self.entries[start : start + n], device=logits.device)
+        lengths = torch.tensor(self.entries[start : start + n], dtype=torch.int64, device=logits.device)
         target = torch.repeat_interleave(lengths, output_size=own.stop - own.start)
         genes = self.genes[own] - self.first_row
         inside = (genes >= 0) & (genes < rows)

@@ -97,7 +97,7 @@ def embedding_figures(sums: torch.Tensor, width: int) -> dict[str, float]:
 
 def _log_depth(batch: TensorBatch) -> torch.Tensor:
     """(cells,) float64: log of each cell's counts, or of its detected genes where batches have no counts."""
-    lengths = torch.tensor(batch.lengths)
+    lengths = torch.tensor(batch.lengths, dtype=torch.int64)
     if batch.counts is None:
         return lengths.double().clamp(min=1).log()
     cell = torch.repeat_interleave(lengths)

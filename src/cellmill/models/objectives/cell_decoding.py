@@ -111,7 +111,7 @@ class CellDecoding(Objective):
         """Return vocabulary row, log-probability and weight of each hidden gene, and its cell's share of all cells."""
         vectors = self._decoded(model, model.states(prepared), prepared)
         log_p = token_logits(vectors, model.profile_genes.weight, model.profile_bias).log_softmax(1)
-        lengths = torch.tensor(prepared.entries, device=log_p.device)
+        lengths = torch.tensor(prepared.entries, dtype=torch.int64, device=log_p.device)
         cell = torch.repeat_interleave(lengths)
         per_cell = (1 / lengths.double())[cell]  # sums to 1 over the entries of a cell
         return (
