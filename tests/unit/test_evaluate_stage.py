@@ -138,7 +138,7 @@ def test_rare_classes_and_missing_labels_are_left_out_by_name(
     probe = metrics["datasets"]["elsewhere"]["tasks"]["probe"]["figures"]
     assert probe["dropped_classes"] == {"rare": 3}
     assert probe["n_unlabelled"] == 7
-    assert "elsewhere: probe: left out, too few for the folds: rare 3\n" in capsys.readouterr().out
+    assert "elsewhere: probe: left out, fewer than 5 cells: rare 3\n" in capsys.readouterr().out
 
 
 def test_a_label_whose_scored_classes_are_all_too_small_is_skipped_with_the_reason(

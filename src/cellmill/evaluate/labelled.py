@@ -46,7 +46,8 @@ def labelled_cells(
     chosen = choose_cells(column.iloc[scored], fewest, context.options.seed, max_cells)
     print(f"{context.dataset}: {task}: {column.name}: {_counts_of(chosen.classes)}", flush=True)
     if chosen.dropped:
-        print(f"{context.dataset}: {task}: left out, fewer than {fewest} cells: {_counts_of(chosen.dropped)}", flush=True)
+        dropped = _counts_of(chosen.dropped)
+        print(f"{context.dataset}: {task}: left out, fewer than {fewest} cells: {dropped}", flush=True)
     if len(chosen.classes) < 2:
         return TaskResult(
             figures=chosen.figures,
