@@ -73,6 +73,7 @@ def write_config(folder: Path, data: Path, datasets: list[str], models: list[str
         "corpora": corpora,
         "shard": {"val_frac": 0.1, "test_frac": 0.3},
         "tokens": {"tokenizer": "continuous", "max_tokens": 1024},
+        "parallel": {"precision": "32-true"},  # a CPU emulates bfloat16
         "train": {"steps": 400, "global_batch": 32, "token_budget": 32768, "warmup_steps": 20, "lr": 3e-3}
         | {"val_every_steps": 100, "val_cells": 200, "checkpoint_every_steps": 400},
         "evaluate": {"tasks": {"probe": {}, "few_shot": {}, "low_depth": {}, "missing_genes": {}}},
