@@ -30,8 +30,11 @@ class EncoderBatch:
     """(cells,) int64: keys of the dropout in layers whose rows are cells."""
 
 
-def whole(batch: TensorBatch, seed: int = 0, step: int = 0) -> EncoderBatch:
-    """Return the batch with nothing hidden; its dropout is keyed by (seed, step, cell, place)."""
+def whole(batch: TensorBatch, keys: tuple[int, int] | None = None) -> EncoderBatch:
+    """Return the batch with nothing hidden.
+
+    `keys`, seed and step, key the dropout; None where there is no dropout, as in evaluation.
+    """
     cell, place = positions(batch)
     visible = torch.ones_like(place, dtype=torch.bool)
     return EncoderBatch(
@@ -42,8 +45,8 @@ def whole(batch: TensorBatch, seed: int = 0, step: int = 0) -> EncoderBatch:
         cell=cell,
         cu_seqlens=batch.cu_seqlens,
         lengths=batch.lengths,
-        token_keys=keyed_bits(keyed_bits(batch.cells[cell], seed, step, place), 1),
-        cell_keys=keyed_bits(batch.cells, seed, step),
+        token_keys=place if keys is None else keyed_bits(keyed_bits(batch.cells[cell], *keys, place), 1),
+        cell_keys=batch.cells if keys is None else keyed_bits(batch.cells, *keys),
     )
 
 

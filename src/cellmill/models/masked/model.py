@@ -6,16 +6,15 @@ Legend: T tokens of the batch, N targets, H hidden.
 """
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import nn
 
 from cellmill.config.tokens import SPECIAL, Tokens
-from cellmill.models.batch import TensorBatch
 from cellmill.models.blocks import Block, Entry
-from cellmill.models.encoder_batch import EncoderBatch, whole
-from cellmill.models.family import Model, ParallelPlan
+from cellmill.models.encoder import Encoder
+from cellmill.models.encoder_batch import EncoderBatch
+from cellmill.models.family import ParallelPlan
 from cellmill.models.initial import STD, with_std
 from cellmill.models.masked.config import MaskedConfig
 from cellmill.models.objective import Objective
@@ -25,7 +24,7 @@ from cellmill.parallel.vocab_parallel import embed_tokens
 ALL = slice(None)
 
 
-class MaskedModel(Model):
+class MaskedModel(Encoder):
     """See the module."""
 
     plan = ParallelPlan(
@@ -62,9 +61,7 @@ class MaskedModel(Model):
             with_std(block.out, into_residual)
             with_std(block.down, into_residual)
         self.norm = nn.LayerNorm(hidden)
-        finish = ("norm", *objective.attach(self, n_tokens))
-        self.plan = replace(self.plan, tensor={**self.plan.tensor, **objective.tensor}, finish=finish)
-        self.gene_rows = self.gene_rows | objective.gene_rows
+        self.attach_heads(n_tokens)
 
     def begin(self, prepared: EncoderBatch) -> torch.Tensor:
         """(T, H): gene and value embeddings."""
@@ -76,21 +73,6 @@ class MaskedModel(Model):
         for block in self.blocks:
             x = block(x, prepared.cu_seqlens, prepared.lengths, token_keys)
         return x
-
-    def finish(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
-        """Return the objective's summed loss of the normed states, a float32 scalar."""
-        states = self.norm(x)
-        self.keep_vectors(lambda: self.cell_vectors(states, prepared))
-        return self.objective.loss(self, states, prepared)
-
-    def embed(self, batch: TensorBatch) -> torch.Tensor:
-        """(cells, H) float32: mean of the normed states of each cell's tokens."""
-        prepared = whole(batch)
-        return self.cell_vectors(self.states(prepared), prepared)
-
-    def states(self, prepared: EncoderBatch) -> torch.Tensor:
-        """(T, H): the normed states of all tokens."""
-        return self.norm(self.through(self.begin(prepared), prepared))
 
     def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """(T, H) -> (cells, H) float32; zeros for a cell without tokens."""

@@ -86,7 +86,7 @@ class CellDecoding(Objective):
         weights = batch.profile_count.double()
         weights = weights.log1p() if self.config.weights == "log1p" else weights
         sums = torch.zeros(len(entries), dtype=torch.float64).index_add(0, batch.profile_cell, weights)
-        shown = whole(batch, seed, step)
+        shown = whole(batch, (seed, step))
         return DecodingBatch(
             **vars(shown),
             cells=cells,

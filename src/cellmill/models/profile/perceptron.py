@@ -6,17 +6,15 @@ the residual stream are cells, not tokens: a cell costs the same whatever its de
 Legend: T tokens of the batch, C cells, H hidden.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from cellmill.config.tokens import SPECIAL, Tokens
-from cellmill.models.batch import TensorBatch
 from cellmill.models.counter_rng import keyed_dropout, keyed_state
-from cellmill.models.encoder_batch import EncoderBatch, whole
-from cellmill.models.family import Model, ParallelPlan
+from cellmill.models.encoder import Encoder
+from cellmill.models.encoder_batch import EncoderBatch
+from cellmill.models.family import ParallelPlan
 from cellmill.models.initial import with_std
 from cellmill.models.objective import Objective
 from cellmill.models.profile.config import ProfileConfig
@@ -44,7 +42,7 @@ class FeedForward(nn.Module):
         return x + (update if drops is None else keyed_dropout(update, self.dropout, drops))
 
 
-class ProfileModel(Model):
+class ProfileModel(Encoder):
     """See the module."""
 
     plan = ParallelPlan(
@@ -64,9 +62,7 @@ class ProfileModel(Model):
             FeedForward(hidden, config.ffn_width, config.dropout, index) for index in range(config.layers)
         )
         self.norm = nn.LayerNorm(hidden)
-        finish = ("norm", *objective.attach(self, n_tokens))
-        self.plan = replace(self.plan, tensor={**self.plan.tensor, **objective.tensor}, finish=finish)
-        self.gene_rows = self.gene_rows | objective.gene_rows
+        self.attach_heads(n_tokens)
 
     def begin(self, prepared: EncoderBatch) -> torch.Tensor:
         """(C, H): the values times the gene embeddings, summed over each cell."""
@@ -77,21 +73,6 @@ class ProfileModel(Model):
         for block in self.blocks:
             x = block(x, prepared.cell_keys)
         return x
-
-    def finish(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
-        """Return the objective's summed loss, a float32 scalar."""
-        states = self.norm(x)
-        self.keep_vectors(lambda: self.cell_vectors(states, prepared))
-        return self.objective.loss(self, states, prepared)
-
-    def embed(self, batch: TensorBatch) -> torch.Tensor:
-        """(cells, H) float32: the normed output of the last block."""
-        prepared = whole(batch)
-        return self.cell_vectors(self.states(prepared), prepared)
-
-    def states(self, prepared: EncoderBatch) -> torch.Tensor:
-        """(C, H): the normed output of the last block."""
-        return self.norm(self.through(self.begin(prepared), prepared))
 
     def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """(C, H) float32: the states, which are those of cells already."""

@@ -1,0 +1,44 @@
+"""Shared part of families that encode cells to vectors: states after the last norm, heads, embedding.
+
+Legend: R rows of the residual stream (tokens, or cells), H hidden.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from cellmill.models.batch import TensorBatch
+from cellmill.models.encoder_batch import EncoderBatch, whole
+from cellmill.models.family import Model
+
+
+class Encoder(Model):
+    """Base of families whose blocks are followed by `norm`; they define `begin`, `through` and `cell_vectors`."""
+
+    norm: nn.LayerNorm
+
+    def attach_heads(self, n_tokens: int) -> None:
+        """Add the objective's heads, and what layouts and `init_from` have to know of them."""
+        finish = ("norm", *self.objective.attach(self, n_tokens))
+        self.plan = replace(self.plan, tensor={**self.plan.tensor, **self.objective.tensor}, finish=finish)
+        self.gene_rows = self.gene_rows | self.objective.gene_rows
+
+    def finish(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+        """Return the objective's summed loss of the normed states, a float32 scalar."""
+        states = self.norm(x)
+        self.keep_vectors(lambda: self.cell_vectors(states, prepared))
+        return self.objective.loss(self, states, prepared)
+
+    def embed(self, batch: TensorBatch) -> torch.Tensor:
+        """(cells, H) float32: the vectors of whole cells."""
+        prepared = whole(batch)
+        return self.cell_vectors(self.states(prepared), prepared)
+
+    def states(self, prepared: EncoderBatch) -> torch.Tensor:
+        """(R, H): the normed output of the last block."""
+        return self.norm(self.through(self.begin(prepared), prepared))
+
+    def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+        """(R, H) -> (cells, H) float32."""
+        raise NotImplementedError
