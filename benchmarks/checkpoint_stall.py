@@ -29,7 +29,7 @@ from cellmill.data.tokens import Batch
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
-from cellmill.models.masked.config import MaskedConfig
+from cellmill.models.encoder.config import EncoderConfig
 from cellmill.models.objectives.config import MaskedGeneConfig
 from cellmill.parallel.clip import clip_grad_norm
 from cellmill.parallel.mesh import build_mesh
@@ -39,7 +39,7 @@ from cellmill.train.checkpoint import Checkpoints, tensors_of
 from cellmill.train.optimizer import build_optimizer
 
 LENGTH = 512
-SPEC = ModelSpec(MaskedConfig(hidden=768, layers=12, heads=12), MaskedGeneConfig(), ContinuousTokens(), GENES)
+SPEC = ModelSpec(EncoderConfig(hidden=768, layers=12, heads=12), MaskedGeneConfig(), ContinuousTokens(), GENES)
 TRAIN = Train(steps=1)
 
 

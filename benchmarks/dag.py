@@ -32,7 +32,7 @@ POLL_S = 5
 OPTIONS = {
     "tokens": {"max_tokens": 64},
     "stream": {"lanes": 4, "block_cells": 8, "window_blocks": 4},
-    "model": {"family": "masked", "hidden": 16, "layers": 1, "heads": 2},
+    "model": {"family": "encoder", "hidden": 16, "layers": 1, "heads": 2},
     "parallel": {},
     "train": {"steps": 10, "global_batch": 16, "token_budget": 2048},
 }

@@ -37,7 +37,7 @@ from cellmill.data.tokens import Batch
 from cellmill.models.attention import attention, attention_padded
 from cellmill.models.batch import TensorBatch, on_device, to_tensors
 from cellmill.models.build import ModelSpec, build
-from cellmill.models.masked.config import MaskedConfig
+from cellmill.models.encoder.config import EncoderConfig
 from cellmill.models.objectives.config import MaskedGeneConfig
 from cellmill.parallel.clip import clip_grad_norm
 from cellmill.parallel.compile_blocks import compile_blocks
@@ -142,7 +142,7 @@ def lengths_of(size: Size, kind: str, step: int) -> np.ndarray:
 def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.device) -> Measured:
     """Training steps of one size. `kind`: full; packed or padded, of cells that vary."""
     tokens = ContinuousTokens(max_tokens=size.genes)
-    config = MaskedConfig(hidden=size.hidden, layers=size.layers, heads=size.heads)
+    config = EncoderConfig(hidden=size.hidden, layers=size.layers, heads=size.heads)
     spec = ModelSpec(config, MaskedGeneConfig(cell_loss_weight=0), tokens, N_GENES)
     parallel = Parallel(strategy="ddp", precision="bf16-mixed")
     train = Train(steps=steps)

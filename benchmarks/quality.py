@@ -33,7 +33,7 @@ DATASETS: dict[str, dict[str, Any]] = {
     "cellbench": {"label": "cell_type", "preprocess": {}},
     "papalexi": {"label": "perturbation", "preprocess": {"min_genes": 20}},
 }
-ENCODER = {"family": "masked", "hidden": 64, "heads": 4}
+ENCODER = {"family": "encoder", "hidden": 64, "heads": 4}
 PROFILE = {"family": "profile", "hidden": 128, "layers": 1}
 DROP, THIN = {"name": "cell_decoding", "view": "drop"}, {"name": "cell_decoding", "view": "thin"}
 MODELS: dict[str, dict[str, Any]] = {

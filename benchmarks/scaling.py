@@ -54,7 +54,7 @@ def options(strategy: str, model: dict[str, Any], cells: int, world: int, length
         {
             "tokens": {"max_tokens": length},
             "stream": {"lanes": world},
-            "model": {"family": "masked", **model},
+            "model": {"family": "encoder", **model},
             "objective": {"name": "masked_gene"},
             "parallel": {"sharding_strategy": strategy},
             "plan": {},

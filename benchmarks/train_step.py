@@ -38,7 +38,7 @@ from cellmill.config.tokens import ContinuousTokens
 from cellmill.data.tokens import Batch
 from cellmill.models.batch import TensorBatch, on_device, to_tensors
 from cellmill.models.build import ModelSpec, build
-from cellmill.models.masked.config import MaskedConfig
+from cellmill.models.encoder.config import EncoderConfig
 from cellmill.models.objectives.config import MaskedGeneConfig
 from cellmill.models.objectives.masking import mask
 from cellmill.parallel.clip import clip_grad_norm
@@ -58,7 +58,7 @@ PACKED = "cellmill"
 NOT_ASKED = -100  # ignored by cross_entropy
 TOKENS = ContinuousTokens(max_tokens=LONGEST)
 SPEC = ModelSpec(
-    MaskedConfig(hidden=HIDDEN, layers=LAYERS, heads=HEADS),
+    EncoderConfig(hidden=HIDDEN, layers=LAYERS, heads=HEADS),
     MaskedGeneConfig(mask_frac=MASK_FRAC, cell_loss_weight=0),
     TOKENS,
     GENES,

@@ -13,7 +13,7 @@ from cellmill.errors import ConfigError, did_you_mean
 
 BUILT_IN: dict[str, dict[str, str]] = {
     "family": {
-        "masked": "cellmill.models.masked.config:MaskedConfig",
+        "encoder": "cellmill.models.encoder.config:EncoderConfig",
         "profile": "cellmill.models.profile.config:ProfileConfig",
     },
     "objective": {

@@ -10,8 +10,8 @@ import torch
 from cellmill import registry
 from cellmill.config.tokens import Tokens
 from cellmill.models.initial import Fill, normal
-from cellmill.models.masked.config import MaskedConfig
-from cellmill.models.masked.model import MaskedModel
+from cellmill.models.encoder.config import EncoderConfig
+from cellmill.models.encoder.model import EncoderModel
 from cellmill.models.objective import Objective
 from cellmill.models.objectives.masking import MaskedBatch
 from cellmill.parallel.materialize import named_tensors
@@ -26,15 +26,15 @@ def register() -> None:
     registry.BUILT_IN["family"]["buffered"] = "tests.distributed.buffered:BufferedConfig"
 
 
-class BufferedConfig(MaskedConfig):
+class BufferedConfig(EncoderConfig):
     implementation: ClassVar[str] = "tests.distributed.buffered:BufferedModel"
     family: Literal["buffered"] = "buffered"  # type: ignore[assignment]
 
 
-class BufferedModel(MaskedModel):
+class BufferedModel(EncoderModel):
     """The masked encoder with a table of offsets by place in the cell, and blocks whose input is scaled."""
 
-    def __init__(self, config: MaskedConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
+    def __init__(self, config: EncoderConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
         super().__init__(config, n_genes, tokens, objective)
         self.register_buffer("offsets", torch.empty(PERIOD, config.hidden), persistent=False)
         self.register_buffer("order", torch.empty(PERIOD, dtype=torch.int64))

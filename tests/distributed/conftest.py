@@ -58,7 +58,7 @@ def options(parallel: dict[str, Any] | None = None, **overrides: dict[str, Any])
     tree: dict[str, Any] = {
         "tokens": {"tokenizer": "continuous", "max_tokens": 64},
         "stream": {"lanes": 4, "block_cells": 8, "window_blocks": 4},
-        "model": {"family": "masked", "hidden": 32, "layers": 2, "heads": 4, "dropout": 0.1},
+        "model": {"family": "encoder", "hidden": 32, "layers": 2, "heads": 4, "dropout": 0.1},
         "parallel": parallel or {},
         "train": {
             "steps": 6,

@@ -13,7 +13,7 @@ from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
 from tests.models import split
 
-ENCODER = {"family": "masked", "hidden": 32, "layers": 2, "heads": 4, "dropout": 0.1}
+ENCODER = {"family": "encoder", "hidden": 32, "layers": 2, "heads": 4, "dropout": 0.1}
 MODELS: dict[str, dict[str, Any]] = {
     "encoder": ENCODER,
     "encoder of thinned counts, linear decoder": ENCODER | {"view": "thin", "decoder_hidden": None},

@@ -15,7 +15,7 @@ from cellmill.models.export import initial_tensors, write_tensors
 from cellmill.stages import preprocess, shard, vocabulary
 from tests.models import spec
 
-SMALL = {"family": "masked", "hidden": 16, "layers": 2, "heads": 2}
+SMALL = {"family": "encoder", "hidden": 16, "layers": 2, "heads": 2}
 
 
 def make_corpus(folder: Path, raw: Path, **split: Any) -> dict[str, Path]:
@@ -37,7 +37,7 @@ def export_model(folder: Path, genes: Path, tokens: dict[str, Any] | None = None
     given = spec(known.n_genes, Tokens.model_validate({"max_tokens": 64} | (tokens or {})), **(SMALL | model))
     config = {
         "format": WEIGHTS_FORMAT,
-        "family": "masked",
+        "family": "encoder",
         "model": given.model.model_dump(mode="json"),
         "objective": given.objective.model_dump(mode="json"),
         "tokens": given.tokens.model_dump(mode="json"),

@@ -24,8 +24,8 @@ from tests.models import spec
 
 N_GENES = 60
 FAMILIES: dict[str, dict[str, Any]] = {
-    "encoder": {"family": "masked", "hidden": 16, "layers": 2, "heads": 2},
-    "encoder without blocks": {"family": "masked", "hidden": 16, "layers": 0, "heads": 2},
+    "encoder": {"family": "encoder", "hidden": 16, "layers": 2, "heads": 2},
+    "encoder without blocks": {"family": "encoder", "hidden": 16, "layers": 0, "heads": 2},
     "profile": {"family": "profile", "hidden": 16, "layers": 1},
 }
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)

@@ -68,7 +68,7 @@ def config(table: Path) -> Config:
 def test_a_run_has_every_section_with_its_defaults(config: Config) -> None:
     run = config().runs["demo"]
     assert (run.train.epochs, run.train.steps, run.train.lr) == (2, None, 1e-3)
-    assert (run.tokens.tokenizer, run.model.family, run.parallel.strategy) == ("continuous", "masked", "fsdp")
+    assert (run.tokens.tokenizer, run.model.family, run.parallel.strategy) == ("continuous", "encoder", "fsdp")
     assert run.model.model_dump() == run.model.model_dump(mode="json")
 
 

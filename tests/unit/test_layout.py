@@ -11,7 +11,7 @@ from cellmill.config.family import FamilyConfig
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Layout, Parallel, layout
 from cellmill.errors import ConfigError
-from cellmill.models.masked.config import MaskedConfig
+from cellmill.models.encoder.config import EncoderConfig
 from cellmill.planner.devices import DEVICES, device_named, peak_flops
 
 
@@ -145,12 +145,12 @@ def test_a_model_that_the_layout_cannot_cut_is_refused(
     model: dict[str, Any], parallel: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        _check(MaskedConfig.model_validate(model), parallel)
+        _check(EncoderConfig.model_validate(model), parallel)
     assert str(error.value) == message
 
 
 def test_a_family_that_names_nothing_to_cut_is_refused_with_tensor_and_pipeline_parallelism() -> None:
-    class Plain(MaskedConfig):
+    class Plain(EncoderConfig):
         def tp_sizes(self) -> dict[str, int]:
             return FamilyConfig.tp_sizes(self)
 
@@ -160,10 +160,10 @@ def test_a_family_that_names_nothing_to_cut_is_refused_with_tensor_and_pipeline_
     _check(Plain(), {})
     with pytest.raises(ConfigError) as error:
         _check(Plain(), {"pp": 2})
-    assert str(error.value) == "parallel.pp 2: family masked does not support pipelines; set pp to 1"
+    assert str(error.value) == "parallel.pp 2: family encoder does not support pipelines; set pp to 1"
     with pytest.raises(ConfigError) as error:
         _check(Plain(), {"tp": 2})
-    assert str(error.value) == "parallel.tp 2: family masked does not support tensor parallelism; set tp to 1"
+    assert str(error.value) == "parallel.tp 2: family encoder does not support tensor parallelism; set tp to 1"
 
 
 def _check(model: FamilyConfig, parallel: dict[str, Any]) -> None:
@@ -230,7 +230,7 @@ def test_devices_are_known_by_profile_name_and_by_product_name() -> None:
 def test_parameters_on_the_cpu_are_refused_without_fsdp() -> None:
     full = {"cpu_offload": "full"}
     with pytest.raises(ConfigError) as error:
-        _check(MaskedConfig(), full | {"strategy": "ddp"})
+        _check(EncoderConfig(), full | {"strategy": "ddp"})
     assert str(error.value) == (
         "parallel.cpu_offload full requires strategy fsdp, got ddp; set strategy to fsdp, or cpu_offload to optimizer"
     )
@@ -240,7 +240,7 @@ def test_parameters_on_the_cpu_are_refused_without_fsdp() -> None:
         "parallel.cpu_offload full requires two data-parallel processes, got one: 4 processes with pp 2 x tp 2; "
         "set cpu_offload to optimizer, or change nodes and nproc_per_node in the profile"
     )
-    _check(MaskedConfig(), {"cpu_offload": "optimizer", "strategy": "ddp"})
+    _check(EncoderConfig(), {"cpu_offload": "optimizer", "strategy": "ddp"})
     assert layout(Parallel.model_validate(full | {"tp": 2}), 4, 4).dp == 2
 
 
@@ -261,8 +261,8 @@ def test_parameters_on_the_cpu_are_refused_without_fsdp() -> None:
 )
 def test_options_that_exclude_compile_are_refused_with_an_alternative(chosen: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        _check(MaskedConfig(), chosen | {"compile": True})
+        _check(EncoderConfig(), chosen | {"compile": True})
     assert str(error.value) == message
-    _check(MaskedConfig(), chosen)
+    _check(EncoderConfig(), chosen)
     other = {"activation_checkpointing": "full", "pp": 2, "schedule": "Interleaved1F1B"}
-    _check(MaskedConfig(), other | {"compile": True})
+    _check(EncoderConfig(), other | {"compile": True})

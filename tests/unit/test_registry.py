@@ -47,15 +47,15 @@ def tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [
-        EntryPoint("masked", "elsewhere:Masked", "cellmill.family"),
+        EntryPoint("encoder", "elsewhere:Masked", "cellmill.family"),
         EntryPoint("broken", "no_such_package.options:Options", "cellmill.family"),
     ]
     monkeypatch.setattr(registry, "entry_points", lambda group: [p for p in points if p.group == group])
 
 
 def test_an_installed_package_adds_names_and_replaces_no_built_in(installed: Any) -> None:
-    assert registry.names("family") == ["masked", "profile", "broken"]
-    assert registry.load("family", "masked").__module__.startswith("cellmill.")
+    assert registry.names("family") == ["encoder", "profile", "broken"]
+    assert registry.load("family", "encoder").__module__.startswith("cellmill.")
 
 
 def test_a_package_that_cannot_be_imported_is_named_in_one_line(installed: Any) -> None:
@@ -68,8 +68,8 @@ def test_a_package_that_cannot_be_imported_is_named_in_one_line(installed: Any) 
 
 
 def test_an_unknown_name_lists_the_nearest_or_all(installed: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^unknown family 'mask'; did you mean 'masked'\?$"):
-        registry.load("family", "mask")
+    with pytest.raises(ConfigError, match=r"^unknown family 'encode'; did you mean 'encoder'\?$"):
+        registry.load("family", "encode")
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from cellmill.errors import ConfigError
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.initial import Fill, zeros
-from cellmill.models.masked.config import MaskedConfig
-from cellmill.models.masked.model import MaskedModel
+from cellmill.models.encoder.config import EncoderConfig
+from cellmill.models.encoder.model import EncoderModel
 from cellmill.parallel.recompute import checkpoint_activations
 from cellmill.planner import size as size_module
 from cellmill.planner.size import measure
@@ -40,7 +40,7 @@ KINDS = [
 every_kind = pytest.mark.parametrize(("tokenizer", "objective"), KINDS)
 
 
-class PartlyFrozen(MaskedModel):
+class PartlyFrozen(EncoderModel):
     """A masked encoder with frozen gene embeddings and a buffer."""
 
     def __init__(self, *given: Any) -> None:
@@ -52,7 +52,7 @@ class PartlyFrozen(MaskedModel):
         return zeros if name == "table" else super().initial_value(name)
 
 
-class WithoutInitialValue(MaskedModel):
+class WithoutInitialValue(EncoderModel):
     """A masked encoder with a parameter that nothing fills."""
 
     def __init__(self, *given: Any) -> None:
@@ -60,11 +60,11 @@ class WithoutInitialValue(MaskedModel):
         self.blocks[0].gate = nn.PReLU()
 
 
-class PartlyFrozenConfig(MaskedConfig):
+class PartlyFrozenConfig(EncoderConfig):
     implementation: ClassVar[str] = f"{__name__}:PartlyFrozen"
 
 
-class WithoutInitialValueConfig(MaskedConfig):
+class WithoutInitialValueConfig(EncoderConfig):
     implementation: ClassVar[str] = f"{__name__}:WithoutInitialValue"
 
 
@@ -79,7 +79,7 @@ def _spec(tokenizer: str = "continuous", objective: str = "masked_value", **opti
     return spec(N_GENES, _tokens(tokenizer), **given)
 
 
-def _with_family(kind: type[MaskedConfig]) -> ModelSpec:
+def _with_family(kind: type[EncoderConfig]) -> ModelSpec:
     plain = _spec()
     return replace(plain, model=kind.model_validate(plain.model.model_dump()))
 
@@ -200,9 +200,9 @@ def test_a_module_without_an_initial_value_is_named() -> None:
 def test_an_objective_that_the_family_does_not_serve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     sections: dict[str, Any] = {key: {} for key in ("tokens", "stream", "model", "parallel")}
     options = TrainOptions.model_validate(sections | {"objective": {"name": "masked_value"}, "train": {"steps": 1}})
-    monkeypatch.setattr(MaskedConfig, "objectives", ("masked_gene",))
+    monkeypatch.setattr(EncoderConfig, "objectives", ("masked_gene",))
     with pytest.raises(ConfigError) as error:
         check_together(options)
     assert str(error.value) == (
-        "objective.name masked_value: family masked serves masked_gene; choose one of these, or another model.family"
+        "objective.name masked_value: family encoder serves masked_gene; choose one of these, or another model.family"
     )

@@ -72,7 +72,7 @@ def check_lanes(lanes: int, global_batch: int, dp: int, processes: str = "") -> 
 
 def _check_objective(options: TrainOptions) -> None:
     model, objective, tokens = options.model, options.objective, options.tokens
-    if objective.name not in model.objectives and model.family not in objective.families:
+    if objective.name not in model.objectives and model.family not in map(FamilyConfig.current, objective.families):
         raise ConfigError(
             f"objective.name {objective.name}: family {model.family} serves {', '.join(model.objectives) or 'none'}; "
             "choose one of these, or another model.family"

@@ -12,7 +12,7 @@ class ObjectiveConfig(Plugin):
     """What a model is trained to predict, and how its loss is made."""
 
     kind: ClassVar[str] = "objective"
-    default: ClassVar[str | None] = "masked_value"
+    default: ClassVar[str | None] = "cell_decoding"
     families: ClassVar[tuple[str, ...]] = ()
     """Families that it serves, beside those that name it in `FamilyConfig.objectives`."""
 

@@ -54,9 +54,9 @@ class CellDecodingConfig(ObjectiveConfig):
         "cell_decoding", description="Predict the hidden part of a cell's expression from the cell's vector."
     )
     view: Literal["drop", "thin"] = Field(
-        "drop",
-        description="Part of a cell that the model is given. drop: a random share of its genes; the others are hidden. "
-        "thin: of each count a binomial draw; the rest of the counts is hidden.",
+        "thin",
+        description="Part of a cell that the model is given. thin: of each count a binomial draw; the rest of the "
+        "counts is hidden. drop: a random share of its genes; the others are hidden.",
     )
     min_hidden_frac: float = Field(0.2, ge=0, lt=1, description="Smallest hidden share of a cell's genes or counts.")
     max_hidden_frac: float = Field(

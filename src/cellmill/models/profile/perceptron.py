@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.models.counter_rng import keyed_dropout, keyed_state
-from cellmill.models.encoder import Encoder
+from cellmill.models.cell_encoder import CellEncoder
 from cellmill.models.encoder_batch import EncoderBatch
 from cellmill.models.family import ParallelPlan
 from cellmill.models.initial import with_std
@@ -42,7 +42,7 @@ class FeedForward(nn.Module):
         return x + (update if drops is None else keyed_dropout(update, self.dropout, drops))
 
 
-class ProfileModel(Encoder):
+class ProfileModel(CellEncoder):
     """See the module."""
 
     plan = ParallelPlan(

@@ -1,4 +1,4 @@
-"""Options of the `masked` family: a bidirectional transformer encoder over packed genes. Torch-free."""
+"""Options of the `encoder` family: a bidirectional transformer encoder over packed genes. Torch-free."""
 
 from typing import ClassVar, Literal, Self
 
@@ -7,16 +7,16 @@ from pydantic import Field, model_validator
 from cellmill.config.family import FamilyConfig
 
 
-class MaskedConfig(FamilyConfig):
-    """Architecture of the masked encoder."""
+class EncoderConfig(FamilyConfig):
+    """Architecture of the encoder."""
 
-    implementation: ClassVar[str] = "cellmill.models.masked.model:MaskedModel"
+    implementation: ClassVar[str] = "cellmill.models.encoder.model:EncoderModel"
     value_kinds: ClassVar[tuple[str, ...]] = ("class", "scalar", "place")
     objectives: ClassVar[tuple[str, ...]] = ("cell_decoding", "masked_value", "masked_gene")
     weight_keys: ClassVar[tuple[str, ...]] = ("family", "hidden", "layers", "heads", "ffn_width")
 
-    family: Literal["masked"] = Field(
-        "masked", description="A pre-norm transformer encoder whose tokens attend to all tokens of their cell."
+    family: Literal["encoder"] = Field(
+        "encoder", description="A pre-norm transformer encoder whose tokens attend to all tokens of their cell."
     )
     hidden: int = Field(256, ge=8, description="Width of the residual stream.")
     layers: int = Field(4, ge=0, description="Transformer blocks; 0 leaves the embeddings and a norm.")

@@ -13,7 +13,7 @@ from cellmill.models.encoder_batch import EncoderBatch, whole
 from cellmill.models.family import Model
 
 
-class Encoder(Model):
+class CellEncoder(Model):
     """Base of families whose blocks are followed by `norm`; they define `begin`, `through` and `cell_vectors`."""
 
     norm: nn.LayerNorm

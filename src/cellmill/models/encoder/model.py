@@ -1,4 +1,4 @@
-"""The masked encoder: gene embedding plus value embedding, pre-norm blocks, a norm; heads come from the objective.
+"""The encoder: gene embedding plus value embedding, pre-norm blocks, a norm; heads come from the objective.
 
 There are no positional embeddings: the genes of a cell are a set. Only the rank tokenizer has places, as its values.
 
@@ -12,11 +12,11 @@ from torch import nn
 
 from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.models.blocks import Block, Entry
-from cellmill.models.encoder import Encoder
+from cellmill.models.cell_encoder import CellEncoder
 from cellmill.models.encoder_batch import EncoderBatch
 from cellmill.models.family import ParallelPlan
 from cellmill.models.initial import STD, with_std
-from cellmill.models.masked.config import MaskedConfig
+from cellmill.models.encoder.config import EncoderConfig
 from cellmill.models.objective import Objective
 from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.vocab_parallel import embed_tokens
@@ -24,7 +24,7 @@ from cellmill.parallel.vocab_parallel import embed_tokens
 ALL = slice(None)
 
 
-class MaskedModel(Encoder):
+class EncoderModel(CellEncoder):
     """See the module."""
 
     plan = ParallelPlan(
@@ -46,7 +46,7 @@ class MaskedModel(Encoder):
     )
     gene_rows = frozenset({"gene_embedding.weight"})
 
-    def __init__(self, config: MaskedConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
+    def __init__(self, config: EncoderConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
         super().__init__(objective)
         self.width = hidden = config.hidden
         n_tokens = n_genes + len(SPECIAL)

@@ -1,0 +1,1 @@
+"""The `encoder` family: a bidirectional transformer over the tokens of a cell."""

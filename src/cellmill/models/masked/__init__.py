@@ -1,1 +1,0 @@
-"""The `masked` family: a bidirectional encoder trained on masked tokens."""
