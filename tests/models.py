@@ -15,7 +15,8 @@ OF_OBJECTIVE = {"objective": "name"} | {name: name for name in NAMES.split()}
 
 
 def split(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Sections `model` and `objective`."""
+    """Sections `model` and `objective`, masked_value if none is named."""
+    options = {"objective": "masked_value"} | options
     model = {key: value for key, value in options.items() if key not in OF_OBJECTIVE}
     return {"model": model, "objective": {OF_OBJECTIVE[key]: options[key] for key in options.keys() - model.keys()}}
 

@@ -191,11 +191,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"train": {"epochs": None}},
         "train: expected one of steps and epochs, got neither; set one of them, and the other to null",
     ),
-    "no such family": ({"model": {"family": "foo"}}, "model: unknown family 'foo'; there are: masked, profile"),
+    "no such family": ({"model": {"family": "foo"}}, "model: unknown family 'foo'; there are: encoder, profile"),
     "model is no mapping": ({"model": 3}, "model: expected a mapping, got 3"),
     "section is a list": ({"train": [1]}, "train: expected a mapping, got [1]"),
     "values of rank tokens": (
-        {"tokens": {"tokenizer": "rank"}},
+        {"tokens": {"tokenizer": "rank"}, "objective": {"name": "masked_value"}},
         "runs.demo: objective masked_value needs values, which tokens.tokenizer rank does not have; choose "
         "binned or continuous, or objective masked_gene",
     ),
@@ -449,3 +449,10 @@ def test_a_new_section_is_documented_and_in_the_schema(basket: Callable[..., Wor
     run: dict[str, Any] = {"corpus": "a", "dessert": None, "basket": {"fruits": {"melon": {"weight_kg": "3e-1"}}}}
     validate(GOOD | {"runs": {"b": run}, "dessert": {"seeds": 3}, "basket": None})
     validate(GOOD | {"dessert": {"name": "installed", "any": 3}, "basket": {"fruits": {"installed": {"any": 3}}}})
+
+
+def test_the_former_name_of_a_family_is_the_same_run(config: Config) -> None:
+    runs = {"old": {"corpus": "pbmc", "model": {"family": "masked"}}, "new": {"corpus": "pbmc"}}
+    read = config(model={"family": "masked", "layers": 3}, runs=runs).runs
+    assert read["old"].model.model_dump() == read["new"].model.model_dump()
+    assert (read["old"].model.family, read["old"].model.layers) == ("encoder", 3)

@@ -30,6 +30,7 @@ shard: {cells_per_shard: 100, val_frac: 0.2, test_frac: 0.2}
 tokens: {max_tokens: 24}
 stream: {lanes: 4, block_cells: 4, window_blocks: 2}
 model: {hidden: 8, layers: 2, heads: 2}
+objective: {name: masked_value}
 train: {steps: 4, global_batch: 16, token_budget: 256, warmup_steps: 2, log_every_steps: 1, val_every_steps: 4}
 """
 CORPUS = {

@@ -28,6 +28,7 @@ SECTIONS: dict[str, Any] = {
     "tokens": {"max_tokens": 16},
     "stream": {"lanes": 8, "block_cells": 8, "window_blocks": 2},
     "model": {"family": "encoder", "hidden": 16, "layers": 2, "heads": 2},
+    "objective": {"name": "masked_value"},
     "parallel": {},
     "plan": {},
     "train": {"steps": 20, "global_batch": 32, "token_budget": 64},

@@ -24,6 +24,7 @@ SECTIONS: dict[str, Any] = {
     "tokens": {"max_tokens": 2048},
     "stream": {"lanes": 8},
     "model": {"family": "encoder", "hidden": 1024, "layers": 16, "heads": 16},
+    "objective": {"name": "masked_value"},
     "parallel": {"precision": "bf16-mixed"},
     "plan": {},
     "train": {"epochs": 1, "global_batch": 512, "token_budget": 16384},
