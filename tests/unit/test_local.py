@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
+from cellmill.launch.job import agent_environment
 from cellmill.launch.local import _wait, reserve_port
 
 
@@ -31,3 +32,9 @@ def test_a_reserved_port_can_be_bound_only_by_the_store() -> None:
         server.set("who", "the agent")
         client = TCPStore("127.0.0.1", port, 1, False, timedelta(seconds=60))
         assert client.get("who") == b"the agent"
+
+
+def test_processes_share_the_cores_that_are_reserved_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(16))
+    assert [agent_environment(2, cores)["OMP_NUM_THREADS"] for cores in (0, 6, 1)] == ["8", "3", "1"]

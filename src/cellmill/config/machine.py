@@ -79,7 +79,9 @@ class Machine(Section):
     gres: Plain = Field("", description="The same for sites that support only --gres: gpu:h100:4.")
     runtime: int = Field(60, ge=1, description="Time limit of a job in minutes; a longer training takes several jobs.")
     mem_mb: int = Field(0, ge=0, description="Memory per node in MB; 0 for all of it.")
-    cpus_per_task: int = Field(0, ge=0, description="CPU cores per node; 0 for 2 per process.")
+    cpus_per_task: int = Field(
+        0, ge=0, description="CPU cores per node; 0 for 2 per process, or with launcher local for all."
+    )
     modules: Words = Field("", description="Environment modules to load on every node, separated by spaces.")
     container: Line = Field("", description="Apptainer image to run the processes in.")
     interface: Plain = Field("", description="Network interface between nodes, such as ib0.")

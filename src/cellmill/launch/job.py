@@ -22,6 +22,8 @@ class Job:
     arguments: list[str]
     nodes: int
     nproc_per_node: int
+    cores: int = 0
+    """CPU cores that the processes of a node share; 0 for all that this process may use."""
     max_restarts: int = 0
     """Restarts of all processes after one was lost; see `Restarts`."""
     error_file: str = ""
@@ -48,9 +50,9 @@ class Job:
         ]
 
 
-def agent_environment(processes: int) -> dict[str, str]:
-    """Environment of an agent and its workers on a machine that runs `processes` of them."""
-    threads = max(1, len(os.sched_getaffinity(0)) // processes)  # one per core: more would compete
+def agent_environment(processes: int, cores: int = 0) -> dict[str, str]:
+    """Environment of an agent and its workers on a machine that runs `processes` of them on `cores`, 0 for all."""
+    threads = max(1, (cores or len(os.sched_getaffinity(0))) // processes)  # one per core: more would compete
     return {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONUNBUFFERED": "1"}
 
 

@@ -69,7 +69,7 @@ def run_local(job: Job, keep_open: int) -> int:
 def _start(job: Job, node: int, port: int, keep_open: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         job.command(node, "127.0.0.1", port),
-        env=agent_environment(job.nodes * job.nproc_per_node),
+        env=agent_environment(job.nodes * job.nproc_per_node, job.nodes * job.cores),
         pass_fds=(keep_open,),
         start_new_session=True,
         preexec_fn=lambda: die_with_parent(signal.SIGTERM),

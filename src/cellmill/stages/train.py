@@ -89,6 +89,7 @@ def _job(folder: TrainFolder, machine: Machine, error_folder: Path) -> Job:
         arguments=[str(folder.path), error],
         nodes=machine.node_counts[-1],
         nproc_per_node=machine.nproc_per_node,
+        cores=machine.cpus_per_task if machine.launcher == "local" else 0,
         max_restarts=machine.max_restarts,
         error_file=error,
         state_file=str(folder.path.resolve() / "state.json"),
