@@ -22,14 +22,14 @@ class Job:
     arguments: list[str]
     nodes: int
     nproc_per_node: int
-    cores: int = 0
-    """CPU cores that the processes of a node share; 0 for all that this process may use."""
     max_restarts: int = 0
     """Restarts of all processes after one was lost; see `Restarts`."""
     error_file: str = ""
     """File for the line of a process that knows why it failed."""
     state_file: str = ""
     """JSON file whose `step` is the step that the latest start resumed from."""
+    cores: int = 0
+    """CPU cores that the processes of a node share; 0 for all that this process may use."""
 
     def command(self, node_rank: int, address: str, port: int, signals: str = AGENT_SIGNALS) -> list[str]:
         """The agent of one node; node 0 listens at `address`."""
