@@ -16,7 +16,7 @@ from cellmill.models.objectives.config import CellDecodingConfig
 from cellmill.models.objectives.views import ViewBatch, draw_view
 
 N_GENES = 200
-EVERY_VIEW = pytest.mark.parametrize("view", ["drop", "thin"])
+EVERY_VIEW = pytest.mark.parametrize("view", ["drop", "thin", "drop_thin"])
 
 
 def _config(view: str, **options: Any) -> CellDecodingConfig:
@@ -75,7 +75,15 @@ def test_a_dropped_gene_is_hidden_with_all_its_counts_and_a_thinned_one_with_som
     assert ((thinned > 0) & (thinned < whole)).any(1).float().mean() > 0.9
 
 
-@EVERY_VIEW
+def test_dropping_and_thinning_have_a_share_of_their_own() -> None:
+    whole, options = _whole(_batch()), {"min_hidden_frac": 0.3, "max_hidden_frac": 0.9}
+    hidden = [_hidden(_view(_batch(), "drop_thin", step, **options)) for step in range(60)]
+    shown = torch.stack([1 - each.sum(1) / whole.sum(1) for each in hidden])
+    assert shown.mean().item() == pytest.approx(0.4 * 0.4, abs=0.012)  # of one share for both it would be 0.19
+    assert all(((each > 0) & (each < whole)).any() and (each[whole > 20] == whole[whole > 20]).any() for each in hidden)
+
+
+@pytest.mark.parametrize("view", ["drop", "thin"])
 def test_shares_of_cells_are_even_between_the_bounds(view: str) -> None:
     batch, shares = _batch(), []
     for step in range(60):

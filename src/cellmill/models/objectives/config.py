@@ -53,10 +53,11 @@ class CellDecodingConfig(ObjectiveConfig):
     name: Literal["cell_decoding"] = Field(
         "cell_decoding", description="Predict the hidden part of a cell's expression from the cell's vector."
     )
-    view: Literal["drop", "thin"] = Field(
-        "thin",
-        description="Part of a cell that the model is given. thin: of each count a binomial draw; the rest of the "
-        "counts is hidden. drop: a random share of its genes; the others are hidden.",
+    view: Literal["drop_thin", "thin", "drop"] = Field(
+        "drop_thin",
+        description="Part of a cell that the model is given. drop: its genes but for a random share. thin: of each "
+        "count a binomial draw. drop_thin: of the genes that are left the draws, with a share of its own for both. "
+        "The rest is hidden.",
     )
     min_hidden_frac: float = Field(0.2, ge=0, lt=1, description="Smallest hidden share of a cell's genes or counts.")
     max_hidden_frac: float = Field(
@@ -83,8 +84,8 @@ class CellDecodingConfig(ObjectiveConfig):
 
     def check_tokens(self, tokens: Tokens) -> None:
         """Refuse to thin tokens whose values are places: the order of the shown genes is that of the whole counts."""
-        if self.view == "thin" and tokens.value_kind == "place":
+        if self.view != "drop" and tokens.value_kind == "place":
             raise ValueError(
-                f"objective.view thin needs values made from counts, which tokens.tokenizer {tokens.tokenizer} does "
+                f"objective.view {self.view} needs values made from counts, which tokens.tokenizer {tokens.tokenizer} does "
                 "not have; choose binned or continuous, or view drop"
             )

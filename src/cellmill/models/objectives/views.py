@@ -4,6 +4,10 @@ Tokens that are not in the view are not in the batch: half of a cell hidden halv
 view are made by the run's own tokenizer from the counts in it alone, so neither a value nor the library size tells
 anything about the rest.
 
+Thinning alone is what cells of low depth look like, dropping alone what panels of few genes do; with both, an embedding
+stands either (accuracy of 75 of 755 genes, classifier trained on whole PBMC: .59 to .61, against .40 and .58 with
+thinning alone; at 10 % of the counts .76 and .78, against .71 and .79).
+
 A view is a function of (seed, step, cell, place in the cell): equal in every layout and in every batch.
 """
 
@@ -19,7 +23,7 @@ from cellmill.models.batch import TensorBatch, positions
 from cellmill.models.counter_rng import keyed_bits
 from cellmill.models.objectives.config import CellDecodingConfig
 
-SHARE, HIDE = 2, 3  # last keys of the draws: of a cell's share, and of what is hidden
+SHARE, HIDE, DROP_SHARE = 2, 3, 4  # last keys of the draws: of a cell's shares, and of what is hidden
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +44,14 @@ def draw_view(
     """Return the view of each cell of a batch with counts, on the CPU."""
     assert batch.counts is not None, "the batch has no counts"
     cell, place = positions(batch)
-    low, high = config.min_hidden_frac, config.max_hidden_frac
-    share = low + (high - low) * _uniform(keyed_bits(batch.cells, seed, step, SHARE))
-    if config.view == "drop":
+    hidden = torch.zeros_like(batch.counts)
+    if config.view != "thin":
+        share = _share(batch, config, seed, step, SHARE if config.view == "drop" else DROP_SHARE)
         drawn = _uniform(keyed_bits(batch.cells[cell], seed, step, place, HIDE))
         hidden = torch.where(drawn < share[cell], batch.counts, 0)
-    else:
-        hidden = _thinned(batch, share, seed, step)
+    if config.view != "drop":
+        left = batch.counts - hidden
+        hidden = hidden + _thinned(batch, left, _share(batch, config, seed, step, SHARE), seed, step)
     shown = batch.counts - hidden
     predicted = batch.counts if config.target == "all" else hidden
     at = predicted.nonzero().flatten()
@@ -75,14 +80,20 @@ def _tokens_of(batch: TensorBatch, cell: torch.Tensor, shown: torch.Tensor, toke
     }
 
 
+def _share(batch: TensorBatch, config: CellDecodingConfig, seed: int, step: int, key: int) -> torch.Tensor:
+    """(cells,) float64: the hidden share of each cell."""
+    low, high = config.min_hidden_frac, config.max_hidden_frac
+    return low + (high - low) * _uniform(keyed_bits(batch.cells, seed, step, key))
+
+
 def _uniform(bits: torch.Tensor) -> torch.Tensor:
     """63 random bits as float64 in [0, 1)."""
     return (bits >> 10).double() * 2.0**-53
 
 
-def _thinned(batch: TensorBatch, share: torch.Tensor, seed: int, step: int) -> torch.Tensor:
-    """(tokens,) int64: a binomial draw of each count with its cell's probability `share`, (cells,)."""
-    counts, out = batch.counts.numpy(), np.empty(len(batch.genes), np.int64)  # type: ignore[union-attr]
+def _thinned(batch: TensorBatch, left: torch.Tensor, share: torch.Tensor, seed: int, step: int) -> torch.Tensor:
+    """(tokens,) int64: a binomial draw of each count in `left` with its cell's probability `share`, (cells,)."""
+    counts, out = left.numpy(), np.empty(len(batch.genes), np.int64)
     states = keyed_bits(batch.cells, seed, step, HIDE).tolist()
     first = 0
     for length, probability, state in zip(batch.lengths, share.tolist(), states):
