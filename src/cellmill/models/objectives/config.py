@@ -86,6 +86,6 @@ class CellDecodingConfig(ObjectiveConfig):
         """Refuse to thin tokens whose values are places: the order of the shown genes is that of the whole counts."""
         if self.view != "drop" and tokens.value_kind == "place":
             raise ValueError(
-                f"objective.view {self.view} needs values made from counts, which tokens.tokenizer {tokens.tokenizer} does "
-                "not have; choose binned or continuous, or view drop"
+                f"objective.view {self.view} needs values made from counts, which tokens.tokenizer {tokens.tokenizer} "
+                "does not have; choose binned or continuous, or view drop"
             )
