@@ -20,6 +20,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "cell_decoding": "cellmill.models.objectives.config:CellDecodingConfig",
         "masked_value": "cellmill.models.objectives.config:MaskedValueConfig",
         "masked_gene": "cellmill.models.objectives.config:MaskedGeneConfig",
+        "sum": "cellmill.models.objectives.sum_config:SumConfig",
     },
     "tokenizer": {
         "rank": "cellmill.config.tokens:RankTokens",

@@ -119,7 +119,8 @@ def logged(corpus: str, options: dict[str, Any], folder: str, steps: int) -> lis
         if stream is not None:
             stream.close()
     kept = ("step", "loss", "grad_norm", "lr", "val_loss", "cells", "tokens")
-    return [{key: line[key] for key in kept if key in line} for line in lines.lines]
+    parts = ("loss_", "val_loss_")  # and the name of an objective's part
+    return [{key: line[key] for key in line if key in kept or key.startswith(parts)} for line in lines.lines]
 
 
 def embedding_figures(

@@ -102,6 +102,7 @@ ELSEWHERE = {
     "objective.max_hidden_frac": "unit/test_views.py",
     "objective.target": "unit/test_views.py",
     "objective.weights": "unit/test_cell_decoding.py",
+    "objective.parts": "unit/test_sum.py",
     "objective.decoder_hidden": "unit/test_cell_decoding.py",
     "parallel.compile": "distributed/test_compile.py",
     "finetune.method": "workflow/test_plugins.py",

@@ -72,9 +72,11 @@ def check_lanes(lanes: int, global_batch: int, dp: int, processes: str = "") -> 
 
 def _check_objective(options: TrainOptions) -> None:
     model, objective, tokens = options.model, options.objective, options.tokens
-    if objective.name not in model.objectives and model.family not in map(FamilyConfig.current, objective.families):
+    for part in objective.each():
+        if part.name in model.objectives or model.family in map(FamilyConfig.current, part.families):
+            continue
         raise ConfigError(
-            f"objective.name {objective.name}: family {model.family} serves {', '.join(model.objectives) or 'none'}; "
+            f"objective.name {part.name}: family {model.family} serves {', '.join(model.objectives) or 'none'}; "
             "choose one of these, or another model.family"
         )
     if tokens.value_kind not in model.value_kinds:

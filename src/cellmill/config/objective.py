@@ -17,8 +17,15 @@ class ObjectiveConfig(Plugin):
     """Families that it serves, beside those that name it in `FamilyConfig.objectives`."""
 
     needs_counts: ClassVar[bool] = False  # if True, batches have the counts of their tokens
+    draws_view: ClassVar[bool] = False  # True where the implementation defines `view`; at most one part of a sum may
+    hides_tokens: ClassVar[bool] = True
+    """False where `prepare` leaves genes and values as the view has them; at most one part of a sum may hide them."""
 
     name: str = Field(description="Name of the objective.")
+
+    def each(self) -> list["ObjectiveConfig"]:
+        """Return this objective, or the parts of a sum."""
+        return [self]
 
     def check_tokens(self, tokens: Tokens) -> None:
         """Raise ValueError when the objective cannot be computed from such tokens."""

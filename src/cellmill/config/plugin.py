@@ -8,6 +8,7 @@ Options are torch-free; `implementation` names the class that does the work, imp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
@@ -70,8 +71,11 @@ class Plugin(Section):
         return validated(registry.load(cls.kind, name, cls), {**value, cls.key: name}, [])
 
 
-def by_name(contract: type[Plugin], value: Any) -> Any:
-    """`{name: options}` of several choices of one contract, each validated; options and the whole may be null."""
+def by_name(contract: type[Plugin], value: Any, choice: Callable[[str], type[Plugin]] | None = None) -> Any:
+    """`{name: options}` of several choices of one contract, each validated; options and the whole may be null.
+
+    `choice` gives the options class of a name, by default that of the registry.
+    """
     value = {} if value in (None, "null") else value
     if not isinstance(value, dict):
         raise ValueError(f"expected a mapping of names, got {value!r}")
@@ -85,7 +89,7 @@ def by_name(contract: type[Plugin], value: Any) -> Any:
         if isinstance(options, dict) and options.get(contract.key, name) != name:
             raise ValueError(f"{name}: {contract.key} is {options[contract.key]!r}; leave it out")
         given = options if isinstance(options, Plugin) else {**options, contract.key: name}
-        chosen[name] = validated(contract, given, [str(name)])
+        chosen[name] = validated(contract if choice is None else choice(name), given, [str(name)])
     return chosen
 
 

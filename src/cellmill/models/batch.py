@@ -1,6 +1,6 @@
 """A packed batch of cells as tensors."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -67,17 +67,24 @@ def padded(batch: TensorBatch, tokens: int) -> TensorBatch:
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """Copy the CPU tensors of a dataclass to `device`; copies to a GPU use pinned memory and do not block."""
-    if device.type == "cpu":
-        return value
-    tensors = {
-        field.name: getattr(value, field.name)
-        for field in fields(value)
-        if isinstance(getattr(value, field.name), torch.Tensor)
-    }
-    if device.type == "cuda":
-        tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-    return replace(value, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+    """Copy the CPU tensors of a dataclass to `device`, with those of dataclasses in it; each tensor once.
+
+    Copies to a GPU use pinned memory and do not block.
+    """
+    return value if device.type == "cpu" else _copied(value, device, {})
+
+
+def _copied(value: Any, device: torch.device, copies: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        if id(value) not in copies:
+            source = value.pin_memory() if device.type == "cuda" else value
+            copies[id(value)] = source.to(device, non_blocking=True)
+        return copies[id(value)]
+    if isinstance(value, tuple):
+        return tuple(_copied(part, device, copies) for part in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _copied(getattr(value, f.name), device, copies) for f in fields(value)})
+    return value
 
 
 def positions(batch: TensorBatch) -> tuple[torch.Tensor, torch.Tensor]:

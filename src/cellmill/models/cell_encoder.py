@@ -25,7 +25,7 @@ class CellEncoder(Model):
         self.gene_rows = self.gene_rows | self.objective.gene_rows
 
     def finish(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
-        """Return the objective's summed loss of the normed states, a float32 scalar."""
+        """Return the objective's summed loss of the normed states, float32, as `Objective.loss`."""
         states = self.norm(x)
         self.keep_vectors(lambda: self.cell_vectors(states, prepared))
         return self.objective.loss(self, states, prepared)

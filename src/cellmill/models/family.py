@@ -61,12 +61,15 @@ class Model(nn.Module):
     def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> Any:
         """Draw masks and targets in a `view`: a pure function of (seed, step, cell, place), without parameters.
 
-        The result has `lengths` (tokens of each cell, list[int]) and `n_targets` (int64 scalar).
+        The result has `lengths` (tokens of each cell, list[int]) and `n_targets` (int64 scalar, or (parts,)).
         """
         return self.objective.prepare(batch, seed=seed, step=step)
 
     def forward(self, prepared: Any) -> torch.Tensor:
-        """Return the loss summed over the targets, a float32 scalar; 0 with zero gradients for an empty batch."""
+        """Return the loss summed over the targets, a float32 scalar; 0 with zero gradients for an empty batch.
+
+        Of an objective with parts, the loss of each part, (parts,).
+        """
         return self.finish(self.through(self.begin(prepared), prepared), prepared)
 
     def begin(self, prepared: Any) -> torch.Tensor:

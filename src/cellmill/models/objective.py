@@ -41,6 +41,9 @@ class Objective:
     gene_rows: frozenset[str] = frozenset()
     """Parameters of heads with one row per token of the vocabulary, which `init_from` matches by gene."""
 
+    parts: Mapping[str, float] = MappingProxyType({})
+    """Weight of each part of a loss that is a vector, by name; empty for one loss."""
+
     def __init__(self, config: ObjectiveConfig, tokens: Tokens) -> None:
         self.config, self.tokens = config, tokens
 
@@ -69,7 +72,10 @@ class Objective:
         raise NotImplementedError
 
     def loss(self, model: Any, states: torch.Tensor, prepared: Any) -> torch.Tensor:
-        """Return the loss summed over the targets, a float32 scalar, from the normed states (T, H)."""
+        """Return the loss summed over the targets, a float32 scalar, from the normed states (T, H).
+
+        An objective with `parts` returns one sum per part, (parts,), each over its own targets: `n_targets` (parts,).
+        """
         raise NotImplementedError
 
     def observe(self, model: Any, prepared: Any) -> tuple[torch.Tensor, ...]:

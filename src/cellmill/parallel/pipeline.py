@@ -120,7 +120,7 @@ class PipelineModel(nn.Module):
 
     def _begin(self, micro_batches: Sequence[Any]) -> None:
         self._prepared = micro_batches
-        self._loss.zero_()
+        self._loss = torch.zeros_like(micro_batches[0].n_targets, dtype=torch.float64)  # a loss for each part
 
     def _schedule(self, micro_batches: int, tokens: int) -> Any:
         """Return torch's schedule for this number of micro-batches and tokens, which fix the shape of its buffers."""
@@ -133,7 +133,7 @@ class PipelineModel(nn.Module):
             self._schedules[key] = kind(
                 stages if interleaved else stages[0],
                 n_microbatches=micro_batches,
-                loss_fn=lambda loss, _: loss.sum() * self._factor,
+                loss_fn=lambda loss, _: (loss * self._factor).sum(),
                 scale_grads=False,  # the loss is a sum, divided by the step's targets already
             )
         return self._schedules[key]
@@ -149,7 +149,7 @@ class PipelineModel(nn.Module):
             self.parallel.stages,
             self.device,
             input_args=() if number == 0 else (sent,),
-            output_args=(torch.empty(1, device="meta", requires_grad=True) if last else sent,),
+            output_args=(torch.empty(self._loss.numel(), device="meta", requires_grad=True) if last else sent,),
             group=self.group,
             # torch cannot split off the gradient of a weight that is used in several products, such as the vocabulary
             # in both losses: the last stage computes input and weight gradients together
@@ -203,7 +203,7 @@ class _Stage(PipelineStage):
 
 
 class _Forward:
-    """Forward of a stage: (T, H) -> (T, H); the first stage takes no input, the last returns the loss, (1,)."""
+    """Forward of a stage: (T, H) -> (T, H); the first takes no input, the last returns the loss, (1,) or (parts,)."""
 
     def __init__(self, part: Any, number: int, pipeline: PipelineModel) -> None:
         # not an attribute of the module, which would register its own parent as a child
@@ -219,4 +219,4 @@ class _Forward:
                 return x
             loss = part.finish(x, prepared)
         pipeline._loss += loss.detach()
-        return loss[None].clone()  # a view would lose the hook of FSDP2
+        return loss.reshape(-1).clone()  # a view would lose the hook of FSDP2

@@ -29,6 +29,11 @@ class PipelineStages(nn.Module):
         self.tied = frozenset() if self.last is None else frozenset(id(p) for p in tied_parameters(self.last).values())
         """Identities of the last stage's copies of tied parameters; the first stage counts them in norms."""
 
+    @property
+    def objective(self) -> Any:
+        """The objective of the model."""
+        return self.parts[0].objective
+
     def view(self, batch: object, *, seed: int, step: int) -> Any:
         """Call `Model.view`, as `prepare`."""
         part: Any = self.parts[0]

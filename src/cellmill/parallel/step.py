@@ -44,7 +44,7 @@ class ParallelModel(nn.Module):
         self.device_type = device.type
 
     def forward(self, prepared: object) -> torch.Tensor:
-        """Return the summed loss of a micro-batch, a float32 scalar."""
+        """Return the summed loss of a micro-batch, a float32 scalar, or (parts,) of an objective with parts."""
         with nullcontext() if self.autocast_dtype is None else torch.autocast(self.device_type, self.autocast_dtype):
             return self.outer(prepared)
 
@@ -54,11 +54,11 @@ class ParallelModel(nn.Module):
 
     @torch.no_grad()
     def loss(self, micro_batches: Sequence[object]) -> torch.Tensor:
-        """Return the loss summed over this rank's micro-batches, a float64 scalar.
+        """Return the loss summed over this rank's micro-batches, a float64 scalar or (parts,).
 
         Collective: every rank, with the same number of micro-batches.
         """
-        return torch.stack([self(prepared).double() for prepared in micro_batches]).sum()
+        return torch.stack([self(prepared).double() for prepared in micro_batches]).sum(0)
 
     def forward_backward(
         self, micro_batches: Sequence[object], targets: torch.Tensor, factor: torch.Tensor | float = 1.0
@@ -66,13 +66,14 @@ class ParallelModel(nn.Module):
         """Accumulate gradients of a step's loss: the sum over micro-batches divided by the step's global `targets`.
 
         Returns this rank's share of the loss, a float64 scalar; `factor` multiplies only the gradients, which are
-        reduced over ranks with the last micro-batch. Collective: every rank, with the same number of micro-batches.
+        reduced over ranks with the last micro-batch. Of an objective with parts, `targets`, `factor` and the result are
+        (parts,), and gradients those of the sum. Collective: every rank, with the same number of micro-batches.
         """
-        total = torch.zeros((), dtype=torch.float64, device=targets.device)
+        total = torch.zeros_like(targets, dtype=torch.float64)
         for index, prepared in enumerate(micro_batches):
             with self._micro_step(last=index == len(micro_batches) - 1):
                 loss = self(prepared)
-                (loss * (self.scale * factor / targets)).backward()
+                (loss * (self.scale * factor / targets)).sum().backward()
             total += loss.detach()
         return total / targets
 

@@ -264,7 +264,7 @@ class _Passes:
             self.working = self._per_token(backward.peak_bytes(_gradients(model)))
             x = torch.empty_like(left, requires_grad=True)
             with meter.window() as self.finish:
-                model.finish(x, prepared).backward()
+                _scalar(model.finish(x, prepared)).backward()
         model.zero_grad(set_to_none=True)
 
     def _per_token(self, n_bytes: int) -> float:
@@ -279,7 +279,7 @@ class _Finish:
         x = torch.empty_like(model.begin(prepared), requires_grad=True)
         with OperationMeter() as meter:
             with meter.window() as forward:
-                loss = model.finish(x, prepared)
+                loss = _scalar(model.finish(x, prepared))
             with meter.window() as backward:
                 loss.backward()
         self.flops = forward.flops + backward.flops  # a chunked loss computes gradients in the forward pass
@@ -287,6 +287,11 @@ class _Finish:
         above = forward.live_bytes() + backward.peak_bytes(_gradients(model))
         self.peak = (max(forward.peak_bytes(), above) + x.nbytes) / FLOAT32
         model.zero_grad(set_to_none=True)
+
+
+def _scalar(loss: torch.Tensor) -> torch.Tensor:
+    """The loss, or the sum of its parts."""
+    return loss.sum() if loss.ndim else loss
 
 
 def _prepared(model: Model, batch: Batch) -> Any:

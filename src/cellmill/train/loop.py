@@ -34,6 +34,7 @@ from cellmill.train.async_scalars import AsyncScalars, to_device
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.embedding_monitor import EmbeddingMonitor
 from cellmill.train.hang_watch import HangWatch
+from cellmill.train.loss_parts import LossParts
 from cellmill.train.schedule import learning_rate
 from cellmill.train.step_guard import LossScale, Suspects, name_cells, step_if
 from cellmill.train.stop import StopFlag
@@ -68,8 +69,8 @@ class StepReport:
     """Global scalars of a step, being copied from the device.
 
     `scalars` are [gradient norm, loss scale of the next step or 0, loss, ranks whose gradient norm is not finite, ranks
-    asked to stop, checkpoint due, cells, tokens, FLOPs], summed over ranks from the loss on, followed by the memory of
-    each rank where the step is logged.
+    asked to stop, checkpoint due, cells, tokens, FLOPs], summed over ranks from the loss on, followed by the losses of
+    an objective's parts, and the memory of each rank where the step is logged.
     """
 
     step: int
@@ -148,19 +149,22 @@ class Trainer:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         with self._part("prepare", "the sum of targets"):
             prepared = self._prepare(micro_batches, step)
-            targets = self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum())
+            targets = self.loss_parts.targets(self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum(0)))
         with self._part("forward_backward", "the gradient reduction"):
             scale = self._scale
-            loss = self.parallel_model.forward_backward(prepared, targets, 1.0 if scale is None else scale.value)
+            factor = self.loss_parts.weights * (1.0 if scale is None else scale.value)
+            losses = self.parallel_model.forward_backward(prepared, targets, factor)
+            loss = self.loss_parts.total(losses)
             if scale is not None:
                 scale.unscale(self.model)
         with self._part("clip", "the gradient norm"):
             norm = clip_grad_norm(self.model, self.train.clip_norm, self.mesh.pp)
         with self._part("report", "the sum of losses"):
             own = [self.stop.received is not None, self._due(), *self._work(micro_batches)]
-            own += own_memory(self.mesh) if self._is_logged(step + 1) else []
+            memory = own_memory(self.mesh) if self._is_logged(step + 1) else []
             checked = torch.stack([loss, (~norm.isfinite()).to(loss)])
-            values = self.mesh.sum(torch.cat([checked, to_device(own, self.device)]))
+            numbers = [checked, to_device(own, self.device), self.loss_parts.of(losses)]
+            values = self.mesh.sum(torch.cat([*numbers, to_device(memory, self.device)]))
         with record_function("optimizer"):
             applied = values[0].isfinite() & (values[1] == 0)
             step_if(applied, self.optimizer)
@@ -170,6 +174,11 @@ class Trainer:
         self.progress.step += 1
         cells = [batch.cells for batch in read]
         return StepReport(step + 1, scalars, lr, waited_s, time.perf_counter(), loss, cells)
+
+    @cached_property
+    def loss_parts(self) -> LossParts:
+        """Parts of the objective's loss."""
+        return LossParts(self.model.objective, self.device)
 
     @cached_property
     def _scale(self) -> LossScale | None:
@@ -207,7 +216,8 @@ class Trainer:
 
     def _read(self, report: StepReport) -> tuple[bool, bool]:
         """Check and log a step. Returns whether to stop and whether a checkpoint is due."""
-        norm, scale, loss, bad_norms, stop, due, cells, tokens, flops, *memory = report.scalars.read()
+        norm, scale, loss, bad_norms, stop, due, cells, tokens, flops, *rest = report.scalars.read()
+        losses, memory = rest[: len(self.loss_parts.names)], rest[len(self.loss_parts.names) :]
         scaled = {"loss_scale": scale} if self._scale is not None else {}
         self.progress.cells += round(cells)
         self.meter.cells += round(cells)
@@ -220,7 +230,7 @@ class Trainer:
         self.progress.train_loss, self.progress.skipped_in_a_row = loss, 0
         if self._is_logged(report.step):
             line = {"step": report.step, "loss": loss, "lr": report.lr, "grad_norm": norm}
-            line |= {"skipped_steps": self.progress.skipped_steps} | scaled
+            line |= self.loss_parts.line("loss", losses) | {"skipped_steps": self.progress.skipped_steps} | scaled
             self._log(line | self.meter.read(report.ended) | memory_line(self.device.type, memory))
         return stop > 0, due > 0
 
@@ -270,24 +280,26 @@ class Trainer:
         """Log the mean loss over validation cells, with the same masks each time. Returns whether it is the best."""
         assert stream is not None
         self.parallel_model.eval()
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        totals: Any = 0  # sums of losses, then targets: (2,) or (2, parts)
         monitor = EmbeddingMonitor(self.model)
         for micro_batches in stream:
             self.watch.at(f"the validation after step {self.progress.step}")
             batches = [to_tensors(batch) for batch in micro_batches]
             prepared = self._prepare(batches, VALIDATION)
             with monitor.watching(batches):
-                totals[0] += self.parallel_model.loss(prepared)
-            totals[1] += torch.stack([p.n_targets for p in prepared]).sum()
+                loss_sum = self.parallel_model.loss(prepared)
+            totals = totals + torch.stack([loss_sum, torch.stack([p.n_targets for p in prepared]).sum(0).double()])
         self.parallel_model.train()
-        loss_sum, targets = self.mesh.sum(totals).tolist()
-        loss, self.progress.val_step = loss_sum / targets, self.progress.step
+        loss_sum, targets = self.mesh.sum(totals)
+        losses = loss_sum / self.loss_parts.targets(targets)
+        loss, self.progress.val_step = self.loss_parts.total(losses).item(), self.progress.step
         if not math.isfinite(loss):  # may be float16 overflow alone; training goes on
             self.progress.val_loss = None
             self._log({"step": self.progress.step, "skipped": f"validation loss {loss:g}"})
             return False
         self.progress.val_loss = loss
-        self._log({"step": self.progress.step, "val_loss": loss} | monitor.line(self.mesh))
+        parts = self.loss_parts.line("val_loss", losses.reshape(-1).tolist())
+        self._log({"step": self.progress.step, "val_loss": loss} | parts | monitor.line(self.mesh))
         best = self.progress.best_val_loss
         if best is not None and self.progress.val_loss >= best:
             return False

@@ -49,6 +49,8 @@ class CellDecodingConfig(ObjectiveConfig):
 
     implementation: ClassVar[str] = "cellmill.models.objectives.cell_decoding:CellDecoding"
     needs_counts: ClassVar[bool] = True
+    draws_view: ClassVar[bool] = True
+    hides_tokens: ClassVar[bool] = False
 
     name: Literal["cell_decoding"] = Field(
         "cell_decoding", description="Predict the hidden part of a cell's expression from the cell's vector."

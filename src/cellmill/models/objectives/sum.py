@@ -1,0 +1,128 @@
+"""sum: several objectives at once, from one forward pass of the model.
+
+The part that draws a view (cell_decoding) draws it first; then every part prepares on this view. The model is given the
+batch of the part that hides tokens (masked_value), so that what is hidden for one part is hidden for all, and each part
+computes its loss from the same states. The loss is a vector, (parts,), because each part is divided by its own number
+of targets; gradients are those of the weighted sum.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from cellmill.config.objective import ObjectiveConfig
+from cellmill.config.tokens import Tokens
+from cellmill.errors import ConfigError
+from cellmill.models.batch import TensorBatch
+from cellmill.models.encoder_batch import EncoderBatch
+from cellmill.models.initial import Fill
+from cellmill.models.objective import GeneStatistics, Objective
+from cellmill.models.objectives.sum_config import SumConfig
+from cellmill.runs.verdict import Verdict
+
+SHARED = [field.name for field in fields(EncoderBatch)]
+"""What the model is given: the same tensors in the batch of every part."""
+
+
+@dataclass(frozen=True)
+class SumBatch:
+    """What each part prepared; it has the attributes of the batch that the model is given."""
+
+    given: Any
+    parts: tuple[Any, ...]
+    n_targets: torch.Tensor
+    """(parts,) int64."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("given", "parts", "n_targets"):  # a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self.given, name)
+
+
+class Sum(Objective):
+    """See the module."""
+
+    config: SumConfig
+
+    def __init__(self, config: SumConfig, tokens: Tokens) -> None:
+        super().__init__(config, tokens)
+        self.each = {name: _loaded(part, tokens) for name, part in config.parts.items()}
+        self.parts = {name: part.config.weight for name, part in self.each.items()}  # type: ignore[attr-defined]
+        self.tensor = {path: style for part in self.each.values() for path, style in part.tensor.items()}
+        self.gene_rows = frozenset(name for part in self.each.values() for name in part.gene_rows)
+
+    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        """Add the heads of every part. Raises ConfigError where two would have one name."""
+        names: dict[str, None] = {}
+        for name, part in self.each.items():
+            before = _attributes(model)
+            names |= dict.fromkeys(part.attach(model, n_tokens))
+            if taken := sorted(head for head, own in _attributes(model).items() if before.get(head, own) is not own):
+                raise ConfigError(
+                    f"objective.parts.{name}: its head {taken[0]} has the name of another part's; leave one of them out"
+                )
+        return tuple(names)
+
+    def initial_value(self, name: str) -> Fill | None:
+        """Return the initial value that a part has for its parameter."""
+        values = (part.initial_value(name) for part in self.each.values())
+        return next((value for value in values if value is not None), None)
+
+    def view(self, batch: TensorBatch, *, seed: int, step: int) -> TensorBatch:
+        """Return the view of the part that draws one."""
+        for part in self.each.values():
+            batch = part.view(batch, seed=seed, step=step)
+        return batch
+
+    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> SumBatch:
+        """Prepare every part; what the model is given is that of the part that hides tokens."""
+        prepared = [part.prepare(batch, seed=seed, step=step) for part in self.each.values()]
+        hiding = [own for own, part in zip(prepared, self.each.values()) if part.config.hides_tokens]
+        given = (hiding or prepared)[0]
+        n_targets = torch.stack([own.n_targets for own in prepared])
+        return SumBatch(given, tuple(_sharing(own, given) for own in prepared), n_targets)
+
+    def loss(self, model: Any, states: torch.Tensor, prepared: SumBatch) -> torch.Tensor:
+        """Return the summed loss of each part, unweighted: (parts,) float32."""
+        pairs = zip(self.each.values(), prepared.parts)
+        return torch.stack([part.loss(model, states, own).float() for part, own in pairs])
+
+    def observe(self, model: Any, prepared: SumBatch) -> tuple[torch.Tensor, ...]:
+        """Return the number of tensors of each part, (parts,) int64, and then the tensors."""
+        observed = [part.observe(model, own) for part, own in zip(self.each.values(), prepared.parts)]
+        return torch.tensor([len(tensors) for tensors in observed]), *(x for tensors in observed for x in tensors)
+
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
+        """Return the figures of each part, as `part.figure`, and the verdicts of all."""
+        figures: dict[str, Any] = {}
+        verdicts: list[Verdict] = []
+        rest = list(observed[1:])
+        for (name, part), size in zip(self.each.items(), observed[0].tolist()):
+            own, rest = rest[:size], rest[size:]
+            of_part, said = part.judge(*own, train=train)
+            figures |= {f"{name}.{key}": value for key, value in of_part.items()}
+            verdicts += said
+        return figures, verdicts
+
+
+def _loaded(config: ObjectiveConfig, tokens: Tokens) -> Objective:
+    """The objective of a part. Raises ConfigError for a view that its options do not tell of."""
+    part: Objective = config.load()(config, tokens)
+    if type(part).view is not Objective.view and not config.draws_view:
+        raise ConfigError(f"objective.parts.{config.name}: it draws a view; its options class has to set draws_view")
+    return part
+
+
+def _attributes(model: Any) -> Mapping[str, Any]:
+    """Modules and parameters that are attributes of the model."""
+    return {**model._modules, **model._parameters}
+
+
+def _sharing(own: Any, given: Any) -> Any:
+    """A part's batch with the tokens that the model is given: nothing is hidden for one part and shown to another."""
+    if own is given or not (isinstance(own, EncoderBatch) and isinstance(given, EncoderBatch)):
+        return own
+    return replace(own, **{name: getattr(given, name) for name in SHARED})

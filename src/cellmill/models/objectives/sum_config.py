@@ -1,0 +1,78 @@
+"""Options of the objective `sum`: several objectives at once, each with a weight. Torch-free."""
+
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, SerializeAsAny, WithJsonSchema, create_model, model_validator
+
+from cellmill import registry
+from cellmill.config.objective import ObjectiveConfig
+from cellmill.config.plugin import Plugin, by_name
+from cellmill.config.tokens import Tokens
+
+SUM = "sum"
+
+
+def _choice(name: str) -> type[Plugin]:
+    """Options class of the part `name`: those of the objective and `weight`."""
+    if name == SUM:
+        raise ValueError("sum: a sum cannot be part of a sum; list its parts in its place")
+    return _weighted(registry.load("objective", name, ObjectiveConfig))
+
+
+@cache
+def _weighted(objective: type[ObjectiveConfig]) -> type[ObjectiveConfig]:
+    if "weight" in objective.model_fields:
+        raise ValueError(
+            f"objective {objective.__name__} has an option `weight` of its own and cannot be part of a sum"
+        )
+    weight: Any = (float, Field(1.0, gt=0, description="Weight of the objective's mean loss in the sum."))
+    return create_model(f"Weighted{objective.__name__}", __base__=objective, weight=weight)
+
+
+def _parts(value: Any) -> Any:
+    return by_name(ObjectiveConfig, value, _choice)
+
+
+class SumConfig(ObjectiveConfig):
+    """Several objectives at once: the weighted sum of their mean losses, from one forward pass."""
+
+    implementation: ClassVar[str] = "cellmill.models.objectives.sum:Sum"
+
+    name: Literal["sum"] = Field("sum", description="Several objectives at once.")
+    parts: Annotated[
+        dict[str, SerializeAsAny[ObjectiveConfig]],
+        BeforeValidator(_parts),
+        WithJsonSchema({"type": "object", "additionalProperties": {"type": ["object", "null"]}}),
+    ] = Field(
+        min_length=1,
+        description="Objectives, each with its options and `weight`, the factor of its mean loss (1.0). At most one "
+        "draws a view (cell_decoding), which all of them then see, and at most one hides tokens (masked_value or "
+        "masked_gene).",
+    )
+
+    @model_validator(mode="after")
+    def _one_view_and_one_mask(self) -> Self:
+        for does, having in (
+            ("draw a view", [part.name for part in self.each() if part.draws_view]),
+            ("hide tokens", [part.name for part in self.each() if part.hides_tokens]),
+        ):
+            if len(having) > 1:
+                raise ValueError(
+                    f"parts: {' and '.join(having)} both {does}, and the model is given one batch; keep one"
+                )
+        return self
+
+    @property
+    def needs_counts(self) -> bool:  # type: ignore[override]
+        """Whether a part needs the counts of tokens."""
+        return any(part.needs_counts for part in self.each())
+
+    def each(self) -> list[ObjectiveConfig]:
+        """Return the parts."""
+        return list(self.parts.values())
+
+    def check_tokens(self, tokens: Tokens) -> None:
+        """Refuse tokens that a part cannot use."""
+        for part in self.each():
+            part.check_tokens(tokens)

@@ -1,0 +1,182 @@
+"""sum: each part's loss is that of its objective alone, over its own targets; what one hides no other shows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import pytest
+import torch
+
+from cellmill.config.load import check_options
+from cellmill.config.objective import ObjectiveConfig
+from cellmill.config.parallel import Parallel
+from cellmill.config.tokens import Tokens
+from cellmill.data.tokens import Batch, tokenized
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import ConfigError
+from cellmill.models.batch import TensorBatch, on_device, padded, to_tensors
+from cellmill.models.build import build
+from cellmill.models.export import initial_tensors
+from cellmill.models.objective import GeneStatistics, Objective
+from cellmill.models.objectives.config import MaskedValueConfig
+from cellmill.models.objectives.sum import Sum
+from cellmill.models.objectives.sum_config import SumConfig
+from cellmill.parallel.materialize import materialize
+from cellmill.parallel.step import ParallelModel
+from cellmill.train.loss_parts import LossParts
+from tests.models import spec
+
+N_GENES = 60
+TOKENS = Tokens.model_validate({"max_tokens": 64})
+PARTS: dict[str, Any] = {"cell_decoding": {"decoder_hidden": None}, "masked_value": {"weight": 0.3, "mask_frac": 0.4}}
+KEYS = {"seed": 3, "step": 4}
+
+
+def _model(**objective: Any) -> Any:
+    """A model with the initial values of seed 0, which depend on the names of parameters alone."""
+    model = build(spec(N_GENES, TOKENS, hidden=16, layers=1, heads=2, dropout=0.1, **objective))
+    ids = [f"ENSG{i:011d}" for i in range(N_GENES)]
+    genes = Vocabulary(ids, ids, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
+    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, genes))
+    return model.train()
+
+
+def _cells(lengths: tuple[int, ...] = (20, 31, 1, 14, 2), seed: int = 0) -> Batch:
+    rng = np.random.default_rng(seed)
+    genes = np.concatenate([rng.permutation(N_GENES)[:n] for n in lengths]).astype(np.int32)
+    counts = rng.integers(1, 9, len(genes)).astype(np.uint8)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    return tokenized(TOKENS.load()(TOKENS), genes, counts, starts, np.arange(len(lengths)) + 11, 64)
+
+
+def _prepared(model: Any, batch: TensorBatch) -> Any:
+    return model.prepare(padded(model.view(batch, **KEYS), 128), **KEYS)
+
+
+def test_each_part_is_its_objective_alone_on_the_shared_view() -> None:
+    model, batch = _model(objective="sum", parts=PARTS), to_tensors(_cells())
+    prepared = _prepared(model, batch)
+    losses = model(prepared)
+    masked = _model(objective="masked_value", mask_frac=0.4)
+    of_view = masked.prepare(padded(model.view(batch, **KEYS), 128), **KEYS)
+    assert torch.equal(losses[1], masked(of_view))
+    assert int(of_view.n_targets) == int(prepared.n_targets[1]) != int(prepared.n_targets[0])
+    decoding = _model(objective="cell_decoding", decoder_hidden=None)
+    decoding.hidden_value = masked.hidden_value
+    assert torch.equal(losses[0], decoding(prepared.parts[0]))
+    shown = decoding.prepare(padded(decoding.view(batch, **KEYS), 128), **KEYS)
+    assert torch.equal(prepared.parts[0].weights, shown.weights)
+    assert not torch.equal(decoding(shown), losses[0]), "the cell's vector saw values that are hidden"
+
+
+def test_a_value_that_one_part_hides_reaches_no_state() -> None:
+    model, batch = _model(objective="sum", parts=PARTS), to_tensors(_cells())
+    view = model.view(batch, **KEYS)
+    targets = model.prepare(view, **KEYS).parts[1].targets
+    louder = replace(view, values=view.values.index_add(0, targets, torch.ones(len(targets))))
+    one, other = (model.prepare(given, **KEYS) for given in (view, louder))
+    assert not torch.equal(one.parts[1].answers, other.parts[1].answers)
+    for own in other.parts:
+        assert torch.equal(model.states(own), model.states(one))
+
+
+def test_gradients_are_those_of_the_weighted_sum_of_means() -> None:
+    model = _model(objective="sum", parts=PARTS)
+    micro = [_prepared(model, to_tensors(_cells(seed=seed, lengths=(9, 30)[: seed + 1]))) for seed in (0, 1)]
+    n = torch.stack([prepared.n_targets for prepared in micro]).sum(0)
+    losses = torch.stack([model(prepared) for prepared in micro]).sum(0) / n
+    expected = torch.autograd.grad(losses[0] + 0.3 * losses[1], list(model.parameters()))
+    mesh: Any = SimpleNamespace(device=torch.device("cpu"), dp_world=1, model_parallel_size=1)
+    parts = LossParts(model.objective, mesh.device)
+    found = ParallelModel(model, Parallel(), mesh).forward_backward(micro, parts.targets(n), parts.weights)
+    torch.testing.assert_close(found, losses.detach().double())
+    for (name, parameter), gradient in zip(model.named_parameters(), expected):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-7, msg=name)
+    assert parts.line("loss", found.tolist()).keys() == {"loss_cell_decoding", "loss_masked_value"}
+
+
+def test_a_part_without_targets_has_no_loss_and_no_gradient() -> None:
+    model = _model(objective="sum", parts=PARTS)
+    parts = LossParts(model.objective, torch.device("cpu"))
+    losses = torch.tensor([2.0, 0.0]) / parts.targets(torch.tensor([4, 0]))
+    assert parts.total(losses).item() == 0.5
+
+
+def test_tensors_of_all_parts_are_copied_once() -> None:
+    model = _model(objective="sum", parts=PARTS)
+    copied = on_device(_prepared(model, to_tensors(_cells())), torch.device("meta"))
+    tensors = [value for part in (copied, *copied.parts) for value in vars(part).values() if hasattr(value, "is_meta")]
+    assert all(tensor.is_meta for tensor in tensors)
+    assert copied.parts[0].genes is copied.parts[1].genes is copied.genes
+
+
+def test_figures_and_verdicts_are_those_of_the_parts() -> None:
+    model = _model(objective="sum", parts=PARTS).eval()
+    train = GeneStatistics(np.arange(N_GENES), np.linspace(1, 2, N_GENES), 1.5, 100)
+    with torch.no_grad():
+        batches = [_prepared(model, to_tensors(_cells(seed=seed))) for seed in (0, 1)]
+        observed = [model.objective.observe(model, prepared) for prepared in batches]
+        figures, verdicts = model.objective.judge(*map(np.concatenate, zip(*observed)), train=train)
+        for index, (name, part) in enumerate(model.objective.each.items()):
+            alone = [part.observe(model, prepared.parts[index]) for prepared in batches]
+            own, said = part.judge(*map(np.concatenate, zip(*alone)), train=train)
+            assert {f"{name}.{key}": value for key, value in own.items()}.items() <= figures.items()
+            assert set(said) <= set(verdicts)
+    assert len(verdicts) == 2
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"sum": {}}, "parts: sum: a sum cannot be part of a sum; list its parts in its place"),
+        ({"masked_valu": {}}, "parts: unknown objective 'masked_valu'; did you mean 'masked_value'?"),
+        ({"masked_value": {"weigth": 1}}, "parts: masked_value: unknown key 'weigth'; did you mean 'weight'?"),
+        ({"masked_value": {"weight": 0}}, "parts: masked_value.weight: input should be greater than 0, got 0"),
+        (
+            {"masked_value": {}, "masked_gene": {}},
+            "parts: masked_value and masked_gene both hide tokens, and the model is given one batch; keep one",
+        ),
+    ],
+)
+def test_parts_that_cannot_be_summed_are_refused(parts: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_options(ObjectiveConfig, {"name": "sum", "parts": parts}, "x")
+    assert str(raised.value) == f"x: {message}"
+
+
+def test_stored_options_are_those_of_the_run() -> None:
+    config = ObjectiveConfig.model_validate({"name": "sum", "parts": {"masked_value": None, "cell_decoding": {}}})
+    assert ObjectiveConfig.model_validate(config.model_dump(mode="json")) == config
+    assert config.needs_counts
+    with pytest.raises(ValueError, match="objective masked_value needs values"):
+        config.check_tokens(Tokens.model_validate({"tokenizer": "rank"}))
+
+
+class _OtherConfig(MaskedValueConfig):
+    """An installed objective that takes the name of another part's head."""
+
+    implementation: ClassVar[str] = "tests.unit.test_sum:_Other"
+    hides_tokens: ClassVar[bool] = False
+    name: Literal["other"] = "other"  # type: ignore[assignment]
+
+
+class _Other(Objective):
+    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        """Add `head`."""
+        model.head = torch.nn.Linear(2, 2)
+        return ("head",)
+
+
+def test_two_heads_of_one_name_are_refused() -> None:
+    parts = SumConfig.model_validate({"parts": {"masked_value": {}}}).parts | {"other": _OtherConfig()}
+    object.__setattr__(parts["other"], "weight", 1.0)
+    objective = Sum(SumConfig.model_construct(name="sum", parts=parts), TOKENS)
+    model = torch.nn.Module()
+    model.width, model.plan = 4, SimpleNamespace(begin=())  # type: ignore[assignment]
+    with pytest.raises(
+        ConfigError, match=r"objective\.parts\.other: its head head has the name of another part's; leave"
+    ):
+        objective.attach(model, 10)
