@@ -4,10 +4,16 @@
 
 FOLDER has one .h5ad for each entry of `DATASETS`. A configuration with a run for every dataset, model and seed is
 written to `--out` (default: a temporary folder) and given to Snakemake, so a table that was interrupted goes on where
-it stopped. Every figure is of held-out cells, from each run's metrics.json: accuracy of logistic regression and of kNN
-on whole cells, with 5 training cells per class, at 10 % of the counts and with 75 genes (trained on whole cells), means
-over seeds. Baselines are the same for every model of a dataset but for their folds; the first model's are shown. CPU
-seconds are those of stage `train`, start of Python included.
+it stopped. Every figure is of held-out cells, from each run's metrics.json: accuracy of logistic regression (on
+standardised features or on features as they are, the better one) and of kNN on whole cells, with 5 training cells per
+class, at 10 % of the counts and with 75 genes (trained on whole cells, and on cells of all levels), means over seeds.
+Baselines are the same for every model of a dataset; the first model's are shown. CPU seconds are those of stage
+`train`, start of Python included.
+
+The second table has, for each model and column, the best classifier on the embedding minus the best baseline under any
+classifier, with the 95 % interval over pretraining seeds, repetitions of folds or draws, and cells: the sum of their
+variances, Student's quantile, Satterthwaite's degrees of freedom. The part of the cells is that of a single run, an
+upper bound. With one seed the interval says nothing of other seeds.
 """
 
 from __future__ import annotations
@@ -24,7 +30,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
+from scipy.stats import t as student
 
 ROOT = Path(__file__).resolve().parents[1]
 DATASETS: dict[str, dict[str, Any]] = {
@@ -50,9 +58,14 @@ COLUMNS = {
     "whole": ("probe", "accuracy"),
     "5 per class": ("few_shot", "5 per class"),
     "10 % of counts": ("low_depth", "10 % of counts, shifted"),
+    "10 % of counts, all levels": ("low_depth", "10 % of counts, trained on all levels"),
     "75 genes": ("missing_genes", "75 genes, shifted"),
+    "75 genes, all levels": ("missing_genes", "75 genes, trained on all levels"),
 }
-CLASSIFIERS = ("logistic regression", "kNN")
+CLASSIFIERS = {"LR": ("logistic regression", "logistic regression, unscaled"), "kNN": ("kNN",)}
+BASELINES = ("all genes", "PCA50 of the training cells", "PCA50")
+Tasks = dict[str, Any]
+"""Results of the tasks of one run on its dataset, from metrics.json."""
 
 
 def write_config(folder: Path, data: Path, datasets: list[str], models: list[str], seeds: int) -> list[str]:
@@ -83,17 +96,18 @@ def write_config(folder: Path, data: Path, datasets: list[str], models: list[str
     return [f"results/runs/{run}/evaluate/metrics.json" for run in runs]
 
 
-def accuracies(folder: Path, run: str, dataset: str) -> dict[tuple[str, str, str], float]:
-    """Accuracy by column, features and classifier of one run."""
+def tasks_of(folder: Path, run: str, dataset: str) -> Tasks:
     metrics = json.loads((folder / "results" / "runs" / run / "evaluate" / "metrics.json").read_text())
-    tasks = metrics["datasets"][dataset]["tasks"]
-    found = {}
-    for column, (task, key) in COLUMNS.items():
-        for row in tasks[task]["rows"]:
-            features, _, classifier = row["name"].partition(" + ")
-            if classifier in CLASSIFIERS and row.get(f"{key}_mean") is not None:
-                found[column, features.split(" of the")[0], classifier] = row[f"{key}_mean"]
-    return found
+    return metrics["datasets"][dataset]["tasks"]  # type: ignore[no-any-return]
+
+
+def repetitions(runs: list[Tasks], column: str) -> dict[str, np.ndarray]:
+    """Accuracies `(runs, repetitions)` of one column by row name."""
+    task, key = COLUMNS[column]
+    tables = [{row["name"]: row[f"{key}_repetitions"] for row in run[task]["rows"]} for run in runs]
+    if not any(values for table in tables for values in table.values()):
+        return {}
+    return {name: np.array([table[name] for table in tables]) for name in tables[0] if tables[0][name] is not None}
 
 
 def cpu_seconds(folder: Path, run: str) -> float:
@@ -102,33 +116,58 @@ def cpu_seconds(folder: Path, run: str) -> float:
         return float(next(csv.DictReader(file, delimiter="\t"))["cpu_time"])
 
 
-def table(folder: Path, dataset: str, models: list[str], seeds: int) -> list[str]:
+def table(folder: Path, dataset: str, models: dict[str, list[Tasks]]) -> list[str]:
     """Rows of one dataset: baselines, then models."""
-    of_model = {
-        model: [accuracies(folder, f"{dataset}-{model}-{seed}", dataset) for seed in range(seeds)] for model in models
-    }
-    baselines = ("all genes", "all genes, trained on all levels", "PCA50")
-    lines = [row(dataset, name, of_features(of_model[models[0]], name)) for name in baselines]
-    for model, runs in of_model.items():
-        seconds = statistics.median(cpu_seconds(folder, f"{dataset}-{model}-{seed}") for seed in range(seeds))
-        lines.append(row(dataset, f"{model}, untrained", of_features(runs, "untrained")))
-        lines.append(row(dataset, f"**{model}**", of_features(runs, "embedding"), f"{seconds:.0f}"))
+    lines = [row(dataset, name, next(iter(models.values())), name) for name in BASELINES]
+    for model, runs in models.items():
+        seconds = statistics.median(cpu_seconds(folder, f"{dataset}-{model}-{seed}") for seed in range(len(runs)))
+        lines.append(row(dataset, f"{model}, untrained", runs, "untrained"))
+        lines.append(row(dataset, f"**{model}**", runs, "embedding", f"{seconds:.0f}"))
     return lines
 
 
-def of_features(runs: list[dict[tuple[str, str, str], float]], name: str) -> list[dict[tuple[str, str, str], float]]:
-    """Accuracies of one kind of features in each run."""
-    return [{key: value for key, value in run.items() if key[1] == name} for run in runs]
-
-
-def row(dataset: str, name: str, runs: list[dict[tuple[str, str, str], float]], seconds: str = "") -> str:
-    """One row: for each column, accuracy of both classifiers, mean over runs."""
+def row(dataset: str, title: str, runs: list[Tasks], features: str, seconds: str = "") -> str:
+    """One row: for each column, accuracy of both kinds of classifiers, mean over runs."""
     cells = []
-    for column in COLUMNS:
-        for classifier in CLASSIFIERS:
-            values = [v for run in runs for (c, _, k), v in run.items() if (c, k) == (column, classifier)]
-            cells.append(f"{statistics.mean(values):.3f}" if values else "")
-    return f"| {dataset} | {name} | {' | '.join(cells)} | {seconds} |"
+    for values in (repetitions(runs, column) for column in COLUMNS):
+        for names in CLASSIFIERS.values():
+            means = [values[name].mean() for k in names if (name := f"{features} + {k}") in values]
+            cells.append(f"{max(means):.3f}" if means else "")
+    return f"| {dataset} | {title} | {' | '.join(cells)} | {seconds} |"
+
+
+def difference(dataset: str, model: str, runs: list[Tasks], column: str) -> str:
+    """Row of the second table: the embedding's best classifier minus the best baseline, with its interval."""
+    values = repetitions(runs, column)
+    if not values:
+        return f"| {dataset} | {model} | {column} | | | | |"
+    ranked = sorted(values, key=lambda name: -values[name].mean())
+    own = next(name for name in ranked if name.startswith("embedding"))
+    other = next(name for name in ranked if not name.startswith("embedding"))
+    mean, low, high = interval(values[own] - values[other], [cells_part(run, column, own, other) for run in runs])
+    outcome = "ahead" if low > 0 else "behind" if high < 0 else "level"
+    return f"| {dataset} | {model} | {column} | {own} | {other} | {mean:+.3f} ({low:+.3f} to {high:+.3f}) | {outcome} |"
+
+
+def cells_part(run: Tasks, column: str, own: str, other: str) -> tuple[float, int]:
+    """Variance of the mean difference over cells, and the number of cells, in one run."""
+    task, key = COLUMNS[column]
+    entry = next(d for d in run[task]["differences"] if (d["column"], d["compared"], d["against"]) == (key, own, other))
+    return entry["cells_se"] ** 2, run[task]["figures"]["n_cells"]
+
+
+def interval(differences: np.ndarray, cells: list[tuple[float, int]]) -> tuple[float, float, float]:
+    """Mean of `(seeds, repetitions)` differences and its 95 % interval."""
+    parts = [(statistics.mean(variance for variance, _ in cells), cells[0][1])]
+    for axis in (0, 1):
+        means = differences.mean(axis=1 - axis)
+        if len(means) > 1:
+            parts.append((means.var(ddof=1) / len(means), len(means)))
+    variance, mean = sum(part for part, _ in parts), float(differences.mean())
+    if not variance:
+        return mean, mean, mean
+    half = student.ppf(0.975, variance**2 / sum(part**2 / (n - 1) for part, n in parts)) * variance**0.5
+    return mean, mean - half, mean + half
 
 
 def main() -> None:
@@ -153,10 +192,21 @@ def main() -> None:
         sys.exit(f"the workflow failed; see {log}")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     print(f"`python benchmarks/quality.py {' '.join(sys.argv[1:])}`, commit {commit.strip()}, {platform.machine()}\n")
-    titles = [f"{column}: {'LR' if k == 'logistic regression' else k}" for column in COLUMNS for k in CLASSIFIERS]
+    titles = [f"{column}: {classifier}" for column in COLUMNS for classifier in CLASSIFIERS]
     print(f"| data | features | {' | '.join(titles)} | CPU-s |\n|{'---|' * (len(titles) + 3)}")
-    for dataset in arguments.datasets:
-        print("\n".join(table(folder, dataset, arguments.models, arguments.seeds)), flush=True)
+    of_dataset = {
+        dataset: {
+            model: [tasks_of(folder, f"{dataset}-{model}-{seed}", dataset) for seed in range(arguments.seeds)]
+            for model in arguments.models
+        }
+        for dataset in arguments.datasets
+    }
+    for dataset, models in of_dataset.items():
+        print("\n".join(table(folder, dataset, models)), flush=True)
+    print(f"\n| data | model | column | best on the embedding | best baseline | difference | |\n|{'---|' * 7}")
+    for dataset, models in of_dataset.items():
+        for model, runs in models.items():
+            print("\n".join(difference(dataset, model, runs, column) for column in COLUMNS), flush=True)
 
 
 if __name__ == "__main__":

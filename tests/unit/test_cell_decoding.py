@@ -182,4 +182,4 @@ def test_a_model_is_judged_against_the_mean_profile() -> None:
     assert figures["cross_entropy"] == pytest.approx(own)
     assert figures["cross_entropy_mean_profile"] == pytest.approx(base)
     assert figures["saved_frac"] == pytest.approx(1 - own / base)
-    assert [verdict.outcome for verdict in verdicts] == ["lost" if own > base else "won"]
+    assert [verdict.outcome for verdict in verdicts] == ["behind" if own > base else "ahead"]

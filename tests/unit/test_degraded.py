@@ -19,7 +19,7 @@ from sklearn.preprocessing import StandardScaler
 from cellmill.config.evaluate import LowDepthConfig, MissingGenesConfig
 from cellmill.data.count_matrix import select_columns
 from cellmill.evaluate.classifiers import log_normalise
-from cellmill.evaluate.degraded import MIXED, classify_degraded
+from cellmill.evaluate.degraded import classify_degraded
 from cellmill.evaluate.embed import embed_cells
 from cellmill.evaluate.features import Features
 from cellmill.evaluate.labelled import choose_cells
@@ -29,15 +29,17 @@ from cellmill.evaluate.tasks.missing_genes import MissingGenes, keep_genes
 from cellmill.evaluate.training_cells import read_training_counts
 from tests.unit.evaluated import make_context
 
+KINDS = ("model", "baseline")
+WAYS = ("matched", "shifted", "trained on all levels")
 TASKS = [
     pytest.param(
         LowDepth(LowDepthConfig(name="low_depth", count_fracs=[0.5, 0.2], repeats=1)),
-        ["50 % of counts, matched", "50 % of counts, shifted", "20 % of counts, matched", "20 % of counts, shifted"],
+        [f"{level} % of counts, {how}" for level in (50, 20) for how in WAYS],
         id="low_depth",
     ),
     pytest.param(
         MissingGenes(MissingGenesConfig(name="missing_genes", genes=[20], repeats=1)),
-        ["20 genes, matched", "20 genes, shifted"],
+        [f"20 genes, {how}" for how in WAYS],
         id="missing_genes",
     ),
 ]
@@ -101,54 +103,51 @@ def test_cells_without_a_known_gene_have_zero_features(context: Context) -> None
     assert not made["embedding"].any()
 
 
-def test_scores_are_those_of_classifiers_trained_on_whole_or_degraded_cells(context: Context) -> None:
+def test_scores_are_those_of_classifiers_trained_on_whole_degraded_or_all_cells(context: Context) -> None:
     levels = {"10 % of counts": partial(thin, 0.1)}
     result = classify_degraded(context, "low_depth", levels, neighbors=5, repeats=2)
     scored = np.flatnonzero(context.scored)
     chosen = choose_cells(context.reader.obs["cell_type"].iloc[scored], 3, seed=4)
     labels, whole = chosen.labels, _counts(context, scored[chosen.cells])
-    expected: dict[str, list[float]] = {"whole": [], "matched": [], "shifted": [], "mixed": []}
-    for repeat in range(2):
-        lost = thin(0.1, whole, np.random.Generator(np.random.Philox(key=[4, 1000 + repeat])))
-        whole_genes, lost_genes = log_normalise(whole), log_normalise(lost)
-        folds = StratifiedKFold(3, shuffle=True, random_state=4 + repeat)
-        for train, test in folds.split(labels, labels):
-
-            def accuracy(seen: sp.csr_matrix, of: np.ndarray, unseen: sp.csr_matrix) -> float:
-                pipeline = make_pipeline(StandardScaler(with_mean=False), LogisticRegression(max_iter=1000))
-                return float((pipeline.fit(seen, of).predict(unseen) == labels[test]).mean())  # noqa: B023
-
-            seen = labels[train]
-            expected["whole"].append(accuracy(whole_genes[train], seen, whole_genes[test]))
-            expected["matched"].append(accuracy(lost_genes[train], seen, lost_genes[test]))
-            expected["shifted"].append(accuracy(whole_genes[train], seen, lost_genes[test]))
-            both = sp.vstack([whole_genes[train], lost_genes[train]])
-            expected["mixed"].append(accuracy(both, np.concatenate([seen, seen]), lost_genes[test]))
+    scaler = {"all genes": StandardScaler(with_mean=False), "embedding": StandardScaler()}
     table = {row["name"]: row for row in result.rows}
-    genes = table["all genes + logistic regression"]
-    assert genes["whole_folds"] == pytest.approx(expected["whole"])
-    assert genes["10 % of counts, matched_folds"] == pytest.approx(expected["matched"])
-    assert genes["10 % of counts, shifted_folds"] == pytest.approx(expected["shifted"])
-    assert table[MIXED]["10 % of counts, shifted_folds"] == pytest.approx(expected["mixed"])
-    assert table[MIXED]["whole_mean"] is None
-    assert genes["10 % of counts, shifted_mean"] == pytest.approx(np.mean(expected["shifted"]))
-    assert genes["10 % of counts, shifted_sd"] == pytest.approx(np.std(expected["shifted"], ddof=1))
-    assert [row["kind"] for row in result.rows] == 2 * ["model"] + 7 * ["baseline"]
+    columns = ["whole", *(f"10 % of counts, {how}" for how in ("matched", "shifted", "trained on all levels"))]
+    for kind in scaler:
+        expected: dict[str, list[float]] = {column: [] for column in columns}
+        for repeat in range(2):
+            lost = thin(0.1, whole, np.random.Generator(np.random.Philox(key=[4, 1000 + repeat])))
+            cells = [Features(context).of(counts)[kind] for counts in (whole, lost)]
+            right: dict[str, int] = dict.fromkeys(columns, 0)
+            folds = StratifiedKFold(3, shuffle=True, random_state=4 + repeat)
+            for train, test in folds.split(labels, labels):
+                a, b = (sp.csr_matrix(values[train]) if kind == "all genes" else values[train] for values in cells)
+                both = sp.vstack([a, b]) if kind == "all genes" else np.concatenate([a, b])
+                for column, seen, tested in zip(columns, (a, b, a, both), (0, 1, 1, 1)):
+                    of = np.tile(labels[train], seen.shape[0] // len(train))
+                    pipeline = make_pipeline(scaler[kind], LogisticRegression(solver="newton-cg", max_iter=1000))
+                    right[column] += (pipeline.fit(seen, of).predict(cells[tested][test]) == labels[test]).sum()
+            for column in columns:
+                expected[column].append(right[column] / len(labels))
+        row = table[f"{kind} + logistic regression"]
+        for column in columns:
+            assert row[f"{column}_repetitions"] == pytest.approx(expected[column]), column
+            assert row[f"{column}_mean"] == pytest.approx(np.mean(expected[column]))
+    assert [row["kind"] for row in result.rows] == 3 * ["model"] + 9 * ["baseline"]
+    assert all(row[f"{column}_mean"] is not None for row in result.rows for column in columns)
     assert result.metric == "10 % of counts, shifted"
     json.dumps(result.to_json(), allow_nan=False)
 
 
-def test_a_verdict_compares_with_the_best_baseline_under_any_classifier(context: Context) -> None:
+def test_a_verdict_compares_the_best_of_the_embedding_with_the_best_baseline(context: Context) -> None:
     result = classify_degraded(context, "low_depth", {"half": partial(thin, 0.5)}, neighbors=5, repeats=1)
-    for column in ("half, matched", "half, shifted"):
-        means = {row["name"]: row[f"{column}_mean"] for row in result.rows if row["kind"] == "baseline"}
-        best = max((value, name) for name, value in means.items() if value is not None)[0]
-        verdicts = [verdict for verdict in result.verdicts if verdict.metric == f"accuracy, {column}"]
-        assert [verdict.compared for verdict in verdicts] == ["embedding + logistic regression", "embedding + kNN"]
-        for verdict in verdicts:
-            own = next(row for row in result.rows if row["name"] == verdict.compared)[f"{column}_mean"]
-            assert means[verdict.against] == pytest.approx(best)
-            assert verdict.difference == pytest.approx(own - best)
+    columns = ("whole", "half, matched", "half, shifted", "half, trained on all levels")
+    assert [verdict.metric for verdict in result.verdicts] == [f"accuracy, {column}" for column in columns]
+    for column, verdict in zip(columns, result.verdicts):
+        means = {row["name"]: row[f"{column}_mean"] for row in result.rows}
+        best = {kind: max(means[row["name"]] for row in result.rows if row["kind"] == kind) for kind in KINDS}
+        assert means[verdict.compared] == pytest.approx(best["model"])
+        assert means[verdict.against] == pytest.approx(best["baseline"])
+        assert verdict.difference == pytest.approx(best["model"] - best["baseline"])
 
 
 def test_a_dataset_without_label_is_skipped(context: Context) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import anndata as ad
 import numpy as np
@@ -11,16 +12,18 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 from sklearn.decomposition import PCA
+from sklearn.dummy import DummyClassifier
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import StratifiedKFold, cross_val_score
+from sklearn.metrics import f1_score
+from sklearn.model_selection import StratifiedKFold, cross_val_predict
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.evaluate.classifiers import log_normalise
 from cellmill.evaluate.labelled import choose_cells
-from cellmill.evaluate.tasks.probe import judge_probes, probe_table
-from cellmill.runs.verdict import compare, sentence
+from cellmill.evaluate.score_table import Column, Predictions, table_rows
+from cellmill.evaluate.tasks.probe import METRICS, judge, predict_folds
 
 
 def _problem(n: int = 120) -> tuple[np.ndarray, np.ndarray, sp.csr_matrix, np.ndarray]:
@@ -33,41 +36,44 @@ def _problem(n: int = 120) -> tuple[np.ndarray, np.ndarray, sp.csr_matrix, np.nd
     return embedding, noise, log_normalise(sp.csr_matrix(counts.astype(np.uint32))), labels
 
 
-def _row(name: str, accuracy: list[float], f1: list[float], kind: str = "baseline") -> dict[str, object]:
-    return {
-        "name": name, "kind": kind, "accuracy_mean": float(np.mean(accuracy)), "accuracy_folds": accuracy,
-        "macro_f1_mean": float(np.mean(f1)), "macro_f1_folds": f1,
-    }  # fmt: skip
+def _features(embedding: np.ndarray, untrained: np.ndarray, genes: sp.csr_matrix) -> dict[str, Any]:
+    return {"embedding": embedding, "untrained": untrained, "all genes": genes}
 
 
-def test_rows_equal_scikit_learn_pipelines_cross_validated_over_the_same_folds() -> None:
+def _columns(predictions: Predictions) -> list[Column]:
+    return [predictions.column("", metric, metric, words) for metric, words in METRICS.items()]
+
+
+def test_rows_equal_scikit_learn_pipelines_cross_validated_over_the_same_folds_of_each_seed() -> None:
     embedding, noise, genes, labels = _problem()
-    rows = {
-        row["name"]: row
-        for row in probe_table(embedding, noise, genes, labels, folds=5, neighbors=7, seed=3, components=5)
-    }
-    folds = StratifiedKFold(5, shuffle=True, random_state=3)
-    linear = LogisticRegression(max_iter=1000)
+    features = _features(embedding, noise, genes)
+    made = predict_folds(features, labels, folds=5, seeds=2, seed=3, neighbors=7, components=5)
+    rows = {row["name"]: row for row in table_rows(_columns(made))}
+    linear = LogisticRegression(max_iter=10_000, tol=1e-6)
     pca = PCA(5, svd_solver="arpack", random_state=0)
-    expected = {
-        "embedding + logistic regression": (make_pipeline(StandardScaler(), linear), embedding),
-        "embedding + kNN": (KNeighborsClassifier(7), embedding),
-        "untrained + logistic regression": (make_pipeline(StandardScaler(), linear), noise),
-        "untrained + kNN": (KNeighborsClassifier(7), noise),
-        "PCA50 + logistic regression": (make_pipeline(pca, StandardScaler(), linear), genes),
-        "PCA50 + kNN": (make_pipeline(pca, KNeighborsClassifier(7)), genes),
-        "all genes + logistic regression": (make_pipeline(StandardScaler(with_mean=False), linear), genes),
-    }
-    assert set(rows) == {*expected, "majority"}
-    for name, (pipeline, features) in expected.items():
-        for metric, key in (("accuracy", "accuracy"), ("f1_macro", "macro_f1")):
-            scores = cross_val_score(pipeline, features, labels, cv=folds, scoring=metric)
-            assert rows[name][f"{key}_folds"] == pytest.approx(scores), name
-            assert rows[name][f"{key}_mean"] == pytest.approx(scores.mean())
-            assert rows[name][f"{key}_sd"] == pytest.approx(scores.std(ddof=1))
+    dense, sparse = StandardScaler(), StandardScaler(with_mean=False)
+    expected = {"majority": (DummyClassifier(strategy="most_frequent"), embedding)}
+    for kind, values, first, scaler in (
+        ("embedding", embedding, (), dense),
+        ("untrained", noise, (), dense),
+        ("all genes", genes, (), sparse),
+        ("PCA5", genes, (pca,), dense),
+    ):
+        expected[f"{kind} + logistic regression"] = (make_pipeline(*first, scaler, linear), values)
+        expected[f"{kind} + logistic regression, unscaled"] = (make_pipeline(*first, linear), values)
+        expected[f"{kind} + kNN"] = (make_pipeline(*first, KNeighborsClassifier(7)), values)
+    assert set(rows) == set(expected)
+    for name, (pipeline, values) in expected.items():
+        for repetition in range(2):
+            folds = StratifiedKFold(5, shuffle=True, random_state=3 + repetition)
+            predicted = cross_val_predict(pipeline, values, labels, cv=folds)
+            of_row = {key: rows[name][f"{key}_repetitions"][repetition] for key in METRICS}
+            f1 = {kind: f1_score(labels, predicted, average=kind, zero_division=0) for kind in ("macro", "weighted")}
+            assert of_row["accuracy"] == pytest.approx((predicted == labels).mean()), name
+            assert of_row["macro_f1"] == pytest.approx(f1["macro"]), name
+            assert of_row["weighted_f1"] == pytest.approx(f1["weighted"]), name
     assert rows["majority"]["accuracy_mean"] == pytest.approx(1 / 3)
-    assert rows["majority"]["macro_f1_mean"] == pytest.approx(1 / 6)
-    assert [row["kind"] for row in rows.values()] == 2 * ["model"] + 6 * ["baseline"]
+    assert sorted(row["kind"] for row in rows.values()) == 10 * ["baseline"] + 3 * ["model"]
 
 
 def test_components_are_fitted_on_the_training_cells_of_a_fold_only() -> None:
@@ -81,8 +87,10 @@ def test_components_are_fitted_on_the_training_cells_of_a_fold_only() -> None:
     folds = list(StratifiedKFold(5, shuffle=True, random_state=0).split(genes, labels))
     planted = folds[2][1]
     genes[planted, 0] += 1000 * random.normal(size=len(planted))
-    rows = probe_table(genes, genes, sp.csr_matrix(genes), labels, folds=5, neighbors=3, seed=0, components=1)
-    scores = next(row for row in rows if row["name"] == "PCA50 + logistic regression")["accuracy_folds"]
+    features = _features(genes, genes, sp.csr_matrix(genes))
+    made = predict_folds(features, labels, folds=5, seeds=1, seed=0, neighbors=3, components=1)
+    [right] = made.column("", "accuracy", "accuracy", "accuracy").scores["PCA1 + logistic regression"]
+    scores = [right[test].mean() for _, test in folds]
     assert scores[2] == 1.0
     assert max(scores[:2] + scores[3:]) < 0.95
 
@@ -91,11 +99,11 @@ def test_baselines_on_real_cells_have_the_accuracies_measured_before(shared: Cal
     adata = ad.read_h5ad(shared("pbmc68k.h5ad"))
     chosen = choose_cells(adata.obs["bulk_labels"], fewest=5, seed=0)
     genes = log_normalise(sp.csr_matrix(adata.X, dtype=np.uint32))[chosen.cells]
-    blank = np.zeros((len(chosen.cells), 2), np.float32)
-    rows = {row["name"]: row for row in probe_table(blank, blank, genes, chosen.labels, folds=5, neighbors=15, seed=0)}
+    made = predict_folds({"all genes": genes}, chosen.labels, folds=5, seeds=1, seed=0, neighbors=15)
+    accuracy = made.column("", "accuracy", "accuracy", "accuracy")
     reference = {"majority": 0.343, "PCA50 + kNN": 0.803, "PCA50 + logistic regression": 0.816}
-    for name, accuracy in (reference | {"all genes + logistic regression": 0.839}).items():
-        assert rows[name]["accuracy_mean"] == pytest.approx(accuracy, abs=0.015), name
+    for name, value in (reference | {"all genes + logistic regression": 0.839}).items():
+        assert accuracy.mean(name) == pytest.approx(value, abs=0.015), name
 
 
 def test_normalised_counts_sum_to_ten_thousand_in_each_cell_independently_of_other_cells() -> None:
@@ -125,48 +133,31 @@ def test_above_the_limit_the_same_cells_are_drawn_in_every_run() -> None:
     assert (chosen.cells != choose_cells(labels, fewest=5, seed=5, max_cells=100).cells).any()
 
 
-def test_any_loss_is_a_loss_and_a_gain_within_the_spread_a_tie() -> None:
-    rows = [
-        _row("embedding + logistic regression", [0.80, 0.80], [0.60, 0.60], "model"),
-        _row("embedding + kNN", [0.70, 0.78], [0.50, 0.50], "model"),
-        _row("untrained + logistic regression", [0.70, 0.70], [0.50, 0.50]),
-        _row("untrained + kNN", [0.73, 0.73], [0.50, 0.50]),
-        _row("majority", [0.80, 0.80], [0.20, 0.20]),
-        _row("PCA50 + logistic regression", [0.80, 0.80], [0.65, 0.65]),
-        _row("PCA50 + kNN", [0.75, 0.79], [0.40, 0.40]),
-        _row("all genes + logistic regression", [0.83, 0.85], [0.70, 0.70]),
+def test_verdicts_are_best_against_best_and_the_same_classifier_on_each_features() -> None:
+    labels = np.array(["a", "b"] * 10)
+    wrong = {
+        "embedding + logistic regression": 4,
+        "embedding + logistic regression, unscaled": 2,
+        "embedding + kNN": 3,
+        "all genes + logistic regression": 1,
+        "all genes + logistic regression, unscaled": 2,
+        "all genes + kNN": 3,
+        "untrained + logistic regression": 20,
+        "untrained + kNN": 8,
+        "majority": 10,
+    }
+    made = Predictions(labels, 1)
+    for name, n in wrong.items():
+        made.record("", name, 0, np.arange(20), np.where(np.arange(20) < n, np.roll(labels, 1), labels))
+    verdicts = judge(_columns(made))
+    linear = "embedding + logistic regression, unscaled"
+    assert [(verdict.compared, verdict.against, verdict.metric) for verdict in verdicts] == [
+        (linear, "all genes + logistic regression", "accuracy"),
+        (linear, "all genes + logistic regression", "macro-F1"),
+        (linear, "all genes + logistic regression", "weighted F1"),
+        (linear, "untrained + logistic regression", "accuracy"),
+        ("embedding + kNN", "all genes + kNN", "accuracy"),
+        ("embedding + kNN", "untrained + kNN", "accuracy"),
     ]
-    verdicts = judge_probes(rows)
-    assert [sentence(verdict) for verdict in verdicts] == [
-        "embedding + logistic regression loses to all genes + logistic regression by 0.040 accuracy "
-        "(-0.054 to -0.026).",
-        "embedding + logistic regression ties with PCA50 + logistic regression in accuracy (0.000 to 0.000).",
-        "embedding + logistic regression loses to PCA50 + logistic regression by 0.050 macro-F1 (-0.050 to -0.050).",
-        "embedding + logistic regression beats untrained + logistic regression by 0.100 accuracy (0.100 to 0.100).",
-        "embedding + logistic regression ties with majority in accuracy (0.000 to 0.000).",
-        "embedding + kNN loses to PCA50 + kNN by 0.030 accuracy (-0.058 to -0.002).",
-        "embedding + kNN beats PCA50 + kNN by 0.100 macro-F1 (0.100 to 0.100).",
-        "embedding + kNN is ahead of untrained + kNN by 0.010 accuracy (-0.047 to 0.067): no clear win.",
-        "embedding + kNN loses to majority by 0.060 accuracy (-0.117 to -0.003).",
-        "embedding + kNN beats majority by 0.300 macro-F1 (0.300 to 0.300).",
-    ]
-    assert [verdict.outcome for verdict in verdicts] == [
-        "lost",
-        "tied",
-        "lost",
-        "won",
-        "tied",
-        "lost",
-        "won",
-        "tied",
-        "lost",
-        "won",
-    ]
-    assert (verdicts[0].metric, verdicts[0].difference) == ("accuracy", -0.04)
-    assert verdicts[0].interval == pytest.approx((-0.04 - 0.02 / 2**0.5, -0.04 + 0.02 / 2**0.5))
-
-
-def test_a_lower_value_wins_where_lower_is_better() -> None:
-    verdict = compare("model", "frequency", "nats cross-entropy", -0.25, lower_is_better=True)
-    assert sentence(verdict) == "model beats frequency by 0.250 nats cross-entropy."
-    assert (verdict.difference, verdict.interval, verdict.outcome) == (-0.25, None, "won")
+    assert [verdict.outcome for verdict in verdicts] == ["level", "level", "level", "ahead", "level", "ahead"]
+    assert [verdict.difference for verdict in verdicts][3:] == pytest.approx([0.9, 0.0, 0.25])

@@ -97,11 +97,11 @@ def test_masked_genes_are_judged_against_their_frequency() -> None:
     assert figures["accuracy_frequency"] == 0.5
     assert figures["cross_entropy_frequency"] == pytest.approx(-frequency.mean())
     assert [sentence(verdict) for verdict in verdicts] == [
-        "prediction of masked genes loses to gene frequency in training cells by 0.869 nats cross-entropy."
+        "prediction of masked genes is behind gene frequency in training cells by 0.869 nats cross-entropy."
     ]
 
 
-@pytest.mark.parametrize(("noise", "text"), [(0.1, "beats {} by 0.990"), (2.0, "loses to {} by 3.000")])
+@pytest.mark.parametrize(("noise", "text"), [(0.1, "is ahead of {} by 0.990"), (2.0, "is behind {} by 3.000")])
 def test_the_verdict_compares_with_the_gene_mean(noise: float, text: str) -> None:
     targets = np.array([1.0, -1.0])
     train = GeneStatistics(np.array([2]), np.array([0.0]), 0.0, 2)
@@ -116,10 +116,10 @@ def test_perfect_answers_score_one_and_gene_means_score_zero(tmp_path: Path, cor
     perfect = _judged(corpus, _answering(model, lambda rows, answers: answers))
     assert perfect.figures["r2_over_gene_mean"] == pytest.approx(1)
     assert perfect.figures["pearson_gene_centred"] == pytest.approx(1)
-    assert [verdict.outcome for verdict in perfect.verdicts] == ["won"]
+    assert [verdict.outcome for verdict in perfect.verdicts] == ["ahead"]
     by_mean = _judged(corpus, _answering(model, lambda rows, answers: mean[rows]))
     assert by_mean.figures["r2_over_gene_mean"] == pytest.approx(0, abs=1e-5)
-    assert [verdict.outcome for verdict in by_mean.verdicts] == ["tied"]
+    assert [verdict.outcome for verdict in by_mean.verdicts] == ["level"]
     assert by_mean.figures["n_cells"] == 300
     assert by_mean.figures["n_targets"] == perfect.figures["n_targets"]
 

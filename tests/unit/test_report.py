@@ -14,8 +14,8 @@ import pytest
 from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
 from cellmill.report import figures
-from cellmill.report.collect import largest_memory, losses, read_corpus, read_run
-from cellmill.report.page import Column, columns, flat, number, render
+from cellmill.report.collect import ReportedRun, largest_memory, losses, read_corpus, read_run
+from cellmill.report.page import Column, TaskTable, columns, compare_runs, flat, number, render
 from cellmill.runs.verdict import Outcome, Verdict
 from cellmill.stages import report
 
@@ -25,8 +25,8 @@ ROWS = [
     ("embedding + kNN", "model", 0.75),
     ("all genes + logistic regression", "baseline", 0.84),
 ]
-LOST = Verdict("embedding + kNN", "PCA50 + kNN", "accuracy", -0.09, (-0.12, -0.06), "lost")
-LOSS = "embedding + kNN loses to PCA50 + kNN by 0.090 accuracy (-0.120 to -0.060)."
+LOST = Verdict("embedding + kNN", "PCA50 + kNN", "accuracy", -0.09, (-0.12, -0.06), "behind")
+LOSS = "embedding + kNN is behind PCA50 + kNN by 0.090 accuracy (-0.120 to -0.060)."
 
 
 def _write(path: Path, value: Any) -> None:
@@ -126,7 +126,8 @@ def test_user_text_is_escaped(page: str) -> None:
 def test_the_page_shows_what_the_folders_hold(page: str) -> None:
     text = " ".join(_Page(page).text.split())
     for wanted in (
-        "1,234,567", "6,368", "0.4321", "0.840", "0.800", LOSS, "Where models lose", "B $x_$", "<b>few 3",
+        "1,234,567", "6,368", "0.4321", "0.840", "0.800", LOSS, "Where models are behind, or level",
+        "B $x_$", "<b>few 3",
         "0.840 ± 0.020", "probe: accuracy", "n unlabelled 2", "Skipped: the dataset has no label column.", "-0.012",
         "97.3 %", "min_genes: 5",
         "a vocabulary of 1 genes", "240", "f00d" * 16, "cafe" * 16, "beef" * 16, "2.99.1", "train.lr", "raw.h5ad",
@@ -176,11 +177,11 @@ def test_missing_folders_damaged_files_and_doubled_names_are_named(tmp_path: Pat
         read_run(run)
 
 
-def test_losses_are_the_comparisons_that_were_not_won() -> None:
-    outcomes: list[Outcome] = ["won", "tied", "lost"]
+def test_losses_are_the_comparisons_in_which_the_model_is_not_ahead() -> None:
+    outcomes: list[Outcome] = ["ahead", "level", "behind"]
     verdicts = [asdict(replace(LOST, outcome=outcome)) for outcome in outcomes]
     evaluation = {"datasets": {"d": {"tasks": {"probe": {"sentences": outcomes, "verdicts": verdicts}}}}}
-    assert losses(evaluation) == ["d: tied", "d: lost"]
+    assert losses(evaluation) == ["d: level", "d: behind"]
     assert losses(None) == []
 
 
@@ -194,11 +195,37 @@ def test_columns_join_means_and_deviations_and_leave_out_lists_and_counts_that_a
 
 
 def test_metrics_of_an_earlier_form_are_refused(tmp_path: Path) -> None:
-    _write(tmp_path / "run/evaluate/metrics.json", {"datasets": {"d": {"probe": None}}})
-    with pytest.raises(
-        DataError, match=r"metrics\.json: written by an earlier version of cellmill; run evaluate again$"
-    ):
-        read_run(tmp_path / "run")
+    verdicts = {"tasks": {"probe": {"verdicts": [asdict(LOST) | {"outcome": "won"}]}}}
+    for dataset in ({"probe": None}, verdicts):
+        _write(tmp_path / "run/evaluate/metrics.json", {"datasets": {"d": dataset}})
+        with pytest.raises(
+            DataError, match=r"metrics\.json: written by an earlier version of cellmill; run evaluate again$"
+        ):
+            read_run(tmp_path / "run")
+
+
+def test_tables_of_many_columns_show_means_and_mark_the_best_baseline_of_each() -> None:
+    accuracies = {"embedding + kNN": 0.9, "embedding + logistic regression": 0.8, "PCA + kNN": 0.7, "genes + kNN": 0.6}
+    columns = ["whole", "half, matched", "half, shifted", "tenth"]
+    rows: list[dict[str, Any]] = [
+        {"name": name, "kind": "model" if name.startswith("embedding") else "baseline"}
+        | {f"{column}_mean": value * (-1) ** (column == "tenth") for column in columns}
+        | {f"{column}_sd": 0.0123 for column in columns}
+        for name, value in accuracies.items()
+    ]
+    result = {"rows": rows, "metric": "half, shifted", "verdicts": [], "sentences": ["own is level."], "skipped": None}
+    shown = {"n_scored": 9, "n_cells": 9, "cells": "all", "n_without_genes": 0, "roles": {}}
+    evaluation = {"datasets": {"d": shown | {"tasks": {"toy": result | {"figures": {}}}}}}
+    page = render("r", [ReportedRun("run", None, None, None, None, evaluation)], [])
+    assert TaskTable(result).best_baselines == {
+        *(("PCA + kNN", f"{column}_mean") for column in columns[:3]),
+        ("genes + kNN", "tenth_mean"),
+    }
+    assert re.findall(r'<td class="n top">([^<]*)</td>', page) == ["0.700"] * 3 + ["-0.600"]
+    assert "0.012" not in page
+    [comparison] = compare_runs([ReportedRun("run", None, None, None, None, evaluation)])
+    assert comparison["lines"] == [("run", "d", {"embedding": 0.9, "PCA": 0.7, "genes": 0.6})]
+    assert "own is level." in page
 
 
 def test_a_figure_is_one_svg_element_that_takes_the_colours_of_the_page() -> None:

@@ -24,6 +24,7 @@ class ProbeConfig(TaskConfig):
 
     name: Literal["probe"] = Field("probe", description="Name of the task.")
     neighbors: int = Field(15, ge=1, description="k of the kNN classifier.")
+    seeds: int = Field(5, ge=1, description="Repetitions of the cross-validation, each with folds of its own.")
 
 
 class ReconstructConfig(TaskConfig):

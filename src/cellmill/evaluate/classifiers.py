@@ -1,6 +1,12 @@
-"""Classifiers of labels, and the features of cells that every baseline is made of."""
+"""Classifiers of labels, the same for every kind of features, and what they read.
+
+Logistic regression is multinomial with an L2 penalty (C = 1), on standardised features and on features as they are:
+standardising raises the weight of small principal components, which helps or harms with the number of cells. Newton-CG
+converges to the accuracies that L-BFGS has at a tolerance of 1e-6, in a tenth of its time.
+"""
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,21 +23,39 @@ from cellmill.data.counts_reader import CountsReader
 ROW_BLOCK = 4096  # cells read at once
 
 
-def classifiers(neighbors: int, n_train: int) -> dict[str, Any]:
-    """Unfitted classifiers of dense features, by name; a new one is one line here."""
-    return {"logistic regression": logistic(), "kNN": KNeighborsClassifier(min(neighbors, n_train))}
+def classifiers(neighbors: int, sparse: bool) -> dict[str, Any]:
+    """Unfitted classifiers by name; a new one is one line here.
+
+    Sparse features stay sparse: without centring the optimum is the same, since the intercept has no penalty.
+    """
+    return {
+        "logistic regression": make_pipeline(StandardScaler(with_mean=not sparse), _logistic()),
+        "logistic regression, unscaled": _logistic(),
+        "kNN": KNeighborsClassifier(neighbors),
+    }
 
 
-def logistic(with_mean: bool = True) -> Any:
-    return make_pipeline(StandardScaler(with_mean=with_mean), LogisticRegression(max_iter=1000))
+def _logistic() -> Any:
+    return LogisticRegression(solver="newton-cg", max_iter=1000)
 
 
-def fit(classifier: Any, features: Any, labels: np.ndarray) -> bool:
-    """Fit; returns whether it converged."""
+def fit_all(features: Mapping[str, Any], labels: np.ndarray, neighbors: int) -> dict[str, Any]:
+    """Fitted classifiers by `features + classifier`; `features` are `(cells, width)` each, dense or sparse."""
+    fitted = {}
+    for kind, values in features.items():
+        for name, classifier in classifiers(min(neighbors, len(labels)), sp.issparse(values)).items():
+            fitted[f"{kind} + {name}"] = classifier
+            fit(classifier, values, labels)
+    return fitted
+
+
+def fit(classifier: Any, features: Any, labels: np.ndarray) -> None:
+    """Fit; a regression that stops before it converged says so in one line."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ConvergenceWarning)
         classifier.fit(features, labels)
-    return not any(issubclass(w.category, ConvergenceWarning) for w in caught)
+    if any(issubclass(w.category, ConvergenceWarning) for w in caught):
+        print(f"logistic regression on {features.shape[1]:,} features stopped before it converged", flush=True)
 
 
 def log_normalise(counts: sp.csr_matrix) -> sp.csr_matrix:

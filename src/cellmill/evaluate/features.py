@@ -17,6 +17,7 @@ from cellmill.evaluate.training_cells import read_training_counts
 from cellmill.models.family import Model
 
 PCA_CELLS, COMPONENTS = 10_000, 50
+ALL_GENES = "all genes"
 
 
 class Features:
@@ -26,14 +27,14 @@ class Features:
         self.model = context.model
         self.columns = match_columns(context.reader, self.model.vocabulary)
 
-    def of(self, counts: sp.csr_matrix) -> dict[str, Any]:
-        """Features by name, `(cells, width)`; only those of all genes are sparse."""
+    def of(self, counts: sp.csr_matrix, embedding: np.ndarray | None = None) -> dict[str, Any]:
+        """Features by name, `(cells, width)`; only those of all genes are sparse. A known `embedding` is taken."""
         known = log_normalise(select_columns(counts, self.columns.target, self.model.vocabulary.n_genes))
         return {
-            EMBEDDING: self._embedded(counts, self.model.network),
+            EMBEDDING: self._embedded(counts, self.model.network) if embedding is None else embedding,
             "untrained": self._embedded(counts, self.model.untrained),
             f"PCA{COMPONENTS} of the training cells": self._components.transform(known),
-            "all genes": log_normalise(counts),
+            ALL_GENES: log_normalise(counts),
         }
 
     def _embedded(self, counts: sp.csr_matrix, network: Model) -> np.ndarray:

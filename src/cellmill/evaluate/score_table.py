@@ -1,42 +1,107 @@
-"""Accuracies of several features and classifiers under several conditions: the table and its verdicts."""
+"""Predictions of several methods under several conditions: the table, its paired differences and its verdicts.
 
-from collections.abc import Collection
+A method is features and a classifier (a row); a condition is a number of training cells, or what cells lost (a
+column). All methods classify the same cells in the same repetitions.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
+from cellmill.evaluate.paired import NOT_TESTED, cell_scores, paired_difference
 from cellmill.runs.verdict import Verdict, compare
 
 EMBEDDING = "embedding"
 """Name of the model's features; other names are baselines."""
-Scores = dict[str, dict[str, list[float]]]
-"""Accuracy of each fold or draw, by condition (a column) and by features and classifier (a row)."""
 
 
-def table_rows(scores: Scores) -> list[dict[str, Any]]:
-    """Rows of the table with mean, sample standard deviation and single values; None where a row lacks a condition."""
-    names = dict.fromkeys(name for column in scores.values() for name in column)
+@dataclass
+class Column:
+    """One metric under one condition."""
+
+    heading: str
+    metric: str  # in words, as verdicts say it
+    scores: dict[str, np.ndarray]  # of each method, as `cell_scores` returns them
+
+    def mean(self, name: str) -> float:
+        return float(np.nanmean(self.scores[name]))
+
+    def best(self, own: bool, among: Collection[str] | None = None) -> str:
+        """Method with the highest mean: of the embedding, or of the baselines."""
+        names = [name for name in self.scores if is_own(name) == own and (among is None or name in among)]
+        return max(names, key=self.mean)
+
+    def compare(self, own: str, other: str) -> Verdict:
+        found = paired_difference(self.scores[own], self.scores[other])
+        return compare(own, other, self.metric, found.mean, (found.low, found.high))
+
+
+@dataclass
+class Predictions:
+    """Predicted classes of the same cells by method, condition and repetition."""
+
+    labels: np.ndarray  # class of each cell; text
+    repetitions: int
+    by_condition: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+    """Class numbers `(repetitions, cells)` int64 of each method, NOT_TESTED where a repetition does not test a cell."""
+
+    def record(self, condition: str, name: str, repetition: int, cells: np.ndarray, classes: np.ndarray) -> None:
+        """Keep the predicted `classes` (text) of `cells` (indices)."""
+        methods = self.by_condition.setdefault(condition, {})
+        if name not in methods:
+            methods[name] = np.full((self.repetitions, len(self.labels)), NOT_TESTED)
+        methods[name][repetition, cells] = np.searchsorted(np.unique(self.labels), classes)
+
+    def column(self, condition: str, metric: str, heading: str, words: str) -> Column:
+        """Scores by `metric`: accuracy, macro_f1 or weighted_f1."""
+        numbers = np.searchsorted(np.unique(self.labels), self.labels)
+        methods = self.by_condition[condition]
+        return Column(heading, words, {name: cell_scores(metric, numbers, of) for name, of in methods.items()})
+
+    def accuracies(self) -> list[Column]:
+        """A column for each condition."""
+        return [self.column(name, "accuracy", name, f"accuracy, {name}") for name in self.by_condition]
+
+
+def is_own(name: str) -> bool:
+    return name.startswith(EMBEDDING)
+
+
+def table_rows(columns: Iterable[Column]) -> list[dict[str, Any]]:
+    """A row for each method: of each column its mean over repetitions, their standard deviation and single values.
+
+    With one repetition the standard deviation is 0. None where a row lacks a column.
+    """
+    columns = list(columns)
     rows = []
-    for name in names:
-        row: dict[str, Any] = {"name": name, "kind": "model" if name.startswith(EMBEDDING) else "baseline"}
-        for column, of_name in scores.items():
-            values = of_name.get(name)
-            row[f"{column}_mean"] = None if values is None else float(np.mean(values))
-            row[f"{column}_sd"] = None if values is None else float(np.std(values, ddof=1))
-            row[f"{column}_folds"] = values
+    for name in dict.fromkeys(name for column in columns for name in column.scores):
+        row: dict[str, Any] = {"name": name, "kind": "model" if is_own(name) else "baseline"}
+        for column in columns:
+            values = np.nanmean(column.scores[name], axis=1) if name in column.scores else None
+            row[f"{column.heading}_mean"] = None if values is None else float(values.mean())
+            row[f"{column.heading}_sd"] = None if values is None else float(values.std(ddof=len(values) > 1))
+            row[f"{column.heading}_repetitions"] = None if values is None else values.tolist()
         rows.append(row)
     return rows
 
 
-def against_best(scores: Scores, columns: Collection[str]) -> list[Verdict]:
-    """The embedding under each classifier against the best baseline under any, in each of `columns`."""
-    verdicts = []
-    for column in columns:
-        of_name = scores[column]
-        baselines = {name: values for name, values in of_name.items() if not name.startswith(EMBEDDING)}
-        best = max(baselines, key=lambda name: float(np.mean(baselines[name])))
-        for name in (name for name in of_name if name.startswith(EMBEDDING)):
-            differences = np.subtract(of_name[name], baselines[best])
-            spread = float(np.std(differences, ddof=1))
-            verdicts.append(compare(name, best, f"accuracy, {column}", float(np.mean(differences)), spread))
-    return verdicts
+def differences(columns: Iterable[Column]) -> list[dict[str, Any]]:
+    """Every method of the embedding minus every baseline, in each column."""
+    return [
+        {"column": column.heading, "compared": own, "against": other}
+        | asdict(paired_difference(column.scores[own], column.scores[other]))
+        for column in columns
+        for own in filter(is_own, column.scores)
+        for other in column.scores
+        if not is_own(other)
+    ]
+
+
+def against_best(columns: Iterable[Column]) -> list[Verdict]:
+    """The best method of the embedding against the best baseline, in each column.
+
+    Both are chosen by their scores on the tested cells; the baselines, which are more, gain more by it.
+    """
+    return [column.compare(column.best(own=True), column.best(own=False)) for column in columns]

@@ -79,6 +79,8 @@ class TaskResult:
     verdicts: list[Verdict] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)  # single values beside the table
     skipped: str | None = None  # reason why the task does not apply to the dataset
+    differences: list[dict[str, Any]] = field(default_factory=list)
+    """Paired differences with their intervals (`evaluate.score_table.differences`): in metrics.json, not shown."""
 
     def to_json(self) -> dict[str, Any]:
         """The task's entry in metrics.json."""

@@ -5,13 +5,14 @@ What a stage has not written yet is None or empty, and the page says so; a damag
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.evaluate.umap_table import read_umap
 from cellmill.files import read_json
 from cellmill.runs.metrics import read_lines
+from cellmill.runs.verdict import Outcome
 
 
 @dataclass(frozen=True)
@@ -76,21 +77,27 @@ def largest_memory(lines: list[dict[str, Any]]) -> tuple[float, int] | None:
 
 
 def losses(evaluation: dict[str, Any] | None) -> list[str]:
-    """Sentences of the comparisons that the model did not win, each after its dataset's name."""
+    """Sentences of the comparisons in which the model is not ahead, each after its dataset's name."""
     return [
         f"{name}: {sentence}"
         for name, dataset in (evaluation or {}).get("datasets", {}).items()
         for result in dataset["tasks"].values()
         for verdict, sentence in zip(result["verdicts"], result["sentences"])
-        if verdict["outcome"] != "won"
+        if verdict["outcome"] != "ahead"
     ]
 
 
 def _evaluation(path: Path) -> dict[str, Any] | None:
     metrics = _optional(path)
-    if any("tasks" not in dataset for dataset in (metrics or {}).get("datasets", {}).values()):
+    if any(_earlier(dataset) for dataset in (metrics or {}).get("datasets", {}).values()):
         raise DataError(f"{path}: written by an earlier version of cellmill; run evaluate again")
     return metrics
+
+
+def _earlier(dataset: dict[str, Any]) -> bool:
+    """Entry without tasks, or with verdicts in the words of an earlier version."""
+    verdicts = (verdict for result in dataset.get("tasks", {}).values() for verdict in result["verdicts"])
+    return "tasks" not in dataset or any(verdict["outcome"] not in get_args(Outcome) for verdict in verdicts)
 
 
 def _optional(path: Path) -> dict[str, Any] | None:

@@ -105,6 +105,8 @@ class Column:
 class TaskTable:
     """Rows of one task on one dataset, as the page shows them."""
 
+    MOST_WITH_SD = 3  # tables with more columns show means alone
+
     def __init__(self, result: dict[str, Any]) -> None:
         self.rows: list[dict[str, Any]] = result["rows"]
         self.columns = list(columns(self.rows))
@@ -114,6 +116,21 @@ class TaskTable:
     def best(self) -> str | None:
         """Name of the row with the highest metric; None where no metric ranks the rows."""
         return max(self.points(), key=lambda point: point[1])[0] if self.points() else None
+
+    @property
+    def compact(self) -> bool:
+        """True where deviations are left out."""
+        return sum(column.sd_key is not None for column in self.columns) > self.MOST_WITH_SD
+
+    @property
+    def best_baselines(self) -> set[tuple[str, str]]:
+        """(name of the row, key of the column) of the highest baseline of each column of means."""
+        baselines = [row for row in self.rows if row.get("kind") == "baseline"]
+        best = set()
+        for key in (column.key for column in self.columns if column.sd_key is not None):
+            if having := [row for row in baselines if row.get(key) is not None]:
+                best.add((str(max(having, key=lambda row: row[key])["name"]), key))
+        return best
 
     def points(self) -> list[tuple[str, float, float, bool]]:
         """(name, value, sd, is a baseline) of each row by the metric; none where no metric ranks the rows."""
@@ -145,7 +162,8 @@ def columns(rows: list[dict[str, Any]]) -> Iterator[Column]:
 def compare_runs(runs: list[ReportedRun]) -> list[dict[str, Any]]:
     """Each task side by side: its rows by their metric, or its figures where no metric ranks rows (`metric` is empty).
 
-    `lines` are (run, dataset, value by column).
+    `lines` are (run, dataset, value by column). Rows called "features + classifier" are one column for each features,
+    with the value of the best classifier.
     """
     tasks: dict[str, list[tuple[str, str, dict[str, Any]]]] = {}
     for run in runs:
@@ -159,13 +177,18 @@ def compare_runs(runs: list[ReportedRun]) -> list[dict[str, Any]]:
         lines = [(run, dataset, _values(result, metric)) for run, dataset, result in results]
         names = list(dict.fromkeys(name for _, _, values in lines for name in values))
         if names:
-            comparisons.append({"task": task, "metric": metric, "columns": names, "lines": lines})
+            best_of = any(" + " in row["name"] for _, _, result in results for row in result["rows"])
+            comparisons.append({"task": task, "metric": metric, "columns": names, "lines": lines, "best_of": best_of})
     return comparisons
 
 
 def _values(result: dict[str, Any], metric: str) -> dict[str, Any]:
     if metric:
-        return {name: value for name, value, _, _ in TaskTable(result).points()}
+        best: dict[str, float] = {}
+        for name, value, _, _ in TaskTable(result).points():
+            features = name.partition(" + ")[0]
+            best[features] = max(value, best.get(features, value))
+        return best
     return {key: value for key, value in result["figures"].items() if isinstance(value, int | float)}
 
 

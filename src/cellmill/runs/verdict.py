@@ -1,14 +1,14 @@
 """Verdicts: a comparison of two results as data, and the sentence that states it.
 
-Any loss is called a loss. A win counts only beyond the spread of the difference, for instance over folds.
+A result is ahead or behind only where the 95 % interval of the difference leaves out 0; otherwise the two are level.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 TOLERANCE = 5e-4
-"""Differences below this print as 0.000 and are ties."""
-Outcome = Literal["won", "tied", "lost"]
+"""Differences below this print as 0.000: the two are level."""
+Outcome = Literal["ahead", "level", "behind"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Verdict:
     difference: float
     """`compared` minus `against`, in the metric."""
     interval: tuple[float, float] | None
-    """Low and high end of the difference; None where no spread was measured."""
+    """95 % interval of the difference; None where none was estimated, and the difference alone decides."""
     outcome: Outcome
 
 
@@ -28,28 +28,21 @@ def compare(
     against: str,
     metric: str,
     difference: float,
-    spread: float | None = None,
+    interval: tuple[float, float] | None = None,
     lower_is_better: bool = False,
 ) -> Verdict:
-    """Verdict on `difference`, whose standard deviation is `spread`."""
-    gain = -difference if lower_is_better else difference
-    outcome: Outcome = "won"
-    if gain < -TOLERANCE:
-        outcome = "lost"
-    elif gain < TOLERANCE or gain <= (spread or 0.0):
-        outcome = "tied"
-    interval = None if spread is None else (difference - spread, difference + spread)
+    """Verdict on `difference`."""
+    low, high = interval or (difference, difference)
+    outcome: Outcome = "level"
+    if abs(difference) >= TOLERANCE and not low <= 0 <= high:
+        outcome = "ahead" if (difference > 0) != lower_is_better else "behind"
     return Verdict(compared, against, metric, difference, interval, outcome)
 
 
 def sentence(verdict: Verdict) -> str:
     """The verdict in words, with the difference and its interval."""
-    by = f"{abs(verdict.difference):.3f} {verdict.metric}"
-    over = "" if verdict.interval is None else " ({:.3f} to {:.3f})".format(*verdict.interval)
-    if verdict.outcome == "won":
-        return f"{verdict.compared} beats {verdict.against} by {by}{over}."
-    if verdict.outcome == "lost":
-        return f"{verdict.compared} loses to {verdict.against} by {by}{over}."
-    if abs(verdict.difference) < TOLERANCE:
-        return f"{verdict.compared} ties with {verdict.against} in {verdict.metric}{over}."
-    return f"{verdict.compared} is ahead of {verdict.against} by {by}{over}: no clear win."
+    over = "" if verdict.interval is None else " ({:+.3f} to {:+.3f})".format(*verdict.interval)
+    relation = {"ahead": "is ahead of", "level": "is level with", "behind": "is behind"}[verdict.outcome]
+    if verdict.outcome == "level":
+        return f"{verdict.compared} {relation} {verdict.against}: {verdict.difference:+.3f} {verdict.metric}{over}."
+    return f"{verdict.compared} {relation} {verdict.against} by {abs(verdict.difference):.3f} {verdict.metric}{over}."

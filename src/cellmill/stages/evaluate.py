@@ -8,7 +8,7 @@ metrics.json, written last:
     datasets    by name, the stem of the cells file:
         n_cells, n_scored, cells (heldout or all), n_without_genes, in_corpus
         roles   obs column by role, for instance label
-        tasks   by name: rows, metric, verdicts, sentences, figures, skipped (cellmill.evaluate.task.TaskResult)
+        tasks   by name: rows, metric, verdicts, sentences, figures, skipped, differences (evaluate.task.TaskResult)
 
 umap.tsv beside it has dataset, obs_name, label, x, y and heldout (1 or 0) of each drawn cell.
 """

@@ -1,23 +1,19 @@
 """Task `few_shot`: classifiers of a label that are trained on a few cells of each class.
 
-Each draw takes so many cells of every class to train and tests on all others. Classes that would keep fewer than
-`FEWEST_TESTED` cells for the test are left out. Principal components are those of the model's training cells, and no
-features see a label. Standardised components are worse with few cells than raw ones, so each regression is fitted on
-both.
+Each draw takes so many cells of every class to train and tests on all others; all features and classifiers get the same
+draws. Classes that would keep fewer than `FEWEST_TESTED` cells for the test are left out by name. Principal components
+are those of the model's training cells, and no features see a label. Intervals of differences are over cells and draws
+(`evaluate.paired`).
 """
 
-from typing import Any
-
 import numpy as np
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import accuracy_score
-from sklearn.neighbors import KNeighborsClassifier
+from threadpoolctl import threadpool_limits
 
 from cellmill.config.evaluate import FewShotConfig
-from cellmill.evaluate.classifiers import fit, logistic, read_rows
+from cellmill.evaluate.classifiers import fit_all, read_rows
 from cellmill.evaluate.features import Features
 from cellmill.evaluate.labelled import labelled_cells
-from cellmill.evaluate.score_table import Scores, against_best, table_rows
+from cellmill.evaluate.score_table import Predictions, against_best, differences, table_rows
 from cellmill.evaluate.task import Context, TaskResult
 
 FEWEST_TESTED = 5
@@ -34,36 +30,28 @@ class FewShot:
         if isinstance(chosen, TaskResult):
             return chosen
         counts = read_rows(context.reader, np.isin(np.arange(context.reader.n_obs), chosen.cells))
-        features, scores = Features(context).of(counts), Scores()
-        n_classes = {}
+        features, predictions = Features(context).of(counts), Predictions(chosen.labels, self.config.draws)
+        classes_of, left_out = {}, {}
         for shots in sorted(self.config.shots):
-            classes = [name for name, n in chosen.classes.items() if n >= shots + FEWEST_TESTED]
-            n_classes[str(shots)] = len(classes)
-            for draw in range(self.config.draws if len(classes) > 1 else 0):
-                generator = np.random.Generator(np.random.Philox(key=[context.options.seed, (shots << 32) + draw]))
-                train, test = draw_shots(chosen.labels, classes, shots, generator)
-                for name, accuracy in self._accuracies(features, chosen.labels, train, test, shots):
-                    scores.setdefault(f"{shots} per class", {}).setdefault(name, []).append(accuracy)
-        figures = chosen.figures | {"draws": self.config.draws, "n_classes": n_classes}
-        return TaskResult(table_rows(scores), next(iter(scores)), against_best(scores, scores), figures)
-
-    def _accuracies(
-        self, features: dict[str, Any], labels: np.ndarray, train: np.ndarray, test: np.ndarray, shots: int
-    ) -> list[tuple[str, float]]:
-        """(features and classifier, accuracy) of one draw."""
-        found = []
-        for kind, values in features.items():
-            classifiers = {
-                "logistic regression": logistic(with_mean=kind != "all genes"),
-                "logistic regression, unscaled": LogisticRegression(max_iter=1000),
-                "kNN": KNeighborsClassifier(min(self.config.neighbors, shots)),
-            }
-            for name, classifier in classifiers.items():
-                fit(classifier, values[train], labels[train])
-                found.append(
-                    (f"{kind} + {name}", float(accuracy_score(labels[test], classifier.predict(values[test]))))
-                )
-        return found
+            classes_of[shots] = [name for name, n in chosen.classes.items() if n >= shots + FEWEST_TESTED]
+            left_out[str(shots)] = ", ".join(name for name in chosen.classes if name not in classes_of[shots]) or "none"
+        with threadpool_limits(1):  # small problems: threads cost more than they save
+            for shots, classes in classes_of.items():
+                for draw in range(self.config.draws if len(classes) > 1 else 0):
+                    generator = np.random.Generator(np.random.Philox(key=[context.options.seed, (shots << 32) + draw]))
+                    train, test = draw_shots(chosen.labels, classes, shots, generator)
+                    seen = {kind: values[train] for kind, values in features.items()}
+                    for name, classifier in fit_all(
+                        seen, chosen.labels[train], min(self.config.neighbors, shots)
+                    ).items():
+                        predicted = classifier.predict(features[name.partition(" + ")[0]][test])
+                        predictions.record(f"{shots} per class", name, draw, test, predicted)
+        columns = predictions.accuracies()
+        n_classes = {str(shots): len(classes) for shots, classes in classes_of.items()}
+        figures = chosen.figures | {"draws": self.config.draws, "n_classes": n_classes, "classes_left_out": left_out}
+        return TaskResult(
+            table_rows(columns), columns[0].heading, against_best(columns), figures, differences=differences(columns)
+        )
 
 
 def draw_shots(

@@ -1,0 +1,153 @@
+"""Scores of cells, and intervals of paired differences: against scikit-learn, by hand, and by their coverage."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sklearn.metrics import accuracy_score, f1_score
+from sklearn.model_selection import StratifiedKFold
+
+from cellmill.evaluate.paired import NOT_TESTED, Difference, cell_scores, paired_difference
+from cellmill.evaluate.score_table import Predictions, against_best, differences, table_rows
+from cellmill.evaluate.tasks.few_shot import draw_shots
+from cellmill.runs.verdict import compare, sentence
+
+METRICS = {"accuracy": (accuracy_score, {}), "macro_f1": (f1_score, {"average": "macro"})}
+METRICS |= {"weighted_f1": (f1_score, {"average": "weighted"})}
+
+
+def _predicted(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    labels = random.choice(4, 60, p=[0.5, 0.25, 0.15, 0.1])
+    predicted = np.where(random.random((3, 60)) < 0.7, labels, random.integers(0, 4, (3, 60)))
+    predicted[1, 10:20] = NOT_TESTED
+    return labels, predicted
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_mean_scores_are_the_metric_and_deviations_its_derivatives_by_the_weights_of_cells(metric: str) -> None:
+    labels, predicted = _predicted()
+    scores = cell_scores(metric, labels, predicted)
+    function, options = METRICS[metric]
+    for row, classes in zip(scores, predicted):
+        tested = classes != NOT_TESTED
+        assert (np.isfinite(row) == tested).all()
+        seen, guessed = labels[tested], classes[tested]
+        value = function(seen, guessed, **options)
+        assert row[tested].mean() == pytest.approx(value)
+        for cell in range(0, tested.sum(), 7):
+            weights = np.ones(len(seen))
+            weights[cell] += 1e-6
+            slope = (function(seen, guessed, sample_weight=weights, **options) - value) / 1e-6
+            assert (row[tested][cell] - value) / len(seen) == pytest.approx(slope, abs=1e-6)
+
+
+def test_identical_predictions_differ_by_nothing_and_a_difference_in_every_cell_has_no_width() -> None:
+    labels, predicted = _predicted()
+    for metric in METRICS:
+        scores = cell_scores(metric, labels, predicted)
+        assert paired_difference(scores, scores) == Difference(0.0, 0.0, 0.0, 0.0)
+    ones = np.ones((2, 9))
+    assert paired_difference(ones, 0 * ones) == Difference(1.0, 1.0, 1.0, 0.0)
+
+
+def test_the_interval_by_hand() -> None:
+    own = np.array([[1.0, 1, 1, 0], [1, 0, 1, 0]])
+    found = paired_difference(own, np.zeros((2, 4)))
+    # mean 5/8; means of cells 1, 1/2, 1, 0 and of repetitions 3/4, 1/2
+    cells, repetitions = np.var([1, 0.5, 1, 0], ddof=1) / 4, np.var([0.75, 0.5], ddof=1) / 2
+    freedom = (cells + repetitions) ** 2 / (cells**2 / 3 + repetitions**2 / 1)
+    assert found.mean == pytest.approx(0.625)
+    assert found.cells_se == pytest.approx(cells**0.5)
+    # quantiles of Student's distribution with 3 and 4 degrees of freedom enclose the one with 3.7
+    assert 3 < freedom < 4
+    assert 2.776 < (found.high - found.mean) / (cells + repetitions) ** 0.5 < 3.182
+    assert found.high - found.mean == pytest.approx(found.mean - found.low)
+
+
+def _nearest(features: np.ndarray, labels: np.ndarray, train: np.ndarray, test: np.ndarray) -> np.ndarray:
+    """Class of the nearest mean of the training cells, and its own when it is right: text."""
+    classes = np.unique(labels)
+    means = np.stack([features[train][labels[train] == name].mean(0) for name in classes])
+    return np.asarray(classes[((features[test][:, None] - means) ** 2).sum(2).argmin(1)])
+
+
+def _simulated(random: np.random.Generator, gain: float, few: bool) -> Predictions:
+    """Two features of 120 cells of 4 classes, equally informative but for `gain`, under repeated folds or draws."""
+    labels = np.array(list("abcd"))[random.choice(4, 120, p=[0.4, 0.3, 0.2, 0.1])]
+    centres = np.eye(4)[np.unique(labels, return_inverse=True)[1]]
+    kinds = {"embedding": 1.5 + gain, "other": 1.5}
+    features = {kind: size * centres + random.normal(size=(120, 4)) for kind, size in kinds.items()}
+    made = Predictions(labels, 4)
+    for repetition in range(4):
+        if few:
+            splits = [draw_shots(labels, sorted(set(labels)), 3, random)]
+        else:
+            splits = list(StratifiedKFold(5, shuffle=True, random_state=repetition).split(labels, labels))
+        for train, test in splits:
+            for kind, values in features.items():
+                made.record("x", kind, repetition, test, _nearest(values, labels, train, test))
+    return made
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["folds", "draws"])
+@pytest.mark.parametrize("metric", ["accuracy", "macro_f1"])
+def test_intervals_cover_no_difference_and_find_one(metric: str, few: bool) -> None:
+    random = np.random.default_rng(1)
+    covered = []
+    for _ in range(150):
+        scores = _simulated(random, 0.0, few).column("x", metric, "x", metric).scores
+        found = paired_difference(scores["embedding"], scores["other"])
+        covered.append(found.low <= 0 <= found.high)
+    assert 0.90 <= np.mean(covered) <= 1.0
+    found_ahead = []
+    for _ in range(20):
+        [verdict] = against_best([_simulated(random, 1.2, few).column("x", metric, "x", metric)])
+        found_ahead.append(verdict.outcome == "ahead")
+    assert np.mean(found_ahead) >= 0.8
+
+
+def test_the_table_has_means_over_repetitions_and_every_difference() -> None:
+    labels = np.array(["a", "b", "b", "a"])
+    made = Predictions(labels, 2)
+    for repetition, (own, other) in enumerate([("abba", "bbba"), ("abbb", "aaba")]):
+        made.record("x", "embedding + kNN", repetition, np.arange(4), np.array(list(own)))
+        made.record("x", "PCA + kNN", repetition, np.arange(4), np.array(list(other)))
+    made.record("y", "PCA + kNN", 0, np.arange(2), labels[:2])
+    made.record("y", "PCA + kNN", 1, np.arange(2), labels[2:])
+    x, y = made.accuracies()
+    rows = table_rows([x, y])
+    assert [(row["name"], row["kind"]) for row in rows] == [("embedding + kNN", "model"), ("PCA + kNN", "baseline")]
+    assert rows[0]["x_repetitions"] == [1.0, 0.75]
+    assert (rows[0]["x_mean"], rows[1]["x_mean"]) == (0.875, 0.75)
+    assert rows[0]["x_sd"] == pytest.approx(np.std([1, 0.75], ddof=1))
+    assert (rows[0]["y_mean"], rows[1]["y_repetitions"]) == (None, [1.0, 0.0])
+    [entry] = differences([x])
+    assert (entry["column"], entry["compared"], entry["against"]) == ("x", "embedding + kNN", "PCA + kNN")
+    assert entry["mean"] == 0.125
+
+
+@pytest.mark.parametrize(
+    ("difference", "interval", "outcome", "text"),
+    [
+        (0.05, (0.01, 0.09), "ahead", "own is ahead of other by 0.050 accuracy (+0.010 to +0.090)."),
+        (-0.05, (-0.09, -0.01), "behind", "own is behind other by 0.050 accuracy (-0.090 to -0.010)."),
+        (0.05, (-0.01, 0.11), "level", "own is level with other: +0.050 accuracy (-0.010 to +0.110)."),
+        (-0.05, (-0.11, 0.01), "level", "own is level with other: -0.050 accuracy (-0.110 to +0.010)."),
+        (0.0, (0.0, 0.0), "level", "own is level with other: +0.000 accuracy (+0.000 to +0.000)."),
+        (0.0004, (0.0003, 0.0005), "level", "own is level with other: +0.000 accuracy (+0.000 to +0.001)."),
+        (-0.05, None, "behind", "own is behind other by 0.050 accuracy."),
+    ],
+)
+def test_a_verdict_is_level_where_the_interval_contains_zero(
+    difference: float, interval: tuple[float, float] | None, outcome: str, text: str
+) -> None:
+    verdict = compare("own", "other", "accuracy", difference, interval)
+    assert (verdict.outcome, sentence(verdict)) == (outcome, text)
+
+
+def test_a_lower_value_is_ahead_where_lower_is_better() -> None:
+    verdict = compare("model", "frequency", "nats cross-entropy", -0.25, lower_is_better=True)
+    assert sentence(verdict) == "model is ahead of frequency by 0.250 nats cross-entropy."
+    assert (verdict.difference, verdict.interval, verdict.outcome) == (-0.25, None, "ahead")
+    assert compare("a", "b", "nats", 0.2, (0.1, 0.3), lower_is_better=True).outcome == "behind"
