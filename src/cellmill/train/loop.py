@@ -31,6 +31,7 @@ from cellmill.parallel.step import ParallelModel
 from cellmill.planner.size import ModelSize
 from cellmill.track.tracker import Tracker
 from cellmill.train.async_scalars import AsyncScalars, to_device
+from cellmill.train.batch_sums import with_totals
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.embedding_monitor import EmbeddingMonitor
 from cellmill.train.hang_watch import HangWatch
@@ -151,6 +152,7 @@ class Trainer:
             targets = self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum())
         with self._part("forward_backward", "the gradient reduction"):
             scale = self._scale
+            prepared = with_totals(self.model, self.parallel_model, prepared, self.mesh)
             loss = self.parallel_model.forward_backward(prepared, targets, 1.0 if scale is None else scale.value)
             if scale is not None:
                 scale.unscale(self.model)
