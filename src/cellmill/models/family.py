@@ -53,6 +53,8 @@ class Model(nn.Module):
         """Functions that fill parameters and buffers, by name; set by `models.build`, before any layout is applied."""
         self.kept_vectors: list[torch.Tensor] | None = None
         """If not None, `finish` appends the cells' vectors, (cells, H), of each batch: those of `keep_vectors`."""
+        self.kept_sums: list[torch.Tensor] | None = None
+        """If not None, `finish` appends the objective's `sums` of each batch, and returns 0 instead of the loss."""
 
     def view(self, batch: TensorBatch, *, seed: int, step: int) -> TensorBatch:
         """Return the tokens that the model is given, of a batch on the CPU: `Objective.view`."""

@@ -44,6 +44,9 @@ class Objective:
     parts: Mapping[str, float] = MappingProxyType({})
     """Weight of each part of a loss that is a vector, by name; empty for one loss."""
 
+    n_sums: int = 0
+    """Numbers that `sums` returns; 0 if the loss of a cell depends on no other cell."""
+
     def __init__(self, config: ObjectiveConfig, tokens: Tokens) -> None:
         self.config, self.tokens = config, tokens
 
@@ -75,6 +78,15 @@ class Objective:
         """Return the loss summed over the targets, a float32 scalar, from the normed states (T, H).
 
         An objective with `parts` returns one sum per part, (parts,), each over its own targets: `n_targets` (parts,).
+        """
+        raise NotImplementedError
+
+    def sums(self, model: Any, states: torch.Tensor, prepared: Any) -> torch.Tensor:
+        """Return the sums over a micro-batch's cells that `loss` needs of the global batch, (n_sums,) float64.
+
+        Their total over micro-batches and ranks is then the attribute `totals` of what `prepare` returned. Of a loss
+        L(totals) a micro-batch adds `(gradient of L * own sums).sum()`, whose gradients add up to those of L: see
+        `train.batch_sums`.
         """
         raise NotImplementedError
 

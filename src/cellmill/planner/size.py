@@ -178,15 +178,17 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
 
     block_flops = long.block.flops - pair_flops * long.pairs_per_token * long.tokens
     counts["blocks"] = [count // max(blocks, 1) for count in counts["blocks"]]
+    # sums over the global batch take a forward pass of their own, without heads
+    passes = PASSES + (model.objective.n_sums > 0)
     return ModelSize(
         blocks=blocks,
-        begin=part("begin", PASSES * long.begin.flops / long.tokens, long.kept_by_begin, reduced.begin.reduced_bytes),
-        block=part("blocks", PASSES * block_flops / long.tokens, long.kept_by_block, reduced.block.reduced_bytes),
+        begin=part("begin", passes * long.begin.flops / long.tokens, long.kept_by_begin, reduced.begin.reduced_bytes),
+        block=part("blocks", passes * block_flops / long.tokens, long.kept_by_block, reduced.block.reduced_bytes),
         finish=part("finish", large.flops / large.tokens, kept_by_finish, reduced.finish.reduced_bytes),
         tied=PartSize(*counts["tied"]),
         buffers=sum(buffer.numel() for buffer in full.buffers()),
         width=long.width,
-        pair_flops=PASSES * pair_flops,
+        pair_flops=passes * pair_flops,
         selective_per_token=_Passes(selective, _sample(spec, cell_tokens, SMALL_SAMPLE_TOKENS)).kept_by_block,
         working_per_token=long.working,
         workspace=tuple((n, max(0.0, part.peak - kept_by_finish * part.tokens)) for n, part in finish.items()),

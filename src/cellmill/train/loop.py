@@ -31,6 +31,7 @@ from cellmill.parallel.step import ParallelModel
 from cellmill.planner.size import ModelSize
 from cellmill.track.tracker import Tracker
 from cellmill.train.async_scalars import AsyncScalars, to_device
+from cellmill.train.batch_sums import with_totals
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.embedding_monitor import EmbeddingMonitor
 from cellmill.train.hang_watch import HangWatch
@@ -152,6 +153,7 @@ class Trainer:
             targets = self.loss_parts.targets(self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum(0)))
         with self._part("forward_backward", "the gradient reduction"):
             scale = self._scale
+            prepared = with_totals(self.model, self.parallel_model, prepared, self.mesh)
             factor = self.loss_parts.weights * (1.0 if scale is None else scale.value)
             losses = self.parallel_model.forward_backward(prepared, targets, factor)
             loss = self.loss_parts.total(losses)

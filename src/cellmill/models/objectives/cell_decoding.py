@@ -7,6 +7,9 @@ alone are mostly sequencing depth.
 With `weights: counts` this is the multinomial likelihood of the hidden counts given their sum, divided by the sum.
 Figures are judged against the mean profile of the training cells.
 
+With `view_loss` the hidden part is encoded too, and VICReg of the vectors of both parts is added in training.
+Validation and evaluation have the cross-entropy alone, so that runs with and without it compare.
+
 Legend: C cells with targets, D width of the decoder's last layer, V tokens of the vocabulary.
 """
 
@@ -25,6 +28,7 @@ from cellmill.models.encoder_batch import EncoderBatch, whole
 from cellmill.models.initial import Fill, with_std, zeros
 from cellmill.models.objective import GeneStatistics, Objective
 from cellmill.models.objectives.config import CellDecodingConfig
+from cellmill.models.objectives.vicreg import n_sums, share, sums_of
 from cellmill.models.objectives.views import ViewBatch, draw_view
 from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.cross_entropy import profile_loss
@@ -46,6 +50,10 @@ class DecodingBatch(EncoderBatch):
     """(entries,) float32; those of a cell sum to 1."""
     n_targets: torch.Tensor
     """C: each cell counts once, whatever its depth."""
+    pairs: torch.Tensor
+    """(2, pairs) int64: indices of the shown and of the hidden part of cells that have both; none without view_loss."""
+    totals: torch.Tensor | None = None
+    """(n_sums,) float64: sums over the global batch, known in the second pass of a training step."""
 
 
 class CellDecoding(Objective):
@@ -62,6 +70,7 @@ class CellDecoding(Objective):
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         """Add the decoder: `decoder`, its hidden layer, `profile_genes` and `profile_bias`."""
+        self.n_sums = n_sums(model.width) if self.config.view_loss else 0
         width = self.config.decoder_hidden or model.width
         model.decoder = nn.Identity()
         if self.config.decoder_hidden:
@@ -94,13 +103,28 @@ class CellDecoding(Objective):
             genes_hidden=batch.profile_gene,
             weights=(weights / sums[batch.profile_cell]).float(),
             n_targets=torch.tensor(len(cells)),
+            pairs=_pairs(batch),
         )
 
     def loss(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
         """Return the summed cross-entropy of the cells, a float32 scalar."""
         vectors = self._decoded(model, states, prepared)
         table, bias = model.profile_genes.weight, model.profile_bias
-        return profile_loss(vectors, table, bias, prepared.entries, prepared.genes_hidden, prepared.weights)
+        loss = profile_loss(vectors, table, bias, prepared.entries, prepared.genes_hidden, prepared.weights)
+        if prepared.totals is None:
+            return loss
+        config = self.config
+        weights = config.invariance_weight, config.variance_weight, config.covariance_weight
+        return loss + share(*self._views(model, states, prepared), prepared.totals, weights)
+
+    def sums(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
+        """Return the sums of VICReg."""
+        return sums_of(*self._views(model, states, prepared))
+
+    def _views(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(pairs, H) each: vectors of the shown and of the hidden part."""
+        vectors = model.cell_vectors(states, prepared)
+        return vectors[prepared.pairs[0]], vectors[prepared.pairs[1]]
 
     def _decoded(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
         """(C, D): last layer of the decoder."""
@@ -137,3 +161,10 @@ class CellDecoding(Objective):
         }
         name, against = "prediction of hidden genes", "mean profile of training cells"
         return figures, [compare(name, against, "nats cross-entropy", model - base, lower_is_better=True)]
+
+
+def _pairs(view: ViewBatch) -> torch.Tensor:
+    """(2, pairs) int64: cells with tokens in both views, and their second views."""
+    lengths = torch.tensor(view.lengths[: 2 * view.paired], dtype=torch.int64).view(2, view.paired)
+    first = (lengths > 0).all(0).nonzero().flatten()
+    return torch.stack([first, first + view.paired])

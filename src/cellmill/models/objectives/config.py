@@ -74,6 +74,19 @@ class CellDecodingConfig(ObjectiveConfig):
     decoder_hidden: int | None = Field(
         256, ge=1, description="Width of the decoder's hidden layer; null is a linear decoder."
     )
+    view_loss: Literal["vicreg"] | None = Field(
+        None,
+        description="A second loss, on the vectors of a cell's shown and hidden part over the global batch, in "
+        "training only; it encodes both parts, twice. vicreg: equal vectors of both parts, directions of equal spread "
+        "and without correlation (Bardes et al. 2022).",
+    )
+    invariance_weight: float = Field(
+        1.0, ge=0, description="Weight of vicreg's mean square difference; the cross-entropy of a cell has weight 1."
+    )
+    variance_weight: float = Field(
+        1.0, ge=0, description="Weight of vicreg's variance term, 0 where all standard deviations are at least 1."
+    )
+    covariance_weight: float = Field(0.04, ge=0, description="Weight of vicreg's covariance term.")
 
     @model_validator(mode="after")
     def _fractions_in_order(self) -> Self:
