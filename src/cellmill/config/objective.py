@@ -20,5 +20,9 @@ class ObjectiveConfig(Plugin):
 
     name: str = Field(description="Name of the objective.")
 
+    def obs_columns(self) -> dict[str, str]:
+        """obs columns whose levels batches carry for it, and the option that names each."""
+        return {}
+
     def check_tokens(self, tokens: Tokens) -> None:
         """Raise ValueError when the objective cannot be computed from such tokens."""

@@ -53,6 +53,7 @@ def draw_view(
     return ViewBatch(
         **_tokens_of(batch, cell, shown, tokenizer),
         cells=batch.cells,
+        levels=batch.levels,
         profile_cell=cell[at],
         profile_gene=batch.genes[at],
         profile_count=predicted[at],
