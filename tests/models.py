@@ -10,8 +10,8 @@ from cellmill.config.tokens import Tokens
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 
-NAMES = "mask_frac cell_loss_weight view min_hidden_frac max_hidden_frac target weights decoder_hidden "
-NAMES += "view_loss invariance_weight variance_weight covariance_weight parts"
+NAMES = "mask_frac cell_loss_weight view min_hidden_frac max_hidden_frac target weights decoder_hidden batch_column "
+NAMES += "batch_adversary batch_adversary_scale view_loss invariance_weight variance_weight covariance_weight parts"
 OF_OBJECTIVE = {"objective": "name"} | {name: name for name in NAMES.split()}
 
 
@@ -22,12 +22,14 @@ def split(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {"model": model, "objective": {OF_OBJECTIVE[key]: options[key] for key in options.keys() - model.keys()}}
 
 
-def spec(n_genes: int, tokens: Tokens | None = None, **options: Any) -> ModelSpec:
+def spec(
+    n_genes: int, tokens: Tokens | None = None, levels: dict[str, tuple[str, ...]] | None = None, **options: Any
+) -> ModelSpec:
     """The specification of a model over `n_genes` genes."""
     sections = split(options)
     objective = ObjectiveConfig.model_validate(sections["objective"])
     tokens = Tokens.model_validate({}) if tokens is None else tokens
-    return ModelSpec(FamilyConfig.model_validate(sections["model"]), objective, tokens, n_genes)
+    return ModelSpec(FamilyConfig.model_validate(sections["model"]), objective, tokens, n_genes, levels or {})
 
 
 def model_on_cpu(n_genes: int, tokens: Tokens | None = None, **options: Any) -> Model:

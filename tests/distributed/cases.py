@@ -21,6 +21,7 @@ from cellmill.cli import main
 from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Parallel
+from cellmill.data.manifest import Manifest
 from cellmill.data.stream import CellStream
 from cellmill.data.tokens import Batch
 from cellmill.data.vocabulary import Vocabulary
@@ -41,7 +42,7 @@ from cellmill.train.loop import Progress, Trainer
 from cellmill.train.optimizer import build_optimizer
 from cellmill.train.stop import StopFlag
 from cellmill.train.telemetry import Meter
-from cellmill.train.worker import build_model, build_parallel_model, build_streams, open_profile
+from cellmill.train.worker import batch_column, build_model, build_parallel_model, build_streams, open_profile
 
 DEVICE = torch.device("cpu")
 
@@ -72,8 +73,10 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
     parsed = TrainOptions.model_validate(options)
     vocabulary = Vocabulary.read(Path(corpus) / "vocabulary.tsv")
     mesh = build_mesh(parsed.parallel, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "cpu")
-    model = build_model(parsed, vocabulary, None, mesh, DEVICE)
-    train_stream, val_stream = build_streams(parsed, Path(corpus) / "shards" / "manifest.json", mesh)
+    manifest = Manifest.read(Path(corpus) / "shards" / "manifest.json")
+    levels = manifest.levels(parsed.obs_columns())
+    model = build_model(parsed, vocabulary, None, mesh, DEVICE, levels)
+    train_stream, val_stream = build_streams(parsed, manifest.path, mesh)
     lines = Lines()
     made = Trainer(
         model=model,
@@ -83,7 +86,7 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
         device=DEVICE,
         train=parsed.train,
         steps=steps,
-        size=measure(ModelSpec.of(parsed, vocabulary.n_genes)),
+        size=measure(ModelSpec.of(parsed, vocabulary.n_genes, levels)),
         train_stream=train_stream,
         val_stream=val_stream,
         checkpoints=Checkpoints(TrainFolder(Path(folder)), parsed.train.keep_checkpoints),
@@ -96,7 +99,9 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
             "fingerprint": train_stream.fingerprint,
             "vocabulary_digest": vocabulary.digest,
             "options": parsed.model_dump(mode="json"),
+            **({"levels": levels} if levels else {}),
         },
+        batch_column=batch_column(parsed, manifest),
     )
     return made, lines
 
@@ -134,6 +139,19 @@ def embedding_figures(
         stream.close()
     validated = [line for line in lines.lines if "val_loss" in line]
     return [(line.get("effective_rank"), line.get("depth_r2")) for line in validated]
+
+
+def curve_and_share(
+    corpus: str, options: dict[str, Any], folder: str, steps: int
+) -> tuple[list[list[float]], list[float]]:
+    """[loss, gradient norm] of each step, and the share of the batch in the embedding at each validation."""
+    made, lines = trainer(corpus, options, folder, steps)
+    made.run()
+    for stream in (made.train_stream, made.val_stream):
+        assert stream is not None
+        stream.close()
+    curve = [[line["loss"], line["grad_norm"]] for line in lines.lines if "loss" in line]
+    return curve, [line["batch_r2"] for line in lines.lines if "batch_r2" in line]
 
 
 def curve(corpus: str, options: dict[str, Any], folder: str, steps: int, load: bool = False) -> list[list[float]]:

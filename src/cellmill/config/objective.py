@@ -27,5 +27,9 @@ class ObjectiveConfig(Plugin):
         """Return this objective, or the parts of a sum."""
         return [self]
 
+    def obs_columns(self) -> dict[str, str]:
+        """obs columns whose levels batches carry for it, and the option that names each."""
+        return {}
+
     def check_tokens(self, tokens: Tokens) -> None:
         """Raise ValueError when the objective cannot be computed from such tokens."""

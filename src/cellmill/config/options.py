@@ -36,6 +36,10 @@ class TrainOptions(Section):
     train: Train
     track: Track = Track()
 
+    def obs_columns(self) -> dict[str, str]:
+        """obs columns whose levels batches carry, in the order of the batches, and the option that names each."""
+        return dict(sorted(self.objective.obs_columns().items()))
+
 
 class PlanOptions(TrainOptions):
     plan: Plan

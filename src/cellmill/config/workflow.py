@@ -71,6 +71,7 @@ class Workflow(Section):
         for name, run in self.runs.items():
             if run.corpus not in self.corpora:
                 raise ValueError(f"runs.{name}.corpus: no corpus {run.corpus!r}; there are: {', '.join(self.corpora)}")
+            self._check_obs_columns(name, run)
             chain = [name]
             while (parent := self.runs[chain[-1]].init_from) is not None:
                 if parent not in self.runs:
@@ -80,6 +81,16 @@ class Workflow(Section):
                     raise ValueError(f"runs.{name}.init_from: a circle: {' -> '.join([*chain, parent])}")
                 chain.append(parent)
         return self
+
+    def _check_obs_columns(self, name: str, run: RunConfig) -> None:
+        kept = self.corpora[run.corpus].preprocess.keep_obs
+        if kept is None:
+            return
+        for column, option in run.obs_columns().items():
+            # shards have `dataset` too, and a column of that name as `dataset_original`
+            if column not in (*kept, "dataset", "dataset_original"):
+                known = ", ".join(["dataset", *kept])
+                raise ValueError(f"runs.{name}.{option}: no obs column {column!r}; preprocess.keep_obs keeps: {known}")
 
     def datasets(self, corpus: str) -> dict[str, Dataset]:
         """Every dataset of the corpus's table, including those the corpus does not train on."""

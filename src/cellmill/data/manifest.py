@@ -4,9 +4,9 @@ Written last in a folder of shards: its existence means they are complete. Needs
 corpus in little memory.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -47,6 +47,8 @@ class Manifest:
     obs_columns: list[str]
     left_out: dict[str, int]  # by dataset, number of cells without any gene of the vocabulary
     splits: dict[str, SplitEntry]
+    obs_levels: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By obs column: `levels`, and `digest` of the level of every cell; columns of other numbers are absent."""
 
     @property
     def n_genes(self) -> int:
@@ -65,7 +67,8 @@ class Manifest:
                 for name, s in tree["splits"].items()
             }
             fields = ("fingerprint", "vocabulary", "seed", "split", "obs_columns", "left_out")
-            manifest = cls(path=path, splits=splits, **{name: tree[name] for name in fields})
+            levels = tree.get("obs_levels", {})  # absent in shards of earlier versions
+            manifest = cls(path=path, splits=splits, **{name: tree[name] for name in fields}, obs_levels=levels)
             expected = manifest.expected_fingerprint()
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{path}: not a shard manifest ({type(error).__name__}: {error}); {REMEDY}") from None
@@ -90,6 +93,30 @@ class Manifest:
         }
         fields = {"format": FORMAT, "vocabulary": self.vocabulary, "seed": self.seed, "split": self.split}
         return digest(fields | {"splits": splits})
+
+    def levels(self, columns: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+        """Levels of obs columns by name, in the order of `columns`: names, and the option that asks for each.
+
+        Raises DataError for a column that is not there or has no levels.
+        """
+        for name, option in columns.items():
+            if name not in self.obs_columns:
+                known = ", ".join(self.obs_columns)
+                raise DataError(f"{self.path}: no obs column {name!r} ({option}); there are: {known}")
+            if name not in self.obs_levels:
+                if not self.obs_levels:
+                    raise DataError(f"{self.path}: of an earlier version, without levels of obs columns; {REMEDY}")
+                known = ", ".join(self.obs_levels)
+                raise DataError(
+                    f"{self.path}: obs column {name!r} ({option}) has no levels: it is of numbers with decimals, or of "
+                    f"too many values; choose one of: {known}"
+                )
+        return {name: tuple(self.obs_levels[name]["levels"]) for name in columns}
+
+    def fingerprint_with(self, columns: Iterable[str]) -> str:
+        """Fingerprint of the cells with levels of obs columns; without columns that of the shards."""
+        read = {name: self.obs_levels[name] for name in columns}
+        return digest({"shards": self.fingerprint, "obs_levels": read}) if read else self.fingerprint
 
     def entry(self, split: str) -> SplitEntry:
         """The entry of `split`. Raises DataError when it is missing or has no cells."""

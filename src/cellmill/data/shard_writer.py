@@ -25,7 +25,9 @@ from cellmill.data.count_matrix import select_columns
 from cellmill.data.counts_reader import open_counts
 from cellmill.data.counts_writer import count_dtype, write_cells
 from cellmill.data.gene_ranking import inverse_medians, rank_order_rows
+from cellmill.data.level_table import level_table
 from cellmill.data.manifest import Manifest, ShardEntry, SplitEntry
+from cellmill.data.obs_levels import DATASET
 from cellmill.data.shard_file import RowFile
 from cellmill.data.shuffle import SHARDS, permutation
 from cellmill.data.split import SPLITS, hash_cells, hash_genes, require_column, split_by_content, split_by_value
@@ -37,7 +39,6 @@ _BLOCK = 1024  # cells read, ordered and written at a time
 _MAX_NONZEROS = np.iinfo(np.int32).max  # of a shard: its indptr is int32
 _READ_THREADS = 4
 _SHARD_NAME = re.compile(r"(train|val|test)-\d{5}\.h5ad")
-_OWN_COLUMN = "dataset"
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def write_shards(cells: list[Path], vocabulary: Vocabulary, options: ShardOption
     weights, hashes = inverse_medians(vocabulary.medians), hash_genes(vocabulary.gene_ids)
     datasets = [_scan(paths[name], vocabulary, hashes) for name in sorted(paths)]
     corpus, split = _divide(datasets, options)
-    obs, columns = _joint_obs(datasets, corpus)
+    obs = _joint_obs(datasets, corpus)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
     splits: dict[str, SplitEntry] = {}
@@ -95,14 +96,14 @@ def write_shards(cells: list[Path], vocabulary: Vocabulary, options: ShardOption
     for path in out.parent.iterdir():  # shards of an earlier, larger set
         if _SHARD_NAME.fullmatch(path.name) and path.name not in written:
             path.unlink()
-    return _write_manifest(out, vocabulary, options, columns, datasets, splits)
+    return _write_manifest(out, vocabulary, options, obs, datasets, splits)
 
 
 def _write_manifest(
     out: Path,
     vocabulary: Vocabulary,
     options: ShardOptions,
-    columns: list[str],
+    obs: pd.DataFrame,
     datasets: list[_Dataset],
     splits: dict[str, SplitEntry],
 ) -> Manifest:
@@ -113,9 +114,10 @@ def _write_manifest(
         vocabulary={"digest": vocabulary.digest, "n_genes": vocabulary.n_genes, "medians_digest": medians},
         seed=options.seed,
         split={"by": options.split_by, "val_frac": options.val_frac, "test_frac": options.test_frac},
-        obs_columns=columns,
+        obs_columns=list(obs.columns),
         left_out={dataset.name: int((dataset.nnz == 0).sum()) for dataset in datasets},
         splits=splits,
+        obs_levels=level_table(obs),
     )
     manifest = replace(manifest, fingerprint=manifest.expected_fingerprint())
     manifest.write()  # last: its existence means that the shards are complete
@@ -162,7 +164,7 @@ def _divide(datasets: list[_Dataset], options: ShardOptions) -> tuple[_Cells, np
 
 def _values(dataset: _Dataset, column: str) -> np.ndarray:
     """Values of an obs column as text; for `dataset`, the dataset's name."""
-    if column == _OWN_COLUMN:
+    if column == DATASET:
         return np.full(len(dataset.obs), dataset.name, object)
     require_column(column, dataset.obs.columns, str(dataset.path))
     values = dataset.obs[column]
@@ -174,23 +176,23 @@ def _values(dataset: _Dataset, column: str) -> np.ndarray:
     return values.astype(str).to_numpy(object)
 
 
-def _joint_obs(datasets: list[_Dataset], corpus: _Cells) -> tuple[pd.DataFrame, list[str]]:
-    """obs of all cells, with the union of the datasets' columns, and the names of these.
+def _joint_obs(datasets: list[_Dataset], corpus: _Cells) -> pd.DataFrame:
+    """obs of all cells, with the union of the datasets' columns.
 
     Text becomes categories, numbers stay numbers. Cells of a dataset without the column have NaN.
     """
     names = list(dict.fromkeys(str(column) for dataset in datasets for column in dataset.obs.columns))
     frame = pd.DataFrame(index=pd.RangeIndex(len(corpus.row)))
     where = np.array([dataset.name for dataset in datasets], object)[corpus.dataset]
-    frame[_OWN_COLUMN] = pd.Categorical(where, categories=[dataset.name for dataset in datasets])
+    frame[DATASET] = pd.Categorical(where, categories=[dataset.name for dataset in datasets])
     rows = [corpus.row[corpus.dataset == number] for number in range(len(datasets))]
     for name in names:
         parts = [dataset.obs.get(name) for dataset in datasets]
         # a user's own column `dataset` is kept under another name
-        frame[name if name != _OWN_COLUMN else f"{_OWN_COLUMN}_original"] = _joint_column(parts, rows)
+        frame[name if name != DATASET else f"{DATASET}_original"] = _joint_column(parts, rows)
     cells = np.concatenate([dataset.obs.index.to_numpy(object)[r] for dataset, r in zip(datasets, rows)])
     frame.index = pd.Index([f"{a}:{b}" for a, b in zip(where, cells)], dtype=object)
-    return frame, list(frame.columns)
+    return frame
 
 
 def _joint_column(parts: list[pd.Series | None], rows: list[np.ndarray]) -> np.ndarray | pd.Categorical:

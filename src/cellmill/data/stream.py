@@ -7,10 +7,11 @@ integers, counted in batches handed out; resuming seeks and replays nothing.
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from cellmill.config.checks import check_batch, check_budget, check_lanes
 from cellmill.config.run import Stream as StreamOptions
 from cellmill.config.tokens import Tokens
 from cellmill.data.manifest import Manifest
+from cellmill.data.obs_levels import read_level_numbers
 from cellmill.data.prefetch import Prefetch, PrefetchedStep
 from cellmill.data.shard_file import cell_names, open_shards
 from cellmill.data.shuffle import EpochLayout
@@ -36,8 +38,10 @@ class CellStream:
     optimizer step over all ranks, is a multiple of `stream.lanes`. A micro-batch has at most `token_budget` tokens.
     Each step has at least `min_microbatches` of them and a multiple of `microbatch_multiple`; if either is not 1, they
     are of even sizes, for pipeline parallel. Endless with `shuffle`; else one epoch in disk order. Only the first
-    `max_cells` cells of the split are used; None takes all. `counted` batches have the counts of their tokens. Raises
-    DataError when manifest or shards are missing, damaged or do not match, or the split has no cells.
+    `max_cells` cells of the split are used; None takes all. `counted` batches have the counts of their tokens, and
+    batches with `columns` (obs columns, and the option that asks for each) the levels of their cells; `levels` are
+    these columns' levels. Raises DataError when manifest or shards are missing, damaged or do not match, or the split
+    has no cells.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class CellStream:
         shuffle: bool = True,
         max_cells: int | None = None,
         counted: bool = False,
+        columns: Mapping[str, str] = MappingProxyType({}),
     ):
         check_lanes(stream.lanes, global_batch, world)
         check_batch(global_batch, stream.lanes)
@@ -69,12 +74,15 @@ class CellStream:
             sizes, **order, global_batch=global_batch, seed=seed, shuffle=shuffle, max_cells=max_cells
         )
         self.n_cells, self.steps_per_epoch = self._layout.n_cells, self._layout.steps_per_epoch
-        self.fingerprint = opened.fingerprint
+        self.levels = opened.levels(columns)
+        self.fingerprint = opened.fingerprint_with(columns)
         assert self.n_cells >= world or not shuffle, f"{self.n_cells} cells for {world} ranks"
         self._max_tokens, self._budget, self._rank, self._world = tokens.max_tokens, token_budget, rank, world
         self._min_microbatches, self._microbatch_multiple = min_microbatches, microbatch_multiple
         self._tokenizer: Tokenizer = tokens.load()(tokens)
         self._shards = open_shards(opened, split)
+        paths = [opened.shard_path(shard) for shard in entry.shards]
+        self._numbers = read_level_numbers(paths, self.levels) if columns else None
         lanes = list(range(rank, stream.lanes, world))
         self._counted = counted
         max_genes = None if counted or self._tokenizer.needs_counts else tokens.max_tokens
@@ -162,8 +170,10 @@ class CellStream:
             counts = step.counts[nonzeros] if step.counts is not None else None
             max_counted = self._max_tokens if self._counted else None
             genes, cells = step.genes[nonzeros], step.cells[first:last]
-            batches.append(tokenized(self._tokenizer, genes, counts, starts - starts[0], cells, max_counted))
-        return batches + [empty_batch(self._tokenizer.dtype, self._counted) for _ in range(number - len(batches))]
+            levels = None if self._numbers is None else self._numbers[cells]
+            batches.append(tokenized(self._tokenizer, genes, counts, starts - starts[0], cells, max_counted, levels))
+        empty = empty_batch(self._tokenizer.dtype, self._counted, len(self.levels))
+        return batches + [empty] * (number - len(batches))
 
 
 class _Ahead:

@@ -22,6 +22,7 @@ class Batch:
     cu_seqlens: np.ndarray  # `(cells + 1,)` int32, offset of each cell's first token
     cells: np.ndarray  # `(cells,)` int64, stable id of each cell: its index in the split's shards, or in the file
     counts: np.ndarray | None = None  # `(tokens,)` int64, count of each token, where the objective needs it
+    levels: np.ndarray | None = None  # `(cells, columns)` int32, numbers of levels (`data.obs_levels`), where asked for
 
 
 class Tokenizer(Protocol):
@@ -68,21 +69,28 @@ class Prefixes:
 
 
 def tokenized(
-    tokenizer: Tokenizer, genes: np.ndarray, counts: Any, starts: np.ndarray, cells: np.ndarray, max_counted: int | None
+    tokenizer: Tokenizer,
+    genes: np.ndarray,
+    counts: Any,
+    starts: np.ndarray,
+    cells: np.ndarray,
+    max_counted: int | None,
+    levels: np.ndarray | None = None,
 ) -> Batch:
     """Batch of `cells` as `tokenizer.tokenize` makes it; with counts of the first `max_counted` genes of each cell.
 
-    `max_counted` is `max_tokens` where the objective needs counts, else None.
+    `max_counted` is `max_tokens` where the objective needs counts, else None; `levels` are those of the cells.
     """
     tokens = tokenizer.tokenize(genes, counts, starts)
     kept = None if max_counted is None else Prefixes(starts, max_counted).of(counts).astype(np.int64)
-    return Batch(*tokens, cells, kept)
+    return Batch(*tokens, cells, kept, levels)
 
 
-def empty_batch(dtype: np.dtype, counted: bool = False) -> Batch:
-    """Batch of no cells, with values of `dtype`; `counted` batches have counts."""
-    none = np.empty(0, np.int64)
-    return Batch(np.empty(0, np.int32), np.empty(0, dtype), np.zeros(1, np.int32), none, none if counted else None)
+def empty_batch(dtype: np.dtype, counted: bool = False, columns: int = 0) -> Batch:
+    """Batch of no cells, with values of `dtype`; `counted` batches have counts, and those with `columns` levels."""
+    none, levels = np.empty(0, np.int64), np.empty((0, columns), np.int32) if columns else None
+    ends = np.zeros(1, np.int32)
+    return Batch(np.empty(0, np.int32), np.empty(0, dtype), ends, none, none if counted else None, levels)
 
 
 def cut_batch(lengths: np.ndarray, token_budget: int) -> list[int]:
@@ -117,4 +125,5 @@ def split_batch(batch: Batch, token_budget: int) -> Iterator[Batch]:
         tokens = slice(cu[first], cu[last])
         part = (cu[first : last + 1] - cu[first]).astype(np.int32)
         counts = None if batch.counts is None else batch.counts[tokens]
-        yield Batch(batch.genes[tokens], batch.values[tokens], part, batch.cells[first:last], counts)
+        levels = None if batch.levels is None else batch.levels[first:last]
+        yield Batch(batch.genes[tokens], batch.values[tokens], part, batch.cells[first:last], counts, levels)

@@ -23,6 +23,7 @@ from cellmill.data.counts_reader import CountsReader
 from cellmill.data.gene_ranking import inverse_medians, rank_order_rows
 from cellmill.data.genes import GeneColumns, match_columns
 from cellmill.data.h5_file import create_h5
+from cellmill.data.level_table import numbers_of
 from cellmill.data.tokens import Batch, Tokenizer, split_batch, tokenized
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
@@ -58,11 +59,13 @@ def tokens_of(
     chosen: np.ndarray,
     totals: np.ndarray,
     counted: bool = False,
+    levels: np.ndarray | None = None,
 ) -> Iterator[Batch]:
     """Tokens of the cells where `chosen` (bool, `(n_obs,)`) is True, one block of `rows` at a time.
 
     `Batch.cells` are indices of rows. Cells without a known gene are left out. Adds the counts on known genes
-    and all counts of the chosen cells to `totals` (two int64). `counted` batches have the counts of their tokens.
+    and all counts of the chosen cells to `totals` (two int64). `counted` batches have the counts of their tokens;
+    `levels` are those of all rows, for batches with levels.
     """
     inverse, first = inverse_medians(vocabulary.medians), 0
     tokenizer: Tokenizer = tokens.load()(tokens)
@@ -79,7 +82,9 @@ def tokens_of(
         starts = block.indptr.astype(np.int64)
         genes, counts = rank_order_rows(starts, block.indices, block.data, inverse)
         max_counted = tokens.max_tokens if counted else None
-        yield tokenized(tokenizer, genes, counts, starts, cells[nonempty].astype(np.int64), max_counted)
+        cells = cells[nonempty].astype(np.int64)
+        of_cells = None if levels is None else levels[cells]
+        yield tokenized(tokenizer, genes, counts, starts, cells, max_counted, of_cells)
 
 
 def embed_cells(
@@ -93,11 +98,18 @@ def embed_cells(
     """Embeddings of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, in file order."""
     chosen = np.ones(reader.n_obs, dtype=bool) if chosen is None else chosen
     columns, totals = match_columns(reader, vocabulary), np.zeros(2, np.int64)
-    batches = tokens_of(reader.rows(ROW_BLOCK), columns, vocabulary, tokens, chosen, totals)
+    levels = levels_of(reader, model)
+    batches = tokens_of(reader.rows(ROW_BLOCK), columns, vocabulary, tokens, chosen, totals, levels=levels)
     embedded = embed_batches(batches, model, reader.n_obs, token_budget)[chosen]
     if np.isnan(embedded).all():
         raise DataError(f"{reader.path}: no cell has a count on a gene that the model knows")
     return Embedding(embedded, float(totals[0] / totals[1]), int(np.isnan(embedded[:, 0]).sum()))
+
+
+def levels_of(reader: CountsReader, model: Model) -> np.ndarray | None:
+    """Numbers of levels of a file's cells for `tokens_of`; None for a model that reads no obs column."""
+    known = model.objective.levels
+    return numbers_of(reader.obs, reader.path.stem, known) if known else None
 
 
 def embed_batches(batches: Iterable[Batch], model: Model, n_cells: int, token_budget: int) -> np.ndarray:

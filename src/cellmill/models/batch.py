@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from cellmill.config.tokens import SPECIAL
 from cellmill.data.tokens import Batch
@@ -28,6 +29,8 @@ class TensorBatch:
     """Tokens of each cell as Python integers: reading them never waits for a device."""
     counts: torch.Tensor | None = None
     """(tokens,) int64, where the objective needs them."""
+    levels: torch.Tensor | None = None
+    """(cells, columns) int64, where asked for: numbers of levels of obs columns, 0 for unknown ones."""
 
 
 def to_tensors(batch: Batch, device: torch.device = CPU) -> TensorBatch:
@@ -40,6 +43,7 @@ def to_tensors(batch: Batch, device: torch.device = CPU) -> TensorBatch:
         cells=torch.from_numpy(batch.cells),
         lengths=(batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).tolist(),
         counts=None if batch.counts is None else torch.from_numpy(batch.counts),
+        levels=None if batch.levels is None else torch.from_numpy(batch.levels).long(),
     )
     return on_device(tensors, device)
 
@@ -63,6 +67,7 @@ def padded(batch: TensorBatch, tokens: int) -> TensorBatch:
         cells=torch.cat([batch.cells, batch.cells.new_full((len(lengths),), -1)]),
         lengths=[*batch.lengths, *lengths],
         counts=None if batch.counts is None else torch.cat([batch.counts, batch.counts.new_zeros(more)]),
+        levels=None if batch.levels is None else F.pad(batch.levels, (0, 0, 0, len(lengths))),
     )
 
 

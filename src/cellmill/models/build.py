@@ -1,7 +1,7 @@
 """Build the whole model on the meta device from a torch-free specification."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -23,17 +23,20 @@ class ModelSpec:
     objective: ObjectiveConfig
     tokens: Tokens
     n_genes: int
+    levels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Levels of the obs columns that the run reads, in the order of its batches."""
 
     @classmethod
-    def of(cls, options: TrainOptions, n_genes: int) -> Self:
+    def of(cls, options: TrainOptions, n_genes: int, levels: Mapping[str, Sequence[str]] | None = None) -> Self:
         """Return the specification of a run's model over `n_genes` genes."""
-        return cls(options.model, options.objective, options.tokens, n_genes)
+        return cls(options.model, options.objective, options.tokens, n_genes, levels or {})
 
 
 def build(spec: ModelSpec, transform: Callable[[Model], None] | None = None) -> Model:
     """Return the whole model on the meta device, changed by `transform`, with its initial values known by name."""
     with torch.device("meta"):
         objective = spec.objective.load()(spec.objective, spec.tokens)
+        objective.levels = spec.levels
         model: Model = spec.model.load()(spec.model, spec.n_genes, spec.tokens, objective)
         if transform is not None:
             transform(model)

@@ -28,6 +28,8 @@ class EncoderBatch:
     """(tokens,) int64: keys of the dropout."""
     cell_keys: torch.Tensor
     """(cells,) int64: keys of the dropout in layers whose rows are cells."""
+    levels: torch.Tensor | None = None
+    """(cells, columns) int64: as in the batch."""
 
 
 def whole(batch: TensorBatch, keys: tuple[int, int] | None = None) -> EncoderBatch:
@@ -47,6 +49,7 @@ def whole(batch: TensorBatch, keys: tuple[int, int] | None = None) -> EncoderBat
         lengths=batch.lengths,
         token_keys=place if keys is None else keyed_bits(keyed_bits(batch.cells[cell], *keys, place), 1),
         cell_keys=batch.cells if keys is None else keyed_bits(batch.cells, *keys),
+        levels=batch.levels,
     )
 
 

@@ -7,7 +7,7 @@
 Nothing is unpickled.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -101,7 +101,8 @@ def spec_of(config: dict[str, Any], n_genes: int) -> ModelSpec:
     stored = upgrade_options({key: config[key] for key in ("model", "objective", "tokens") if key in config})
     sections = (("model", FamilyConfig), ("objective", ObjectiveConfig), ("tokens", Tokens))
     parsed = {name: check_options(kind, stored[name], f"config.json: {name}") for name, kind in sections}
-    return ModelSpec(**parsed, n_genes=n_genes)
+    levels = {name: tuple(known) for name, known in config.get("levels", {}).items()}
+    return ModelSpec(**parsed, n_genes=n_genes, levels=levels)
 
 
 def initial_tensors(
@@ -112,8 +113,8 @@ def initial_tensors(
     A tensor's generator is seeded with the CRC-32 of seed and name, so values depend on no order and no layout. With
     `only`, just these names are yielded.
     With `init_from`, an exported model, its tensors are used instead; those with a row per gene are matched by Ensembl
-    id, and its unknown genes keep their random values. So do tensors that it lacks (another objective's head). Raises
-    ConfigError if a shared tensor has another shape.
+    id, those with a row per level by the level's name, and unknown genes and levels keep their random values. So do
+    tensors that it lacks (another objective's head). Raises ConfigError if a shared tensor has another shape.
     """
     source = _Source(init_from) if init_from is not None else None
     for name, empty in named_tensors(model):
@@ -124,7 +125,10 @@ def initial_tensors(
         generator = torch.Generator().manual_seed(crc32(f"{seed}:{name}".encode()))
         model.initialize(name, tensor, generator)
         if source is not None:
-            source.fill(name, tensor, vocabulary if name in model.gene_rows else None)
+            if name in model.level_rows:
+                source.fill_levels(name, tensor, model.level_rows[name], model.objective.levels)
+            else:
+                source.fill(name, tensor, vocabulary if name in model.gene_rows else None)
         yield name, tensor
 
 
@@ -135,6 +139,7 @@ class _Source:
         self.folder = folder
         self.vocabulary = Vocabulary.read(folder / "vocabulary.tsv")
         self.tensors = dict(_read_tensors(folder / WEIGHTS))
+        self.levels: dict[str, list[str]] = read_json(folder / "config.json").get("levels", {})
 
     def fill(self, name: str, tensor: torch.Tensor, vocabulary: Vocabulary | None) -> None:
         """Overwrite `tensor` with the source's, by gene if a vocabulary is given."""
@@ -151,6 +156,16 @@ class _Source:
         special = len(SPECIAL)
         tensor[:special] = theirs[:special]
         tensor[known + special] = theirs[rows[known] + special]
+
+    def fill_levels(self, name: str, tensor: torch.Tensor, column: str, levels: Mapping[str, Sequence[str]]) -> None:
+        """Overwrite the rows of `tensor` whose levels of `column` the source has too."""
+        theirs = self.tensors.get(name)
+        rows = {level: row for row, level in enumerate(self.levels.get(column, ()))}
+        if theirs is None or not rows:
+            return
+        self._check(name, theirs.shape[1:], tensor.shape[1:])
+        known = [row for row, level in enumerate(levels[column]) if level in rows]
+        tensor[known] = theirs[[rows[levels[column][row]] for row in known]]
 
     def _check(self, name: str, theirs: torch.Size, ours: torch.Size) -> None:
         if theirs != ours:

@@ -7,6 +7,7 @@ measures them on the meta device. Its torch-free options are a `cellmill.config.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class Model(nn.Module):
     """H, the width of the residual stream."""
     gene_rows: frozenset[str] = frozenset()
     """Parameters with one row per token of the vocabulary, which `init_from` matches by gene."""
+    level_rows: Mapping[str, str] = MappingProxyType({})
+    """Parameters with one row per level of an obs column, and the column; `init_from` matches rows by level."""
 
     def __init__(self, objective: Objective) -> None:
         super().__init__()

@@ -4,7 +4,7 @@ An objective holds no parameters. Its modules (heads) become attributes of the m
 chooses, so that checkpoints, layouts and exports treat them like all others.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -49,6 +49,8 @@ class Objective:
 
     def __init__(self, config: ObjectiveConfig, tokens: Tokens) -> None:
         self.config, self.tokens = config, tokens
+        self.levels: Mapping[str, Sequence[str]] = {}
+        """Levels of the obs columns that batches carry, in their order; set by `models.build` before `attach`."""
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         """Add heads to `model` on the meta device, as its attributes.

@@ -137,9 +137,9 @@ class Cost:
 
 def cost(options: PlanOptions, cells: Cells, hardware: Hardware, device: Device, memory: Memory) -> Cost:
     """Estimate a run that needs `memory` per process."""
-    model = PlannedModel.of(options, cells.n_genes, hardware.world, hardware.nproc_per_node)
+    model = PlannedModel.of(options, cells.n_genes, hardware.world, hardware.nproc_per_node, cells.levels)
     work = measure_work(options, cells, model.layout)
-    whole = measure(ModelSpec.of(options, cells.n_genes), finetune=options.finetune)
+    whole = measure(ModelSpec.of(options, cells.n_genes, cells.levels), finetune=options.finetune)
     per_cell = whole.flops_per_token * cells.tokens_per_cell + whole.flops_per_token_pair * cells.pairs_per_cell
     flops_per_step = per_cell * work.cells_per_step
     own_cells = work.cells_per_step / model.layout.dp

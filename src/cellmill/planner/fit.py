@@ -63,7 +63,7 @@ def memory_needed(options: PlanOptions, cells: Cells, hardware: Hardware, micro_
     """Return the memory of the rank that needs the most, optionally with micro-batches of `micro_tokens` tokens."""
     if hardware.device == "cpu":  # there is no other memory to offload to
         options = _with(options, cpu_offload=None)
-    model = PlannedModel.of(options, cells.n_genes, hardware.world, hardware.nproc_per_node)
+    model = PlannedModel.of(options, cells.n_genes, hardware.world, hardware.nproc_per_node, cells.levels)
     work = measure_work(options, cells, model.layout)
     return peak_memory(model, work.micro_tokens if micro_tokens is None else micro_tokens, work.most_micro_batches)
 

@@ -49,7 +49,8 @@ def advice(record: dict[str, Any], options: TrainOptions, world: int, nproc_per_
     """
     planned = PlanOptions.model_validate({**dict(options), "plan": {}})
     manifest = Manifest.read(Path(record["manifest"]))
-    cells = Cells(detected_genes(manifest).clip(max=options.tokens.max_tokens), manifest.n_genes)
+    lengths = detected_genes(manifest).clip(max=options.tokens.max_tokens)
+    cells = Cells(lengths, manifest.n_genes, levels=manifest.levels(options.obs_columns()))
     hardware = Hardware(world // nproc_per_node, nproc_per_node, device, 0, 0)
     memory = memory_needed(planned, cells, hardware)
     parts = sorted(asdict(memory).items(), key=lambda part: -part[1])

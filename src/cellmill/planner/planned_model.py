@@ -7,6 +7,7 @@ Source: Narayanan et al. 2021, section 2.2 (1F1B, interleaved); Qi et al. 2024 (
 section 3.2.1 (DualPipe, here in V shape).
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -72,10 +73,18 @@ class PlannedModel:
     local_world: int  # processes per node
 
     @classmethod
-    def of(cls, options: TrainOptions, n_genes: int, world: int, local_world: int) -> Self:
+    def of(
+        cls,
+        options: TrainOptions,
+        n_genes: int,
+        world: int,
+        local_world: int,
+        levels: Mapping[str, Sequence[str]] | None = None,
+    ) -> Self:
         """Measure the model of a run on `world` processes. Raises ConfigError if they do not fit the layout."""
         parallel = options.parallel
-        size = measure(ModelSpec.of(options, n_genes), parallel.tp, parallel.sequence_parallel, options.finetune)
+        spec = ModelSpec.of(options, n_genes, levels)
+        size = measure(spec, parallel.tp, parallel.sequence_parallel, options.finetune)
         return cls(size, parallel, layout(parallel, world, local_world), local_world)
 
     @property

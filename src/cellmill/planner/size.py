@@ -243,7 +243,9 @@ def _sample(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
     starts = np.arange(cells + 1, dtype=np.int64) * cell_tokens
     tokenizer: Tokenizer = spec.tokens.load()(spec.tokens)
     counted = spec.tokens.max_tokens if spec.objective.needs_counts else None
-    return tokenized(tokenizer, genes, counts, starts, np.arange(cells, dtype=np.int64), counted)
+    known = np.array([len(levels) for levels in spec.levels.values()], np.int32)
+    numbers = np.arange(cells, dtype=np.int32)[:, None] % known + 1 if spec.levels else None
+    return tokenized(tokenizer, genes, counts, starts, np.arange(cells, dtype=np.int64), counted, numbers)
 
 
 class _Passes:

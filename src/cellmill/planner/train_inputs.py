@@ -1,5 +1,6 @@
 """Checks of the files that a training reads, before any process is started; each error is one line."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cellmill.config import check_options
@@ -20,6 +21,13 @@ def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
             f"{vocabulary}: its digest is {digest[:12]}, the shards were made with "
             f"{shards.vocabulary['digest'][:12]}; pass the vocabulary of the shards, or make the shards again"
         )
+
+
+def check_levels(options: TrainOptions, levels: Mapping[str, Sequence[str]]) -> None:
+    """Raise ConfigError for a column in which all cells of the corpus are alike."""
+    for name, option in options.obs_columns().items():
+        if len(levels[name]) < 2:
+            raise ConfigError(f"{option} {name}: all cells of the corpus have the same value; leave it out")
 
 
 def check_weights(options: TrainOptions, init_from: Path) -> None:

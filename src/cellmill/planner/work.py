@@ -1,6 +1,7 @@
 """Steps, tokens and micro-batches of a run, from the row offsets of the shards: no cell is read."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 import numpy as np
@@ -26,6 +27,7 @@ class Cells:
     n_genes: int  # genes of the vocabulary
     validation: int = 0  # number of validation cells
     number: int | None = None  # number of cells if `lengths` has only some of them
+    levels: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of the obs columns that the run reads
 
     @property
     def n(self) -> int:

@@ -87,6 +87,7 @@ def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
         ("fraction of time waiting for data", None, sum(waits) / len(waits) if waits else None),
         ("effective rank of the embedding, last validation", None, _last(run.lines, "effective_rank")),
         ("R² of log depth from the embedding, last validation", None, _last(run.lines, "depth_r2")),
+        ("share of the embedding explained by the batch, last validation", None, _last(run.lines, "batch_r2")),
     ]
     return [row for row in rows if row[1] is not None or row[2] is not None]
 

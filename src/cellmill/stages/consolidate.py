@@ -44,7 +44,7 @@ def run(*, options: ConsolidateOptions, train: Path, vocabulary: Path, out: Path
             f"{vocabulary}: its digest is {genes.digest[:12]}, the checkpoint was trained with "
             f"{state['vocabulary_digest'][:12]}; use the vocabulary it was trained with"
         )
-    spec = spec_of(state["options"], genes.n_genes)
+    spec = spec_of(state["options"] | {"levels": state.get("levels", {})}, genes.n_genes)
     method = load_method(check_options(MethodConfig, state["options"].get("finetune", {}), f"{checkpoint.path}"))
     model = build(spec, method.transform).to_empty(device="cpu")
     _load(checkpoint, model)
@@ -98,6 +98,7 @@ def _config(state: dict[str, Any], genes: Vocabulary) -> dict[str, Any]:
         "step": progress["step"],
         "val_loss": progress["val_loss"],
         "seed": options["train"]["seed"],
+        **({"levels": state["levels"]} if "levels" in state else {}),
     }
 
 

@@ -19,9 +19,11 @@ from cellmill.planner.cost import cost
 from cellmill.planner.devices import check_precision, device_named
 from cellmill.planner.fit import check_memory, hardware_of, largest_micro_batch
 from cellmill.planner.table import describe, table
+from cellmill.planner.train_inputs import check_levels
 from cellmill.planner.work import Cells, detected_genes
 
 SAMPLED_CELLS = 1 << 22  # all assumed cells have the same length
+ASSUMED_LEVELS = 16  # of an obs column that the run reads
 
 
 def run(
@@ -45,9 +47,14 @@ def run(
         detected = corpus.lengths
     else:
         shards = Manifest.read(manifest)
-        detected, fingerprint = detected_genes(shards), shards.fingerprint
+        columns = options.obs_columns()
+        check_levels(options, levels := shards.levels(columns))
+        detected, fingerprint = detected_genes(shards), shards.fingerprint_with(columns)
         corpus = Cells(
-            np.minimum(detected, options.tokens.max_tokens), shards.n_genes, validation=shards.splits["val"].n_obs
+            np.minimum(detected, options.tokens.max_tokens),
+            shards.n_genes,
+            validation=shards.splits["val"].n_obs,
+            levels=levels,
         )
     if suggest:
         suggestions = layout_search.suggest(options, corpus, machine, device)
@@ -78,4 +85,5 @@ def _assumed(options: PlanOptions, cells: int, genes: int) -> Cells:
         f"no --manifest given; assuming {cells:,} cells of {longest:,} tokens each, {genes:,} genes, and {val:,} "
         "validation cells\n"
     )
-    return Cells(np.full(min(cells, SAMPLED_CELLS), longest), genes, val, number=cells)
+    levels = dict.fromkeys(options.obs_columns(), tuple(map(str, range(ASSUMED_LEVELS))))
+    return Cells(np.full(min(cells, SAMPLED_CELLS), longest), genes, val, number=cells, levels=levels)

@@ -25,7 +25,7 @@ from cellmill.launch.allocation import run_allocation
 from cellmill.launch.job import Job
 from cellmill.launch.local import run_local
 from cellmill.launch.slurm import RunFiles, SlurmLauncher
-from cellmill.planner.train_inputs import check_vocabulary, check_weights
+from cellmill.planner.train_inputs import check_levels, check_vocabulary, check_weights
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.identity import changed_keys, check_data, identity
 from cellmill.runs.progress import status
@@ -46,6 +46,9 @@ def run(
     Raises Stopped if a signal ended it with its state saved, UserError if a process failed.
     """
     shards = Manifest.read(manifest)
+    columns = options.obs_columns()
+    check_levels(options, shards.levels(columns))
+    fingerprint = shards.fingerprint_with(columns)
     for nodes in machine.node_counts:
         check_run(options, nodes, machine.nproc_per_node, shards.splits["train"].n_obs)
     check_vocabulary(vocabulary, shards)
@@ -56,7 +59,7 @@ def run(
         record: dict[str, Any] = {
             "options": options.model_dump(mode="json"),
             "identity": identity(options, None if init_from is None else sha256_file(init_from / "model.safetensors")),
-            "fingerprint": shards.fingerprint,
+            "fingerprint": fingerprint,
             "manifest": str(manifest),
             "vocabulary": str(vocabulary),
             "init_from": None if init_from is None else str(init_from),
@@ -66,7 +69,7 @@ def run(
         }
         launcher = _slurm_launcher(folder, machine)
         if launcher is None or not _is_living(launcher, folder, record):
-            if _is_done(folder, record["identity"], shards.fingerprint):
+            if _is_done(folder, record["identity"], fingerprint):
                 write_cost(folder.path, show=False)  # its launcher may have been killed before it could
                 print(f"{out}: this run is already done", flush=True)
                 return

@@ -1,13 +1,15 @@
 """Figures of the embedding of validation cells: directions that it uses, and how much of it is sequencing depth.
 
 Only sums over cells are kept, of which every rank has a share: with vectors z and log depths d, the number of cells and
-the sums of z, z z^T, z d, d and d^2. Vectors are those of the views that the validation loss is computed from.
+the sums of z, z z^T, z d, d and d^2; and of each batch (a level of an obs column) the number of cells and the sum of
+z. Vectors are those of the views that the validation loss is computed from.
 
 Sources: Roy & Vetterli 2007 (effective rank, here of the covariance's eigenvalues).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,12 +27,21 @@ COLLAPSED = 1.5  # effective rank below which the embedding is nearly one direct
 class EmbeddingMonitor:
     """Figures of one validation. Every rank of the training has one."""
 
-    def __init__(self, model: Model | PipelineStages) -> None:
+    def __init__(
+        self,
+        model: Model | PipelineStages,
+        levels: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        batch_column: str | None = None,
+    ) -> None:
         staged = isinstance(model, PipelineStages)
         part: Any = model.parts[0] if staged else model
         self.last: Any = model.last if staged else model
         self.width: int = part.width if part.width <= MAX_WIDTH else 0
+        self.column = None if batch_column is None else [*levels].index(batch_column)
+        n_levels = 0 if batch_column is None else len(levels[batch_column])
         self.sums = torch.zeros(self.width * (self.width + 2) + 3, dtype=torch.float64)
+        self.by_level = torch.zeros(n_levels, self.width + 1, dtype=torch.float64)
+        """Number of cells and sum of vectors of each level."""
 
     @contextmanager
     def watching(self, batches: Sequence[TensorBatch]) -> Iterator[None]:
@@ -52,15 +63,19 @@ class EmbeddingMonitor:
         z, d = vectors[: len(batch.lengths)].double().cpu(), _log_depth(batch)
         parts = (z.new_tensor([len(z)]), z.sum(0), (z.T @ z).flatten(), d @ z, d.sum()[None], (d @ d)[None])
         self.sums += torch.cat(parts)
+        if self.column is not None and batch.levels is not None:
+            counted = torch.cat([torch.ones(len(z), 1, dtype=torch.float64), z], dim=1)
+            self.by_level.index_add_(0, batch.levels[:, self.column] - 1, counted)
 
     def line(self, mesh: Mesh) -> dict[str, float]:
-        """Return `effective_rank` and `depth_r2` for metrics.jsonl, where they can be told. Collective: every rank.
+        """Return the figures for metrics.jsonl, where they can be told. Collective: every rank.
 
         Warns on rank 0 of an embedding that collapsed.
         """
         # the last pipeline stage alone has vectors, and `Mesh.sum` divides by the number of stages
-        sums = self.sums.to(mesh.device) * mesh.pp.size()
-        line = embedding_figures(mesh.sum(sums).cpu(), self.width)
+        sums = torch.cat([self.sums, self.by_level.flatten()]).to(mesh.device) * mesh.pp.size()
+        of_cells, of_levels = mesh.sum(sums).cpu().split([self.sums.numel(), self.by_level.numel()])
+        line = embedding_figures(of_cells, self.width) | batch_figures(of_cells, of_levels, self.width)
         if line.get("effective_rank", COLLAPSED) < COLLAPSED and dist.get_rank() == 0:
             print(
                 f"warning: the embedding of validation cells has effective rank {line['effective_rank']:.2f}: it has "
@@ -93,6 +108,21 @@ def embedding_figures(sums: torch.Tensor, width: int) -> dict[str, float]:
         explained = float((shared[known].square() / values[known]).sum()) / variance
         line["depth_r2"] = 1 - (1 - explained) * (n - 1) / (n - width - 1)
     return line
+
+
+def batch_figures(of_cells: torch.Tensor, of_levels: torch.Tensor, width: int) -> dict[str, float]:
+    """Return figures of the batch from sums over all ranks; none without batches or variance.
+
+    batch_r2
+        Share of the embedding's variance that the batch explains: sum of squares between batches over the total.
+    """
+    if not len(of_levels) or not width or of_cells[0] < 2:
+        return {}
+    n, sums = of_levels.view(-1, width + 1).split([1, width], dim=1)
+    center = of_cells[1 : width + 1] / of_cells[0]
+    total = float(of_cells[width + 1 :][: width * width].view(width, width).trace() - of_cells[0] * center @ center)
+    between = float((n * (sums / n.clamp(min=1) - center).square()).sum())
+    return {"batch_r2": between / total} if total > 0 else {}
 
 
 def _log_depth(batch: TensorBatch) -> torch.Tensor:

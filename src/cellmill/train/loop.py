@@ -109,6 +109,8 @@ class Trainer:
     """Identity and fingerprint, saved in every checkpoint."""
     watch: HangWatch = field(default_factory=HangWatch)
     profile: StepProfile | None = None
+    batch_column: str | None = None
+    """Column of the levels of validation cells whose share of the embedding is logged."""
 
     def run(self) -> bool:
         """Train to the last step. Returns True when done, False when stopped by a signal; both save the state."""
@@ -283,7 +285,7 @@ class Trainer:
         assert stream is not None
         self.parallel_model.eval()
         totals: Any = 0  # sums of losses, then targets: (2,) or (2, parts)
-        monitor = EmbeddingMonitor(self.model)
+        monitor = EmbeddingMonitor(self.model, stream.levels, self.batch_column)
         for micro_batches in stream:
             self.watch.at(f"the validation after step {self.progress.step}")
             batches = [to_tensors(batch) for batch in micro_batches]

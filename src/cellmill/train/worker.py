@@ -6,10 +6,12 @@ Started by torchrun with the folder of the run, whose run.json has everything el
 import os
 import sys
 import traceback
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from cellmill.config.parallel import Parallel, min_microbatches
 from cellmill.config.run import Train
 from cellmill.config.track import Track
 from cellmill.data.manifest import Manifest
+from cellmill.data.obs_levels import DATASET
 from cellmill.data.stream import CellStream
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import UserError
@@ -51,6 +54,8 @@ from cellmill.train.resume import resume, write_state
 from cellmill.train.stop import StopFlag
 from cellmill.train.telemetry import Meter, StepProfile
 
+Levels = Mapping[str, Sequence[str]]
+
 
 def main(path: Path, error_file: Path) -> None:
     """Train in the folder of the run, `path`. Collective: every process that torchrun started."""
@@ -63,7 +68,9 @@ def main(path: Path, error_file: Path) -> None:
     watch.start(options.train.timeout_s, partial(give_up, error_file))
     mesh = build_mesh(options.parallel, int(os.environ["LOCAL_WORLD_SIZE"]), device.type)
     vocabulary = Vocabulary.read(Path(record["vocabulary"]))
-    model = build_model(options, vocabulary, record["init_from"], mesh, device)
+    manifest = Manifest.read(Path(record["manifest"]))
+    levels = manifest.levels(options.obs_columns())
+    model = build_model(options, vocabulary, record["init_from"], mesh, device, levels)
     parallel_model = build_parallel_model(model, options.parallel, mesh)
     extras = load_method(options.finetune).group
     optimizer = build_optimizer(model, options.train, options.parallel.cpu_offload, extras)
@@ -83,6 +90,8 @@ def main(path: Path, error_file: Path) -> None:
         "steps": steps,
         "world_size": dist.get_world_size(),
     }
+    if levels:
+        saved_with["levels"] = levels
     trainer = Trainer(
         model=model,
         parallel_model=parallel_model,
@@ -91,7 +100,7 @@ def main(path: Path, error_file: Path) -> None:
         device=device,
         train=options.train,
         steps=steps,
-        size=measure(ModelSpec.of(options, vocabulary.n_genes), finetune=options.finetune),
+        size=measure(ModelSpec.of(options, vocabulary.n_genes, levels), finetune=options.finetune),
         train_stream=train_stream,
         val_stream=val_stream,
         checkpoints=checkpoints,
@@ -102,6 +111,7 @@ def main(path: Path, error_file: Path) -> None:
         saved_with=saved_with,
         watch=watch,
         profile=open_profile(folder, options.train, device),
+        batch_column=batch_column(options, manifest),
     )
     write_state(folder, "running", progress, saved_with)
     try:
@@ -144,7 +154,12 @@ def _timeout(timeout_s: float) -> timedelta:
 
 
 def build_model(
-    options: TrainOptions, vocabulary: Vocabulary, init_from: str | None, mesh: Mesh, device: torch.device
+    options: TrainOptions,
+    vocabulary: Vocabulary,
+    init_from: str | None,
+    mesh: Mesh,
+    device: torch.device,
+    levels: Levels = MappingProxyType({}),
 ) -> Model | PipelineStages:
     """Return the model with its initial weights, laid out over `mesh`; in a pipeline, the stages of this rank."""
     weights = None if init_from is None else Path(init_from)
@@ -153,7 +168,9 @@ def build_model(
         print(f"initial weights from {weights}, which has {known:,} of {vocabulary.n_genes:,} genes", flush=True)
     parallel = options.parallel
     stages = stages_of(mesh.pp.get_local_rank(), parallel)
-    parts = {stage: _build_part(options, vocabulary, stage, mesh) for stage in stages}
+    parts = {
+        stage: _build_part(ModelSpec.of(options, vocabulary.n_genes, levels), options, stage, mesh) for stage in stages
+    }
     parameter_device = torch.device("cpu") if parallel.cpu_offload == "full" else device
     for part in parts.values():
         tensors = initial_tensors(part, options.train.seed, weights, vocabulary)
@@ -161,10 +178,10 @@ def build_model(
     return parts[0] if parallel.pp == 1 else PipelineStages(parts, parallel.stages)
 
 
-def _build_part(options: TrainOptions, vocabulary: Vocabulary, stage: int, mesh: Mesh) -> Model:
+def _build_part(spec: ModelSpec, options: TrainOptions, stage: int, mesh: Mesh) -> Model:
     """Return one pipeline stage, or without a pipeline the whole model, laid out on the meta device."""
     method = load_method(options.finetune)
-    model = build(ModelSpec.of(options, vocabulary.n_genes), method.transform)
+    model = build(spec, method.transform)
     check_trains(method, (plain_name(name) for name, _ in model.named_parameters()))
     parallelize(model, options.parallel, mesh, stage=stage, trains=method.trains)
     return model
@@ -192,10 +209,22 @@ def build_streams(options: TrainOptions, manifest: Path, mesh: Mesh) -> tuple[Ce
         "seed": options.train.seed,
         "counted": options.objective.needs_counts,
     }
-    train = CellStream(manifest, "train", **shared)
-    if Manifest.read(manifest).splits["val"].n_obs == 0:
+    columns, opened = options.obs_columns(), Manifest.read(manifest)
+    train = CellStream(manifest, "train", columns=columns, **shared)
+    if opened.splits["val"].n_obs == 0:
         return train, None
-    return train, CellStream(manifest, "val", shuffle=False, max_cells=options.train.val_cells, **shared)
+    monitored = batch_column(options, opened)
+    if monitored is not None and monitored not in columns:
+        columns |= {monitored: "validation"}
+    val_cells = options.train.val_cells
+    return train, CellStream(manifest, "val", shuffle=False, max_cells=val_cells, columns=columns, **shared)
+
+
+def batch_column(options: TrainOptions, manifest: Manifest) -> str | None:
+    """Return the column that validation takes for the batch: the objective's, or `dataset` if there are several."""
+    given = next(iter(options.objective.obs_columns()), None)
+    several = len(manifest.obs_levels.get(DATASET, {}).get("levels", ())) > 1
+    return given or (DATASET if several else None)
 
 
 def open_trackers(folder: TrainFolder, track: Track, saved_with: dict[str, Any], resume_step: int) -> list[Tracker]:

@@ -13,7 +13,7 @@ from cellmill.config.load import check_options
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.data.genes import match_columns
 from cellmill.data.tokens import split_batch
-from cellmill.evaluate.embed import ROW_BLOCK, tokens_of
+from cellmill.evaluate.embed import ROW_BLOCK, levels_of, tokens_of
 from cellmill.evaluate.task import TOKEN_BUDGET, Context, EvaluatedModel, TaskResult
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import build
@@ -60,7 +60,8 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
     with torch.inference_mode():
         keys, counted = {"seed": context.options.seed, "step": 0}, network.objective.config.needs_counts
         rows = reader.rows(ROW_BLOCK)
-        for block in tokens_of(rows, columns, model.vocabulary, model.tokens, mask, totals, counted):
+        levels = levels_of(reader, network)
+        for block in tokens_of(rows, columns, model.vocabulary, model.tokens, mask, totals, counted, levels):
             for part in split_batch(block, TOKEN_BUDGET):
                 prepared = on_device(network.prepare(network.view(to_tensors(part), **keys), **keys), device)
                 batches.append([tensor.cpu().numpy() for tensor in network.objective.observe(network, prepared)])

@@ -27,6 +27,7 @@ from cellmill.models.batch import TensorBatch
 from cellmill.models.encoder_batch import EncoderBatch, whole
 from cellmill.models.initial import Fill, with_std, zeros
 from cellmill.models.objective import GeneStatistics, Objective
+from cellmill.models.objectives.batch_terms import Adversary, LevelTerms
 from cellmill.models.objectives.config import CellDecodingConfig
 from cellmill.models.objectives.vicreg import n_sums, share, sums_of
 from cellmill.models.objectives.views import ViewBatch, draw_view
@@ -69,7 +70,7 @@ class CellDecoding(Objective):
         self.tokenizer: Tokenizer = tokens.load()(tokens)
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        """Add the decoder: `decoder`, its hidden layer, `profile_genes` and `profile_bias`."""
+        """Add the decoder: `decoder`, its hidden layer, `profile_genes` and `profile_bias`; and parts for the batch."""
         self.n_sums = n_sums(model.width) if self.config.view_loss else 0
         width = self.config.decoder_hidden or model.width
         model.decoder = nn.Identity()
@@ -77,7 +78,20 @@ class CellDecoding(Objective):
             model.decoder = nn.Sequential(with_std(Linear(model.width, width), model.width**-0.5), nn.GELU())
         model.profile_genes = with_std(nn.Embedding(n_tokens, width), width**-0.5)
         model.profile_bias = nn.Parameter(torch.empty(n_tokens))
-        return ("decoder", "profile_genes", "profile_bias")
+        return ("decoder", "profile_genes", "profile_bias", *self._attach_batch(model, width))
+
+    def _attach_batch(self, model: Any, width: int) -> tuple[str, ...]:
+        """Add `batch_terms` and `batch_adversary`, as far as there are."""
+        column = self.config.batch_column
+        if column is None:
+            return ()
+        n_levels, rows = len(self.levels[column]), ["batch_terms.weight"]
+        model.batch_terms = LevelTerms(n_levels, width)
+        if self.config.batch_adversary is not None:
+            model.batch_adversary = Adversary(model.width, n_levels, self.config.batch_adversary_scale)
+            rows += ["batch_adversary.out.weight", "batch_adversary.out.bias"]
+        model.level_rows = {**model.level_rows, **dict.fromkeys(rows, column)}
+        return tuple(dict.fromkeys(name.split(".")[0] for name in rows))
 
     def initial_value(self, name: str) -> Fill | None:
         """Initialize the bias to zero."""
@@ -107,15 +121,17 @@ class CellDecoding(Objective):
         )
 
     def loss(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
-        """Return the summed cross-entropy of the cells, a float32 scalar."""
-        vectors = self._decoded(model, states, prepared)
+        """Return the summed cross-entropy of the cells, a float32 scalar; in training with the adversary's loss."""
+        vectors = self._vectors(model, states, prepared)
         table, bias = model.profile_genes.weight, model.profile_bias
-        loss = profile_loss(vectors, table, bias, prepared.entries, prepared.genes_hidden, prepared.weights)
-        if prepared.totals is None:
-            return loss
-        config = self.config
-        weights = config.invariance_weight, config.variance_weight, config.covariance_weight
-        return loss + share(*self._views(model, states, prepared), prepared.totals, weights)
+        config, decoded = self.config, self._decoded(model, vectors, prepared)
+        loss = profile_loss(decoded, table, bias, prepared.entries, prepared.genes_hidden, prepared.weights)
+        if prepared.totals is not None:
+            weights = config.invariance_weight, config.variance_weight, config.covariance_weight
+            loss = loss + share(*self._views(model, states, prepared), prepared.totals, weights)
+        if config.batch_adversary is None or not model.training:
+            return loss  # validation chooses a checkpoint: an encoder that hides the batch must not count as worse
+        return loss + config.batch_adversary * model.batch_adversary(vectors, self._batch_of(prepared))
 
     def sums(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
         """Return the sums of VICReg."""
@@ -126,14 +142,25 @@ class CellDecoding(Objective):
         vectors = model.cell_vectors(states, prepared)
         return vectors[prepared.pairs[0]], vectors[prepared.pairs[1]]
 
-    def _decoded(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
+    def _vectors(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
+        """(C, H)."""
+        return model.cell_vectors(states, prepared)[prepared.cells].to(states.dtype)  # type: ignore[no-any-return]
+
+    def _decoded(self, model: Any, vectors: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
         """(C, D): last layer of the decoder."""
-        vectors = model.cell_vectors(states, prepared)[prepared.cells]
-        return model.decoder(vectors.to(states.dtype))  # type: ignore[no-any-return]
+        decoded: torch.Tensor = model.decoder(vectors)
+        if self.config.batch_column is None:
+            return decoded
+        return decoded + model.batch_terms(self._batch_of(prepared)).to(decoded.dtype)
+
+    def _batch_of(self, prepared: DecodingBatch) -> torch.Tensor:
+        """(C,) int64: number of each cell's batch."""
+        assert prepared.levels is not None, "the batch has no levels"
+        return prepared.levels[prepared.cells, [*self.levels].index(self.config.batch_column or "")]
 
     def observe(self, model: Any, prepared: DecodingBatch) -> tuple[torch.Tensor, ...]:
         """Return vocabulary row, log-probability and weight of each hidden gene, and its cell's share of all cells."""
-        vectors = self._decoded(model, model.states(prepared), prepared)
+        vectors = self._decoded(model, self._vectors(model, model.states(prepared), prepared), prepared)
         log_p = token_logits(vectors, model.profile_genes.weight, model.profile_bias).log_softmax(1)
         lengths = torch.tensor(prepared.entries, dtype=torch.int64, device=log_p.device)
         cell = torch.repeat_interleave(lengths)

@@ -87,6 +87,20 @@ class CellDecodingConfig(ObjectiveConfig):
         1.0, ge=0, description="Weight of vicreg's variance term, 0 where all standard deviations are at least 1."
     )
     covariance_weight: float = Field(0.04, ge=0, description="Weight of vicreg's covariance term.")
+    batch_column: str | None = Field(
+        None,
+        description="obs column, or `dataset`, of the cell's batch, for which the decoder has a term, so that the "
+        "cell's vector need not hold it; null has none.",
+    )
+    batch_adversary: float | None = Field(
+        None,
+        gt=0,
+        description="Weight of the loss of a classifier of the batch, through a reversed gradient, so that the cell's "
+        "vector does not hold it; requires batch_column. null has none.",
+    )
+    batch_adversary_scale: float = Field(
+        1.0, gt=0, description="Factor of the reversed gradient, beyond the weight of the classifier's loss."
+    )
 
     @model_validator(mode="after")
     def _fractions_in_order(self) -> Self:
@@ -96,6 +110,16 @@ class CellDecodingConfig(ObjectiveConfig):
                 f"{self.min_hidden_frac:g}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _adversary_has_a_batch(self) -> Self:
+        if self.batch_adversary is not None and self.batch_column is None:
+            raise ValueError("batch_adversary requires batch_column; set it, or batch_adversary to null")
+        return self
+
+    def obs_columns(self) -> dict[str, str]:
+        """The batch."""
+        return {} if self.batch_column is None else {self.batch_column: "objective.batch_column"}
 
     def check_tokens(self, tokens: Tokens) -> None:
         """Refuse to thin tokens whose values are places: the order of the shown genes is that of the whole counts."""

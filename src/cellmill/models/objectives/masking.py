@@ -55,6 +55,7 @@ def mask(batch: TensorBatch, hides_gene: bool, mask_frac: float, seed: int, step
         lengths=batch.lengths,
         token_keys=keyed_bits(keys, 1),  # hashed again: dropout must not depend on the mask
         cell_keys=keyed_bits(batch.cells, seed, step),
+        levels=batch.levels,
         targets=targets,
         answers=(batch.genes if hides_gene else batch.values)[targets],
         n_targets=torch.tensor(len(targets), device=keys.device),

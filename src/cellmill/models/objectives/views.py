@@ -63,14 +63,16 @@ def draw_view(
     predicted = batch.counts if config.target == "all" else hidden
     at = predicted.nonzero().flatten()
     n_cells = len(batch.lengths)
-    tokens, cells, paired = _Counts(cell, batch.genes, shown), batch.cells, 0
+    tokens, cells, levels, paired = _Counts(cell, batch.genes, shown), batch.cells, batch.levels, 0
     if config.view_loss is not None:
         # ids of second views differ, and with them the keys of their dropout
         tokens, cells, paired = _both(tokens, hidden, n_cells), torch.cat([cells, ~cells]), n_cells
+        levels = None if levels is None else torch.cat([levels, levels])
     return ViewBatch(
         **_tokenized(tokens, len(cells), tokenizer),
         cells=cells,
         paired=paired,
+        levels=levels,
         profile_cell=cell[at],
         profile_gene=batch.genes[at],
         profile_count=predicted[at],

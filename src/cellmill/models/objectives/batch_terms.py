@@ -1,0 +1,62 @@
+"""Two ways to keep the batch of a cell out of its vector.
+
+`LevelTerms` gives the decoder a vector of each batch, so that the cell's vector need not say which batch it is of
+(scVI, Lopez et al. 2018, conditions its decoder alike). `Adversary` predicts the batch from the cell's vector, through
+a reversed gradient that makes the encoder hide it (Ganin & Lempitsky 2015).
+
+Legend: C cells, H hidden, D width of the terms, L levels. Numbers of levels are 1 to L, 0 for an unknown one.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from cellmill.models.initial import Fill, with_std, zeros
+from cellmill.parallel.cpu_matmul import Linear
+
+
+class LevelTerms(nn.Module):
+    """A vector of each level, of which the mean over levels is subtracted; an unknown level has that mean, zero."""
+
+    def __init__(self, levels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(levels, width))
+
+    def initial_value(self, name: str) -> Fill:
+        """Initialize to zero."""
+        return zeros
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        """(C,) int64 -> (C, D)."""
+        centered = self.weight - self.weight.mean(0)
+        return F.embedding(numbers, F.pad(centered, (0, 0, 1, 0)))
+
+
+class Adversary(nn.Module):
+    """Classifier of the level by a cell's vector, whose gradient reaches the vector reversed, times `scale`."""
+
+    def __init__(self, hidden: int, levels: int, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.inner = with_std(Linear(hidden, hidden), hidden**-0.5)
+        self.out = with_std(nn.Linear(hidden, levels), hidden**-0.5)
+
+    def forward(self, vectors: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """(C, H) and (C,) int64 -> cross-entropy summed over cells of known level, a float32 scalar."""
+        logits = self.out(F.gelu(self.inner(_Reversed.apply(vectors, self.scale)))).float()
+        return F.cross_entropy(logits, numbers - 1, ignore_index=-1, reduction="sum")
+
+
+class _Reversed(torch.autograd.Function):
+    """Identity whose gradient is multiplied by `-scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return -ctx.scale * grad, None
