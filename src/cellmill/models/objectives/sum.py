@@ -35,9 +35,11 @@ class SumBatch:
     parts: tuple[Any, ...]
     n_targets: torch.Tensor
     """(parts,) int64."""
+    totals: torch.Tensor | None = None
+    """(n_sums,) float64: sums over the global batch, those of one part after another."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("given", "parts", "n_targets"):  # a copy that is not filled yet
+        if name in ("given", "parts", "n_targets", "totals"):  # a copy that is not filled yet
             raise AttributeError(name)
         return getattr(self.given, name)
 
@@ -58,12 +60,13 @@ class Sum(Objective):
         """Add the heads of every part. Raises ConfigError where two would have one name."""
         names: dict[str, None] = {}
         for name, part in self.each.items():
-            before = _attributes(model)
+            before, part.levels = _attributes(model), self.levels
             names |= dict.fromkeys(part.attach(model, n_tokens))
             if taken := sorted(head for head, own in _attributes(model).items() if before.get(head, own) is not own):
                 raise ConfigError(
                     f"objective.parts.{name}: its head {taken[0]} has the name of another part's; leave one of them out"
                 )
+        self.n_sums = sum(part.n_sums for part in self.each.values())
         return tuple(names)
 
     def initial_value(self, name: str) -> Fill | None:
@@ -87,8 +90,16 @@ class Sum(Objective):
 
     def loss(self, model: Any, states: torch.Tensor, prepared: SumBatch) -> torch.Tensor:
         """Return the summed loss of each part, unweighted: (parts,) float32."""
+        batches = list(prepared.parts)
+        if prepared.totals is not None:
+            totals = prepared.totals.split([part.n_sums for part in self.each.values()])
+            batches = [replace(own, totals=of_part) if len(of_part) else own for own, of_part in zip(batches, totals)]
+        return torch.stack([part.loss(model, states, own).float() for part, own in zip(self.each.values(), batches)])
+
+    def sums(self, model: Any, states: torch.Tensor, prepared: SumBatch) -> torch.Tensor:
+        """Return the sums of the parts that have any, one after another."""
         pairs = zip(self.each.values(), prepared.parts)
-        return torch.stack([part.loss(model, states, own).float() for part, own in pairs])
+        return torch.cat([part.sums(model, states, own) for part, own in pairs if part.n_sums])
 
     def observe(self, model: Any, prepared: SumBatch) -> tuple[torch.Tensor, ...]:
         """Return the number of tensors of each part, (parts,) int64, and then the tensors."""

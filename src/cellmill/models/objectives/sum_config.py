@@ -72,6 +72,10 @@ class SumConfig(ObjectiveConfig):
         """Return the parts."""
         return list(self.parts.values())
 
+    def obs_columns(self) -> dict[str, str]:
+        """Columns of every part."""
+        return {column: option for part in self.each() for column, option in part.obs_columns().items()}
+
     def check_tokens(self, tokens: Tokens) -> None:
         """Refuse tokens that a part cannot use."""
         for part in self.each():
