@@ -13,10 +13,10 @@ from torch import nn
 from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.models.blocks import Block, Entry
 from cellmill.models.cell_encoder import CellEncoder
+from cellmill.models.encoder.config import EncoderConfig
 from cellmill.models.encoder_batch import EncoderBatch
 from cellmill.models.family import ParallelPlan
 from cellmill.models.initial import STD, with_std
-from cellmill.models.encoder.config import EncoderConfig
 from cellmill.models.objective import Objective
 from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.vocab_parallel import embed_tokens
@@ -48,6 +48,7 @@ class EncoderModel(CellEncoder):
 
     def __init__(self, config: EncoderConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
         super().__init__(objective)
+        self.config = config
         self.width = hidden = config.hidden
         n_tokens = n_genes + len(SPECIAL)
         self.gene_embedding = nn.Embedding(n_tokens, hidden)

@@ -62,10 +62,11 @@ class CellDecoding(Objective):
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         """Add the decoder: `decoder`, its hidden layer, `profile_genes` and `profile_bias`."""
-        width = self.config.decoder_hidden or model.width
+        given = model.vector_width
+        width = self.config.decoder_hidden or given
         model.decoder = nn.Identity()
         if self.config.decoder_hidden:
-            model.decoder = nn.Sequential(with_std(Linear(model.width, width), model.width**-0.5), nn.GELU())
+            model.decoder = nn.Sequential(with_std(Linear(given, width), given**-0.5), nn.GELU())
         model.profile_genes = with_std(nn.Embedding(n_tokens, width), width**-0.5)
         model.profile_bias = nn.Parameter(torch.empty(n_tokens))
         return ("decoder", "profile_genes", "profile_bias")

@@ -17,7 +17,7 @@ from cellmill.config.tokens import SPECIAL
 from cellmill.data.tokens import Tokenizer
 from cellmill.models.batch import TensorBatch, positions
 from cellmill.models.counter_rng import keyed_bits
-from cellmill.models.objectives.config import CellDecodingConfig
+from cellmill.models.objectives.config import CellDecodingConfig, HiddenShareConfig
 
 SHARE, HIDE = 2, 3  # last keys of the draws: of a cell's share, and of what is hidden
 
@@ -40,10 +40,9 @@ def draw_view(
     """Return the view of each cell of a batch with counts, on the CPU."""
     assert batch.counts is not None, "the batch has no counts"
     cell, place = positions(batch)
-    low, high = config.min_hidden_frac, config.max_hidden_frac
-    share = low + (high - low) * _uniform(keyed_bits(batch.cells, seed, step, SHARE))
+    share = draw_share(batch.cells, config, seed, step)
     if config.view == "drop":
-        drawn = _uniform(keyed_bits(batch.cells[cell], seed, step, place, HIDE))
+        drawn = uniform(keyed_bits(batch.cells[cell], seed, step, place, HIDE))
         hidden = torch.where(drawn < share[cell], batch.counts, 0)
     else:
         hidden = _thinned(batch, share, seed, step)
@@ -51,7 +50,7 @@ def draw_view(
     predicted = batch.counts if config.target == "all" else hidden
     at = predicted.nonzero().flatten()
     return ViewBatch(
-        **_tokens_of(batch, cell, shown, tokenizer),
+        **shown_tokens(batch, cell, shown, tokenizer),
         cells=batch.cells,
         profile_cell=cell[at],
         profile_gene=batch.genes[at],
@@ -59,8 +58,14 @@ def draw_view(
     )
 
 
-def _tokens_of(batch: TensorBatch, cell: torch.Tensor, shown: torch.Tensor, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Genes, values and lengths of the tokens with shown counts."""
+def draw_share(cells: torch.Tensor, config: HiddenShareConfig, seed: int, step: int) -> torch.Tensor:
+    """(cells,) float64: the share of each cell that is hidden; `cells` are stable ids."""
+    low, high = config.min_hidden_frac, config.max_hidden_frac
+    return low + (high - low) * uniform(keyed_bits(cells, seed, step, SHARE))
+
+
+def shown_tokens(batch: TensorBatch, cell: torch.Tensor, shown: torch.Tensor, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Genes, values and lengths of the tokens with shown counts, made from these counts alone."""
     at = shown.nonzero().flatten()
     starts = np.zeros(len(batch.lengths) + 1, np.int64)
     np.cumsum(np.bincount(cell[at].numpy(), minlength=len(batch.lengths)), out=starts[1:])
@@ -75,7 +80,7 @@ def _tokens_of(batch: TensorBatch, cell: torch.Tensor, shown: torch.Tensor, toke
     }
 
 
-def _uniform(bits: torch.Tensor) -> torch.Tensor:
+def uniform(bits: torch.Tensor) -> torch.Tensor:
     """63 random bits as float64 in [0, 1)."""
     return (bits >> 10).double() * 2.0**-53
 
