@@ -11,7 +11,8 @@ from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 
 NAMES = "mask_frac cell_loss_weight view min_hidden_frac max_hidden_frac target weights decoder_hidden batch_column "
-NAMES += "batch_adversary batch_adversary_scale view_loss invariance_weight variance_weight covariance_weight parts"
+NAMES += "batch_adversary batch_adversary_scale view_loss invariance_weight variance_weight covariance_weight parts "
+NAMES += "max_asked undetected_ratio decoder_layers"
 OF_OBJECTIVE = {"objective": "name"} | {name: name for name in NAMES.split()}
 
 

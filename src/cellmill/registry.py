@@ -14,10 +14,12 @@ from cellmill.errors import ConfigError, did_you_mean
 BUILT_IN: dict[str, dict[str, str]] = {
     "family": {
         "encoder": "cellmill.models.encoder.config:EncoderConfig",
+        "autoencoder": "cellmill.models.autoencoder.config:AutoencoderConfig",
         "profile": "cellmill.models.profile.config:ProfileConfig",
     },
     "objective": {
         "cell_decoding": "cellmill.models.objectives.config:CellDecodingConfig",
+        "query_decoding": "cellmill.models.objectives.config:QueryDecodingConfig",
         "masked_value": "cellmill.models.objectives.config:MaskedValueConfig",
         "masked_gene": "cellmill.models.objectives.config:MaskedGeneConfig",
         "sum": "cellmill.models.objectives.sum_config:SumConfig",

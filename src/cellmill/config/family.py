@@ -1,7 +1,10 @@
 """The torch-free half of a model family: its options, and how layouts may cut the model."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from pydantic import Field, model_validator
+
+from cellmill.config import sizes
 from cellmill.config.plugin import Plugin
 
 WEIGHTS_FORMAT = 2
@@ -31,6 +34,11 @@ class FamilyConfig(Plugin):
     objectives: ClassVar[tuple[str, ...]] = ()
     """Objectives that the family serves, in addition to those whose `families` lists this family."""
 
+    @classmethod
+    def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+        """As `Plugin.override`; a run's own `size` replaces the numbers at the top that it stands for."""
+        return super().override(sizes.replaced(defaults, own), own)
+
     def tp_sizes(self) -> dict[str, int]:
         """Sizes that tensor parallel must divide, by the option's name; empty if not supported."""
         return {}
@@ -38,3 +46,21 @@ class FamilyConfig(Plugin):
     def pp_sizes(self) -> dict[str, int]:
         """Number of blocks that a pipeline divides into stages, by the option's name; empty if not supported."""
         return {}
+
+
+class SizedFamilyConfig(FamilyConfig):
+    """Base of families that have `hidden`, `layers`, `heads` and `ffn_hidden`, which a name of a size may set.
+
+    A size is replaced by its numbers before they are validated: a run by name is the run with these numbers.
+    """
+
+    size: sizes.SizeName | None = Field(
+        None,
+        exclude=True,
+        description="Size by name: sets hidden, layers and heads where they are left out. README lists the sizes.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_size(cls, value: Any) -> Any:
+        return sizes.expanded(value) if isinstance(value, dict) else value

@@ -116,7 +116,7 @@ def embed_batches(batches: Iterable[Batch], model: Model, n_cells: int, token_bu
     """Vectors of cells 0 to `n_cells` - 1, `(n_cells, hidden)` float32; NaN rows where no batch has the cell."""
     model.eval()
     device = next(model.parameters()).device
-    embedded = np.full((n_cells, model.width), np.nan, np.float32)
+    embedded = np.full((n_cells, model.vector_width), np.nan, np.float32)
     with torch.inference_mode():
         for block in batches:
             for batch in split_batch(block, token_budget):

@@ -55,9 +55,14 @@ class Model(nn.Module):
         self.fills: dict[str, Fill] = {}
         """Functions that fill parameters and buffers, by name; set by `models.build`, before any layout is applied."""
         self.kept_vectors: list[torch.Tensor] | None = None
-        """If not None, `finish` appends the cells' vectors, (cells, H), of each batch: those of `keep_vectors`."""
+        """If not None, `finish` appends the vectors of each batch, (cells, vector width): those of `keep_vectors`."""
         self.kept_sums: list[torch.Tensor] | None = None
         """If not None, `finish` appends the objective's `sums` of each batch, and returns 0 instead of the loss."""
+
+    @property
+    def vector_width(self) -> int:
+        """Width of a cell's vector; H unless a family narrows it."""
+        return self.width
 
     def view(self, batch: TensorBatch, *, seed: int, step: int) -> TensorBatch:
         """Return the tokens that the model is given, of a batch on the CPU: `Objective.view`."""
@@ -95,7 +100,7 @@ class Model(nn.Module):
             self.kept_vectors.append(vectors().detach())
 
     def embed(self, batch: TensorBatch) -> torch.Tensor:
-        """Return one vector per cell with nothing masked, (cells, H) float32."""
+        """Return one vector per cell with nothing masked, (cells, vector width) float32."""
         raise NotImplementedError
 
     def initial_value(self, name: str) -> Fill | None:

@@ -36,7 +36,7 @@ class EmbeddingMonitor:
         staged = isinstance(model, PipelineStages)
         part: Any = model.parts[0] if staged else model
         self.last: Any = model.last if staged else model
-        self.width: int = part.width if part.width <= MAX_WIDTH else 0
+        self.width: int = part.vector_width if part.vector_width <= MAX_WIDTH else 0
         self.column = None if batch_column is None else [*levels].index(batch_column)
         n_levels = 0 if batch_column is None else len(levels[batch_column])
         self.sums = torch.zeros(self.width * (self.width + 2) + 3, dtype=torch.float64)

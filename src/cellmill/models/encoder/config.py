@@ -4,15 +4,15 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cellmill.config.family import FamilyConfig
+from cellmill.config.family import SizedFamilyConfig
 
 
-class EncoderConfig(FamilyConfig):
+class EncoderConfig(SizedFamilyConfig):
     """Architecture of the encoder."""
 
     implementation: ClassVar[str] = "cellmill.models.encoder.model:EncoderModel"
     value_kinds: ClassVar[tuple[str, ...]] = ("class", "scalar", "place")
-    objectives: ClassVar[tuple[str, ...]] = ("cell_decoding", "masked_value", "masked_gene")
+    objectives: ClassVar[tuple[str, ...]] = ("cell_decoding", "query_decoding", "masked_value", "masked_gene")
     weight_keys: ClassVar[tuple[str, ...]] = ("family", "hidden", "layers", "heads", "ffn_width")
 
     family: Literal["encoder"] = Field(

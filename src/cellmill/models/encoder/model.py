@@ -48,6 +48,7 @@ class EncoderModel(CellEncoder):
 
     def __init__(self, config: EncoderConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
         super().__init__(objective)
+        self.config = config
         self.width = hidden = config.hidden
         n_tokens = n_genes + len(SPECIAL)
         self.gene_embedding = nn.Embedding(n_tokens, hidden)

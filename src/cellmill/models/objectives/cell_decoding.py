@@ -71,11 +71,12 @@ class CellDecoding(Objective):
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         """Add the decoder: `decoder`, its hidden layer, `profile_genes` and `profile_bias`; and parts for the batch."""
-        self.n_sums = n_sums(model.width) if self.config.view_loss else 0
-        width = self.config.decoder_hidden or model.width
+        given = model.vector_width
+        self.n_sums = n_sums(given) if self.config.view_loss else 0
+        width = self.config.decoder_hidden or given
         model.decoder = nn.Identity()
         if self.config.decoder_hidden:
-            model.decoder = nn.Sequential(with_std(Linear(model.width, width), model.width**-0.5), nn.GELU())
+            model.decoder = nn.Sequential(with_std(Linear(given, width), given**-0.5), nn.GELU())
         model.profile_genes = with_std(nn.Embedding(n_tokens, width), width**-0.5)
         model.profile_bias = nn.Parameter(torch.empty(n_tokens))
         return ("decoder", "profile_genes", "profile_bias", *self._attach_batch(model, width))
@@ -88,7 +89,7 @@ class CellDecoding(Objective):
         n_levels, rows = len(self.levels[column]), ["batch_terms.weight"]
         model.batch_terms = LevelTerms(n_levels, width)
         if self.config.batch_adversary is not None:
-            model.batch_adversary = Adversary(model.width, n_levels, self.config.batch_adversary_scale)
+            model.batch_adversary = Adversary(model.vector_width, n_levels, self.config.batch_adversary_scale)
             rows += ["batch_adversary.out.weight", "batch_adversary.out.bias"]
         model.level_rows = {**model.level_rows, **dict.fromkeys(rows, column)}
         return tuple(dict.fromkeys(name.split(".")[0] for name in rows))

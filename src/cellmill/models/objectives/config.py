@@ -44,7 +44,25 @@ class MaskedGeneConfig(MaskedObjectiveConfig):
     name: Literal["masked_gene"] = Field("masked_gene", description="Predict which genes the masked tokens are.")
 
 
-class CellDecodingConfig(ObjectiveConfig):
+class HiddenShareConfig(ObjectiveConfig):
+    """Options of objectives that hide a random share of each cell."""
+
+    min_hidden_frac: float = Field(0.2, ge=0, lt=1, description="Smallest hidden share of a cell's genes or counts.")
+    max_hidden_frac: float = Field(
+        0.8, gt=0, lt=1, description="Largest; each cell and step draws its share evenly between both."
+    )
+
+    @model_validator(mode="after")
+    def _fractions_in_order(self) -> Self:
+        if self.min_hidden_frac > self.max_hidden_frac:
+            raise ValueError(
+                f"min_hidden_frac: expected at most max_hidden_frac {self.max_hidden_frac:g}, got "
+                f"{self.min_hidden_frac:g}"
+            )
+        return self
+
+
+class CellDecodingConfig(HiddenShareConfig):
     """Predict the hidden part of a cell's expression, over the whole vocabulary, from the cell's vector."""
 
     implementation: ClassVar[str] = "cellmill.models.objectives.cell_decoding:CellDecoding"
@@ -60,10 +78,6 @@ class CellDecodingConfig(ObjectiveConfig):
         description="Part of a cell that the model is given. drop: its genes but for a random share. thin: of each "
         "count a binomial draw. drop_thin: of the genes that are left the draws, with a share of its own for both. "
         "The rest is hidden.",
-    )
-    min_hidden_frac: float = Field(0.2, ge=0, lt=1, description="Smallest hidden share of a cell's genes or counts.")
-    max_hidden_frac: float = Field(
-        0.8, gt=0, lt=1, description="Largest; each cell and step draws its share evenly between both."
     )
     target: Literal["hidden", "all"] = Field("hidden", description="Predict the hidden part, or the whole cell.")
     weights: Literal["log1p", "counts"] = Field(
@@ -103,15 +117,6 @@ class CellDecodingConfig(ObjectiveConfig):
     )
 
     @model_validator(mode="after")
-    def _fractions_in_order(self) -> Self:
-        if self.min_hidden_frac > self.max_hidden_frac:
-            raise ValueError(
-                f"min_hidden_frac: expected at most max_hidden_frac {self.max_hidden_frac:g}, got "
-                f"{self.min_hidden_frac:g}"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _adversary_has_a_batch(self) -> Self:
         if self.batch_adversary is not None and self.batch_column is None:
             raise ValueError("batch_adversary requires batch_column; set it, or batch_adversary to null")
@@ -127,4 +132,33 @@ class CellDecodingConfig(ObjectiveConfig):
             raise ValueError(
                 f"objective.view {self.view} needs values made from counts, which tokens.tokenizer {tokens.tokenizer} "
                 "does not have; choose binned or continuous, or view drop"
+            )
+
+
+class QueryDecodingConfig(HiddenShareConfig):
+    """Predict the value of each asked gene, zeros included, from the cell's vector; only the gene is told."""
+
+    implementation: ClassVar[str] = "cellmill.models.objectives.query_decoding:QueryDecoding"
+    needs_counts: ClassVar[bool] = True
+
+    name: Literal["query_decoding"] = Field(
+        "query_decoding", description="Predict hidden genes one by one: on or off, and the value."
+    )
+    max_asked: int = Field(
+        256,
+        ge=1,
+        description="Most hidden detected genes of a cell that are asked in a step. They bound the decoder's memory.",
+    )
+    undetected_ratio: float = Field(
+        1.0, gt=0, description="Hidden undetected genes that are asked for each detected one."
+    )
+    decoder_hidden: int = Field(128, ge=1, description="Width of the decoder.")
+    decoder_layers: int = Field(2, ge=0, description="Feed-forward layers of the decoder.")
+
+    def check_tokens(self, tokens: Tokens) -> None:
+        """Refuse tokens without numbers: the number of the whole cell is what is predicted."""
+        if tokens.value_kind != "scalar":
+            raise ValueError(
+                f"objective query_decoding needs values that are numbers, which tokens.tokenizer {tokens.tokenizer} "
+                "does not have; choose continuous, or objective cell_decoding"
             )

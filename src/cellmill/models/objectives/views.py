@@ -26,7 +26,7 @@ from cellmill.config.tokens import SPECIAL
 from cellmill.data.tokens import Tokenizer
 from cellmill.models.batch import TensorBatch, positions
 from cellmill.models.counter_rng import keyed_bits
-from cellmill.models.objectives.config import CellDecodingConfig
+from cellmill.models.objectives.config import CellDecodingConfig, HiddenShareConfig
 
 SHARE, HIDE, DROP_SHARE = 2, 3, 4  # last keys of the draws: of a cell's shares, and of what is hidden
 
@@ -53,23 +53,23 @@ def draw_view(
     cell, place = positions(batch)
     hidden = torch.zeros_like(batch.counts)
     if config.view != "thin":
-        share = _share(batch, config, seed, step, SHARE if config.view == "drop" else DROP_SHARE)
-        drawn = _uniform(keyed_bits(batch.cells[cell], seed, step, place, HIDE))
+        share = draw_share(batch.cells, config, seed, step, SHARE if config.view == "drop" else DROP_SHARE)
+        drawn = uniform(keyed_bits(batch.cells[cell], seed, step, place, HIDE))
         hidden = torch.where(drawn < share[cell], batch.counts, 0)
     if config.view != "drop":
         left = batch.counts - hidden
-        hidden = hidden + _thinned(batch, left, _share(batch, config, seed, step, SHARE), seed, step)
+        hidden = hidden + _thinned(batch, left, draw_share(batch.cells, config, seed, step), seed, step)
     shown = batch.counts - hidden
     predicted = batch.counts if config.target == "all" else hidden
     at = predicted.nonzero().flatten()
     n_cells = len(batch.lengths)
-    tokens, cells, levels, paired = _Counts(cell, batch.genes, shown), batch.cells, batch.levels, 0
+    tokens, cells, levels, paired = Counts(cell, batch.genes, shown), batch.cells, batch.levels, 0
     if config.view_loss is not None:
         # ids of second views differ, and with them the keys of their dropout
         tokens, cells, paired = _both(tokens, hidden, n_cells), torch.cat([cells, ~cells]), n_cells
         levels = None if levels is None else torch.cat([levels, levels])
     return ViewBatch(
-        **_tokenized(tokens, len(cells), tokenizer),
+        **tokens_of(tokens, len(cells), tokenizer),
         cells=cells,
         paired=paired,
         levels=levels,
@@ -79,7 +79,7 @@ def draw_view(
     )
 
 
-class _Counts(NamedTuple):
+class Counts(NamedTuple):
     """Counts of cells, in the order of the cells, (n,) int64 each; those that are 0 are no tokens."""
 
     cell: torch.Tensor
@@ -87,14 +87,20 @@ class _Counts(NamedTuple):
     count: torch.Tensor
 
 
-def _both(shown: _Counts, hidden: torch.Tensor, n_cells: int) -> _Counts:
+def _both(shown: Counts, hidden: torch.Tensor, n_cells: int) -> Counts:
     """The shown counts of all cells, then their hidden counts as those of cells of their own."""
     pairs = ((shown.cell, shown.cell + n_cells), (shown.gene, shown.gene), (shown.count, hidden))
-    return _Counts(*(torch.cat(pair) for pair in pairs))
+    return Counts(*(torch.cat(pair) for pair in pairs))
 
 
-def _tokenized(tokens: _Counts, n_cells: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Genes, values and lengths of the tokens of `n_cells` cells."""
+def draw_share(cells: torch.Tensor, config: HiddenShareConfig, seed: int, step: int, key: int = SHARE) -> torch.Tensor:
+    """(cells,) float64: the share of each cell that is hidden; `cells` are stable ids."""
+    low, high = config.min_hidden_frac, config.max_hidden_frac
+    return low + (high - low) * uniform(keyed_bits(cells, seed, step, key))
+
+
+def tokens_of(tokens: Counts, n_cells: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Genes, values and lengths of the tokens of `n_cells` cells, made from these counts alone."""
     at = tokens.count.nonzero().flatten()
     starts = np.zeros(n_cells + 1, np.int64)
     np.cumsum(np.bincount(tokens.cell[at].numpy(), minlength=n_cells), out=starts[1:])
@@ -109,13 +115,7 @@ def _tokenized(tokens: _Counts, n_cells: int, tokenizer: Tokenizer) -> dict[str,
     }
 
 
-def _share(batch: TensorBatch, config: CellDecodingConfig, seed: int, step: int, key: int) -> torch.Tensor:
-    """(cells,) float64: the hidden share of each cell."""
-    low, high = config.min_hidden_frac, config.max_hidden_frac
-    return low + (high - low) * _uniform(keyed_bits(batch.cells, seed, step, key))
-
-
-def _uniform(bits: torch.Tensor) -> torch.Tensor:
+def uniform(bits: torch.Tensor) -> torch.Tensor:
     """63 random bits as float64 in [0, 1)."""
     return (bits >> 10).double() * 2.0**-53
 

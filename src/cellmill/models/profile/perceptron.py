@@ -8,38 +8,16 @@ Legend: T tokens of the batch, C cells, H hidden.
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.models.cell_encoder import CellEncoder
 from cellmill.models.counter_rng import keyed_dropout, keyed_state
 from cellmill.models.encoder_batch import EncoderBatch
 from cellmill.models.family import ParallelPlan
-from cellmill.models.initial import with_std
+from cellmill.models.feed_forward import FeedForward
 from cellmill.models.objective import Objective
 from cellmill.models.profile.config import ProfileConfig
-from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.vocab_parallel import embed_bags
-
-
-class FeedForward(nn.Module):
-    """A feed-forward layer after a norm, added to the residual stream."""
-
-    def __init__(self, hidden: int, ffn_hidden: int, dropout: float, index: int) -> None:
-        super().__init__()
-        self.dropout, self.index = dropout, index
-        self.norm = nn.LayerNorm(hidden)
-        self.up = with_std(Linear(hidden, ffn_hidden), hidden**-0.5)
-        self.down = with_std(Linear(ffn_hidden, hidden), ffn_hidden**-0.5)
-
-    def forward(self, x: torch.Tensor, cell_keys: torch.Tensor) -> torch.Tensor:
-        """(C, H) -> (C, H); `cell_keys` (C,) int64 key the dropout."""
-        return self.inner(x, keyed_state(cell_keys, self.index) if self.training and self.dropout else None)
-
-    def inner(self, x: torch.Tensor, drops: torch.Tensor | None) -> torch.Tensor:
-        """(C, H) and states of the dropout, (C,), -> (C, H)."""
-        update = self.down(F.gelu(self.up(self.norm(x))))
-        return x + (update if drops is None else keyed_dropout(update, self.dropout, drops))
 
 
 class ProfileModel(CellEncoder):

@@ -1,0 +1,1 @@
+"""The `autoencoder` family: the encoder, and a bottleneck from which an objective's decoder reads the cell."""

@@ -1,0 +1,238 @@
+"""query_decoding: hidden genes are a fair draw, do not reach the model, and its loss is the definition."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cellmill.config.family import FamilyConfig
+from cellmill.config.load import check_config
+from cellmill.config.tokens import Tokens
+from cellmill.data.tokens import Batch, empty_batch, split_batch, tokenized
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import ConfigError
+from cellmill.models.batch import TensorBatch, padded, to_tensors
+from cellmill.models.build import build
+from cellmill.models.export import initial_tensors
+from cellmill.models.objective import GeneStatistics
+from cellmill.models.objectives.asked_genes import AskedBatch
+from cellmill.parallel.materialize import materialize
+from cellmill.planner.size import measure
+from tests.models import spec
+
+N_GENES = 60
+TOKENS = Tokens.model_validate({"max_tokens": 64})
+ENCODER = {"hidden": 16, "layers": 2, "heads": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "autoencoder": ENCODER | {"family": "autoencoder", "latent": 6},
+    "encoder": ENCODER | {"family": "encoder"},
+    "profile": {"family": "profile", "hidden": 16, "layers": 1},
+}
+EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+DECODER = {"decoder_hidden": 12, "decoder_layers": 1}
+KEYS = {"seed": 3, "step": 4}
+
+
+def _spec(family: str, **options: Any) -> Any:
+    return spec(N_GENES, TOKENS, objective="query_decoding", **FAMILIES[family] | DECODER | options)
+
+
+def _model(family: str, **options: Any) -> Any:
+    model = build(_spec(family, **options))
+    ids = [f"ENSG{i:011d}" for i in range(N_GENES)]
+    genes = Vocabulary(ids, ids, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
+    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, genes))
+    return model
+
+
+def _cells(lengths: tuple[int, ...] = (20, 31, 1, 14, 2, N_GENES)) -> Batch:
+    rng = np.random.default_rng(0)
+    genes = np.concatenate([rng.permutation(N_GENES)[:n] for n in lengths]).astype(np.int32)
+    counts = rng.integers(1, 9, len(genes)).astype(np.uint8)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    return tokenized(TOKENS.load()(TOKENS), genes, counts, starts, np.arange(len(lengths)) + 11, 64)
+
+
+def _view(batch: TensorBatch, step: int = 4, **options: Any) -> AskedBatch:
+    view = build(_spec("profile", **options)).view(batch, seed=3, step=step)
+    assert isinstance(view, AskedBatch)
+    return view
+
+
+def _prepared(model: Any, batch: TensorBatch, length: int | None = None) -> Any:
+    view = model.view(batch, **KEYS)
+    return model.prepare(view if length is None else padded(view, length), **KEYS)
+
+
+def test_asked_genes_are_hidden_ones_with_the_values_of_the_whole_cell() -> None:
+    batch = to_tensors(_cells())
+    view = _view(batch, max_asked=8, undetected_ratio=2)
+    shown = torch.repeat_interleave(torch.tensor(view.lengths))
+    given = {(int(cell), int(gene)) for cell, gene in zip(shown, view.genes)}
+    whole = torch.repeat_interleave(torch.tensor(batch.lengths))
+    values = {(int(cell), int(gene)): float(v) for cell, gene, v in zip(whole, batch.genes, batch.values)}
+    asked = [(int(cell), int(gene)) for cell, gene in zip(view.asked_cell, view.asked_gene)]
+    assert not given & set(asked)
+    assert view.asked_value.tolist() == [values.get(query, 0.0) for query in asked]
+    assert {gene for _, gene in asked} <= set(range(2, N_GENES + 2))
+    for cell, length in enumerate(batch.lengths):
+        detected = [query for query in asked if query[0] == cell and query in values]
+        hidden = length - view.lengths[cell]
+        assert len(detected) == len(set(detected)) == min(hidden, 8)
+        undetected = sum(query[0] == cell for query in asked) - len(detected)
+        assert undetected == (0 if length == N_GENES else 2 * len(detected))
+
+
+def test_undetected_genes_are_drawn_evenly() -> None:
+    batch = to_tensors(_cells((20,)))
+    drawn = torch.cat([_view(batch, step=step, undetected_ratio=50).asked_gene for step in range(40)])
+    absent = torch.ones(N_GENES + 2, dtype=torch.bool)
+    absent[:2] = absent[batch.genes] = False
+    counts = torch.bincount(drawn, minlength=N_GENES + 2)[absent].double()
+    expected = counts.mean()
+    assert len(counts) == N_GENES - 20
+    # chi-squared of 39 degrees of freedom: mean 39, standard deviation 9
+    assert ((counts - expected).square() / expected).sum() < 39 + 4 * 9
+
+
+def test_weights_count_the_hidden_genes_of_the_vocabulary() -> None:
+    batch = to_tensors(_cells((30,) * 400))
+    view = _view(batch, max_asked=5, undetected_ratio=0.5, min_hidden_frac=0.4, max_hidden_frac=0.4)
+    detected = view.asked_value > 0
+    sums = [float(view.asked_weight[at].double().sum()) for at in (detected, ~detected)]
+    assert sums[0] == pytest.approx(400 * 30 - sum(view.lengths))  # each hidden one, though 5 of a cell are asked
+    assert sums[1] == pytest.approx(400 * 0.4 * (N_GENES - 30))
+
+
+def test_a_view_does_not_depend_on_the_batch_and_changes_with_the_step() -> None:
+    whole = _cells((20, 31, 14, 25))
+    view = _view(to_tensors(whole))
+    at = 0
+    for part in split_batch(whole, 52):
+        alone = _view(to_tensors(part))
+        for cell in range(len(part.cells)):
+            for field in ("asked_gene", "asked_value", "asked_weight"):
+                mine, other = (getattr(v, field)[v.asked_cell == n] for v, n in ((alone, cell), (view, at)))
+                assert torch.equal(mine, other)
+            at += 1
+    assert at == 4
+    assert not torch.equal(_view(to_tensors(whole), step=5).genes, view.genes)
+
+
+@EVERY_FAMILY
+def test_hidden_genes_do_not_reach_the_cell_vector(family: str) -> None:
+    model, batch = _model(family), to_tensors(_cells())
+    shown = model.view(batch, **KEYS)
+    key = batch.genes + 1000 * torch.repeat_interleave(torch.tensor(batch.lengths))
+    seen = torch.isin(key, shown.genes + 1000 * torch.repeat_interleave(torch.tensor(shown.lengths)))
+    assert batch.counts is not None
+    louder = replace(batch, counts=torch.where(seen, batch.counts, 50 * batch.counts), values=batch.values + 1)
+    one, other = (_prepared(model, given) for given in (batch, louder))
+    assert torch.equal(*(model.cell_vectors(model.states(prepared), prepared) for prepared in (one, other)))
+    assert not torch.equal(one.query_values, other.query_values)
+
+
+@EVERY_FAMILY
+def test_loss_is_the_likelihood_of_the_answers_to_sampled_queries(family: str) -> None:
+    model = _model(family, undetected_ratio=0.5)
+    prepared = _prepared(model, to_tensors(_cells()))
+    with torch.no_grad():
+        model.query_bias.weight.normal_(generator=torch.Generator().manual_seed(0))
+        log_odds, values = (x.double() for x in model.objective.answers(model, model.states(prepared), prepared))
+        expected = 0.0
+        for i, (cell, value) in enumerate(zip(prepared.query_cell.tolist(), prepared.query_values.tolist())):
+            same = prepared.query_cell == cell
+            ratio = {on: prepared.query_weights[same & ((prepared.query_values > 0) == on)] for on in (True, False)}
+            odds = log_odds[i].exp()
+            if len(ratio[False]):  # a detected gene is asked 1 / weight times as often as it is hidden
+                odds = odds * ratio[False][0] / ratio[True][0]
+            elif value:
+                odds = odds / ratio[True][0]
+            expected += float(-(odds / (1 + odds)).log() if value else (1 + odds).log())
+            expected += float((values[i] - value) ** 2) if value else 0.0
+    assert model(prepared).item() == pytest.approx(expected, rel=1e-5)
+    assert int(prepared.n_targets) == len(prepared.query_cell) > 50
+
+
+def test_an_answer_depends_on_its_gene_and_cell_alone() -> None:
+    model = _model("autoencoder").eval()
+    prepared = _prepared(model, to_tensors(_cells()))
+    with torch.no_grad():
+        states = model.states(prepared)
+        log_odds, values = model.objective.answers(model, states, prepared)
+        few = replace(prepared, query_cell=prepared.query_cell[5:8], query_genes=prepared.query_genes[5:8])
+        for one, all_ in zip(model.objective.answers(model, states, few), (log_odds, values)):
+            torch.testing.assert_close(one, all_[5:8], rtol=1e-5, atol=1e-6)
+        assert values.std() > 1e-4
+
+
+@EVERY_FAMILY
+def test_padding_changes_no_loss_and_no_cells_give_zero_gradients(family: str) -> None:
+    model, batch = _model(family).train(), to_tensors(_cells())
+    torch.testing.assert_close(
+        model(_prepared(model, batch, 300)), model(_prepared(model, batch)), rtol=1e-6, atol=1e-6
+    )
+    prepared = _prepared(model, to_tensors(empty_batch(np.dtype(np.float32), counted=True)))
+    loss = model(prepared)
+    loss.backward()
+    assert (loss.item(), int(prepared.n_targets)) == (0.0, 0)
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_the_bottleneck_is_the_embedding_of_either_objective() -> None:
+    batch = to_tensors(_cells())
+    for options in ({"objective": "query_decoding", "decoder_layers": 0}, {"objective": "cell_decoding"}):
+        for latent in (6, None):
+            model = build(spec(N_GENES, TOKENS, **FAMILIES["autoencoder"] | options | {"latent": latent}))
+            assert model.vector_width == (latent or 16)
+            model.to_empty(device="cpu")
+            assert model.embed(batch).shape == (len(batch.lengths), latent or 16)
+            assert model(_prepared(model, batch)).shape == ()
+
+
+def test_the_plan_counts_the_decoder() -> None:
+    plain, wide = (measure(_spec("autoencoder", decoder_layers=n)) for n in (1, 2))
+    assert wide.parameters - plain.parameters == 8 * 12**2 + 7 * 12
+    assert plain.parameters == sum(p.numel() for p in build(_spec("autoencoder", decoder_layers=1)).parameters())
+    asked = [measure(_spec("autoencoder", max_asked=n)) for n in (2, 10)]
+    assert asked[0].workspace_of(1 << 14) + asked[0].finish.activations_per_token * (1 << 14) < 0.7 * (
+        asked[1].workspace_of(1 << 14) + asked[1].finish.activations_per_token * (1 << 14)
+    )
+
+
+def test_a_model_is_judged_against_detection_rate_and_mean_with_zeros() -> None:
+    objective = _model("profile").objective
+    train = GeneStatistics(np.array([59, 0]), np.array([2.0, 1.0]), 2.0, 118)  # detected in 1/2 and 1/120 of the cells
+    genes, values, weights = np.array([0, 0, 1]), np.array([3.0, 0.0, 0.0]), np.array([2.0, 1.0, 1.0])
+    log_odds, predicted = np.log([4.0, 0.25, 0.25]), np.array([3.0, 1.0, 1.0])  # 0.8, 0.2, 0.2
+    figures, verdicts = objective.judge(genes, values, log_odds, predicted, weights, train=train)
+    assert figures["detection_cross_entropy"] == pytest.approx(-np.log(0.8))
+    assert figures["detection_cross_entropy_rate"] == pytest.approx((3 * np.log(2) - np.log(119 / 120)) / 4)
+    own, base = 2 * 0.6**2 + 0.2**2 + 0.2**2, 2 * 2.0**2 + 1.0**2 + 0.0
+    assert figures["r2_over_gene_mean"] == pytest.approx(1 - own / base)
+    assert figures["r2_of_detected_over_gene_mean"] == pytest.approx(1.0)
+    assert [verdict.outcome for verdict in verdicts] == ["won", "won"]
+
+
+def test_tokens_without_numbers_are_refused() -> None:
+    tree = {"corpora": {"a": {}}, "runs": {"x": {"corpus": "a"}}, "train": {"steps": 1}}
+    chosen = {"objective": {"name": "query_decoding"}, "tokens": {"tokenizer": "binned"}}
+    with pytest.raises(ConfigError) as error:
+        check_config(tree | chosen, "config.yaml")
+    assert str(error.value) == (
+        "config.yaml: runs.x: objective query_decoding needs values that are numbers, which tokens.tokenizer binned does "
+        "not have; choose continuous, or objective cell_decoding"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "place"),
+    [("decoder_layers", "objective.decoder_layers"), ("decoder_dim", "objective.decoder_hidden")],
+)
+def test_the_decoder_of_an_autoencoder_is_named_where_it_stands(key: str, place: str) -> None:
+    with pytest.raises(ValueError, match=f"{key} has moved; set {place}"):
+        FamilyConfig.model_validate({"family": "autoencoder", key: 4})
