@@ -15,11 +15,13 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "family": {
         "encoder": "cellmill.models.encoder.config:EncoderConfig",
         "profile": "cellmill.models.profile.config:ProfileConfig",
+        "autoregressive": "cellmill.models.autoregressive.config:AutoregressiveConfig",
     },
     "objective": {
         "cell_decoding": "cellmill.models.objectives.config:CellDecodingConfig",
         "masked_value": "cellmill.models.objectives.config:MaskedValueConfig",
         "masked_gene": "cellmill.models.objectives.config:MaskedGeneConfig",
+        "next_gene": "cellmill.models.objectives.config:NextGeneConfig",
     },
     "tokenizer": {
         "rank": "cellmill.config.tokens:RankTokens",
