@@ -68,12 +68,16 @@ def test_loss_is_the_chain_of_likelihoods_of_genes_values_and_ends(tokenizer: st
     model, batch = model_of(tokenizer, {"value_loss_weight": 0.5}), batch_of(tokenizer)
     prepared = model.prepare(batch, **KEYS)
     states, expected = model.states(prepared), torch.zeros(())
+
+    def end(state: torch.Tensor) -> torch.Tensor:
+        return (model.end(state) - np.log(MAX_TOKENS))[0]
+
     for cell, start in enumerate(batch.cu_seqlens[:-1].tolist()):
         before = model.start
         for at in range(start, start + batch.lengths[cell]):
             gene = int(batch.genes[at])
             logits = model.gene_embedding.weight @ before + model.gene_bias
-            expected = expected - logits.log_softmax(0)[gene] - F.logsigmoid(-model.end(before))[0]
+            expected = expected - logits.log_softmax(0)[gene] - F.logsigmoid(-end(before))
             if tokenizer != "rank":
                 query = torch.cat([before, model.gene_embedding.weight[gene]])
                 value = model.value_out(model.value_head(query))
@@ -82,7 +86,7 @@ def test_loss_is_the_chain_of_likelihoods_of_genes_values_and_ends(tokenizer: st
                 expected = expected + 0.5 * own
             before = states[at]
         if batch.lengths[cell] < MAX_TOKENS:
-            expected = expected - F.logsigmoid(model.end(before))[0]
+            expected = expected - F.logsigmoid(end(before))
     loss = model(prepared)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-4)
     assert int(prepared.n_targets) == len(batch.genes)

@@ -102,6 +102,8 @@ ELSEWHERE = {
     "objective.target": "unit/test_views.py",
     "objective.weights": "unit/test_cell_decoding.py",
     "objective.decoder_hidden": "unit/test_cell_decoding.py",
+    "model.pooling": "unit/test_autoregressive.py",
+    "objective.value_loss_weight": "unit/test_autoregressive.py",
     "parallel.compile": "distributed/test_compile.py",
     "finetune.method": "workflow/test_plugins.py",
     "track.to": "unit/test_trackers.py",

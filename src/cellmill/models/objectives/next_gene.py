@@ -12,6 +12,7 @@ the frequency of genes at the same rank in training cells.
 Legend: T tokens of the batch, N targets, H hidden, V tokens of the vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -112,7 +113,8 @@ class NextGene(Objective):
 
     def end_logits(self, model: Any, before: torch.Tensor) -> torch.Tensor:
         """(N, H) -> (N,) float32: logit of the cell ending there."""
-        return model.end(before).float().squeeze(-1)  # type: ignore[no-any-return]
+        # starts near the chance of an end, one in many tokens: from 0, a bias would learn it in thousands of steps
+        return model.end(before).float().squeeze(-1) - math.log(self.tokens.max_tokens)  # type: ignore[no-any-return]
 
     def values(self, model: Any, before: torch.Tensor, genes: torch.Tensor) -> torch.Tensor:
         """(N, H) states and (N,) next genes -> float32 values (N,), or logits of bins (N, bins)."""
