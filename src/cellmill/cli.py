@@ -1,4 +1,4 @@
-"""The command line: one sub-command per rule of the workflow, two that make data, and those for runs and machines.
+"""The command line: one sub-command per rule of the workflow, three that make data, and those for runs and machines.
 
 A stage is a function of files: its inputs and outputs are arguments, its options are the sections of config/config.yaml
 that it reads. The workflow passes them as `--options` (JSON); by hand, `--config` with `--run` or `--corpus` reads them
@@ -159,6 +159,17 @@ def _add_model(stages: Any) -> None:
     evaluate.add_argument("--embeddings", type=Path, nargs="+", required=True, help=embeddings)
     evaluate.add_argument("--labels", nargs="+", required=True, help="obs column per file; '-' for none")
     evaluate.add_argument("--out", type=Path, required=True, help="metrics.json")
+
+    generate = _command(stages, "generate", "draw cells from an exported model of family autoregressive")
+    generate.add_argument("--model", type=Path, required=True, help="folder of an exported model")
+    generate.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
+    _add(generate, "--cells", 100, "cells")
+    _add(generate, "--prompt", "", "first genes of every cell, ids or symbols separated by commas")
+    _add(generate, "--temperature", 1.0, "divides the logits; 0 takes the likeliest gene")
+    _add(generate, "--top-k", 0, "draw from this many likeliest genes; 0 draws from all")
+    _add(generate, "--max-genes", 0, "most genes of a cell; 0 is tokens.max_tokens of the model")
+    _add(generate, "--seed", 0, "random seed")
+    _add(generate, "--batch-cells", 64, "cells drawn together; changes no cell")
 
     report = _stage(stages, "report", "write one page over all runs", None)
     report.add_argument("--runs", type=Path, nargs="+", required=True, help="folders of runs")

@@ -16,6 +16,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "encoder": "cellmill.models.encoder.config:EncoderConfig",
         "autoencoder": "cellmill.models.autoencoder.config:AutoencoderConfig",
         "profile": "cellmill.models.profile.config:ProfileConfig",
+        "autoregressive": "cellmill.models.autoregressive.config:AutoregressiveConfig",
     },
     "objective": {
         "cell_decoding": "cellmill.models.objectives.config:CellDecodingConfig",
@@ -23,6 +24,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "masked_value": "cellmill.models.objectives.config:MaskedValueConfig",
         "masked_gene": "cellmill.models.objectives.config:MaskedGeneConfig",
         "sum": "cellmill.models.objectives.sum_config:SumConfig",
+        "next_gene": "cellmill.models.objectives.config:NextGeneConfig",
     },
     "tokenizer": {
         "rank": "cellmill.config.tokens:RankTokens",

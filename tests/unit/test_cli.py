@@ -25,6 +25,7 @@ STAGES = (
     "consolidate",
     "embed",
     "evaluate",
+    "generate",
     "report",
 )
 CONFIG = """

@@ -224,8 +224,8 @@ def test_tokens_without_numbers_are_refused() -> None:
     with pytest.raises(ConfigError) as error:
         check_config(tree | chosen, "config.yaml")
     assert str(error.value) == (
-        "config.yaml: runs.x: objective query_decoding needs values that are numbers, which tokens.tokenizer binned does "
-        "not have; choose continuous, or objective cell_decoding"
+        "config.yaml: runs.x: objective query_decoding needs values that are numbers, which tokens.tokenizer binned "
+        "does not have; choose continuous, or objective cell_decoding"
     )
 
 

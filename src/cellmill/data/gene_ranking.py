@@ -24,6 +24,11 @@ def inverse_medians(medians: np.ndarray) -> np.ndarray:
     return np.float32(1) / medians.astype(np.float32)
 
 
+def rank_buckets(places: np.ndarray) -> np.ndarray:
+    """floor(log2(place + 1)) of places in a cell from 0, int32."""
+    return np.frexp(places + 1)[1] - 1  # type: ignore[no-any-return]
+
+
 def rank_order(genes: np.ndarray, counts: np.ndarray, inverse_median: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Genes (int32) and counts of one cell by count / median descending, ties by gene ascending."""
     return rank_order_rows(np.array([0, len(genes)]), genes, counts, inverse_median)

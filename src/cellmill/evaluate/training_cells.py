@@ -13,6 +13,7 @@ import scipy.sparse as sp
 from anndata.io import read_elem
 
 from cellmill.config.tokens import SPECIAL, Tokens
+from cellmill.data.gene_ranking import rank_buckets
 from cellmill.data.manifest import Manifest
 from cellmill.data.shard_file import open_shards
 from cellmill.data.tokens import Tokenizer
@@ -26,16 +27,18 @@ _ROWS = 4096
 def read_gene_statistics(manifest: Manifest, tokens: Tokens, max_cells: int = MAX_TRAIN_CELLS) -> GeneStatistics:
     """Statistics over the first `max_cells` cells of the training shards."""
     n_genes, n_cells = manifest.n_genes, 0
-    n, total = np.zeros(n_genes, np.int64), np.zeros(n_genes)
+    total, by_rank = np.zeros(n_genes), np.zeros((tokens.max_tokens.bit_length(), n_genes), np.int64)
     tokenizer: Tokenizer = tokens.load()(tokens)
     for genes, counts, starts in _training_blocks(manifest, max_cells):
-        ids, values, _ = tokenizer.tokenize(genes, counts, starts)
-        rows = ids - len(SPECIAL)
-        n += np.bincount(rows, minlength=n_genes)
+        ids, values, cu_seqlens = tokenizer.tokenize(genes, counts, starts)
+        rows, lengths = ids - len(SPECIAL), np.diff(cu_seqlens)
+        buckets = rank_buckets(np.arange(len(rows)) - np.repeat(cu_seqlens[:-1], lengths))
+        by_rank += np.bincount(buckets * n_genes + rows, minlength=by_rank.size).reshape(by_rank.shape)
         total += np.bincount(rows, weights=values, minlength=n_genes)
         n_cells += len(starts) - 1
+    n = by_rank.sum(0)
     overall = float(total.sum() / max(n.sum(), 1))
-    return GeneStatistics(n, np.where(n > 0, total / np.maximum(n, 1), overall), overall, n_cells)
+    return GeneStatistics(n, np.where(n > 0, total / np.maximum(n, 1), overall), overall, n_cells, by_rank)
 
 
 def read_training_counts(manifest: Manifest, max_cells: int) -> sp.csr_matrix:

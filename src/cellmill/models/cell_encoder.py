@@ -25,7 +25,7 @@ class CellEncoder(Model):
         self.gene_rows = self.gene_rows | self.objective.gene_rows
 
     def finish(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
-        """Return the objective's summed loss of the normed states, as `Objective.loss`; 0 while `kept_sums` is a list."""
+        """Return the objective's summed loss of the normed states: `Objective.loss`; 0 while `kept_sums` is a list."""
         states = self.norm(x)
         if self.kept_sums is not None:
             self.kept_sums.append(self.objective.sums(self, states, prepared))

@@ -30,6 +30,9 @@ class GeneStatistics:
     """Mean value of each gene's tokens, `(genes,)` float64; the mean over all tokens where a gene has none."""
     global_mean: float
     n_cells: int
+    by_rank: np.ndarray | None = None
+    """Tokens of each gene by log2 of their place in the cell (`data.gene_ranking.rank_buckets`), `(buckets, genes)`
+    int64."""
 
 
 class Objective:

@@ -162,3 +162,19 @@ class QueryDecodingConfig(HiddenShareConfig):
                 f"objective query_decoding needs values that are numbers, which tokens.tokenizer {tokens.tokenizer} "
                 "does not have; choose continuous, or objective cell_decoding"
             )
+
+
+class NextGeneConfig(ObjectiveConfig):
+    """Predict each next gene of a cell in rank order, its value, and the end of the cell."""
+
+    implementation: ClassVar[str] = "cellmill.models.objectives.next_gene:NextGene"
+
+    name: Literal["next_gene"] = Field(
+        "next_gene", description="Predict each next gene of a cell in rank order, its value, and the cell's end."
+    )
+    value_loss_weight: float = Field(
+        1.0,
+        ge=0,
+        description="Weight of the loss of values: cross-entropy of bins, squared error of continuous ones. 0 turns it "
+        "off; tokenizers without values have none.",
+    )

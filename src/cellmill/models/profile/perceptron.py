@@ -11,7 +11,6 @@ from torch import nn
 
 from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.models.cell_encoder import CellEncoder
-from cellmill.models.counter_rng import keyed_dropout, keyed_state
 from cellmill.models.encoder_batch import EncoderBatch
 from cellmill.models.family import ParallelPlan
 from cellmill.models.feed_forward import FeedForward

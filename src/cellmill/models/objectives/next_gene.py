@@ -1,0 +1,222 @@
+"""next_gene: predict each next gene of a cell in rank order, its value, and the end of the cell.
+
+The likelihood of a cell is a chain: from the state before each gene, the cell goes on or ends (binary cross-entropy);
+if it goes on, a gene follows (cross-entropy over the vocabulary, whose matrix is the gene embedding); given that gene,
+a value follows (cross-entropy of bins, squared error of continuous values). Before the first gene the state is a
+learned vector: nothing is known there. The end is a decision of its own, not a token: the vocabulary's rows are genes.
+A cell with as many tokens as `max_tokens` may have been cut, so its end is unknown and no target.
+
+Genes are judged among those that the cell does not have yet, as `cellmill generate` draws them; so is the baseline,
+the frequency of genes at the same rank in training cells.
+
+Legend: T tokens of the batch, N targets, H hidden, V tokens of the vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from cellmill.config.tokens import SPECIAL
+from cellmill.data.gene_ranking import rank_buckets
+from cellmill.models.batch import TensorBatch, positions
+from cellmill.models.encoder_batch import EncoderBatch, whole
+from cellmill.models.initial import STD, Fill, normal, zeros
+from cellmill.models.objective import GeneStatistics, Objective
+from cellmill.models.objectives.config import NextGeneConfig
+from cellmill.parallel.cpu_matmul import Linear
+from cellmill.parallel.cross_entropy import token_loss
+from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
+from cellmill.runs.verdict import Verdict, compare
+
+PAD_TOKEN = SPECIAL.index("<pad>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextGeneBatch(EncoderBatch):
+    """Whole cells, and which of their tokens and ends are predicted."""
+
+    targets: torch.Tensor
+    """(N,) int64, ascending: tokens to predict, all but padding."""
+    first: torch.Tensor
+    """(N,) bool: whether the target is the first token of its cell."""
+    ends: torch.Tensor
+    """(ends,) int64: last tokens of cells that were not cut."""
+    n_targets: torch.Tensor
+
+
+class NextGene(Objective):
+    """See the module; needs a causal model with `gene_embedding`."""
+
+    config: NextGeneConfig
+    gene_rows = frozenset({"gene_bias"})
+
+    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        """Add `start`, the state before the first gene; `gene_bias`; `end`; and the value's `value_head` and output."""
+        hidden = model.width
+        model.start = nn.Parameter(torch.empty(hidden))
+        model.gene_bias = nn.Parameter(torch.empty(n_tokens))
+        model.end = nn.Linear(hidden, 1)
+        names = ("start", "gene_bias", "end", "gene_embedding")
+        if not self.predicts_values:
+            return names
+        model.value_head = nn.Sequential(Linear(2 * hidden, hidden), nn.GELU(), nn.LayerNorm(hidden))
+        model.value_out = nn.Linear(hidden, self.tokens.n_values - 1 if self._is_class else 1)  # bins count from 1
+        return (*names, "value_head", "value_out")
+
+    def initial_value(self, name: str) -> Fill | None:
+        """Initialize `start` like an embedding and the bias to zero."""
+        return {"start": normal(STD), "gene_bias": zeros}.get(name)
+
+    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> NextGeneBatch:
+        """Choose every token and every known end as a target."""
+        _, place = positions(batch)
+        targets = (batch.genes != PAD_TOKEN).nonzero().flatten()
+        lengths = batch.cu_seqlens.diff()
+        last = batch.cu_seqlens[1:].long()[(lengths > 0) & (lengths < self.tokens.max_tokens)] - 1
+        return NextGeneBatch(
+            **vars(whole(batch, (seed, step))),
+            targets=targets,
+            first=place[targets] == 0,
+            ends=last[batch.genes[last] != PAD_TOKEN],
+            n_targets=torch.tensor(len(targets), device=targets.device),
+        )
+
+    def loss(self, model: Any, states: torch.Tensor, prepared: NextGeneBatch) -> torch.Tensor:
+        """Return the summed loss of genes, values and ends, a float32 scalar."""
+        before, genes = self.before(model, states, prepared), prepared.genes[prepared.targets]
+        loss = token_loss(before, model.gene_embedding.weight, model.gene_bias, genes)
+        goes_on, ends = self.end_logits(model, before), self.end_logits(model, states[prepared.ends])
+        loss = loss + F.softplus(goes_on).sum() + F.softplus(-ends).sum()
+        if not self.predicts_values:
+            return loss
+        predicted, answers = self.values(model, before, genes), prepared.values[prepared.targets]
+        if self._is_class:
+            of_values = F.cross_entropy(predicted, answers - 1, reduction="sum")  # bins count from 1
+        else:
+            of_values = (predicted - answers).square().sum()
+        return loss + self.config.value_loss_weight * of_values
+
+    def before(self, model: Any, states: torch.Tensor, prepared: NextGeneBatch) -> torch.Tensor:
+        """(T, H) -> (N, H): the state before each target."""
+        earlier = states[(prepared.targets - 1).clamp(min=0)]
+        return torch.where(prepared.first[:, None], model.start.to(states.dtype), earlier)
+
+    def gene_logits(self, model: Any, before: torch.Tensor) -> torch.Tensor:
+        """(N, H) -> (N, V) float32: logits of the next token; special tokens are never targets."""
+        return token_logits(before, model.gene_embedding.weight, model.gene_bias)
+
+    def end_logits(self, model: Any, before: torch.Tensor) -> torch.Tensor:
+        """(N, H) -> (N,) float32: logit of the cell ending there."""
+        # starts near the chance of an end, one in many tokens: from 0, a bias would learn it in thousands of steps
+        return model.end(before).float().squeeze(-1) - math.log(self.tokens.max_tokens)  # type: ignore[no-any-return]
+
+    def values(self, model: Any, before: torch.Tensor, genes: torch.Tensor) -> torch.Tensor:
+        """(N, H) states and (N,) next genes -> float32 values (N,), or logits of bins (N, bins)."""
+        queries = torch.cat([before, embed_tokens(genes, model.gene_embedding.weight).to(before.dtype)], dim=-1)
+        out = model.value_out(model.value_head(queries)).float()
+        return out if self._is_class else out.squeeze(-1)  # type: ignore[no-any-return]
+
+    def observe(self, model: Any, prepared: NextGeneBatch) -> tuple[torch.Tensor, ...]:
+        """Return vocabulary row, place, top-1 correctness and cross-entropy of each gene; then value and prediction.
+
+        Cell by cell, because the logits of a batch would not fit. Expected bins stand for the prediction of bins.
+        """
+        before, genes = self.before(model, model.states(prepared), prepared), prepared.genes
+        cells = [self._observe_cell(model, before[a:b], genes[a:b]) for a, b in pairwise(prepared.cu_seqlens.tolist())]
+        observed = tuple(torch.cat(parts) for parts in zip(*cells))
+        if not self.predicts_values:
+            return observed
+        predicted = self.values(model, before, genes)
+        return (*observed, prepared.values, expected_bins(predicted) if self._is_class else predicted)
+
+    def _observe_cell(self, model: Any, before: torch.Tensor, genes: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = self.gene_logits(model, before)
+        places = torch.arange(len(genes), device=genes.device)
+        place_of = torch.full((logits.shape[1],), len(genes), device=genes.device).index_put((genes,), places)
+        place_of[: len(SPECIAL)] = -1
+        logits = logits.masked_fill(place_of < places[:, None], -torch.inf)
+        return genes - len(SPECIAL), places, logits.argmax(1) == genes, F.cross_entropy(logits, genes, reduction="none")
+
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
+        """Return accuracy and cross-entropy (nats) of next genes beside the baseline's, and R² of values; verdicts.
+
+        The baseline knows the rank, from the training cells, and the genes that the cell has already.
+        """
+        genes, places, correct, cross_entropy, *values = observed
+        assert train.by_rank is not None, "statistics without ranks"
+        base_correct, base_cross_entropy = _rank_baseline(genes, places, train.by_rank)
+        figures: dict[str, Any] = {
+            "n_targets": len(genes),
+            "accuracy": float(correct.mean()),
+            "accuracy_rank_frequency": float(base_correct.mean()),
+            "cross_entropy": (own := float(cross_entropy.astype(np.float64).mean())),
+            "cross_entropy_rank_frequency": (base := float(base_cross_entropy.mean())),
+        }
+        name, against = "prediction of the next gene", "gene frequency at the same rank in training cells"
+        verdicts = [compare(name, against, "nats cross-entropy", own - base, lower_is_better=True)]
+        if values:
+            truth, predicted = (array.astype(np.float64) for array in values)
+            spread = float(np.square(truth - train.mean[genes]).sum())
+            r2 = 1 - float(np.square(truth - predicted).sum()) / spread if spread else None
+            figures["value_r2_over_gene_mean"] = r2
+            if r2 is not None:
+                verdicts.append(compare("prediction of the next value", "the gene's training mean", "R²", r2))
+        return figures, verdicts
+
+    @property
+    def predicts_values(self) -> bool:
+        """Whether tokens have values, which are predicted."""
+        return self.tokens.value_kind in ("class", "scalar") and self.config.value_loss_weight > 0
+
+    @property
+    def _is_class(self) -> bool:
+        return self.tokens.value_kind == "class"
+
+
+def expected_bins(logits: torch.Tensor) -> torch.Tensor:
+    """(N, bins) -> (N,) float32; bins count from 1."""
+    bins = torch.arange(1, logits.shape[1] + 1, device=logits.device, dtype=logits.dtype)
+    return logits.softmax(1) @ bins
+
+
+def _rank_baseline(genes: np.ndarray, places: np.ndarray, by_rank: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Correctness and cross-entropy, (N,) each, of frequencies at the target's rank among genes not in the cell yet.
+
+    Frequencies are smoothed by those over all ranks, which count as much as one token for each gene.
+    """
+    buckets, starts = rank_buckets(places), np.flatnonzero(places == 0)
+    n_genes = by_rank.shape[1]
+    overall = (by_rank.sum(0) + 1) / (by_rank.sum() + n_genes)
+    smoothed = by_rank + n_genes * overall
+    frequency = smoothed / smoothed.sum(1, keepdims=True)
+    correct, cross_entropy = np.zeros(len(genes), bool), np.zeros(len(genes))
+    cells = list(zip(starts, [*starts[1:], len(genes)]))
+    for bucket in np.unique(buckets):
+        order = np.argsort(-frequency[bucket], kind="stable")
+        for start, stop in cells:
+            cell = genes[start:stop]
+            here = np.flatnonzero(buckets[start:stop] == bucket)
+            if not len(here):
+                continue
+            own = frequency[bucket, cell]
+            # frequencies that are left for genes not in the cell yet: never less than the gene's own
+            left = np.maximum(1 - (np.cumsum(own) - own), own)[here]
+            cross_entropy[start + here] = np.log(left / own[here])
+            correct[start + here] = _most_frequent(order, cell, here) == cell[here]
+    return correct, cross_entropy
+
+
+def _most_frequent(order: np.ndarray, cell: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """First gene of `order` that is not among the genes of `cell` before each of the ascending `places`."""
+    place_of = np.full(len(order), len(cell))
+    place_of[cell] = np.arange(len(cell))
+    free_until = place_of[order]  # the gene is a candidate up to its own place
+    # candidates at a place are never fewer than at a later one: the first whose place is not yet past
+    highest = np.maximum.accumulate(free_until)
+    return order[np.searchsorted(highest, places)]  # type: ignore[no-any-return]

@@ -1,0 +1,206 @@
+"""Family autoregressive with next_gene: the loss is the chain of likelihoods, and nothing of later genes reaches it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from cellmill.config.family import FamilyConfig
+from cellmill.config.objective import ObjectiveConfig
+from cellmill.config.tokens import Tokens
+from cellmill.data.gene_ranking import rank_buckets
+from cellmill.data.tokens import Batch, empty_batch, tokenized
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.evaluate.training_cells import read_gene_statistics
+from cellmill.models.batch import TensorBatch, padded, to_tensors
+from cellmill.models.build import ModelSpec, build
+from cellmill.models.encoder_batch import whole
+from cellmill.models.export import initial_tensors
+from cellmill.models.objective import GeneStatistics
+from cellmill.parallel.materialize import materialize
+from tests.unit.small_corpus import write_corpus
+
+N_GENES, MAX_TOKENS = 60, 32
+FAMILY = {"family": "autoregressive", "hidden": 16, "layers": 2, "heads": 2}
+TOKENIZERS = pytest.mark.parametrize("tokenizer", ["continuous", "binned", "rank"])
+KEYS = {"seed": 3, "step": 4}
+
+
+def tokens_of(tokenizer: str) -> Tokens:
+    return Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": MAX_TOKENS})
+
+
+def model_of(tokenizer: str = "continuous", objective: dict[str, Any] | None = None, **options: Any) -> Any:
+    """A model with initial values, but gene embeddings large enough for unequal logits."""
+    spec = ModelSpec(
+        FamilyConfig.model_validate(FAMILY | options),
+        ObjectiveConfig.model_validate({"name": "next_gene"} | (objective or {})),
+        tokens_of(tokenizer),
+        N_GENES,
+    )
+    model: Any = build(spec)
+    ids = [f"ENSG{i:011d}" for i in range(N_GENES)]
+    genes = Vocabulary(ids, ids, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
+    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, genes))
+    with torch.no_grad():
+        model.gene_embedding.weight.mul_(20)
+    return model
+
+
+def batch_of(tokenizer: str = "continuous", lengths: tuple[int, ...] = (20, 31, 1, 40, 2)) -> TensorBatch:
+    """Random cells, the fourth of which is cut."""
+    rng, tokens = np.random.default_rng(0), tokens_of(tokenizer)
+    genes = np.concatenate([rng.permutation(N_GENES)[:n] for n in lengths]).astype(np.int32)
+    counts = rng.integers(1, 9, len(genes)).astype(np.uint8)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    made: Batch = tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(len(lengths)) + 11, None)
+    return to_tensors(made)
+
+
+@TOKENIZERS
+def test_loss_is_the_chain_of_likelihoods_of_genes_values_and_ends(tokenizer: str) -> None:
+    model, batch = model_of(tokenizer, {"value_loss_weight": 0.5}), batch_of(tokenizer)
+    prepared = model.prepare(batch, **KEYS)
+    states, expected = model.states(prepared), torch.zeros(())
+
+    def end(state: torch.Tensor) -> torch.Tensor:
+        return (model.end(state) - np.log(MAX_TOKENS))[0]
+
+    for cell, start in enumerate(batch.cu_seqlens[:-1].tolist()):
+        before = model.start
+        for at in range(start, start + batch.lengths[cell]):
+            gene = int(batch.genes[at])
+            logits = model.gene_embedding.weight @ before + model.gene_bias
+            expected = expected - logits.log_softmax(0)[gene] - F.logsigmoid(-end(before))
+            if tokenizer != "rank":
+                query = torch.cat([before, model.gene_embedding.weight[gene]])
+                value = model.value_out(model.value_head(query))
+                answer = batch.values[at]
+                own = (value[0] - answer) ** 2 if tokenizer == "continuous" else -value.log_softmax(0)[answer - 1]
+                expected = expected + 0.5 * own
+            before = states[at]
+        if batch.lengths[cell] < MAX_TOKENS:
+            expected = expected - F.logsigmoid(end(before))
+    loss = model(prepared)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-4)
+    assert int(prepared.n_targets) == len(batch.genes)
+    loss.backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    expected.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("target", [0, 5, 19, 20, 30])
+def test_the_loss_of_a_token_has_no_gradient_to_it_or_later_ones(target: int) -> None:
+    model, batch = model_of(), batch_of()
+    values = batch.values.clone().requires_grad_()
+    prepared = model.prepare(replace(batch, values=values), **KEYS)
+    one = replace(prepared, targets=torch.tensor([target]), ends=torch.tensor([], dtype=torch.int64))
+    one = replace(one, first=torch.tensor([target in (0, 20)]))
+    x = model.begin(one)
+    x.retain_grad()
+    # the answer is the target's own value, so it is cut from the graph
+    answers = replace(one, values=values.detach())
+    model.finish(model.through(x, one), answers).backward()
+    start = 0 if target < 20 else 20
+    for gradient in (x.grad, values.grad):
+        touched = gradient.reshape(len(values), -1).abs().sum(1) > 0
+        expected = torch.zeros_like(touched)
+        expected[start:target] = True
+        assert torch.equal(touched, expected)
+
+
+@TOKENIZERS
+def test_padding_and_dropout_change_with_no_layout(tokenizer: str) -> None:
+    model, batch = model_of(tokenizer, dropout=0.2).train(), batch_of(tokenizer)
+    longer = model.prepare(padded(batch, 500), **KEYS)  # cells of padding are longer than max_tokens
+    assert sum(longer.lengths) == 500
+    torch.testing.assert_close(model(longer), model(model.prepare(batch, **KEYS)), rtol=1e-6, atol=1e-6)
+
+
+def test_no_cells_give_no_loss_and_zero_gradients() -> None:
+    model = model_of()
+    prepared = model.prepare(to_tensors(empty_batch(np.dtype(np.float32))), **KEYS)
+    loss = model(prepared)
+    loss.backward()
+    assert (loss.item(), int(prepared.n_targets)) == (0.0, 0)
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_a_cell_is_the_mean_of_its_states_or_the_last_one_which_knows_no_later_gene() -> None:
+    mean, last, batch = model_of().eval(), model_of(pooling="last").eval(), batch_of()
+    cut = batch_of(lengths=(20,))
+    with torch.no_grad():
+        states = mean.states(whole(batch)).split(batch.lengths)
+        torch.testing.assert_close(mean.embed(batch), torch.stack([cell.mean(0) for cell in states]))
+        torch.testing.assert_close(last.embed(batch), torch.stack([cell[-1] for cell in states]))
+        shorter = replace(cut, genes=batch.genes[:20], values=batch.values[:20])
+        prefix = [getattr(shorter, name)[:7] for name in ("genes", "values")]
+        part = replace(shorter, genes=prefix[0], values=prefix[1], cu_seqlens=torch.tensor([0, 7]).int(), lengths=[7])
+        torch.testing.assert_close(last.embed(part)[0], states[0][6], rtol=1e-5, atol=1e-6)
+
+
+def test_every_tensor_with_a_row_per_token_is_matched_by_gene() -> None:
+    model = model_of()
+    assert {name for name, p in model.named_parameters() if p.shape[0] == N_GENES + 2} == model.gene_rows
+
+
+def test_rank_buckets_are_logarithms_of_the_place() -> None:
+    places = np.arange(1 << 12)
+    expected = [(place + 1).bit_length() - 1 for place in places.tolist()]
+    assert rank_buckets(places).tolist() == expected
+    model = model_of()
+    assert model._rank_buckets(torch.from_numpy(places)).tolist() == [min(bucket, 5) for bucket in expected]
+
+
+def test_statistics_count_genes_at_each_rank(tmp_path: Path) -> None:
+    manifest = write_corpus(tmp_path, 50)
+    statistics = read_gene_statistics(manifest, Tokens.model_validate({"max_tokens": 8}))
+    by_rank = statistics.by_rank
+    assert by_rank is not None
+    assert by_rank.shape == (4, manifest.n_genes)
+    assert (by_rank.sum(0) == statistics.n).all()
+    assert by_rank[0].sum() == 50
+
+
+def test_genes_are_judged_among_those_that_the_cell_does_not_have_yet() -> None:
+    model, batch = model_of().eval(), batch_of()
+    prepared = model.prepare(batch, **KEYS)
+    with torch.no_grad():
+        observed = [tensor.numpy() for tensor in model.objective.observe(model, prepared)]
+        before = model.objective.before(model, model.states(prepared), prepared)
+        logits = (before @ model.gene_embedding.weight.T + model.gene_bias)[:, 2:].double()
+    by_rank = np.random.default_rng(1).integers(0, 9, (6, N_GENES))
+    train = GeneStatistics(by_rank.sum(0), np.full(N_GENES, 2.0), 2.0, 9, by_rank)
+    overall = (by_rank.sum(0) + 1) / (by_rank.sum() + N_GENES)
+    entropies, hits = [], []
+    for start, length in zip(batch.cu_seqlens.tolist(), batch.lengths):
+        left = np.ones(N_GENES, bool)
+        for place in range(length):
+            gene = int(batch.genes[start + place]) - 2
+            smoothed = by_rank[(place + 1).bit_length() - 1] + N_GENES * overall
+            own = logits[start + place].numpy()
+            rows = np.flatnonzero(left)
+            of_model = own[rows] - np.log(np.exp(own[rows]).sum())
+            frequency = np.log(smoothed[rows] / smoothed[rows].sum())
+            at = rows.tolist().index(gene)
+            entropies.append((-of_model[at], -frequency[at]))
+            hits.append((of_model.argmax() == at, frequency.argmax() == at))
+            left[gene] = False
+    figures, verdicts = model.objective.judge(*observed, train=train)
+    names = ("cross_entropy", "cross_entropy_rank_frequency", "accuracy", "accuracy_rank_frequency")
+    expected = [*np.mean(entropies, axis=0), *np.mean(hits, axis=0)]
+    assert [figures[name] for name in names] == pytest.approx(expected, rel=1e-5)
+    truth, predicted = observed[4:]
+    assert figures["value_r2_over_gene_mean"] == pytest.approx(
+        1 - np.square(truth - predicted).sum() / np.square(truth - 2).sum(), rel=1e-4
+    )
+    assert len(verdicts) == 2
