@@ -15,6 +15,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "family": {
         "encoder": "cellmill.models.encoder.config:EncoderConfig",
         "profile": "cellmill.models.profile.config:ProfileConfig",
+        "bert": "cellmill.models.bert.config:BertFamilyConfig",
+        "scgpt": "cellmill.models.scgpt.config:ScgptConfig",
     },
     "objective": {
         "cell_decoding": "cellmill.models.objectives.config:CellDecodingConfig",

@@ -45,6 +45,10 @@ class Model(nn.Module):
     """H, the width of the residual stream."""
     gene_rows: frozenset[str] = frozenset()
     """Parameters with one row per token of the vocabulary, which `init_from` matches by gene."""
+    head_activation: type[nn.Module] = nn.GELU
+    """Activation of an objective's heads between linear layer and norm."""
+    head_norm_eps: float = 1e-5
+    """Epsilon of the norms of an objective's heads."""
 
     def __init__(self, objective: Objective) -> None:
         super().__init__()
