@@ -19,7 +19,8 @@ from cellmill.config import OPTIONS, check_options, load_config
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 
-COMMANDS = ("profiles", "preflight", "status", "attach", "cancel", "logs")  # for runs and machines; others are stages
+COMMANDS = ("profiles", "preflight", "status", "attach", "cancel", "logs", "import")  # others are stages
+MODULES = {"import": "import_model"}  # where the command's name is a keyword of Python
 CONFIG = Path("config/config.yaml")
 _PLANNED = ("nodes", "nproc_per_node")  # options of the machine that plan reads too
 
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
                 given["launcher"] = "slurm"
             arguments["machine"] = check_options(Machine, given, "the machine (profile, set-resources)")
         room = "commands" if stage in COMMANDS else "stages"
-        importlib.import_module(f"cellmill.{room}.{stage}").run(**arguments)
+        importlib.import_module(f"cellmill.{room}.{MODULES.get(stage, stage)}").run(**arguments)
     except UserError as error:
         print(f"cellmill {stage}: {error}", file=sys.stderr)
         return error.exit_code
@@ -78,7 +79,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cellmill", description=__doc__.split("\n\n")[0])
     parser.add_argument("--version", action="version", version=f"cellmill {__version__}")
     stages = parser.add_subparsers(dest="stage", required=True, metavar="STAGE")
-    for add in (_add_data, _add_corpus, _add_training, _add_model, _add_machine_commands, _add_run_commands):
+    for add in (
+        _add_data,
+        _add_corpus,
+        _add_training,
+        _add_model,
+        _add_import,
+        _add_machine_commands,
+        _add_run_commands,
+    ):
         add(stages)
     return parser
 
@@ -175,6 +184,23 @@ def _add_model(stages: Any) -> None:
     report.add_argument("--runs", type=Path, nargs="+", required=True, help="folders of runs")
     report.add_argument("--corpora", type=Path, nargs="+", required=True, help="folders of corpora")
     report.add_argument("--out", type=Path, required=True, help="index.html")
+
+
+def _add_import(stages: Any) -> None:
+    kinds = _command(stages, "import", "read published weights into a model folder").add_subparsers(
+        dest="kind", required=True, metavar="MODEL"
+    )
+    for name, text in {"geneformer": "Geneformer V1 or V2", "scgpt": "pretrained scGPT"}.items():
+        parser = _command(kinds, name, text)
+        parser.add_argument("folder", type=Path, help="folder of the published files")
+        parser.add_argument("--out", type=Path, required=True, help="model folder to write")
+        if name == "scgpt":
+            _add(parser, "--organism", "human", "organism of the gene symbols", choices=["human", "mouse"])
+            _add(parser, "--max-tokens", 1200, "most tokens of a cell, <cls> counted", type=_count)
+            continue
+        pooling = "vector of a cell (default: cls with a token <cls>, as in V2, else mean)"
+        parser.add_argument("--pooling", choices=["mean", "cls"], help=pooling)
+        _add(parser, "--embed-layer", -1, "layer that is pooled: 0 is the last, -1 the one before")
 
 
 def _add_machine_commands(stages: Any) -> None:

@@ -17,6 +17,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "autoencoder": "cellmill.models.autoencoder.config:AutoencoderConfig",
         "profile": "cellmill.models.profile.config:ProfileConfig",
         "autoregressive": "cellmill.models.autoregressive.config:AutoregressiveConfig",
+        "bert": "cellmill.models.bert.config:BertFamilyConfig",
+        "scgpt": "cellmill.models.scgpt.config:ScgptConfig",
     },
     "objective": {
         "cell_decoding": "cellmill.models.objectives.config:CellDecodingConfig",

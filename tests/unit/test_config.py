@@ -23,6 +23,7 @@ from cellmill.config.plugin import Plugin, by_name
 from cellmill.config.section import Section
 from cellmill.config.workflow import RunConfig
 from cellmill.errors import ConfigError
+from cellmill.registry import BUILT_IN
 
 TREE = """
 corpora: {pbmc: {table: TABLE}}
@@ -193,7 +194,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no such family": (
         {"model": {"family": "foo"}},
-        "model: unknown family 'foo'; there are: encoder, autoencoder, profile, autoregressive",
+        "model: unknown family 'foo'; there are: " + ", ".join(BUILT_IN["family"]),
     ),
     "model is no mapping": ({"model": 3}, "model: expected a mapping, got 3"),
     "section is a list": ({"train": [1]}, "train: expected a mapping, got [1]"),

@@ -16,7 +16,7 @@ from cellmill.models.family import Model
 class CellEncoder(Model):
     """Base of families whose blocks are followed by `norm`; they define `begin`, `through` and `cell_vectors`."""
 
-    norm: nn.LayerNorm
+    norm: nn.Module
 
     def attach_heads(self, n_tokens: int) -> None:
         """Add the objective's heads, and what layouts and `init_from` have to know of them."""

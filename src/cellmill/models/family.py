@@ -48,6 +48,10 @@ class Model(nn.Module):
     """Parameters with one row per token of the vocabulary, which `init_from` matches by gene."""
     level_rows: Mapping[str, str] = MappingProxyType({})
     """Parameters with one row per level of an obs column, and the column; `init_from` matches rows by level."""
+    head_activation: type[nn.Module] = nn.GELU
+    """Activation of an objective's heads between linear layer and norm."""
+    head_norm_eps: float = 1e-5
+    """Epsilon of the norms of an objective's heads."""
 
     def __init__(self, objective: Objective) -> None:
         super().__init__()

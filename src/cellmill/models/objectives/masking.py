@@ -25,6 +25,7 @@ from cellmill.models.objectives.config import MaskedObjectiveConfig
 from cellmill.parallel.cpu_matmul import Linear
 
 PAD_TOKEN, MASK_TOKEN = (SPECIAL.index(token) for token in ("<pad>", "<mask>"))
+NEVER = 2**63 - 1  # above every draw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,10 @@ def mask(batch: TensorBatch, hides_gene: bool, mask_frac: float, seed: int, step
     """Draw the mask of a batch and hide the genes of masked tokens, or their values."""
     cell, place = positions(batch)
     keys = keyed_bits(batch.cells[cell], seed, step, place)
-    lowest = torch.full((len(batch.lengths),), 2**63 - 1, device=keys.device).scatter_reduce(0, cell, keys, "amin")
-    masked = ((keys < threshold(mask_frac)) | (keys == lowest[cell])) & (batch.genes != PAD_TOKEN)
+    is_gene = batch.genes > PAD_TOKEN  # neither padding nor an end of the cell
+    draws = torch.where(is_gene, keys, NEVER)
+    lowest = torch.full((len(batch.lengths),), NEVER, device=keys.device).scatter_reduce(0, cell, draws, "amin")
+    masked = ((draws < threshold(mask_frac)) | (draws == lowest[cell])) & is_gene
     targets = masked.nonzero().flatten()
     return MaskedBatch(
         genes=batch.genes.masked_fill(masked, MASK_TOKEN) if hides_gene else batch.genes,
@@ -71,10 +74,10 @@ class MaskedObjective(Objective):
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         """Add `head`, `cell_head` if the second loss is on, and the objective's own output."""
         hidden = model.width
-        model.head = nn.Sequential(Linear(hidden, hidden), nn.GELU(), nn.LayerNorm(hidden))
+        model.head = _head(model, hidden)
         names: tuple[str, ...] = ("head",)
         if self.config.cell_loss_weight:
-            model.cell_head = nn.Sequential(Linear(2 * hidden, hidden), nn.GELU(), nn.LayerNorm(hidden))
+            model.cell_head = _head(model, 2 * hidden)
             names = ("head", "cell_head", *model.plan.begin)
         return (*names, *self.attach_output(model, n_tokens))
 
@@ -100,3 +103,8 @@ class MaskedObjective(Objective):
     def loss_of(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
         """Return the summed loss of predictions from the states (N, H) of a head."""
         raise NotImplementedError
+
+
+def _head(model: Any, width: int) -> nn.Module:
+    hidden = model.width
+    return nn.Sequential(Linear(width, hidden), model.head_activation(), nn.LayerNorm(hidden, eps=model.head_norm_eps))

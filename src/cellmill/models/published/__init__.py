@@ -1,0 +1,1 @@
+"""Reading published single-cell models into model folders of cellmill."""

@@ -1,0 +1,167 @@
+"""Geneformer (Theodoris et al. 2023), V1 and V2, as a model folder of the family `bert`.
+
+    config.json                       BertConfig of transformers
+    model.safetensors                 or pytorch_model.bin: BertForMaskedLM, or BertModel alone
+    token_dictionary*.pkl             Ensembl id -> token, with <pad>, <mask>, and in V2 <cls> and <eos>
+    gene_median_dictionary*.pkl       Ensembl id -> median of the nonzero counts per 10,000 over its corpus
+
+A gene's rank value is its count over the cell's total, times 10,000, over its median: the order of our rank tokens with
+these medians in the vocabulary, as the total scales all genes of a cell alike. Ties, which Geneformer leaves to an
+unstable sort, are ordered by Ensembl id. Genes without a token or a median are left out.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from cellmill.config.family import FamilyConfig
+from cellmill.config.load import check_options
+from cellmill.config.objective import ObjectiveConfig
+from cellmill.config.post_norm import PostNormConfig
+from cellmill.config.tokens import SPECIAL, Tokens
+from cellmill.data.genes import gene_symbols
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import ConfigError, DataError
+from cellmill.files import sha256_file
+from cellmill.models.build import ModelSpec
+from cellmill.models.published.model_folder import write_model
+from cellmill.models.published.pickles import read_numbers
+from cellmill.models.published.tensors import joined_heads, read_mapping, read_weights, require
+
+HEAD = "cls.predictions."
+LAYER = {
+    "attention.output.dense": "out",
+    "attention.output.LayerNorm": "attention_norm",
+    "intermediate.dense": "up",
+    "output.dense": "down",
+    "output.LayerNorm": "ffn_norm",
+}
+"""Modules of a layer of BERT, and ours."""
+
+
+def import_geneformer(
+    folder: Path, out: Path, pooling: Literal["mean", "cls"] | None = None, embed_layer: int = -1
+) -> str:
+    """Write the model folder `out`; returns the line to print.
+
+    `pooling` None is Geneformer's default: the state of <cls> where the dictionary has it (V2), else the mean (V1).
+    """
+    config_path = folder / "config.json"
+    config = _checked(config_path, read_mapping(config_path))
+    tokens, medians = (_dictionary(folder, name) for name in ("token_dictionary", "gene_median_dictionary"))
+    ends = "cls_eos" if "<cls>" in tokens and "<eos>" in tokens else "none"
+    if pooling == "cls" and ends == "none":
+        raise ConfigError(f"--pooling cls: {folder} has no token <cls>; use mean")
+    genes = _vocabulary(folder, tokens, medians)
+    path, theirs = read_weights(folder, "model.safetensors", "pytorch_model.bin")
+    model = _family(config, ends, pooling or ("mean" if ends == "none" else "cls"), embed_layer)
+    longest = config["max_position_embeddings"] - model.n_ends
+    spec = ModelSpec(
+        model,
+        ObjectiveConfig.model_validate({"name": "masked_gene", "cell_loss_weight": 0}),
+        Tokens.model_validate({"tokenizer": "rank", "max_tokens": longest}),
+        genes.n_genes,
+    )
+    names = [*SPECIAL, *genes.gene_ids]
+    rows = torch.tensor([int(tokens[name]) for name in names])
+    tensors = _renamed(path, theirs, model, rows, [int(tokens[name]) for name in ("<cls>", "<eos>")[: model.n_ends]])
+    source = {"model": "Geneformer", "weights": str(path), "weights_digest": sha256_file(path)}
+    n_left_out = sum(not name.startswith("<") for name in tokens) - genes.n_genes
+    untrained = write_model(out, spec, genes, tensors, source | {"genes_left_out": n_left_out})
+    return (
+        f"{out}: {genes.n_genes:,} genes ({n_left_out:,} without a median left out), at most {longest:,} a cell, "
+        f"embedding: {model.pooling} of layer {embed_layer}; parameters without a source: {len(untrained)}"
+    )
+
+
+def _family(config: dict[str, Any], ends: str, pooling: str, embed_layer: int) -> Any:
+    options = {
+        "family": "bert",
+        "hidden": config["hidden_size"],
+        "layers": config["num_hidden_layers"],
+        "heads": config["num_attention_heads"],
+        "ffn_hidden": config["intermediate_size"],
+        "dropout": config.get("hidden_dropout_prob", 0.1),
+        "activation": config["hidden_act"],
+        "norm_eps": config.get("layer_norm_eps", 1e-12),
+        "ends": ends,
+        "pooling": pooling,
+        "embed_layer": embed_layer,
+    }
+    return check_options(FamilyConfig, options, "config.json")
+
+
+def _checked(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings")
+    for name in (*sizes, "hidden_act"):
+        require(path, config, name)
+    expected = {"model_type": ("bert",), "position_embedding_type": ("absolute",), "hidden_act": ("gelu", "relu")}
+    for name, known in expected.items():
+        if (value := config.get(name, known[0])) not in known:
+            raise DataError(f"{path}: {name}: expected {' or '.join(known)}, got {value!r}; it is no Geneformer")
+    if wrong := [name for name in sizes if not isinstance(config[name], int) or config[name] < 1]:
+        raise DataError(f"{path}: {wrong[0]}: expected a number above 0, got {config[wrong[0]]!r}")
+    return config
+
+
+def _dictionary(folder: Path, name: str) -> dict[str, int | float]:
+    paths = sorted(folder.glob(f"{name}*.pkl"))
+    if len(paths) != 1:
+        found = ", ".join(path.name for path in paths) or "none"
+        raise DataError(f"{folder}: expected one {name}*.pkl, got {found}; copy the one of these weights there")
+    return read_numbers(paths[0])
+
+
+def _vocabulary(folder: Path, tokens: dict[str, Any], medians: dict[str, Any]) -> Vocabulary:
+    if missing := [name for name in SPECIAL if name not in tokens]:
+        raise DataError(f"{folder}: token_dictionary: the token {missing[0]} is missing")
+    genes = sorted(name for name in tokens if name in medians and not name.startswith("<"))
+    if not genes:
+        raise DataError(f"{folder}: token_dictionary and gene_median_dictionary have no gene in common")
+    symbols = gene_symbols("human")
+    return Vocabulary(
+        genes,
+        [symbols.get(gene, gene) for gene in genes],
+        np.zeros(len(genes), np.int64),  # not published
+        np.array([medians[gene] for gene in genes], np.float32),
+    )
+
+
+def _renamed(
+    path: Path, theirs: dict[str, torch.Tensor], model: PostNormConfig, rows: torch.Tensor, ends: list[int]
+) -> dict[str, torch.Tensor]:
+    """Tensors by our names; `rows` and `ends` are tokens of our vocabulary's rows, and of <cls> and <eos>."""
+    start = "bert." if any(name.startswith("bert.") for name in theirs) else ""
+
+    def take(name: str) -> torch.Tensor:
+        tensor: torch.Tensor = require(path, theirs, name)
+        return tensor
+
+    def pair(theirs: str, ours: str) -> dict[str, torch.Tensor]:
+        return {f"{ours}.{kind}": take(f"{theirs}.{kind}") for kind in ("weight", "bias")}
+
+    embeddings = f"{start}embeddings."
+    words = take(f"{embeddings}word_embeddings.weight")
+    if (largest := max([int(rows.max()), *ends])) >= len(words) or min([int(rows.min()), *ends]) < 0:
+        raise DataError(f"{path}: has {len(words):,} tokens, the dictionary goes to {largest:,}; it is another model's")
+    types = take(f"{embeddings}token_type_embeddings.weight")
+    ours = {
+        "gene_embedding.weight": words[rows],
+        "place_embedding.weight": take(f"{embeddings}position_embeddings.weight") + types[0],
+        **pair(f"{embeddings}LayerNorm", "embedding_norm"),
+    }
+    if ends:
+        ours["end_embedding.weight"] = words[ends]
+    for index in range(model.layers):
+        layer, block = f"{start}encoder.layer.{index}.", f"blocks.{index}."
+        for kind in ("weight", "bias"):
+            parts = [take(f"{layer}attention.self.{part}.{kind}") for part in ("query", "key", "value")]
+            ours[f"{block}qkv.{kind}"] = joined_heads(parts[0], parts[1], parts[2], model.heads)
+        for name, own in LAYER.items():
+            ours |= pair(layer + name, block + own)
+    if f"{HEAD}bias" in theirs:
+        ours |= pair(f"{HEAD}transform.dense", "head.0") | pair(f"{HEAD}transform.LayerNorm", "head.2")
+        ours["gene_bias"] = take(f"{HEAD}bias")[rows]
+    return ours

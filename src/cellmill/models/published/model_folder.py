@@ -1,0 +1,86 @@
+"""A model folder of published weights: the files that `consolidate` writes, with the source in place of a training."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cellmill.config.family import WEIGHTS_FORMAT
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import DataError
+from cellmill.files import sha256_file, write_json, write_text
+from cellmill.models.build import ModelSpec, build
+from cellmill.models.export import initial_tensors, write_tensors
+
+
+def write_model(
+    out: Path, spec: ModelSpec, genes: Vocabulary, tensors: Mapping[str, torch.Tensor], source: dict[str, Any]
+) -> list[str]:
+    """Write the model folder `out`; config.json, with `source`, is written last.
+
+    Parameters of the model that `tensors` lacks get their initial values of seed 0; returns their names. Raises
+    DataError for a tensor of another shape.
+    """
+    model = build(spec)
+    written, untrained = {}, []
+    for name, initial in initial_tensors(model, 0, None, genes):
+        if name not in tensors:
+            untrained.append(name)
+        elif tensors[name].shape != initial.shape:
+            raise DataError(
+                f"{source['weights']}: expected a tensor of shape {tuple(initial.shape)} for {name}, got "
+                f"{tuple(tensors[name].shape)}; its configuration is another model's"
+            )
+        written[name] = tensors.get(name, initial).float().contiguous()
+    (out / "config.json").unlink(missing_ok=True)
+    write_tensors(out / "model.safetensors", written)
+    genes.write(out / "vocabulary.tsv")
+    config = {
+        "format": WEIGHTS_FORMAT,
+        "family": spec.model.family,
+        "model": spec.model.model_dump(mode="json"),
+        "objective": spec.objective.model_dump(mode="json"),
+        "tokens": spec.tokens.model_dump(mode="json"),
+        "n_genes": genes.n_genes,
+        "vocabulary_digest": genes.digest,
+        "fingerprint": "imported",
+        "init_from": str(source["weights"]),
+        "step": 0,
+        "val_loss": None,
+        "seed": 0,
+        "source": source | {"untrained": untrained},
+        "weights_sha256": sha256_file(out / "model.safetensors"),
+    }
+    write_text(out / "README.md", imported_card(config, sum(tensor.numel() for tensor in written.values())))
+    write_json(out / "config.json", config)
+    return untrained
+
+
+def imported_card(config: dict[str, Any], parameters: int) -> str:
+    """Return the README of an imported model: its source, what was left out, and its limits."""
+    source = config["source"]
+    rows = "".join(f"| {key} | {value} |\n" for key, value in source.items() if key != "untrained")
+    untrained = ", ".join(f"`{name}`" for name in source["untrained"]) or "none"
+    return f"""---
+library_name: cellmill
+tags: [single-cell, transcriptomics, {config["family"]}]
+---
+# {source["model"]}, imported
+
+| | |
+|---|---|
+| parameters | {parameters:,} |
+| vocabulary | {config["n_genes"]:,} genes, digest `{config["vocabulary_digest"][:16]}` |
+| tokens | {config["tokens"]["tokenizer"]}, at most {config["tokens"]["max_tokens"]} genes a cell |
+{rows}
+Parameters that the source does not have, at their initial values: {untrained}.
+
+    cellmill embed --model . --input cells.h5ad --out embedded.h5ad
+
+writes the cells' embeddings to `obsm["X_cellmill"]`. Genes are Ensembl ids; raw counts go in.
+
+## Limits
+The weights, their licence and their training data are the source's; cellmill has not judged them. Evaluate them on
+your cells beside the baselines before use. Not for clinical use.
+"""

@@ -1,0 +1,159 @@
+"""scGPT (Cui et al. 2024) as a model folder of the family `scgpt`.
+
+    args.json        sizes of the model
+    vocab.json       gene symbol -> token, with <pad> and <cls>
+    best_model.pt    state dict of torch, with attention named as flash-attn or as torch names it
+
+Symbols are mapped to Ensembl ids; those that are unknown, ambiguous or a second name of a gene are left out. Values are
+quantile bins of the cell's nonzero counts, 1 to n_bins - 1, with ties at the right edge where scGPT draws one at
+random. A cell longer than the model takes keeps the genes of highest counts where scGPT draws a random sample. scGPT's
+own decoders have no counterpart, so an objective's heads start untrained.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from cellmill.config.family import FamilyConfig
+from cellmill.config.load import check_options
+from cellmill.config.objective import ObjectiveConfig
+from cellmill.config.tokens import Tokens
+from cellmill.data.genes import map_genes
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import DataError
+from cellmill.files import sha256_file
+from cellmill.models.build import ModelSpec
+from cellmill.models.published.model_folder import write_model
+from cellmill.models.published.tensors import joined_heads, read_mapping, read_weights, require
+
+LAYER = {"norm1": "attention_norm", "linear1": "up", "linear2": "down", "norm2": "ffn_norm"}
+"""Modules of a layer of scGPT, and ours."""
+QKV = ("self_attn.in_proj_{}", "self_attn.Wqkv.{}", "self_attn._impl.Wqkv.{}")
+OUT = ("self_attn.out_proj.{}", "self_attn._impl.out_proj.{}")
+
+
+def import_scgpt(folder: Path, out: Path, organism: str = "human", max_tokens: int = 1200) -> str:
+    """Write the model folder `out`; returns the line to print. `max_tokens` counts <cls>, as scGPT's max_length."""
+    path, theirs = read_weights(folder, "best_model.pt", "model.safetensors")
+    config_path = folder / "args.json"
+    config = _checked(config_path, read_mapping(config_path), path, theirs)
+    tokens = _tokens(folder / "vocab.json")
+    genes, rows, line = _vocabulary(folder / "vocab.json", tokens, organism)
+    bins = config.get("n_bins", 51)
+    model = _family(config)
+    spec = ModelSpec(
+        model,
+        ObjectiveConfig.model_validate({"name": "cell_decoding"}),
+        Tokens.model_validate({"tokenizer": "binned", "bins": bins - 1, "max_tokens": max_tokens - 1}),
+        genes.n_genes,
+    )
+    tensors = _renamed(path, theirs, model, rows, tokens)
+    source = {"model": "scGPT", "weights": str(path), "weights_digest": sha256_file(path), "genes": line}
+    untrained = write_model(out, spec, genes, tensors, source)
+    return (
+        f"{out}: {line}; at most {max_tokens - 1:,} genes a cell, the highest first where scGPT draws at random; "
+        f"parameters without a source: {len(untrained)}"
+    )
+
+
+def _family(config: dict[str, Any]) -> Any:
+    options = {
+        "family": "scgpt",
+        "hidden": config["embsize"],
+        "layers": config["nlayers"],
+        "heads": config["nheads"],
+        "ffn_hidden": config["d_hid"],
+        "dropout": config.get("dropout", 0.2),
+        "activation": "relu",
+        "ends": "cls",
+        "pooling": "cls",
+        "cls_value": config.get("pad_value", 0),
+    }
+    return check_options(FamilyConfig, options, "args.json")
+
+
+def _checked(path: Path, config: dict[str, Any], weights: Path, theirs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    for name in ("embsize", "nheads", "d_hid", "nlayers"):
+        if not isinstance(require(path, config, name), int):
+            raise DataError(f"{path}: {name}: expected a number, got {config[name]!r}")
+    style = config.get("input_emb_style", "continuous")
+    if style != "continuous" or config.get("pre_norm"):
+        problem = "pre_norm is set" if config.get("pre_norm") else f"input_emb_style is {style!r}"
+        raise DataError(f"{path}: expected post-norm blocks over continuous values, but {problem}")
+    if more := [name for name in theirs if name.startswith(("dsbn.", "bn."))]:
+        raise DataError(f"{weights}: {more[0]}: batch norms of fine-tuned scGPT are not supported; use the pretrained")
+    return config
+
+
+def _tokens(path: Path) -> dict[str, int]:
+    tokens = read_mapping(path)
+    for name in ("<pad>", "<cls>"):
+        require(path, tokens, name)
+    if wrong := [name for name, token in tokens.items() if not isinstance(token, int) or token < 0]:
+        raise DataError(f"{path}: {wrong[0]}: expected a token, got {tokens[wrong[0]]!r}")
+    return tokens
+
+
+def _vocabulary(path: Path, tokens: dict[str, int], organism: str) -> tuple[Vocabulary, torch.Tensor, str]:
+    """The genes with an Ensembl id, their tokens, and a line about the rest."""
+    names = [name for name in tokens if not name.startswith("<")]
+    mapped = map_genes(names, pd.DataFrame(index=names), organism)
+    chosen: dict[str, str] = {}
+    for name, gene, symbol in zip(names, mapped.gene_ids, mapped.symbols):
+        if gene and (gene not in chosen or name == symbol):  # a current symbol before an earlier one or an alias
+            chosen[gene] = name
+    if not chosen:
+        raise DataError(f"{path}: no gene symbol of {organism}; its first is {names[:1]}")
+    symbols = dict(zip(mapped.gene_ids, mapped.symbols))
+    ids = sorted(chosen)
+    genes = Vocabulary(
+        ids,
+        [symbols[gene] for gene in ids],
+        np.zeros(len(ids), np.int64),  # not published
+        np.ones(len(ids), np.float32),  # cells are cut by count alone
+    )
+    seen = mapped.coverage
+    line = (
+        f"{len(ids):,} of {len(names):,} gene symbols have an Ensembl id of their own ({seen.unmapped:,} unknown, "
+        f"{seen.ambiguous:,} ambiguous)"
+    )
+    return genes, torch.tensor([tokens[chosen[gene]] for gene in ids]), line
+
+
+def _renamed(
+    path: Path, theirs: dict[str, torch.Tensor], model: Any, rows: torch.Tensor, tokens: dict[str, int]
+) -> dict[str, torch.Tensor]:
+    """Tensors by our names."""
+
+    def take(*names: str) -> torch.Tensor:
+        tensor: torch.Tensor = require(path, theirs, next((name for name in names if name in theirs), names[0]))
+        return tensor
+
+    def pair(theirs: str, ours: str) -> dict[str, torch.Tensor]:
+        return {f"{ours}.{kind}": take(f"{theirs}.{kind}") for kind in ("weight", "bias")}
+
+    table = take("encoder.embedding.weight")
+    if (largest := max(tokens.values())) >= len(table):
+        raise DataError(f"{path}: has {len(table):,} tokens, vocab.json goes to {largest:,}; it is another model's")
+    pad, cls = table[tokens["<pad>"]], table[tokens["<cls>"]]
+    ours = {
+        # scGPT hides values, never genes: its vocabulary has no <mask>, whose row is that of <pad>
+        "gene_embedding.weight": torch.cat([torch.stack([pad, pad]), table[rows]]),
+        "end_embedding.weight": cls[None],
+        **pair("encoder.enc_norm", "gene_norm"),
+        **pair("value_encoder.linear1", "value_in.0"),
+        **pair("value_encoder.linear2", "value_in.2"),
+        **pair("value_encoder.norm", "value_out_norm"),
+    }
+    for index in range(model.layers):
+        layer, block = f"transformer_encoder.layers.{index}.", f"blocks.{index}."
+        for kind in ("weight", "bias"):
+            q, k, v = take(*(layer + name.format(kind) for name in QKV)).chunk(3)
+            ours[f"{block}qkv.{kind}"] = joined_heads(q, k, v, model.heads)
+            ours[f"{block}out.{kind}"] = take(*(layer + name.format(kind) for name in OUT))
+        for name, own in LAYER.items():
+            ours |= pair(layer + name, block + own)
+    return ours

@@ -1,0 +1,21 @@
+"""Options of the `scgpt` family. Torch-free."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from cellmill.config.post_norm import PostNormConfig
+
+
+class ScgptConfig(PostNormConfig):
+    """Architecture of scGPT."""
+
+    implementation: ClassVar[str] = "cellmill.models.scgpt.scgpt_model:ScgptModel"
+    value_kinds: ClassVar[tuple[str, ...]] = ("class",)
+
+    family: Literal["scgpt"] = Field(
+        "scgpt",
+        description="scGPT: the sum of a normed gene embedding and a normed perceptron of the bin's number, then "
+        "post-norm blocks; the cell's vector has length 1. The command import makes one of scGPT's weights.",
+    )
+    cls_value: float = Field(0.0, description="Value of the token <cls>; scGPT's pad_value.")

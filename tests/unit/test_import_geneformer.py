@@ -1,0 +1,208 @@
+"""Imported Geneformer: states and logits are BERT's, tokens are its rank value encoding, and nothing is unpickled."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+
+from cellmill.config.tokens import SPECIAL
+from cellmill.data.counts_reader import open_counts
+from cellmill.data.genes import match_columns
+from cellmill.errors import DataError
+from cellmill.evaluate.embed import load_for_inference, tokens_of
+from cellmill.models.batch import TensorBatch
+from cellmill.models.encoder_batch import whole
+from cellmill.models.published.geneformer import import_geneformer
+from cellmill.models.published.pickles import read_numbers
+from tests.unit.published import geneformer_folder, geneformer_medians, geneformer_tokens
+
+GENES = [f"ENSG{i:011d}" for i in range(1, 41)]
+REFERENCE = Path(__file__).parents[1] / "fixtures" / "bert_reference.json"
+VERSIONS = pytest.mark.parametrize("version", ["V1", "V2"])
+
+
+def _cells() -> list[list[str]]:
+    """Genes of three cells in rank order."""
+    rng = np.random.RandomState(3)
+    return [[GENES[i] for i in rng.permutation(len(GENES))[:n]] for n in (25, 7, 30)]
+
+
+def _batch(cells: list[list[str]], row: dict[str, int]) -> TensorBatch:
+    lengths = [len(cell) for cell in cells]
+    return TensorBatch(
+        genes=torch.tensor([row[gene] + len(SPECIAL) for cell in cells for gene in cell]),
+        values=torch.cat([torch.arange(n) for n in lengths]),
+        cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+        cells=torch.arange(len(cells)),
+        lengths=lengths,
+    )
+
+
+def _imported(folder: Path, version: str, **options: Any) -> tuple[Any, Any]:
+    """Network and vocabulary of an imported folder."""
+    import_geneformer(geneformer_folder(folder / "published", GENES, version), folder / "model", **options)
+    return load_for_inference(folder / "model")[:2]
+
+
+def _ours(network: Any, batch: TensorBatch) -> dict[str, torch.Tensor]:
+    prepared = whole(network.with_ends(batch))
+    with torch.no_grad():
+        x = network.begin(prepared)
+        layers = [network._blocks(x, prepared, number) for number in range(len(network.blocks) + 1)]
+        head = network.head(layers[-1])
+        logits = head @ network.gene_embedding.weight.T + network.gene_bias
+    return {"hidden": torch.stack(layers), "logits": logits}
+
+
+def _theirs(folder: Path, version: str, cells: list[list[str]]) -> dict[str, torch.Tensor]:
+    """transformers' states and logits of the tokens of the three cells, logits in the order of our vocabulary."""
+    from safetensors.torch import load_file
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig.from_dict(json.loads((folder / "config.json").read_text()))
+    model = BertForMaskedLM(config).eval()
+    binary = folder / "pytorch_model.bin"
+    loaded = torch.load(binary, weights_only=True) if binary.exists() else load_file(folder / "model.safetensors")
+    assert not model.load_state_dict(loaded, strict=False).unexpected_keys
+    model.tie_weights()
+    tokens = geneformer_tokens(GENES, version)
+    order = [tokens[name] for name in (*SPECIAL, *sorted(GENES))]
+    hidden, logits = [], []
+    for cell in cells:
+        named = ["<cls>", *cell, "<eos>"] if version == "V2" else cell
+        with torch.no_grad():
+            out = model(torch.tensor([[tokens[name] for name in named]]), output_hidden_states=True)
+        hidden.append(torch.stack(out.hidden_states)[:, 0])
+        logits.append(out.logits[0][:, order])
+    return {"hidden": torch.cat(hidden, 1), "logits": torch.cat(logits)}
+
+
+@VERSIONS
+def test_states_and_logits_are_those_of_transformers(version: str, tmp_path: Path) -> None:
+    network, genes = _imported(tmp_path, version)
+    ours = _ours(network, _batch(_cells(), dict(zip(genes.gene_ids, range(len(GENES))))))
+    stored = {name: torch.tensor(values) for name, values in json.loads(REFERENCE.read_text())[version].items()}
+    for name, expected in stored.items():
+        torch.testing.assert_close(ours[name][..., ::7, :4], expected, atol=1e-5, rtol=1e-5)
+    if importlib.util.find_spec("transformers") is not None:
+        for name, expected in _theirs(tmp_path / "published", version, _cells()).items():
+            torch.testing.assert_close(ours[name], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("version", "options"),
+    [
+        ("V1", {}),
+        ("V1", {"embed_layer": 0}),
+        ("V2", {}),
+        ("V2", {"pooling": "mean"}),
+    ],
+    ids=str,
+)
+def test_the_embedding_is_the_mean_of_genes_or_the_state_of_cls_before_the_last_layer(
+    version: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    network, genes = _imported(tmp_path, version, **options)
+    batch = _batch(_cells(), dict(zip(genes.gene_ids, range(len(GENES)))))
+    states = _ours(network, batch)["hidden"][-2 + bool(options.get("embed_layer") == 0)]
+    ends = version == "V2"
+    cells = states.split([n + 2 * ends for n in batch.lengths])
+    if ends and "pooling" not in options:
+        expected = [cell[0] for cell in cells]
+    else:
+        expected = [(cell[1:-1] if ends else cell).mean(0) for cell in cells]
+    with torch.no_grad():
+        torch.testing.assert_close(network.embed(batch), torch.stack(expected), atol=1e-6, rtol=1e-6)
+
+
+def _rank_value_encoding(counts: np.ndarray, genes: list[str], longest: int) -> tuple[list[str], np.ndarray]:
+    """Geneformer's definition (Theodoris et al. 2023, Methods), in float64, for one cell of all counts."""
+    medians = geneformer_medians(GENES)
+    values = np.array([c / counts.sum() * 10_000 / medians[g] if g in medians else 0 for c, g in zip(counts, genes)])
+    order = [i for i in np.argsort(-values, kind="stable") if values[i] > 0][:longest]
+    return [genes[i] for i in order], values[order]
+
+
+@VERSIONS
+def test_tokens_are_the_rank_value_encoding_of_the_folders_medians(version: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    import_geneformer(geneformer_folder(tmp_path / "published", GENES, version, positions=20), model)
+    _, vocabulary, tokens, _ = load_for_inference(model)
+    rng = np.random.RandomState(5)
+    names = [*rng.permutation(GENES)[:30], "ENSG00000999999"]  # one that Geneformer does not know
+    counts = rng.poisson(3, (12, len(names)))
+    path = tmp_path / "cells.h5ad"
+    data = ad.AnnData(sp.csr_matrix(counts.astype(np.float32)))
+    data.var_names = names
+    data.write_h5ad(path)
+    with open_counts(path) as reader:
+        columns, chosen = match_columns(reader, vocabulary), np.ones(len(counts), bool)
+        [batch] = tokens_of(reader.rows(100), columns, vocabulary, tokens, chosen, np.zeros(2, np.int64))
+    found = [vocabulary.gene_ids[token - len(SPECIAL)] for token in batch.genes]
+    longest = 20 - 2 * (version == "V2")  # <cls> and <eos> have places
+    for cell, row in enumerate(counts):
+        expected, values = _rank_value_encoding(row, names, longest)
+        own = found[batch.cu_seqlens[cell] : batch.cu_seqlens[cell + 1]]
+        assert np.diff(values).max() < -1e-6, "no ties, which Geneformer leaves open"
+        assert own == expected
+
+
+class _Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("harmed"),))
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ({"a": _Harmful()}, r"it names pathlib\S*\.Path"),
+        ({"a": np.zeros(2)}, r"it names numpy\S*\._reconstruct"),
+        ({"a": np.str_("x")}, "a numpy scalar that is no number"),
+        ({"a": [1]}, "got other values"),
+        ([1], "got other values"),
+    ],
+    ids=["code", "array", "scalar of text", "list", "no dictionary"],
+)
+def test_pickles_with_anything_but_texts_and_numbers_are_refused(
+    value: Any, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "token_dictionary.pkl"
+    path.write_bytes(pickle.dumps(value))
+    with pytest.raises(DataError, match=problem):
+        read_numbers(path)
+    assert not (tmp_path / "harmed").exists()
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_pickles_of_texts_and_numbers_are_read(protocol: int, tmp_path: Path) -> None:
+    value = {"a": 1, "b": 0.1, "c": np.float64(1 / 3), "d": np.float32(0.25), "e": np.int64(-(2**40))}
+    path = tmp_path / "x.pkl"
+    path.write_bytes(pickle.dumps(value, protocol=protocol))
+    assert read_numbers(path) == value
+
+
+def test_folders_that_are_no_geneformer_are_refused(tmp_path: Path) -> None:
+    folder, out = geneformer_folder(tmp_path / "published", GENES), tmp_path / "model"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"position_embedding_type": "relative_key"}))
+    with pytest.raises(DataError, match="position_embedding_type: expected absolute, got 'relative_key'"):
+        import_geneformer(folder, out)
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 32}))
+    with pytest.raises(
+        DataError, match=r"expected a tensor of shape \(32, 16\) for blocks.0.up.weight, got \(24, 16\)"
+    ):
+        import_geneformer(folder, out)
+    (folder / "token_dictionary_other.pkl").write_bytes(pickle.dumps({}))
+    with pytest.raises(DataError, match=r"expected one token_dictionary\*.pkl, got token_dictionary_gc.pkl, token_di"):
+        import_geneformer(folder, out)
+    assert not (out / "config.json").exists()

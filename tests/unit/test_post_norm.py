@@ -1,0 +1,147 @@
+"""Families `bert` and `scgpt` under the objectives: ends of cells are no genes, and padding changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from cellmill.config.family import FamilyConfig
+from cellmill.config.tokens import Tokens
+from cellmill.data.tokens import tokenized
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.models.batch import TensorBatch, padded, to_tensors
+from cellmill.models.build import build
+from cellmill.models.end_tokens import CLS, EOS, with_ends
+from cellmill.models.export import initial_tensors
+from cellmill.parallel.materialize import materialize
+from tests.models import spec
+
+N_GENES = 50
+KEYS = {"seed": 3, "step": 4}
+SIZES = {"hidden": 16, "layers": 2, "heads": 2}
+CASES = [
+    ("bert", "none", "masked_gene", {}),
+    ("bert", "cls_eos", "masked_gene", {"pooling": "cls"}),
+    ("bert", "cls_eos", "cell_decoding", {"view": "drop"}),
+    ("scgpt", "cls", "masked_value", {"pooling": "cls", "activation": "gelu"}),
+    ("scgpt", "cls", "cell_decoding", {"pooling": "cls", "norm_eps": 1e-6}),
+]
+EVERY_CASE = pytest.mark.parametrize(("family", "ends", "objective", "more"), CASES, ids=str)
+
+
+def _tokens(family: str) -> Tokens:
+    return Tokens.model_validate({"max_tokens": 30, "tokenizer": "rank" if family == "bert" else "binned"})
+
+
+def _model(family: str, ends: str, objective: str, more: dict[str, Any]) -> Any:
+    options = SIZES | more | {"family": family, "ends": ends, "objective": objective}
+    model = build(spec(N_GENES, _tokens(family), **options))
+    ids = [f"ENSG{i:011d}" for i in range(N_GENES)]
+    genes = Vocabulary(ids, ids, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
+    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, genes))
+    return model.eval()
+
+
+def _batch(family: str) -> TensorBatch:
+    rng, lengths = np.random.default_rng(0), (20, 1, 25, 3)
+    genes = np.concatenate([rng.permutation(N_GENES)[:n] for n in lengths]).astype(np.int32)
+    counts = rng.integers(2, 90, len(genes)).astype(np.uint8)
+    tokens, starts = _tokens(family), np.concatenate([[0], np.cumsum(lengths)])
+    return to_tensors(tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(len(lengths)) + 5, 30))
+
+
+@pytest.mark.parametrize("n_ends", [1, 2])
+def test_ends_stand_around_each_cell_whose_tokens_stay_as_they_are(n_ends: int) -> None:
+    batch = _batch("scgpt")
+    ended = with_ends(batch, n_ends)
+    cells, before = ([part.split(b.lengths) for part in (b.genes, b.values, b.counts)] for b in (ended, batch))
+    for genes, values, counts, *own in zip(*cells, *before):
+        assert genes[0] == CLS
+        assert n_ends == 1 or genes[-1] == EOS
+        inner = slice(1, None if n_ends == 1 else -1)
+        for found, expected in zip((genes, values, counts), own):
+            torch.testing.assert_close(found[inner], expected, rtol=0, atol=0)
+        assert values[0] == counts[0] == 0
+    assert ended.cu_seqlens.diff().tolist() == ended.lengths
+
+
+@EVERY_CASE
+def test_padding_changes_no_loss_and_no_gradient_and_every_parameter_has_one(
+    family: str, ends: str, objective: str, more: dict[str, Any]
+) -> None:
+    model = _model(family, ends, objective, more)
+    view = model.view(_batch(family), **KEYS)
+    losses, gradients = [], []
+    for batch in (view, padded(view, len(view.genes) + 300)):
+        model.zero_grad()
+        loss = model(model.prepare(batch, **KEYS))
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    torch.testing.assert_close(losses[1], losses[0])
+    for name, gradient in gradients[0].items():
+        assert gradient is not None, name
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("family", ["bert", "scgpt"])
+def test_only_genes_are_masked_and_each_cell_has_a_target(family: str) -> None:
+    objective = "masked_gene" if family == "bert" else "masked_value"
+    model = _model(family, "cls", objective, {"mask_frac": 0.01})
+    view = model.view(_batch(family), **KEYS)
+    prepared = model.prepare(padded(view, len(view.genes) + 20), **KEYS)
+    assert (padded(view, len(view.genes) + 20).genes[prepared.targets] > 1).all()
+    assert set(prepared.cell[prepared.targets].tolist()) == {0, 1, 2, 3}
+
+
+@EVERY_CASE
+def test_a_cell_is_embedded_as_if_it_were_alone(family: str, ends: str, objective: str, more: dict[str, Any]) -> None:
+    model, batch = _model(family, ends, objective, more), _batch(family)
+    with torch.inference_mode():
+        together = model.embed(batch)
+        parts = zip(*(x.split(batch.lengths) for x in (batch.genes, batch.values)), batch.cells[:, None])
+        for cell, (genes, values, name) in enumerate(parts):
+            bounds = torch.tensor([0, len(genes)], dtype=torch.int32)
+            alone = replace(
+                batch, genes=genes, values=values, cu_seqlens=bounds, cells=name, lengths=[len(genes)], counts=None
+            )
+            torch.testing.assert_close(model.embed(alone)[0], together[cell], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"pooling": "cls"}, "pooling: cls needs the token <cls>; set ends to cls or cls_eos, or pooling to mean"),
+        ({"embed_layer": -3}, "embed_layer: expected at least -2 with layers = 2"),
+        ({"heads": 3}, "hidden: 16 is not a multiple of heads = 3"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit_together_are_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        FamilyConfig.model_validate(SIZES | {"family": "bert"} | options)
+
+
+@pytest.mark.parametrize(
+    ("family", "option"),
+    [
+        ("bert", {"activation": "gelu"}),
+        ("bert", {"norm_eps": 0.1}),
+        ("bert", {"ends": "cls"}),
+        ("scgpt", {"cls_value": -2.0}),
+    ],
+    ids=str,
+)
+def test_each_option_changes_the_embedding(family: str, option: dict[str, Any]) -> None:
+    ends = {"bert": "none", "scgpt": "cls"}[family]
+    vectors = []
+    for more in ({}, option):
+        model = _model(family, more.get("ends", ends), "masked_gene", {k: v for k, v in more.items() if k != "ends"})
+        with torch.inference_mode():
+            vectors.append(model.embed(_batch(family)))
+    assert not torch.allclose(*vectors, atol=1e-4)
