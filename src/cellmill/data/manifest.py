@@ -47,6 +47,7 @@ class Manifest:
     obs_columns: list[str]
     left_out: dict[str, int]  # by dataset, number of cells without any gene of the vocabulary
     splits: dict[str, SplitEntry]
+    ordered: bool = False  # rows are sequences
 
     @property
     def n_genes(self) -> int:
@@ -65,7 +66,8 @@ class Manifest:
                 for name, s in tree["splits"].items()
             }
             fields = ("fingerprint", "vocabulary", "seed", "split", "obs_columns", "left_out")
-            manifest = cls(path=path, splits=splits, **{name: tree[name] for name in fields})
+            given = {name: tree[name] for name in fields}
+            manifest = cls(path=path, splits=splits, ordered=tree.get("ordered", False), **given)
             expected = manifest.expected_fingerprint()
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{path}: not a shard manifest ({type(error).__name__}: {error}); {REMEDY}") from None

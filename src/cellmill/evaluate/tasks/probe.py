@@ -19,6 +19,7 @@ from sklearn.metrics import accuracy_score, f1_score
 from sklearn.model_selection import StratifiedKFold
 
 from cellmill.config.evaluate import ProbeConfig
+from cellmill.data.count_matrix import summed
 from cellmill.evaluate.classifiers import classifiers, fit, log_normalise, logistic, read_rows
 from cellmill.evaluate.embed import embed_cells
 from cellmill.evaluate.labelled import labelled_cells
@@ -43,12 +44,12 @@ class Probe:
         cells = chosen.cells
         figures = chosen.figures | {"folds": options.folds, "neighbors": self.config.neighbors}
         mask = np.isin(np.arange(context.reader.n_obs), cells)
-        model = context.model
+        model, counts = context.model, read_rows(context.reader, mask)
         untrained = embed_cells(context.reader, model.untrained, model.vocabulary, model.tokens, TOKEN_BUDGET, mask)
         rows = probe_table(
             context.vectors[cells],
             untrained.vectors,
-            log_normalise(read_rows(context.reader, mask)),
+            log_normalise(summed(counts) if context.reader.ordered else counts),
             chosen.labels,
             folds=options.folds,
             neighbors=self.config.neighbors,

@@ -13,10 +13,10 @@ from torch import nn
 from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.models.blocks import Block, Entry
 from cellmill.models.cell_encoder import CellEncoder
+from cellmill.models.encoder.config import EncoderConfig
 from cellmill.models.encoder_batch import EncoderBatch
 from cellmill.models.family import ParallelPlan
 from cellmill.models.initial import STD, with_std
-from cellmill.models.encoder.config import EncoderConfig
 from cellmill.models.objective import Objective
 from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.vocab_parallel import embed_tokens
