@@ -96,11 +96,11 @@ def _add_data(stages: Any) -> None:
     demo = stages.add_parser("demo", help="write the demo data: 700 real PBMC")
     demo.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
 
-    simulate = stages.add_parser("simulate", help="write simulated cells")
-    simulate.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
-    _add(simulate, "--cells", 2000, "cells")
+    simulate = stages.add_parser("simulate", help="write simulated cells, or proteins")
+    simulate.add_argument("--out", type=Path, required=True, help="the .h5ad to write, or a .fasta for proteins")
+    _add(simulate, "--cells", 2000, "cells, or proteins")
     _add(simulate, "--genes", 2000, "genes, the first protein-coding of the human table")
-    _add(simulate, "--types", 8, "cell types, the leaves of a tree")
+    _add(simulate, "--types", 8, "cell types, the leaves of a tree, or protein families")
     _add(simulate, "--batches", 2, "technical batches")
     _add(simulate, "--perturbations", 0, "perturbed genes, in addition to the control")
     _add(simulate, "--seed", 0, "random seed")
@@ -108,7 +108,7 @@ def _add_data(stages: Any) -> None:
 
 def _add_corpus(stages: Any) -> None:
     preprocess = _stage(stages, "preprocess", "read, filter and annotate the counts of one dataset", "corpus")
-    preprocess.add_argument("--input", type=Path, required=True, help="the .h5ad with raw counts")
+    preprocess.add_argument("--input", type=Path, required=True, help="the .h5ad with raw counts, or a FASTA file")
     _add(preprocess, "--counts", "X", "matrix of the counts: X, raw or the name of a layer")
     preprocess.add_argument("--dataset", required=True, help="name of the dataset")
     preprocess.add_argument("--source", default="", help="origin of the data, for the report")
@@ -154,7 +154,7 @@ def _add_training(stages: Any) -> None:
 def _add_model(stages: Any) -> None:
     embed = _stage(stages, "embed", "embed the cells of a dataset with an exported model", "run")
     embed.add_argument("--model", type=Path, required=True, help="folder of an exported model")
-    embed.add_argument("--input", type=Path, required=True, help=".h5ad, preprocessed or raw counts")
+    embed.add_argument("--input", type=Path, required=True, help=".h5ad, preprocessed or raw counts, or a FASTA file")
     _add(embed, "--counts", "X", "matrix of the counts: X, raw or the name of a layer")
     embed.add_argument("--out", type=Path, required=True, help="the .h5ad to write, with obsm['X_cellmill']")
 

@@ -32,6 +32,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "rank": "cellmill.config.tokens:RankTokens",
         "binned": "cellmill.config.tokens:BinnedTokens",
         "continuous": "cellmill.config.tokens:ContinuousTokens",
+        "sequence": "cellmill.config.tokens:SequenceTokens",
     },
     "task": {
         "probe": "cellmill.config.evaluate:ProbeConfig",

@@ -117,7 +117,6 @@ ELSEWHERE = {
     "objective.batch_column": "unit/test_batch_terms.py",
     "objective.batch_adversary": "unit/test_batch_terms.py",
     "objective.batch_adversary_scale": "unit/test_batch_terms.py",
-    "model.pooling": "unit/test_autoregressive.py",
     "objective.value_loss_weight": "unit/test_autoregressive.py",
     "parallel.compile": "distributed/test_compile.py",
     "finetune.method": "workflow/test_plugins.py",

@@ -18,7 +18,7 @@ from cellmill.config.corpus import Dataset, Preprocess
 from cellmill.config.machine import Machine
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import layout
-from cellmill.data.counts_reader import open_counts
+from cellmill.data.fasta import open_dataset
 from cellmill.data.manifest import Manifest
 from cellmill.data.preprocess import name_genes
 from cellmill.data.vocabulary import Vocabulary
@@ -177,7 +177,9 @@ def _check_dataset(dataset: Dataset, options: Preprocess, vocabulary: Vocabulary
     if not path.exists():
         return doubt(what, f"{path} does not exist yet")
     try:
-        with open_counts(path, dataset.counts) as reader:
+        with open_dataset(path, dataset.counts) as reader:
+            if reader.ordered:
+                return ok(f"sequences of {dataset.dataset}", f"{reader.n_obs:,} records")
             genes = name_genes(reader, options)
     except UserError as error:
         return no(what, str(error))

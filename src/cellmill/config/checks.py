@@ -9,6 +9,7 @@ import math
 from cellmill.config.family import FamilyConfig
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Parallel, divisors, layout, nearest
+from cellmill.config.tokens import Tokens
 from cellmill.errors import ConfigError
 
 
@@ -68,6 +69,14 @@ def check_lanes(lanes: int, global_batch: int, dp: int, processes: str = "") -> 
         f"stream.lanes {lanes} is not a multiple of {processes or f'{dp} processes'}; "
         f"set {nearest(dp, divisors(lanes))} in the profile, or {other}"
     )
+
+
+def check_rows(tokens: Tokens, ordered: bool, source: str) -> None:
+    """Refuse a tokenizer of cells for sequences, and the other way round."""
+    if tokens.sequences == ordered:
+        return
+    have, choose = ("sequences", "sequence") if ordered else ("cells", "one of cells, such as rank")
+    raise ConfigError(f"{source}: it has {have}, tokens.tokenizer is {tokens.tokenizer}; set {choose}")
 
 
 def _check_objective(options: TrainOptions) -> None:

@@ -9,18 +9,26 @@ from pydantic import Field, ValidationError, model_validator
 from cellmill.config.section import Section, error_line, explain
 from cellmill.errors import ConfigError, did_you_mean
 
+FASTA = (".fasta", ".fa", ".faa")  # also with .gz
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"  # name of a corpus, run or dataset, which is part of a path
 
 
+def is_fasta(path: Path) -> bool:
+    """True if a dataset is a FASTA file, by its name."""
+    return path.name.lower().removesuffix(".gz").endswith(FASTA)
+
+
 class Preprocess(Section):
-    """Quality control and gene names of one dataset."""
+    """Quality control and gene names of one dataset; of a FASTA file min_counts, keep_obs and row_block are read."""
 
     organism: Literal["human", "mouse"] | None = Field(
         "human", description="Gene table that maps symbols to Ensembl ids; null uses var_names as ids."
     )
     min_genes: int = Field(200, ge=0, description="Drop cells with fewer detected genes.")
     min_counts: int = Field(
-        1, ge=1, description="Drop cells with fewer counts; cells without counts are always dropped."
+        1,
+        ge=1,
+        description="Drop cells with fewer counts (sequences with fewer residues); those with none are always dropped.",
     )
     max_mito_frac: float = Field(
         0.2, ge=0, le=1, description="Drop cells with a larger fraction of mitochondrial counts; 1 keeps all."
@@ -68,7 +76,8 @@ class Dataset(Section):
     dataset: str = Field(pattern=f"^{NAME}$", description="Name, used in file names.")
     path: str = Field(
         pattern=r"^[^{}<>\r\n]+$",  # Snakemake reads braces and angles in an input as wildcards
-        description="The .h5ad file, absolute or relative to Snakemake's working directory; without braces and < >.",
+        description="The .h5ad file, or a FASTA file of proteins (.fasta, .fa, .faa, also .gz), absolute or relative "
+        "to Snakemake's working directory; without braces and < >.",
     )
     counts: str = Field("X", description="Matrix with raw counts: X, raw, or the name of a layer.")
     label: str | None = Field(None, description="obs column that the probes predict; empty for no probes.")

@@ -7,6 +7,8 @@ from pydantic import Field
 from cellmill.config.plugin import Plugin
 
 SPECIAL = ("<pad>", "<mask>")  # token ids 0 and 1; the gene in row g of the vocabulary has token g + len(SPECIAL)
+RESIDUES = "ABCDEFGHIKLMNOPQRSTUVWXYZ"
+"""Amino acids by their letters (IUPAC), in the order of the vocabulary; B, X and Z are ambiguous ones."""
 
 
 class Tokens(Plugin):
@@ -19,8 +21,15 @@ class Tokens(Plugin):
     value_kind: ClassVar[Literal["none", "class", "scalar", "place"]]
     """Meaning of a token's value: none, an integer class from 1, a number, or the token's place in its cell from 0."""
 
+    sequences: ClassVar[bool] = False
+    """True if it is for sequences (of a FASTA file), whose tokens are in their own order; else for cells."""
+
     tokenizer: str
-    max_tokens: int = Field(2048, ge=1, description="Most tokens of a cell; those with the lowest rank value are cut.")
+    max_tokens: int = Field(
+        2048,
+        ge=1,
+        description="Most tokens of a cell; those with the lowest rank value are cut, of a sequence its end.",
+    )
 
     @property
     def n_values(self) -> int:
@@ -59,6 +68,23 @@ class RankTokens(Tokens):
 
     tokenizer: Literal["rank"] = Field(
         "rank", description="Value: place of the gene in the cell, sorted by count over corpus median."
+    )
+
+    @property
+    def n_values(self) -> int:
+        return self.max_tokens
+
+
+class SequenceTokens(Tokens):
+    """Tokens of a residue and its place in the sequence."""
+
+    # the places of residues that stand in sequence order are those of genes that stand in rank order
+    implementation: ClassVar[str] = "cellmill.data.tokenizers.rank:RankTokenizer"
+    value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "place"
+    sequences: ClassVar[bool] = True
+
+    tokenizer: Literal["sequence"] = Field(
+        "sequence", description="Residues of a FASTA file, in their order. Value: place in the sequence."
     )
 
     @property

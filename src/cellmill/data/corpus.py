@@ -13,6 +13,7 @@ import numpy as np
 from cellmill.config.tokens import SPECIAL
 from cellmill.data.count_matrix import TARGET_SUM, counts_per_10k
 from cellmill.data.counts_reader import open_counts
+from cellmill.data.sequences import sequence_vocabulary
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 
@@ -61,9 +62,11 @@ def build_vocabulary(paths: Iterable[Path], min_cells: int = 1, max_genes: int |
     """Vocabulary of preprocessed .h5ad files, independent of their order.
 
     Keeps genes detected in at least `min_cells` cells, and of those the `max_genes` detected in most cells (ties by
-    id). Raises DataError when a file shares no gene with the others, or no gene is left.
+    id); of sequences, all residues. Raises DataError when a file shares no gene with the others, or no gene is left.
     """
     paths = [Path(path) for path in paths]
+    if _are_sequences(paths):
+        return sequence_vocabulary(paths)
     symbols = _union(paths)
     gene_ids = sorted(symbols)
     rows = {gene: row for row, gene in enumerate(gene_ids)}
@@ -85,6 +88,17 @@ def build_vocabulary(paths: Iterable[Path], min_cells: int = 1, max_genes: int |
         keep = np.sort(keep[np.argsort(-n_cells[keep], kind="stable")][:max_genes])
     ids = [gene_ids[row] for row in keep]
     return Vocabulary(ids, [symbols[gene] for gene in ids], n_cells[keep], medians.medians()[keep])
+
+
+def _are_sequences(paths: list[Path]) -> bool:
+    """True if the files have sequences. Raises DataError when only some have."""
+    kinds: dict[bool, Path] = {}
+    for path in paths:
+        with open_counts(path) as reader:
+            kinds.setdefault(reader.ordered, path)
+    if len(kinds) == 2:
+        raise DataError(f"{kinds[True]} has sequences, {kinds[False]} cells; put them in corpora of their own")
+    return True in kinds
 
 
 def _union(paths: list[Path]) -> dict[str, str]:

@@ -27,6 +27,13 @@ def select_columns(block: sp.csr_matrix, target: np.ndarray, n_columns: int) -> 
     return moved
 
 
+def summed(block: sp.csr_matrix) -> sp.csr_matrix:
+    """A canonical copy of `block`: of a sequence its composition."""
+    block = block.copy()
+    block.sum_duplicates()
+    return block
+
+
 def row_sums(block: sp.csr_matrix, values: np.ndarray | None = None) -> np.ndarray:
     """Exact int64 sum of each row of `block`, of its counts or of other `values` at the same positions."""
     total = np.concatenate([[0], np.cumsum(block.data if values is None else values, dtype=np.int64)])

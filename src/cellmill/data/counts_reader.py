@@ -23,6 +23,7 @@ from cellmill.errors import DataError, did_you_mean
 _CSC_VALUES = 1 << 22  # values of a CSC matrix in memory at once during transposition
 _CSC_ROWS = 1024  # fewest rows of one bucket of the transposition; smaller ones make writes too short
 _DENSE_BYTES = 1 << 26
+ORDERED = "uns/cellmill/ordered"  # in a file whose rows of X are sequences
 _LOG_MAX = 15.0  # exp(15) is 3 million: no log-transformed count is larger, few other normalisations stay below
 
 
@@ -30,8 +31,10 @@ class CountsReader(AbstractContextManager["CountsReader"]):
     """Counts of one .h5ad file; made by `open_counts`, closed by `close` or a `with` block.
 
     Attributes: `path`, `counts` (X, raw or a layer), `n_obs`, `n_vars`, `obs` and `var` (DataFrames with unique text
-    indices) and `var_names`.
+    indices), `var_names`, and `ordered`: rows are sequences, whose columns stand in their own order and may repeat.
     """
+
+    ordered: bool = False
 
     def __init__(self, path: Path, counts: str, file: h5py.File, matrix: Any, obs: pd.DataFrame, var: pd.DataFrame):
         self.path, self.counts, self.obs, self.var = path, counts, obs, var
@@ -39,6 +42,9 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         self.n_obs, self.n_vars = len(obs), len(var)
         self._file, self._matrix = file, matrix
         self._format = _format(path, counts, matrix)
+        self.ordered = counts == "X" and ORDERED in file
+        if self.ordered and self._format != "csr":
+            raise DataError(f"{path}: X has sequences, stored as {self._format}: their order is lost; preprocess again")
         self._indptr = self._checked_indptr() if self._format != "dense" else np.zeros(0, np.int64)
         self._transposed: IO[bytes] | None = None
         self._bucket, self._starts = 0, np.zeros(0, np.int64)  # rows per bucket, start of each bucket
@@ -61,6 +67,8 @@ class CountsReader(AbstractContextManager["CountsReader"]):
 
     def rows(self, block: int = 4096) -> Iterator[sp.csr_matrix]:
         """All cells in order, `block` at a time: CSR `(cells, n_vars)`, uint32, columns ascending, no stored zeros.
+
+        Columns of `ordered` rows are as stored.
 
         May be called again. Raises DataError at the first value that is not a count, naming cell and gene, and when
         the file is damaged.
@@ -189,6 +197,8 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         if len(values) and values.max() > np.iinfo(np.uint32).max:
             self._refuse(values == values.max(), "is too large", "; the limit is 2^32 - 1", matrix, first)
         counts = sp.csr_matrix((values.astype(np.uint32), matrix.indices, matrix.indptr), shape=matrix.shape)
+        if self.ordered:
+            return counts
         if not counts.has_canonical_format:
             counts.sum_duplicates()
         if not counts.data.all():
@@ -232,8 +242,8 @@ def open_counts(path: Path | str, counts: str = "X") -> CountsReader:
             raise DataError(f"{path}: expected {counts} of shape {(len(obs), len(var))}, as obs and var, got {shape}")
         if 0 in shape:
             raise DataError(f"{path}: empty: {len(obs)} cells x {len(var)} genes")
-        _refuse_duplicates(path, "obs", obs.index)
-        _refuse_duplicates(path, "var", var.index)
+        for kind, names in (("obs", obs.index), ("var", var.index)):
+            refuse_duplicates(path, kind, names, f"call {kind}_names_make_unique() and write the file again")
         return CountsReader(path, counts, file, matrix, obs, var)
     except BaseException:
         file.close()
@@ -285,11 +295,12 @@ def _read_frame(path: Path, group: h5py.Group) -> pd.DataFrame:
     return frame.set_axis(frame.index.astype(str), axis=0)
 
 
-def _refuse_duplicates(path: Path, kind: str, names: pd.Index) -> None:
+def refuse_duplicates(path: Path, kind: str, names: pd.Index, remedy: str) -> None:
+    """Raise DataError when two of the `names` of a file are equal."""
     repeated = names[names.duplicated()]
     if len(repeated):
         others = f" and {repeated.nunique() - 1:,} more repeat" if repeated.nunique() > 1 else ""
         raise DataError(
             f"{path}: {kind} names are not unique: {repeated[0]!r} occurs {int((names == repeated[0]).sum())} times"
-            f"{others}; call {kind}_names_make_unique() and write the file again"
+            f"{others}; {remedy}"
         )

@@ -70,6 +70,7 @@ class GeneColumns(NamedTuple):
 
     target: np.ndarray  # row of the vocabulary for each column, -1 for none; int32
     measured: np.ndarray  # columns of gene expression, not of antibodies or guides; bool
+    ordered: bool = False  # rows are sequences, and all columns are residues
 
 
 class _Table(NamedTuple):
@@ -109,6 +110,8 @@ def match_columns(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
     Takes the reading that matches most genes. Raises DataError when none matches any.
     """
     measured = is_expression(reader.var)
+    if reader.ordered:
+        return GeneColumns(_match_residues(reader, vocabulary), measured, ordered=True)
     organisms = [o for o in ORGANISMS if any(gene.startswith(_PREFIXES[o]) for gene in vocabulary.gene_ids)]
     best, most = np.full(reader.n_vars, -1, np.int32), 0
     for organism in (None, *organisms):
@@ -124,6 +127,17 @@ def match_columns(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
             f"{vocabulary.gene_ids[0]!r} ({vocabulary.symbols[0]}); name genes by Ensembl id or current symbol"
         )
     return GeneColumns(best, measured)
+
+
+def _match_residues(reader: CountsReader, vocabulary: Vocabulary) -> np.ndarray:
+    rows = vocabulary.rows_of(reader.var_names)
+    if (rows < 0).any():
+        missing = reader.var_names[int((rows < 0).argmax())]
+        raise DataError(
+            f"{reader.path}: it has sequences, and the model knows no residue {missing!r}: its first gene is "
+            f"{vocabulary.gene_ids[0]!r}; use a model of sequences"
+        )
+    return rows
 
 
 def is_expression(var: pd.DataFrame) -> np.ndarray:

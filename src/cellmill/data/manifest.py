@@ -49,6 +49,7 @@ class Manifest:
     splits: dict[str, SplitEntry]
     obs_levels: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By obs column: `levels`, and `digest` of the level of every cell; columns of other numbers are absent."""
+    ordered: bool = False  # rows are sequences
 
     @property
     def n_genes(self) -> int:
@@ -67,8 +68,9 @@ class Manifest:
                 for name, s in tree["splits"].items()
             }
             fields = ("fingerprint", "vocabulary", "seed", "split", "obs_columns", "left_out")
-            levels = tree.get("obs_levels", {})  # absent in shards of earlier versions
-            manifest = cls(path=path, splits=splits, **{name: tree[name] for name in fields}, obs_levels=levels)
+            added = {"obs_levels": tree.get("obs_levels", {}), "ordered": tree.get("ordered", False)}  # since 0.1.0
+            given = {name: tree[name] for name in fields} | added
+            manifest = cls(path=path, splits=splits, **given)
             expected = manifest.expected_fingerprint()
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{path}: not a shard manifest ({type(error).__name__}: {error}); {REMEDY}") from None

@@ -220,12 +220,12 @@ def _report(
             for name, values in measures.items()
         }
         | {"at": list(QUANTILES)},
-        "histograms": {name: _histogram(values, kept, name != "mito_frac") for name, values in measures.items()},
+        "histograms": {name: histogram(values, kept, name != "mito_frac") for name, values in measures.items()},
         "options": options.model_dump(mode="json"),
     }
 
 
-def _histogram(values: np.ndarray, kept: np.ndarray, logarithmic: bool) -> dict[str, list[float] | list[int]]:
+def histogram(values: np.ndarray, kept: np.ndarray, logarithmic: bool) -> dict[str, list[float] | list[int]]:
     """Cells in each bin, before and after QC; on a log scale the first bin includes zeros."""
     if logarithmic:
         edges = np.geomspace(1, max(float(values.max()), 2.0), BINS + 1)

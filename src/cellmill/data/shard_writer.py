@@ -30,7 +30,7 @@ from cellmill.data.manifest import Manifest, ShardEntry, SplitEntry
 from cellmill.data.obs_levels import DATASET
 from cellmill.data.shard_file import RowFile
 from cellmill.data.shuffle import SHARDS, permutation
-from cellmill.data.split import SPLITS, hash_cells, hash_genes, require_column, split_by_content, split_by_value
+from cellmill.data.split import SPLITS, hash_cells, hash_genes, places, require_column, split_by_content, split_by_value
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.files import atomic_path, sha256_file
@@ -50,6 +50,7 @@ class _Dataset:
     hashes: np.ndarray
     nnz: np.ndarray  # nonzeros of each cell among the vocabulary's genes
     largest: np.ndarray  # largest count of each cell among the vocabulary's genes
+    ordered: bool  # rows are sequences, whose order is kept
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ def _write_manifest(
         left_out={dataset.name: int((dataset.nnz == 0).sum()) for dataset in datasets},
         splits=splits,
         obs_levels=level_table(obs),
+        ordered=any(dataset.ordered for dataset in datasets),
     )
     manifest = replace(manifest, fingerprint=manifest.expected_fingerprint())
     manifest.write()  # last: its existence means that the shards are complete
@@ -129,13 +131,31 @@ def _scan(path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarray) -> _Datas
     with open_counts(path) as reader:
         target = vocabulary.rows_of(reader.var_names)
         for block in reader.rows(_BLOCK):
-            counts = select_columns(block, target, vocabulary.n_genes)
-            hashes.append(hash_cells(counts.indptr, counts.indices, counts.data, gene_hashes))
+            counts = _selected(block, target, vocabulary.n_genes, reader.ordered)
+            # a sequence is its residues at their places, a cell its genes with their counts
+            values = places(counts.indptr) if reader.ordered else counts.data
+            hashes.append(hash_cells(counts.indptr, counts.indices, values, gene_hashes))
             nnz.append(np.diff(counts.indptr))
-            largest.append(counts.max(axis=1).toarray().ravel())
+            largest.append(np.ones(len(nnz[-1])) if reader.ordered else counts.max(axis=1).toarray().ravel())
         return _Dataset(
-            path.stem, path, target, reader.obs, np.concatenate(hashes), np.concatenate(nnz), np.concatenate(largest)
+            path.stem,
+            path,
+            target,
+            reader.obs,
+            hashes=np.concatenate(hashes),
+            nnz=np.concatenate(nnz),
+            largest=np.concatenate(largest),
+            ordered=reader.ordered,
         )
+
+
+def _selected(block: sp.csr_matrix, target: np.ndarray, n_genes: int, ordered: bool) -> sp.csr_matrix:
+    """`block` over the vocabulary's genes, summed; of sequences nothing is summed or lost."""
+    if not ordered:
+        return select_columns(block, target, n_genes)
+    if (target < 0).any():
+        raise DataError("the vocabulary lacks residues; make it from these datasets (the `vocabulary` stage)")
+    return sp.csr_matrix((block.data, target[block.indices], block.indptr), shape=(block.shape[0], n_genes))
 
 
 def _divide(datasets: list[_Dataset], options: ShardOptions) -> tuple[_Cells, np.ndarray]:
@@ -248,7 +268,7 @@ def _write_shard(
             yield block
 
     with atomic_path(path) as temporary:
-        write_cells(temporary, obs, var, blocks(), nnz, dtype)
+        write_cells(temporary, obs, var, blocks(), nnz, dtype, ordered=any(dataset.ordered for dataset in datasets))
         _narrow_indptr(temporary)
     return ShardEntry(path.name, len(obs), nnz, dtype.name, sha256_file(path), content.hexdigest())
 
@@ -264,20 +284,27 @@ def _narrow_indptr(path: Path) -> None:
 def _ordered_blocks(
     cells: _Cells, datasets: list[_Dataset], sources: list[RowFile], n_genes: int, weights: np.ndarray
 ) -> Iterator[sp.csr_matrix]:
-    """Rows of a shard over the vocabulary's genes, each in rank order, `_BLOCK` rows at a time."""
+    """Rows of a shard over the vocabulary's genes, each in rank order, `_BLOCK` rows at a time.
+
+    Sequences keep their own order.
+    """
     starts, columns, counts = _gather(cells, sources)
     target = np.concatenate([dataset.target for dataset in datasets])
+    ordered = any(dataset.ordered for dataset in datasets)
     for first in range(0, len(cells.row), _BLOCK):
         edges = starts[first : first + _BLOCK + 1]
         nonzeros = slice(edges[0], edges[-1])
         shape = (len(edges) - 1, len(target))
         block = sp.csr_matrix((counts[nonzeros], columns[nonzeros], edges - edges[0]), shape=shape)
-        block = select_columns(block, target, n_genes)
-        block.eliminate_zeros()
+        block = _selected(block, target, n_genes, ordered)
+        if not ordered:
+            block.eliminate_zeros()
         if (np.diff(block.indptr) != cells.nnz[first : first + _BLOCK]).any():
             raise DataError(f"{sources[0].path.parent}: a cells file changed while shards were written; run again")
         starts_of_block = block.indptr.astype(np.int64)
-        genes, of_gene = rank_order_rows(starts_of_block, block.indices, block.data, weights)
+        genes, of_gene = block.indices, block.data
+        if not ordered:
+            genes, of_gene = rank_order_rows(starts_of_block, genes, of_gene, weights)
         yield sp.csr_matrix((of_gene, genes, starts_of_block), shape=block.shape)
 
 

@@ -45,6 +45,11 @@ def hash_cells(starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_h
     return splitmix64(total[starts[1:]] - total[starts[:-1]])
 
 
+def places(starts: np.ndarray) -> np.ndarray:
+    """Place from 0 of each entry in its row, int64; rows start at `starts`, `(rows + 1,)`."""
+    return np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
+
+
 def split_by_content(hashes: np.ndarray, seed: int, val_frac: float, test_frac: float) -> np.ndarray:
     """Split of each cell, as int8 index into `SPLITS`. Raises DataError when one is empty."""
     mixed = splitmix64(hashes ^ splitmix64(np.array([seed], np.uint64)))

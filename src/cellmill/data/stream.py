@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cellmill.config.checks import check_batch, check_budget, check_lanes
+from cellmill.config.checks import check_batch, check_budget, check_lanes, check_rows
 from cellmill.config.run import Stream as StreamOptions
 from cellmill.config.tokens import Tokens
 from cellmill.data.manifest import Manifest
@@ -67,6 +67,7 @@ class CellStream:
         check_batch(global_batch, stream.lanes)
         check_budget(tokens.max_tokens, token_budget)
         opened = Manifest.read(manifest)
+        check_rows(tokens, opened.ordered, str(manifest))
         entry = opened.entry(split)
         sizes = tuple(shard.n_obs for shard in entry.shards)
         order = {name: getattr(stream, name) for name in _STREAM_ORDER}

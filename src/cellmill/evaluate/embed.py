@@ -17,6 +17,7 @@ import scipy.sparse as sp
 import torch
 from anndata.io import write_elem
 
+from cellmill.config.checks import check_rows
 from cellmill.config.tokens import Tokens
 from cellmill.data.count_matrix import row_sums, select_columns
 from cellmill.data.counts_reader import CountsReader
@@ -75,6 +76,10 @@ def tokens_of(
         if not len(rows):
             continue
         raw = raw[rows] if len(rows) < raw.shape[0] else raw
+        if columns.ordered:
+            totals += raw.nnz, raw.nnz
+            yield _sequences(tokenizer, raw, columns, cells.astype(np.int64))
+            continue
         block = select_columns(raw, columns.target, vocabulary.n_genes)
         totals += int(row_sums(block).sum()), int(row_sums(raw, raw.data * columns.measured[raw.indices]).sum())
         nonempty = np.flatnonzero(np.diff(block.indptr))
@@ -87,6 +92,13 @@ def tokens_of(
         yield tokenized(tokenizer, genes, counts, starts, cells, max_counted, of_cells)
 
 
+def _sequences(tokenizer: Tokenizer, raw: sp.csr_matrix, columns: GeneColumns, cells: np.ndarray) -> Batch:
+    nonempty = np.flatnonzero(np.diff(raw.indptr))
+    raw = raw[nonempty]
+    genes, starts = columns.target[raw.indices], raw.indptr.astype(np.int64)
+    return tokenized(tokenizer, genes, raw.data, starts, cells[nonempty], None)
+
+
 def embed_cells(
     reader: CountsReader,
     model: Model,
@@ -97,6 +109,7 @@ def embed_cells(
 ) -> Embedding:
     """Embeddings of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, in file order."""
     chosen = np.ones(reader.n_obs, dtype=bool) if chosen is None else chosen
+    check_rows(tokens, reader.ordered, str(reader.path))
     columns, totals = match_columns(reader, vocabulary), np.zeros(2, np.int64)
     levels = levels_of(reader, model)
     batches = tokens_of(reader.rows(ROW_BLOCK), columns, vocabulary, tokens, chosen, totals, levels=levels)

@@ -7,7 +7,7 @@ import numpy as np
 import scipy.sparse as sp
 from sklearn.decomposition import PCA
 
-from cellmill.data.count_matrix import select_columns
+from cellmill.data.count_matrix import select_columns, summed
 from cellmill.data.genes import match_columns
 from cellmill.evaluate.classifiers import log_normalise
 from cellmill.evaluate.embed import embed_batches, tokens_of
@@ -29,12 +29,13 @@ class Features:
 
     def of(self, counts: sp.csr_matrix, embedding: np.ndarray | None = None) -> dict[str, Any]:
         """Features by name, `(cells, width)`; only those of all genes are sparse. A known `embedding` is taken."""
-        known = log_normalise(select_columns(counts, self.columns.target, self.model.vocabulary.n_genes))
+        profiles = summed(counts) if self.columns.ordered else counts
+        known = log_normalise(select_columns(profiles, self.columns.target, self.model.vocabulary.n_genes))
         return {
             EMBEDDING: self._embedded(counts, self.model.network) if embedding is None else embedding,
             "untrained": self._embedded(counts, self.model.untrained),
             f"PCA{COMPONENTS} of the training cells": self._components.transform(known),
-            ALL_GENES: log_normalise(counts),
+            ALL_GENES: log_normalise(profiles),
         }
 
     def _embedded(self, counts: sp.csr_matrix, network: Model) -> np.ndarray:
@@ -46,6 +47,7 @@ class Features:
 
     @cached_property
     def _components(self) -> PCA:
-        profiles = log_normalise(read_training_counts(self.model.manifest, PCA_CELLS)[:PCA_CELLS])
+        counts = read_training_counts(self.model.manifest, PCA_CELLS)[:PCA_CELLS]
+        profiles = log_normalise(summed(counts) if self.columns.ordered else counts)
         n_components = max(1, min(COMPONENTS, *(size - 1 for size in profiles.shape)))
         return PCA(n_components, svd_solver="arpack", random_state=0).fit(profiles)

@@ -16,6 +16,7 @@ from cellmill.report.collect import ReportedCorpus, ReportedRun, largest_memory,
 from cellmill.runs.run_cost import span
 
 MEASURES = {"n_genes": "genes per cell", "n_counts": "counts per cell", "mito_frac": "mitochondrial fraction"}
+MEASURES |= {"n_residues": "residues per sequence"}
 
 
 def render(title: str, runs: list[ReportedRun], corpora: list[ReportedCorpus]) -> str:

@@ -105,6 +105,9 @@ def _config(state: dict[str, Any], genes: Vocabulary) -> dict[str, Any]:
 def model_card(config: dict[str, Any], parameters: int) -> str:
     """Return the README of an export: the model, its training, and its limits."""
     model = config["model"]
+    goes_in = "Genes are Ensembl ids; raw counts go in."
+    if config["tokens"]["tokenizer"] == "sequence":
+        goes_in = "Tokens are residues; a FASTA file of proteins goes in."
     loss = "not validated" if config["val_loss"] is None else f"{config['val_loss']:.4f}"
     shape = ", ".join(f"{key} {model[key]}" for key in model if key != "family" and model[key] is not None)
     return f"""---
@@ -124,7 +127,7 @@ tags: [single-cell, transcriptomics, {config["family"]}]
 | step | {config["step"]:,} |
 | validation loss | {loss} |
 
-Made by cellmill. Genes are Ensembl ids; raw counts go in.
+Made by cellmill. {goes_in}
 
     cellmill embed --model . --input cells.h5ad --out embedded.h5ad
 

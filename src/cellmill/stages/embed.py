@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from cellmill.config.options import EmbedOptions
-from cellmill.data.counts_reader import open_counts
+from cellmill.data.fasta import open_dataset
 from cellmill.errors import DataError
 from cellmill.evaluate.embed import embed_cells, load_for_inference, write_embedding
 from cellmill.files import sha256_file
@@ -12,7 +12,7 @@ from cellmill.files import sha256_file
 def run(*, options: EmbedOptions, model: Path, input: Path, counts: str, out: Path) -> None:
     """Write obs and embeddings of the cells of `input`, preprocessed or raw, to `out` (.h5ad)."""
     network, vocabulary, tokens, _ = load_for_inference(model)
-    with open_counts(input, counts) as reader:
+    with open_dataset(input, counts) as reader:
         embedding = embed_cells(reader, network, vocabulary, tokens, options.embed.token_budget)
         if embedding.coverage_frac < (least := options.embed.min_coverage_frac):
             raise DataError(

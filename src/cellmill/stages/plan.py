@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cellmill.config.checks import check_run
+from cellmill.config.checks import check_rows, check_run
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.data.manifest import Manifest
@@ -47,6 +47,7 @@ def run(
         detected = corpus.lengths
     else:
         shards = Manifest.read(manifest)
+        check_rows(options.tokens, shards.ordered, str(manifest))
         columns = options.obs_columns()
         check_levels(options, levels := shards.levels(columns))
         detected, fingerprint = detected_genes(shards), shards.fingerprint_with(columns)

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from cellmill.config.options import PreprocessOptions
-from cellmill.data.counts_reader import open_counts
+from cellmill.data.fasta import open_dataset
 from cellmill.data.preprocess import preprocess
+from cellmill.data.sequences import preprocess_sequences
 from cellmill.files import sha256_file, write_json
 
 
@@ -19,9 +20,9 @@ def run(
     out: Path,
     report: Path,
 ) -> None:
-    """Read the matrix `counts` of `input`; write the cells to `out` (.h5ad) and the QC figures to `report` (.json)."""
-    with open_counts(input, counts) as reader:
-        figures = preprocess(reader, options.preprocess, out)
+    """Read the counts or sequences of `input`; write the cells to `out` (.h5ad) and QC figures to `report` (.json)."""
+    with open_dataset(input, counts) as reader:
+        figures = (preprocess_sequences if reader.ordered else preprocess)(reader, options.preprocess, out)
     origin = {"file": input.name, "sha256": sha256_file(input), "bytes": input.stat().st_size, "counts": counts}
     origin |= {"source": source, "licence": licence}
     write_json(report, {"dataset": dataset, "source": origin, **figures})

@@ -20,7 +20,7 @@ from cellmill.data.tokens import Tokenizer
 from cellmill.models.batch import TensorBatch, positions
 from cellmill.models.counter_rng import keyed_bits
 from cellmill.models.objectives.config import QueryDecodingConfig
-from cellmill.models.objectives.views import HIDE, Counts, draw_share, tokens_of, uniform
+from cellmill.models.objectives.views import HIDE, CellCounts, draw_share, tokens_of, uniform
 
 UNDETECTED = 4  # last key of the draws, after those of `views`
 
@@ -55,7 +55,7 @@ def draw_asked(
     of, gene = _undetected(batch, n_drawn, free, n_genes, seed, step)
     weights = (n_hidden / n_asked.clamp(min=1))[cell[asked]], (share * free / n_drawn.clamp(min=1))[of]
     return AskedBatch(
-        **tokens_of(Counts(cell, batch.genes, torch.where(hidden, 0, batch.counts)), len(batch.lengths), tokenizer),
+        **tokens_of(CellCounts(cell, batch.genes, torch.where(hidden, 0, batch.counts)), len(batch.lengths), tokenizer),
         cells=batch.cells,
         asked_cell=torch.cat([cell[asked], of]),
         asked_gene=torch.cat([batch.genes[asked], gene]),

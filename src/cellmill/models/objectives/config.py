@@ -127,7 +127,11 @@ class CellDecodingConfig(HiddenShareConfig):
         return {} if self.batch_column is None else {self.batch_column: "objective.batch_column"}
 
     def check_tokens(self, tokens: Tokens) -> None:
-        """Refuse to thin tokens whose values are places: the order of the shown genes is that of the whole counts."""
+        """Refuse sequences, which have no counts, and to thin places: their order is that of the whole counts."""
+        if tokens.sequences:
+            raise ValueError(
+                f"objective {self.name} needs counts, which sequences do not have; set objective.name to masked_gene"
+            )
         if self.view != "drop" and tokens.value_kind == "place":
             raise ValueError(
                 f"objective.view {self.view} needs values made from counts, which tokens.tokenizer {tokens.tokenizer} "

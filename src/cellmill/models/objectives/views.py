@@ -63,7 +63,7 @@ def draw_view(
     predicted = batch.counts if config.target == "all" else hidden
     at = predicted.nonzero().flatten()
     n_cells = len(batch.lengths)
-    tokens, cells, levels, paired = Counts(cell, batch.genes, shown), batch.cells, batch.levels, 0
+    tokens, cells, levels, paired = CellCounts(cell, batch.genes, shown), batch.cells, batch.levels, 0
     if config.view_loss is not None:
         # ids of second views differ, and with them the keys of their dropout
         tokens, cells, paired = _both(tokens, hidden, n_cells), torch.cat([cells, ~cells]), n_cells
@@ -79,7 +79,7 @@ def draw_view(
     )
 
 
-class Counts(NamedTuple):
+class CellCounts(NamedTuple):
     """Counts of cells, in the order of the cells, (n,) int64 each; those that are 0 are no tokens."""
 
     cell: torch.Tensor
@@ -87,10 +87,10 @@ class Counts(NamedTuple):
     count: torch.Tensor
 
 
-def _both(shown: Counts, hidden: torch.Tensor, n_cells: int) -> Counts:
+def _both(shown: CellCounts, hidden: torch.Tensor, n_cells: int) -> CellCounts:
     """The shown counts of all cells, then their hidden counts as those of cells of their own."""
     pairs = ((shown.cell, shown.cell + n_cells), (shown.gene, shown.gene), (shown.count, hidden))
-    return Counts(*(torch.cat(pair) for pair in pairs))
+    return CellCounts(*(torch.cat(pair) for pair in pairs))
 
 
 def draw_share(cells: torch.Tensor, config: HiddenShareConfig, seed: int, step: int, key: int = SHARE) -> torch.Tensor:
@@ -99,7 +99,7 @@ def draw_share(cells: torch.Tensor, config: HiddenShareConfig, seed: int, step: 
     return low + (high - low) * uniform(keyed_bits(cells, seed, step, key))
 
 
-def tokens_of(tokens: Counts, n_cells: int, tokenizer: Tokenizer) -> dict[str, Any]:
+def tokens_of(tokens: CellCounts, n_cells: int, tokenizer: Tokenizer) -> dict[str, Any]:
     """Genes, values and lengths of the tokens of `n_cells` cells, made from these counts alone."""
     at = tokens.count.nonzero().flatten()
     starts = np.zeros(n_cells + 1, np.int64)

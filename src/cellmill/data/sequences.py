@@ -1,0 +1,105 @@
+"""Sequences on their way to shards: records that stay, and the vocabulary of residues.
+
+A sequence is treated as a cell whose genes are its residues in their order. It has no counts, medians or Ensembl ids,
+so quality control is its length (`preprocess.min_counts`) and identity: of equal sequences of a file the first stays.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from cellmill.config.corpus import Preprocess
+from cellmill.data.counts_reader import CountsReader, open_counts
+from cellmill.data.counts_writer import count_dtype, write_cells
+from cellmill.data.preprocess import QUANTILES, histogram
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import DataError
+
+DROPPED = ("no residues", "min_counts", "duplicate")
+"""Reasons to drop a sequence; the first that holds counts."""
+_KEPT = -1
+
+
+def preprocess_sequences(reader: CountsReader, options: Preprocess, out: Path) -> dict[str, Any]:
+    """Write the sequences of `reader` that stay to `out`; return the report, JSON-able and of the form of cells'.
+
+    Raises DataError when a column of `keep_obs` is missing, or nothing is left.
+    """
+    for name in options.keep_obs or ():
+        reader.obs_column(name, "preprocess.keep_obs")
+    columns = [*reader.obs.columns] if options.keep_obs is None else list(dict.fromkeys(options.keep_obs))
+    lengths, reason = _measure(reader, options)
+    kept = reason == _KEPT
+    dropped = {name: int((reason == number).sum()) for number, name in enumerate(DROPPED)}
+    if not kept.any():
+        raise DataError(f"{reader.path}: none of {reader.n_obs:,} sequences is left: {dropped}; lower min_counts")
+    obs = reader.obs.loc[kept, columns].copy()
+    for name in obs.select_dtypes("category"):
+        obs[name] = obs[name].cat.remove_unused_categories()
+    nnz = int(lengths[kept].sum())
+    blocks = _kept_rows(reader, kept, options.row_block)
+    write_cells(out, obs, reader.var, blocks, nnz, count_dtype(1), ordered=True)
+    return _report(reader, options, lengths, kept, dropped)
+
+
+def _measure(reader: CountsReader, options: Preprocess) -> tuple[np.ndarray, np.ndarray]:
+    """Length of each sequence, and why it is dropped: index into DROPPED, or -1."""
+    lengths, reasons, seen = [], [], set()
+    for block in reader.rows(options.row_block):
+        for start, stop in pairwise(block.indptr.tolist()):
+            # 16 bytes a sequence: a collision among a billion has a probability of 10^-21
+            key = hashlib.blake2b(block.indices[start:stop].astype(np.uint8).tobytes(), digest_size=16).digest()
+            checks = (start == stop, stop - start < options.min_counts, key in seen)
+            lengths.append(stop - start)
+            reasons.append(checks.index(True) if any(checks) else _KEPT)
+            if not any(checks):
+                seen.add(key)
+    return np.array(lengths, np.int64), np.array(reasons, np.int8)
+
+
+def _kept_rows(reader: CountsReader, kept: np.ndarray, row_block: int) -> Iterator[sp.csr_matrix]:
+    first = 0
+    for block in reader.rows(row_block):
+        yield block[np.flatnonzero(kept[first : first + block.shape[0]])]
+        first += block.shape[0]
+
+
+def _report(
+    reader: CountsReader, options: Preprocess, lengths: np.ndarray, kept: np.ndarray, dropped: dict[str, int]
+) -> dict[str, Any]:
+    n = reader.n_vars
+    quantiles = {name: np.quantile(part, QUANTILES).tolist() for name, part in _sides(lengths, kept)}
+    return {
+        "cells": {"in": reader.n_obs, "out": int(kept.sum()), "dropped": dropped},
+        "genes": {"in": n, "out": n, "dropped": {}},
+        "coverage": {"frac": 1.0, "n_genes": n},
+        "nnz": int(lengths[kept].sum()),
+        "dtype": count_dtype(1).name,
+        "quantiles": {"n_residues": quantiles, "at": list(QUANTILES)},
+        "histograms": {"n_residues": histogram(lengths, kept, logarithmic=True)},
+        "options": options.model_dump(mode="json"),
+    }
+
+
+def _sides(values: np.ndarray, kept: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    return [("before", values), ("after", values[kept])]
+
+
+def sequence_vocabulary(paths: list[Path]) -> Vocabulary:
+    """All residues, also those in no sequence, with the number of sequences that have each. Medians are 1."""
+    n_cells, residues = np.zeros(0, np.int64), [""]
+    for path in paths:
+        with open_counts(path) as reader:
+            if not n_cells.size:
+                n_cells, residues = np.zeros(reader.n_vars, np.int64), reader.var_names
+            if reader.var_names != residues:
+                raise DataError(f"{path}: expected residues {''.join(residues)}, got {''.join(reader.var_names)}")
+            for block in reader.rows():
+                pairs = np.repeat(np.arange(block.shape[0]), np.diff(block.indptr)) * reader.n_vars + block.indices
+                n_cells += np.bincount(np.unique(pairs) % reader.n_vars, minlength=reader.n_vars)
+    return Vocabulary(residues, list(residues), n_cells, np.ones(len(residues), np.float32))

@@ -1,0 +1,177 @@
+"""Protein sequences: a FASTA file to shards and embeddings, with residues in their order all the way."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pytest
+
+from cellmill.config.options import EmbedOptions, PreprocessOptions
+from cellmill.config.run import Stream
+from cellmill.config.tokens import RESIDUES, SPECIAL, Tokens
+from cellmill.data.corpus import build_vocabulary
+from cellmill.data.fasta import open_dataset
+from cellmill.data.manifest import Manifest
+from cellmill.data.shard_file import RowFile
+from cellmill.data.simulate_sequences import write_sequences
+from cellmill.data.split import hash_cells, hash_genes, places
+from cellmill.data.stream import CellStream
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import ConfigError, DataError
+from cellmill.stages import embed, preprocess
+from tests.unit.exported import export_model, make_corpus
+from tests.unit.small_corpus import genes_named, random_counts, write_dataset
+
+UBIQUITIN = "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG"
+INSULIN_A, INSULIN_B = "GIVEQCCTSICSLYQLENYCN", "FVNQHLCGSHLVEALYLVCGERGFFYTPKT"
+TOKENS = {"tokenizer": "sequence", "max_tokens": 40}
+FASTA = f"""
+>sp|P0CG47|UBB_HUMAN Polyubiquitin-B OS=Homo sapiens OX=9606 GN=UBB PE=1
+{UBIQUITIN[:60]}
+{UBIQUITIN[60:].lower()}
+
+>insulin_a chain=A
+{INSULIN_A}*
+>again Ubiquitin of another organism OS=Mus musculus
+{UBIQUITIN}
+>empty
+>insulin_b chain=B
+{INSULIN_B}
+>short
+MJU
+"""
+
+
+def decoded(reader_rows: object) -> list[str]:
+    """Sequences of CSR blocks."""
+    rows = [np.split(block.indices, block.indptr[1:-1]) for block in reader_rows]  # type: ignore[attr-defined]
+    return ["".join(RESIDUES[column] for column in row) for block in rows for row in block]
+
+
+@pytest.fixture
+def fasta(tmp_path: Path) -> Path:
+    path = tmp_path / "few.fasta.gz"
+    path.write_bytes(gzip.compress(FASTA.encode()))
+    return path
+
+
+def test_records_are_read_in_order_with_the_fields_of_their_headers(fasta: Path) -> None:
+    with open_dataset(fasta) as reader:
+        assert decoded(reader.rows(2)) == [UBIQUITIN, INSULIN_A, UBIQUITIN, "", INSULIN_B, "MXU"]
+        obs = reader.obs
+    assert list(obs.index) == ["sp|P0CG47|UBB_HUMAN", "insulin_a", "again", "empty", "insulin_b", "short"]
+    assert list(obs["OS"].dropna()) == ["Homo sapiens", "Mus musculus"]
+    assert list(obs["chain"].dropna()) == ["A", "B"]
+    assert obs["description"].iloc[0] == "Polyubiquitin-B"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (">a\nMKV-L\n", "record 'a': expected a residue (ABCDEFGHIKLMNOPQRSTUVWXYZ) at 4, got '-'; remove gaps, and"),
+        ("MKV\n>a\n", "not a FASTA file: expected a line that begins with '>', got b'MKV'"),
+        (">a\nM\n>a\nK\n", "record names are not unique: 'a' occurs 2 times; rename one of them"),
+        ("\n", "empty: no record"),
+    ],
+)
+def test_a_file_that_is_no_fasta_of_proteins_is_named(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.fa").write_text(text)
+    with pytest.raises(DataError) as caught:
+        list(open_dataset(tmp_path / "bad.fa").rows())
+    assert f"{tmp_path}/bad.fa: {message}" in str(caught.value)
+
+
+def test_a_truncated_gzip_file_is_named(fasta: Path) -> None:
+    fasta.write_bytes(fasta.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"few\.fasta.gz: cannot be read: Compressed file ended before"):
+        open_dataset(fasta)
+
+
+def test_short_and_equal_sequences_are_dropped_and_counted(fasta: Path, tmp_path: Path) -> None:
+    options = PreprocessOptions.model_validate({"preprocess": {"min_counts": 4, "keep_obs": ["chain"], "row_block": 2}})
+    cells, report = tmp_path / "cells.h5ad", tmp_path / "qc.json"
+    preprocess.run(options=options, input=fasta, counts="X", dataset="few", out=cells, report=report)
+    assert (
+        '"dropped": {\n      "no residues": 1,\n      "min_counts": 1,\n      "duplicate": 1\n    }'
+        in report.read_text()
+    )
+    with open_dataset(cells) as reader:
+        assert decoded(reader.rows()) == [UBIQUITIN, INSULIN_A, INSULIN_B]
+        assert list(reader.obs) == ["chain"]
+    vocabulary = build_vocabulary([cells])
+    assert "".join(vocabulary.gene_ids) == RESIDUES
+    assert vocabulary.n_cells[RESIDUES.index("C")] == 2
+    assert vocabulary.n_cells[RESIDUES.index("Z")] == 0
+    # any tool reads X as the composition
+    assert ad.read_h5ad(cells).X.toarray()[1, RESIDUES.index("C")] == INSULIN_A.count("C")
+
+
+def test_the_hash_of_a_sequence_depends_on_its_order() -> None:
+    starts, genes = np.array([0, 3, 6, 9]), np.array([1, 2, 2, 2, 1, 2, 1, 2, 2])
+    hashes = hash_cells(starts, genes, places(starts), hash_genes(list(RESIDUES)))
+    assert hashes[0] == hashes[2] != hashes[1]
+
+
+def test_shards_and_batches_have_the_sequences_in_their_order(tmp_path: Path) -> None:
+    raw = tmp_path / "sim.fasta"
+    write_sequences(raw, 200, 4, seed=1)
+    again = tmp_path / "again.fasta"
+    write_sequences(again, 200, 4, seed=1)
+    assert again.read_text() == raw.read_text()
+    corpus = make_corpus(tmp_path, raw.rename(tmp_path / "sim.fa"), split_by="family", val_frac=0)
+    with open_dataset(tmp_path / "sim.fa") as reader:
+        expected = dict(zip(reader.obs.index, decoded(reader.rows())))
+    shards = [ad.read_h5ad(path) for path in sorted((tmp_path / "shards").glob("*.h5ad"))]
+    written = {
+        name.removeprefix("sim:"): row for data in shards for name, row in zip(data.obs_names, decoded([data.X]))
+    }
+    assert written == expected
+    families = [set(data.obs["family"]) for data in shards]
+    assert len(families) == 2
+    assert not families[0] & families[1]
+
+    tokens = Tokens.model_validate(TOKENS)
+    given = {"global_batch": 8, "token_budget": 400, "rank": 0, "world": 1, "seed": 0, "shuffle": False}
+    stream = CellStream(corpus["manifest"], "test", tokens, Stream(lanes=1), **given)
+    batch = next(iter(stream))[0]
+    stream.close()
+    first = "".join(RESIDUES[token - len(SPECIAL)] for token in batch.genes[: batch.cu_seqlens[1]])
+    assert first == decoded([shards[0].X])[0][:40]
+    assert list(batch.values[:40]) == list(range(40))
+    cells = Tokens.model_validate({"tokenizer": "rank"})
+    with pytest.raises(ConfigError, match=r"it has sequences, tokens\.tokenizer is rank; set sequence"):
+        CellStream(corpus["manifest"], "test", cells, Stream(lanes=1), **given | {"token_budget": 4096})
+    assert Manifest.read(corpus["manifest"]).ordered
+    assert RowFile(tmp_path / "shards" / "test-00000.h5ad").dtype == np.uint16
+
+
+def test_cells_and_sequences_share_no_corpus(fasta: Path, tmp_path: Path) -> None:
+    cells = write_dataset(tmp_path / "cells.h5ad", random_counts(5, 10), genes_named(10))
+    options = PreprocessOptions.model_validate({"preprocess": {}})
+    proteins = tmp_path / "proteins.h5ad"
+    preprocess.run(options=options, input=fasta, counts="X", dataset="p", out=proteins, report=tmp_path / "qc.json")
+    with pytest.raises(DataError, match=r"proteins.h5ad has sequences, .*cells.h5ad cells; put them in corpora of"):
+        build_vocabulary([cells, proteins])
+
+
+def test_a_fasta_file_is_embedded_by_its_record_names_and_in_its_order(fasta: Path, tmp_path: Path) -> None:
+    residues = Vocabulary(list(RESIDUES), list(RESIDUES), np.ones(len(RESIDUES), np.int64), np.ones(len(RESIDUES)))
+    residues.write(tmp_path / "vocabulary.tsv")
+    masked = {"objective": "masked_gene"}
+    model = export_model(tmp_path / "model", tmp_path / "vocabulary.tsv", TOKENS | {"max_tokens": 100}, **masked)
+    reverse = tmp_path / "reverse.faa"
+    reverse.write_text(f">u\n{UBIQUITIN}\n>r\n{UBIQUITIN[::-1]}\n")
+    options = EmbedOptions.model_validate({"embed": {"token_budget": 128}})
+    vectors = {}
+    for path in (fasta, reverse):
+        out = tmp_path / f"{path.name}.h5ad"
+        embed.run(options=options, model=model, input=path, counts="X", out=out)
+        vectors[path.name] = ad.read_h5ad(out)
+    few, two = vectors[fasta.name], vectors[reverse.name]
+    assert list(two.obs_names) == ["u", "r"]
+    assert np.isnan(few.obsm["X_cellmill"]).any(axis=1).tolist() == [False, False, False, True, False, False]
+    np.testing.assert_allclose(two["u"].obsm["X_cellmill"], few["again"].obsm["X_cellmill"], atol=1e-6)
+    assert np.abs(two["u"].obsm["X_cellmill"] - two["r"].obsm["X_cellmill"]).max() > 1e-3
