@@ -183,6 +183,15 @@ def test_pickles_with_anything_but_texts_and_numbers_are_refused(
     assert not (tmp_path / "harmed").exists()
 
 
+def test_weights_that_are_more_than_tensors_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = geneformer_folder(tmp_path / "published", GENES)
+    torch.save({"a": _Harmful()}, folder / "pytorch_model.bin")
+    with pytest.raises(DataError, match=r"pytorch_model.bin: cannot be read safely: Weights only load failed"):
+        import_geneformer(folder, tmp_path / "model")
+    assert not (tmp_path / "harmed").exists()
+
+
 @pytest.mark.parametrize("protocol", range(2, 6))
 def test_pickles_of_texts_and_numbers_are_read(protocol: int, tmp_path: Path) -> None:
     value = {"a": 1, "b": 0.1, "c": np.float64(1 / 3), "d": np.float32(0.25), "e": np.int64(-(2**40))}
