@@ -43,8 +43,9 @@ def _embed(model: Path, cells: Path, out: Path) -> Path:
 
 
 def _evaluate(corpus: dict[str, Path], out: Path, label: str = "cell_type", **options: Any) -> dict[str, Any]:
+    tasks = {"probe": {"seeds": 1}, "reconstruct": {}}  # one seed: quicker
     evaluate.run(
-        options=EvaluateOptions.model_validate({"evaluate": options}),
+        options=EvaluateOptions.model_validate({"evaluate": {"tasks": tasks} | options}),
         model=corpus["model"],
         manifest=corpus["manifest"],
         cells=[corpus["cells"]],

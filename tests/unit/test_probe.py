@@ -22,7 +22,7 @@ from sklearn.preprocessing import StandardScaler
 
 from cellmill.evaluate.classifiers import log_normalise
 from cellmill.evaluate.labelled import choose_cells
-from cellmill.evaluate.score_table import Column, Predictions, table_rows
+from cellmill.evaluate.score_table import Predictions, ScoreColumn, table_rows
 from cellmill.evaluate.tasks.probe import METRICS, judge, predict_folds
 
 
@@ -40,7 +40,7 @@ def _features(embedding: np.ndarray, untrained: np.ndarray, genes: sp.csr_matrix
     return {"embedding": embedding, "untrained": untrained, "all genes": genes}
 
 
-def _columns(predictions: Predictions) -> list[Column]:
+def _columns(predictions: Predictions) -> list[ScoreColumn]:
     return [predictions.column("", metric, metric, words) for metric, words in METRICS.items()]
 
 

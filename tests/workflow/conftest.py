@@ -25,7 +25,7 @@ tokens: {max_tokens: 64}
 stream: {lanes: 4, block_cells: 8, window_blocks: 4}
 model: {hidden: 16, layers: 1, heads: 2}
 train: {steps: 12, global_batch: 16, token_budget: 2048, warmup_steps: 2, log_every_steps: 4, val_every_steps: 6}
-evaluate: {folds: 3, tasks: {probe: {neighbors: 5}, reconstruct: {}}}
+evaluate: {folds: 3, tasks: {probe: {neighbors: 5, seeds: 2}, reconstruct: {}}}
 runs: {tiny: {corpus: sim}}
 """
 

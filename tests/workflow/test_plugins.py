@@ -33,7 +33,10 @@ CONFIG: dict[str, Any] = {
         "val_every_steps": 3,
     },
     "track": {"to": {"toy_file": {"path": "tracked.jsonl"}}},
-    "evaluate": {"folds": 3, "tasks": {"probe": {"neighbors": 5}, "reconstruct": {}, "toy_norm": {"power": 1}}},
+    "evaluate": {
+        "folds": 3,
+        "tasks": {"probe": {"neighbors": 5, "seeds": 2}, "reconstruct": {}, "toy_norm": {"power": 1}},
+    },
     "runs": {
         "base": {"corpus": "sim"},
         "tuned": {"corpus": "sim", "init_from": "base", "finetune": {"method": "toy_adapter", "rank": 2}},

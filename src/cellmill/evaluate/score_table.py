@@ -18,7 +18,7 @@ EMBEDDING = "embedding"
 
 
 @dataclass
-class Column:
+class ScoreColumn:
     """One metric under one condition."""
 
     heading: str
@@ -54,13 +54,13 @@ class Predictions:
             methods[name] = np.full((self.repetitions, len(self.labels)), NOT_TESTED)
         methods[name][repetition, cells] = np.searchsorted(np.unique(self.labels), classes)
 
-    def column(self, condition: str, metric: str, heading: str, words: str) -> Column:
+    def column(self, condition: str, metric: str, heading: str, words: str) -> ScoreColumn:
         """Scores by `metric`: accuracy, macro_f1 or weighted_f1."""
         numbers = np.searchsorted(np.unique(self.labels), self.labels)
         methods = self.by_condition[condition]
-        return Column(heading, words, {name: cell_scores(metric, numbers, of) for name, of in methods.items()})
+        return ScoreColumn(heading, words, {name: cell_scores(metric, numbers, of) for name, of in methods.items()})
 
-    def accuracies(self) -> list[Column]:
+    def accuracies(self) -> list[ScoreColumn]:
         """A column for each condition."""
         return [self.column(name, "accuracy", name, f"accuracy, {name}") for name in self.by_condition]
 
@@ -69,7 +69,7 @@ def is_own(name: str) -> bool:
     return name.startswith(EMBEDDING)
 
 
-def table_rows(columns: Iterable[Column]) -> list[dict[str, Any]]:
+def table_rows(columns: Iterable[ScoreColumn]) -> list[dict[str, Any]]:
     """A row for each method: of each column its mean over repetitions, their standard deviation and single values.
 
     With one repetition the standard deviation is 0. None where a row lacks a column.
@@ -87,7 +87,7 @@ def table_rows(columns: Iterable[Column]) -> list[dict[str, Any]]:
     return rows
 
 
-def differences(columns: Iterable[Column]) -> list[dict[str, Any]]:
+def differences(columns: Iterable[ScoreColumn]) -> list[dict[str, Any]]:
     """Every method of the embedding minus every baseline, in each column."""
     return [
         {"column": column.heading, "compared": own, "against": other}
@@ -99,7 +99,7 @@ def differences(columns: Iterable[Column]) -> list[dict[str, Any]]:
     ]
 
 
-def against_best(columns: Iterable[Column]) -> list[Verdict]:
+def against_best(columns: Iterable[ScoreColumn]) -> list[Verdict]:
     """The best method of the embedding against the best baseline, in each column.
 
     Both are chosen by their scores on the tested cells; the baselines, which are more, gain more by it.

@@ -27,8 +27,8 @@ from cellmill.evaluate.features import ALL_GENES, Features
 from cellmill.evaluate.labelled import labelled_cells
 from cellmill.evaluate.score_table import (
     EMBEDDING,
-    Column,
     Predictions,
+    ScoreColumn,
     against_best,
     differences,
     is_own,
@@ -99,7 +99,7 @@ def _components(genes: Any, train: np.ndarray, components: int) -> dict[str, np.
     return {f"PCA{components}": PCA(n, svd_solver="arpack", random_state=0).fit(genes[train]).transform(genes)}
 
 
-def judge(columns: list[Column]) -> list[Verdict]:
+def judge(columns: list[ScoreColumn]) -> list[Verdict]:
     """Verdicts: best against best in each metric, then accuracy against each kind of features, by classifier.
 
     Of the two logistic regressions on a kind of features the better one is compared.
