@@ -11,12 +11,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from cellmill.config.checks import check_together
 from cellmill.config.family import FamilyConfig
 from cellmill.config.objective import ObjectiveConfig
+from cellmill.config.options import TrainOptions
 from cellmill.config.tokens import Tokens
 from cellmill.data.gene_ranking import rank_buckets
 from cellmill.data.tokens import Batch, empty_batch, tokenized
 from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import ConfigError
 from cellmill.evaluate.training_cells import read_gene_statistics
 from cellmill.models.batch import TensorBatch, padded, to_tensors
 from cellmill.models.build import ModelSpec, build
@@ -24,6 +27,7 @@ from cellmill.models.encoder_batch import whole
 from cellmill.models.export import initial_tensors
 from cellmill.models.objective import GeneStatistics
 from cellmill.parallel.materialize import materialize
+from cellmill.planner.size import measure
 from tests.unit.small_corpus import write_corpus
 
 N_GENES, MAX_TOKENS = 60, 32
@@ -36,15 +40,18 @@ def tokens_of(tokenizer: str) -> Tokens:
     return Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": MAX_TOKENS})
 
 
-def model_of(tokenizer: str = "continuous", objective: dict[str, Any] | None = None, **options: Any) -> Any:
-    """A model with initial values, but gene embeddings large enough for unequal logits."""
-    spec = ModelSpec(
+def spec_of(tokenizer: str = "continuous", objective: dict[str, Any] | None = None, **options: Any) -> ModelSpec:
+    return ModelSpec(
         FamilyConfig.model_validate(FAMILY | options),
         ObjectiveConfig.model_validate({"name": "next_gene"} | (objective or {})),
         tokens_of(tokenizer),
         N_GENES,
     )
-    model: Any = build(spec)
+
+
+def model_of(tokenizer: str = "continuous", objective: dict[str, Any] | None = None, **options: Any) -> Any:
+    """A model with initial values, but gene embeddings large enough for unequal logits."""
+    model: Any = build(spec_of(tokenizer, objective, **options))
     ids = [f"ENSG{i:011d}" for i in range(N_GENES)]
     genes = Vocabulary(ids, ids, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
     materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, genes))
@@ -204,3 +211,19 @@ def test_genes_are_judged_among_those_that_the_cell_does_not_have_yet() -> None:
         1 - np.square(truth - predicted).sum() / np.square(truth - 2).sum(), rel=1e-4
     )
     assert len(verdicts) == 2
+
+
+def test_the_plan_counts_its_parameters_and_what_a_tensor_parallel_rank_holds() -> None:
+    model = build(spec_of())
+    one, half = measure(spec_of()), measure(spec_of(), tp=2, sequence_parallel=True)
+    assert one.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert one.tied.parameters == model.gene_embedding.weight.numel()  # type: ignore[union-attr, operator]
+    assert half.tied.parameters == one.tied.parameters // 2
+
+
+def test_an_encoder_which_sees_later_genes_is_refused() -> None:
+    train = {"steps": 1, "global_batch": 8}
+    sections = {"train": train, "objective": {"name": "next_gene"}, "model": {"family": "encoder"}}
+    given = {name: sections.get(name, {}) for name in TrainOptions.model_fields}
+    with pytest.raises(ConfigError, match=r"^objective.name next_gene: family encoder serves "):
+        check_together(TrainOptions.model_validate(given))

@@ -73,7 +73,7 @@ def run(
         write_elem(file, "/", adata)
     print(f"{cells:,} cells, {adata.obs['n_genes'].median():g} genes at the median -> {out}")
     if cut := int((~adata.obs["ended"]).sum()):
-        print(f"{cut:,} cells were cut at {sampling.max_genes:,} genes")
+        print(f"{cut:,} cells did not end and were cut at {min(sampling.max_genes, vocabulary.n_genes):,} genes")
 
 
 def _checked(network: Model, tokens: Tokens, folder: Path) -> AutoregressiveModel:
