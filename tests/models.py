@@ -10,7 +10,8 @@ from cellmill.config.tokens import Tokens
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 
-NAMES = "mask_frac cell_loss_weight view min_hidden_frac max_hidden_frac target weights decoder_hidden max_asked undetected_ratio decoder_layers"
+NAMES = """mask_frac cell_loss_weight view min_hidden_frac max_hidden_frac target weights decoder_hidden max_asked
+undetected_ratio decoder_layers"""
 OF_OBJECTIVE = {"objective": "name"} | {name: name for name in NAMES.split()}
 
 
