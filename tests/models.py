@@ -10,10 +10,8 @@ from cellmill.config.tokens import Tokens
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 
-NAMES = "mask_frac cell_loss_weight view min_hidden_frac max_hidden_frac target weights decoder_hidden batch_column "
-NAMES += "batch_adversary batch_adversary_scale view_loss invariance_weight variance_weight covariance_weight parts "
-NAMES += "max_asked undetected_ratio decoder_layers"
-OF_OBJECTIVE = {"objective": "name"} | {name: name for name in NAMES.split()}
+OPTIONS = {name for options in ObjectiveConfig.built_in().values() for name in options.model_fields if name != "name"}
+OF_OBJECTIVE = {"objective": "name"} | {name: name for name in OPTIONS}
 
 
 def split(options: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -137,25 +137,19 @@ def test_hidden_genes_do_not_reach_the_cell_vector(family: str) -> None:
 
 
 @EVERY_FAMILY
-def test_loss_is_the_likelihood_of_the_answers_to_sampled_queries(family: str) -> None:
+def test_loss_is_the_squared_error_over_hidden_genes_in_the_measure_of_asked_ones(family: str) -> None:
     model = _model(family, undetected_ratio=0.5)
-    prepared = _prepared(model, to_tensors(_cells()))
-    with torch.no_grad():
-        model.query_bias.weight.normal_(generator=torch.Generator().manual_seed(0))
-        log_odds, values = (x.double() for x in model.objective.answers(model, model.states(prepared), prepared))
-        expected = 0.0
-        for i, (cell, value) in enumerate(zip(prepared.query_cell.tolist(), prepared.query_values.tolist())):
-            same = prepared.query_cell == cell
-            ratio = {on: prepared.query_weights[same & ((prepared.query_values > 0) == on)] for on in (True, False)}
-            odds = log_odds[i].exp()
-            if len(ratio[False]):  # a detected gene is asked 1 / weight times as often as it is hidden
-                odds = odds * ratio[False][0] / ratio[True][0]
-            elif value:
-                odds = odds / ratio[True][0]
-            expected += float(-(odds / (1 + odds)).log() if value else (1 + odds).log())
-            expected += float((values[i] - value) ** 2) if value else 0.0
+    view = model.view(to_tensors(_cells()), **KEYS)
+    prepared = model.prepare(view, **KEYS)
+    errors = (model.objective.answers(model, model.states(prepared), prepared) - view.asked_value).square().double()
+    expected = 0.0
+    for cell in view.asked_cell.unique():
+        own = view.asked_cell == cell
+        mean = (view.asked_weight[own] * errors[own]).sum() / view.asked_weight[own].sum()
+        expected += int(own.sum()) * mean.item()
     assert model(prepared).item() == pytest.approx(expected, rel=1e-5)
-    assert int(prepared.n_targets) == len(prepared.query_cell) > 50
+    assert int(prepared.n_targets) == len(view.asked_cell) > 50
+    assert prepared.query_weights.max() > 1.2
 
 
 def test_an_answer_depends_on_its_gene_and_cell_alone() -> None:
@@ -163,10 +157,10 @@ def test_an_answer_depends_on_its_gene_and_cell_alone() -> None:
     prepared = _prepared(model, to_tensors(_cells()))
     with torch.no_grad():
         states = model.states(prepared)
-        log_odds, values = model.objective.answers(model, states, prepared)
+        values = model.objective.answers(model, states, prepared)
         few = replace(prepared, query_cell=prepared.query_cell[5:8], query_genes=prepared.query_genes[5:8])
-        for one, all_ in zip(model.objective.answers(model, states, few), (log_odds, values)):
-            torch.testing.assert_close(one, all_[5:8], rtol=1e-5, atol=1e-6)
+        alone = model.objective.answers(model, states, few)
+        torch.testing.assert_close(alone, values[5:8], rtol=1e-5, atol=1e-6)
         assert values.std() > 1e-4
 
 
@@ -204,18 +198,16 @@ def test_the_plan_counts_the_decoder() -> None:
     )
 
 
-def test_a_model_is_judged_against_detection_rate_and_mean_with_zeros() -> None:
+def test_a_model_is_judged_against_the_mean_with_zeros() -> None:
     objective = _model("profile").objective
-    train = GeneStatistics(np.array([59, 0]), np.array([2.0, 1.0]), 2.0, 118)  # detected in 1/2 and 1/120 of the cells
+    train = GeneStatistics(np.array([59, 0]), np.array([2.0, 1.0]), 2.0, 118)  # means 1 and 0
     genes, values, weights = np.array([0, 0, 1]), np.array([3.0, 0.0, 0.0]), np.array([2.0, 1.0, 1.0])
-    log_odds, predicted = np.log([4.0, 0.25, 0.25]), np.array([3.0, 1.0, 1.0])  # 0.8, 0.2, 0.2
-    figures, verdicts = objective.judge(genes, values, log_odds, predicted, weights, train=train)
-    assert figures["detection_cross_entropy"] == pytest.approx(-np.log(0.8))
-    assert figures["detection_cross_entropy_rate"] == pytest.approx((3 * np.log(2) - np.log(119 / 120)) / 4)
-    own, base = 2 * 0.6**2 + 0.2**2 + 0.2**2, 2 * 2.0**2 + 1.0**2 + 0.0
-    assert figures["r2_over_gene_mean"] == pytest.approx(1 - own / base)
-    assert figures["r2_of_detected_over_gene_mean"] == pytest.approx(1.0)
-    assert [verdict.outcome for verdict in verdicts] == ["won", "won"]
+    figures, [verdict] = objective.judge(genes, values, np.array([2.0, 0.5, 0.5]), weights, train=train)
+    own, base = (2 * 1.0 + 0.25 + 0.25) / 4, (2 * 4.0 + 1.0 + 0.0) / 4
+    assert (figures["mse"], figures["mse_gene_mean"]) == pytest.approx((own, base))
+    assert (figures["r2_over_gene_mean"], figures["detected_frac"]) == pytest.approx((1 - own / base, 0.5))
+    assert (verdict.outcome, verdict.difference) == ("won", pytest.approx(1 - own / base))
+    assert objective.judge(genes, means := np.array([1.0, 1.0, 0.0]), means, weights, train=train)[1] == []
 
 
 def test_tokens_without_numbers_are_refused() -> None:

@@ -146,7 +146,8 @@ class QueryDecodingConfig(HiddenShareConfig):
     needs_counts: ClassVar[bool] = True
 
     name: Literal["query_decoding"] = Field(
-        "query_decoding", description="Predict hidden genes one by one: on or off, and the value."
+        "query_decoding",
+        description="Predict the values of hidden genes one by one, zeros included; a decoder is told the gene.",
     )
     max_asked: int = Field(
         256,

@@ -2,15 +2,16 @@
 
 The visible genes of a cell are encoded once and pooled to its vector. For each asked gene, hidden from the encoder, the
 decoder multiplies a projection of the vector with an embedding of the gene, and feed-forward layers turn the product
-into two numbers: the log-odds that the gene is detected, and its value if it is. Genes that are not asked cost nothing.
+into the value. Genes that are not asked cost nothing.
 
-The loss is the cross-entropy of detection plus, for detected genes, the squared error of the value: the likelihood of a
-zero-inflated normal distribution of unit variance. Undetected genes are asked less often than they are hidden; the
-logarithm of that ratio is added to the log-odds in the loss (King & Zeng 2001, prior correction), so that the model's
-own log-odds are those of hidden genes and no rare query needs a large weight.
+The loss is the squared error, undetected genes included. They are asked less often than they are hidden, so errors are
+weighted with the number of hidden genes for which each query stands: predictions are expected values of hidden genes.
+Values are judged by R² over the gene's mean in training cells, zeros included.
 
-Figures are of hidden genes, each asked one weighted with the number that it stands for, against the gene's detection
-rate and mean in training cells.
+Measured on the demo's cells (one seed, 250 to 300 steps, family profile and autoencoder without blocks): squared error
+gave R² .100 and .080, accuracy of logistic regression .798 and .736; zero-inflated (cross-entropy of detection, squared
+error of detected values) R² .092 and .065, accuracy .773 and .715. Adding vector and gene in place of multiplying gave
+R² .024 and accuracy .735; the encoder's own gene embedding in the queries R² .119 to .134 and accuracy .730.
 
 Legend: C cells, N queries, D width of the decoder.
 """
@@ -22,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.data.tokens import Tokenizer
@@ -49,9 +49,7 @@ class QueryBatch(EncoderBatch):
     query_values: torch.Tensor
     """(N,) float32: values of the whole cell, 0 where not detected."""
     query_weights: torch.Tensor
-    """(N,) float32: number of hidden genes that each stands for."""
-    log_ratios: torch.Tensor
-    """(N,) float32: log of the weight of the cell's undetected genes over that of its detected ones."""
+    """(N,) float32: hidden genes for which each stands, scaled to a mean of 1 in each cell."""
     n_targets: torch.Tensor
     """N."""
 
@@ -78,8 +76,8 @@ class QueryDecoding(Objective):
             FeedForward(width, 4 * width, dropout=0.0, index=index) for index in range(self.config.decoder_layers)
         )
         model.query_norm = nn.LayerNorm(width)
-        model.query_out = Linear(width, 2)
-        model.query_bias = with_std(nn.Embedding(n_tokens, 2), 0.0)
+        model.query_out = Linear(width, 1)
+        model.query_bias = with_std(nn.Embedding(n_tokens, 1), 0.0)
         return ("query_genes", "query_cell", "query_layers", "query_norm", "query_out", "query_bias")
 
     def view(self, batch: TensorBatch, *, seed: int, step: int) -> AskedBatch:
@@ -94,73 +92,52 @@ class QueryDecoding(Objective):
             query_cell=batch.asked_cell,
             query_genes=batch.asked_gene,
             query_values=batch.asked_value,
-            query_weights=batch.asked_weight,
-            log_ratios=_log_ratios(batch),
+            query_weights=_scaled_weights(batch),
             n_targets=torch.tensor(len(batch.asked_gene)),
         )
 
     def loss(self, model: Any, states: torch.Tensor, prepared: QueryBatch) -> torch.Tensor:
-        """Return the summed loss of the queries, a float32 scalar."""
-        log_odds, values = self.answers(model, states, prepared)
-        detected = (prepared.query_values > 0).float()
-        detection = F.binary_cross_entropy_with_logits(log_odds + prepared.log_ratios, detected, reduction="sum")
-        return detection + (detected * (values - prepared.query_values).square()).sum()
+        """Return the summed squared error of the queries, a float32 scalar."""
+        errors = self.answers(model, states, prepared) - prepared.query_values
+        return (prepared.query_weights * errors.square()).sum()
 
-    def answers(self, model: Any, states: torch.Tensor, prepared: QueryBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-odds of detection and value if detected of each query, (N,) float32 each."""
+    def answers(self, model: Any, states: torch.Tensor, prepared: QueryBatch) -> torch.Tensor:
+        """Return the predicted value of each query, (N,) float32."""
         cells = model.query_cell(model.cell_vectors(states, prepared).to(states.dtype))
-        genes = embed_tokens(prepared.query_genes, model.query_genes.weight)
-        x = cells[prepared.query_cell] * genes
+        x = cells[prepared.query_cell] * embed_tokens(prepared.query_genes, model.query_genes.weight)
         for layer in model.query_layers:
             x = layer.inner(x, None)
-        out = model.query_out(model.query_norm(x)).float()
-        log_odds, values = (out + embed_tokens(prepared.query_genes, model.query_bias.weight).float()).unbind(1)
-        return log_odds, values
+        means = embed_tokens(prepared.query_genes, model.query_bias.weight)
+        return (model.query_out(model.query_norm(x)).float() + means.float()).squeeze(1)  # type: ignore[no-any-return]
 
     def observe(self, model: Any, prepared: QueryBatch) -> tuple[torch.Tensor, ...]:
-        """Return vocabulary row, true value, log-odds, value if detected, and weight of each query."""
-        log_odds, values = self.answers(model, model.states(prepared), prepared)
-        rows = prepared.query_genes - len(SPECIAL)
-        return rows, prepared.query_values, log_odds, values, prepared.query_weights
+        """Return vocabulary row, true value, predicted value and weight of each query."""
+        predicted = self.answers(model, model.states(prepared), prepared)
+        return prepared.query_genes - len(SPECIAL), prepared.query_values, predicted, prepared.query_weights
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
-        """Return figures beside those of the gene's detection rate and mean in training cells, and two verdicts.
+        """Return mean squares of the model and of the gene's training mean, zeros included, R² over it, and a verdict.
 
-        R² is None where the true values have no variance around the mean.
+        R² is None where the true values do not differ from the means.
         """
-        genes, (values, log_odds, predicted, weights) = observed[0], (part.astype(np.float64) for part in observed[1:])
-        detected = values > 0
-        rate = (train.n + 1) / (train.n_cells + 2)  # a gene of all or none of the training cells
-        entropies = [
-            np.average(np.logaddexp(0, np.where(detected, -odds, odds)), weights=weights)
-            for odds in (log_odds, np.log(rate / (1 - rate))[genes])
-        ]
-        expected = predicted / (1 + np.exp(-log_odds))
-        means = (train.n / train.n_cells * train.mean)[genes]
-        r2 = _r2(values, expected, means, weights)
+        genes, (values, predicted, weights) = observed[0], (part.astype(np.float64) for part in observed[1:])
+        means = (train.n / train.n_cells * train.mean)[genes]  # detection rate times the mean where detected
+        mse, base = (float(np.average(np.square(values - given), weights=weights)) for given in (predicted, means))
+        r2 = 1 - mse / base if base > 0 else None
         figures = {
             "n_targets": len(genes),
-            "detection_cross_entropy": float(entropies[0]),
-            "detection_cross_entropy_rate": float(entropies[1]),
+            "detected_frac": float(np.average(values > 0, weights=weights)),
+            "mse": mse,
+            "mse_gene_mean": base,
             "r2_over_gene_mean": r2,
-            "r2_of_detected_over_gene_mean": _r2(values, predicted, train.mean[genes], weights * detected),
         }
-        against = "the gene's detection rate in training cells"
-        saved = float(entropies[0] - entropies[1])
-        verdicts = [compare("detection of hidden genes", against, "nats cross-entropy", saved, lower_is_better=True)]
-        if r2 is not None:
-            against = "the gene's training mean, zeros included"
-            verdicts.append(compare("prediction of hidden values", against, "R²", r2))
-        return figures, verdicts
+        if r2 is None:
+            return figures, []
+        return figures, [compare("prediction of hidden genes", "the gene's training mean, zeros included", "R²", r2)]
 
 
-def _log_ratios(batch: AskedBatch) -> torch.Tensor:
-    detected = batch.asked_value > 0
-    weights = torch.ones(2, len(batch.lengths))  # of undetected and detected genes, equal in a cell
-    weights[detected.long(), batch.asked_cell] = batch.asked_weight
-    return (weights[0] / weights[1]).log()[batch.asked_cell]
-
-
-def _r2(values: np.ndarray, predicted: np.ndarray, reference: np.ndarray, weights: np.ndarray) -> float | None:
-    model, base = (float(weights @ np.square(values - given)) for given in (predicted, reference))
-    return 1 - model / base if base > 0 else None
+def _scaled_weights(batch: AskedBatch) -> torch.Tensor:
+    weights = batch.asked_weight.double()
+    sums = torch.zeros(len(batch.lengths), dtype=weights.dtype).index_add(0, batch.asked_cell, weights)
+    asked = torch.bincount(batch.asked_cell, minlength=len(batch.lengths))
+    return (weights * (asked / sums)[batch.asked_cell]).float()
