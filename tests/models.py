@@ -10,7 +10,10 @@ from cellmill.config.tokens import Tokens
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 
-NAMES = "mask_frac cell_loss_weight view min_hidden_frac max_hidden_frac target weights decoder_hidden parts"
+NAMES = (
+    "mask_frac cell_loss_weight renormalize parts "
+    "view min_hidden_frac max_hidden_frac target likelihood weights decoder_hidden"
+)
 OF_OBJECTIVE = {"objective": "name"} | {name: name for name in NAMES.split()}
 
 

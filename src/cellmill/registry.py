@@ -18,6 +18,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     },
     "objective": {
         "cell_decoding": "cellmill.models.objectives.config:CellDecodingConfig",
+        "denoise": "cellmill.models.objectives.config:DenoiseConfig",
         "masked_value": "cellmill.models.objectives.config:MaskedValueConfig",
         "masked_gene": "cellmill.models.objectives.config:MaskedGeneConfig",
         "sum": "cellmill.models.objectives.sum_config:SumConfig",

@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.plugin import Plugin
 
 WEIGHTS_FORMAT = 2
@@ -30,6 +31,9 @@ class FamilyConfig(Plugin):
     sequence_parallel: ClassVar[bool] = True  # whether the rows that pass from block to block are tokens
     objectives: ClassVar[tuple[str, ...]] = ()
     """Objectives that the family serves, in addition to those whose `families` lists this family."""
+
+    def check_objective(self, objective: ObjectiveConfig) -> None:
+        """Raise ValueError when options of the family cannot be trained with the objective."""
 
     def tp_sizes(self) -> dict[str, int]:
         """Sizes that tensor parallel must divide, by the option's name; empty if not supported."""

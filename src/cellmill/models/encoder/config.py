@@ -5,6 +5,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from cellmill.config.family import FamilyConfig
+from cellmill.config.objective import ObjectiveConfig
 
 
 class EncoderConfig(FamilyConfig):
@@ -12,7 +13,7 @@ class EncoderConfig(FamilyConfig):
 
     implementation: ClassVar[str] = "cellmill.models.encoder.model:EncoderModel"
     value_kinds: ClassVar[tuple[str, ...]] = ("class", "scalar", "place")
-    objectives: ClassVar[tuple[str, ...]] = ("cell_decoding", "masked_value", "masked_gene")
+    objectives: ClassVar[tuple[str, ...]] = ("cell_decoding", "denoise", "masked_value", "masked_gene")
     weight_keys: ClassVar[tuple[str, ...]] = ("family", "hidden", "layers", "heads", "ffn_width")
 
     family: Literal["encoder"] = Field(
@@ -24,11 +25,26 @@ class EncoderConfig(FamilyConfig):
     ffn_hidden: int | None = Field(None, ge=1, description="Width inside the feed-forward layers; null is 4 * hidden.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the residual branches, the same in every layout.")
 
+    pooling: Literal["mean", "cls", "attention"] = Field(
+        "mean",
+        description="The cell's vector: mean of its tokens' states, the state of a learned token before them (cls), or "
+        "their mean weighted by a learned query (attention). Only mean works with objectives that do not read the "
+        "vector (masked ones of cell_loss_weight 0).",
+    )
+
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.hidden % self.heads:
             raise ValueError(f"hidden: {self.hidden} is not a multiple of heads = {self.heads}")
         return self
+
+    def check_objective(self, objective: ObjectiveConfig) -> None:
+        """Refuse a learned pooling that no loss would train."""
+        if self.pooling != "mean" and not any(part.reads_cells for part in objective.each()):
+            raise ValueError(
+                f"model.pooling {self.pooling}: expected an objective that reads the cell's vector, got "
+                f"{objective.name} with cell_loss_weight 0; set it above 0, or pooling to mean"
+            )
 
     @property
     def ffn_width(self) -> int:

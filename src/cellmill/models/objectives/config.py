@@ -19,6 +19,11 @@ class MaskedObjectiveConfig(ObjectiveConfig):
         "of each token (scGPT's GEPC). 0 turns it off.",
     )
 
+    @property
+    def reads_cells(self) -> bool:  # type: ignore[override]
+        """Whether the second loss is on."""
+        return self.cell_loss_weight > 0
+
 
 class MaskedValueConfig(MaskedObjectiveConfig):
     """Predict the values of masked tokens; their genes stay visible."""
@@ -26,6 +31,17 @@ class MaskedValueConfig(MaskedObjectiveConfig):
     implementation: ClassVar[str] = "cellmill.models.objectives.masked_value:MaskedValue"
 
     name: Literal["masked_value"] = Field("masked_value", description="Predict the values of masked tokens.")
+    renormalize: bool = Field(
+        False,
+        description="Make the values of visible tokens again from their counts alone. Otherwise they tell how many of "
+        "the cell's counts are hidden: counts per 10,000 of the visible tokens lack what the masked ones have. The "
+        "values to predict stay those of the whole cell. Recommended; off is what earlier runs were trained with.",
+    )
+
+    @property
+    def needs_counts(self) -> bool:  # type: ignore[override]
+        """Whether values are made again."""
+        return self.renormalize
 
     def check_tokens(self, tokens: Tokens) -> None:
         """Refuse tokenizers whose values are places, not counts: there is no value to hide."""
@@ -44,27 +60,24 @@ class MaskedGeneConfig(MaskedObjectiveConfig):
     name: Literal["masked_gene"] = Field("masked_gene", description="Predict which genes the masked tokens are.")
 
 
-class CellDecodingConfig(ObjectiveConfig):
-    """Predict the hidden part of a cell's expression, over the whole vocabulary, from the cell's vector."""
+class DecodingConfig(ObjectiveConfig):
+    """Options of objectives that predict expression, over the whole vocabulary, from the cell's vector."""
 
     implementation: ClassVar[str] = "cellmill.models.objectives.cell_decoding:CellDecoding"
     needs_counts: ClassVar[bool] = True
     draws_view: ClassVar[bool] = True
     hides_tokens: ClassVar[bool] = False
 
-    name: Literal["cell_decoding"] = Field(
-        "cell_decoding", description="Predict the hidden part of a cell's expression from the cell's vector."
-    )
-    view: Literal["drop", "thin"] = Field(
-        "thin",
-        description="Part of a cell that the model is given. thin: of each count a binomial draw; the rest of the "
-        "counts is hidden. drop: a random share of its genes; the others are hidden.",
-    )
     min_hidden_frac: float = Field(0.2, ge=0, lt=1, description="Smallest hidden share of a cell's genes or counts.")
     max_hidden_frac: float = Field(
         0.8, gt=0, lt=1, description="Largest; each cell and step draws its share evenly between both."
     )
-    target: Literal["hidden", "all"] = Field("hidden", description="Predict the hidden part, or the whole cell.")
+    likelihood: Literal["softmax", "nb"] = Field(
+        "softmax",
+        description="softmax: cross-entropy of the predicted with the true profile. nb: negative binomial of the count "
+        "of every gene, zeros included; the mean is the softmax times the sum of the cell's counts to predict, the "
+        "dispersion is learned per gene. Genes that tokens.max_tokens cuts off count as zeros.",
+    )
     weights: Literal["log1p", "counts"] = Field(
         "log1p",
         description="Weight of a gene in its cell's cross-entropy: log(1 + count), or the count (multinomial "
@@ -83,10 +96,47 @@ class CellDecodingConfig(ObjectiveConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _weights_are_read(self) -> Self:
+        if self.likelihood == "nb" and self.weights != "log1p":
+            raise ValueError("weights requires likelihood softmax, got nb; leave weights out")
+        return self
+
+
+class CellDecodingConfig(DecodingConfig):
+    """Predict the hidden part of a cell's expression, over the whole vocabulary, from the cell's vector."""
+
+    name: Literal["cell_decoding"] = Field(
+        "cell_decoding", description="Predict the hidden part of a cell's expression from the cell's vector."
+    )
+    view: Literal["drop", "thin"] = Field(
+        "thin",
+        description="Part of a cell that the model is given. thin: of each count a binomial draw; the rest of the "
+        "counts is hidden. drop: a random share of its genes; the others are hidden.",
+    )
+    target: Literal["hidden", "all"] = Field("hidden", description="Predict the hidden part, or the whole cell.")
+
     def check_tokens(self, tokens: Tokens) -> None:
         """Refuse to thin tokens whose values are places: the order of the shown genes is that of the whole counts."""
         if self.view == "thin" and tokens.value_kind == "place":
             raise ValueError(
                 f"objective.view thin needs values made from counts, which tokens.tokenizer {tokens.tokenizer} does "
                 "not have; choose binned or continuous, or view drop"
+            )
+
+
+class DenoiseConfig(DecodingConfig):
+    """Predict a whole cell from binomial draws of its counts: cell_decoding of view thin and target all."""
+
+    view: ClassVar[Literal["thin"]] = "thin"
+    target: ClassVar[Literal["all"]] = "all"
+
+    name: Literal["denoise"] = Field("denoise", description="Predict a whole cell from its thinned counts.")
+
+    def check_tokens(self, tokens: Tokens) -> None:
+        """Refuse tokens whose values are places, which cannot be made from thinned counts."""
+        if tokens.value_kind == "place":
+            raise ValueError(
+                f"objective denoise needs values made from counts, which tokens.tokenizer {tokens.tokenizer} does not "
+                "have; choose binned or continuous"
             )

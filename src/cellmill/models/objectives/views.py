@@ -17,7 +17,7 @@ from cellmill.config.tokens import SPECIAL
 from cellmill.data.tokens import Tokenizer
 from cellmill.models.batch import TensorBatch, positions
 from cellmill.models.counter_rng import keyed_bits
-from cellmill.models.objectives.config import CellDecodingConfig
+from cellmill.models.objectives.config import CellDecodingConfig, DenoiseConfig
 
 SHARE, HIDE = 2, 3  # last keys of the draws: of a cell's share, and of what is hidden
 
@@ -35,7 +35,7 @@ class ViewBatch(TensorBatch):
 
 
 def draw_view(
-    batch: TensorBatch, tokenizer: Tokenizer, config: CellDecodingConfig, *, seed: int, step: int
+    batch: TensorBatch, tokenizer: Tokenizer, config: CellDecodingConfig | DenoiseConfig, *, seed: int, step: int
 ) -> ViewBatch:
     """Return the view of each cell of a batch with counts, on the CPU."""
     assert batch.counts is not None, "the batch has no counts"
@@ -53,10 +53,20 @@ def draw_view(
     return ViewBatch(
         **_tokens_of(batch, cell, shown, tokenizer),
         cells=batch.cells,
+        counts=shown[shown > 0],
         profile_cell=cell[at],
         profile_gene=batch.genes[at],
         profile_count=predicted[at],
     )
+
+
+def visible_values(batch: TensorBatch, cell: torch.Tensor, visible: torch.Tensor, tokenizer: Tokenizer) -> torch.Tensor:
+    """(tokens,): values of the `visible` tokens, (tokens,) bool, made from their counts alone; 0 elsewhere."""
+    assert batch.counts is not None, "the batch has no counts"
+    shown = batch.counts * visible
+    values = torch.zeros_like(batch.values)
+    values[shown > 0] = _tokens_of(batch, cell, shown, tokenizer)["values"]
+    return values
 
 
 def _tokens_of(batch: TensorBatch, cell: torch.Tensor, shown: torch.Tensor, tokenizer: Tokenizer) -> dict[str, Any]:
