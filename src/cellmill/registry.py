@@ -21,8 +21,9 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "scgpt": "cellmill.models.scgpt.config:ScgptConfig",
     },
     "objective": {
-        "cell_decoding": "cellmill.models.objectives.config:CellDecodingConfig",
+        "cell_decoding": "cellmill.models.objectives.decoding_config:CellDecodingConfig",
         "query_decoding": "cellmill.models.objectives.config:QueryDecodingConfig",
+        "denoise": "cellmill.models.objectives.decoding_config:DenoiseConfig",
         "masked_value": "cellmill.models.objectives.config:MaskedValueConfig",
         "masked_gene": "cellmill.models.objectives.config:MaskedGeneConfig",
         "sum": "cellmill.models.objectives.sum_config:SumConfig",

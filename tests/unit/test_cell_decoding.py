@@ -33,11 +33,8 @@ KEYS = {"seed": 3, "step": 4}
 
 
 def _model(family: str, **options: Any) -> Any:
-    model = build(
-        spec(
-            N_GENES, Tokens.model_validate({"max_tokens": 64}), objective="cell_decoding", **FAMILIES[family], **options
-        )
-    )
+    given = {"objective": "cell_decoding"} | FAMILIES[family] | options
+    model = build(spec(N_GENES, Tokens.model_validate({"max_tokens": 64}), **given))
     ids = [f"ENSG{i:011d}" for i in range(N_GENES)]
     genes = Vocabulary(ids, ids, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
     materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, genes))

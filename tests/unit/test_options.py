@@ -71,7 +71,7 @@ NEEDS = {
 TRAIN = {
     "tokens": {"tokenizer": "binned", "max_tokens": 12},
     "stream": {"lanes": 8, "block_cells": 8, "window_blocks": 4},
-    "model": {"heads": 1},
+    "model": {"heads": 1, "pooling": "attention"},
     "objective": {"name": "masked_gene", "mask_frac": 0.3, "cell_loss_weight": 0},
     "train": {
         "lr": 1e-2,
@@ -110,6 +110,8 @@ ELSEWHERE = {
     "objective.max_hidden_frac": "unit/test_views.py",
     "objective.target": "unit/test_views.py",
     "objective.weights": "unit/test_cell_decoding.py",
+    "objective.renormalize": "unit/test_renormalize.py",
+    "objective.likelihood": "unit/test_negative_binomial.py",
     "objective.parts": "unit/test_sum.py",
     "objective.decoder_hidden": "unit/test_cell_decoding.py",
     "objective.view_loss": "unit/test_view_loss.py",

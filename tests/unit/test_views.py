@@ -12,7 +12,7 @@ import torch
 from cellmill.config.tokens import Tokens
 from cellmill.data.tokens import Batch, empty_batch, split_batch, tokenized
 from cellmill.models.batch import to_tensors
-from cellmill.models.objectives.config import CellDecodingConfig
+from cellmill.models.objectives.decoding_config import CellDecodingConfig
 from cellmill.models.objectives.views import ViewBatch, draw_view
 
 N_GENES = 200

@@ -95,6 +95,7 @@ def _check_objective(options: TrainOptions) -> None:
         )
     try:
         objective.check_tokens(tokens)
+        model.check_objective(objective)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from cellmill.config import sizes
+from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.plugin import Plugin
 
 WEIGHTS_FORMAT = 2
@@ -38,6 +39,9 @@ class FamilyConfig(Plugin):
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         """As `Plugin.override`; a run's own `size` replaces the numbers at the top that it stands for."""
         return super().override(sizes.replaced(defaults, own), own)
+
+    def check_objective(self, objective: ObjectiveConfig) -> None:
+        """Raise ValueError when options of the family cannot be trained with the objective."""
 
     def tp_sizes(self) -> dict[str, int]:
         """Sizes that tensor parallel must divide, by the option's name; empty if not supported."""

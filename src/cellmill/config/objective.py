@@ -21,6 +21,8 @@ class ObjectiveConfig(Plugin):
     hides_tokens: ClassVar[bool] = True
     """False where `prepare` leaves genes and values as the view has them; at most one part of a sum may hide them."""
 
+    reads_cells: ClassVar[bool] = True  # False where the loss reads no cell vectors
+
     name: str = Field(description="Name of the objective.")
 
     def each(self) -> list["ObjectiveConfig"]:

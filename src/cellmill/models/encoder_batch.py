@@ -4,8 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
+from cellmill.config.tokens import SPECIAL
 from cellmill.models.batch import TensorBatch, positions
 from cellmill.models.counter_rng import keyed_bits
+
+PAD_TOKEN, MASK_TOKEN = (SPECIAL.index(token) for token in ("<pad>", "<mask>"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +57,10 @@ def whole(batch: TensorBatch, keys: tuple[int, int] | None = None) -> EncoderBat
 
 
 def center_of(batch: TensorBatch, cell: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """(cells,) float32: mean of the visible values only, so that hidden ones cannot leak."""
+    """(cells,) float32: mean of the visible genes' values only, so that hidden ones cannot leak."""
     center = torch.zeros(len(batch.lengths), device=cell.device)
     if not batch.values.is_floating_point():
         return center
+    visible = visible & (batch.genes != PAD_TOKEN)  # a token without a gene has no value
     sums = center.index_add(0, cell, batch.values * visible)
     return sums / center.index_add(0, cell, visible.float()).clamp(min=1)

@@ -176,7 +176,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if states_grad is not None:
                 states_grad[start : start + chunk] = product(gradient, rows.t())
             if table_grad is not None:
-                _add_product(table_grad, gradient.t(), part)
+                add_product(table_grad, gradient.t(), part)
             if bias_grad is not None:
                 bias_grad += logits.sum(0)
         ctx.save_for_backward(
@@ -189,7 +189,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients = (None if own is None else _scaled(own, grad) for own in ctx.saved_tensors)
+        gradients = (None if own is None else scaled(own, grad) for own in ctx.saved_tensors)
         return (*gradients, None, None, None, None, None)
 
 
@@ -212,7 +212,7 @@ def _loss_and_gradient(
     return (sums[0].log() - sums[1]).sum()
 
 
-def _scaled(own: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def scaled(own: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Return `own * factor`, in place: a second copy of the table's gradient would be the largest tensor here."""
     if own.dtype == factor.dtype:
         return own.mul_(factor)
@@ -221,7 +221,7 @@ def _scaled(own: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return own
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """Add `a @ b` to the float32 `total`, whatever the dtype of the product."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)

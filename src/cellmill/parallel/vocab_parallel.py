@@ -68,15 +68,13 @@ def token_logits(states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor) 
     return DTensor.from_local(own, table.device_mesh, [Shard(1)], shape=whole, stride=(whole[1], 1))
 
 
-def own_rows(
-    states: torch.Tensor, table: DTensor, bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (N, H) states, (local V, H) table and (local V,) bias as plain tensors: the inputs of local logits."""
+def own_rows(states: torch.Tensor, table: DTensor, *vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return (N, H) states, (local V, H) table and (local V,) parts of `vectors` (bias, …) as plain tensors."""
     mesh = table.device_mesh
     # each rank's rows contribute a partial gradient of the replicated states
     states = DTensor.from_local(states, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
-    bias = DTensor.from_local(bias, mesh, [Replicate()]).redistribute(placements=[Shard(0)]).to_local()
-    return states, table.to_local(), bias
+    own = (DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(0)]).to_local() for x in vectors)
+    return states, table.to_local(), *own
 
 
 def first_row(table: DTensor) -> int:

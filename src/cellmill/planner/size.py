@@ -21,7 +21,7 @@ from cellmill.config.finetune import MethodConfig
 from cellmill.config.parallel import Parallel
 from cellmill.data.tokens import Batch, Tokenizer, tokenized
 from cellmill.finetune.method import Method, check_trains, load_method
-from cellmill.models.batch import on_device, to_tensors
+from cellmill.models.batch import on_device, padded, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 from cellmill.parallel.apply import freeze
@@ -149,10 +149,12 @@ def _fake_group(tp: int) -> Iterator[None]:
 def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> ModelSize:
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
     cell_tokens = min(spec.tokens.max_tokens, spec.n_genes, CELL_TOKENS)
+    multiple = tp if sequence_parallel else 1  # of the tokens of a batch, as the trainer pads it
     if tp > 1:
         # DTensor keeps more alive when it sees an operation and its shapes for the first time
-        _Passes(model, _sample(spec, cell_tokens, SAMPLE_TOKENS))
-    long, short = (_Passes(model, _sample(spec, n, SAMPLE_TOKENS)) for n in (cell_tokens, max(1, cell_tokens // 2)))
+        _Passes(model, _sample(spec, cell_tokens, SAMPLE_TOKENS), multiple)
+    both = (cell_tokens, max(1, cell_tokens // 2))
+    long, short = (_Passes(model, _sample(spec, n, SAMPLE_TOKENS), multiple) for n in both)
     pair_flops = 0.0
     if long.pairs_per_token > short.pairs_per_token:
         difference = long.block.flops / long.tokens - short.block.flops / short.tokens
@@ -164,7 +166,7 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
         reduced = _Passes(plain, _sample(spec, cell_tokens, SMALL_SAMPLE_TOKENS))
     selective = _build(spec, method, tp, sequence_parallel, one_block=True)
     checkpoint_activations(selective, selective.plan.blocks, "selective")
-    finish = {n: _Finish(model, _sample(spec, cell_tokens, n)) for n in WORKSPACE_TOKENS}
+    finish = {n: _Finish(model, _sample(spec, cell_tokens, n), multiple) for n in WORKSPACE_TOKENS}
     large, smaller = finish[WORKSPACE_TOKENS[-1]], finish[WORKSPACE_TOKENS[-2]]
     # what does not grow with the tokens (a table's gradient, made in the forward pass) belongs to the workspace
     kept_by_finish = (large.kept - smaller.kept) / (large.tokens - smaller.tokens)
@@ -189,7 +191,7 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
         buffers=sum(buffer.numel() for buffer in full.buffers()),
         width=long.width,
         pair_flops=passes * pair_flops,
-        selective_per_token=_Passes(selective, _sample(spec, cell_tokens, SMALL_SAMPLE_TOKENS)).kept_by_block,
+        selective_per_token=_Passes(selective, _sample(spec, cell_tokens, SMALL_SAMPLE_TOKENS), multiple).kept_by_block,
         working_per_token=long.working,
         workspace=tuple((n, max(0.0, part.peak - kept_by_finish * part.tokens)) for n, part in finish.items()),
     )
@@ -251,8 +253,8 @@ def _sample(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
 class _Passes:
     """Measurements of a forward and a backward pass, part by part."""
 
-    def __init__(self, model: Model, batch: Batch) -> None:
-        prepared, self.tokens = _prepared(model, batch), int(batch.cu_seqlens[-1])
+    def __init__(self, model: Model, batch: Batch, multiple: int = 1) -> None:
+        prepared, self.tokens = _prepared(model, batch, multiple), int(batch.cu_seqlens[-1])
         self.pairs_per_token = float(np.square(np.diff(batch.cu_seqlens), dtype=np.float64).sum() / self.tokens)
         with OperationMeter() as meter:
             with meter.window() as self.begin:
@@ -278,8 +280,8 @@ class _Passes:
 class _Finish:
     """Measurements of the part after the blocks, for a micro-batch of any size."""
 
-    def __init__(self, model: Model, batch: Batch) -> None:
-        prepared, self.tokens = _prepared(model, batch), int(batch.cu_seqlens[-1])
+    def __init__(self, model: Model, batch: Batch, multiple: int = 1) -> None:
+        prepared, self.tokens = _prepared(model, batch, multiple), int(batch.cu_seqlens[-1])
         x = torch.empty_like(model.begin(prepared), requires_grad=True)
         with OperationMeter() as meter:
             with meter.window() as forward:
@@ -298,9 +300,10 @@ def _scalar(loss: torch.Tensor) -> torch.Tensor:
     return loss.sum() if loss.ndim else loss
 
 
-def _prepared(model: Model, batch: Batch) -> Any:
+def _prepared(model: Model, batch: Batch, multiple: int) -> Any:
     """The prepared batch on the meta device; masks are drawn on the CPU, since their number is a shape."""
     view = model.view(to_tensors(batch), seed=0, step=0)
+    view = padded(view, -(-len(view.genes) // multiple) * multiple)
     return on_device(model.prepare(view, seed=0, step=0), META)
 
 

@@ -4,17 +4,17 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from cellmill.models.encoder.config import EncoderConfig
+from cellmill.config.transformer import TransformerConfig
 
 
-class AutoregressiveConfig(EncoderConfig):
-    """Architecture of the causal transformer; the encoder's, with a choice of pooling."""
+class AutoregressiveConfig(TransformerConfig):
+    """Architecture of the causal transformer; a transformer's, with a choice of pooling."""
 
     implementation: ClassVar[str] = "cellmill.models.autoregressive.causal_transformer:AutoregressiveModel"
     value_kinds: ClassVar[tuple[str, ...]] = ("none", "class", "scalar", "place")
     objectives: ClassVar[tuple[str, ...]] = ("next_gene",)
 
-    family: Literal["autoregressive"] = Field(  # type: ignore[assignment]
+    family: Literal["autoregressive"] = Field(
         "autoregressive",
         description="A pre-norm transformer whose tokens, in rank order, attend to earlier tokens of their cell. For "
         "generating cells; nothing shows that its embeddings are better.",

@@ -1,44 +1,37 @@
 """Options of the `encoder` family: a bidirectional transformer encoder over packed genes. Torch-free."""
 
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from cellmill.config.family import SizedFamilyConfig
+from cellmill.config.objective import ObjectiveConfig
+from cellmill.config.transformer import TransformerConfig
 
 
-class EncoderConfig(SizedFamilyConfig):
+class EncoderConfig(TransformerConfig):
     """Architecture of the encoder."""
 
     implementation: ClassVar[str] = "cellmill.models.encoder.model:EncoderModel"
     value_kinds: ClassVar[tuple[str, ...]] = ("class", "scalar", "place")
-    objectives: ClassVar[tuple[str, ...]] = ("cell_decoding", "query_decoding", "masked_value", "masked_gene")
-    weight_keys: ClassVar[tuple[str, ...]] = ("family", "hidden", "layers", "heads", "ffn_width")
+    objectives: ClassVar[tuple[str, ...]] = (
+        *("cell_decoding", "denoise", "query_decoding"),
+        *("masked_value", "masked_gene"),
+    )
 
     family: Literal["encoder"] = Field(
         "encoder", description="A pre-norm transformer encoder whose tokens attend to all tokens of their cell."
     )
-    hidden: int = Field(256, ge=8, description="Width of the residual stream.")
-    layers: int = Field(4, ge=0, description="Transformer blocks; 0 leaves the embeddings and a norm.")
-    heads: int = Field(4, ge=1, description="Attention heads; hidden must be a multiple of it.")
-    ffn_hidden: int | None = Field(None, ge=1, description="Width inside the feed-forward layers; null is 4 * hidden.")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the residual branches, the same in every layout.")
+    pooling: Literal["mean", "cls", "attention"] = Field(
+        "mean",
+        description="The cell's vector: mean of its tokens' states, the state of a learned token before them (cls), or "
+        "their mean weighted by a learned query (attention). Only mean works with objectives that do not read the "
+        "vector (masked ones of cell_loss_weight 0).",
+    )
 
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.hidden % self.heads:
-            raise ValueError(f"hidden: {self.hidden} is not a multiple of heads = {self.heads}")
-        return self
-
-    @property
-    def ffn_width(self) -> int:
-        """Width inside the feed-forward layers."""
-        return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
-
-    def tp_sizes(self) -> dict[str, int]:
-        """Attention is cut by whole heads, feed-forward by its width; the vocabulary can be cut anywhere."""
-        return {"model.heads": self.heads, "model.ffn_hidden": self.ffn_width}
-
-    def pp_sizes(self) -> dict[str, int]:
-        """A pipeline can be cut between any two blocks."""
-        return {"model.layers": self.layers}
+    def check_objective(self, objective: ObjectiveConfig) -> None:
+        """Refuse a learned pooling that no loss would train."""
+        if self.pooling != "mean" and not any(part.reads_cells for part in objective.each()):
+            raise ValueError(
+                f"model.pooling {self.pooling}: expected an objective that reads the cell's vector, got "
+                f"{objective.name} with cell_loss_weight 0; set it above 0, or pooling to mean"
+            )

@@ -6,17 +6,20 @@ Legend: T tokens of the batch, N targets, H hidden.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from cellmill.config.tokens import SPECIAL, Tokens
+from cellmill.models.batch import TensorBatch
 from cellmill.models.blocks import Block, Entry
 from cellmill.models.cell_encoder import CellEncoder
 from cellmill.models.encoder.config import EncoderConfig
+from cellmill.models.encoder.pooling import attended_state, first_state, first_tokens, mean_state, with_cell_tokens
 from cellmill.models.encoder_batch import EncoderBatch
 from cellmill.models.family import ParallelPlan
-from cellmill.models.initial import STD, with_std
+from cellmill.models.initial import STD, Fill, normal, with_std, zeros
 from cellmill.models.objective import Objective
 from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.vocab_parallel import embed_tokens
@@ -42,7 +45,7 @@ class EncoderModel(CellEncoder):
             "blocks.*.down": "rows",
             "norm": "leave",
         },
-        begin=("gene_embedding", "value_embedding", "hidden_value"),
+        begin=("gene_embedding", "value_embedding", "hidden_value", "cell_token"),
     )
     gene_rows = frozenset({"gene_embedding.weight"})
 
@@ -62,11 +65,35 @@ class EncoderModel(CellEncoder):
             with_std(block.out, into_residual)
             with_std(block.down, into_residual)
         self.norm = nn.LayerNorm(hidden)
+        self.pooling = config.pooling
+        if self.pooling == "cls":
+            self.cell_token = nn.Parameter(torch.empty(hidden))
         self.attach_heads(n_tokens)
+        if self.pooling == "attention":
+            self.pool_query = nn.Parameter(torch.empty(hidden))
+            self.plan = replace(self.plan, finish=(*self.plan.finish, "pool_query"))
+
+    def initial_value(self, name: str) -> Fill | None:
+        """Initialize the cell token like an embedding; attention pooling starts as the mean."""
+        return {"cell_token": normal(STD), "pool_query": zeros}.get(name) or super().initial_value(name)
+
+    def view(self, batch: TensorBatch, *, seed: int, step: int) -> TensorBatch:
+        """Return the objective's view, with a token before each cell for pooling cls."""
+        return self._with_cell_tokens(super().view(batch, seed=seed, step=step))
+
+    def embed(self, batch: TensorBatch) -> torch.Tensor:
+        """(cells, H) float32: the vectors of whole cells."""
+        return super().embed(self._with_cell_tokens(batch))
+
+    def _with_cell_tokens(self, batch: TensorBatch) -> TensorBatch:
+        return with_cell_tokens(batch) if self.pooling == "cls" else batch
 
     def begin(self, prepared: EncoderBatch) -> torch.Tensor:
-        """(T, H): gene and value embeddings."""
-        return self.enter(self.inputs(prepared))
+        """(T, H): gene and value embeddings, and the cell tokens."""
+        x = self.inputs(prepared)
+        if self.pooling == "cls":
+            x = torch.where(first_tokens(prepared)[:, None], self.cell_token.to(x.dtype), x)
+        return self.enter(x)
 
     def through(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """(T, H) -> (T, H)."""
@@ -77,10 +104,11 @@ class EncoderModel(CellEncoder):
 
     def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """(T, H) -> (cells, H) float32; zeros for a cell without tokens."""
-        lengths = prepared.cu_seqlens.diff()
-        sums = torch.zeros(len(lengths), states.shape[1], device=states.device)
-        sums = sums.index_add(0, prepared.cell, states.float())
-        return sums / lengths.clamp(min=1)[:, None]
+        if self.pooling == "cls":
+            return first_state(states, prepared)
+        if self.pooling == "attention":
+            return attended_state(states, prepared, self.pool_query)
+        return mean_state(states, prepared)
 
     def inputs(self, prepared: EncoderBatch, at: torch.Tensor | slice = ALL) -> torch.Tensor:
         """(T, H), or (N, H) for the tokens `at`; hidden values have a learned embedding."""

@@ -5,7 +5,8 @@ cross-entropy with the hidden expression is the loss. Which genes are on is what
 alone are mostly sequencing depth.
 
 With `weights: counts` this is the multinomial likelihood of the hidden counts given their sum, divided by the sum.
-Figures are judged against the mean profile of the training cells.
+With `likelihood: nb` the loss is the negative binomial likelihood of all genes' hidden counts, zeros included, also
+divided by the sum (`parallel.negative_binomial`). Figures are judged against the mean profile of the training cells.
 
 With `view_loss` the hidden part is encoded too, and VICReg of the vectors of both parts is added in training.
 Validation and evaluation have the cross-entropy alone, so that runs with and without it compare.
@@ -28,11 +29,12 @@ from cellmill.models.encoder_batch import EncoderBatch, whole
 from cellmill.models.initial import Fill, with_std, zeros
 from cellmill.models.objective import GeneStatistics, Objective
 from cellmill.models.objectives.batch_terms import Adversary, LevelTerms
-from cellmill.models.objectives.config import CellDecodingConfig
+from cellmill.models.objectives.decoding_config import CellDecodingConfig, DenoiseConfig
 from cellmill.models.objectives.vicreg import n_sums, share, sums_of
 from cellmill.models.objectives.views import ViewBatch, draw_view
 from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.cross_entropy import profile_loss
+from cellmill.parallel.negative_binomial import nb_loss
 from cellmill.parallel.vocab_parallel import token_logits
 from cellmill.runs.verdict import Verdict, compare
 
@@ -48,7 +50,7 @@ class DecodingBatch(EncoderBatch):
     genes_hidden: torch.Tensor
     """(entries,) int64: token ids, cell after cell."""
     weights: torch.Tensor
-    """(entries,) float32; those of a cell sum to 1."""
+    """(entries,) float32; those of a cell sum to 1. With likelihood nb, the counts."""
     n_targets: torch.Tensor
     """C: each cell counts once, whatever its depth."""
     pairs: torch.Tensor
@@ -60,17 +62,17 @@ class DecodingBatch(EncoderBatch):
 class CellDecoding(Objective):
     """See the module; needs a model with `cell_vectors`."""
 
-    config: CellDecodingConfig
+    config: CellDecodingConfig | DenoiseConfig
     tensor = MappingProxyType({"profile_genes": "vocabulary"})
 
-    gene_rows = frozenset({"profile_genes.weight", "profile_bias"})
+    gene_rows = frozenset({"profile_genes.weight", "profile_bias", "profile_dispersion"})
 
-    def __init__(self, config: CellDecodingConfig, tokens: Tokens) -> None:
+    def __init__(self, config: CellDecodingConfig | DenoiseConfig, tokens: Tokens) -> None:
         super().__init__(config, tokens)
         self.tokenizer: Tokenizer = tokens.load()(tokens)
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        """Add the decoder: `decoder`, its hidden layer, `profile_genes` and `profile_bias`; and parts for the batch."""
+        """Add the decoder: `decoder`, `profile_genes`, `profile_bias`, maybe a dispersion; and parts for the batch."""
         given = model.vector_width
         self.n_sums = n_sums(given) if self.config.view_loss else 0
         width = self.config.decoder_hidden or given
@@ -79,7 +81,11 @@ class CellDecoding(Objective):
             model.decoder = nn.Sequential(with_std(Linear(given, width), given**-0.5), nn.GELU())
         model.profile_genes = with_std(nn.Embedding(n_tokens, width), width**-0.5)
         model.profile_bias = nn.Parameter(torch.empty(n_tokens))
-        return ("decoder", "profile_genes", "profile_bias", *self._attach_batch(model, width))
+        names = ("decoder", "profile_genes", "profile_bias", *self._attach_batch(model, width))
+        if not self._is_nb:
+            return names
+        model.profile_dispersion = nn.Parameter(torch.empty(n_tokens))
+        return (*names, "profile_dispersion")
 
     def _attach_batch(self, model: Any, width: int) -> tuple[str, ...]:
         """Add `batch_terms` and `batch_adversary`, as far as there are."""
@@ -95,8 +101,8 @@ class CellDecoding(Objective):
         return tuple(dict.fromkeys(name.split(".")[0] for name in rows))
 
     def initial_value(self, name: str) -> Fill | None:
-        """Initialize the bias to zero."""
-        return zeros if name == "profile_bias" else None
+        """Initialize the bias to zero, and log dispersions to those of variance mean + mean squared."""
+        return zeros if name in ("profile_bias", "profile_dispersion") else None
 
     def view(self, batch: TensorBatch, *, seed: int, step: int) -> ViewBatch:
         """Return the shown part of each cell."""
@@ -108,31 +114,49 @@ class CellDecoding(Objective):
         entries = torch.bincount(batch.profile_cell, minlength=len(batch.lengths))
         cells = entries.nonzero().flatten()
         weights = batch.profile_count.double()
-        weights = weights.log1p() if self.config.weights == "log1p" else weights
-        sums = torch.zeros(len(entries), dtype=torch.float64).index_add(0, batch.profile_cell, weights)
+        if not self._is_nb:
+            weights = self._shares(weights, batch.profile_cell, len(entries))
         shown = whole(batch, (seed, step))
         return DecodingBatch(
             **vars(shown),
             cells=cells,
             entries=entries[cells].tolist(),
             genes_hidden=batch.profile_gene,
-            weights=(weights / sums[batch.profile_cell]).float(),
+            weights=weights.float(),
             n_targets=torch.tensor(len(cells)),
             pairs=_pairs(batch),
         )
 
+    def _shares(self, counts: torch.Tensor, cell: torch.Tensor, n_cells: int) -> torch.Tensor:
+        """(entries,) float64: weights of counts, float64, of each cell's cross-entropy."""
+        weights = counts.log1p() if self.config.weights == "log1p" else counts
+        sums = torch.zeros(n_cells, dtype=torch.float64).index_add(0, cell, weights)
+        return weights / sums[cell]
+
+    @property
+    def _is_nb(self) -> bool:
+        return self.config.likelihood == "nb"
+
     def loss(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
-        """Return the summed cross-entropy of the cells, a float32 scalar; in training with the adversary's loss."""
-        vectors = self._vectors(model, states, prepared)
-        table, bias = model.profile_genes.weight, model.profile_bias
-        config, decoded = self.config, self._decoded(model, vectors, prepared)
-        loss = profile_loss(decoded, table, bias, prepared.entries, prepared.genes_hidden, prepared.weights)
+        """Return the summed cross-entropy, or negative log-likelihood per count, of the cells, a float32 scalar.
+
+        In training with VICReg and the adversary's loss.
+        """
+        config, vectors = self.config, self._vectors(model, states, prepared)
+        loss = self._decoding_loss(model, vectors, prepared)
         if prepared.totals is not None:
             weights = config.invariance_weight, config.variance_weight, config.covariance_weight
             loss = loss + share(*self._views(model, states, prepared), prepared.totals, weights)
         if config.batch_adversary is None or not model.training:
             return loss  # validation chooses a checkpoint: an encoder that hides the batch must not count as worse
         return loss + config.batch_adversary * model.batch_adversary(vectors, self._batch_of(prepared))
+
+    def _decoding_loss(self, model: Any, vectors: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
+        decoded, table, bias = self._decoded(model, vectors, prepared), model.profile_genes.weight, model.profile_bias
+        hidden = prepared.entries, prepared.genes_hidden, prepared.weights
+        if self._is_nb:
+            return nb_loss(decoded, table, bias, model.profile_dispersion, *hidden)
+        return profile_loss(decoded, table, bias, *hidden)
 
     def sums(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
         """Return the sums of VICReg."""
@@ -166,12 +190,10 @@ class CellDecoding(Objective):
         lengths = torch.tensor(prepared.entries, dtype=torch.int64, device=log_p.device)
         cell = torch.repeat_interleave(lengths)
         per_cell = (1 / lengths.double())[cell]  # sums to 1 over the entries of a cell
-        return (
-            prepared.genes_hidden - len(SPECIAL),
-            log_p[cell, prepared.genes_hidden],
-            prepared.weights,
-            per_cell,
-        )
+        weights = prepared.weights
+        if self._is_nb:  # dispersions are not judged: the mean profile of training cells has none
+            weights = weights / weights.new_zeros(len(lengths)).index_add(0, cell, weights)[cell]
+        return prepared.genes_hidden - len(SPECIAL), log_p[cell, prepared.genes_hidden], weights, per_cell
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
         """Return cross-entropy per cell (nats) of the model and of the training cells' mean profile, and a verdict."""
@@ -187,7 +209,8 @@ class CellDecoding(Objective):
             "cross_entropy_mean_profile": base,
             "saved_frac": 1 - model / base,
         }
-        name, against = "prediction of hidden genes", "mean profile of training cells"
+        which = "hidden" if self.config.target == "hidden" else "all"
+        name, against = f"prediction of {which} genes", "mean profile of training cells"
         return figures, [compare(name, against, "nats cross-entropy", model - base, lower_is_better=True)]
 
 

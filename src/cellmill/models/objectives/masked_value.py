@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cellmill.config.tokens import SPECIAL
+from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.models.initial import STD, Fill, normal
 from cellmill.models.objective import GeneStatistics
+from cellmill.models.objectives.config import MaskedValueConfig
 from cellmill.models.objectives.masking import MaskedBatch, MaskedObjective
 from cellmill.runs.verdict import Verdict, compare
 
@@ -25,7 +26,12 @@ from cellmill.runs.verdict import Verdict, compare
 class MaskedValue(MaskedObjective):
     """See the module."""
 
+    config: MaskedValueConfig
     hides_gene = False
+
+    def __init__(self, config: MaskedValueConfig, tokens: Tokens) -> None:
+        super().__init__(config, tokens)
+        self.tokenizer = tokens.load()(tokens) if config.renormalize else None
 
     def attach_output(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         """Add `value_out`, and `hidden_value`, the embedding of a hidden value."""

@@ -10,21 +10,21 @@ would otherwise be most of the work.
 Legend: T tokens of the batch, N targets, H hidden.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from cellmill.config.tokens import SPECIAL
+from cellmill.data.tokens import Tokenizer
 from cellmill.models.batch import TensorBatch, positions
 from cellmill.models.counter_rng import keyed_bits, threshold
-from cellmill.models.encoder_batch import EncoderBatch, center_of
+from cellmill.models.encoder_batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, center_of
 from cellmill.models.objective import Objective
 from cellmill.models.objectives.config import MaskedObjectiveConfig
+from cellmill.models.objectives.views import visible_values
 from cellmill.parallel.cpu_matmul import Linear
 
-PAD_TOKEN, MASK_TOKEN = (SPECIAL.index(token) for token in ("<pad>", "<mask>"))
 NEVER = 2**63 - 1  # above every draw
 
 
@@ -39,8 +39,13 @@ class MaskedBatch(EncoderBatch):
     n_targets: torch.Tensor
 
 
-def mask(batch: TensorBatch, hides_gene: bool, mask_frac: float, seed: int, step: int) -> MaskedBatch:
-    """Draw the mask of a batch and hide the genes of masked tokens, or their values."""
+def mask(
+    batch: TensorBatch, hides_gene: bool, mask_frac: float, seed: int, step: int, tokenizer: Tokenizer | None = None
+) -> MaskedBatch:
+    """Draw the mask of a batch and hide the genes of masked tokens, or their values.
+
+    With `tokenizer`, the visible values are made again from the counts of visible tokens.
+    """
     cell, place = positions(batch)
     keys = keyed_bits(batch.cells[cell], seed, step, place)
     is_gene = batch.genes > PAD_TOKEN  # neither padding nor an end of the cell
@@ -48,11 +53,14 @@ def mask(batch: TensorBatch, hides_gene: bool, mask_frac: float, seed: int, step
     lowest = torch.full((len(batch.lengths),), NEVER, device=keys.device).scatter_reduce(0, cell, draws, "amin")
     masked = ((draws < threshold(mask_frac)) | (draws == lowest[cell])) & is_gene
     targets = masked.nonzero().flatten()
+    seen = batch
+    if tokenizer is not None:
+        seen = replace(batch, values=visible_values(batch, cell, ~masked, tokenizer))
     return MaskedBatch(
         genes=batch.genes.masked_fill(masked, MASK_TOKEN) if hides_gene else batch.genes,
-        values=batch.values if hides_gene else batch.values.masked_fill(masked, 0),
+        values=seen.values if hides_gene else seen.values.masked_fill(masked, 0),
         value_hidden=torch.zeros_like(masked) if hides_gene else masked,
-        center=center_of(batch, cell, torch.ones_like(masked) if hides_gene else ~masked),
+        center=center_of(seen, cell, torch.ones_like(masked) if hides_gene else ~masked),
         cell=cell,
         cu_seqlens=batch.cu_seqlens,
         lengths=batch.lengths,
@@ -70,6 +78,8 @@ class MaskedObjective(Objective):
 
     config: MaskedObjectiveConfig
     hides_gene: bool
+    tokenizer: Tokenizer | None = None
+    """Makes visible values again, where not None."""
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         """Add `head`, `cell_head` if the second loss is on, and the objective's own output."""
@@ -87,7 +97,7 @@ class MaskedObjective(Objective):
 
     def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> MaskedBatch:
         """Mask a fraction of the tokens."""
-        return mask(batch, self.hides_gene, self.config.mask_frac, seed, step)
+        return mask(batch, self.hides_gene, self.config.mask_frac, seed, step, self.tokenizer)
 
     def loss(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
         """Return the summed loss over masked tokens, a float32 scalar."""

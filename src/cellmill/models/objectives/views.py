@@ -26,7 +26,8 @@ from cellmill.config.tokens import SPECIAL
 from cellmill.data.tokens import Tokenizer
 from cellmill.models.batch import TensorBatch, positions
 from cellmill.models.counter_rng import keyed_bits
-from cellmill.models.objectives.config import CellDecodingConfig, HiddenShareConfig
+from cellmill.models.objectives.config import HiddenShareConfig
+from cellmill.models.objectives.decoding_config import CellDecodingConfig, DenoiseConfig
 
 SHARE, HIDE, DROP_SHARE = 2, 3, 4  # last keys of the draws: of a cell's shares, and of what is hidden
 
@@ -46,7 +47,7 @@ class ViewBatch(TensorBatch):
 
 
 def draw_view(
-    batch: TensorBatch, tokenizer: Tokenizer, config: CellDecodingConfig, *, seed: int, step: int
+    batch: TensorBatch, tokenizer: Tokenizer, config: CellDecodingConfig | DenoiseConfig, *, seed: int, step: int
 ) -> ViewBatch:
     """Return the view of each cell of a batch with counts, on the CPU."""
     assert batch.counts is not None, "the batch has no counts"
@@ -73,6 +74,7 @@ def draw_view(
         cells=cells,
         paired=paired,
         levels=levels,
+        counts=tokens.count[tokens.count > 0],
         profile_cell=cell[at],
         profile_gene=batch.genes[at],
         profile_count=predicted[at],
@@ -97,6 +99,15 @@ def draw_share(cells: torch.Tensor, config: HiddenShareConfig, seed: int, step: 
     """(cells,) float64: the share of each cell that is hidden; `cells` are stable ids."""
     low, high = config.min_hidden_frac, config.max_hidden_frac
     return low + (high - low) * uniform(keyed_bits(cells, seed, step, key))
+
+
+def visible_values(batch: TensorBatch, cell: torch.Tensor, visible: torch.Tensor, tokenizer: Tokenizer) -> torch.Tensor:
+    """(tokens,): values of the `visible` tokens, (tokens,) bool, made from their counts alone; 0 elsewhere."""
+    assert batch.counts is not None, "the batch has no counts"
+    shown = batch.counts * visible
+    values = torch.zeros_like(batch.values)
+    values[shown > 0] = tokens_of(CellCounts(cell, batch.genes, shown), len(batch.lengths), tokenizer)["values"]
+    return values
 
 
 def tokens_of(tokens: CellCounts, n_cells: int, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -1,0 +1,70 @@
+"""Pooling: the states of a cell's tokens to the cell's vector.
+
+Legend: T tokens of the batch, C cells, H hidden.
+"""
+
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from cellmill.config.tokens import SPECIAL
+from cellmill.models.batch import TensorBatch
+from cellmill.models.encoder_batch import EncoderBatch
+
+AnyBatch = TypeVar("AnyBatch", bound=TensorBatch)
+
+
+def with_cell_tokens(batch: AnyBatch) -> AnyBatch:
+    """Put one token before those of each cell, on any device. It has no gene (`<pad>`), value or count: no target."""
+    cells = len(batch.lengths)
+    firsts = batch.cu_seqlens + torch.arange(cells + 1, dtype=batch.cu_seqlens.dtype, device=batch.cu_seqlens.device)
+    is_gene = torch.ones(len(batch.genes) + cells, dtype=torch.bool, device=batch.genes.device)
+    is_gene[firsts[:-1].long()] = False
+    at = is_gene.nonzero().flatten()
+
+    def spread(tensor: torch.Tensor, fill: int) -> torch.Tensor:
+        return tensor.new_full((len(is_gene),), fill).index_copy(0, at, tensor)
+
+    return replace(
+        batch,
+        genes=spread(batch.genes, SPECIAL.index("<pad>")),
+        values=spread(batch.values, 0),
+        counts=None if batch.counts is None else spread(batch.counts, 0),
+        cu_seqlens=firsts,
+        lengths=[length + 1 for length in batch.lengths],
+    )
+
+
+def first_tokens(prepared: EncoderBatch) -> torch.Tensor:
+    """(T,) bool: the first token of each cell, of which all have one."""
+    first = torch.zeros(len(prepared.genes), dtype=torch.bool, device=prepared.genes.device)
+    return first.index_fill(0, prepared.cu_seqlens[:-1].long(), True)
+
+
+def mean_state(states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+    """(T, H) -> (C, H) float32; zeros for a cell without tokens."""
+    lengths = prepared.cu_seqlens.diff()
+    sums = torch.zeros(len(lengths), states.shape[1], device=states.device)
+    sums = sums.index_add(0, prepared.cell, states.float())
+    return sums / lengths.clamp(min=1)[:, None]
+
+
+def first_state(states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+    """(T, H) -> (C, H) float32: the state of each cell's first token."""
+    return states[prepared.cu_seqlens[:-1].long()].float()
+
+
+def attended_state(states: torch.Tensor, prepared: EncoderBatch, query: torch.Tensor) -> torch.Tensor:
+    """(T, H) and (H,) -> (C, H) float32: states weighted by the softmax over a cell of their product with `query`.
+
+    The products are divided by the square root of H. Zeros for a cell without tokens.
+    """
+    states, cell, cells = states.float(), prepared.cell, len(prepared.lengths)
+    scores = states @ query.float() * states.shape[1] ** -0.5
+    largest = torch.full((cells,), -torch.inf, device=scores.device)
+    largest = largest.scatter_reduce(0, cell, scores.detach(), "amax")  # cancels: no gradient
+    weights = (scores - largest[cell]).exp()
+    totals = torch.zeros(cells, device=scores.device).index_add(0, cell, weights)
+    sums = torch.zeros(cells, states.shape[1], device=states.device).index_add(0, cell, weights[:, None] * states)
+    return sums / totals.clamp(min=1e-30)[:, None]

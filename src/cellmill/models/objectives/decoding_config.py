@@ -1,0 +1,124 @@
+"""Options of the objectives that decode a cell's expression from its vector. Torch-free."""
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from cellmill.config.tokens import Tokens
+from cellmill.models.objectives.config import HiddenShareConfig
+
+
+class DecodingConfig(HiddenShareConfig):
+    """Options of objectives that predict expression, over the whole vocabulary, from the cell's vector."""
+
+    implementation: ClassVar[str] = "cellmill.models.objectives.cell_decoding:CellDecoding"
+    needs_counts: ClassVar[bool] = True
+    draws_view: ClassVar[bool] = True
+    hides_tokens: ClassVar[bool] = False
+
+    likelihood: Literal["softmax", "nb"] = Field(
+        "softmax",
+        description="softmax: cross-entropy of the predicted with the true profile. nb: negative binomial of the count "
+        "of every gene, zeros included; the mean is the softmax times the sum of the cell's counts to predict, the "
+        "dispersion is learned per gene. Genes that tokens.max_tokens cuts off count as zeros.",
+    )
+    weights: Literal["log1p", "counts"] = Field(
+        "log1p",
+        description="Weight of a gene in its cell's cross-entropy: log(1 + count), or the count (multinomial "
+        "likelihood); the weights of a cell sum to 1.",
+    )
+    decoder_hidden: int | None = Field(
+        256, ge=1, description="Width of the decoder's hidden layer; null is a linear decoder."
+    )
+    view_loss: Literal["vicreg"] | None = Field(
+        None,
+        description="A second loss, on the vectors of a cell's shown and hidden part over the global batch, in "
+        "training only; it encodes both parts, twice. vicreg: equal vectors of both parts, directions of equal spread "
+        "and without correlation (Bardes et al. 2022).",
+    )
+    invariance_weight: float = Field(
+        1.0, ge=0, description="Weight of vicreg's mean square difference; the cross-entropy of a cell has weight 1."
+    )
+    variance_weight: float = Field(
+        1.0, ge=0, description="Weight of vicreg's variance term, 0 where all standard deviations are at least 1."
+    )
+    covariance_weight: float = Field(0.04, ge=0, description="Weight of vicreg's covariance term.")
+    batch_column: str | None = Field(
+        None,
+        description="obs column, or `dataset`, of the cell's batch, for which the decoder has a term, so that the "
+        "cell's vector need not hold it; null has none.",
+    )
+    batch_adversary: float | None = Field(
+        None,
+        gt=0,
+        description="Weight of the loss of a classifier of the batch, through a reversed gradient, so that the cell's "
+        "vector does not hold it; requires batch_column. null has none.",
+    )
+    batch_adversary_scale: float = Field(
+        1.0, gt=0, description="Factor of the reversed gradient, beyond the weight of the classifier's loss."
+    )
+
+    @model_validator(mode="after")
+    def _weights_are_read(self) -> Self:
+        if self.likelihood == "nb" and self.weights != "log1p":
+            raise ValueError("weights requires likelihood softmax, got nb; leave weights out")
+        return self
+
+    @model_validator(mode="after")
+    def _adversary_has_a_batch(self) -> Self:
+        if self.batch_adversary is not None and self.batch_column is None:
+            raise ValueError("batch_adversary requires batch_column; set it, or batch_adversary to null")
+        return self
+
+    def obs_columns(self) -> dict[str, str]:
+        """The batch."""
+        return {} if self.batch_column is None else {self.batch_column: "objective.batch_column"}
+
+
+class CellDecodingConfig(DecodingConfig):
+    """Predict the hidden part of a cell's expression, over the whole vocabulary, from the cell's vector."""
+
+    name: Literal["cell_decoding"] = Field(
+        "cell_decoding", description="Predict the hidden part of a cell's expression from the cell's vector."
+    )
+    view: Literal["drop_thin", "thin", "drop"] = Field(
+        "drop_thin",
+        description="Part of a cell that the model is given. drop: its genes but for a random share. thin: of each "
+        "count a binomial draw. drop_thin: of the genes that are left the draws, with a share of its own for both. "
+        "The rest is hidden.",
+    )
+    target: Literal["hidden", "all"] = Field("hidden", description="Predict the hidden part, or the whole cell.")
+
+    def check_tokens(self, tokens: Tokens) -> None:
+        """Refuse sequences, which have no counts, and to thin places: their order is that of the whole counts."""
+        _refuse_sequences(self.name, tokens)
+        if self.view != "drop" and tokens.value_kind == "place":
+            raise ValueError(
+                f"objective.view {self.view} needs values made from counts, which tokens.tokenizer {tokens.tokenizer} "
+                "does not have; choose binned or continuous, or view drop"
+            )
+
+
+class DenoiseConfig(DecodingConfig):
+    """Predict a whole cell from binomial draws of its counts: cell_decoding of view thin and target all."""
+
+    view: ClassVar[Literal["thin"]] = "thin"
+    target: ClassVar[Literal["all"]] = "all"
+
+    name: Literal["denoise"] = Field("denoise", description="Predict a whole cell from its thinned counts.")
+
+    def check_tokens(self, tokens: Tokens) -> None:
+        """Refuse tokens whose values are places, which cannot be made from thinned counts."""
+        _refuse_sequences(self.name, tokens)
+        if tokens.value_kind == "place":
+            raise ValueError(
+                f"objective denoise needs values made from counts, which tokens.tokenizer {tokens.tokenizer} does not "
+                "have; choose binned or continuous"
+            )
+
+
+def _refuse_sequences(name: str, tokens: Tokens) -> None:
+    if tokens.sequences:
+        raise ValueError(
+            f"objective {name} needs counts, which sequences do not have; set objective.name to masked_gene"
+        )

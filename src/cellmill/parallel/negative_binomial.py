@@ -1,0 +1,194 @@
+"""Chunked negative binomial likelihood over a token table, in the way of `parallel.cross_entropy`.
+
+Cell c has the count k of each token g, mostly 0, and their sum N. The mean is N times the softmax of the logits, the
+inverse dispersion r of a token is exp(dispersion), and the variance mean + mean² / r. Nothing of size (cells,
+vocabulary) is kept for the backward pass. With L the negative log-likelihood,
+
+    dL / d log mean = r (mean - k) / (r + mean)
+    dL / d r        = digamma(r) - digamma(k + r) + log(1 + mean / r) + (k - mean) / (r + mean)
+
+Zeros are computed densely and without gamma functions, which cancel there; the other counts correct them. With tensor
+parallel, a cell of a chunk needs four numbers from the other ranks: maximum and sum of the softmax, the sum of the
+gradients of log means, and the loss.
+
+Source: Robinson & Smyth 2008 (this parametrisation); Lopez et al. 2018 (scVI: mean as library size times a softmax).
+
+Legend: N cells, H hidden, V local rows of the table.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from cellmill.parallel.cpu_matmul import autocast_dtype, product
+from cellmill.parallel.cross_entropy import CHUNK_LOGITS, ELEMENTS, add_product, scaled
+from cellmill.parallel.vocab_parallel import first_row, own_rows
+
+
+def nb_loss(
+    states: torch.Tensor,
+    table: torch.Tensor,
+    bias: torch.Tensor,
+    dispersion: torch.Tensor,
+    entries: list[int],
+    genes: torch.Tensor,
+    counts: torch.Tensor,
+) -> torch.Tensor:
+    """Negative log-likelihood of each cell's counts divided by their sum, summed over cells: a float32 scalar.
+
+    Products use the autocast dtype, or else that of `states`; everything else is float32. `backward` can run once.
+    Collective over the ranks that share a sharded table.
+
+    Parameters
+    ----------
+    states, table, bias, dispersion
+        (N, H), (V, H), a plain tensor or a DTensor sharded by rows, (V,), and (V,), the log of the inverse dispersion.
+    entries
+        Number of entries of each cell, N integers above 0.
+    genes, counts
+        Token id, int64, and count, float32 and above 0, of each entry, cell after cell. No gene occurs twice in a cell.
+    """
+    group, rows, first = None, len(table), 0
+    if isinstance(table, DTensor):
+        first, group = first_row(table), table.device_mesh.get_group()
+        rows = -(-rows // table.device_mesh.size())  # equal on every rank, so that all have the same chunks
+        states, table, bias, dispersion = own_rows(states, table, bias, dispersion)
+    chunk = max(1, ELEMENTS.get(states.device.type, CHUNK_LOGITS) // rows)
+    dtype = autocast_dtype(states) or states.dtype
+    targets = _Counts(entries, genes - first, counts)
+    with nullcontext() if states.is_meta else torch.autocast(states.device.type, enabled=False):
+        return _ChunkedNegativeBinomial.apply(
+            states, table, bias, dispersion, targets, group, chunk, dtype, torch.is_grad_enabled()
+        )
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """The counts of a chunk's cells; those of other ranks' rows are 0, in a row of this rank."""
+
+    cell: torch.Tensor
+    row: torch.Tensor
+    count: torch.Tensor
+    inside: torch.Tensor
+    """(entries,) float32: 1 for entries of this rank's rows, else 0."""
+    sums: torch.Tensor
+    """(n,) float32: the sum of each cell's counts over all rows."""
+
+
+class _Counts:
+    """Sparse counts of all cells, by rows of this rank's part of the table."""
+
+    def __init__(self, entries: list[int], rows: torch.Tensor, counts: torch.Tensor) -> None:
+        self.entries, self.rows, self.counts = entries, rows, counts
+        self.ends = [0, *accumulate(entries)]
+
+    def of(self, start: int, n: int, n_rows: int) -> _Entries:
+        """Return the counts of `n` cells from `start` on, for a table of `n_rows` > 0 rows, or none."""
+        own = slice(self.ends[start], self.ends[start + n])
+        rows, counts = self.rows[own], self.counts[own]
+        lengths = torch.tensor(self.entries[start : start + n], dtype=torch.int64, device=rows.device)
+        cell = torch.repeat_interleave(lengths, output_size=own.stop - own.start)
+        inside = ((rows >= 0) & (rows < n_rows)).float()
+        sums = torch.zeros(n, device=rows.device).index_add(0, cell, counts)  # of integers: exact in any order
+        return _Entries(cell, rows.clamp(0, max(n_rows - 1, 0)), counts * inside, inside, sums)
+
+
+class _ChunkedNegativeBinomial(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: torch.Tensor,
+        table: torch.Tensor,
+        bias: torch.Tensor,
+        dispersion: torch.Tensor,
+        targets: _Counts,
+        group: dist.ProcessGroup | None,
+        chunk: int,
+        dtype: torch.dtype,
+        grad_enabled: bool,
+    ) -> torch.Tensor:
+        to_states, to_table, to_bias, to_dispersion = (grad_enabled and need for need in ctx.needs_input_grad[:4])
+        loss = torch.zeros((), device=states.device)
+        states_grad = torch.empty_like(states) if to_states else None
+        table_grad = torch.zeros(table.shape, device=table.device) if to_table else None
+        bias_grad = torch.zeros(bias.shape, device=bias.device) if to_bias else None
+        dispersion_grad = torch.zeros(dispersion.shape, device=dispersion.device) if to_dispersion else None
+        rows, offset, inverse = table.to(dtype), bias.to(dtype), dispersion.float().exp()
+        for start in range(0, len(states), chunk):
+            part = states[start : start + chunk].to(dtype)
+            logits = product(part, rows, offset).float()
+            of_chunk, of_inverse = _loss_and_gradients(logits, inverse, targets.of(start, *logits.shape), group)
+            loss += of_chunk
+            gradient = logits.to(dtype)
+            if states_grad is not None:
+                states_grad[start : start + chunk] = product(gradient, rows.t())
+            if table_grad is not None:
+                add_product(table_grad, gradient.t(), part)
+            if bias_grad is not None:
+                bias_grad += logits.sum(0)
+            if dispersion_grad is not None:
+                dispersion_grad += of_inverse
+        kept = ((states_grad, states), (table_grad, table), (bias_grad, bias), (dispersion_grad, dispersion))
+        ctx.save_for_backward(*(None if own is None else own.to(like.dtype) for own, like in kept))
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients = (None if own is None else scaled(own, grad) for own in ctx.saved_tensors)
+        return (*gradients, None, None, None, None, None)
+
+
+def _loss_and_gradients(
+    logits: torch.Tensor, inverse: torch.Tensor, targets: _Entries, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed loss of float32 `logits` (n, V), and its gradient (V,) to `log(inverse)`.
+
+    The logits become their own gradient in place.
+    """
+    n, n_rows = logits.shape
+    maximum = logits.amax(1) if n_rows else logits.new_full((n,), -torch.inf)
+    if group is not None:
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+    logits.sub_(maximum[:, None])
+    normalizer = logits.exp().sum(1)
+    if group is not None:
+        dist.all_reduce(normalizer, group=group)
+    logits.sub_(normalizer.log()[:, None])  # log-softmax
+    sums, of_inverse = logits.new_zeros(2, n), torch.zeros_like(inverse)
+    probabilities = logits.exp()
+    if n_rows:
+        sums[0], of_mean, of_inverse = _of_rows(logits, probabilities, inverse, targets)
+        sums[1] = of_mean.sum(1)
+        logits.copy_(of_mean)
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    logits.sub_(probabilities.mul_(sums[1][:, None]))
+    return sums[0].sum(), of_inverse
+
+
+def _of_rows(
+    log_p: torch.Tensor, probabilities: torch.Tensor, inverse: torch.Tensor, targets: _Entries
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss (n,) of this rank's rows, and its gradients to log means (n, V) and to `log(inverse)` (V,)."""
+    at, share = (targets.cell, targets.row), (1 / targets.sums)[:, None]
+    means = probabilities * targets.sums[:, None]
+    total, log_ratio = means + inverse, torch.log1p(means / inverse)
+    loss = (inverse * log_ratio * share).sum(1)
+    of_mean = inverse * means / total * share
+    of_inverse = inverse * (log_ratio - means / total) * share
+    # counts above 0: log-probabilities of their own, gathered and added where they belong
+    r, k, part = inverse[targets.row], targets.count, share[targets.cell, 0] * targets.inside
+    log_mean = log_p[at] + targets.sums.log()[targets.cell]
+    gammas = torch.lgamma(r) + torch.lgamma(k + 1) - torch.lgamma(k + r)
+    loss = loss.index_add(0, targets.cell, part * (gammas + k * (total[at].log() - log_mean)))
+    of_mean.index_put_(at, -part * k * r / total[at], accumulate=True)
+    gammas = torch.digamma(r) - torch.digamma(k + r)
+    of_inverse.index_put_(at, part * r * (gammas + k / total[at]), accumulate=True)
+    return loss, of_mean, of_inverse.sum(0)

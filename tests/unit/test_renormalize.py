@@ -1,0 +1,66 @@
+"""Masked values: what visible values tell about hidden ones, with and without `renormalize`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cellmill.config.tokens import Tokens
+from cellmill.data.tokens import tokenized
+from cellmill.models.batch import TensorBatch, padded, to_tensors
+from cellmill.models.objectives.masked_value import MaskedValue
+from tests.models import spec
+
+LENGTHS = (20, 31, 1, 14, 2)
+
+
+def _prepared(renormalize: bool, louder: bool = False, tokenizer: str = "continuous") -> tuple[Any, TensorBatch]:
+    """A masked batch; with `louder`, one whose masked genes have ten times the counts."""
+    tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 64})
+    objective = MaskedValue(spec(60, tokens, objective="masked_value", renormalize=renormalize).objective, tokens)
+    rng = np.random.default_rng(0)
+    genes = np.concatenate([rng.permutation(60)[:n] for n in LENGTHS]).astype(np.int32)
+    counts = rng.integers(1, 9, len(genes)).astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum(LENGTHS)])
+
+    def prepare(counts: np.ndarray) -> tuple[Any, TensorBatch]:
+        batch = tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(len(LENGTHS)), 64)
+        tensors = padded(to_tensors(batch), 80)
+        return objective.prepare(tensors, seed=3, step=4), tensors
+
+    masked, batch = prepare(counts)
+    if not louder:
+        return masked, batch
+    counts[masked.targets.numpy()] *= 10
+    return prepare(counts)
+
+
+def _per_10k(values: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
+    """(cells,): the sum of each cell's counts per 10,000."""
+    return torch.zeros(len(LENGTHS) + 1).index_add(0, cell, values.expm1())[: len(LENGTHS)]
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_the_library_size_tells_the_hidden_total_unless_values_are_made_again(renormalize: bool) -> None:
+    masked, batch = _prepared(renormalize)
+    hidden = _per_10k(batch.values.masked_fill(~masked.value_hidden, 0), masked.cell)
+    told = 1e4 - _per_10k(masked.values, masked.cell)
+    something_visible = torch.tensor([length > 1 for length in LENGTHS])
+    if not renormalize:
+        torch.testing.assert_close(told, hidden, rtol=1e-4, atol=0.1)
+        return
+    torch.testing.assert_close(told[something_visible], torch.zeros(4), rtol=0, atol=0.1)
+    assert hidden[something_visible].min() > 100
+    assert torch.equal(masked.answers, batch.values[masked.targets]), "the answers are the whole cell's values"
+
+
+@pytest.mark.parametrize("tokenizer", ["continuous", "binned"])
+def test_hidden_counts_change_nothing_that_the_model_is_given(tokenizer: str) -> None:
+    (one, _), (other, _) = (_prepared(True, louder, tokenizer) for louder in (False, True))
+    assert torch.equal(one.values, other.values)
+    assert torch.equal(one.center, other.center)
+    leaking = [_prepared(False, louder, tokenizer)[0] for louder in (False, True)]
+    assert not torch.equal(leaking[0].values, leaking[1].values)
