@@ -10,7 +10,7 @@ Values are judged by R² over the gene's mean in training cells, zeros included.
 
 Measured on the demo's held-out cells (one seed, 250 to 300 steps): squared error gave R² .100 and accuracy of logistic
 regression .798 with family profile, .080 and .736 with an autoencoder without blocks; a zero-inflated loss
-(cross-entropy of detection, squared error of detected values) .092 and .773, .065 and .715. With family profile and that
+(cross-entropy of detection, squared error of detected values) .092 and .773, .065 and .715. With profile and that
 loss, adding vector and gene instead of multiplying gave .024 and .735, and the encoder's own gene embedding in the
 queries .119 and .728.
 
