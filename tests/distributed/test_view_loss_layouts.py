@@ -28,7 +28,8 @@ STEPS = 4
 
 
 def _options(model: str, token_budget: int, layout: dict[str, Any] | None = None) -> dict[str, Any]:
-    objective = {"objective": "cell_decoding", "view_loss": "vicreg"}
+    weights = {"invariance_weight": 1, "variance_weight": 1, "covariance_weight": 0.04}
+    objective = {"objective": "cell_decoding", "view_loss": "vicreg"} | weights
     return options(layout, train={"token_budget": token_budget}) | split(MODELS[model] | objective)
 
 

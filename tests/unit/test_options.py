@@ -66,6 +66,7 @@ NEEDS = {
     "parallel.sequence_parallel": {"parallel": {"tp": 2}},
     "parallel.schedule": {"parallel": {"pp": 2}, "model": {"layers": 4, "hidden": 8, "heads": 2}},
     "parallel.microbatches": {"parallel": {"pp": 2}},
+    "train.decay_frac": {"train": {"schedule": "wsd"}},
 }
 """Options without which another is refused."""
 TRAIN = {
@@ -74,8 +75,10 @@ TRAIN = {
     "model": {"heads": 1, "pooling": "attention"},
     "objective": {"name": "masked_gene", "mask_frac": 0.3, "cell_loss_weight": 0},
     "train": {
+        "optimizer": "muon",
         "lr": 1e-2,
         "schedule": "constant",
+        "decay_frac": 0.5,
         "warmup_steps": 3,
         "min_lr_frac": 0.5,
         "weight_decay": 3,
@@ -128,7 +131,6 @@ ELSEWHERE = {
     "parallel.compile": "distributed/test_compile.py",
     "finetune.method": "workflow/test_plugins.py",
     "track.to": "unit/test_trackers.py",
-    "train.optimizer": "distributed/test_checkpoints.py",
     "train.epochs": "unit/test_plan.py",
     "train.keep_checkpoints": "unit/test_train_folder.py",
     "train.max_bad_steps": "distributed/test_bad_steps.py",

@@ -27,6 +27,20 @@ def test_cosine_is_the_closed_form() -> None:
     assert learning_rate(TRAIN, 55, 100) == pytest.approx(expected)
 
 
+def test_wsd_is_constant_and_then_linear_over_the_last_steps() -> None:
+    train = TRAIN.model_copy(update={"schedule": "wsd", "decay_frac": 0.2})
+    rates = [learning_rate(train, step, 100) for step in range(10, 100)]
+    assert set(rates[:70]) == {2.0}
+    assert rates[70:] == pytest.approx([2 - 1.8 * (i + 1) / 20 for i in range(20)])
+
+
+def test_wsd_decays_after_the_warm_up_where_both_do_not_fit() -> None:
+    train = TRAIN.model_copy(update={"schedule": "wsd", "decay_frac": 1.0})
+    assert learning_rate(train, 9, 100) == pytest.approx(2.0)
+    assert learning_rate(train, 99, 100) == pytest.approx(0.2)
+    assert learning_rate(train, 54, 100) == pytest.approx(1.1)
+
+
 def test_constant_stays_at_the_peak() -> None:
     train = TRAIN.model_copy(update={"schedule": "constant"})
     assert {learning_rate(train, step, 100) for step in range(9, 100)} == {2.0}

@@ -25,6 +25,11 @@ def check_together(options: TrainOptions) -> None:
             "parallel.cpu_offload full requires strategy fsdp, got ddp; set strategy to fsdp, or cpu_offload to "
             "optimizer"
         )
+    if options.parallel.cpu_offload is not None and options.train.optimizer != "adamw":
+        raise ConfigError(
+            f"parallel.cpu_offload {options.parallel.cpu_offload} requires train.optimizer adamw, got "
+            f"{options.train.optimizer}; set cpu_offload to null, or optimizer to adamw"
+        )
     check_budget(options.tokens.max_tokens, options.train.token_budget)
     check_batch(options.train.global_batch, options.stream.lanes)
 

@@ -55,10 +55,19 @@ class Train(Section):
         ge=1,
         description="Maximum tokens of a micro-batch; a process accumulates gradients over as many as its share needs.",
     )
-    optimizer: Literal["adamw"] = Field("adamw", description="Optimizer.")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="Optimizer. muon: orthogonalised momentum for the matrices of the blocks, AdamW for the rest, with "
+        "one learning rate (Jordan et al. 2024).",
+    )
     lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        "cosine", description="Learning-rate schedule after warm-up."
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine",
+        description="Learning-rate schedule after warm-up. wsd: constant, then linear decay at the end, so that a "
+        "longer run has the same beginning.",
+    )
+    decay_frac: float = Field(
+        0.2, gt=0, le=1, description="Fraction of the steps in which schedule wsd decays, at the end; read with wsd."
     )
     warmup_steps: int = Field(100, ge=0, description="Steps of linear warm-up from 0 to lr.")
     min_lr_frac: float = Field(0.1, ge=0, le=1, description="Learning rate at the last step, as a fraction of lr.")

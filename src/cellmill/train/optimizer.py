@@ -13,6 +13,8 @@ from cellmill.config.run import Train
 from cellmill.errors import ConfigError, did_you_mean
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import mesh_of
+from cellmill.parallel.pipeline_stages import PipelineStages
+from cellmill.train.muon import Muon
 from cellmill.train.offload import OffloadedAdamW
 
 Groups = list[dict[str, Any]]
@@ -24,13 +26,20 @@ def _adamw(groups: Groups, train: Train) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
 
 
-OPTIMIZERS: dict[str, Build] = {"adamw": _adamw}
+def _muon(groups: Groups, train: Train) -> torch.optim.Optimizer:
+    return Muon(groups, train.lr, (train.beta1, train.beta2))
+
+
+OPTIMIZERS: dict[str, Build] = {"adamw": _adamw, "muon": _muon}
 """Builders by name. Fused ones skip a bad step without a wait of the host (see `step_guard.step_if`)."""
 STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
     OffloadedAdamW: ("step", "exp_avg", "exp_avg_sq"),
 }
-"""State of a parameter, zero before the first step: a scalar `step`, and tensors of the parameter's shape."""
+"""State of a parameter, zero before the first step: a scalar `step`, and tensors of the parameter's shape.
+
+That of `Muon` depends on the parameter: `Muon.state_names`.
+"""
 
 
 def build_optimizer(
@@ -49,6 +58,7 @@ def build_optimizer(
         Group options of a parameter by plain name, as `Method.group`.
     """
     decayed = decayed_parameters(model)
+    matrices = {name for name in decayed if _is_in_block(model, name)} if train.optimizer == "muon" else set()
     # one group for each mesh: the fused step takes no list of tensors on different meshes
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
@@ -57,6 +67,7 @@ def build_optimizer(
             options = defaults | dict(extras(plain_name(name)))
             for key in options.keys() - defaults.keys():
                 raise ConfigError(f"finetune: group of {name}: unknown key {key!r}; {did_you_mean(key, defaults)}")
+            options["matrices"] = name in matrices
             alike = (mesh_of(parameter), *sorted(options.items()))
             groups.setdefault(alike, {"params": [], **options})["params"].append(parameter)
     given = list(groups.values()) or [{"params": []}]
@@ -75,7 +86,7 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[
             name: torch.zeros_like(zeros)
             if name != "step"
             else torch.zeros((), dtype=torch.float32, device=zeros.device)
-            for name in STATES[type(optimizer)]
+            for name in (optimizer.state_names(parameter) if isinstance(optimizer, Muon) else STATES[type(optimizer)])
         }
     state: dict[str, torch.Tensor] = optimizer.state[parameter]
     return state
@@ -88,3 +99,9 @@ def decayed_parameters(model: nn.Module) -> set[str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
     }
+
+
+def _is_in_block(model: nn.Module, name: str) -> bool:
+    """Return whether a parameter, or the same of a pipeline stage, belongs to a block."""
+    part: Any = model.parts[0] if isinstance(model, PipelineStages) else model
+    return plain_name(name).startswith(f"{part.plan.blocks}.")

@@ -1,0 +1,188 @@
+"""Muon for the matrices of the blocks, AdamW for everything else.
+
+The update of a matrix is its momentum (Nesterov's) made orthogonal: all singular values about 1. This needs the whole
+matrix, so each has one owner among the ranks that share it: shards of the momentum go to their owners in one
+all-to-all, the owners orthogonalise, and shards of the updates come back in a second. Owners have about equal work. A
+rank that holds whole matrices (ddp, NO_SHARD) orthogonalises all of them itself.
+
+An update is multiplied by 0.2 * sqrt(larger side): its root mean square is then that of AdamW's updates, and both share
+one learning rate. A bad step is skipped without a wait of the host, as in fused AdamW.
+
+Source: Jordan et al. 2024 (Muon: an optimizer for hidden layers), with the scale of Liu et al. 2025 (Muon is scalable
+for LLM training), section 2.2.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from cellmill.parallel.mesh import mesh_of
+
+MOMENTUM = 0.95
+SCALE = 0.2
+STEPS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic that moves every singular value towards 1."""
+EPS = 1e-7
+
+Block = tuple[int, int, int, int]
+"""First row, last row + 1, first column, last column + 1 of a rank's shard."""
+
+
+def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
+    """Return U V^T of the singular value decomposition, roughly: singular values are between 0.7 and 1.2."""
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / (x.norm() + EPS)
+    a, b, c = COEFFICIENTS
+    for _ in range(STEPS):
+        product = x @ x.T
+        x = a * x + (b * product + c * product @ product) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def owners(shapes: Sequence[tuple[int, int]], ranks: int) -> list[int]:
+    """Return the owner of each matrix, 0 to `ranks` - 1: the largest first, to the rank with the least work so far."""
+    work, chosen = [0] * ranks, [0] * len(shapes)
+    costs = [rows * columns * min(rows, columns) for rows, columns in shapes]
+    for index in sorted(range(len(shapes)), key=lambda index: -costs[index]):
+        chosen[index] = work.index(min(work))
+        work[chosen[index]] += costs[index]
+    return chosen
+
+
+@dataclass
+class _Shared:
+    """Matrices that the same ranks share in the same way."""
+
+    matrices: list[torch.Tensor] = field(default_factory=list)
+    group: dist.ProcessGroup | None = None
+    """Ranks with different shards; None where this rank has whole matrices."""
+    owner: list[int] = field(default_factory=list)
+    blocks: list[list[Block]] = field(default_factory=list)
+    """By matrix, then by rank."""
+
+    def orthogonalised(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the shards of the orthogonalised matrices. Collective: every rank of the group."""
+        if self.group is None:
+            return [orthogonalised(shard) for shard in shards]
+        ranks, own = dist.get_world_size(self.group), dist.get_rank(self.group)
+        mine = [index for index, owner in enumerate(self.owner) if owner == own]
+        theirs = sorted(range(len(shards)), key=self.owner.__getitem__)  # by owner: the order of what is sent
+        sent = [sum(shards[i].numel() for i in theirs if self.owner[i] == rank) for rank in range(ranks)]
+        kept = [sum(_numel(self.blocks[i][rank]) for i in mine) for rank in range(ranks)]
+        packed = torch.cat([shards[i].flatten() for i in theirs])
+        gathered = packed.new_empty(sum(kept))
+        dist.all_to_all_single(gathered, packed, kept, sent, group=self.group)
+        whole = {i: packed.new_empty(self.matrices[i].shape) for i in mine}
+        parts = gathered.split([_numel(self.blocks[i][rank]) for rank in range(ranks) for i in mine])
+        for (rank, i), part in zip(((rank, i) for rank in range(ranks) for i in mine), parts):
+            view = _cut(whole[i], self.blocks[i][rank])
+            view.copy_(part.view_as(view))
+        whole = {i: orthogonalised(matrix) for i, matrix in whole.items()}
+        cut = [_cut(whole[i], self.blocks[i][rank]).flatten() for rank in range(ranks) for i in mine]
+        updates = torch.empty_like(packed)
+        dist.all_to_all_single(updates, torch.cat([gathered.new_empty(0), *cut]), sent, kept, group=self.group)
+        returned = dict(zip(theirs, updates.split([shards[i].numel() for i in theirs])))
+        return [returned[i].view_as(shard) for i, shard in enumerate(shards)]
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for groups with `matrices` true, fused AdamW for the others.
+
+    Parameters
+    ----------
+    groups
+        Groups of materialized float32 parameters on one mesh each, with `weight_decay` and `matrices`. Collective in
+        construction and `step`: every rank, with the same groups as the ranks that share its parameters.
+    """
+
+    param_groups: list[dict[str, Any]]
+    found_inf: torch.Tensor | None = None
+    """Scalar; the step changes nothing where it is 1, as in fused AdamW."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(groups, lr=lr, betas=betas, fused=True)
+        self._shared = [_share(group["params"]) for group in self.param_groups if group.get("matrices")]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Step over all parameters."""
+        assert closure is None, "closures are not supported"
+        every = self.param_groups
+        for group, shared in zip((group for group in every if group.get("matrices")), self._shared):
+            self._step_matrices(group, shared)
+        self.param_groups = [group for group in every if not group.get("matrices")]
+        try:
+            super().step()
+        finally:
+            self.param_groups = every
+
+    def state_names(self, parameter: torch.Tensor) -> tuple[str, ...]:
+        """Return the names of a parameter's state."""
+        is_matrix = any(parameter is matrix for shared in self._shared for matrix in shared.matrices)
+        return ("momentum",) if is_matrix else ("step", "exp_avg", "exp_avg_sq")
+
+    def _step_matrices(self, group: dict[str, Any], shared: _Shared) -> None:
+        nesterov, moments = [], []
+        for matrix in shared.matrices:
+            state = self.state[matrix]
+            if not state:
+                state["momentum"] = torch.zeros_like(matrix)
+            gradient = torch.zeros_like(matrix) if matrix.grad is None else matrix.grad
+            moments.append(MOMENTUM * _local(state["momentum"]) + _local(gradient))
+            nesterov.append(MOMENTUM * moments[-1] + _local(gradient))
+        updates, skipped = shared.orthogonalised(nesterov), self.found_inf
+        for matrix, moment, update in zip(shared.matrices, moments, updates):
+            own, kept = _local(matrix), _local(self.state[matrix]["momentum"])
+            scale = group["lr"] * SCALE * max(matrix.shape) ** 0.5
+            stepped = own * (1 - group["lr"] * group["weight_decay"]) - scale * update
+            own.copy_(stepped if skipped is None else torch.where(skipped > 0, own, stepped))
+            kept.copy_(moment if skipped is None else torch.where(skipped > 0, kept, moment))
+
+
+def _share(matrices: list[torch.Tensor]) -> _Shared:
+    """Return the matrices of a group with their owners. Collective: every rank that shares them."""
+    mesh = mesh_of(matrices[0])
+    if mesh is None:
+        return _Shared(matrices)
+    cut = {dim for matrix in matrices for dim, at in enumerate(matrix.placements) if not at.is_replicate()}  # type: ignore[attr-defined]
+    axes = [name for dim, name in enumerate(mesh.mesh_dim_names or ()) if dim in cut and mesh.size(dim) > 1]
+    if not axes:
+        return _Shared(matrices)
+    # the same name as in `build_mesh`, where every rank made it
+    group = (mesh[axes[0]] if len(axes) == 1 else mesh[tuple(axes)]._flatten("shard_tp")).get_group()
+    ranks = dist.get_world_size(group)
+    own = torch.tensor([_block(matrix) for matrix in matrices], device=_local(matrices[0]).device)
+    everyone = [torch.empty_like(own) for _ in range(ranks)]
+    dist.all_gather(everyone, own, group=group)
+    blocks = torch.stack(everyone, 1).tolist()
+    shapes = [(matrix.shape[0], matrix.shape[1]) for matrix in matrices]
+    return _Shared(matrices, group, owners(shapes, ranks), [[tuple(block) for block in row] for row in blocks])
+
+
+def _block(matrix: torch.Tensor) -> Block:
+    """This rank's part of a sharded matrix, found by sharding the numbers of its rows and columns. No communication."""
+    assert isinstance(matrix, DTensor)
+    rows, columns = (torch.arange(n, device=matrix.device) for n in matrix.shape)
+    found: list[int] = []
+    for numbers in (rows[:, None].expand(matrix.shape), columns.expand(matrix.shape)):
+        sharded = distribute_tensor(numbers.contiguous(), matrix.device_mesh, matrix.placements, src_data_rank=None)
+        own = sharded.to_local()
+        found += [int(own.min()), int(own.max()) + 1] if own.numel() else [0, 0]
+    return found[0], found[1], found[2], found[3]
+
+
+def _cut(matrix: torch.Tensor, block: Block) -> torch.Tensor:
+    return matrix[block[0] : block[1], block[2] : block[3]]
+
+
+def _numel(block: Block) -> int:
+    return (block[1] - block[0]) * (block[3] - block[2])
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
