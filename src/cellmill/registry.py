@@ -15,6 +15,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "family": {
         "encoder": "cellmill.models.encoder.config:EncoderConfig",
         "profile": "cellmill.models.profile.config:ProfileConfig",
+        "hf": "cellmill.models.hf.config:HfConfig",
     },
     "objective": {
         "cell_decoding": "cellmill.models.objectives.config:CellDecodingConfig",

@@ -191,7 +191,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"train": {"epochs": None}},
         "train: expected one of steps and epochs, got neither; set one of them, and the other to null",
     ),
-    "no such family": ({"model": {"family": "foo"}}, "model: unknown family 'foo'; there are: masked, profile"),
+    "no such family": ({"model": {"family": "foo"}}, "model: unknown family 'foo'; there are: encoder, profile, hf"),
     "model is no mapping": ({"model": 3}, "model: expected a mapping, got 3"),
     "section is a list": ({"train": [1]}, "train: expected a mapping, got [1]"),
     "values of rank tokens": (

@@ -54,7 +54,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_installed_package_adds_names_and_replaces_no_built_in(installed: Any) -> None:
-    assert registry.names("family") == ["encoder", "profile", "broken"]
+    assert registry.names("family") == ["encoder", "profile", "hf", "broken"]
     assert registry.load("family", "encoder").__module__.startswith("cellmill.")
 
 

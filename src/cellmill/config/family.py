@@ -2,7 +2,9 @@
 
 from typing import ClassVar
 
+from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.plugin import Plugin
+from cellmill.config.tokens import Tokens
 
 WEIGHTS_FORMAT = 2
 """What the numbers in a parameter mean; increased when parameters keep name and shape but change meaning.
@@ -28,8 +30,12 @@ class FamilyConfig(Plugin):
     weight_keys: ClassVar[tuple[str, ...]] = ()  # options that must match those of the model of `init_from`
     value_kinds: ClassVar[tuple[str, ...]] = ()  # kinds of token values (`Tokens.value_kind`) that the family can embed
     sequence_parallel: ClassVar[bool] = True  # whether the rows that pass from block to block are tokens
+    compiles: ClassVar[bool] = True  # whether its blocks have methods that `parallel.compile` can compile
     objectives: ClassVar[tuple[str, ...]] = ()
     """Objectives that the family serves, in addition to those whose `families` lists this family."""
+
+    def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
+        """Raise ValueError when the family cannot train on the objective, or read such tokens, with its options."""
 
     def tp_sizes(self) -> dict[str, int]:
         """Sizes that tensor parallel must divide, by the option's name; empty if not supported."""
