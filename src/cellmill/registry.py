@@ -19,6 +19,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "autoregressive": "cellmill.models.autoregressive.config:AutoregressiveConfig",
         "bert": "cellmill.models.bert.config:BertFamilyConfig",
         "scgpt": "cellmill.models.scgpt.config:ScgptConfig",
+        "hf": "cellmill.models.hf.config:HfConfig",
     },
     "objective": {
         "cell_decoding": "cellmill.models.objectives.decoding_config:CellDecodingConfig",

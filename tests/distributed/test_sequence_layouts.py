@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,15 @@ from tests.distributed.conftest import CONFIG, options
 from tests.distributed.pool import Pool
 
 STEPS = 3
+SHAPE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 130,
+    "position_embedding_type": "rotary",
+    "token_dropout": True,
+}
 SECTIONS = {
     "tokens": {"tokenizer": "sequence", "max_tokens": 64},
     "objective": {"name": "masked_gene"},
@@ -37,12 +47,31 @@ def proteins(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def test_the_encoder_of_sequences_is_that_of_one_process(
-    pool: Pool, alone: None, proteins: str, tmp_path: Path
+HF = {
+    "model": {"family": "hf", "weights": "random", "architecture": {"model_type": "esm"} | SHAPE},
+    "objective": {"name": "masked_gene", "cell_loss_weight": 0},
+}
+needs_transformers = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed: pip install 'cellmill[hf]'"
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ({}, {"sharding_strategy": "FULL_SHARD", "tp": 2, "sequence_parallel": True}),
+        pytest.param(HF, {"strategy": "ddp"}, marks=needs_transformers),
+        pytest.param(
+            HF, {"sharding_strategy": "HYBRID_SHARD", "activation_checkpointing": "full"}, marks=needs_transformers
+        ),
+    ],
+    ids=["encoder, tp", "hf, ddp", "hf, hybrid shard"],
+)
+def test_models_of_sequences_are_those_of_one_process(
+    pool: Pool, alone: None, proteins: str, tmp_path: Path, model: dict[str, Any], layout: dict[str, Any]
 ) -> None:
-    layout: dict[str, Any] = {"sharding_strategy": "FULL_SHARD", "tp": 2, "sequence_parallel": True}
     train = {"token_budget": 512}
-    one, spread = (options(parallel, train=train) | SECTIONS for parallel in ({}, layout))
+    one, spread = (options(parallel, train=train) | SECTIONS | model for parallel in ({}, layout))
     expected = np.array(cases.curve(proteins, one, str(tmp_path / "one"), STEPS))
     curves = pool.run("curve", corpus=proteins, options=spread, folder=str(tmp_path / "many"), steps=STEPS)
     np.testing.assert_allclose(np.array(curves[0]), expected, atol=5e-6, rtol=5e-6)

@@ -18,6 +18,8 @@ def check_together(options: TrainOptions) -> None:
     _check_objective(options)
     _check_tensor_parallel(options.model, options.parallel)
     _check_pipeline(options.model, options.parallel)
+    if options.parallel.compile and not options.model.compiles:
+        raise ConfigError(f"parallel.compile: family {options.model.family} is not compiled; set compile to no")
     if options.parallel.compile:
         _check_compile(options.parallel)
     if options.parallel.cpu_offload == "full" and options.parallel.strategy == "ddp":
@@ -100,7 +102,7 @@ def _check_objective(options: TrainOptions) -> None:
         )
     try:
         objective.check_tokens(tokens)
-        model.check_objective(objective)
+        model.check_with(objective, tokens)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from cellmill.config import sizes
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.plugin import Plugin
+from cellmill.config.tokens import Tokens
 
 WEIGHTS_FORMAT = 2
 """What the numbers in a parameter mean; increased when parameters keep name and shape but change meaning.
@@ -32,6 +33,7 @@ class FamilyConfig(Plugin):
     weight_keys: ClassVar[tuple[str, ...]] = ()  # options that must match those of the model of `init_from`
     value_kinds: ClassVar[tuple[str, ...]] = ()  # kinds of token values (`Tokens.value_kind`) that the family can embed
     sequence_parallel: ClassVar[bool] = True  # whether the rows that pass from block to block are tokens
+    compiles: ClassVar[bool] = True  # whether its blocks have methods that `parallel.compile` can compile
     objectives: ClassVar[tuple[str, ...]] = ()
     """Objectives that the family serves, in addition to those whose `families` lists this family."""
 
@@ -40,8 +42,8 @@ class FamilyConfig(Plugin):
         """As `Plugin.override`; a run's own `size` replaces the numbers at the top that it stands for."""
         return super().override(sizes.replaced(defaults, own), own)
 
-    def check_objective(self, objective: ObjectiveConfig) -> None:
-        """Raise ValueError when options of the family cannot be trained with the objective."""
+    def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
+        """Raise ValueError when the family cannot train on the objective, or read such tokens, with its options."""
 
     def tp_sizes(self) -> dict[str, int]:
         """Sizes that tensor parallel must divide, by the option's name; empty if not supported."""

@@ -102,6 +102,11 @@ def _config(state: dict[str, Any], genes: Vocabulary) -> dict[str, Any]:
     }
 
 
+def _is_short(value: Any) -> bool:
+    """True for an option that is set and fits into a row of the card."""
+    return value is not None and not isinstance(value, dict)
+
+
 def model_card(config: dict[str, Any], parameters: int) -> str:
     """Return the README of an export: the model, its training, and its limits."""
     model = config["model"]
@@ -109,7 +114,7 @@ def model_card(config: dict[str, Any], parameters: int) -> str:
     if config["tokens"]["tokenizer"] == "sequence":
         goes_in = "Tokens are residues; a FASTA file of proteins goes in."
     loss = "not validated" if config["val_loss"] is None else f"{config['val_loss']:.4f}"
-    shape = ", ".join(f"{key} {model[key]}" for key in model if key != "family" and model[key] is not None)
+    shape = ", ".join(f"{key} {model[key]}" for key in model if key != "family" and _is_short(model[key]))
     return f"""---
 library_name: cellmill
 tags: [single-cell, transcriptomics, {config["family"]}]

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from cellmill.config.objective import ObjectiveConfig
+from cellmill.config.tokens import Tokens
 from cellmill.config.transformer import TransformerConfig
 
 
@@ -28,7 +29,7 @@ class EncoderConfig(TransformerConfig):
         "vector (masked ones of cell_loss_weight 0).",
     )
 
-    def check_objective(self, objective: ObjectiveConfig) -> None:
+    def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
         """Refuse a learned pooling that no loss would train."""
         if self.pooling != "mean" and not any(part.reads_cells for part in objective.each()):
             raise ValueError(

@@ -1,0 +1,160 @@
+"""Initial values of a model of transformers: random with its config's spread, or those of a folder, by name.
+
+Only safetensors are read; a pickle is never opened.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from cellmill.errors import DataError
+from cellmill.files import read_json
+from cellmill.models.hf.config import HfConfig, model_folder
+from cellmill.models.initial import STD, Fill, normal, ones, zeros
+
+WEIGHTS, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+HEADS = (
+    {"head.0": "lm_head.dense", "head.2": "lm_head.layer_norm", "gene_bias": "lm_head.bias"},
+    {
+        "head.0": "cls.predictions.transform.dense",
+        "head.2": "cls.predictions.transform.LayerNorm",
+        "gene_bias": "cls.predictions.bias",
+    },
+)
+"""Parts of masked_gene's head, and their names in folders of ESM and RoBERTa, and of BERT."""
+
+
+def fill_of(module: nn.Module, name: str, std: float) -> Fill | None:
+    """Rule of transformers' `_init_weights`: Normal(0, std) for matrices, 1 and 0 for norms; None if unknown."""
+    kind = type(module).__name__
+    if kind.endswith("Norm"):
+        return {"weight": ones, "bias": zeros}.get(name)
+    if isinstance(module, nn.Linear | nn.Embedding) or kind == "Conv1D":
+        return normal(std) if name == "weight" else zeros
+    return None
+
+
+def values_of_buffers(auto: Any, config: Any) -> dict[str, torch.Tensor]:
+    """Every buffer of the model that `auto` makes of `config`, by name, on the CPU. Parameters take no memory."""
+    with torch.device("cpu"), _parameters_on_meta():
+        model = auto.from_config(config)
+    return dict(model.named_buffers())
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, None if parameter is None else nn.Parameter(parameter.to("meta")))
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class FolderWeights:
+    """Tensors of the folder of a configuration, which may be of a model with a head, whose prefix is `prefix`.
+
+    The folder is opened when a value is asked for: an exported model has its own.
+    """
+
+    def __init__(self, config: HfConfig, prefix: str) -> None:
+        self.config, self.prefix = config, prefix
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder. Raises DataError if it is gone."""
+        try:
+            return model_folder(self.config.path or "", self.config.revision)
+        except ValueError as error:
+            raise DataError(f"model.{error}") from None
+
+    def rule_of_head(self, path: str, module: nn.Module) -> Callable[[str], Fill | None]:
+        """Rule for `models.initial` of the module at `path`, a linear layer or norm of masked_gene's head."""
+
+        def rule(name: str) -> Fill | None:
+            random: Fill = ones if isinstance(module, nn.LayerNorm) and name == "weight" else zeros
+            if isinstance(module, nn.Linear) and name == "weight":
+                random = normal(STD)
+            return self.fill_head(f"{path}.{name}", random)
+
+        return rule
+
+    def fill_head(self, name: str, random: Fill, rows: torch.Tensor | None = None) -> Fill:
+        """Copy the parameter `name` of masked_gene's head, or its `rows`; fill with `random` if the folder has none."""
+
+        def fill(tensor: torch.Tensor, generator: torch.Generator) -> object:
+            if name not in self.head:
+                return random(tensor, generator)
+            found = self.read(self.head[name])
+            return tensor.copy_(found if rows is None else found[rows])
+
+        return fill
+
+    def fill(self, name: str) -> Fill:
+        """Copy the tensor `name` of the model without a head; raises DataError where the folder lacks it."""
+        return lambda tensor, generator: tensor.copy_(self._tensor(name, tuple(tensor.shape)))
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        stored = self._stored(name) or self._stored(f"{self.prefix}.{name}")
+        if stored is None:
+            raise DataError(f"{self.folder}: no tensor {name!r}; save it again with this version of transformers")
+        found = self.read(stored)
+        if tuple(found.shape) != shape:
+            raise DataError(f"{self.folder}: {stored}: expected shape {shape}, got {tuple(found.shape)}")
+        return found
+
+    def _stored(self, name: str) -> str | None:
+        """The tensor's name in the folder, where norms may have TensorFlow's names; None if it is not there."""
+        old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        return next((known for known in (name, old) if known in self._files), None)
+
+    def read(self, stored: str) -> torch.Tensor:
+        """The tensor with this name in the folder, float32."""
+        path = self._files[stored]
+        try:
+            with safe_open(path, framework="pt") as file:
+                return file.get_tensor(stored).float()
+        except SafetensorError as error:
+            raise DataError(f"{path}: damaged: {error}") from None
+
+    @cached_property
+    def _files(self) -> dict[str, Path]:
+        """The file of each tensor."""
+        if (index := self.folder / INDEX).is_file():
+            return {name: self.folder / file for name, file in read_json(index)["weight_map"].items()}
+        path = self.folder / WEIGHTS
+        if path.is_file():
+            try:
+                with safe_open(path, framework="pt") as file:
+                    return dict.fromkeys(file.keys(), path)
+            except SafetensorError as error:
+                raise DataError(f"{path}: damaged: {error}") from None
+        if (self.folder / PICKLE).is_file():
+            raise DataError(
+                f"{self.folder}: {PICKLE} is a pickle, which is never opened; where you trust it, convert it with "
+                "transformers: AutoModelForMaskedLM.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
+        raise DataError(f"{self.folder}: no {WEIGHTS}; set model.weights to random, or download the folder again")
+
+    @cached_property
+    def head(self) -> dict[str, str]:
+        """Names in the folder of the parameters of masked_gene's head; empty if it has no such head."""
+        for names in HEADS:
+            full: dict[str, str] = {}
+            for ours, theirs in names.items():
+                parts = [""] if ours == "gene_bias" else [".weight", ".bias"]
+                full |= {f"{ours}{part}": f"{theirs}{part}" for part in parts}
+            stored = {ours: self._stored(theirs) for ours, theirs in full.items()}
+            if all(stored.values()):
+                return {ours: str(theirs) for ours, theirs in stored.items()}
+        return {}

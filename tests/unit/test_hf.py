@@ -1,0 +1,203 @@
+"""Family hf: transformers' own models behind the contract, with their inputs, weights and head."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'cellmill[hf]'")
+
+from cellmill.config.checks import check_together  # noqa: E402
+from cellmill.config.family import FamilyConfig  # noqa: E402
+from cellmill.config.load import check_options  # noqa: E402
+from cellmill.config.objective import ObjectiveConfig  # noqa: E402
+from cellmill.config.options import TrainOptions  # noqa: E402
+from cellmill.config.tokens import RESIDUES, SPECIAL, Tokens  # noqa: E402
+from cellmill.data.tokens import Batch, empty_batch  # noqa: E402
+from cellmill.data.vocabulary import Vocabulary  # noqa: E402
+from cellmill.errors import ConfigError, DataError  # noqa: E402
+from cellmill.models.batch import to_tensors  # noqa: E402
+from cellmill.models.build import ModelSpec, build  # noqa: E402
+from cellmill.models.export import initial_tensors  # noqa: E402
+from cellmill.models.family import Model  # noqa: E402
+from cellmill.parallel.materialize import materialize  # noqa: E402
+from cellmill.planner.size import measure  # noqa: E402
+
+ESM = [*("<cls>", "<pad>", "<eos>", "<unk>"), *"LAGVSERTIDPKQNFYMHWCXBUZO.-", "<null_1>", "<mask>"]
+"""Lines of the vocab.txt of ESM-2."""
+SHAPE = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+TYPES: dict[str, dict[str, Any]] = {
+    "esm": SHAPE | {"max_position_embeddings": 130, "position_embedding_type": "rotary", "pad_token_id": 0},
+    "bert": SHAPE | {"hidden_dropout_prob": 0.3},
+    "roberta": SHAPE | {"max_position_embeddings": 130},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
+    "llama": SHAPE,
+    "qwen3": SHAPE | {"num_key_value_heads": 2, "head_dim": 8},
+}
+TOKENS = {"tokenizer": "sequence", "max_tokens": 100}
+MASKED = {"name": "masked_gene", "cell_loss_weight": 0}
+SEQUENCES = ("MQIFVKTLTG", "GIVEQCCTSICSLYQLENYCN", "MKU")
+VOCABULARY = Vocabulary(list(RESIDUES), list(RESIDUES), np.ones(len(RESIDUES), np.int64), np.ones(len(RESIDUES)))
+
+
+def made(model: dict[str, Any]) -> Model:
+    """The model with its initial values, in eval mode."""
+    tokens, objective = Tokens.model_validate(TOKENS), ObjectiveConfig.model_validate(MASKED)
+    network = build(ModelSpec(FamilyConfig.model_validate({"family": "hf"} | model), objective, tokens, len(RESIDUES)))
+    materialize(network, torch.device("cpu"), initial_tensors(network, 0, None, VOCABULARY))
+    return network.eval()
+
+
+def batch() -> Any:
+    rows = [np.array([RESIDUES.index(letter) for letter in sequence], np.int32) for sequence in SEQUENCES]
+    lengths = [len(row) for row in rows]
+    places = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+    cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
+    return to_tensors(Batch(np.concatenate(rows) + len(SPECIAL), places, cu_seqlens, np.arange(len(rows))))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small ESM-2 with its language-model head and random weights, as transformers saves it."""
+    path = tmp_path_factory.mktemp("esm")
+    shape = SHAPE | {"max_position_embeddings": 130, "position_embedding_type": "rotary", "token_dropout": True}
+    torch.manual_seed(0)
+    config = transformers.EsmConfig(vocab_size=len(ESM), pad_token_id=1, mask_token_id=32, **shape)
+    network = transformers.EsmForMaskedLM(config)
+    for parameter in network.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)  # norms and biases too
+    network.save_pretrained(path)
+    (path / "vocab.txt").write_text("\n".join(ESM) + "\n")
+    return path
+
+
+def padded_ids(hidden: set[tuple[int, int]] = frozenset()) -> torch.Tensor:  # type: ignore[assignment]
+    """(cells, longest) token ids of ESM-2, with <mask> at the (cell, place) in `hidden`."""
+    rows = []
+    for cell, sequence in enumerate(SEQUENCES):
+        letters = ["<mask>" if (cell, place) in hidden else letter for place, letter in enumerate(sequence)]
+        rows.append(torch.tensor([ESM.index(token) for token in ("<cls>", *letters, "<eos>")]))
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=ESM.index("<pad>"))
+
+
+def test_embeddings_of_a_pretrained_folder_are_those_of_transformers(folder: Path) -> None:
+    network, ids = made({"path": str(folder)}), padded_ids()
+    theirs = transformers.EsmModel.from_pretrained(folder).eval()
+    with torch.inference_mode():
+        states = theirs(input_ids=ids, attention_mask=(ids != ESM.index("<pad>")).long()).last_hidden_state
+        expected = torch.stack([row[1 : len(sequence) + 1].mean(0) for row, sequence in zip(states, SEQUENCES)])
+        torch.testing.assert_close(network.embed(batch()), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_head_of_the_folder_predicts_as_that_of_transformers(folder: Path) -> None:
+    network: Any = made({"path": str(folder)})
+    prepared = network.prepare(batch(), seed=0, step=0)
+    starts = np.cumsum([0, *map(len, SEQUENCES)])
+    hidden = [(cell, int(at) - starts[cell]) for at in prepared.targets for cell in [int(prepared.cell[at])]]
+    ids = padded_ids(set(hidden))
+    with torch.inference_mode():
+        logits = network.objective.predict(network, network.head(network.states(prepared)[prepared.targets]), prepared)
+        theirs = transformers.EsmForMaskedLM.from_pretrained(folder).eval()
+        out = theirs(input_ids=ids, attention_mask=(ids != ESM.index("<pad>")).long()).logits
+    expected = torch.stack([out[cell, place + 1] for cell, place in hidden])[:, [ESM.index(r) for r in RESIDUES]]
+    torch.testing.assert_close(logits[:, len(SPECIAL) :], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_type_trains_is_measured_and_is_that_of_transformers(kind: str) -> None:
+    options = {"weights": "random", "architecture": {"model_type": kind} | TYPES[kind]}
+    network: Any = made(options)
+    prepared = network.prepare(batch(), seed=0, step=0)
+    network.train()
+    losses = [network(prepared) for _ in range(2)]
+    assert losses[0].item() == losses[1].item(), "a draw is not keyed"
+    losses[0].backward()
+    assert all(parameter.grad is not None for parameter in network.parameters())
+    network.zero_grad()
+    empty = network(network.prepare(to_tensors(empty_batch(np.dtype(np.int32))), seed=0, step=0))
+    empty.backward()
+    assert empty.item() == 0
+    assert not any(parameter.grad.any() for parameter in network.parameters() if parameter.grad is not None)
+
+    theirs = transformers.AutoModel.from_config(network.body.config).eval()
+    names = {name: name.removeprefix("body.") for name in network.state_dict() if name.startswith("body.")}
+    blocks = {name for name in network.state_dict() if name.startswith("blocks.")}
+    names |= {name: f"{network.blocks_path}{name.removeprefix('blocks')}" for name in blocks}
+    state = network.state_dict()
+    wrong = theirs.load_state_dict({full: state[name] for name, full in names.items()}, strict=False)
+    assert not wrong.unexpected_keys
+    assert all(name.startswith(("pooler", "contact_head")) for name in wrong.missing_keys)
+    given = batch()
+    rows = given.genes.split(given.lengths)
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    with torch.inference_mode():
+        states = theirs(input_ids=ids, attention_mask=(ids != 0).long()).last_hidden_state
+        expected = torch.stack([state[: len(row)].mean(0) for state, row in zip(states, rows)])
+        torch.testing.assert_close(network.eval().embed(given), expected, atol=1e-5, rtol=1e-5)
+
+    tokens, objective = Tokens.model_validate(TOKENS), ObjectiveConfig.model_validate(MASKED)
+    spec = ModelSpec(FamilyConfig.model_validate({"family": "hf"} | options), objective, tokens, len(RESIDUES))
+    size = measure(spec)
+    assert size.parameters == sum(parameter.numel() for parameter in network.parameters())
+    assert size.blocks == 2
+    assert size.flops_per_token > 6 * size.blocks * size.block.parameters * 0.9
+
+
+def test_a_folder_is_read_once_and_its_pickle_never(folder: Path, tmp_path: Path) -> None:
+    config = FamilyConfig.model_validate({"family": "hf", "path": str(folder)})
+    stored = config.model_dump(mode="json")
+    assert stored["residue_ids"]["A"] == ESM.index("A")
+    assert stored["residue_ids"]["begin"] == ESM.index("<cls>")
+    assert FamilyConfig.model_validate(stored | {"path": "/gone"}) == config.model_copy(update={"path": "/gone"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    (tmp_path / "vocab.txt").write_text((folder / "vocab.txt").read_text())
+    (tmp_path / "pytorch_model.bin").write_text("not opened")
+    with pytest.raises(DataError, match=r"pytorch_model\.bin is a pickle, which is never opened; where you trust it,"):
+        made({"path": str(tmp_path)})
+
+
+def test_a_hub_name_is_looked_up_in_the_cache_at_its_revision(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    model = tmp_path / "models--facebook--esm2"
+    (model / "snapshots").mkdir(parents=True)
+    (model / "snapshots" / "abc123").symlink_to(folder)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("abc123")
+    for revision in (None, "main", "abc123"):
+        config: Any = FamilyConfig.model_validate({"family": "hf", "path": "facebook/esm2", "revision": revision})
+        assert config.architecture["hidden_size"] == 32
+    with pytest.raises(ValueError, match=r"revision v2 of a hub model .* run: hf download facebook/esm2"):
+        FamilyConfig.model_validate({"family": "hf", "path": "facebook/esm2", "revision": "v2"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parallel": {"tp": 2}}, "parallel.tp 2: family hf does not support tensor parallelism; set tp to 1"),
+        ({"parallel": {"pp": 2}}, "parallel.pp 2: family hf does not support pipelines; set pp to 1"),
+        ({"parallel": {"compile": True}}, "parallel.compile: family hf is not compiled; set compile to no"),
+        ({"objective": {"name": "masked_gene"}}, "objective.cell_loss_weight needs 0; set it to 0"),
+        ({"tokens": TOKENS | {"max_tokens": 200}}, "exceeds the 126 places of model.path; set max_tokens to 126"),
+        ({"tokens": {"tokenizer": "continuous"}}, "has values of kind scalar, family hf embeds none, place"),
+        ({"tokens": TOKENS, "model": {"residue_ids": {"A": 0}}}, "model.residue_ids: no id of B, C, D, E"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(change: dict[str, Any], message: str, folder: Path) -> None:
+    base: dict[str, Any] = {"tokens": TOKENS, "stream": {}, "parallel": {}, "train": {"steps": 1}, "objective": MASKED}
+    model = {"family": "hf", "path": str(folder)} | change.get("model", {})
+    with pytest.raises(ConfigError) as caught:
+        check_together(check_options(TrainOptions, base | change | {"model": model}, "test"))
+    assert message in str(caught.value)
+
+
+def test_a_config_that_asks_for_remote_code_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "esm", "auto_map": {"AutoModel": "x.Y"}}))
+    with pytest.raises(ValueError, match=r"asks for remote code \(auto_map\), which is never run"):
+        FamilyConfig.model_validate({"family": "hf", "path": str(tmp_path)})
