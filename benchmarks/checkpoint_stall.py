@@ -28,8 +28,8 @@ from cellmill.config.tokens import ContinuousTokens
 from cellmill.data.tokens import Batch
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import ModelSpec, build
-from cellmill.models.family import Model
 from cellmill.models.encoder.config import EncoderConfig
+from cellmill.models.family import Model
 from cellmill.models.objectives.config import MaskedGeneConfig
 from cellmill.parallel.clip import clip_grad_norm
 from cellmill.parallel.mesh import build_mesh

@@ -9,9 +9,9 @@ import torch
 
 from cellmill import registry
 from cellmill.config.tokens import Tokens
-from cellmill.models.initial import Fill, normal
 from cellmill.models.encoder.config import EncoderConfig
 from cellmill.models.encoder.model import EncoderModel
+from cellmill.models.initial import Fill, normal
 from cellmill.models.objective import Objective
 from cellmill.models.objectives.masking import MaskedBatch
 from cellmill.parallel.materialize import named_tensors

@@ -20,9 +20,9 @@ from cellmill.data.tokens import Batch, tokenized
 from cellmill.errors import ConfigError
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
-from cellmill.models.initial import Fill, zeros
 from cellmill.models.encoder.config import EncoderConfig
 from cellmill.models.encoder.model import EncoderModel
+from cellmill.models.initial import Fill, zeros
 from cellmill.parallel.recompute import checkpoint_activations
 from cellmill.planner import size as size_module
 from cellmill.planner.size import measure

@@ -28,6 +28,7 @@ class FamilyConfig(Plugin):
     weight_keys: ClassVar[tuple[str, ...]] = ()  # options that must match those of the model of `init_from`
     value_kinds: ClassVar[tuple[str, ...]] = ()  # kinds of token values (`Tokens.value_kind`) that the family can embed
     sequence_parallel: ClassVar[bool] = True  # whether the rows that pass from block to block are tokens
+    covariates: ClassVar[bool] = False  # whether cells may have tokens of obs columns before their genes
     objectives: ClassVar[tuple[str, ...]] = ()
     """Objectives that the family serves, in addition to those whose `families` lists this family."""
 

@@ -30,6 +30,8 @@ class EncoderBatch:
     """(cells,) int64: keys of the dropout in layers whose rows are cells."""
     levels: torch.Tensor | None = None
     """(cells, columns) int64: as in the batch."""
+    covariate_rows: torch.Tensor | None = None
+    """(tokens,) int64: as in the batch."""
 
 
 def whole(batch: TensorBatch, keys: tuple[int, int] | None = None) -> EncoderBatch:
@@ -50,13 +52,16 @@ def whole(batch: TensorBatch, keys: tuple[int, int] | None = None) -> EncoderBat
         token_keys=place if keys is None else keyed_bits(keyed_bits(batch.cells[cell], *keys, place), 1),
         cell_keys=batch.cells if keys is None else keyed_bits(batch.cells, *keys),
         levels=batch.levels,
+        covariate_rows=batch.covariate_rows,
     )
 
 
 def center_of(batch: TensorBatch, cell: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """(cells,) float32: mean of the visible values only, so that hidden ones cannot leak."""
+    """(cells,) float32: mean of the visible values of genes only, so that hidden ones cannot leak."""
     center = torch.zeros(len(batch.lengths), device=cell.device)
     if not batch.values.is_floating_point():
         return center
+    if batch.covariate_rows is not None:
+        visible = visible & (batch.covariate_rows == 0)
     sums = center.index_add(0, cell, batch.values * visible)
     return sums / center.index_add(0, cell, visible.float()).clamp(min=1)

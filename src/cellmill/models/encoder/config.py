@@ -13,6 +13,7 @@ class EncoderConfig(FamilyConfig):
     implementation: ClassVar[str] = "cellmill.models.encoder.model:EncoderModel"
     value_kinds: ClassVar[tuple[str, ...]] = ("class", "scalar", "place")
     objectives: ClassVar[tuple[str, ...]] = ("cell_decoding", "masked_value", "masked_gene")
+    covariates: ClassVar[bool] = True
     weight_keys: ClassVar[tuple[str, ...]] = ("family", "hidden", "layers", "heads", "ffn_width")
 
     family: Literal["encoder"] = Field(

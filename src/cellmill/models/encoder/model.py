@@ -6,6 +6,7 @@ Legend: T tokens of the batch, N targets, H hidden.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -13,10 +14,11 @@ from torch import nn
 from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.models.blocks import Block, Entry
 from cellmill.models.cell_encoder import CellEncoder
+from cellmill.models.covariates import CovariateEmbedding, CovariatePrefix
+from cellmill.models.encoder.config import EncoderConfig
 from cellmill.models.encoder_batch import EncoderBatch
 from cellmill.models.family import ParallelPlan
 from cellmill.models.initial import STD, with_std
-from cellmill.models.encoder.config import EncoderConfig
 from cellmill.models.objective import Objective
 from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.vocab_parallel import embed_tokens
@@ -52,6 +54,12 @@ class EncoderModel(CellEncoder):
         n_tokens = n_genes + len(SPECIAL)
         self.gene_embedding = nn.Embedding(n_tokens, hidden)
         self.value_embedding = _value_embedding(tokens, hidden)
+        if tokens.covariates:
+            self.covariate_prefix = CovariatePrefix(tokens, objective.levels)
+            self.covariates = CovariateEmbedding(tokens, objective.levels, hidden)
+            self.plan = replace(self.plan, begin=(*self.plan.begin, "covariates"))
+            rows = {f"covariates.tables.{at}.weight": name for at, name in enumerate(tokens.covariates)}
+            self.level_rows = {**self.level_rows, **rows}
         self.enter, self.enter_keys = Entry(), Entry()
         into_residual = STD / math.sqrt(2 * max(config.layers, 1))
         self.blocks = nn.ModuleList(
@@ -76,9 +84,14 @@ class EncoderModel(CellEncoder):
 
     def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """(T, H) -> (cells, H) float32; zeros for a cell without tokens."""
-        lengths = prepared.cu_seqlens.diff()
+        lengths, cell = prepared.cu_seqlens.diff(), prepared.cell
         sums = torch.zeros(len(lengths), states.shape[1], device=states.device)
-        sums = sums.index_add(0, prepared.cell, states.float())
+        if self.covariate_prefix is not None and prepared.covariate_rows is not None:
+            genes = prepared.covariate_rows == 0
+            lengths = torch.zeros(len(lengths), device=states.device).index_add(0, cell, genes.float())
+            sums = sums.index_add(0, cell, states.float() * genes[:, None])
+        else:
+            sums = sums.index_add(0, cell, states.float())
         return sums / lengths.clamp(min=1)[:, None]
 
     def inputs(self, prepared: EncoderBatch, at: torch.Tensor | slice = ALL) -> torch.Tensor:
@@ -95,7 +108,10 @@ class EncoderModel(CellEncoder):
         if hasattr(self, "hidden_value"):
             hidden = self.hidden_value.to(embedded.dtype)
             embedded = torch.where(prepared.value_hidden[at][:, None], hidden, embedded)
-        return genes + embedded
+        if not hasattr(self, "covariates") or prepared.covariate_rows is None:
+            return genes + embedded
+        rows = prepared.covariate_rows[at]
+        return torch.where(rows[:, None] > 0, self.covariates(rows).to(genes.dtype), genes + embedded)
 
 
 def _value_embedding(tokens: Tokens, hidden: int) -> nn.Module:

@@ -42,8 +42,10 @@ def mask(batch: TensorBatch, hides_gene: bool, mask_frac: float, seed: int, step
     """Draw the mask of a batch and hide the genes of masked tokens, or their values."""
     cell, place = positions(batch)
     keys = keyed_bits(batch.cells[cell], seed, step, place)
-    lowest = torch.full((len(batch.lengths),), 2**63 - 1, device=keys.device).scatter_reduce(0, cell, keys, "amin")
-    masked = ((keys < threshold(mask_frac)) | (keys == lowest[cell])) & (batch.genes != PAD_TOKEN)
+    most, no_gene = 2**63 - 1, batch.genes == PAD_TOKEN
+    lowest = torch.full((len(batch.lengths),), most, device=keys.device)
+    lowest = lowest.scatter_reduce(0, cell, keys.masked_fill(no_gene, most), "amin")
+    masked = ((keys < threshold(mask_frac)) | (keys == lowest[cell])) & ~no_gene
     targets = masked.nonzero().flatten()
     return MaskedBatch(
         genes=batch.genes.masked_fill(masked, MASK_TOKEN) if hides_gene else batch.genes,
@@ -56,6 +58,7 @@ def mask(batch: TensorBatch, hides_gene: bool, mask_frac: float, seed: int, step
         token_keys=keyed_bits(keys, 1),  # hashed again: dropout must not depend on the mask
         cell_keys=keyed_bits(batch.cells, seed, step),
         levels=batch.levels,
+        covariate_rows=batch.covariate_rows,
         targets=targets,
         answers=(batch.genes if hides_gene else batch.values)[targets],
         n_targets=torch.tensor(len(targets), device=keys.device),

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from cellmill.config.tokens import SPECIAL, Tokens
-from cellmill.models.counter_rng import keyed_dropout, keyed_state
 from cellmill.models.cell_encoder import CellEncoder
+from cellmill.models.counter_rng import keyed_dropout, keyed_state
 from cellmill.models.encoder_batch import EncoderBatch
 from cellmill.models.family import ParallelPlan
 from cellmill.models.initial import with_std
