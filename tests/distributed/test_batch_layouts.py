@@ -1,13 +1,17 @@
-"""Batch terms and adversary in the layouts: losses, gradient norms and the batch's share are those of one process."""
+"""Batch terms, adversary and covariates in the layouts: losses, gradient norms and the batch's share are those of one
+process; and an export that reads obs columns."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import anndata as ad
 import numpy as np
 import pytest
 
+from cellmill.data.counts_reader import open_counts
+from cellmill.evaluate.embed import embed_cells, load_for_inference
 from tests.distributed import cases
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
@@ -31,17 +35,23 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("profile", {"sharding_strategy": "FULL_SHARD", "tp": 2}),
 ]
 STEPS = 4
+COVARIATES = {"encoder": {"covariates": ["donor", "batch"], "covariate_unknown_frac": 0.3}}
 
 
 def _options(model: str, layout: dict[str, Any] | None = None) -> dict[str, Any]:
     train = {"token_budget": 256, "val_every_steps": 2}  # several micro-batches a step
-    return options(layout, train=train) | split(MODELS[model] | OBJECTIVE)
+    return options(layout, tokens=COVARIATES.get(model, {}), train=train) | split(MODELS[model] | OBJECTIVE)
 
 
 @pytest.fixture(scope="module")
-def references(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of the references."""
+    return {name: str(tmp_path_factory.mktemp("one")) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def references(alone: None, corpus: str, folders: dict[str, str]) -> dict[str, Any]:
     """Curves of one process."""
-    folders = {name: str(tmp_path_factory.mktemp("one")) for name in MODELS}
     return {name: cases.curve_and_share(corpus, _options(name), folders[name], STEPS) for name in MODELS}
 
 
@@ -57,3 +67,21 @@ def test_curves_and_the_batch_s_share_are_those_of_one_process(
     assert len(shares) == 2
     assert all(0 < share < 1 for share in shares)
     assert all(of_rank[0] == found[0][0] for of_rank in found), "ranks disagree about a number that is global"
+
+
+def test_an_exported_model_reads_the_columns_of_a_file(
+    corpus: str, references: dict[str, Any], folders: dict[str, str], tmp_path: Path
+) -> None:
+    exported = cases.exported(corpus, Path(folders["encoder"]), tmp_path)
+    assert {"batch_terms.weight", "batch_adversary.out.bias", "covariates.tables.1.weight"} <= exported.keys()
+    model, vocabulary, tokens, config = load_for_inference(tmp_path)
+    obs = ad.read_h5ad(Path(corpus) / "cells" / "sim.h5ad").obs
+    assert config["levels"] == {name: sorted(obs[name].unique()) for name in ("batch", "donor")}
+    with open_counts(Path(corpus) / "cells" / "sim.h5ad") as reader:
+        vectors = embed_cells(reader, model, vocabulary, tokens, 4096).vectors
+        reader.obs["donor"] = "a stranger"
+        unknown = embed_cells(reader, model, vocabulary, tokens, 4096).vectors
+        del reader.obs["donor"]
+        absent = embed_cells(reader, model, vocabulary, tokens, 4096).vectors
+    assert np.abs(vectors - unknown).max() > 1e-4
+    np.testing.assert_array_equal(unknown, absent)

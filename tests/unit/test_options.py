@@ -98,6 +98,8 @@ ELSEWHERE = {
     "preprocess.min_coverage_frac": "unit/test_preprocess.py",
     "preprocess.row_block": "unit/test_preprocess.py",
     "tokens.bins": "unit/test_tokens.py",
+    "tokens.covariates": "unit/test_covariates.py",
+    "tokens.covariate_unknown_frac": "unit/test_covariates.py",
     "stream.io_threads": "unit/test_stream.py",
     "model.family": "unit/test_config.py",
     "model.activation": "unit/test_post_norm.py",

@@ -100,6 +100,11 @@ def _check_objective(options: TrainOptions) -> None:
             f"tokens.tokenizer {tokens.tokenizer} has values of kind {tokens.value_kind}, family {model.family} embeds "
             f"{', '.join(model.value_kinds) or 'none'}; choose another tokenizer or family"
         )
+    if tokens.covariates and not model.covariates:
+        raise ConfigError(
+            f"tokens.covariates: family {model.family} has no tokens of obs columns; leave them out, or choose "
+            "model.family encoder"
+        )
     try:
         objective.check_tokens(tokens)
         model.check_with(objective, tokens)

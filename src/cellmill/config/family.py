@@ -34,6 +34,7 @@ class FamilyConfig(Plugin):
     value_kinds: ClassVar[tuple[str, ...]] = ()  # kinds of token values (`Tokens.value_kind`) that the family can embed
     sequence_parallel: ClassVar[bool] = True  # whether the rows that pass from block to block are tokens
     compiles: ClassVar[bool] = True  # whether its blocks have methods that `parallel.compile` can compile
+    covariates: ClassVar[bool] = False  # whether cells may have tokens of obs columns before their genes
     objectives: ClassVar[tuple[str, ...]] = ()
     """Objectives that the family serves, in addition to those whose `families` lists this family."""
 

@@ -38,7 +38,8 @@ class TrainOptions(Section):
 
     def obs_columns(self) -> dict[str, str]:
         """obs columns whose levels batches carry, in the order of the batches, and the option that names each."""
-        return dict(sorted(self.objective.obs_columns().items()))
+        covariates = dict.fromkeys(self.tokens.covariates, "tokens.covariates")
+        return dict(sorted((covariates | self.objective.obs_columns()).items()))
 
 
 class PlanOptions(TrainOptions):

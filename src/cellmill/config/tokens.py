@@ -30,6 +30,18 @@ class Tokens(Plugin):
         ge=1,
         description="Most tokens of a cell; those with the lowest rank value are cut, of a sequence its end.",
     )
+    covariates: list[str] = Field(
+        [],
+        description="obs columns, or `dataset`, of which each cell has a token before its genes; the cell's vector "
+        "leaves these tokens out of its mean.",
+    )
+    covariate_unknown_frac: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="Probability with which a covariate of a training cell is replaced by the unknown level, which "
+        "cells have when a file lacks the column or the corpus the value.",
+    )
 
     @property
     def n_values(self) -> int:

@@ -201,12 +201,11 @@ def _joint_obs(datasets: list[_Dataset], corpus: _Cells) -> pd.DataFrame:
 
     Text becomes categories, numbers stay numbers. Cells of a dataset without the column have NaN.
     """
-    names = list(dict.fromkeys(str(column) for dataset in datasets for column in dataset.obs.columns))
     frame = pd.DataFrame(index=pd.RangeIndex(len(corpus.row)))
     where = np.array([dataset.name for dataset in datasets], object)[corpus.dataset]
     frame[DATASET] = pd.Categorical(where, categories=[dataset.name for dataset in datasets])
     rows = [corpus.row[corpus.dataset == number] for number in range(len(datasets))]
-    for name in names:
+    for name in dict.fromkeys(str(column) for dataset in datasets for column in dataset.obs.columns):
         parts = [dataset.obs.get(name) for dataset in datasets]
         # a user's own column `dataset` is kept under another name
         frame[name if name != DATASET else f"{DATASET}_original"] = _joint_column(parts, rows)

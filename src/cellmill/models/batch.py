@@ -31,6 +31,8 @@ class TensorBatch:
     """(tokens,) int64, where the objective needs them."""
     levels: torch.Tensor | None = None
     """(cells, columns) int64, where asked for: numbers of levels of obs columns, 0 for unknown ones."""
+    covariate_rows: torch.Tensor | None = None
+    """(tokens,) int64, where cells have tokens of obs columns (`models.covariates`): row of its embedding, or 0."""
 
 
 def to_tensors(batch: Batch, device: torch.device = CPU) -> TensorBatch:
@@ -68,6 +70,7 @@ def padded(batch: TensorBatch, tokens: int) -> TensorBatch:
         lengths=[*batch.lengths, *lengths],
         counts=None if batch.counts is None else torch.cat([batch.counts, batch.counts.new_zeros(more)]),
         levels=None if batch.levels is None else F.pad(batch.levels, (0, 0, 0, len(lengths))),
+        covariate_rows=None if batch.covariate_rows is None else F.pad(batch.covariate_rows, (0, more)),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from cellmill.models.batch import TensorBatch
+from cellmill.models.covariates import CovariatePrefix
 from cellmill.models.encoder_batch import EncoderBatch, whole
 from cellmill.models.family import Model
 
@@ -17,12 +18,21 @@ class CellEncoder(Model):
     """Base of families whose blocks are followed by `norm`; they define `begin`, `through` and `cell_vectors`."""
 
     norm: nn.Module
+    covariate_prefix: CovariatePrefix | None = None
+    """Tokens of obs columns before the genes of each cell."""
 
     def attach_heads(self, n_tokens: int) -> None:
         """Add the objective's heads, and what layouts and `init_from` have to know of them."""
         finish = ("norm", *self.objective.attach(self, n_tokens))
         self.plan = replace(self.plan, tensor={**self.plan.tensor, **self.objective.tensor}, finish=finish)
         self.gene_rows = self.gene_rows | self.objective.gene_rows
+
+    def view(self, batch: TensorBatch, *, seed: int, step: int) -> TensorBatch:
+        """Return the objective's view, with the tokens of obs columns."""
+        view = super().view(batch, seed=seed, step=step)
+        if self.covariate_prefix is None:
+            return view
+        return self.covariate_prefix.before(view, (seed, step) if self.training else None)
 
     def finish(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """Return the objective's summed loss of the normed states: `Objective.loss`; 0 while `kept_sums` is a list."""
@@ -35,7 +45,7 @@ class CellEncoder(Model):
 
     def embed(self, batch: TensorBatch) -> torch.Tensor:
         """(cells, H) float32: the vectors of whole cells."""
-        prepared = whole(batch)
+        prepared = whole(batch if self.covariate_prefix is None else self.covariate_prefix.before(batch))
         return self.cell_vectors(self.states(prepared), prepared)
 
     def states(self, prepared: EncoderBatch) -> torch.Tensor:

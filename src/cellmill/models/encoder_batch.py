@@ -33,6 +33,8 @@ class EncoderBatch:
     """(cells,) int64: keys of the dropout in layers whose rows are cells."""
     levels: torch.Tensor | None = None
     """(cells, columns) int64: as in the batch."""
+    covariate_rows: torch.Tensor | None = None
+    """(tokens,) int64: as in the batch."""
 
 
 def whole(batch: TensorBatch, keys: tuple[int, int] | None = None) -> EncoderBatch:
@@ -53,6 +55,7 @@ def whole(batch: TensorBatch, keys: tuple[int, int] | None = None) -> EncoderBat
         token_keys=place if keys is None else keyed_bits(keyed_bits(batch.cells[cell], *keys, place), 1),
         cell_keys=batch.cells if keys is None else keyed_bits(batch.cells, *keys),
         levels=batch.levels,
+        covariate_rows=batch.covariate_rows,
     )
 
 

@@ -165,7 +165,10 @@ class _Source:
             return
         self._check(name, theirs.shape[1:], tensor.shape[1:])
         known = [row for row, level in enumerate(levels[column]) if level in rows]
-        tensor[known] = theirs[[rows[levels[column][row]] for row in known]]
+        # a table may begin with rows of no level
+        first, their_first = len(tensor) - len(levels[column]), len(theirs) - len(rows)
+        tensor[:first] = theirs[:their_first]
+        tensor[[first + row for row in known]] = theirs[[their_first + rows[levels[column][row]] for row in known]]
 
     def _check(self, name: str, theirs: torch.Size, ours: torch.Size) -> None:
         if theirs != ours:

@@ -18,6 +18,7 @@ class EncoderConfig(TransformerConfig):
         *("cell_decoding", "denoise", "query_decoding"),
         *("masked_value", "masked_gene"),
     )
+    covariates: ClassVar[bool] = True
 
     family: Literal["encoder"] = Field(
         "encoder", description="A pre-norm transformer encoder whose tokens attend to all tokens of their cell."
@@ -30,7 +31,9 @@ class EncoderConfig(TransformerConfig):
     )
 
     def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
-        """Refuse a learned pooling that no loss would train."""
+        """Refuse a learned pooling that no loss would train, or that would read tokens of obs columns."""
+        if self.pooling != "mean" and tokens.covariates:
+            raise ValueError(f"model.pooling {self.pooling}: tokens.covariates requires pooling mean; set one of them")
         if self.pooling != "mean" and not any(part.reads_cells for part in objective.each()):
             raise ValueError(
                 f"model.pooling {self.pooling}: expected an objective that reads the cell's vector, got "

@@ -15,6 +15,7 @@ from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.models.batch import TensorBatch
 from cellmill.models.blocks import Block, Entry
 from cellmill.models.cell_encoder import CellEncoder
+from cellmill.models.covariates import CovariateEmbedding, CovariatePrefix
 from cellmill.models.encoder.config import EncoderConfig
 from cellmill.models.encoder.pooling import attended_state, first_state, first_tokens, mean_state, with_cell_tokens
 from cellmill.models.encoder_batch import EncoderBatch
@@ -56,6 +57,12 @@ class EncoderModel(CellEncoder):
         n_tokens = n_genes + len(SPECIAL)
         self.gene_embedding = nn.Embedding(n_tokens, hidden)
         self.value_embedding = _value_embedding(tokens, hidden)
+        if tokens.covariates:
+            self.covariate_prefix = CovariatePrefix(tokens, objective.levels)
+            self.covariates = CovariateEmbedding(tokens, objective.levels, hidden)
+            self.plan = replace(self.plan, begin=(*self.plan.begin, "covariates"))
+            rows = {f"covariates.tables.{at}.weight": name for at, name in enumerate(tokens.covariates)}
+            self.level_rows = {**self.level_rows, **rows}
         self.enter, self.enter_keys = Entry(), Entry()
         into_residual = STD / math.sqrt(2 * max(config.layers, 1))
         self.blocks = nn.ModuleList(
@@ -124,7 +131,10 @@ class EncoderModel(CellEncoder):
         if hasattr(self, "hidden_value"):
             hidden = self.hidden_value.to(embedded.dtype)
             embedded = torch.where(prepared.value_hidden[at][:, None], hidden, embedded)
-        return genes + embedded
+        if not hasattr(self, "covariates") or prepared.covariate_rows is None:
+            return genes + embedded
+        rows = prepared.covariate_rows[at]
+        return torch.where(rows[:, None] > 0, self.covariates(rows).to(genes.dtype), genes + embedded)
 
 
 def _value_embedding(tokens: Tokens, hidden: int) -> nn.Module:

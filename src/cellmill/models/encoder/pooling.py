@@ -43,11 +43,14 @@ def first_tokens(prepared: EncoderBatch) -> torch.Tensor:
 
 
 def mean_state(states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
-    """(T, H) -> (C, H) float32; zeros for a cell without tokens."""
-    lengths = prepared.cu_seqlens.diff()
+    """(T, H) -> (C, H) float32: mean over the tokens of genes; zeros for a cell without any."""
+    lengths, states = prepared.cu_seqlens.diff(), states.float()
     sums = torch.zeros(len(lengths), states.shape[1], device=states.device)
-    sums = sums.index_add(0, prepared.cell, states.float())
-    return sums / lengths.clamp(min=1)[:, None]
+    if prepared.covariate_rows is not None:
+        of_gene = prepared.covariate_rows == 0
+        lengths = torch.zeros(len(lengths), device=states.device).index_add(0, prepared.cell, of_gene.float())
+        states = states * of_gene[:, None]
+    return sums.index_add(0, prepared.cell, states) / lengths.clamp(min=1)[:, None]
 
 
 def first_state(states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:

@@ -56,7 +56,10 @@ class DecodingConfig(HiddenShareConfig):
         "vector does not hold it; requires batch_column. null has none.",
     )
     batch_adversary_scale: float = Field(
-        1.0, gt=0, description="Factor of the reversed gradient, beyond the weight of the classifier's loss."
+        0.02,
+        gt=0,
+        description="Factor of the reversed gradient, beyond the weight of the classifier's loss. Where their product "
+        "is large, the embedding collapses.",
     )
 
     @model_validator(mode="after")

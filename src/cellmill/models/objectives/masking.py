@@ -67,6 +67,7 @@ def mask(
         token_keys=keyed_bits(keys, 1),  # hashed again: dropout must not depend on the mask
         cell_keys=keyed_bits(batch.cells, seed, step),
         levels=batch.levels,
+        covariate_rows=batch.covariate_rows,
         targets=targets,
         answers=(batch.genes if hides_gene else batch.values)[targets],
         n_targets=torch.tensor(len(targets), device=keys.device),

@@ -1,0 +1,143 @@
+"""Tokens of obs columns: where they stand, what they change, and that no objective masks, counts or averages them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cellmill.config.checks import check_together
+from cellmill.config.options import TrainOptions
+from cellmill.config.tokens import SPECIAL, Tokens
+from cellmill.data.tokens import Batch, empty_batch, tokenized
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import ConfigError
+from cellmill.models.batch import TensorBatch, padded, to_tensors
+from cellmill.models.build import build
+from cellmill.models.covariates import CovariatePrefix
+from cellmill.models.export import initial_tensors
+from cellmill.parallel.materialize import materialize
+from tests.models import spec
+
+N_GENES = 60
+LEVELS = {"assay": ("a", "b"), "donor": ("x", "y", "z"), "tissue": ("l", "m")}
+COLUMNS = ["donor", "assay"]
+OBJECTIVES = pytest.mark.parametrize("objective", ["cell_decoding", "masked_value", "masked_gene"])
+KEYS = {"seed": 3, "step": 4}
+
+
+def _tokens(**options: Any) -> Tokens:
+    return Tokens.model_validate({"max_tokens": 64, "covariates": COLUMNS} | options)
+
+
+def _model(objective: str = "cell_decoding", layers: int = 1, **options: Any) -> Any:
+    given = {"family": "encoder", "hidden": 16, "layers": layers, "heads": 2, "objective": objective}
+    model = build(spec(N_GENES, _tokens(**options), LEVELS, **given))
+    ids = [f"ENSG{i:011d}" for i in range(N_GENES)]
+    genes = Vocabulary(ids, ids, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
+    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, genes))
+    return model.eval()
+
+
+def _cells(n: int = 6) -> Batch:
+    rng = np.random.default_rng(0)
+    lengths = [20, 31, 1, 14, 2, *rng.integers(1, 5, max(n - 5, 0))][:n]
+    genes = np.concatenate([rng.permutation(N_GENES)[:length] for length in lengths]).astype(np.int32)
+    counts = rng.integers(1, 9, len(genes)).astype(np.uint8)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    numbers = np.stack([rng.integers(0, len(levels) + 1, n) for levels in LEVELS.values()], axis=1).astype(np.int32)
+    tokens = _tokens()
+    return tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(n) + 11, 64, numbers)
+
+
+def _prepared(model: Any, batch: TensorBatch, length: int | None = None) -> Any:
+    view = model.view(batch, **KEYS)
+    return model.prepare(view if length is None else padded(view, length), **KEYS)
+
+
+def test_a_token_per_column_stands_before_the_genes_of_each_cell() -> None:
+    batch = to_tensors(_cells())
+    made = CovariatePrefix(_tokens(), LEVELS).before(batch)
+    genes, rows, counts, values, ends = [], [], [], [], [0]
+    for cell, (start, n) in enumerate(zip(batch.cu_seqlens.tolist(), batch.lengths)):
+        assay, donor = batch.levels[cell, :2].tolist()  # type: ignore[index]
+        rows += [1 + donor, 1 + len(LEVELS["donor"]) + 1 + assay] + [0] * n
+        genes += [SPECIAL.index("<pad>")] * 2 + batch.genes[start : start + n].tolist()
+        counts += [0, 0, *batch.counts[start : start + n].tolist()]  # type: ignore[index]
+        values += [0.0, 0.0, *batch.values[start : start + n].tolist()]
+        ends.append(len(genes))
+    assert made.covariate_rows.tolist() == rows  # type: ignore[union-attr]
+    assert (made.genes.tolist(), made.values.tolist()) == (genes, values)
+    assert made.counts.tolist() == counts  # type: ignore[union-attr]
+    assert (made.cu_seqlens.tolist(), made.lengths) == (ends, np.diff(ends).tolist())
+    table = _model().covariates(made.covariate_rows)
+    assert not table[made.covariate_rows == 0].any()
+    donors = batch.levels[:, 1]  # type: ignore[index]
+    assert torch.equal(table[made.cu_seqlens[:-1].long()], _model().covariates.tables[0].weight[donors])
+
+
+def test_without_attention_a_vector_is_that_of_the_genes_alone() -> None:
+    batch = to_tensors(_cells())
+    plain, told = _model(layers=0, covariates=[]), _model(layers=0)
+    torch.testing.assert_close(told.embed(batch), plain.embed(batch))
+    assert not torch.allclose(_model().embed(batch), _model(covariates=[]).embed(batch), atol=1e-4)
+
+
+def test_a_vector_depends_on_the_cell_s_own_levels_of_named_columns() -> None:
+    model, batch = _model(), to_tensors(_cells())
+    with torch.no_grad():
+        for table in model.covariates.tables:
+            table.weight.normal_(generator=torch.Generator().manual_seed(1))
+        expected = model.embed(batch)
+        for column, changes in enumerate((True, True, False)):
+            levels = batch.levels.clone()  # type: ignore[union-attr]
+            levels[1, column] = (levels[1, column] + 1) % 3
+            differs = (model.embed(replace(batch, levels=levels)) - expected).abs().amax(1) > 1e-3
+            assert differs.tolist() == [False, changes] + [False] * 4
+        unknown = model.embed(replace(batch, levels=torch.zeros_like(batch.levels)))  # type: ignore[arg-type]
+        assert torch.equal(model.embed(replace(batch, levels=None)), unknown)
+
+
+@OBJECTIVES
+def test_no_objective_masks_them_and_padding_changes_no_loss(objective: str) -> None:
+    model, batch = _model(objective), to_tensors(_cells())
+    prepared = _prepared(model, batch)
+    if objective != "cell_decoding":
+        prefix = prepared.covariate_rows > 0
+        assert not prefix[prepared.targets].any()
+        assert set(prepared.cell[prepared.targets].tolist()) == set(range(6))  # every cell has a target
+        plain = _prepared(_model(objective, covariates=[]), batch)
+        cells = torch.zeros(6).index_add(0, prepared.cell[~prefix], prepared.values[~prefix])
+        shown = torch.zeros(6).index_add(0, prepared.cell, (~prefix & ~prepared.value_hidden).float())
+        torch.testing.assert_close(prepared.center, cells / shown.clamp(min=1))
+        assert len(plain.genes) == int((~prefix).sum())
+    torch.testing.assert_close(model(_prepared(model, batch, 320)), model(prepared), rtol=1e-5, atol=1e-5)
+    none = to_tensors(empty_batch(np.dtype(np.float32), counted=True, columns=3))
+    assert model(_prepared(model, none)).item() == 0
+
+
+def test_training_makes_some_levels_unknown_by_cell_and_step() -> None:
+    model, batch = _model(covariate_unknown_frac=0.25).train(), to_tensors(_cells(4000))
+    batch = replace(batch, levels=torch.ones_like(batch.levels))  # type: ignore[arg-type]
+    rows = [model.view(batch, seed=3, step=step).covariate_rows for step in (4, 4, 5)]
+    assert torch.equal(rows[0], rows[1])
+    unknown = rows[0][rows[0] > 0].view(-1, 2) != torch.tensor([2, 6])
+    assert unknown.float().mean(0).tolist() == pytest.approx([0.25, 0.25], abs=0.03)
+    assert (unknown[:, 0] & unknown[:, 1]).float().mean() == pytest.approx(0.0625, abs=0.02)  # each by itself
+    assert not torch.equal(rows[0][rows[0] > 0], rows[2][rows[2] > 0])
+    known = model.eval().view(batch, seed=3, step=4).covariate_rows
+    assert (known[known > 0].view(-1, 2) == torch.tensor([2, 6])).all()
+
+
+def test_a_family_without_tokens_of_cells_refuses_them() -> None:
+    tree = {"tokens": {"covariates": ["donor"]}, "model": {"family": "profile"}, "train": {"steps": 1}}
+    given = TrainOptions.model_validate({"stream": {}, "parallel": {}} | tree)
+    assert given.obs_columns() == {"donor": "tokens.covariates"}
+    with pytest.raises(ConfigError) as refused:
+        check_together(given)
+    assert str(refused.value) == (
+        "tokens.covariates: family profile has no tokens of obs columns; leave them out, or choose model.family encoder"
+    )
