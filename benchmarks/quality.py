@@ -41,18 +41,30 @@ DATASETS: dict[str, dict[str, Any]] = {
     "cellbench": {"label": "cell_type", "preprocess": {}},
     "papalexi": {"label": "perturbation", "preprocess": {"min_genes": 20}},
 }
-ENCODER = {"family": "encoder", "hidden": 64, "heads": 4}
 PROFILE = {"family": "profile", "hidden": 128, "layers": 1}
-DROP, THIN = {"name": "cell_decoding", "view": "drop"}, {"name": "cell_decoding", "view": "thin"}
+ENCODER = {"family": "encoder", "hidden": 64, "layers": 2, "heads": 4}
+DECODING = {"name": "cell_decoding"}
+SUM = {"name": "sum", "parts": {"cell_decoding": {}, "masked_value": {"weight": 0.3, "renormalize": True}}}
 MODELS: dict[str, dict[str, Any]] = {
-    "profile-thin": {"model": PROFILE, "objective": THIN, "train": {"lr": 5e-3}},
-    "profile-drop": {"model": PROFILE, "objective": DROP, "train": {"lr": 5e-3}},
-    "profile-drop-all": {"model": PROFILE, "objective": DROP | {"target": "all"}, "train": {"lr": 5e-3}},
-    "encoder0-thin": {"model": ENCODER | {"layers": 0}, "objective": THIN, "train": {"lr": 1e-2}},
-    "encoder2-thin": {"model": ENCODER | {"layers": 2}, "objective": THIN, "train": {"lr": 3e-3}},
-    "encoder2-drop": {"model": ENCODER | {"layers": 2}, "objective": DROP, "train": {"lr": 3e-3}},
-    "encoder2-masked-value": {"model": ENCODER | {"layers": 2}, "objective": {"name": "masked_value"}},
-    "encoder2-masked-gene": {"model": ENCODER | {"layers": 2}, "objective": {"name": "masked_gene"}},
+    "profile": {"model": PROFILE, "objective": DECODING},
+    "profile-thin": {"model": PROFILE, "objective": DECODING | {"view": "thin"}},
+    "profile-drop": {"model": PROFILE, "objective": DECODING | {"view": "drop"}},
+    "encoder0": {"model": ENCODER | {"layers": 0}, "objective": DECODING, "train": {"optimizer": "adamw", "lr": 1e-2}},
+    "encoder2": {"model": ENCODER, "objective": DECODING},
+    "encoder2-nb": {"model": ENCODER, "objective": DECODING | {"likelihood": "nb"}},
+    "encoder2-sum": {"model": ENCODER, "objective": SUM},
+    "encoder2-masked-value": {"model": ENCODER, "objective": {"name": "masked_value"}},
+    "encoder2-masked-gene": {"model": ENCODER, "objective": {"name": "masked_gene"}},
+    "autoencoder": {"model": ENCODER | {"family": "autoencoder"}, "objective": {"name": "query_decoding"}},
+    "autoregressive": {"model": ENCODER | {"family": "autoregressive"}, "objective": {"name": "next_gene"}},
+}
+STEPS = {"profile": 400, "encoder0": 400}
+"""Optimizer steps by the first part of a model's name; 250 for models with attention, so that the table ends."""
+TASKS: dict[str, dict[str, Any]] = {
+    "probe": {"seeds": 3},
+    "few_shot": {"shots": [5], "draws": 5},
+    "low_depth": {"count_fracs": [0.1], "repeats": 2},
+    "missing_genes": {"genes": [75], "repeats": 2},
 }
 COLUMNS = {
     "whole": ("probe", "accuracy"),
@@ -80,16 +92,17 @@ def write_config(folder: Path, data: Path, datasets: list[str], models: list[str
         for model in models:
             for seed in range(seeds):
                 options = MODELS[model]
-                train = options.get("train", {}) | {"seed": seed}
+                steps = STEPS.get(model.partition("-")[0], 250)
+                train = options.get("train", {}) | {"seed": seed, "steps": steps, "checkpoint_every_steps": steps}
                 runs[f"{dataset}-{model}-{seed}"] = {"corpus": dataset, **options, "train": train}
     tree = {
         "corpora": corpora,
         "shard": {"val_frac": 0.1, "test_frac": 0.3},
-        "tokens": {"tokenizer": "continuous", "max_tokens": 1024},
+        "tokens": {"tokenizer": "continuous", "max_tokens": 512},
         "parallel": {"precision": "32-true"},  # a CPU emulates bfloat16
-        "train": {"steps": 400, "global_batch": 32, "token_budget": 32768, "warmup_steps": 20, "lr": 3e-3}
-        | {"val_every_steps": 100, "val_cells": 200, "checkpoint_every_steps": 400},
-        "evaluate": {"tasks": {"probe": {}, "few_shot": {}, "low_depth": {}, "missing_genes": {}}},
+        "train": {"global_batch": 32, "token_budget": 32768, "warmup_steps": 20, "optimizer": "muon", "lr": 5e-3}
+        | {"val_every_steps": 100, "val_cells": 100},
+        "evaluate": {"tasks": TASKS},
         "runs": runs,
     }
     (folder / "config" / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
