@@ -174,7 +174,7 @@ def test_the_share_of_the_batch_is_that_of_an_analysis_of_variance() -> None:
     n, width = 200, 6
     numbers = torch.randint(1, 4, (n, 2), generator=generator)
     z = torch.randn(n, width, generator=generator) + torch.tensor([0.0, 0.7, -1])[numbers[:, 1] - 1, None]
-    model: Any = SimpleNamespace(width=width, kept_vectors=None)
+    model: Any = SimpleNamespace(vector_width=width, kept_vectors=None)
     mesh: Any = SimpleNamespace(device="cpu", pp=SimpleNamespace(size=lambda: 1), sum=lambda tensor: tensor)
     monitor = EmbeddingMonitor(model, LEVELS, "batch")
     for cells in torch.arange(n).split(70):

@@ -34,7 +34,7 @@ def _cells() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _figures(z: torch.Tensor, counts: torch.Tensor) -> dict[str, float]:
-    model: Any = SimpleNamespace(width=WIDTH, kept_vectors=None)
+    model: Any = SimpleNamespace(vector_width=WIDTH, kept_vectors=None)
     monitor, mesh = EmbeddingMonitor(model), Mesh()
     for cells in torch.arange(len(z)).split(70):
         n = len(cells)

@@ -206,7 +206,7 @@ def test_a_model_is_judged_against_the_mean_with_zeros() -> None:
     own, base = (2 * 1.0 + 0.25 + 0.25) / 4, (2 * 4.0 + 1.0 + 0.0) / 4
     assert (figures["mse"], figures["mse_gene_mean"]) == pytest.approx((own, base))
     assert (figures["r2_over_gene_mean"], figures["detected_frac"]) == pytest.approx((1 - own / base, 0.5))
-    assert (verdict.outcome, verdict.difference) == ("won", pytest.approx(1 - own / base))
+    assert (verdict.outcome, verdict.difference) == ("ahead", pytest.approx(1 - own / base))
     assert objective.judge(genes, means := np.array([1.0, 1.0, 0.0]), means, weights, train=train)[1] == []
 
 

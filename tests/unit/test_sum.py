@@ -174,8 +174,8 @@ def test_two_heads_of_one_name_are_refused() -> None:
     parts = SumConfig.model_validate({"parts": {"masked_value": {}}}).parts | {"other": _OtherConfig()}
     object.__setattr__(parts["other"], "weight", 1.0)
     objective = Sum(SumConfig.model_construct(name="sum", parts=parts), TOKENS)
-    model = torch.nn.Module()
-    model.width, model.plan = 4, SimpleNamespace(begin=())  # type: ignore[assignment]
+    model: Any = torch.nn.Module()
+    model.width, model.plan, model.head_activation, model.head_norm_eps = 4, SimpleNamespace(begin=()), torch.nn.GELU, 1
     with pytest.raises(
         ConfigError, match=r"objective\.parts\.other: its head head has the name of another part's; leave"
     ):
