@@ -1,0 +1,103 @@
+"""Every run of every example trains: a tiny copy of it, on simulated cells or sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cellmill.cli import main
+from cellmill.config.load import load_config
+from tests.distributed.pool import Pool
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = [ROOT / "config" / "config.yaml", *sorted((ROOT / "config" / "examples").glob("*.yaml"))]
+SMALLER = {"hidden": 16, "layers": 2, "heads": 2, "latent": 8}
+STEPS = {"steps": 2, "epochs": None, "global_batch": 16, "token_budget": 2048, "warmup_steps": 1, "val_every_steps": 2}
+
+
+def _runs() -> list[Any]:
+    runs = {path: yaml.safe_load(path.read_text(encoding="utf-8"))["runs"] for path in FILES}
+    return [pytest.param(path, run, id=f"{path.stem}-{run}") for path, names in runs.items() for run in names]
+
+
+def _tiny(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a run with few small steps, in one process."""
+    model = options["model"] | {key: value for key, value in SMALLER.items() if options["model"].get(key)}
+    changed = {"model": model, "parallel": {}, "stream": {"lanes": 2, "block_cells": 8, "window_blocks": 2}}
+    changed["tokens"] = options["tokens"] | {"max_tokens": min(48, options["tokens"]["max_tokens"])}
+    changed["train"] = options["train"] | STEPS
+    return options | changed
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folder of a corpus of cells and of one of sequences."""
+    made = {}
+    for kind, suffix, keep in (("cells", "h5ad", "min_genes: 1"), ("sequences", "fasta", "min_counts: 1")):
+        folder = made[kind] = tmp_path_factory.mktemp(kind)
+        raw, cells, genes = (folder / name for name in (f"raw.{suffix}", "cells.h5ad", "vocabulary.tsv"))
+        (folder / "table.tsv").write_text(f"dataset\tpath\nsim\t{raw}\n")
+        config = folder / "config.yaml"
+        config.write_text(
+            f"corpora: {{sim: {{table: {folder}/table.tsv}}}}\npreprocess: {{{keep}}}\nshard: {{val_frac: 0.2}}\n"
+            "tokens: {tokenizer: rank}\nobjective: {name: masked_gene}\nruns: {a: {corpus: sim}}\ntrain: {steps: 1}\n"
+        )
+        shared = ["--config", str(config), "--corpus", "sim"]
+        for command in (
+            ["simulate", "--out", str(raw), "--cells", "120", *(["--genes", "90"] if kind == "cells" else [])],
+            [
+                "preprocess",
+                *shared,
+                "--input",
+                str(raw),
+                "--dataset",
+                "sim",
+                "--out",
+                str(cells),
+                "--report",
+                str(folder / "qc.json"),
+            ],
+            ["vocabulary", *shared, "--cells", str(cells), "--out", str(genes)],
+            [
+                "shard",
+                *shared,
+                "--cells",
+                str(cells),
+                "--vocabulary",
+                str(genes),
+                "--out",
+                str(folder / "shards" / "manifest.json"),
+            ],
+        ):
+            assert main(command) == 0
+    return made
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Pool]:
+    pool = Pool(1, 1)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(("path", "run"), _runs())
+def test_the_example_trains(
+    path: Path, run: str, corpora: dict[str, Path], process: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "hf" in path.stem and find_spec("transformers") is None:
+        pytest.skip("the package transformers is not installed")
+    monkeypatch.chdir(ROOT)  # examples name their tables from there
+    options = load_config(path).section("train", run)
+    kind = "sequences" if options["tokens"]["tokenizer"] == "sequence" else "cells"
+    lines = process.run("logged", corpus=str(corpora[kind]), options=_tiny(options), folder=str(tmp_path), steps=2)[0]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == 2
+    assert losses[0] != losses[1]
+    assert all(math.isfinite(value) for line in lines for key, value in line.items() if "loss" in key)
+    assert any("val_loss" in line for line in lines)
