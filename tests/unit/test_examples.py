@@ -48,34 +48,14 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             f"corpora: {{sim: {{table: {folder}/table.tsv}}}}\npreprocess: {{{keep}}}\nshard: {{val_frac: 0.2}}\n"
             "tokens: {tokenizer: rank}\nobjective: {name: masked_gene}\nruns: {a: {corpus: sim}}\ntrain: {steps: 1}\n"
         )
-        shared = ["--config", str(config), "--corpus", "sim"]
+        shared = f"--config {config} --corpus sim"
         for command in (
-            ["simulate", "--out", str(raw), "--cells", "120", *(["--genes", "90"] if kind == "cells" else [])],
-            [
-                "preprocess",
-                *shared,
-                "--input",
-                str(raw),
-                "--dataset",
-                "sim",
-                "--out",
-                str(cells),
-                "--report",
-                str(folder / "qc.json"),
-            ],
-            ["vocabulary", *shared, "--cells", str(cells), "--out", str(genes)],
-            [
-                "shard",
-                *shared,
-                "--cells",
-                str(cells),
-                "--vocabulary",
-                str(genes),
-                "--out",
-                str(folder / "shards" / "manifest.json"),
-            ],
+            f"simulate --out {raw} --cells 120 {'--genes 90' if kind == 'cells' else ''}",
+            f"preprocess {shared} --input {raw} --dataset sim --out {cells} --report {folder}/qc.json",
+            f"vocabulary {shared} --cells {cells} --out {genes}",
+            f"shard {shared} --cells {cells} --vocabulary {genes} --out {folder}/shards/manifest.json",
         ):
-            assert main(command) == 0
+            assert main(command.split()) == 0
     return made
 
 
