@@ -107,6 +107,11 @@ def _is_short(value: Any) -> bool:
     return value is not None and not isinstance(value, dict)
 
 
+def _listed(options: dict[str, Any], name: str) -> str:
+    """Options of a part of the model for a row of the card, without its `name`."""
+    return ", ".join(f"{key} {options[key]}" for key in options if key != name and _is_short(options[key]))
+
+
 def model_card(config: dict[str, Any], parameters: int) -> str:
     """Return the README of an export: the model, its training, and its limits."""
     model = config["model"]
@@ -114,7 +119,7 @@ def model_card(config: dict[str, Any], parameters: int) -> str:
     if config["tokens"]["tokenizer"] == "sequence":
         goes_in = "Tokens are residues; a FASTA file of proteins goes in."
     loss = "not validated" if config["val_loss"] is None else f"{config['val_loss']:.4f}"
-    shape = ", ".join(f"{key} {model[key]}" for key in model if key != "family" and _is_short(model[key]))
+    shape, objective = _listed(model, "family"), _listed(config["objective"], "name")
     return f"""---
 library_name: cellmill
 tags: [single-cell, transcriptomics, {config["family"]}]
@@ -125,6 +130,7 @@ tags: [single-cell, transcriptomics, {config["family"]}]
 |---|---|
 | parameters | {parameters:,} |
 | architecture | {shape} |
+| objective | {config["objective"]["name"]}{objective and ": "}{objective} |
 | tokens | {config["tokens"]["tokenizer"]}, at most {config["tokens"]["max_tokens"]} a cell |
 | vocabulary | {config["n_genes"]:,} genes, digest `{config["vocabulary_digest"][:16]}` |
 | training data | fingerprint `{config["fingerprint"][:16]}` |
