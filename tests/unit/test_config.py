@@ -466,8 +466,10 @@ def test_a_new_section_is_documented_and_in_the_schema(basket: Callable[..., Wor
     validate(GOOD | {"dessert": {"name": "installed", "any": 3}, "basket": {"fruits": {"installed": {"any": 3}}}})
 
 
-def test_the_former_name_of_a_family_is_the_same_run(config: Config) -> None:
-    runs = {"old": {"corpus": "pbmc", "model": {"family": "masked"}}, "new": {"corpus": "pbmc"}}
+def test_the_former_name_of_a_family_is_the_same_run_with_the_objective_that_was_its_default(config: Config) -> None:
+    own = {"new": {"objective": {"name": "masked_value"}, "model": {"family": "encoder"}}, "old": {}}
+    runs = {name: {"corpus": "pbmc"} | options for name, options in own.items()}
     read = config(model={"family": "masked", "layers": 3}, runs=runs).runs
     assert read["old"].model.model_dump() == read["new"].model.model_dump()
     assert (read["old"].model.family, read["old"].model.layers) == ("encoder", 3)
+    assert read["old"].objective.model_dump() == read["new"].objective.model_dump()
