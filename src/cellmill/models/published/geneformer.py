@@ -71,8 +71,8 @@ def import_geneformer(
         genes.n_genes,
     )
     names = [*SPECIAL, *genes.gene_ids]
-    rows = torch.tensor([tokens[name] for name in names])
-    tensors = _renamed(path, theirs, model, rows, [tokens[name] for name in ("<cls>", "<eos>")[: model.n_ends]])
+    rows = torch.tensor([int(tokens[name]) for name in names])
+    tensors = _renamed(path, theirs, model, rows, [int(tokens[name]) for name in ("<cls>", "<eos>")[: model.n_ends]])
     source = {"model": "Geneformer", "weights": str(path), "weights_digest": sha256_file(path)}
     n_left_out = sum(not name.startswith("<") for name in tokens) - genes.n_genes
     untrained = write_model(out, spec, genes, tensors, source | {"genes_left_out": n_left_out})
