@@ -51,6 +51,10 @@ def run(
     if not 0 <= temperature < np.inf:
         raise ConfigError(f"--temperature: expected 0 or more, got {temperature:g}")
     first = prompt_rows(prompt, vocabulary)
+    if len(first) > tokens.max_tokens:
+        raise ConfigError(
+            f"--prompt: expected at most {tokens.max_tokens} genes (tokens.max_tokens of the model), got {len(first)}"
+        )
     if not max(1, len(first)) <= (max_genes or tokens.max_tokens) <= tokens.max_tokens:
         raise ConfigError(
             f"--max-genes: expected {max(1, len(first))} (genes of --prompt) to {tokens.max_tokens} "
