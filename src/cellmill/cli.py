@@ -263,9 +263,12 @@ def _machine(parser: Any, names: Iterable[str]) -> None:
 
 
 def _count(text: str) -> int:
-    number = int(float(text))
+    try:
+        number = int(float(text))
+    except (ValueError, OverflowError):
+        number = 0
     if not 1 <= number <= 10**12:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to 10^12, got {text!r}")
     return number
 
 

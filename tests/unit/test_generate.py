@@ -161,6 +161,8 @@ def test_the_file_has_genes_in_generated_order(tmp_path: Path, capsys: pytest.Ca
         ("--prompt g7,g99", {}, "--prompt: 'g99' is not in the model's vocabulary; did you mean 'g9'?"),
         ("--prompt g7,g7", {}, "--prompt: 'g7' is there twice"),
         ("--max-genes 17", {}, "--max-genes: expected 1 (genes of --prompt) to 16 (tokens.max_tokens of the model)"),
+        (f"--prompt {','.join(f'g{i}' for i in range(17))}", {}, "--prompt: expected at most 16 genes (tokens.max_tok"),
+        ("--seed -1", {}, "--seed: expected 0 to 2147483647, got -1"),
         ("--temperature -1", {}, "--temperature: expected 0 or more, got -1"),
         ("", {"family": "encoder", "objective": "masked_gene"}, "train one of model.family autoregressive"),
     ],

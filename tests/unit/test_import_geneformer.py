@@ -17,7 +17,7 @@ import torch
 from cellmill.config.tokens import SPECIAL
 from cellmill.data.counts_reader import open_counts
 from cellmill.data.genes import match_columns
-from cellmill.errors import DataError
+from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.embed import load_for_inference, tokens_of
 from cellmill.models.batch import TensorBatch
 from cellmill.models.encoder_batch import whole
@@ -215,3 +215,56 @@ def test_folders_that_are_no_geneformer_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"expected one token_dictionary\*.pkl, got token_dictionary_gc.pkl, token_di"):
         import_geneformer(folder, out)
     assert not (out / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("gene_median", 0.0, f"{GENES[0]}: expected a median above 0, got 0.0"),
+        ("gene_median", float("nan"), "expected a median above 0, got nan"),
+        ("token", 3.5, f"{GENES[0]}: expected a token, a whole number from 0, got 3.5"),
+        ("token", 2**70, "expected a token, a whole number from 0"),
+    ],
+)
+def test_values_that_are_no_medians_or_tokens_are_refused(name: str, value: Any, problem: str, tmp_path: Path) -> None:
+    folder = geneformer_folder(tmp_path / "published", GENES)
+    path = folder / f"{name}_dictionary_gc.pkl"
+    path.write_bytes(pickle.dumps(read_numbers(path) | {GENES[0]: value}))
+    with pytest.raises(DataError, match=problem):
+        import_geneformer(folder, tmp_path / "model")
+
+
+def test_files_that_no_import_wrote_are_not_replaced(tmp_path: Path) -> None:
+    folder = geneformer_folder(tmp_path / "published", GENES, "V2")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ConfigError, match="published: expected a new folder, or that of an earlier import, got one"):
+        import_geneformer(folder, folder)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    out = tmp_path / "model"
+    import_geneformer(folder, out)
+    (out / "config.json").unlink()  # as after a kill
+    import_geneformer(folder, out)
+    import_geneformer(folder, out)
+    (out / "config.json").write_text("{}")  # of a run
+    with pytest.raises(ConfigError, match=r"got one with config\.json"):
+        import_geneformer(folder, out)
+
+
+def test_weights_that_are_not_finite_or_of_other_heads_are_refused(tmp_path: Path) -> None:
+    folder = geneformer_folder(tmp_path / "published", GENES)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 18, "num_attention_heads": 3}))
+    with pytest.raises(DataError, match="expected queries, keys and values of 3 equal heads, got 16 rows"):
+        import_geneformer(folder, tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = torch.load(folder / "pytorch_model.bin")
+    weights["bert.embeddings.word_embeddings.weight"][:] = torch.nan
+    torch.save(weights, folder / "pytorch_model.bin")
+    with pytest.raises(DataError, match=r"gene_embedding\.weight has values that are not finite"):
+        import_geneformer(folder, tmp_path / "model")
+
+
+def test_a_folder_without_room_for_a_gene_is_refused(tmp_path: Path) -> None:
+    folder = geneformer_folder(tmp_path / "published", GENES, "V2", positions=2)
+    with pytest.raises(DataError, match="max_position_embeddings: expected more than the 2 of <cls> and <eos>, got 2"):
+        import_geneformer(folder, tmp_path / "model")

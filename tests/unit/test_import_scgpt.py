@@ -102,6 +102,8 @@ def test_symbols_become_ensembl_ids_and_the_others_are_counted(tmp_path: Path) -
         ({"input_emb_style": "category"}, "expected post-norm blocks over continuous values, but input_emb_style is"),
         ({"pre_norm": True}, "but pre_norm is set"),
         ({"d_hid": 32}, r"expected a tensor of shape \(32, 16\) for blocks.0.up.weight, got \(24, 16\)"),
+        ({"n_bins": "51"}, "n_bins: expected a whole number from 3, got '51'"),
+        ({"n_bins": 2}, "n_bins: expected a whole number from 3, got 2"),
         ({"nlayers": 3}, "transformer_encoder.layers.2.self_attn.in_proj_weight is missing"),
     ],
     ids=str,
@@ -112,3 +114,13 @@ def test_folders_of_other_models_are_refused(change: dict[str, Any], problem: st
     (folder / "args.json").write_text(json.dumps(args | change))
     with pytest.raises(DataError, match=problem):
         import_scgpt(folder, tmp_path / "model")
+
+
+def test_damaged_weights_are_named(tmp_path: Path) -> None:
+    """torch raises a KeyError, an OSError without a name, and other errors for damaged files."""
+    folder = scgpt_folder(tmp_path / "published", NAMES)
+    whole = (folder / "best_model.pt").read_bytes()
+    for size in range(0, len(whole), 1000):
+        (folder / "best_model.pt").write_bytes(whole[:size])
+        with pytest.raises(DataError, match=r"best_model\.pt: cannot be read safely: \S"):
+            import_scgpt(folder, tmp_path / "model")

@@ -149,3 +149,9 @@ def test_options_of_the_objective_may_be_changed_for_judging(tmp_path: Path, cor
     message = r"^evaluate\.tasks\.reconstruct\.objective: unknown key 'mask_fraq'; did you mean 'mask_frac'\?$"
     with pytest.raises(ConfigError, match=message):
         _judged(corpus, model, objective={"mask_fraq": 0.1})
+
+
+def test_a_change_of_the_trained_parameters_is_refused(tmp_path: Path, corpus: dict[str, Path]) -> None:
+    model = _load(tmp_path, corpus, "continuous", "cell_decoding")
+    with pytest.raises(ConfigError, match=r"{'decoder_hidden': 7}, which changes decoder\.0\.bias"):
+        _judged(corpus, model, objective={"decoder_hidden": 7})

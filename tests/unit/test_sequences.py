@@ -75,13 +75,24 @@ def test_records_are_read_in_order_with_the_fields_of_their_headers(fasta: Path)
         ("MKV\n>a\n", "not a FASTA file: expected a line that begins with '>', got b'MKV'"),
         (">a\nM\n>a\nK\n", "record names are not unique: 'a' occurs 2 times; rename one of them"),
         ("\n", "empty: no record"),
+        (">a\rMKV\r>b\rMKL\r", "expected lines that end with \\n or \\r\\n, got \\r alone; convert it"),
     ],
 )
 def test_a_file_that_is_no_fasta_of_proteins_is_named(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "bad.fa").write_text(text)
+    (tmp_path / "bad.fa").write_bytes(text.encode())
     with pytest.raises(DataError) as caught:
         list(open_dataset(tmp_path / "bad.fa").rows())
     assert f"{tmp_path}/bad.fa: {message}" in str(caught.value)
+
+
+def test_a_name_ends_at_a_tab_and_no_field_is_the_reserved_index(tmp_path: Path) -> None:
+    (tmp_path / "tabs.fa").write_text(">a\tOS=Homo sapiens\tchain=A\nMKV\n>b _index=3 chain=B\nMKL\n")
+    with open_dataset(tmp_path / "tabs.fa") as reader:
+        obs = reader.obs
+    assert list(obs.index) == ["a", "b"]
+    assert list(obs["chain"]) == ["A", "B"]
+    assert obs["OS"].iloc[0] == "Homo sapiens"
+    assert "_index" not in obs
 
 
 def test_a_truncated_gzip_file_is_named(fasta: Path) -> None:

@@ -24,7 +24,7 @@ from cellmill.errors import ConfigError, DataError
 Record = tuple[str, str, bytes]
 """Name, rest of the header, and sequence without white space."""
 
-_FIELD = re.compile(r"(?:^|\s)(\w+)=(.*?)(?=\s\w+=|$)")
+_FIELD = re.compile(r"(?:^|\s)([^\W_]\w*)=(.*?)(?=\s[^\W_]\w*=|$)")  # `_index` is reserved in .h5ad
 _STOP = b"*"
 _UNKNOWN = -1
 _COLUMN = np.full(256, _UNKNOWN, np.int32)
@@ -98,10 +98,10 @@ def _records(path: Path) -> Iterator[Record]:
         if line.startswith(b">"):
             if name is not None:
                 yield name, header, b"".join(lines)
-            first, _, header = line[1:].decode("utf-8", "replace").strip().partition(" ")
-            if not first:
+            words = line[1:].decode("utf-8", "replace").split(maxsplit=1)
+            if not words:
                 raise DataError(f"{path}: a record has no name; expected a word after '>'")
-            name, lines = first, []
+            name, header, lines = words[0], "".join(words[1:]), []
         elif name is None and line:
             raise DataError(f"{path}: not a FASTA file: expected a line that begins with '>', got {line[:20]!r}")
         else:
@@ -115,7 +115,9 @@ def _lines(path: Path) -> Iterator[bytes]:
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             for line in file:
-                yield line.strip()
+                if b"\r" in (stripped := line.strip()):
+                    raise DataError(f"{path}: expected lines that end with \\n or \\r\\n, got \\r alone; convert it")
+                yield stripped
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except (OSError, EOFError, zlib.error) as error:

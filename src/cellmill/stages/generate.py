@@ -46,18 +46,21 @@ def run(
     for name, value, least in (("cells", cells, 1), ("top-k", top_k, 0), ("batch-cells", batch_cells, 1)):
         if value < least:
             raise ConfigError(f"--{name}: expected at least {least}, got {value}")
+    if not 0 <= seed < 2**31:
+        raise ConfigError(f"--seed: expected 0 to {2**31 - 1}, got {seed}")
     if not 0 <= temperature < np.inf:
         raise ConfigError(f"--temperature: expected 0 or more, got {temperature:g}")
     first = prompt_rows(prompt, vocabulary)
+    if len(first) > tokens.max_tokens:
+        raise ConfigError(
+            f"--prompt: expected at most {tokens.max_tokens} genes (tokens.max_tokens of the model), got {len(first)}"
+        )
     if not max(1, len(first)) <= (max_genes or tokens.max_tokens) <= tokens.max_tokens:
         raise ConfigError(
             f"--max-genes: expected {max(1, len(first))} (genes of --prompt) to {tokens.max_tokens} "
             f"(tokens.max_tokens of the model), got {max_genes or tokens.max_tokens}"
         )
     sampling = Sampling(max_genes or tokens.max_tokens, temperature, top_k or None, seed, first)
-    drawn: list[GeneratedCell] = []
-    for start in range(0, cells, batch_cells):
-        drawn += generate_cells(generator, sampling, range(start, min(start + batch_cells, cells)))
     about = {
         "model_digest": sha256_file(model / "model.safetensors"),
         "vocabulary_digest": vocabulary.digest,
@@ -68,8 +71,11 @@ def run(
         "max_genes": sampling.max_genes,
         "prompt": [vocabulary.gene_ids[row] for row in first],
     }
-    adata = as_anndata(drawn, vocabulary, about)
-    with create_h5(out) as file:
+    drawn: list[GeneratedCell] = []
+    with create_h5(out) as file:  # a folder that cannot be written is said before cells are drawn
+        for start in range(0, cells, batch_cells):
+            drawn += generate_cells(generator, sampling, range(start, min(start + batch_cells, cells)))
+        adata = as_anndata(drawn, vocabulary, about)
         write_elem(file, "/", adata)
     print(f"{cells:,} cells, {adata.obs['n_genes'].median():g} genes at the median -> {out}")
     if cut := int((~adata.obs["ended"]).sum()):

@@ -13,6 +13,7 @@ from cellmill.config.load import check_options
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.data.genes import match_columns
 from cellmill.data.tokens import split_batch
+from cellmill.errors import ConfigError
 from cellmill.evaluate.embed import ROW_BLOCK, levels_of, tokens_of
 from cellmill.evaluate.task import TOKEN_BUDGET, Context, EvaluatedModel, TaskResult
 from cellmill.models.batch import on_device, to_tensors
@@ -47,7 +48,14 @@ class Reconstruct:
         changed = spec.objective.model_dump() | self.config.objective
         objective = check_options(ObjectiveConfig, changed, "evaluate.tasks.reconstruct.objective")
         network = build(replace(spec, objective=objective)).to_empty(device="cpu")
-        network.load_state_dict(model.network.state_dict(), assign=True)
+        own, trained = network.state_dict(), model.network.state_dict()
+        shapes = {(name, tensor.shape) for name, tensor in own.items()}
+        if differing := sorted(shapes ^ {(name, tensor.shape) for name, tensor in trained.items()}):
+            raise ConfigError(
+                f"evaluate.tasks.reconstruct.objective: expected options that leave the trained parameters as they "
+                f"are, got {self.config.objective}, which changes {differing[0][0]}; leave out what changes it"
+            )
+        network.load_state_dict(trained, assign=True)
         return network.eval()
 
 

@@ -31,7 +31,9 @@ def _weighted(objective: type[ObjectiveConfig]) -> type[ObjectiveConfig]:
 
 
 def _parts(value: Any) -> Any:
-    return by_name(ObjectiveConfig, value, _choice)
+    if not (parts := by_name(ObjectiveConfig, value, _choice)):
+        raise ValueError("expected at least one objective with its options, such as cell_decoding: {}, got none")
+    return parts
 
 
 class SumConfig(ObjectiveConfig):
@@ -45,7 +47,6 @@ class SumConfig(ObjectiveConfig):
         BeforeValidator(_parts),
         WithJsonSchema({"type": "object", "additionalProperties": {"type": ["object", "null"]}}),
     ] = Field(
-        min_length=1,
         description="Objectives, each with its options and `weight`, the factor of its mean loss (1.0). At most one "
         "draws a view (cell_decoding), which all of them then see, and at most one hides tokens (masked_value or "
         "masked_gene).",

@@ -28,9 +28,10 @@ from cellmill.files import sha256_file
 from cellmill.models.build import ModelSpec
 from cellmill.models.published.model_folder import write_model
 from cellmill.models.published.pickles import read_numbers
-from cellmill.models.published.tensors import joined_heads, read_mapping, read_weights, require
+from cellmill.models.published.tensors import check_tokens, joined_heads, read_mapping, read_weights, require
 
 HEAD = "cls.predictions."
+SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # medians that we can store
 LAYER = {
     "attention.output.dense": "out",
     "attention.output.LayerNorm": "attention_norm",
@@ -58,6 +59,11 @@ def import_geneformer(
     path, theirs = read_weights(folder, "model.safetensors", "pytorch_model.bin")
     model = _family(config, ends, pooling or ("mean" if ends == "none" else "cls"), embed_layer)
     longest = config["max_position_embeddings"] - model.n_ends
+    if longest < 1:
+        raise DataError(
+            f"{config_path}: max_position_embeddings: expected more than the {model.n_ends} of <cls> and <eos>, got "
+            f"{config['max_position_embeddings']}"
+        )
     spec = ModelSpec(
         model,
         ObjectiveConfig.model_validate({"name": "masked_gene", "cell_loss_weight": 0}),
@@ -117,7 +123,12 @@ def _dictionary(folder: Path, name: str) -> dict[str, int | float]:
 def _vocabulary(folder: Path, tokens: dict[str, Any], medians: dict[str, Any]) -> Vocabulary:
     if missing := [name for name in SPECIAL if name not in tokens]:
         raise DataError(f"{folder}: token_dictionary: the token {missing[0]} is missing")
+    check_tokens(folder / "token_dictionary", tokens)
     genes = sorted(name for name in tokens if name in medians and not name.startswith("<"))
+    if wrong := [name for name in genes if not SMALLEST <= medians[name] <= LARGEST]:
+        raise DataError(
+            f"{folder}: gene_median_dictionary: {wrong[0]}: expected a median above 0, got {medians[wrong[0]]!r}"
+        )
     if not genes:
         raise DataError(f"{folder}: token_dictionary and gene_median_dictionary have no gene in common")
     symbols = gene_symbols("human")
@@ -158,7 +169,7 @@ def _renamed(
         layer, block = f"{start}encoder.layer.{index}.", f"blocks.{index}."
         for kind in ("weight", "bias"):
             parts = [take(f"{layer}attention.self.{part}.{kind}") for part in ("query", "key", "value")]
-            ours[f"{block}qkv.{kind}"] = joined_heads(parts[0], parts[1], parts[2], model.heads)
+            ours[f"{block}qkv.{kind}"] = joined_heads(path, parts[0], parts[1], parts[2], model.heads)
         for name, own in LAYER.items():
             ours |= pair(layer + name, block + own)
     if f"{HEAD}bias" in theirs:

@@ -8,10 +8,15 @@ import torch
 
 from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.data.vocabulary import Vocabulary
-from cellmill.errors import DataError
+from cellmill.errors import ConfigError, DataError
 from cellmill.files import sha256_file, write_json, write_text
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors, write_tensors
+from cellmill.models.published.tensors import read_mapping
+
+IMPORTED = "imported"
+"""In place of the fingerprint of training data."""
+FILES = ("config.json", "model.safetensors", "vocabulary.tsv", "README.md")
 
 
 def write_model(
@@ -20,8 +25,9 @@ def write_model(
     """Write the model folder `out`; config.json, with `source`, is written last.
 
     Parameters of the model that `tensors` lacks get their initial values of seed 0; returns their names. Raises
-    DataError for a tensor of another shape.
+    DataError for a tensor of another shape or without a finite value, ConfigError for an `out` that no import wrote.
     """
+    _refuse_other_files(out)
     model = build(spec)
     written, untrained = {}, []
     for name, initial in initial_tensors(model, 0, None, genes):
@@ -33,6 +39,8 @@ def write_model(
                 f"{tuple(tensors[name].shape)}; its configuration is another model's"
             )
         written[name] = tensors.get(name, initial).float().contiguous()
+        if not written[name].isfinite().all():
+            raise DataError(f"{source['weights']}: {name} has values that are not finite; copy the file again")
     (out / "config.json").unlink(missing_ok=True)
     write_tensors(out / "model.safetensors", written)
     genes.write(out / "vocabulary.tsv")
@@ -44,7 +52,7 @@ def write_model(
         "tokens": spec.tokens.model_dump(mode="json"),
         "n_genes": genes.n_genes,
         "vocabulary_digest": genes.digest,
-        "fingerprint": "imported",
+        "fingerprint": IMPORTED,
         "init_from": str(source["weights"]),
         "step": 0,
         "val_loss": None,
@@ -55,6 +63,20 @@ def write_model(
     write_text(out / "README.md", imported_card(config, sum(tensor.numel() for tensor in written.values())))
     write_json(out / "config.json", config)
     return untrained
+
+
+def _refuse_other_files(out: Path) -> None:
+    """Raise ConfigError for a folder with files of others, such as those that are read, or the model of a run."""
+    if not out.is_dir():
+        return
+    config = out / "config.json"
+    if config.exists() and read_mapping(config).get("fingerprint") == IMPORTED:
+        return
+    # an import that was killed has left the others, and temporary files, which begin with a dot
+    if others := sorted(p.name for p in out.iterdir() if p.name not in FILES[1:] and not p.name.startswith(".")):
+        raise ConfigError(
+            f"--out {out}: expected a new folder, or that of an earlier import, got one with {others[0]}; set another"
+        )
 
 
 def imported_card(config: dict[str, Any], parameters: int) -> str:

@@ -23,11 +23,11 @@ from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.tokens import Tokens
 from cellmill.data.genes import map_genes
 from cellmill.data.vocabulary import Vocabulary
-from cellmill.errors import DataError
+from cellmill.errors import ConfigError, DataError
 from cellmill.files import sha256_file
 from cellmill.models.build import ModelSpec
 from cellmill.models.published.model_folder import write_model
-from cellmill.models.published.tensors import joined_heads, read_mapping, read_weights, require
+from cellmill.models.published.tensors import check_tokens, joined_heads, read_mapping, read_weights, require
 
 LAYER = {"norm1": "attention_norm", "linear1": "up", "linear2": "down", "norm2": "ffn_norm"}
 """Modules of a layer of scGPT, and ours."""
@@ -37,6 +37,8 @@ OUT = ("self_attn.out_proj.{}", "self_attn._impl.out_proj.{}")
 
 def import_scgpt(folder: Path, out: Path, organism: str = "human", max_tokens: int = 1200) -> str:
     """Write the model folder `out`; returns the line to print. `max_tokens` counts <cls>, as scGPT's max_length."""
+    if max_tokens < 2:
+        raise ConfigError(f"--max-tokens: expected at least 2, <cls> and a gene, got {max_tokens}")
     path, theirs = read_weights(folder, "best_model.pt", "model.safetensors")
     config_path = folder / "args.json"
     config = _checked(config_path, read_mapping(config_path), path, theirs)
@@ -79,6 +81,8 @@ def _checked(path: Path, config: dict[str, Any], weights: Path, theirs: dict[str
     for name in ("embsize", "nheads", "d_hid", "nlayers"):
         if not isinstance(require(path, config, name), int):
             raise DataError(f"{path}: {name}: expected a number, got {config[name]!r}")
+    if type(bins := config.get("n_bins", 51)) is not int or bins < 3:
+        raise DataError(f"{path}: n_bins: expected a whole number from 3, got {bins!r}")
     style = config.get("input_emb_style", "continuous")
     if style != "continuous" or config.get("pre_norm"):
         problem = "pre_norm is set" if config.get("pre_norm") else f"input_emb_style is {style!r}"
@@ -92,8 +96,7 @@ def _tokens(path: Path) -> dict[str, int]:
     tokens = read_mapping(path)
     for name in ("<pad>", "<cls>"):
         require(path, tokens, name)
-    if wrong := [name for name, token in tokens.items() if not isinstance(token, int) or token < 0]:
-        raise DataError(f"{path}: {wrong[0]}: expected a token, got {tokens[wrong[0]]!r}")
+    check_tokens(path, tokens)
     return tokens
 
 
@@ -152,7 +155,7 @@ def _renamed(
         layer, block = f"transformer_encoder.layers.{index}.", f"blocks.{index}."
         for kind in ("weight", "bias"):
             q, k, v = take(*(layer + name.format(kind) for name in QKV)).chunk(3)
-            ours[f"{block}qkv.{kind}"] = joined_heads(q, k, v, model.heads)
+            ours[f"{block}qkv.{kind}"] = joined_heads(path, q, k, v, model.heads)
             ours[f"{block}out.{kind}"] = take(*(layer + name.format(kind) for name in OUT))
         for name, own in LAYER.items():
             ours |= pair(layer + name, block + own)
