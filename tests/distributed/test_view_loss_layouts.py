@@ -21,7 +21,6 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
     ("encoder", {"strategy": "ddp"}, 256),
     ("encoder", {"sharding_strategy": "HYBRID_SHARD"}, 256),
     ("encoder", {"sharding_strategy": "FULL_SHARD", "tp": 2, "sequence_parallel": True}, 4096),
-    ("encoder", {"pp": 2, "sharding_strategy": "FULL_SHARD"}, 256),
     ("profile", {"strategy": "ddp"}, 4096),
 ]
 STEPS = 4
