@@ -10,6 +10,7 @@ import pytest
 
 from tests.distributed import cases
 from tests.distributed.conftest import options
+from tests.distributed.curves import assert_curve_in_every_rank
 from tests.distributed.pool import Pool
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -37,6 +38,5 @@ def reference(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory
 def test_curves_are_those_of_one_process(
     pool: Pool, corpus: str, reference: np.ndarray, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
-    curves = pool.run("curve", corpus=corpus, options=_options(layout), folder=str(tmp_path), steps=STEPS)
-    np.testing.assert_allclose(np.array(curves[0]), reference, atol=5e-6, rtol=5e-6)
-    assert all(curve == curves[0] for curve in curves), "ranks disagree about a number that is global"
+    given = {"corpus": corpus, "options": _options(layout), "folder": str(tmp_path), "steps": STEPS}
+    assert_curve_in_every_rank(pool, given, reference)

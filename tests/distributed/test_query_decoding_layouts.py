@@ -10,6 +10,7 @@ import pytest
 
 from tests.distributed import cases
 from tests.distributed.conftest import options
+from tests.distributed.curves import assert_curve_in_every_rank, curves_of_one_process
 from tests.distributed.pool import Pool
 from tests.models import split
 
@@ -37,17 +38,15 @@ def _options(model: str, layout: dict[str, Any] | None = None) -> dict[str, Any]
 @pytest.fixture(scope="module")
 def references(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     """Curves of one process."""
-    folders = {name: str(tmp_path_factory.mktemp("one")) for name in MODELS}
-    return {name: np.array(cases.curve(corpus, _options(name), folders[name], STEPS)) for name in MODELS}
+    return curves_of_one_process(corpus, {name: _options(name) for name in MODELS}, tmp_path_factory, STEPS)
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=str)
 def test_curves_are_those_of_one_process(
     pool: Pool, corpus: str, references: dict[str, np.ndarray], tmp_path: Path, model: str, layout: dict[str, Any]
 ) -> None:
-    curves = pool.run("curve", corpus=corpus, options=_options(model, layout), folder=str(tmp_path), steps=STEPS)
-    np.testing.assert_allclose(np.array(curves[0]), references[model], atol=5e-6, rtol=5e-6)
-    assert all(curve == curves[0] for curve in curves), "ranks disagree about a number that is global"
+    given = {"corpus": corpus, "options": _options(model, layout), "folder": str(tmp_path), "steps": STEPS}
+    assert_curve_in_every_rank(pool, given, references[model])
 
 
 def test_a_run_of_one_process_goes_on_in_another_layout(

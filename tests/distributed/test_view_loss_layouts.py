@@ -10,6 +10,7 @@ import pytest
 
 from tests.distributed import cases
 from tests.distributed.conftest import options
+from tests.distributed.curves import assert_curve_in_every_rank, curves_of_one_process
 from tests.distributed.pool import Pool
 from tests.models import split
 
@@ -35,8 +36,7 @@ def _options(model: str, token_budget: int, layout: dict[str, Any] | None = None
 @pytest.fixture(scope="module")
 def references(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     """Curves of one process with one micro-batch a step."""
-    folders = {name: str(tmp_path_factory.mktemp("one")) for name in MODELS}
-    return {name: np.array(cases.curve(corpus, _options(name, 4096), folders[name], STEPS)) for name in MODELS}
+    return curves_of_one_process(corpus, {name: _options(name, 4096) for name in MODELS}, tmp_path_factory, STEPS)
 
 
 @pytest.mark.parametrize(("model", "layout", "token_budget"), CASES, ids=str)
@@ -49,10 +49,13 @@ def test_curves_are_those_of_one_process(
     layout: dict[str, Any],
     token_budget: int,
 ) -> None:
-    given = _options(model, token_budget, layout)
-    curves = pool.run("curve", corpus=corpus, options=given, folder=str(tmp_path), steps=STEPS)
-    np.testing.assert_allclose(np.array(curves[0]), references[model], atol=5e-6, rtol=5e-6)
-    assert all(curve == curves[0] for curve in curves), "ranks disagree about a number that is global"
+    given = {
+        "corpus": corpus,
+        "options": _options(model, token_budget, layout),
+        "folder": str(tmp_path),
+        "steps": STEPS,
+    }
+    assert_curve_in_every_rank(pool, given, references[model])
 
 
 def test_a_micro_batch_is_any_part_of_a_step(

@@ -1,7 +1,7 @@
 """A packed batch of cells as tensors."""
 
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import functional as F
@@ -10,6 +10,7 @@ from cellmill.config.tokens import SPECIAL
 from cellmill.data.tokens import Batch
 
 CPU = torch.device("cpu")
+PAD_TOKEN, MASK_TOKEN = (SPECIAL.index(token) for token in ("<pad>", "<mask>"))
 PAD_CELL = 256  # tokens of one cell of padding: the cost of attention grows with the square of a cell's length
 
 
@@ -33,6 +34,9 @@ class TensorBatch:
     """(cells, columns) int64, where asked for: numbers of levels of obs columns, 0 for unknown ones."""
     covariate_rows: torch.Tensor | None = None
     """(tokens,) int64, where cells have tokens of obs columns (`models.covariates`): row of its embedding, or 0."""
+
+
+AnyBatch = TypeVar("AnyBatch", bound=TensorBatch)
 
 
 def to_tensors(batch: Batch, device: torch.device = CPU) -> TensorBatch:
@@ -59,7 +63,7 @@ def padded(batch: TensorBatch, tokens: int) -> TensorBatch:
     if not more:
         return batch
     lengths = [PAD_CELL] * (more // PAD_CELL) + ([more % PAD_CELL] if more % PAD_CELL else [])
-    pad = batch.genes.new_full((more,), SPECIAL.index("<pad>"))
+    pad = batch.genes.new_full((more,), PAD_TOKEN)
     ends = batch.cu_seqlens[-1] + torch.tensor(lengths, dtype=batch.cu_seqlens.dtype).cumsum(0)
     return replace(
         batch,
@@ -71,6 +75,28 @@ def padded(batch: TensorBatch, tokens: int) -> TensorBatch:
         counts=None if batch.counts is None else torch.cat([batch.counts, batch.counts.new_zeros(more)]),
         levels=None if batch.levels is None else F.pad(batch.levels, (0, 0, 0, len(lengths))),
         covariate_rows=None if batch.covariate_rows is None else F.pad(batch.covariate_rows, (0, more)),
+    )
+
+
+def with_extra_tokens(batch: AnyBatch, before: int, after: int, token: int) -> AnyBatch:
+    """Put `before` tokens of id `token` before those of each cell and `after` behind them, with value and count 0.
+
+    They are added before a batch is padded, so that layouts count them.
+    """
+    more, cell = before + after, positions(batch)[0]
+    at = torch.arange(len(batch.genes), device=batch.genes.device) + more * cell + before
+    cells = torch.arange(len(batch.cu_seqlens), device=batch.cu_seqlens.device, dtype=batch.cu_seqlens.dtype)
+
+    def spread(tensor: torch.Tensor, fill: int) -> torch.Tensor:
+        return tensor.new_full((len(tensor) + more * len(batch.lengths),), fill).index_copy(0, at, tensor)
+
+    return replace(
+        batch,
+        genes=spread(batch.genes, token),
+        values=spread(batch.values, 0),
+        cu_seqlens=batch.cu_seqlens + more * cells,
+        lengths=[length + more for length in batch.lengths],
+        counts=None if batch.counts is None else spread(batch.counts, 0),
     )
 
 

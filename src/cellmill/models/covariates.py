@@ -11,19 +11,16 @@ Legend: T tokens, C cells, K columns, H hidden.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cellmill.config.tokens import SPECIAL, Tokens
-from cellmill.models.batch import TensorBatch
+from cellmill.config.tokens import Tokens
+from cellmill.models.batch import PAD_TOKEN, AnyBatch, TensorBatch, with_extra_tokens
 from cellmill.models.counter_rng import keyed_bits, threshold
 
-PAD_TOKEN = SPECIAL.index("<pad>")
 UNKNOWN = 4  # last key of the draws; 2 and 3 are those of views
-AnyBatch = TypeVar("AnyBatch", bound=TensorBatch)
 
 
 class CovariateEmbedding(nn.Module):
@@ -54,24 +51,9 @@ class CovariatePrefix:
         """
         device, n_columns = batch.genes.device, len(self.columns)
         rows = self._numbers(batch, keys) + torch.tensor(self.first_rows, device=device)
-        cell = torch.repeat_interleave(batch.cu_seqlens.diff().long(), output_size=len(batch.genes))
-        starts = batch.cu_seqlens.long() + n_columns * torch.arange(len(batch.cu_seqlens), device=device)
-        genes_at = torch.arange(len(batch.genes), device=device) + n_columns * (cell + 1)
-        prefix_at = (starts[:-1, None] + torch.arange(n_columns, device=device)).flatten()
-        total = len(batch.genes) + rows.numel()
-
-        def spread(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.new_zeros(total).index_copy(0, genes_at, tensor)
-
-        return replace(
-            batch,
-            genes=spread(batch.genes).index_fill(0, prefix_at, PAD_TOKEN),
-            values=spread(batch.values),
-            counts=None if batch.counts is None else spread(batch.counts),
-            cu_seqlens=starts.to(batch.cu_seqlens.dtype),
-            lengths=[length + n_columns for length in batch.lengths],
-            covariate_rows=batch.genes.new_zeros(total).index_copy(0, prefix_at, rows.flatten()),
-        )
+        more = with_extra_tokens(batch, n_columns, 0, PAD_TOKEN)
+        at = (more.cu_seqlens[:-1, None].long() + torch.arange(n_columns, device=device)).flatten()
+        return replace(more, covariate_rows=torch.zeros_like(more.genes).index_copy(0, at, rows.flatten()))
 
     def _numbers(self, batch: TensorBatch, keys: tuple[int, int] | None) -> torch.Tensor:
         """(C, K) int64: level of each cell in each column, 0 for unknown ones."""

@@ -4,11 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cellmill.config.tokens import SPECIAL
-from cellmill.models.batch import TensorBatch, positions
+from cellmill.models.batch import PAD_TOKEN, TensorBatch, positions
 from cellmill.models.counter_rng import keyed_bits
-
-PAD_TOKEN, MASK_TOKEN = (SPECIAL.index(token) for token in ("<pad>", "<mask>"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,11 +18,11 @@ from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.models.autoregressive.config import AutoregressiveConfig
 from cellmill.models.blocks import Block, Entry
 from cellmill.models.cell_encoder import CellEncoder
-from cellmill.models.encoder.model import EncoderModel
+from cellmill.models.encoder.model import EncoderModel, value_embedding
+from cellmill.models.encoder.pooling import mean_state
 from cellmill.models.encoder_batch import EncoderBatch
 from cellmill.models.initial import STD, with_std
 from cellmill.models.objective import Objective
-from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.vocab_parallel import embed_tokens
 
 
@@ -38,7 +38,9 @@ class AutoregressiveModel(CellEncoder):
         self.pooling = config.pooling
         n_tokens = n_genes + len(SPECIAL)
         self.gene_embedding = nn.Embedding(n_tokens, hidden)
-        self.value_embedding = _value_embedding(tokens, hidden)
+        # places are in the rank embedding already
+        has_values = tokens.value_kind in ("scalar", "class")
+        self.value_embedding = value_embedding(tokens, hidden) if has_values else None
         self.rank_embedding = nn.Embedding(tokens.max_tokens.bit_length(), hidden)
         self.enter, self.enter_keys = Entry(), Entry()
         self.blocks = nn.ModuleList(
@@ -79,22 +81,9 @@ class AutoregressiveModel(CellEncoder):
 
     def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """(T, H) -> (C, H) float32; zeros for a cell without tokens."""
-        lengths = prepared.cu_seqlens.diff()
-        if self.pooling == "last":
-            ends = prepared.cu_seqlens[1:].long() - 1
-            return states.float()[ends.clamp(min=0)] * (lengths > 0)[:, None] if len(states) else self._none(lengths)
-        sums = self._none(lengths).index_add(0, prepared.cell, states.float())
-        return sums / lengths.clamp(min=1)[:, None]
-
-    def _none(self, lengths: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(lengths), self.width, device=lengths.device)
-
-
-def _value_embedding(tokens: Tokens, hidden: int) -> nn.Module | None:
-    if tokens.value_kind == "scalar":
-        # embedded values start with the standard deviation of genes, as in the encoder
-        return nn.Sequential(
-            with_std(nn.Linear(1, hidden), 1.0), nn.GELU(), with_std(Linear(hidden, hidden), STD / math.sqrt(hidden))
-        )
-    # places are in the rank embedding already
-    return nn.Embedding(tokens.n_values, hidden) if tokens.value_kind == "class" else None
+        if self.pooling == "mean":
+            return mean_state(states, prepared)
+        lengths, ends = prepared.cu_seqlens.diff(), prepared.cu_seqlens[1:].long() - 1
+        if not len(states):
+            return torch.zeros(len(lengths), self.width, device=lengths.device)
+        return states.float()[ends.clamp(min=0)] * (lengths > 0)[:, None]

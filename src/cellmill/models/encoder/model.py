@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from cellmill.config.tokens import SPECIAL, Tokens
-from cellmill.models.batch import TensorBatch
+from cellmill.models.batch import PAD_TOKEN, TensorBatch, with_extra_tokens
 from cellmill.models.blocks import Block, Entry
 from cellmill.models.cell_encoder import CellEncoder
 from cellmill.models.covariates import CovariateEmbedding, CovariatePrefix
 from cellmill.models.encoder.config import EncoderConfig
-from cellmill.models.encoder.pooling import attended_state, first_state, first_tokens, mean_state, with_cell_tokens
+from cellmill.models.encoder.pooling import attended_state, first_state, first_tokens, mean_state
 from cellmill.models.encoder_batch import EncoderBatch
 from cellmill.models.family import ParallelPlan
 from cellmill.models.initial import STD, Fill, normal, with_std, zeros
@@ -56,7 +56,7 @@ class EncoderModel(CellEncoder):
         self.width = hidden = config.hidden
         n_tokens = n_genes + len(SPECIAL)
         self.gene_embedding = nn.Embedding(n_tokens, hidden)
-        self.value_embedding = _value_embedding(tokens, hidden)
+        self.value_embedding = value_embedding(tokens, hidden)
         if tokens.covariates:
             self.covariate_prefix = CovariatePrefix(tokens, objective.levels)
             self.covariates = CovariateEmbedding(tokens, objective.levels, hidden)
@@ -93,7 +93,8 @@ class EncoderModel(CellEncoder):
         return super().embed(self._with_cell_tokens(batch))
 
     def _with_cell_tokens(self, batch: TensorBatch) -> TensorBatch:
-        return with_cell_tokens(batch) if self.pooling == "cls" else batch
+        """One token before each cell, without a gene: no target."""
+        return with_extra_tokens(batch, 1, 0, PAD_TOKEN) if self.pooling == "cls" else batch
 
     def begin(self, prepared: EncoderBatch) -> torch.Tensor:
         """(T, H): gene and value embeddings, and the cell tokens."""
@@ -137,7 +138,7 @@ class EncoderModel(CellEncoder):
         return torch.where(rows[:, None] > 0, self.covariates(rows).to(genes.dtype), genes + embedded)
 
 
-def _value_embedding(tokens: Tokens, hidden: int) -> nn.Module:
+def value_embedding(tokens: Tokens, hidden: int) -> nn.Module:
     if tokens.value_kind == "scalar":
         # the first layer's fan-in is 1. Embedded values start with the standard deviation of genes, 0.02; with 0.02 in
         # the second layer it would be 20 times larger

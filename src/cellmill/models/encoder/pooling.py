@@ -3,37 +3,9 @@
 Legend: T tokens of the batch, C cells, H hidden.
 """
 
-from dataclasses import replace
-from typing import TypeVar
-
 import torch
 
-from cellmill.config.tokens import SPECIAL
-from cellmill.models.batch import TensorBatch
 from cellmill.models.encoder_batch import EncoderBatch
-
-AnyBatch = TypeVar("AnyBatch", bound=TensorBatch)
-
-
-def with_cell_tokens(batch: AnyBatch) -> AnyBatch:
-    """Put one token before those of each cell, on any device. It has no gene (`<pad>`), value or count: no target."""
-    cells = len(batch.lengths)
-    firsts = batch.cu_seqlens + torch.arange(cells + 1, dtype=batch.cu_seqlens.dtype, device=batch.cu_seqlens.device)
-    is_gene = torch.ones(len(batch.genes) + cells, dtype=torch.bool, device=batch.genes.device)
-    is_gene[firsts[:-1].long()] = False
-    at = is_gene.nonzero().flatten()
-
-    def spread(tensor: torch.Tensor, fill: int) -> torch.Tensor:
-        return tensor.new_full((len(is_gene),), fill).index_copy(0, at, tensor)
-
-    return replace(
-        batch,
-        genes=spread(batch.genes, SPECIAL.index("<pad>")),
-        values=spread(batch.values, 0),
-        counts=None if batch.counts is None else spread(batch.counts, 0),
-        cu_seqlens=firsts,
-        lengths=[length + 1 for length in batch.lengths],
-    )
 
 
 def first_tokens(prepared: EncoderBatch) -> torch.Tensor:

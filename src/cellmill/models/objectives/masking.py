@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from cellmill.data.tokens import Tokenizer
-from cellmill.models.batch import TensorBatch, positions
+from cellmill.models.batch import MASK_TOKEN, PAD_TOKEN, TensorBatch, positions
 from cellmill.models.counter_rng import keyed_bits, threshold
-from cellmill.models.encoder_batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, center_of
+from cellmill.models.encoder_batch import EncoderBatch, center_of
 from cellmill.models.objective import Objective
 from cellmill.models.objectives.config import MaskedObjectiveConfig
 from cellmill.models.objectives.views import visible_values

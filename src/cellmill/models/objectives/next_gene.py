@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from cellmill.config.tokens import SPECIAL
 from cellmill.data.gene_ranking import rank_buckets
-from cellmill.models.batch import TensorBatch, positions
+from cellmill.models.batch import PAD_TOKEN, TensorBatch, positions
 from cellmill.models.encoder_batch import EncoderBatch, whole
 from cellmill.models.initial import STD, Fill, normal, zeros
 from cellmill.models.objective import GeneStatistics, Objective
@@ -33,8 +33,6 @@ from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.cross_entropy import token_loss
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 from cellmill.runs.verdict import Verdict, compare
-
-PAD_TOKEN = SPECIAL.index("<pad>")
 
 
 @dataclass(frozen=True, kw_only=True)
