@@ -23,6 +23,8 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
     ("encoder", {"sharding_strategy": "HYBRID_SHARD"}, 256),
     ("encoder", {"sharding_strategy": "FULL_SHARD", "tp": 2, "sequence_parallel": True}, 4096),
     ("profile", {"strategy": "ddp"}, 4096),
+    # a rank needs a new schedule of torch where its lengths change, its data-parallel peer maybe not
+    ("encoder", {"sharding_strategy": "FULL_SHARD", "pp": 2, "microbatches": 4}, 4096),
 ]
 STEPS = 4
 

@@ -207,10 +207,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"family": "foo"}},
         "model: unknown family 'foo'; there are: " + ", ".join(BUILT_IN["family"]),
     ),
-    "a view loss in a pipeline": (
-        {"objective": {"view_loss": "vicreg"}, "parallel": {"pp": 2}},
-        "runs.demo: parallel.pp 2: objective.view_loss does not support pipelines; set pp to 1, or view_loss to null",
-    ),
     "model is no mapping": ({"model": 3}, "model: expected a mapping, got 3"),
     "section is a list": ({"train": [1]}, "train: expected a mapping, got [1]"),
     "values of rank tokens": (

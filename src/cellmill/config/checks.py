@@ -105,11 +105,6 @@ def _check_objective(options: TrainOptions) -> None:
             f"tokens.covariates: family {model.family} has no tokens of obs columns; leave them out, or choose "
             "model.family encoder"
         )
-    if options.parallel.pp > 1 and any(getattr(part, "view_loss", None) for part in objective.each()):
-        raise ConfigError(
-            f"parallel.pp {options.parallel.pp}: objective.view_loss does not support pipelines; set pp to 1, or "
-            "view_loss to null"
-        )
     try:
         objective.check_tokens(tokens)
         model.check_with(objective, tokens)

@@ -99,7 +99,18 @@ class PipelineModel(nn.Module):
                     sent.append(dist.isend(out, peer, group=self.group))
         for work in sent:
             work.wait()
+        self._reshard()
         return self._loss * self.parallel.pp
+
+    def _reshard(self) -> None:
+        """Free the gathered parameters, as after a backward pass.
+
+        A new schedule of torch does so too, and a rank needs one when its lengths change: without this, data-parallel
+        peers that differ in that would not gather alike in the next step, and would wait for each other forever.
+        """
+        for module in self.stages.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _received(self, number: int, chunk: int, own: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the input of a micro-batch from the previous stage; nothing for the first stage."""
