@@ -207,6 +207,22 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"family": "foo"}},
         "model: unknown family 'foo'; there are: " + ", ".join(BUILT_IN["family"]),
     ),
+    "an option that is not read": (
+        {"objective": {"likelihood": "nb", "weights": "counts"}},
+        "objective: weights requires likelihood softmax, got nb; leave weights out",
+    ),
+    "a weight of no loss": (
+        {"objective": {"variance_weight": 2}},
+        "objective: variance_weight requires view_loss vicreg, got null; leave variance_weight out",
+    ),
+    "a factor of no adversary": (
+        {"objective": {"batch_column": "dataset", "batch_adversary_scale": 2}},
+        "objective: batch_adversary_scale requires batch_adversary, got null; leave batch_adversary_scale out",
+    ),
+    "a covariate twice": (
+        {"tokens": {"covariates": ["assay", "assay"]}},
+        "tokens: covariates: expected each value once, got assay twice; leave one out",
+    ),
     "model is no mapping": ({"model": 3}, "model: expected a mapping, got 3"),
     "section is a list": ({"train": [1]}, "train: expected a mapping, got [1]"),
     "values of rank tokens": (

@@ -7,10 +7,7 @@ import pytest
 import torch
 from torch.distributions import NegativeBinomial
 
-from cellmill.config.load import check_options
-from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.tokens import Tokens
-from cellmill.errors import ConfigError
 from cellmill.models.batch import to_tensors
 from cellmill.models.objective import GeneStatistics
 from cellmill.parallel import cross_entropy
@@ -70,12 +67,6 @@ def test_means_are_judged_like_those_of_counts() -> None:
         observed = model.objective.observe(model, _prepared(model, to_tensors(_cells())))
         figures.append(model.objective.judge(*(x.detach().numpy() for x in observed), train=train)[0])
     assert figures[0] == pytest.approx(figures[1], rel=1e-6)
-
-
-def test_weights_need_a_softmax() -> None:
-    with pytest.raises(ConfigError) as raised:
-        check_options(ObjectiveConfig, {"likelihood": "nb", "weights": "counts"}, "x")
-    assert str(raised.value) == "x: weights requires likelihood softmax, got nb; leave weights out"
 
 
 def test_denoise_is_cell_decoding_of_thinned_counts_that_predicts_the_whole_cell() -> None:

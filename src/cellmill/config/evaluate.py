@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator
 
 from cellmill.config.plugin import Plugin, by_name
-from cellmill.config.section import Section
+from cellmill.config.section import EachOnce, Section
 
 
 class TaskConfig(Plugin):
@@ -51,7 +51,7 @@ class FewShotConfig(TaskConfig):
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.few_shot:FewShot"
 
     name: Literal["few_shot"] = Field("few_shot", description="Name of the task.")
-    shots: list[Annotated[int, Field(ge=1)]] = Field(
+    shots: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field(
         [5, 10, 20], min_length=1, description="Numbers of training cells of each class."
     )
     draws: int = Field(10, ge=2, description="Draws of the training cells.")
@@ -71,7 +71,7 @@ class LowDepthConfig(DegradedConfig):
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.low_depth:LowDepth"
 
     name: Literal["low_depth"] = Field("low_depth", description="Name of the task.")
-    count_fracs: list[Annotated[float, Field(gt=0, lt=1)]] = Field(
+    count_fracs: Annotated[list[Annotated[float, Field(gt=0, lt=1)]], EachOnce] = Field(
         [0.3, 0.1], min_length=1, description="Fractions of the counts that are kept."
     )
 
@@ -82,7 +82,7 @@ class MissingGenesConfig(DegradedConfig):
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.missing_genes:MissingGenes"
 
     name: Literal["missing_genes"] = Field("missing_genes", description="Name of the task.")
-    genes: list[Annotated[int, Field(ge=1)]] = Field(
+    genes: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field(
         [200, 75], min_length=1, description="Numbers of genes that are kept, drawn from the expressed ones."
     )
 
@@ -98,7 +98,9 @@ class Evaluate(Section):
         "mask_frac": "evaluate.tasks.reconstruct.objective.mask_frac",
     }
 
-    datasets: list[str] | None = Field(None, description="Datasets to evaluate; null is those of the run's corpus.")
+    datasets: Annotated[list[str], EachOnce] | None = Field(
+        None, description="Datasets to evaluate; null is those of the run's corpus."
+    )
     cells: Literal["heldout", "all"] = Field(
         "heldout", description="heldout leaves out every cell that the model was trained or validated on."
     )

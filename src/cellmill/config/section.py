@@ -5,11 +5,24 @@ not accepted as a number.
 """
 
 from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from cellmill.errors import did_you_mean
+
+T = TypeVar("T")
+
+
+def _each_once(values: list[T]) -> list[T]:
+    repeated = [value for place, value in enumerate(values) if value in values[:place]]
+    if repeated:
+        raise ValueError(f"expected each value once, got {repeated[0]} twice; leave one out")
+    return values
+
+
+EachOnce = AfterValidator(_each_once)
+"""Annotation of a list that names nothing twice."""
 
 
 class Section(BaseModel):

@@ -1,10 +1,11 @@
 """Section `tokens`, one class per tokenizer, and the special tokens that begin every vocabulary. Torch-free."""
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from cellmill.config.plugin import Plugin
+from cellmill.config.section import EachOnce
 
 SPECIAL = ("<pad>", "<mask>")  # token ids 0 and 1; the gene in row g of the vocabulary has token g + len(SPECIAL)
 RESIDUES = "ABCDEFGHIKLMNOPQRSTUVWXYZ"
@@ -30,7 +31,7 @@ class Tokens(Plugin):
         ge=1,
         description="Most tokens of a cell; those with the lowest rank value are cut, of a sequence its end.",
     )
-    covariates: list[str] = Field(
+    covariates: Annotated[list[str], EachOnce] = Field(
         [],
         description="obs columns, or `dataset`, of which each cell has a token before its genes; the cell's vector "
         "leaves these tokens out of its mean.",

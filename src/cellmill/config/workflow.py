@@ -7,7 +7,7 @@ changed key reruns those stages and no others.
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, get_origin
+from typing import Annotated, Any, Self, get_origin
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -27,7 +27,7 @@ from cellmill.config.options import (
 )
 from cellmill.config.plugin import validated
 from cellmill.config.run import Report
-from cellmill.config.section import Section, part_of
+from cellmill.config.section import EachOnce, Section, part_of
 from cellmill.errors import ConfigError, did_you_mean
 
 
@@ -36,7 +36,9 @@ class CorpusConfig(ShardOptions, VocabularyOptions, PreprocessOptions):
     """Datasets that are preprocessed, counted and sharded together."""
 
     table: str = Field("config/datasets.tsv", description="Table of datasets.")
-    datasets: list[str] | None = Field(None, description="Names of the rows to use; null uses all.")
+    datasets: Annotated[list[str], EachOnce] | None = Field(
+        None, description="Names of the rows to use; null uses all."
+    )
 
 
 class RunConfig(EvaluateOptions, EmbedOptions, ConsolidateOptions, PlanOptions):

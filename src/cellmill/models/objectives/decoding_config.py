@@ -63,9 +63,14 @@ class DecodingConfig(HiddenShareConfig):
     )
 
     @model_validator(mode="after")
-    def _weights_are_read(self) -> Self:
-        if self.likelihood == "nb" and self.weights != "log1p":
-            raise ValueError("weights requires likelihood softmax, got nb; leave weights out")
+    def _options_are_read(self) -> Self:
+        vicreg = ("invariance_weight", "variance_weight", "covariance_weight")
+        unread = {"weights": "likelihood softmax, got nb"} if self.likelihood == "nb" else {}
+        unread |= dict.fromkeys(vicreg, "view_loss vicreg, got null") if self.view_loss is None else {}
+        unread |= {"batch_adversary_scale": "batch_adversary, got null"} if self.batch_adversary is None else {}
+        for name, required in unread.items():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} requires {required}; leave {name} out")
         return self
 
     @model_validator(mode="after")
