@@ -31,7 +31,7 @@ from cellmill.models import attention
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec
 from cellmill.models.export import load_model
-from cellmill.parallel import compile_blocks, cpu_matmul, cross_entropy
+from cellmill.parallel import chunked_loss, compile_blocks, cpu_matmul, cross_entropy
 from cellmill.parallel.materialize import named_tensors, plain_name
 from cellmill.parallel.mesh import build_mesh, set_timeouts
 from cellmill.parallel.vocab_parallel import embed_tokens
@@ -225,15 +225,15 @@ def cut_vocabulary(arrays: list[Any]) -> list[Any]:
     """The summed loss over a table sharded over all ranks, and the full gradients of twice the loss."""
     table, bias, states, tokens, answers = map(torch.from_numpy, arrays)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    rows, kept = -(-len(table) // mesh.size()), cross_entropy.ELEMENTS["cpu"]
+    rows, kept = -(-len(table) // mesh.size()), chunked_loss.ELEMENTS["cpu"]
     cut = distribute_tensor(table, mesh, [Shard(0)], src_data_rank=None).requires_grad_()
     for tensor in (bias, states):
         tensor.requires_grad_()
-    cross_entropy.ELEMENTS["cpu"] = 2 * rows  # two or three targets at once
+    chunked_loss.ELEMENTS["cpu"] = 2 * rows  # two or three targets at once
     try:
         loss = cross_entropy.token_loss(states + embed_tokens(tokens, cut)[:7], cut, bias, answers)
     finally:
-        cross_entropy.ELEMENTS["cpu"] = kept
+        chunked_loss.ELEMENTS["cpu"] = kept
     gradients = torch.autograd.grad(2 * loss, (cut, bias, states))
     return [loss.item(), *(full(gradient).numpy() for gradient in gradients)]
 

@@ -16,6 +16,17 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+IMPORTED = [
+    "tests.distributed.cases",
+    "cellmill.data.tokenizers.continuous",
+    "cellmill.models.encoder.model",
+    "cellmill.models.objectives.cell_decoding",
+    "cellmill.models.objectives.masked_value",
+]
+"""Modules of the process that the pool is forked from; imported in each of the four, they took most of the time."""
 MOST_THREADS = 60  # gloo's, of groups that torch still knows after their world has ended; they are not idle
 
 
@@ -64,11 +75,15 @@ class Pool:
             process.join()
         for pipe in self.pipes:
             pipe.close()
+        if self.processes:
+            self.folder.cleanup()
         self.pipes, self.processes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        rendezvous = tempfile.mktemp(prefix="cellmill-pool-")
+        multiprocessing.set_forkserver_preload(IMPORTED)
+        context = multiprocessing.get_context("forkserver")
+        self.folder = tempfile.TemporaryDirectory(prefix="cellmill-pool-")
+        rendezvous = f"{self.folder.name}/store"
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -82,9 +97,6 @@ class Pool:
 def _serve(rank: int, world: int, local_world: int, rendezvous: str, pipe: Connection) -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"LOCAL_RANK": str(rank % local_world), "LOCAL_WORLD_SIZE": str(local_world)}
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     number = 0
     while (work := pipe.recv()) is not None:

@@ -17,7 +17,7 @@ from cellmill.models.batch import TensorBatch, padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors
 from cellmill.models.objective import GeneStatistics
-from cellmill.parallel import cross_entropy
+from cellmill.parallel import chunked_loss
 from cellmill.parallel.cross_entropy import profile_loss
 from cellmill.parallel.materialize import materialize
 from tests.models import spec
@@ -84,7 +84,7 @@ def test_loss_is_the_cross_entropy_of_the_hidden_profile(family: str, decoder_hi
 
 @pytest.mark.parametrize("elements", [1, 62 * 3, 1 << 22])
 def test_profile_loss_does_not_depend_on_the_chunk(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
-    monkeypatch.setitem(cross_entropy.ELEMENTS, "cpu", elements)
+    monkeypatch.setitem(chunked_loss.ELEMENTS, "cpu", elements)
     generator = torch.Generator().manual_seed(0)
     states, table = torch.randn(7, 5, generator=generator), torch.randn(62, 5, generator=generator)
     bias, entries = torch.randn(62, generator=generator), [3, 1, 0, 2, 4, 1, 1]

@@ -10,7 +10,7 @@ from torch.distributions import NegativeBinomial
 from cellmill.config.tokens import Tokens
 from cellmill.models.batch import to_tensors
 from cellmill.models.objective import GeneStatistics
-from cellmill.parallel import cross_entropy
+from cellmill.parallel import chunked_loss
 from cellmill.parallel.negative_binomial import nb_loss
 from tests.models import spec
 from tests.unit.test_cell_decoding import KEYS, _cells, _model, _prepared
@@ -40,7 +40,7 @@ def _torchs(numbers: list[torch.Tensor], genes: torch.Tensor, counts: torch.Tens
 
 @pytest.mark.parametrize("chunk", [1, 2, 100])
 def test_loss_and_gradients_are_torchs_whatever_the_chunk(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setitem(cross_entropy.ELEMENTS, "cpu", chunk * ROWS)
+    monkeypatch.setitem(chunked_loss.ELEMENTS, "cpu", chunk * ROWS)
     numbers, genes, counts = _numbers()
     found, expected = nb_loss(*numbers, ENTRIES, genes, counts), _torchs(numbers, genes, counts)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)

@@ -1,8 +1,8 @@
-"""Chunked negative binomial likelihood over a token table, in the way of `parallel.cross_entropy`.
+"""Negative binomial likelihood over a token table, in chunks (`parallel.chunked_loss`).
 
 Cell c has the count k of each token g, mostly 0, and their sum N. The mean is N times the softmax of the logits, the
-inverse dispersion r of a token is exp(dispersion), and the variance mean + mean² / r. Nothing of size (cells,
-vocabulary) is kept for the backward pass. With L the negative log-likelihood,
+inverse dispersion r of a token is exp(dispersion), and the variance mean + mean² / r. With L the negative
+log-likelihood,
 
     dL / d log mean = r (mean - k) / (r + mean)
     dL / d r        = digamma(r) - digamma(k + r) + log(1 + mean / r) + (k - mean) / (r + mean)
@@ -16,19 +16,13 @@ Source: Robinson & Smyth 2008 (this parametrisation); Lopez et al. 2018 (scVI: m
 Legend: N cells, H hidden, V local rows of the table.
 """
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
-from cellmill.parallel.cpu_matmul import autocast_dtype, product
-from cellmill.parallel.cross_entropy import CHUNK_LOGITS, ELEMENTS, add_product, scaled
-from cellmill.parallel.vocab_parallel import first_row, own_rows
+from cellmill.parallel.chunked_loss import chunked_loss
 
 
 def nb_loss(
@@ -40,10 +34,7 @@ def nb_loss(
     genes: torch.Tensor,
     counts: torch.Tensor,
 ) -> torch.Tensor:
-    """Negative log-likelihood of each cell's counts divided by their sum, summed over cells: a float32 scalar.
-
-    Products use the autocast dtype, or else that of `states`; everything else is float32. `backward` can run once.
-    Collective over the ranks that share a sharded table.
+    """Negative log-likelihood of each cell's counts divided by their sum, summed over cells; see `chunked_loss`.
 
     Parameters
     ----------
@@ -54,18 +45,7 @@ def nb_loss(
     genes, counts
         Token id, int64, and count, float32 and above 0, of each entry, cell after cell. No gene occurs twice in a cell.
     """
-    group, rows, first = None, len(table), 0
-    if isinstance(table, DTensor):
-        first, group = first_row(table), table.device_mesh.get_group()
-        rows = -(-rows // table.device_mesh.size())  # equal on every rank, so that all have the same chunks
-        states, table, bias, dispersion = own_rows(states, table, bias, dispersion)
-    chunk = max(1, ELEMENTS.get(states.device.type, CHUNK_LOGITS) // rows)
-    dtype = autocast_dtype(states) or states.dtype
-    targets = _Counts(entries, genes - first, counts)
-    with nullcontext() if states.is_meta else torch.autocast(states.device.type, enabled=False):
-        return _ChunkedNegativeBinomial.apply(
-            states, table, bias, dispersion, targets, group, chunk, dtype, torch.is_grad_enabled()
-        )
+    return chunked_loss(states, table, bias, _Counts(entries, genes, counts), dispersion)
 
 
 @dataclass(frozen=True)
@@ -82,67 +62,31 @@ class _Entries:
 
 
 class _Counts:
-    """Sparse counts of all cells, by rows of this rank's part of the table."""
+    """Sparse counts of all cells; the one further vector of the loss is the dispersion."""
 
-    def __init__(self, entries: list[int], rows: torch.Tensor, counts: torch.Tensor) -> None:
-        self.entries, self.rows, self.counts = entries, rows, counts
+    first_row = 0
+
+    def __init__(self, entries: list[int], genes: torch.Tensor, counts: torch.Tensor) -> None:
+        self.entries, self.genes, self.counts = entries, genes, counts
         self.ends = [0, *accumulate(entries)]
+
+    def loss(
+        self, start: int, logits: torch.Tensor, vectors: tuple[torch.Tensor, ...], group: dist.ProcessGroup | None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """See `chunked_loss.Targets`."""
+        (dispersion,) = vectors
+        loss, gradient = _loss_and_gradients(logits, dispersion.float().exp(), self.of(start, *logits.shape), group)
+        return loss, (gradient,)
 
     def of(self, start: int, n: int, n_rows: int) -> _Entries:
         """Return the counts of `n` cells from `start` on, for a table of `n_rows` > 0 rows, or none."""
         own = slice(self.ends[start], self.ends[start + n])
-        rows, counts = self.rows[own], self.counts[own]
+        rows, counts = self.genes[own] - self.first_row, self.counts[own]
         lengths = torch.tensor(self.entries[start : start + n], dtype=torch.int64, device=rows.device)
         cell = torch.repeat_interleave(lengths, output_size=own.stop - own.start)
         inside = ((rows >= 0) & (rows < n_rows)).float()
         sums = torch.zeros(n, device=rows.device).index_add(0, cell, counts)  # of integers: exact in any order
         return _Entries(cell, rows.clamp(0, max(n_rows - 1, 0)), counts * inside, inside, sums)
-
-
-class _ChunkedNegativeBinomial(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        states: torch.Tensor,
-        table: torch.Tensor,
-        bias: torch.Tensor,
-        dispersion: torch.Tensor,
-        targets: _Counts,
-        group: dist.ProcessGroup | None,
-        chunk: int,
-        dtype: torch.dtype,
-        grad_enabled: bool,
-    ) -> torch.Tensor:
-        to_states, to_table, to_bias, to_dispersion = (grad_enabled and need for need in ctx.needs_input_grad[:4])
-        loss = torch.zeros((), device=states.device)
-        states_grad = torch.empty_like(states) if to_states else None
-        table_grad = torch.zeros(table.shape, device=table.device) if to_table else None
-        bias_grad = torch.zeros(bias.shape, device=bias.device) if to_bias else None
-        dispersion_grad = torch.zeros(dispersion.shape, device=dispersion.device) if to_dispersion else None
-        rows, offset, inverse = table.to(dtype), bias.to(dtype), dispersion.float().exp()
-        for start in range(0, len(states), chunk):
-            part = states[start : start + chunk].to(dtype)
-            logits = product(part, rows, offset).float()
-            of_chunk, of_inverse = _loss_and_gradients(logits, inverse, targets.of(start, *logits.shape), group)
-            loss += of_chunk
-            gradient = logits.to(dtype)
-            if states_grad is not None:
-                states_grad[start : start + chunk] = product(gradient, rows.t())
-            if table_grad is not None:
-                add_product(table_grad, gradient.t(), part)
-            if bias_grad is not None:
-                bias_grad += logits.sum(0)
-            if dispersion_grad is not None:
-                dispersion_grad += of_inverse
-        kept = ((states_grad, states), (table_grad, table), (bias_grad, bias), (dispersion_grad, dispersion))
-        ctx.save_for_backward(*(None if own is None else own.to(like.dtype) for own, like in kept))
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients = (None if own is None else scaled(own, grad) for own in ctx.saved_tensors)
-        return (*gradients, None, None, None, None, None)
 
 
 def _loss_and_gradients(

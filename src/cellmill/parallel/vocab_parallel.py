@@ -1,7 +1,7 @@
 """Embedding lookup and logits over a token table, plain or sharded by rows over tensor-parallel ranks.
 
 Sharded, each rank computes the logits of its own rows and never all of them. V need not be divisible by the ranks. The
-loss is in `parallel.cross_entropy`.
+losses are in `parallel.chunked_loss`.
 
 Legend: T tokens, C cells, N targets, H hidden, V rows of the table.
 """
