@@ -7,6 +7,7 @@ call them again with what they were given. All raise ConfigError.
 import math
 
 from cellmill.config.family import FamilyConfig
+from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Parallel, divisors, layout, nearest
 from cellmill.config.tokens import Tokens
@@ -105,16 +106,29 @@ def _check_objective(options: TrainOptions) -> None:
             f"tokens.covariates: family {model.family} has no tokens of obs columns; leave them out, or choose "
             "model.family encoder"
         )
-    if options.parallel.pp > 1 and any(getattr(part, "view_loss", None) for part in objective.each()):
+    if labels := sorted({*objective.supervised_by} & {*tokens.covariates}):
         raise ConfigError(
-            f"parallel.pp {options.parallel.pp}: objective.view_loss does not support pipelines; set pp to 1, or "
-            "view_loss to null"
+            f"tokens.covariates: {labels[0]} is also objective.label_column, and the model would read the label that "
+            "it is trained to tell; leave it out of covariates"
         )
+    if options.parallel.pp > 1:
+        _check_global_losses(objective, options.parallel.pp)
     try:
         objective.check_tokens(tokens)
         model.check_with(objective, tokens)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _check_global_losses(objective: ObjectiveConfig, pp: int) -> None:
+    """Refuse losses over all cells of a global batch in pipelines, where they hang."""
+    for part in objective.each():
+        if getattr(part, "view_loss", None):
+            raise ConfigError(
+                f"parallel.pp {pp}: objective.view_loss does not support pipelines; set pp to 1, or view_loss to null"
+            )
+        if part.couples_cells:
+            raise ConfigError(f"parallel.pp {pp}: objective {part.name} does not support pipelines; set pp to 1")
 
 
 def _check_tensor_parallel(model: FamilyConfig, parallel: Parallel) -> None:

@@ -23,6 +23,8 @@ class ObjectiveConfig(Plugin):
 
     reads_cells: ClassVar[bool] = True  # False where the loss reads no cell vectors
 
+    couples_cells: ClassVar[bool] = False  # True where the loss of a cell depends on others, which pipelines refuse
+
     name: str = Field(description="Name of the objective.")
 
     def each(self) -> list["ObjectiveConfig"]:
@@ -32,6 +34,11 @@ class ObjectiveConfig(Plugin):
     def obs_columns(self) -> dict[str, str]:
         """obs columns whose levels batches carry for it, and the option that names each."""
         return {}
+
+    @property
+    def supervised_by(self) -> tuple[str, ...]:
+        """obs columns whose labels the loss reads: a run that has any is named supervised in cards and tables."""
+        return ()
 
     def check_tokens(self, tokens: Tokens) -> None:
         """Raise ValueError when the objective cannot be computed from such tokens."""
