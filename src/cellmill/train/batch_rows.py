@@ -9,7 +9,7 @@ of parameters add up to those of the whole batch at once. Dropout is keyed: both
 
 Each rank has as many slots as it can have cells, global_batch / dp_world, which all ranks know without asking; those
 that are left are rows of zeros. Cost: a forward pass without the objective's heads, and one all-reduce of
-global_batch * width float32 per table (16 MB for 4096 cells and two vectors of width 512).
+global_batch * width float32 per table (16 MB for 4096 cells and two vectors of width 512), which the plan leaves out.
 """
 
 from collections.abc import Sequence

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from cellmill.models.batch import TensorBatch
 from cellmill.models.encoder_batch import EncoderBatch, whole
@@ -108,19 +109,22 @@ class SupervisedContrastive(Objective):
 def contrast(table: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return the summed loss, a float64 scalar, of rows (S, 1 + H): label, or 0 for no cell, and vector of length 1."""
     labels, vectors = table[:, 0].detach(), table[:, 1:]
-    at = torch.arange(len(table), device=table.device)
     loss = table.new_zeros((), dtype=torch.float64) + 0 * vectors.sum()
-    for own in at.split(ANCHORS):
-        other = (labels != 0) & (at != own[:, None])
-        positive = other & (labels == labels[own][:, None]) & (labels[own] != 0)[:, None]
-        logits = (vectors[own] @ vectors.T / temperature).masked_fill(~other, -torch.inf)
-        n = positive.sum(1)
-        # a row without any other cell has no softmax
-        log_p = torch.where(positive, logits, 0).sum(1) / n.clamp(min=1) - _logsumexp(logits, n > 0)
-        loss = loss - torch.where(n > 0, log_p, 0).sum().double()
+    for anchors in torch.arange(len(table), device=table.device).split(ANCHORS):
+        given = labels, vectors, anchors, temperature
+        # computed again in the backward pass: ANCHORS * S logits at a time, not S * S
+        loss = loss + checkpoint(_of_anchors, *given, use_reentrant=False, preserve_rng_state=False)
     return loss
 
 
-def _logsumexp(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Logsumexp of the `rows`, bool, that are needed; others, whose logits may all be -inf, have that of zeros."""
-    return torch.where(rows[:, None], logits, 0).logsumexp(1)
+def _of_anchors(labels: torch.Tensor, vectors: torch.Tensor, anchors: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Summed loss of the cells `anchors`, a float64 scalar."""
+    own, at = labels[anchors, None], torch.arange(len(labels), device=labels.device)
+    other = (labels != 0) & (at != anchors[:, None])
+    positive = other & (labels == own) & (own != 0)
+    n = positive.sum(1)
+    logits = (vectors[anchors] @ vectors.T / temperature).masked_fill(~other, -torch.inf)
+    # rows without positives, whose logits may all be -inf, have those of zeros and are left out
+    below = torch.where(n[:, None] > 0, logits, 0).logsumexp(1)
+    mean = torch.where(positive, logits, 0).sum(1) / n.clamp(min=1)
+    return torch.where(n > 0, below - mean, 0).sum().double()
