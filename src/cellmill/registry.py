@@ -27,6 +27,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "denoise": "cellmill.models.objectives.decoding_config:DenoiseConfig",
         "masked_value": "cellmill.models.objectives.config:MaskedValueConfig",
         "masked_gene": "cellmill.models.objectives.config:MaskedGeneConfig",
+        "supervised_contrastive": "cellmill.models.objectives.contrastive_config:SupervisedContrastiveConfig",
         "sum": "cellmill.models.objectives.sum_config:SumConfig",
         "next_gene": "cellmill.models.objectives.config:NextGeneConfig",
     },

@@ -160,6 +160,7 @@ def test_a_corpus_has_the_datasets_it_names_in_the_order_of_the_table(config: Co
     assert list(one.datasets("pbmc")) == ["sim", "other"]
 
 
+CONTRAST = {"name": "supervised_contrastive", "label_column": "cell_type"}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "misspelt section": ({"trian": {}}, "unknown key 'trian'; did you mean 'train'?"),
     "unknown section": ({"zzz": {}}, f"unknown key 'zzz'; there are: {', '.join(top_level())}"),
@@ -222,6 +223,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a covariate twice": (
         {"tokens": {"covariates": ["assay", "assay"]}},
         "tokens: covariates: expected each value once, got assay twice; leave one out",
+    ),
+    "a label that the model reads": (
+        {"objective": CONTRAST, "tokens": {"covariates": ["cell_type"]}},
+        "runs.demo: tokens.covariates: cell_type is also objective.label_column, and the model would read the label "
+        "that it is trained to tell; leave it out of covariates",
     ),
     "model is no mapping": ({"model": 3}, "model: expected a mapping, got 3"),
     "section is a list": ({"train": [1]}, "train: expected a mapping, got [1]"),

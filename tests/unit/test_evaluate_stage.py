@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -127,6 +128,32 @@ def test_all_cells_are_scored_when_asked_and_when_the_dataset_is_not_in_the_corp
     dataset = _evaluate(other, tmp_path / "metrics.json")["datasets"]["elsewhere"]
     assert dataset["n_scored"] == 600
     assert dataset["in_corpus"] is False
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [("cell_type", "supervised by this label (cell_type)"), ("donor", "supervised by donor")],
+)
+def test_a_model_that_was_trained_with_labels_is_named_supervised_in_every_row_and_verdict(
+    corpus: dict[str, Path], tmp_path: Path, column: str, said: str
+) -> None:
+    config = json.loads((corpus["model"] / "config.json").read_text())
+    shutil.copytree(corpus["model"], tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"supervised_by": [column]}))
+    dataset = _evaluate(corpus | {"model": tmp_path / "model"}, tmp_path / "evaluate" / "metrics.json")
+    assert dataset["model"]["supervised_by"] == [column]
+    tasks = dataset["datasets"]["simulated"]["tasks"]
+    probe = tasks["probe"]
+    own = [row["name"] for row in probe["rows"] if row["kind"] == "model"]
+    assert f"embedding, {said} + kNN" in own
+    assert all(name.startswith(f"embedding, {said} + ") for name in own)
+    assert not any("supervised" in row["name"] for row in probe["rows"] if row["kind"] == "baseline")
+    for task in tasks.values():
+        assert task["sentences"]
+        assert all(said in sentence for sentence in task["sentences"])
+    page = render("x", [read_run(tmp_path)], [])
+    assert page.count(f'<span class="tag">supervised by {column}</span>') >= 3  # runs, comparisons, heading
+    assert ("The label is <b>cell_type</b>, which the model was trained with." in page) == (column == "cell_type")
 
 
 def test_a_dataset_without_label_skips_the_probe_and_nothing_else(corpus: dict[str, Path], tmp_path: Path) -> None:

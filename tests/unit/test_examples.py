@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import anndata as ad
 import pytest
 import yaml
 
@@ -49,14 +50,22 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             "tokens: {tokenizer: rank}\nobjective: {name: masked_gene}\nruns: {a: {corpus: sim}}\ntrain: {steps: 1}\n"
         )
         shared = f"--config {config} --corpus sim"
+        assert main(f"simulate --out {raw} --cells 120 {'--genes 90' if kind == 'cells' else ''}".split()) == 0
+        if kind == "cells":
+            _with_labels_of_the_demo(raw)
         for command in (
-            f"simulate --out {raw} --cells 120 {'--genes 90' if kind == 'cells' else ''}",
             f"preprocess {shared} --input {raw} --dataset sim --out {cells} --report {folder}/qc.json",
             f"vocabulary {shared} --cells {cells} --out {genes}",
             f"shard {shared} --cells {cells} --vocabulary {genes} --out {folder}/shards/manifest.json",
         ):
             assert main(command.split()) == 0
     return made
+
+
+def _with_labels_of_the_demo(raw: Path) -> None:
+    adata = ad.read_h5ad(raw)
+    adata.obs = adata.obs.rename(columns={"cell_type": "bulk_labels"})
+    adata.write_h5ad(raw)
 
 
 @pytest.fixture(scope="module")

@@ -128,6 +128,8 @@ ELSEWHERE = {
     "objective.invariance_weight": "unit/test_view_loss.py",
     "objective.variance_weight": "unit/test_view_loss.py",
     "objective.covariance_weight": "unit/test_view_loss.py",
+    "objective.label_column": "unit/test_supervised_contrastive.py",
+    "objective.temperature": "unit/test_supervised_contrastive.py",
     "objective.batch_column": "unit/test_batch_terms.py",
     "objective.batch_adversary": "unit/test_batch_terms.py",
     "objective.batch_adversary_scale": "unit/test_batch_terms.py",

@@ -72,6 +72,26 @@ def test_each_part_is_its_objective_alone_on_the_shared_view() -> None:
     assert not torch.equal(decoding(shown), losses[0]), "the cell's vector saw values that are hidden"
 
 
+def test_second_views_are_no_further_cells_of_other_parts() -> None:
+    paired = {
+        name: given | ({"view_loss": "vicreg"} if name == "cell_decoding" else {}) for name, given in PARTS.items()
+    }
+    batch = to_tensors(_cells())
+    plain, model = (_model(objective="sum", parts=parts) for parts in (PARTS, paired))
+    one, both = (made.prepare(padded(made.view(batch, **KEYS), 128), **KEYS) for made in (plain, model))
+    shown, n = plain.view(batch, **KEYS), len(batch.lengths)
+    assert torch.equal(both.n_targets, one.n_targets)
+    assert torch.equal(both.parts[1].targets, one.parts[1].targets)
+    assert torch.equal(both.parts[1].answers, one.parts[1].answers)
+    assert both.parts[0].pairs.numel() > 0
+    second = model.view(batch, **KEYS)
+    assert len(both.genes) == len(both.values) == len(both.token_keys) == 128 > len(second.genes) > len(shown.genes)
+    assert len(both.cell_keys) == len(both.lengths) == len(both.cu_seqlens) - 1 > 2 * n
+    assert torch.equal(both.values[len(shown.genes) : len(second.genes)], second.values[len(shown.genes) :])
+    assert both.value_hidden.nonzero().flatten().tolist() == one.parts[1].targets.tolist()
+    torch.testing.assert_close(model.eval()(both), plain.eval()(one))
+
+
 def test_a_value_that_one_part_hides_reaches_no_state() -> None:
     model, batch = _model(objective="sum", parts=PARTS), to_tensors(_cells())
     view = model.view(batch, **KEYS)

@@ -1,4 +1,4 @@
-"""view_loss vicreg: the paper's loss of both parts of the cells, and its gradients from sums over the global batch."""
+"""view_loss vicreg: the paper's loss of both parts of the cells, and its gradients from rows of the global batch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from cellmill.data.vocabulary import Vocabulary
 from cellmill.models.batch import padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors
-from cellmill.models.objectives.vicreg import sums_of, vicreg
+from cellmill.models.objectives.vicreg import vicreg
 from cellmill.parallel.materialize import materialize
 from cellmill.planner.size import measure
+from cellmill.train.batch_rows import shares_of
 from tests.models import spec
 
 N_GENES, H = 60, 16
@@ -61,12 +62,13 @@ def _reference(first: torch.Tensor, second: torch.Tensor, invariance: float, var
     return loss
 
 
-def test_the_loss_from_sums_is_that_of_the_vectors() -> None:
+def test_the_loss_of_rows_is_that_of_the_vectors_in_any_slots() -> None:
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(9, 5, generator=generator, dtype=torch.float64) * torch.tensor([0.1, 0.5, 1, 2, 3]) + 7
     second = first + torch.randn(9, 5, generator=generator, dtype=torch.float64)
-    totals = sums_of(first[:4], second[:4]) + sums_of(first[4:], second[4:])
-    torch.testing.assert_close(vicreg(totals, 5, (2, 3, 0.5)), _reference(first, second, 2, 3, 0.5))
+    rows = torch.cat([torch.ones(9, 1), first, second], dim=1)
+    table = torch.zeros(16, 11, dtype=torch.float64).index_copy(0, torch.arange(15, 6, -1), rows)
+    torch.testing.assert_close(vicreg(table, (2, 3, 0.5)), 9 * _reference(first, second, 2, 3, 0.5))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -76,8 +78,10 @@ def test_gradients_of_micro_batches_are_those_of_the_whole_batch_at_once(family:
     batches.append(to_tensors(empty_batch(np.dtype(np.float32), counted=True)))
     prepared = [model.prepare(padded(model.view(batch, **KEYS), 200), **KEYS) for batch in batches]
     with torch.no_grad():
-        totals = sum(model.objective.sums(model, model.states(part), part) for part in prepared)
-    loss = sum(model(replace(part, totals=totals)) for part in prepared)
+        rows = [model.objective.rows(model, model.states(part), part) for part in prepared]
+    table = torch.cat([torch.zeros(3, 1 + 2 * H), *(own for (own,) in rows), torch.zeros(2, 1 + 2 * H)])
+    shares = shares_of(model.objective, [table], rows, first=3)
+    loss = sum(model(replace(part, shares=own)) for part, own in zip(prepared, shares))
     loss.backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
@@ -108,7 +112,7 @@ def test_the_second_views_are_the_hidden_parts(view: str) -> None:
     torch.testing.assert_close(dense, (1e4 * hidden / depth).log1p(), rtol=1e-5, atol=1e-5)
 
 
-def test_without_totals_the_loss_is_the_cross_entropy_alone() -> None:
+def test_without_shares_the_loss_is_the_cross_entropy_alone() -> None:
     batch = to_tensors(_cells((20, 31, 1, 14)))
     losses = []
     for view_loss in (None, "vicreg"):

@@ -105,6 +105,11 @@ def _check_objective(options: TrainOptions) -> None:
             f"tokens.covariates: family {model.family} has no tokens of obs columns; leave them out, or choose "
             "model.family encoder"
         )
+    if labels := sorted({*objective.supervised_by} & {*tokens.covariates}):
+        raise ConfigError(
+            f"tokens.covariates: {labels[0]} is also objective.label_column, and the model would read the label that "
+            "it is trained to tell; leave it out of covariates"
+        )
     try:
         objective.check_tokens(tokens)
         model.check_with(objective, tokens)

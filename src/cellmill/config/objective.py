@@ -33,5 +33,10 @@ class ObjectiveConfig(Plugin):
         """obs columns whose levels batches carry for it, and the option that names each."""
         return {}
 
+    @property
+    def supervised_by(self) -> tuple[str, ...]:
+        """obs columns whose labels the loss reads: a run that has any is named supervised in cards and tables."""
+        return ()
+
     def check_tokens(self, tokens: Tokens) -> None:
         """Raise ValueError when the objective cannot be computed from such tokens."""

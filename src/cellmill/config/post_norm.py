@@ -10,7 +10,7 @@ from cellmill.config.transformer import TransformerConfig
 class PostNormConfig(TransformerConfig):
     """Architecture of post-norm blocks, and the cell's vector."""
 
-    objectives: ClassVar[tuple[str, ...]] = ("cell_decoding", "masked_value", "masked_gene")
+    objectives: ClassVar[tuple[str, ...]] = ("cell_decoding", "masked_value", "masked_gene", "supervised_contrastive")
     weight_keys: ClassVar[tuple[str, ...]] = (*(*TransformerConfig.weight_keys, "activation", "norm_eps", "ends"),)
 
     layers: int = Field(6, ge=1, description="Transformer blocks.")

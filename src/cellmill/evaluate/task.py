@@ -5,7 +5,7 @@ Stage `evaluate` calls `run` once per dataset and writes what it returns to metr
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -39,6 +39,11 @@ class EvaluatedModel:
     manifest: Manifest  # of its training corpus
     seed: int
 
+    @property
+    def supervised_by(self) -> list[str]:
+        """obs columns whose labels the model, or the model that it started from, was trained with."""
+        return sorted({*self.network.objective.config.supervised_by, *self.config.get("supervised_by", [])})
+
     @cached_property
     def untrained(self) -> Model:
         """The same architecture with initial weights of `seed`, in eval mode, on the same device."""
@@ -66,6 +71,17 @@ class Context:
     model: EvaluatedModel
     options: Evaluate  # options that all tasks share: `folds`, `seed`, `cells`
 
+    @property
+    def supervised(self) -> str | None:
+        """Addition to the model's name in tables and verdicts if it was trained with labels."""
+        columns = self.model.supervised_by
+        if not columns:
+            return None
+        label = self.roles.get("label")
+        if label is not None and str(label.name) in columns:
+            return f"supervised by this label ({label.name})"
+        return f"supervised by {', '.join(columns)}"
+
 
 @dataclass(frozen=True)
 class TaskResult:
@@ -85,6 +101,22 @@ class TaskResult:
     def to_json(self) -> dict[str, Any]:
         """The task's entry in metrics.json."""
         return asdict(self) | {"sentences": [sentence(verdict) for verdict in self.verdicts]}
+
+
+def named_supervised(result: TaskResult, supervised: str | None) -> TaskResult:
+    """Return the result with `supervised` behind the name of the model in rows, verdicts and differences."""
+    if supervised is None:
+        return result
+    others = {row["name"] for row in result.rows if row.get("kind") != "model"}
+
+    def named(name: str) -> str:
+        features, plus, classifier = name.partition(" + ")
+        return name if name in others else f"{features}, {supervised}{plus}{classifier}"
+
+    rows = [row | {"name": named(row["name"])} for row in result.rows]
+    verdicts = [replace(verdict, compared=named(verdict.compared)) for verdict in result.verdicts]
+    differences = [line | {"compared": named(line["compared"])} for line in result.differences]
+    return replace(result, rows=rows, verdicts=verdicts, differences=differences)
 
 
 class Task(Protocol):

@@ -35,10 +35,10 @@ class CellEncoder(Model):
         return self.covariate_prefix.before(view, (seed, step) if self.training else None)
 
     def finish(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
-        """Return the objective's summed loss of the normed states: `Objective.loss`; 0 while `kept_sums` is a list."""
+        """Return the objective's summed loss of the normed states: `Objective.loss`; 0 while `kept_rows` is a list."""
         states = self.norm(x)
-        if self.kept_sums is not None:
-            self.kept_sums.append(self.objective.sums(self, states, prepared))
+        if self.kept_rows is not None:
+            self.kept_rows.append(self.objective.rows(self, states, prepared))
             return torch.zeros((), device=x.device)
         self.keep_vectors(lambda: self.cell_vectors(states, prepared))
         return self.objective.loss(self, states, prepared)

@@ -60,8 +60,8 @@ class Model(nn.Module):
         """Functions that fill parameters and buffers, by name; set by `models.build`, before any layout is applied."""
         self.kept_vectors: list[torch.Tensor] | None = None
         """If not None, `finish` appends the vectors of each batch, (cells, vector width): those of `keep_vectors`."""
-        self.kept_sums: list[torch.Tensor] | None = None
-        """If not None, `finish` appends the objective's `sums` of each batch, and returns 0 instead of the loss."""
+        self.kept_rows: list[tuple[torch.Tensor, ...]] | None = None
+        """If not None, `finish` appends the objective's `rows` of each batch, and returns 0 instead of the loss."""
 
     @property
     def vector_width(self) -> int:

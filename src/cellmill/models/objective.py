@@ -47,8 +47,11 @@ class Objective:
     parts: Mapping[str, float] = MappingProxyType({})
     """Weight of each part of a loss that is a vector, by name; empty for one loss."""
 
-    n_sums: int = 0
-    """Numbers that `sums` returns; 0 if the loss of a cell depends on no other cell."""
+    row_widths: tuple[int, ...] = ()
+    """Width of each table of `rows`; none if the loss of a cell depends on no other cell."""
+
+    validates_rows: bool = False
+    """True if `loss` needs shares in validation too."""
 
     def __init__(self, config: ObjectiveConfig, tokens: Tokens) -> None:
         self.config, self.tokens = config, tokens
@@ -86,12 +89,18 @@ class Objective:
         """
         raise NotImplementedError
 
-    def sums(self, model: Any, states: torch.Tensor, prepared: Any) -> torch.Tensor:
-        """Return the sums over a micro-batch's cells that `loss` needs of the global batch, (n_sums,) float64.
+    def rows(self, model: Any, states: torch.Tensor, prepared: Any) -> tuple[torch.Tensor, ...]:
+        """Return the rows of a micro-batch for each table, (n, width) float32, with at most one row per cell.
 
-        Their total over micro-batches and ranks is then the attribute `totals` of what `prepare` returned. Of a loss
-        L(totals) a micro-batch adds `(gradient of L * own sums).sum()`, whose gradients add up to those of L: see
-        `train.batch_sums`.
+        The first number of a row is not 0. Training gathers the rows of the global batch, and what `prepare` returned
+        gets the attribute `shares`, a `RowShare` for each table: `loss` adds `share.of(rows)`. See `train.batch_rows`.
+        """
+        raise NotImplementedError
+
+    def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the loss of each table, a float scalar, summed over its rows; rows of zeros are no cells.
+
+        It depends on no order of the rows.
         """
         raise NotImplementedError
 

@@ -180,8 +180,8 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
 
     block_flops = long.block.flops - pair_flops * long.pairs_per_token * long.tokens
     counts["blocks"] = [count // max(blocks, 1) for count in counts["blocks"]]
-    # sums over the global batch take a forward pass of their own, without heads
-    passes = PASSES + (model.objective.n_sums > 0)
+    # rows of the global batch take a forward pass of their own, without heads
+    passes = PASSES + bool(model.objective.row_widths)
     return ModelSize(
         blocks=blocks,
         begin=part("begin", passes * long.begin.flops / long.tokens, long.kept_by_begin, reduced.begin.reduced_bytes),

@@ -27,6 +27,12 @@ class ReportedRun:
     lines: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl, without an incomplete last line
     umap: dict[str, list[dict[str, str]]] = field(default_factory=dict)  # rows of umap.tsv by dataset
 
+    @property
+    def supervised_by(self) -> list[str]:
+        """obs columns whose labels the run was trained with."""
+        written = ((self.evaluation or {}).get("model"), self.model, self.record)
+        return next((of["supervised_by"] for of in written if of and "supervised_by" in of), [])
+
 
 @dataclass(frozen=True)
 class ReportedCorpus:

@@ -43,6 +43,7 @@ def render(title: str, runs: list[ReportedRun], corpora: list[ReportedCorpus]) -
         runs=runs,
         corpora=corpora,
         comparisons=compare_runs(runs),
+        supervised={r.name: r.supervised_by for r in runs},
         losses={r.name: losses(r.evaluation) for r in runs},
         planned={r.name: planned_and_measured(r) for r in runs},
         measures=MEASURES,

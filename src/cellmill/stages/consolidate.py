@@ -95,6 +95,7 @@ def _config(state: dict[str, Any], genes: Vocabulary) -> dict[str, Any]:
         "vocabulary_digest": genes.digest,
         "fingerprint": state["fingerprint"],
         "init_from": state.get("init_from"),
+        "supervised_by": state.get("supervised_by", []),
         "step": progress["step"],
         "val_loss": progress["val_loss"],
         "seed": options["train"]["seed"],
@@ -120,9 +121,12 @@ def model_card(config: dict[str, Any], parameters: int) -> str:
         goes_in = "Tokens are residues; a FASTA file of proteins goes in."
     loss = "not validated" if config["val_loss"] is None else f"{config['val_loss']:.4f}"
     shape, objective = _listed(model, "family"), _listed(config["objective"], "name")
+    tags, labels = ["single-cell", "transcriptomics", config["family"]], config["supervised_by"]
+    supervised = f"by labels of obs column {', '.join(labels)}" if labels else "no: trained without labels"
+    judged = f" It is a supervised embedding of {', '.join(labels)}: it saw these labels in training." if labels else ""
     return f"""---
 library_name: cellmill
-tags: [single-cell, transcriptomics, {config["family"]}]
+tags: [{", ".join([*tags, "supervised"] if labels else tags)}]
 ---
 # A `{config["family"]}` single-cell model
 
@@ -131,6 +135,7 @@ tags: [single-cell, transcriptomics, {config["family"]}]
 | parameters | {parameters:,} |
 | architecture | {shape} |
 | objective | {config["objective"]["name"]}{objective and ": "}{objective} |
+| supervised | {supervised} |
 | tokens | {config["tokens"]["tokenizer"]}, at most {config["tokens"]["max_tokens"]} a cell |
 | vocabulary | {config["n_genes"]:,} genes, digest `{config["vocabulary_digest"][:16]}` |
 | training data | fingerprint `{config["fingerprint"][:16]}` |
@@ -146,5 +151,5 @@ writes the cells' embeddings to `obsm["X_cellmill"]`.
 
 ## Limits
 The embedding was judged on the datasets that the run's `evaluate/metrics.json` names, beside baselines that it may
-lose to; read it before use. Nothing is known of other tissues, assays or species. Not for clinical use.
+lose to; read it before use.{judged} Nothing is known of other tissues, assays or species. Not for clinical use.
 """

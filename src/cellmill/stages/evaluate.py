@@ -2,12 +2,13 @@
 
 metrics.json, written last:
 
-    model       digest (of model.safetensors), vocabulary_digest, step, objective
+    model       digest (of model.safetensors), vocabulary_digest, step, objective, supervised_by (obs columns)
     fingerprint of the training shards
     options     as resolved
     datasets    by name, the stem of the cells file:
         n_cells, n_scored, cells (heldout or all), n_without_genes, in_corpus
         roles   obs column by role, for instance label
+        supervised  in words, for a model that was trained with labels; else null
         tasks   by name: rows, metric, verdicts, sentences, figures, skipped, differences (evaluate.task.TaskResult)
 
 umap.tsv beside it has dataset, obs_name, label, x, y and heldout (1 or 0) of each drawn cell.
@@ -28,7 +29,7 @@ from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.evaluate.embed import load_for_inference, read_embedding
 from cellmill.evaluate.projection import umap_rows
-from cellmill.evaluate.task import Context, EvaluatedModel, Task, read_roles
+from cellmill.evaluate.task import Context, EvaluatedModel, Task, named_supervised, read_roles
 from cellmill.evaluate.training_cells import held_out, seen_cells
 from cellmill.evaluate.umap_table import write_umap
 from cellmill.files import sha256_file, write_json
@@ -75,12 +76,14 @@ def run(
                 "n_without_genes": int((scored & ~embedded).sum()),
                 "in_corpus": bool(seen[name]),
                 "roles": {role: str(column.name) for role, column in roles.items()},
+                "supervised": context.supervised,
                 "tasks": _run_tasks(tasks, context),
             }
             points += umap_rows(name, reader.obs.index, vectors, roles.get("label"), unseen, section.seed)
     write_umap(out.parent / "umap.tsv", points)
     about = {"digest": digest, "vocabulary_digest": evaluated.vocabulary.digest, "step": evaluated.config.get("step")}
     about["objective"] = evaluated.network.objective.config.name
+    about["supervised_by"] = evaluated.supervised_by
     resolved = section.model_dump(mode="json")
     metrics = {"model": about, "fingerprint": shards.fingerprint, "options": resolved, "datasets": datasets}
     write_json(out, metrics)  # last: its existence means that umap.tsv is complete
@@ -102,7 +105,7 @@ def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
 def _run_task(task: Task, name: str, context: Context) -> dict[str, Any]:
     """Entry of one task. A task that fails is named in the last line, below its traceback."""
     try:
-        entry = task.run(context).to_json()
+        entry = named_supervised(task.run(context), context.supervised).to_json()
         json.dumps(entry, allow_nan=False)
     except UserError:
         raise

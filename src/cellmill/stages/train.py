@@ -17,6 +17,7 @@ from typing import Any
 from cellmill import __version__
 from cellmill.config.checks import check_run
 from cellmill.config.machine import Machine
+from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.options import TrainOptions
 from cellmill.data.manifest import Manifest, verify
 from cellmill.errors import Stopped, UserError
@@ -63,6 +64,7 @@ def run(
             "manifest": str(manifest),
             "vocabulary": str(vocabulary),
             "init_from": None if init_from is None else str(init_from),
+            "supervised_by": supervised_by(options.objective, init_from),
             "nodes": machine.nodes,
             "nproc_per_node": machine.nproc_per_node,
             "environment": environment(),
@@ -82,6 +84,12 @@ def run(
                 launcher.run(partial(_job, folder, machine))
             else:
                 _run_here(folder, machine, lock)
+
+
+def supervised_by(objective: ObjectiveConfig, init_from: Path | None) -> list[str]:
+    """Return the obs columns whose labels the run reads, and those that its first weights were trained with."""
+    earlier = [] if init_from is None else read_json(init_from / "config.json").get("supervised_by", [])
+    return sorted({*objective.supervised_by, *earlier})
 
 
 def _job(folder: TrainFolder, machine: Machine, error_folder: Path) -> Job:

@@ -31,7 +31,7 @@ from cellmill.parallel.step import ParallelModel
 from cellmill.planner.size import ModelSize
 from cellmill.track.tracker import Tracker
 from cellmill.train.async_scalars import AsyncScalars, to_device
-from cellmill.train.batch_sums import with_totals
+from cellmill.train.batch_rows import with_shares
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.embedding_monitor import EmbeddingMonitor
 from cellmill.train.hang_watch import HangWatch
@@ -152,10 +152,11 @@ class Trainer:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         with self._part("prepare", "the sum of targets"):
             prepared = self._prepare(micro_batches, step)
-            targets = self.loss_parts.targets(self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum(0)))
+            # a step without targets, such as labels, has loss 0; a validation without any has none
+            targets = self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum(0)).clamp(min=1)
         with self._part("forward_backward", "the gradient reduction"):
             scale = self._scale
-            prepared = with_totals(self.model, self.parallel_model, prepared, self.mesh)
+            prepared = self._with_shares(prepared)
             factor = self.loss_parts.weights * (1.0 if scale is None else scale.value)
             losses = self.parallel_model.forward_backward(prepared, targets, factor)
             loss = self.loss_parts.total(losses)
@@ -203,6 +204,9 @@ class Trainer:
         lengths = self.parallel_model.padded_lengths([len(view.genes) for view in views])
         drawn = (self.model.prepare(padded(view, length), **keys) for view, length in zip(views, lengths))
         return [on_device(prepared, self.device) for prepared in drawn]
+
+    def _with_shares(self, prepared: list[Any]) -> list[Any]:
+        return with_shares(self.model, self.parallel_model, prepared, self.mesh, self.train.global_batch)
 
     def _work(self, batches: list[TensorBatch]) -> tuple[int, int, float]:
         """Return cells, tokens and FLOPs of this rank's share of a step."""
@@ -290,6 +294,8 @@ class Trainer:
             self.watch.at(f"the validation after step {self.progress.step}")
             batches = [to_tensors(batch) for batch in micro_batches]
             prepared = self._prepare(batches, VALIDATION)
+            if self.model.objective.validates_rows:
+                prepared = self._with_shares(prepared)
             with monitor.watching(batches):
                 loss_sum = self.parallel_model.loss(prepared)
             totals = totals + torch.stack([loss_sum, torch.stack([p.n_targets for p in prepared]).sum(0).double()])

@@ -87,6 +87,7 @@ def main(path: Path, error_file: Path) -> None:
         "vocabulary_digest": vocabulary.digest,
         "options": record["options"],
         "init_from": record["init_from"],
+        "supervised_by": record.get("supervised_by", []),
         "steps": steps,
         "world_size": dist.get_world_size(),
     }
@@ -222,7 +223,8 @@ def build_streams(options: TrainOptions, manifest: Path, mesh: Mesh) -> tuple[Ce
 
 def batch_column(options: TrainOptions, manifest: Manifest) -> str | None:
     """Return the column that validation takes for the batch: the objective's, or `dataset` if there are several."""
-    given = next(iter(options.objective.obs_columns()), None)
+    objective = options.objective
+    given = next((name for name in objective.obs_columns() if name not in objective.supervised_by), None)
     several = len(manifest.obs_levels.get(DATASET, {}).get("levels", ())) > 1
     return given or (DATASET if several else None)
 

@@ -13,7 +13,7 @@ class AutoencoderConfig(EncoderConfig):
 
     implementation: ClassVar[str] = "cellmill.models.autoencoder.bottleneck:AutoencoderModel"
     value_kinds: ClassVar[tuple[str, ...]] = ("class", "scalar", "place")
-    objectives: ClassVar[tuple[str, ...]] = ("query_decoding", "cell_decoding")
+    objectives: ClassVar[tuple[str, ...]] = ("query_decoding", "cell_decoding", "supervised_contrastive")
     weight_keys: ClassVar[tuple[str, ...]] = (*EncoderConfig.weight_keys, "latent")
     moved: ClassVar[dict[str, str]] = FamilyConfig.moved | {
         "decoder_dim": "objective.decoder_hidden",

@@ -16,7 +16,7 @@ class EncoderConfig(TransformerConfig):
     value_kinds: ClassVar[tuple[str, ...]] = ("class", "scalar", "place")
     objectives: ClassVar[tuple[str, ...]] = (
         *("cell_decoding", "denoise", "query_decoding"),
-        *("masked_value", "masked_gene"),
+        *("masked_value", "masked_gene", "supervised_contrastive"),
     )
     covariates: ClassVar[bool] = True
 

@@ -34,7 +34,7 @@ class HfConfig(FamilyConfig):
 
     implementation: ClassVar[str] = "cellmill.models.hf.padded_model:HfModel"
     value_kinds: ClassVar[tuple[str, ...]] = ("none", "place")
-    objectives: ClassVar[tuple[str, ...]] = ("masked_gene", "cell_decoding")
+    objectives: ClassVar[tuple[str, ...]] = ("masked_gene", "cell_decoding", "supervised_contrastive")
     compiles: ClassVar[bool] = False
     weight_keys: ClassVar[tuple[str, ...]] = ("family", "architecture", "residue_ids")
 

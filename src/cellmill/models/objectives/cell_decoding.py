@@ -30,8 +30,9 @@ from cellmill.models.initial import Fill, with_std, zeros
 from cellmill.models.objective import GeneStatistics, Objective
 from cellmill.models.objectives.batch_terms import Adversary, LevelTerms
 from cellmill.models.objectives.decoding_config import CellDecodingConfig, DenoiseConfig
-from cellmill.models.objectives.vicreg import n_sums, share, sums_of
+from cellmill.models.objectives.vicreg import vicreg
 from cellmill.models.objectives.views import ViewBatch, draw_view
+from cellmill.models.row_share import RowShare
 from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.cross_entropy import profile_loss
 from cellmill.parallel.negative_binomial import nb_loss
@@ -55,8 +56,8 @@ class DecodingBatch(EncoderBatch):
     """C: each cell counts once, whatever its depth."""
     pairs: torch.Tensor
     """(2, pairs) int64: indices of the shown and of the hidden part of cells that have both; none without view_loss."""
-    totals: torch.Tensor | None = None
-    """(n_sums,) float64: sums over the global batch, known in the second pass of a training step."""
+    shares: tuple[RowShare, ...] | None = None
+    """Share in the view loss of the global batch, known in the second pass of a training step."""
 
 
 class CellDecoding(Objective):
@@ -74,7 +75,7 @@ class CellDecoding(Objective):
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         """Add the decoder: `decoder`, `profile_genes`, `profile_bias`, maybe a dispersion; and parts for the batch."""
         given = model.vector_width
-        self.n_sums = n_sums(given) if self.config.view_loss else 0
+        self.row_widths = (1 + 2 * given,) if self.config.view_loss else ()
         width = self.config.decoder_hidden or given
         model.decoder = nn.Identity()
         if self.config.decoder_hidden:
@@ -144,9 +145,9 @@ class CellDecoding(Objective):
         """
         config, vectors = self.config, self._vectors(model, states, prepared)
         loss = self._decoding_loss(model, vectors, prepared)
-        if prepared.totals is not None:
-            weights = config.invariance_weight, config.variance_weight, config.covariance_weight
-            loss = loss + share(*self._views(model, states, prepared), prepared.totals, weights)
+        if prepared.shares is not None:
+            for share, rows in zip(prepared.shares, self.rows(model, states, prepared)):
+                loss = loss + share.of(rows)
         if config.batch_adversary is None or not model.training:
             return loss  # validation chooses a checkpoint: an encoder that hides the batch must not count as worse
         return loss + config.batch_adversary * model.batch_adversary(vectors, self._batch_of(prepared))
@@ -158,14 +159,16 @@ class CellDecoding(Objective):
             return nb_loss(decoded, table, bias, model.profile_dispersion, *hidden)
         return profile_loss(decoded, table, bias, *hidden)
 
-    def sums(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
-        """Return the sums of VICReg."""
-        return sums_of(*self._views(model, states, prepared))
-
-    def _views(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(pairs, H) each: vectors of the shown and of the hidden part."""
+    def rows(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> tuple[torch.Tensor, ...]:
+        """(pairs, 1 + 2 H): 1, and the vectors of the shown and of the hidden part."""
         vectors = model.cell_vectors(states, prepared)
-        return vectors[prepared.pairs[0]], vectors[prepared.pairs[1]]
+        first, second = vectors[prepared.pairs[0]], vectors[prepared.pairs[1]]
+        return (torch.cat([first.new_ones(len(first), 1), first, second], dim=1),)
+
+    def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return VICReg, times the number of pairs."""
+        config, (table,) = self.config, tables
+        return (vicreg(table, (config.invariance_weight, config.variance_weight, config.covariance_weight)),)
 
     def _vectors(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
         """(C, H)."""

@@ -2,12 +2,14 @@
 
 The part that draws a view (cell_decoding) draws it first; then every part prepares on this view. The model is given the
 batch of the part that hides tokens (masked_value), so that what is hidden for one part is hidden for all, and each part
-computes its loss from the same states. The loss is a vector, (parts,), because each part is divided by its own number
-of targets; gradients are those of the weighted sum.
+computes its loss from the same states. Second views of cells (`view_loss`) are given to the model too, but only the
+part that draws them sees them: for others they would be more cells to predict. The loss is a vector, (parts,), because
+each part is divided by its own number of targets; gradients are those of the weighted sum.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from cellmill.models.encoder_batch import EncoderBatch
 from cellmill.models.initial import Fill
 from cellmill.models.objective import GeneStatistics, Objective
 from cellmill.models.objectives.sum_config import SumConfig
+from cellmill.models.objectives.views import first_views
+from cellmill.models.row_share import RowShare
 from cellmill.runs.verdict import Verdict
 
 SHARED = [field.name for field in fields(EncoderBatch)]
@@ -35,11 +39,11 @@ class SumBatch:
     parts: tuple[Any, ...]
     n_targets: torch.Tensor
     """(parts,) int64."""
-    totals: torch.Tensor | None = None
-    """(n_sums,) float64: sums over the global batch, those of one part after another."""
+    shares: tuple[RowShare, ...] | None = None
+    """Shares in losses of the global batch, those of one part after another."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("given", "parts", "n_targets", "totals"):  # a copy that is not filled yet
+        if name in ("given", "parts", "n_targets", "shares"):  # a copy that is not filled yet
             raise AttributeError(name)
         return getattr(self.given, name)
 
@@ -66,7 +70,8 @@ class Sum(Objective):
                 raise ConfigError(
                     f"objective.parts.{name}: its head {taken[0]} has the name of another part's; leave one of them out"
                 )
-        self.n_sums = sum(part.n_sums for part in self.each.values())
+        self.row_widths = tuple(width for part in self.each.values() for width in part.row_widths)
+        self.validates_rows = any(part.validates_rows for part in self.each.values())
         return tuple(names)
 
     def initial_value(self, name: str) -> Fill | None:
@@ -82,24 +87,39 @@ class Sum(Objective):
 
     def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> SumBatch:
         """Prepare every part; what the model is given is that of the part that hides tokens."""
-        prepared = [part.prepare(batch, seed=seed, step=step) for part in self.each.values()]
-        hiding = [own for own, part in zip(prepared, self.each.values()) if part.config.hides_tokens]
+        first, parts = first_views(batch), list(self.each.values())
+        prepared = [part.prepare(batch if part.config.draws_view else first, seed=seed, step=step) for part in parts]
+        hiding = [own for own, part in zip(prepared, parts) if part.config.hides_tokens]
         given = (hiding or prepared)[0]
+        if first is not batch:
+            drawn = next(own for own, part in zip(prepared, parts) if part.config.draws_view)
+            given = _completed(hiding[0], drawn) if hiding else drawn
         n_targets = torch.stack([own.n_targets for own in prepared])
         return SumBatch(given, tuple(_sharing(own, given) for own in prepared), n_targets)
 
     def loss(self, model: Any, states: torch.Tensor, prepared: SumBatch) -> torch.Tensor:
         """Return the summed loss of each part, unweighted: (parts,) float32."""
-        batches = list(prepared.parts)
-        if prepared.totals is not None:
-            totals = prepared.totals.split([part.n_sums for part in self.each.values()])
-            batches = [replace(own, totals=of_part) if len(of_part) else own for own, of_part in zip(batches, totals)]
-        return torch.stack([part.loss(model, states, own).float() for part, own in zip(self.each.values(), batches)])
+        left = iter(prepared.shares or ())
+        losses = []
+        for part, own in zip(self.each.values(), prepared.parts):
+            shares = tuple(islice(left, len(part.row_widths)))
+            if shares and (model.training or part.validates_rows):
+                own = replace(own, shares=shares)
+            losses.append(part.loss(model, states, own).float())
+        return torch.stack(losses)
 
-    def sums(self, model: Any, states: torch.Tensor, prepared: SumBatch) -> torch.Tensor:
-        """Return the sums of the parts that have any, one after another."""
+    def rows(self, model: Any, states: torch.Tensor, prepared: SumBatch) -> tuple[torch.Tensor, ...]:
+        """Return the rows of the parts that have any, one after another."""
         pairs = zip(self.each.values(), prepared.parts)
-        return torch.cat([part.sums(model, states, own) for part, own in pairs if part.n_sums])
+        return tuple(rows for part, own in pairs if part.row_widths for rows in part.rows(model, states, own))
+
+    def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the losses of each part's tables."""
+        left, losses = iter(tables), list[torch.Tensor]()
+        for part in self.each.values():
+            if part.row_widths:
+                losses += part.loss_of_rows(*islice(left, len(part.row_widths)))
+        return tuple(losses)
 
     def observe(self, model: Any, prepared: SumBatch) -> tuple[torch.Tensor, ...]:
         """Return the number of tensors of each part, (parts,) int64, and then the tensors."""
@@ -130,6 +150,18 @@ def _loaded(config: ObjectiveConfig, tokens: Tokens) -> Objective:
 def _attributes(model: Any) -> Mapping[str, Any]:
     """Modules and parameters that are attributes of the model."""
     return {**model._modules, **model._parameters}
+
+
+def _completed(hiding: Any, drawn: Any) -> Any:
+    """The batch of the part that hides tokens of first views, with the second views behind them."""
+    return replace(hiding, **{name: _followed(getattr(hiding, name), getattr(drawn, name)) for name in SHARED})
+
+
+def _followed(own: Any, longer: Any) -> Any:
+    """`own`, in place of the first entries of `longer`."""
+    if isinstance(longer, torch.Tensor):
+        return torch.cat([own, longer[len(own) :]])
+    return None if longer is None else [*own, *longer[len(own) :]]
 
 
 def _sharing(own: Any, given: Any) -> Any:

@@ -77,6 +77,11 @@ class SumConfig(ObjectiveConfig):
         """Columns of every part."""
         return {column: option for part in self.each() for column, option in part.obs_columns().items()}
 
+    @property
+    def supervised_by(self) -> tuple[str, ...]:
+        """Labels that any part reads."""
+        return tuple(dict.fromkeys(column for part in self.each() for column in part.supervised_by))
+
     def check_tokens(self, tokens: Tokens) -> None:
         """Refuse tokens that a part cannot use."""
         for part in self.each():

@@ -16,7 +16,7 @@ count splitting), and both together have no more counts than the cell.
 A view is a function of (seed, step, cell, place in the cell): equal in every layout and in every batch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,6 +78,25 @@ def draw_view(
         profile_cell=cell[at],
         profile_gene=batch.genes[at],
         profile_count=predicted[at],
+    )
+
+
+def first_views(batch: TensorBatch) -> TensorBatch:
+    """Return the cells of a batch without their second views and padding; the batch itself if it has none."""
+    if not isinstance(batch, ViewBatch) or not batch.paired:
+        return batch
+    cells, tokens = batch.paired, sum(batch.lengths[: batch.paired])
+    return replace(
+        batch,
+        genes=batch.genes[:tokens],
+        values=batch.values[:tokens],
+        cu_seqlens=batch.cu_seqlens[: cells + 1],
+        cells=batch.cells[:cells],
+        lengths=batch.lengths[:cells],
+        counts=None if batch.counts is None else batch.counts[:tokens],
+        levels=None if batch.levels is None else batch.levels[:cells],
+        covariate_rows=None if batch.covariate_rows is None else batch.covariate_rows[:tokens],
+        paired=0,
     )
 
 

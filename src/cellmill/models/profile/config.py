@@ -12,7 +12,7 @@ class ProfileConfig(FamilyConfig):
 
     implementation: ClassVar[str] = "cellmill.models.profile.perceptron:ProfileModel"
     value_kinds: ClassVar[tuple[str, ...]] = ("scalar",)
-    objectives: ClassVar[tuple[str, ...]] = ("cell_decoding", "denoise", "query_decoding")
+    objectives: ClassVar[tuple[str, ...]] = ("cell_decoding", "denoise", "query_decoding", "supervised_contrastive")
     weight_keys: ClassVar[tuple[str, ...]] = ("family", "hidden", "layers", "ffn_width")
     sequence_parallel: ClassVar[bool] = False
 

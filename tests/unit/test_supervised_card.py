@@ -1,0 +1,54 @@
+"""Labels that a run, or the run that it starts from, was trained with are in its record and in the model card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cellmill.config.objective import ObjectiveConfig
+from cellmill.stages.consolidate import model_card
+from cellmill.stages.train import supervised_by
+
+CONTRAST: dict[str, Any] = {"name": "supervised_contrastive", "label_column": "cell_type"}
+
+
+@pytest.mark.parametrize(
+    ("objective", "earlier", "expected"),
+    [
+        ({"name": "cell_decoding"}, None, []),
+        (CONTRAST, None, ["cell_type"]),
+        ({"name": "cell_decoding"}, ["tissue"], ["tissue"]),
+        (CONTRAST, ["tissue"], ["cell_type", "tissue"]),
+    ],
+)
+def test_the_labels_of_a_run_are_those_of_its_objective_and_of_its_first_weights(
+    objective: dict[str, Any], earlier: list[str] | None, expected: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"supervised_by": earlier} if earlier else {}))
+    init_from = tmp_path if earlier else None
+    assert supervised_by(ObjectiveConfig.model_validate(objective), init_from) == expected
+
+
+def test_the_card_says_which_labels_were_used() -> None:
+    config: dict[str, Any] = {
+        "family": "profile",
+        "model": {"hidden": 8},
+        "objective": CONTRAST,
+        "tokens": {"tokenizer": "continuous"},
+        "n_genes": 3,
+        "vocabulary_digest": "a",
+        "fingerprint": "b",
+        "init_from": None,
+        "step": 1,
+        "val_loss": 1.0,
+    }
+    config["tokens"]["max_tokens"] = 4
+    card, plain = (model_card(config | {"supervised_by": labels}, 5) for labels in (["cell_type"], []))
+    assert "tags: [single-cell, transcriptomics, profile, supervised]" in card
+    assert "| supervised | by labels of obs column cell_type |" in card
+    assert "It is a supervised embedding of cell_type: it saw these labels in training." in card
+    assert "| supervised | no: trained without labels |" in plain
+    assert "profile, supervised]" not in plain

@@ -1,0 +1,211 @@
+"""supervised_contrastive: the paper's loss, its gradients from rows of the global batch, and which cells take part."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from cellmill.config.objective import ObjectiveConfig
+from cellmill.config.options import TrainOptions
+from cellmill.config.tokens import Tokens
+from cellmill.data.tokens import Batch, empty_batch, tokenized
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.models.batch import padded, to_tensors
+from cellmill.models.build import build
+from cellmill.models.export import initial_tensors
+from cellmill.models.objective import GeneStatistics
+from cellmill.models.objectives import supervised_contrastive
+from cellmill.models.objectives.supervised_contrastive import contrast
+from cellmill.parallel.materialize import materialize
+from cellmill.train.batch_rows import shares_of
+from cellmill.train.worker import batch_column
+from tests.models import spec
+
+N_GENES, H = 60, 16
+TOKENS = Tokens.model_validate({"max_tokens": 64})
+LEVELS = {"batch": ("x", "y"), "cell_type": ("a", "b", "c")}
+KEYS = {"seed": 3, "step": 4}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "encoder": {"family": "encoder", "hidden": H, "layers": 1, "heads": 2, "dropout": 0.2},
+    "profile": {"family": "profile", "hidden": H, "layers": 1, "dropout": 0.2},
+}
+EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+OBJECTIVE = {"objective": "supervised_contrastive", "label_column": "cell_type"}
+
+
+def _model(family: str, **options: Any) -> Any:
+    given = FAMILIES[family] | ({} if "objective" in options else OBJECTIVE) | options
+    model = build(spec(N_GENES, TOKENS, LEVELS, **given))
+    ids = [f"ENSG{i:011d}" for i in range(N_GENES)]
+    genes = Vocabulary(ids, ids, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
+    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, genes))
+    return model.train()
+
+
+def _cells(labels: tuple[int, ...], first: int = 0) -> Batch:
+    """Cells of these labels, by number of their level, all of the first batch."""
+    rng = np.random.default_rng(first)
+    lengths = rng.integers(2, 30, len(labels))
+    genes = np.concatenate([rng.permutation(N_GENES)[:n] for n in lengths]).astype(np.int32)
+    counts = rng.integers(1, 9, len(genes)).astype(np.uint8)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    numbers = np.array([[1, label] for label in labels], np.int32)
+    return tokenized(TOKENS.load()(TOKENS), genes, counts, starts, np.arange(len(labels)) + first, 64, numbers)
+
+
+def _prepared(model: Any, batch: Any, length: int | None = None) -> Any:
+    view = model.view(batch, **KEYS)
+    return model.prepare(view if length is None else padded(view, length), **KEYS)
+
+
+def _reference(z: torch.Tensor, labels: list[int], temperature: float) -> Any:
+    """Equation 2 of the paper as it is written, summed over the cells i that have another of their label."""
+    z, loss = F.normalize(z, dim=1), torch.zeros((), dtype=z.dtype)
+    for i in range(len(labels)):
+        others = [a for a in range(len(labels)) if a != i]
+        positives = [p for p in others if labels[p] == labels[i]]
+        below = sum((z[i] @ z[a] / temperature).exp() for a in others)
+        for p in positives:
+            loss = loss - ((z[i] @ z[p] / temperature).exp() / below).log() / len(positives)
+    return loss
+
+
+def _table(z: torch.Tensor, labels: list[int]) -> torch.Tensor:
+    return torch.cat([torch.tensor(labels, dtype=z.dtype)[:, None], F.normalize(z, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("anchors", [1, 4, 1024])
+def test_the_loss_is_that_of_the_paper_in_any_slots(anchors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervised_contrastive, "ANCHORS", anchors)
+    z = torch.randn(9, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    labels = [1, 2, 2, 1, 1, 3, 2, 4, 4]
+    expected = _reference(z, labels, 0.3)
+    assert contrast(_table(z, labels), 0.3).item() == pytest.approx(expected.item())
+    slots = torch.zeros(16, 6, dtype=torch.float64).index_copy(0, torch.arange(15, 6, -1), _table(z, labels))
+    assert contrast(slots, 0.3).item() == pytest.approx(expected.item())
+
+
+@pytest.mark.parametrize("labels", [[], [1], [1, 2], [0, 0]])
+def test_without_two_cells_of_a_label_there_is_no_loss_and_no_gradient(labels: list[int]) -> None:
+    table = _table(torch.randn(len(labels), 4), labels).requires_grad_()
+    loss = contrast(table, 0.1)
+    loss.backward()
+    assert loss.item() == 0
+    assert table.grad is not None
+    assert not table.grad.any()
+
+
+@EVERY_FAMILY
+def test_gradients_of_micro_batches_are_those_of_the_whole_batch_at_once(family: str) -> None:
+    model = _model(family, temperature=0.3)
+    given = ((1, 2, 0, 1), (2, 2, 3), (1,), (0, 0))
+    batches = [to_tensors(_cells(labels, 10 * at)) for at, labels in enumerate(given)]
+    batches.append(to_tensors(empty_batch(np.dtype(np.float32), columns=2)))
+    prepared = [_prepared(model, batch, 200) for batch in batches]
+    with torch.no_grad():
+        rows = [model.objective.rows(model, model.states(part), part) for part in prepared]
+    table = torch.cat([torch.zeros(3, 1 + H), *(own for (own,) in rows), torch.zeros(2, 1 + H)])
+    shares = shares_of(model.objective, [table], rows, first=3)
+    loss = sum(model(replace(part, shares=own)) for part, own in zip(prepared, shares))
+    loss.backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    z = torch.cat([model.cell_vectors(model.states(part), part)[part.cells] for part in prepared])
+    expected = _reference(z, [label for labels in given for label in labels if label], 0.3)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    expected.backward()
+    assert sum(int(part.n_targets) for part in prepared) == len(z) == 7
+    assert any(gradient is not None and gradient.abs().max() > 0.1 for gradient in found.values())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+@EVERY_FAMILY
+def test_cells_of_unknown_label_take_no_part(family: str) -> None:
+    model = _model(family)
+    batch = to_tensors(_cells((1, 2, 0, 1, 2, 0)))
+    louder = batch.values.clone()
+    for cell in (2, 5):
+        louder[batch.cu_seqlens[cell] : batch.cu_seqlens[cell + 1]] += 5
+    one, other = (_prepared(model, given) for given in (batch, replace(batch, values=louder)))
+    assert one.cells.tolist() == [0, 1, 3, 4]
+    assert one.labels.tolist() == [1, 2, 1, 2]
+    assert torch.equal(model(one), model(other))
+    known = replace(batch, levels=torch.tensor([[1, 1], [1, 2], [1, 3], [1, 1], [1, 2], [1, 3]]))
+    assert not torch.allclose(model(_prepared(model, known)), model(one))
+
+
+def test_column_and_temperature_are_those_of_the_options() -> None:
+    batch = to_tensors(_cells((1, 2, 3, 1, 2)))
+    changes: list[dict[str, Any]] = [{}, {"temperature": 0.5}, {"label_column": "batch"}]
+    losses = [(model := _model("profile", **change))(_prepared(model, batch)).item() for change in changes]
+    assert len({round(loss, 3) for loss in losses}) == 3
+    assert losses[2] == pytest.approx(_of_one_label(_model("profile"), batch), rel=1e-5)
+
+
+def _of_one_label(model: Any, batch: Any) -> float:
+    prepared = _prepared(model, batch)
+    z = model.cell_vectors(model.states(prepared), prepared).detach()
+    return float(_reference(z, [1] * len(z), 0.1))
+
+
+def test_the_figures_compare_with_vectors_that_are_all_alike() -> None:
+    objective = _model("profile").objective
+    z = F.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dim=1)
+    labels = [1, 1, 2, 2, 2, 3]
+    train = GeneStatistics(np.ones(1, np.int64), np.ones(1), 1.0, 1)
+    figures, (verdict,) = objective.judge(np.array(labels), z.numpy(), train=train)
+    assert figures["supervised_contrastive"] == pytest.approx(float(_reference(z, labels, 0.1)) / 6, rel=1e-5)
+    assert figures["supervised_contrastive_alike"] == pytest.approx(5 / 6 * math.log(5))
+    own = figures["supervised_contrastive"] - figures["supervised_contrastive_alike"]
+    assert verdict.difference == pytest.approx(own)
+    assert objective.judge(np.array([1]), z[:1].numpy(), train=train) == ({"n_targets": 1}, [])
+
+
+CONTRAST, DECODING = {"supervised_contrastive": {"label_column": "cell_type"}}, {"cell_decoding": {"view": "drop"}}
+
+
+@pytest.mark.parametrize(
+    ("parts", "low", "high"), [(CONTRAST, 0.5, 1.5), (CONTRAST | DECODING, 0.2, 1.5), (DECODING, -0.2, 0.1)]
+)
+def test_training_brings_cells_of_a_label_together(parts: dict[str, Any], low: float, high: float) -> None:
+    """Mean cosine within labels minus that between labels, of training cells without any signal of their label."""
+    model = _model("profile", objective="sum", parts=parts)
+    batch, optimizer = to_tensors(_cells((1, 2, 3) * 4)), torch.optim.Adam(model.parameters(), 1e-2)
+    assert abs(_separation(model, batch)) < 0.1
+    for step in range(40):
+        keys = {"seed": 0, "step": step}
+        optimizer.zero_grad()
+        model(model.prepare(model.view(batch, **keys), **keys)).sum().backward()
+        optimizer.step()
+    assert low < _separation(model, batch) < high
+
+
+def _separation(model: Any, batch: Any) -> float:
+    """Mean cosine of cells of one label minus that of cells of two labels."""
+    model.eval()
+    with torch.no_grad():
+        z = F.normalize(model.embed(batch), dim=1)
+    model.train()
+    assert batch.levels is not None
+    same = batch.levels[:, None, 1] == batch.levels[None, :, 1]
+    apart = ~torch.eye(len(z), dtype=torch.bool)
+    return float((z @ z.T)[same & apart].mean() - (z @ z.T)[~same].mean())
+
+
+def test_a_sum_is_supervised_by_the_labels_of_its_parts_and_its_batch_is_another_column() -> None:
+    parts = {"supervised_contrastive": {"label_column": "a_type"}, "cell_decoding": {"batch_column": "batch"}}
+    objective = ObjectiveConfig.model_validate({"name": "sum", "parts": parts})
+    assert objective.supervised_by == ("a_type",)
+    assert ObjectiveConfig.model_validate({"name": "cell_decoding", "batch_column": "batch"}).supervised_by == ()
+    manifest: Any = SimpleNamespace(obs_levels={})
+    for given, expected in ((objective, "batch"), (objective.each()[0], None)):
+        options: Any = TrainOptions.model_construct(objective=given)
+        assert batch_column(options, manifest) == expected
