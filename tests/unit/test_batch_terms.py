@@ -164,9 +164,18 @@ def test_an_adversary_without_a_batch_is_refused() -> None:
 def test_a_batch_that_all_cells_share_is_refused() -> None:
     options: Any = SimpleNamespace(obs_columns=lambda: {"dataset": "objective.batch_column"})
     with pytest.raises(
-        ConfigError, match=r"objective\.batch_column dataset: all cells .* the same value; leave it out"
+        ConfigError, match=r"objective\.batch_column dataset: all cells .* the same value; choose another"
     ):
-        check_levels(options, {"dataset": ("one",)})
+        check_levels(options, {"dataset": ("one",)}, 100)
+
+
+def test_a_label_that_few_cells_share_is_refused() -> None:
+    objective = SimpleNamespace(supervised_by=("n_counts",))
+    options: Any = SimpleNamespace(obs_columns=lambda: {"n_counts": "objective.label_column"}, objective=objective)
+    levels = tuple(map(str, range(51)))
+    check_levels(options, {"n_counts": levels[:50]}, 100)
+    with pytest.raises(ConfigError, match=r"label_column n_counts: 51 values for 100 training cells, so most cells"):
+        check_levels(options, {"n_counts": levels}, 100)
 
 
 def test_the_share_of_the_batch_is_that_of_an_analysis_of_variance() -> None:

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from cellmill.config.load import check_options
+from cellmill.config.objective import ObjectiveConfig
 from cellmill.models.batch import TensorBatch
-from cellmill.train.embedding_monitor import EmbeddingMonitor
+from cellmill.train.embedding_monitor import EmbeddingMonitor, advice
 
 WIDTH, N = 6, 200
 
@@ -34,7 +36,8 @@ def _cells() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _figures(z: torch.Tensor, counts: torch.Tensor) -> dict[str, float]:
-    model: Any = SimpleNamespace(vector_width=WIDTH, kept_vectors=None)
+    objective = SimpleNamespace(config=check_options(ObjectiveConfig, {"name": "masked_gene"}, "objective"))
+    model: Any = SimpleNamespace(vector_width=WIDTH, kept_vectors=None, objective=objective)
     monitor, mesh = EmbeddingMonitor(model), Mesh()
     for cells in torch.arange(len(z)).split(70):
         n = len(cells)
@@ -78,3 +81,22 @@ def test_few_cells_have_no_figures() -> None:
     z, counts = _cells()
     assert _figures(z[:1], counts) == {}
     assert set(_figures(z[:9], counts)) == {"effective_rank"}
+
+
+@pytest.mark.parametrize(
+    ("objective", "said"),
+    [
+        ({"name": "masked_value"}, "lower train.lr, or choose objective cell_decoding"),
+        ({"name": "cell_decoding"}, "lower train.lr"),
+        (
+            {"name": "cell_decoding", "batch_column": "dataset", "batch_adversary": 1.0},
+            "lower objective.batch_adversary_scale, or train.lr",
+        ),
+        (
+            {"name": "next_gene"},
+            "objective next_gene is for generating cells; for embeddings choose family encoder or profile",
+        ),
+    ],
+)
+def test_what_to_change_after_a_collapse_depends_on_the_objective(objective: dict[str, Any], said: str) -> None:
+    assert advice(check_options(ObjectiveConfig, objective, "objective")) == said

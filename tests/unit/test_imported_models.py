@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from cellmill.cli import main
+from cellmill.commands.import_model import run as import_model
 from cellmill.data.genes import map_genes
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
@@ -128,3 +129,12 @@ def test_an_imported_model_is_trained(folder: Path, tmp_path: Path) -> None:
     assert before.keys() == after.keys()
     moved = max(float((after[name] - before[name]).abs().max()) for name in before)
     assert 0 < moved < 0.01  # two steps of AdamW from the imported weights
+
+
+@pytest.mark.parametrize("kind", ["geneformer", "scgpt"])
+def test_a_folder_that_is_not_a_published_model_is_named(folder: Path, tmp_path: Path, kind: str) -> None:
+    with pytest.raises(DataError, match=r"nothere: no such folder; give the folder with the published files$"):
+        import_model(kind=kind, folder=tmp_path / "nothere", out=tmp_path / "out")
+    with pytest.raises(DataError, match=r"geneformer: this is a model folder of cellmill already; embed with it"):
+        import_model(kind=kind, folder=folder / "geneformer", out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

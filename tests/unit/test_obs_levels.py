@@ -109,7 +109,7 @@ def test_without_columns_batches_and_fingerprint_are_those_of_before(manifest: M
 
 def test_a_column_that_cannot_be_read_is_named_in_one_line(manifest: Manifest) -> None:
     path = manifest.path
-    message = f"{path}: no obs column 'assey' (objective.batch_column); there are: dataset, assay, sorted, score, donor"
+    message = f"{path}: no obs column 'assey' (objective.batch_column); did you mean 'assay'?"
     with pytest.raises(DataError) as refused:
         manifest.levels({"assey": "objective.batch_column"})
     assert str(refused.value) == message

@@ -52,3 +52,25 @@ def test_the_card_says_which_labels_were_used() -> None:
     assert "It is a supervised embedding of cell_type: it saw these labels in training." in card
     assert "| supervised | no: trained without labels |" in plain
     assert "profile, supervised]" not in plain
+
+
+def test_the_card_of_a_sum_has_the_options_of_its_parts() -> None:
+    parts = {"cell_decoding": {"name": "cell_decoding", "weight": 1.0, "view": "thin"}}
+    parts["masked_gene"] = {"name": "masked_gene", "weight": 0.3, "mask_frac": 0.15}
+    config: dict[str, Any] = {
+        "family": "encoder",
+        "model": {"hidden": 8},
+        "objective": {"name": "sum", "parts": parts},
+        "tokens": {"tokenizer": "continuous", "max_tokens": 4},
+        "n_genes": 3,
+        "vocabulary_digest": "a",
+        "fingerprint": "b",
+        "init_from": None,
+        "step": 1,
+        "val_loss": 1.0,
+        "supervised_by": [],
+    }
+    card = model_card(config, 5)
+    assert "# An `encoder` single-cell model\n" in card
+    listed = "sum of cell_decoding: weight 1.0, view thin; masked_gene: weight 0.3, mask_frac 0.15"
+    assert f"| objective | {listed} |\n" in card

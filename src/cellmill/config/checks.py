@@ -7,6 +7,7 @@ call them again with what they were given. All raise ConfigError.
 import math
 
 from cellmill.config.family import FamilyConfig
+from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Parallel, divisors, layout, nearest
 from cellmill.config.tokens import Tokens
@@ -92,7 +93,7 @@ def _check_objective(options: TrainOptions) -> None:
         if part.name in model.objectives or model.family in map(FamilyConfig.current, part.families):
             continue
         raise ConfigError(
-            f"objective.name {part.name}: family {model.family} serves {', '.join(model.objectives) or 'none'}; "
+            f"{_key_of(part, objective)}: family {model.family} serves {', '.join(model.objectives) or 'none'}; "
             "choose one of these, or another model.family"
         )
     if tokens.value_kind not in model.value_kinds:
@@ -115,6 +116,11 @@ def _check_objective(options: TrainOptions) -> None:
         model.check_with(objective, tokens)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _key_of(part: ObjectiveConfig, objective: ObjectiveConfig) -> str:
+    """The option that names a part of the objective."""
+    return f"objective.name {part.name}" if part is objective else f"objective.parts.{part.name}"
 
 
 def _check_tensor_parallel(model: FamilyConfig, parallel: Parallel) -> None:

@@ -29,7 +29,7 @@ class Tokens(Plugin):
     max_tokens: int = Field(
         2048,
         ge=1,
-        description="Most tokens of a cell; those with the lowest rank value are cut, of a sequence its end.",
+        description="Most tokens of a cell; those with the lowest rank value are cut; of a sequence, its end.",
     )
     covariates: Annotated[list[str], EachOnce] = Field(
         [],

@@ -12,7 +12,7 @@ from typing import Any
 
 import h5py
 
-from cellmill.errors import DataError
+from cellmill.errors import ConfigError, DataError
 from cellmill.files import atomic_path
 
 ALIGNMENT = 4096  # bytes; for direct I/O and page-aligned preads
@@ -35,6 +35,12 @@ def open_h5(path: Path, remedy: str = "") -> h5py.File:
         if "signature not found" in text:
             raise DataError(f"{path}: not an HDF5 file{then}") from None
         raise DataError(f"{path}: cannot be read: {text}{then}") from None
+
+
+def check_h5ad(out: Path, option: str) -> None:
+    """Raise ConfigError for an output whose name is not that of an AnnData file."""
+    if out.suffix != ".h5ad":
+        raise ConfigError(f"{option} {out}: expected a name that ends in .h5ad")
 
 
 class NewH5File(h5py.File):

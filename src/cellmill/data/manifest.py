@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from cellmill.data.split import SPLITS
-from cellmill.errors import DataError
+from cellmill.errors import DataError, did_you_mean
 from cellmill.files import digest, read_json, sha256_file, write_json
 
 FORMAT = 1
@@ -103,8 +103,8 @@ class Manifest:
         """
         for name, option in columns.items():
             if name not in self.obs_columns:
-                known = ", ".join(self.obs_columns)
-                raise DataError(f"{self.path}: no obs column {name!r} ({option}); there are: {known}")
+                hint = did_you_mean(name, self.obs_columns)
+                raise DataError(f"{self.path}: no obs column {name!r} ({option}); {hint}")
             if name not in self.obs_levels:
                 if not self.obs_levels:
                     raise DataError(f"{self.path}: of an earlier version, without levels of obs columns; {REMEDY}")

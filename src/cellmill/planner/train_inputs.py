@@ -23,11 +23,19 @@ def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
         )
 
 
-def check_levels(options: TrainOptions, levels: Mapping[str, Sequence[str]]) -> None:
-    """Raise ConfigError for a column in which all cells of the corpus are alike."""
+def check_levels(options: TrainOptions, levels: Mapping[str, Sequence[str]], train_cells: int) -> None:
+    """Raise ConfigError for a column in which all cells of the corpus are alike, or a label that few cells share."""
     for name, option in options.obs_columns().items():
-        if len(levels[name]) < 2:
-            raise ConfigError(f"{option} {name}: all cells of the corpus have the same value; leave it out")
+        n = len(levels[name])
+        if n < 2:
+            raise ConfigError(
+                f"{option} {name}: all cells of the corpus have the same value; choose another column, or do without"
+            )
+        if name in options.objective.supervised_by and 2 * n > train_cells:
+            raise ConfigError(
+                f"{option} {name}: {n:,} values for {train_cells:,} training cells, so most cells have no other of "
+                "their value; choose a column of labels"
+            )
 
 
 def check_weights(options: TrainOptions, init_from: Path) -> None:

@@ -15,6 +15,8 @@ from cellmill.report import figures
 from cellmill.report.collect import ReportedCorpus, ReportedRun, largest_memory, losses
 from cellmill.runs.run_cost import span
 
+COLLAPSED = 1.5  # effective rank
+
 MEASURES = {"n_genes": "genes per cell", "n_counts": "counts per cell", "mito_frac": "mitochondrial fraction"}
 MEASURES |= {"n_residues": "residues per sequence"}
 
@@ -77,6 +79,8 @@ def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
     wall_s = status.get("wall_s")
     # the plan counts tensors; on a CPU the measured memory is the whole process, libraries included
     planned_gb = plan["memory"]["total_bytes"] / 1e9 if "memory" in plan else None
+    directions = _last(run.lines, "effective_rank")
+    collapsed = ": collapsed to one direction" if directions is not None and directions < COLLAPSED else ""
     rows = [
         ("steps", plan.get("steps"), status.get("step")),
         ("hours", plan.get("hours"), None if wall_s is None else wall_s / 3600),
@@ -87,7 +91,7 @@ def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
         ("processes", plan.get("world_size"), status.get("world_size")),
         ("highest cells/s", None, fastest),
         ("fraction of time waiting for data", None, sum(waits) / len(waits) if waits else None),
-        ("effective rank of the embedding, last validation", None, _last(run.lines, "effective_rank")),
+        (f"effective rank of the embedding, last validation{collapsed}", None, directions),
         ("R² of log depth from the embedding, last validation", None, _last(run.lines, "depth_r2")),
         ("share of the embedding explained by the batch, last validation", None, _last(run.lines, "batch_r2")),
     ]

@@ -113,6 +113,15 @@ def _listed(options: dict[str, Any], name: str) -> str:
     return ", ".join(f"{key} {options[key]}" for key in options if key != name and _is_short(options[key]))
 
 
+def _objective(options: dict[str, Any]) -> str:
+    """Name and options of an objective, or of the parts of a sum, for a row of the card."""
+    if "parts" in options:
+        parts = [_objective({"name": name} | part) for name, part in options["parts"].items()]
+        return f"{options['name']} of {'; '.join(parts)}"
+    listed = _listed(options, "name")
+    return f"{options['name']}: {listed}" if listed else str(options["name"])
+
+
 def model_card(config: dict[str, Any], parameters: int) -> str:
     """Return the README of an export: the model, its training, and its limits."""
     model = config["model"]
@@ -120,7 +129,7 @@ def model_card(config: dict[str, Any], parameters: int) -> str:
     if config["tokens"]["tokenizer"] == "sequence":
         goes_in = "Tokens are residues; a FASTA file of proteins goes in."
     loss = "not validated" if config["val_loss"] is None else f"{config['val_loss']:.4f}"
-    shape, objective = _listed(model, "family"), _listed(config["objective"], "name")
+    shape, family = _listed(model, "family"), config["family"]
     tags, labels = ["single-cell", "transcriptomics", config["family"]], config["supervised_by"]
     supervised = f"by labels of obs column {', '.join(labels)}" if labels else "no: trained without labels"
     judged = f" It is a supervised embedding of {', '.join(labels)}: it saw these labels in training." if labels else ""
@@ -128,13 +137,13 @@ def model_card(config: dict[str, Any], parameters: int) -> str:
 library_name: cellmill
 tags: [{", ".join([*tags, "supervised"] if labels else tags)}]
 ---
-# A `{config["family"]}` single-cell model
+# {"An" if family[0] in "aehiou" else "A"} `{family}` single-cell model
 
 | | |
 |---|---|
 | parameters | {parameters:,} |
 | architecture | {shape} |
-| objective | {config["objective"]["name"]}{objective and ": "}{objective} |
+| objective | {_objective(config["objective"])} |
 | supervised | {supervised} |
 | tokens | {config["tokens"]["tokenizer"]}, at most {config["tokens"]["max_tokens"]} a cell |
 | vocabulary | {config["n_genes"]:,} genes, digest `{config["vocabulary_digest"][:16]}` |

@@ -15,7 +15,7 @@ import scipy.sparse as sp
 from anndata.io import write_elem
 
 from cellmill.config.tokens import Tokens
-from cellmill.data.h5_file import create_h5
+from cellmill.data.h5_file import check_h5ad, create_h5
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, did_you_mean
 from cellmill.evaluate.embed import load_for_inference
@@ -41,6 +41,7 @@ def run(
 
     0 is no `top_k`, and `max_genes` of the model's `tokens.max_tokens`.
     """
+    check_h5ad(out, "--out")
     network, vocabulary, tokens, _ = load_for_inference(model)
     generator = _checked(network, tokens, model)
     for name, value, least in (("cells", cells, 1), ("top-k", top_k, 0), ("batch-cells", batch_cells, 1)):

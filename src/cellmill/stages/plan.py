@@ -49,7 +49,7 @@ def run(
         shards = Manifest.read(manifest)
         check_rows(options.tokens, shards.ordered, str(manifest))
         columns = options.obs_columns()
-        check_levels(options, levels := shards.levels(columns))
+        check_levels(options, levels := shards.levels(columns), shards.splits["train"].n_obs)
         detected, fingerprint = detected_genes(shards), shards.fingerprint_with(columns)
         corpus = Cells(
             np.minimum(detected, options.tokens.max_tokens),

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from cellmill.config.corpus import is_fasta
 from cellmill.data.counts_writer import count_dtype, write_cells
+from cellmill.data.h5_file import check_h5ad
 from cellmill.data.simulate import simulate
 from cellmill.data.simulate_sequences import write_sequences
 
@@ -14,6 +15,7 @@ def run(*, out: Path, cells: int, genes: int, types: int, batches: int, perturba
         write_sequences(out, cells, types, seed)
         print(f"{cells:,} sequences -> {out}")
         return
+    check_h5ad(out, "--out")
     simulation = simulate(cells, genes, types, batches, perturbations, seed)
     write_cells(out, simulation.obs, simulation.var, simulation.blocks(), None, count_dtype(0))
     print(f"{cells:,} cells x {genes:,} genes -> {out}")

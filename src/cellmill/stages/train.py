@@ -48,7 +48,7 @@ def run(
     """
     shards = Manifest.read(manifest)
     columns = options.obs_columns()
-    check_levels(options, shards.levels(columns))
+    check_levels(options, shards.levels(columns), shards.splits["train"].n_obs)
     fingerprint = shards.fingerprint_with(columns)
     for nodes in machine.node_counts:
         check_run(options, nodes, machine.nproc_per_node, shards.splits["train"].n_obs)

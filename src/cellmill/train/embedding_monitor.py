@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cellmill.config.objective import ObjectiveConfig
 from cellmill.models.batch import TensorBatch
 from cellmill.models.family import Model
 from cellmill.parallel.mesh import Mesh
@@ -36,6 +37,7 @@ class EmbeddingMonitor:
         staged = isinstance(model, PipelineStages)
         part: Any = model.parts[0] if staged else model
         self.last: Any = model.last if staged else model
+        self.model = part
         self.width: int = part.vector_width if part.vector_width <= MAX_WIDTH else 0
         self.column = None if batch_column is None else [*levels].index(batch_column)
         n_levels = 0 if batch_column is None else len(levels[batch_column])
@@ -79,10 +81,20 @@ class EmbeddingMonitor:
         if line.get("effective_rank", COLLAPSED) < COLLAPSED and dist.get_rank() == 0:
             print(
                 f"warning: the embedding of validation cells has effective rank {line['effective_rank']:.2f}: it has "
-                "collapsed to one direction; lower train.lr, or choose objective cell_decoding",
+                f"collapsed to one direction; {advice(self.model.objective.config)}",
                 flush=True,
             )
         return line
+
+
+def advice(objective: ObjectiveConfig) -> str:
+    """Return what to change when the embedding has collapsed."""
+    parts = {part.name: part for part in objective.each()}
+    if any(getattr(part, "batch_adversary", None) for part in parts.values()):
+        return "lower objective.batch_adversary_scale, or train.lr"
+    if "next_gene" in parts:
+        return "objective next_gene is for generating cells; for embeddings choose family encoder or profile"
+    return "lower train.lr" if "cell_decoding" in parts else "lower train.lr, or choose objective cell_decoding"
 
 
 def embedding_figures(sums: torch.Tensor, width: int) -> dict[str, float]:

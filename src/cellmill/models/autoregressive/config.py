@@ -8,7 +8,7 @@ from cellmill.config.transformer import TransformerConfig
 
 
 class AutoregressiveConfig(TransformerConfig):
-    """Architecture of the causal transformer; a transformer's, with a choice of pooling."""
+    """Architecture of the causal transformer: transformer blocks and a choice of pooling."""
 
     implementation: ClassVar[str] = "cellmill.models.autoregressive.causal_transformer:AutoregressiveModel"
     value_kinds: ClassVar[tuple[str, ...]] = ("none", "class", "scalar", "place")

@@ -27,7 +27,7 @@ class EncoderConfig(TransformerConfig):
         "mean",
         description="The cell's vector: mean of its tokens' states, the state of a learned token before them (cls), or "
         "their mean weighted by a learned query (attention). Only mean works with objectives that do not read the "
-        "vector (masked ones of cell_loss_weight 0).",
+        "vector, such as masked_gene with cell_loss_weight 0.",
     )
 
     def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:

@@ -33,7 +33,7 @@ class MaskedValueConfig(MaskedObjectiveConfig):
     name: Literal["masked_value"] = Field("masked_value", description="Predict the values of masked tokens.")
     renormalize: bool = Field(
         False,
-        description="Make the values of visible tokens again from their counts alone. Otherwise they tell how many of "
+        description="Recompute the values of visible tokens from their counts alone. Otherwise they tell how many of "
         "the cell's counts are hidden: counts per 10,000 of the visible tokens lack what the masked ones have. The "
         "values to predict stay those of the whole cell. Recommended; off is what earlier runs were trained with.",
     )
@@ -46,9 +46,10 @@ class MaskedValueConfig(MaskedObjectiveConfig):
     def check_tokens(self, tokens: Tokens) -> None:
         """Refuse tokenizers whose values are places, not counts: there is no value to hide."""
         if tokens.value_kind not in ("class", "scalar"):
+            choose = "objective masked_gene" if tokens.sequences else "binned or continuous, or objective masked_gene"
             raise ValueError(
                 f"objective masked_value needs values, which tokens.tokenizer {tokens.tokenizer} does not have; "
-                "choose binned or continuous, or objective masked_gene"
+                f"choose {choose}"
             )
 
 

@@ -33,8 +33,8 @@ class DecodingConfig(HiddenShareConfig):
     view_loss: Literal["vicreg"] | None = Field(
         None,
         description="A second loss, on the vectors of a cell's shown and hidden part over the global batch, in "
-        "training only; it encodes both parts, twice. vicreg: equal vectors of both parts, directions of equal spread "
-        "and without correlation (Bardes et al. 2022).",
+        "training only; it encodes both parts, in two forward passes. vicreg: equal vectors of both parts, "
+        "directions of equal spread and without correlation (Bardes et al. 2022).",
     )
     # the paper's 25 : 25 : 1; with ten times as much, probes of the demo's cells lost 0.04 of accuracy
     invariance_weight: float = Field(

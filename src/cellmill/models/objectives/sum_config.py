@@ -48,8 +48,8 @@ class SumConfig(ObjectiveConfig):
         WithJsonSchema({"type": "object", "additionalProperties": {"type": ["object", "null"]}}),
     ] = Field(
         description="Objectives, each with its options and `weight`, the factor of its mean loss (1.0). At most one "
-        "draws a view (cell_decoding), which all of them then see, and at most one hides tokens (masked_value or "
-        "masked_gene).",
+        "draws a view (cell_decoding, denoise, query_decoding), which all of them then see, and at most one hides "
+        "tokens (masked_value, masked_gene, next_gene). Weights are above 0.",
     )
 
     @model_validator(mode="after")
