@@ -75,6 +75,7 @@ def test_records_are_read_in_order_with_the_fields_of_their_headers(fasta: Path)
         ("MKV\n>a\n", "not a FASTA file: expected a line that begins with '>', got b'MKV'"),
         (">a\nM\n>a\nK\n", "record names are not unique: 'a' occurs 2 times; rename one of them"),
         ("\n", "empty: no record"),
+        (">a\n" + "ACGT" * 26, "has no other letter than A, C, G, T, U and N; expected proteins: translate it"),
         (">a\rMKV\r>b\rMKL\r", "expected lines that end with \\n or \\r\\n, got \\r alone; convert it"),
     ],
 )

@@ -28,6 +28,8 @@ _FIELD = re.compile(r"(?:^|\s)([^\W_]\w*)=(.*?)(?=\s[^\W_]\w*=|$)")  # `_index` 
 _STOP = b"*"
 _UNKNOWN = -1
 _COLUMN = np.full(256, _UNKNOWN, np.int32)
+NUCLEOTIDES = frozenset(b"ACGTUN")
+CHANCE = 100  # residues that may all be letters of nucleotides
 for _column, _letter in enumerate(RESIDUES):
     _COLUMN[[ord(_letter), ord(_letter.lower())]] = _column
 _COLUMN[[ord("J"), ord("j")]] = RESIDUES.index("X")  # leucine or isoleucine, which models have no token for
@@ -46,19 +48,23 @@ class FastaReader(CountsReader):
     """Sequences of one FASTA file, with the interface of a reader of counts; `var` are the residues.
 
     Headers are read once and kept; sequences are read again by each `rows`. Raises DataError when the file is missing,
-    damaged, empty or no FASTA file, or when two records have the same name.
+    damaged, empty, of nucleotides or no FASTA file, or when two records have the same name.
     """
 
     ordered = True
 
     def __init__(self, path: Path):
         self.path, self.counts = Path(path), "X"
-        names, headers = [], []
-        for name, header, _ in _records(self.path):
+        names, headers, letters, n_letters = [], [], set[int](), 0
+        for name, header, sequence in _records(self.path):
             names.append(name)
             headers.append(header)
+            letters.update(sequence.upper())
+            n_letters += len(sequence)
         if not names:
             raise DataError(f"{path}: empty: no record")
+        if letters <= NUCLEOTIDES and n_letters > CHANCE:
+            raise DataError(f"{path}: has no other letter than A, C, G, T, U and N; expected proteins: translate it")
         self.obs = _obs(names, headers)
         refuse_duplicates(self.path, "record", self.obs.index, "rename one of them")
         self.var_names = list(RESIDUES)

@@ -84,7 +84,7 @@ def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
     rows = [
         ("steps", plan.get("steps"), status.get("step")),
         ("hours", plan.get("hours"), None if wall_s is None else wall_s / 3600),
-        ("largest memory of a rank, GB", planned_gb, memory),
+        ("largest memory of a rank, GB (measured on a CPU: with all libraries)", planned_gb, memory),
         ("rank with the largest memory", None, rank),
         ("steps skipped as not finite", None, status.get("skipped_steps")),
         ("cells, all epochs", plan.get("cells_seen"), status.get("cells")),
