@@ -43,9 +43,11 @@ def test_status_attach_logs_and_cancel_work_with_and_without_a_launcher(rig: Rig
     first.process.wait()
     assert "step 1/5000" in printed(rig, "logs", results)
     done = printed(rig, "cancel", results)
-    assert re.fullmatch(
-        rf"cancelling job {job_id}\ncancelled job {job_id}; saved at step \d+; train goes on from there\n", done
-    ), done
+    expected = (
+        f"cancelling job {job_id}\njob {job_id} may save for 30 s; interrupt again to end it at once\n"
+        f"cancelled job {job_id}; saved at step \\d+; train goes on from there\n"
+    )
+    assert re.fullmatch(expected, done), done
     saved = int(re.findall(r"saved at step (\d+)", done)[0])
     assert saved >= 6
     followed = attached.communicate(timeout=500)[0]
@@ -53,8 +55,8 @@ def test_status_attach_logs_and_cancel_work_with_and_without_a_launcher(rig: Rig
     begins = rf"following job {job_id}, its log: .*\njob {job_id}: RUNNING on node\[1-2\]\n"
     assert re.match(begins, followed), followed
     assert "step 1/5000" in followed
-    assert followed.endswith(f"cellmill attach: job {job_id} ended with CANCELLED; saved at step {saved}\n")
-    assert [record["state"] for record in first.records()] == ["CANCELLED"], "nobody else could record it"
+    assert followed.endswith(f"cellmill attach: job {job_id} ended with COMPLETED; saved at step {saved}\n")
+    assert [record["state"] for record in first.records()] == ["COMPLETED"], "nobody else could record it"
     assert f"one  stopped  {saved}/5000" in printed(rig, "status", results)
 
     # the next one waits in the queue, and its launcher follows it
@@ -67,7 +69,8 @@ def test_status_attach_logs_and_cancel_work_with_and_without_a_launcher(rig: Rig
     second = again.job_ids()[-1]
     assert f"cancelled job {second}; saved at step {saved}" in printed(rig, "cancel", results)
     assert again.end() == 75
-    assert again.last_line.startswith(f"cellmill train: job {second} was cancelled by somebody else")
+    by_command = "cellmill train: job {} was cancelled by `cellmill cancel`; saved at step {}; run the same command"
+    assert again.last_line.startswith(by_command.format(second, saved))
     wait_for(lambda: not rig.squeue())
     assert "one: no job is queued or running" in printed(rig, "attach", results)
 
@@ -80,6 +83,15 @@ def test_status_attach_logs_and_cancel_work_with_and_without_a_launcher(rig: Rig
     assert re.search(
         r"^0.0\d+ GPU-hours in 2 jobs, waited \d+ s in the queue, \d+ % of it training$", again.printed, re.M
     )
+
+    # a job that saved and ended on request is not followed by another
+    third = Launched.start(corpus, train, opts, rig.environment, **on_slurm(nproc_per_node=1))
+    third.wait_for_print(f"step {saved + 3}/5000")
+    saved_by = re.findall(r"saved at step (\d+)", printed(rig, "cancel", results))[0]
+    assert int(saved_by) >= saved + 3
+    assert third.end() == 75
+    assert third.last_line.startswith(by_command.format(third.job_ids()[-1], saved_by))
+    assert rig.squeue() == []
 
 
 def test_a_training_on_this_machine_is_cancelled_with_its_state_saved(rig: Rig, corpus: str, tmp_path: Path) -> None:

@@ -142,6 +142,35 @@ def test_a_job_that_was_submitted_and_not_recorded_is_adopted(rig: Rig, corpus: 
     assert second.step() == 8
 
 
+def test_of_two_jobs_of_one_run_one_trains_and_the_other_ends_in_one_line(
+    rig: Rig, corpus: str, alone: dict[int, float], tmp_path: Path
+) -> None:
+    # sbatch accepts the job twice, as when its answer was lost and the controller only slow, and both start at once;
+    # submitit names its pickle after the answer it knows
+    accepts_twice = """echo "note: job 50 of yours is held"
+first=$("$REAL" "$@"); second=$("$REAL" "$@"); echo "$second"
+folder=$(dirname "${@: -1}")
+pickle() { echo "$folder/${1##* }_submitted.pkl"; }
+wait_and_link() { while [ ! -e "$2" ]; do sleep 0.1; done; ln "$2" "$1"; }
+wait_and_link "$(pickle "$first")" "$(pickle "$second")" > /dev/null 2>&1 &"""
+    twice = wrapper(tmp_path / "bin", "sbatch", accepts_twice)
+    small = on_slurm(nproc_per_node=1, gpus_per_node="a100:1", mem_mb=1500, cpus_per_task=2)
+    train = tmp_path / "run" / "train"
+    run = Launched.start(corpus, train, run_options(STEPS), rig.environment | twice, **small)
+    run.wait_for_step(5)
+    wait_for(lambda: len(rig.squeue()) == 1)
+    assert run.end() == 0, run.printed
+    same_curve(run, alone)
+    logs = [path.read_text() for path in (train / "jobs" / "001").glob("*_0_log.out")]
+    refused = [
+        found for log in logs if (found := re.search(r"^job (\d+) is training in .*; job (\d+) ends$", log, re.M))
+    ]
+    assert len(logs) == 2
+    assert len(refused) == 1
+    assert "Traceback" not in refused[0].string
+    assert [path.name for path in (train / "jobs" / "001").glob("attempt-*.json")] == ["attempt-000.json"]
+
+
 def test_a_signal_to_the_group_cancels_the_job_and_leaves_a_checkpoint_and_no_process(
     rig: Rig, corpus: str, tmp_path: Path
 ) -> None:

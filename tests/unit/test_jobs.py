@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from cellmill.errors import DataError
+from cellmill.runs.folder_id import folder_id, make_folder_id
 from cellmill.runs.jobs import JobRecord, Jobs
 
 
@@ -23,18 +26,37 @@ def test_records_are_read_back_in_order(tmp_path: Path) -> None:
     assert Jobs(tmp_path / "a" / "train").all() == written
 
 
-def test_no_job_name_of_a_run_is_a_prefix_of_another_run_s(tmp_path: Path) -> None:
-    # the queue is searched for names that begin with the run's, a dot and a number
-    names = [Jobs(tmp_path / run / "train").name + "." for run in ("x", "x-y", "x.001", "x y", "X")]
-    assert len(set(names)) == len(names)
-    assert not [(a, b) for a in names for b in names if a != b and b.startswith(a)]
+def test_a_job_belongs_to_its_run_alone_and_squeue_shows_the_run_s_name(tmp_path: Path) -> None:
+    runs = ("x", "x-y", "x.001", "x y", "X")
+    names = [Jobs(tmp_path / run / "train").new()[1] for run in runs]
+    assert [name.split(".")[0] for name in names] == ["x", "x-y", "x001", "xy", "X"]
+    for place, run in enumerate(runs):
+        assert [Jobs(tmp_path / run / "train").owns(name) for name in names] == [n == place for n in range(len(runs))]
 
 
-def test_a_copied_run_does_not_take_the_job_of_the_original_for_its_own(tmp_path: Path) -> None:
+def test_a_folder_is_itself_by_every_path_and_a_copy_is_another(tmp_path: Path) -> None:
     original = record(tmp_path / "a" / "train", "7")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    assert Jobs(tmp_path / "a" / "train").newest() == original
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert Jobs(tmp_path / "link" / "train").owns(original.name)
+    (tmp_path / "a").rename(tmp_path / "moved")
+    assert Jobs(tmp_path / "moved" / "train").owns(original.name)
+    shutil.copytree(tmp_path / "moved", tmp_path / "b")
     assert Jobs(tmp_path / "b" / "train").newest() is None
+    assert not Jobs(tmp_path / "b" / "train").owns(Jobs(tmp_path / "moved" / "train").new()[1])
+    assert not Jobs(tmp_path / "moved" / "train").owns(Jobs(tmp_path / "b" / "train").new()[1])
+
+
+def test_processes_that_ask_at_once_get_one_identity(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(16) as threads:
+        found = list(threads.map(lambda _: make_folder_id(tmp_path), range(64)))
+    assert set(found) == {folder_id(tmp_path)}
+    assert [path.name for path in tmp_path.iterdir()] == ["id.json"]
+
+
+def test_the_jobs_of_an_earlier_version_are_still_the_run_s(tmp_path: Path) -> None:
+    train = tmp_path / "a" / "train"
+    digest = hashlib.sha256(str(train / "jobs").encode()).hexdigest()[:12]
+    assert Jobs(train).owns(f"cellmill-a-{digest}.003")
 
 
 @pytest.mark.parametrize("text", ["", "garbage", "[]", '{"job_id": 5}', "null"])
@@ -44,9 +66,8 @@ def test_a_damaged_record_says_that_it_may_be_removed(tmp_path: Path, text: str)
     expected = f"{damaged}: not a job record; remove the file: a job that is still alive is then found by its name"
     with pytest.raises(DataError, match=re.escape(expected)):
         Jobs(tmp_path / "train").newest()
-    name = Jobs(tmp_path / "train").name
     damaged.unlink()
-    assert Jobs(tmp_path / "train").unrecorded(f"{name}.001") == damaged.parent
+    assert Jobs(tmp_path / "train").folder(Jobs(tmp_path / "train").name("001")) == damaged.parent
 
 
 def test_only_numbered_folders_count(tmp_path: Path) -> None:

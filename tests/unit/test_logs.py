@@ -230,9 +230,10 @@ def test_a_job_is_cancelled_and_its_end_waited_for(results: Path, capsys: pytest
     command(results, "scancel", f'echo "$@" >> {results.parent}/scancelled; {ending}')
     assert main(["cancel", "one", "--results", str(results)]) == 0
     assert capsys.readouterr().out == (
-        "cancelling job 41\ncancelled job 41; saved at step 100; train goes on from there\n"
+        "cancelling job 41\njob 41 may save for 120 s; interrupt again to end it at once\n"
+        "cancelled job 41; saved at step 100; train goes on from there\n"
     )
-    assert (results.parent / "scancelled").read_text() == "41\n"
+    assert (results.parent / "scancelled").read_text() == "--signal=USR2 41\n41\n"
     written = json.loads((record.path / "job.json").read_text())
     assert (written["state"], written["ended_at"] is not None) == ("CANCELLED", True)
 

@@ -20,6 +20,7 @@ from cellmill.launch import queue as queue_module
 from cellmill.launch.follow import BEGINS, Tail
 from cellmill.launch.job import Job
 from cellmill.launch.slurm import RunFiles, SlurmLauncher
+from cellmill.runs.claim import claim
 
 SUBMITTED = [0, "Submitted batch job 7\n", ""]
 NONE: list[Any] = [0, "", ""]
@@ -42,6 +43,7 @@ class Scripted:
         monkeypatch.setenv("PATH", f"{self.fake / 'bin'}:/usr/bin:/bin")
         monkeypatch.setenv("FAKE_SLURM", str(self.fake))
         monkeypatch.setattr("tempfile.tempdir", str(folder))  # the shared answer of one test is not another's
+        monkeypatch.setattr("cellmill.launch.follow.GONE_S", 0.3)
         self.machine = Machine(launcher="slurm", poll_s=0.05, **machine)
         self.states = ["running"]
         self.steps = [0]
@@ -163,7 +165,7 @@ def test_sbatch_without_an_answer_is_tried_again_unless_the_job_exists(
 ) -> None:
     lost = [1, "", "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation\n"]
     scripted.answers(
-        squeue=[NONE, NONE, listed("RUNNING"), listed("RUNNING"), listed("COMPLETED")],
+        squeue=[NONE, NONE, NONE, listed("RUNNING"), listed("RUNNING"), listed("COMPLETED")],
         sbatch=[lost, [0, "what?\n", ""], SUBMITTED],
     )
     scripted.states = ["done"]
@@ -172,6 +174,27 @@ def test_sbatch_without_an_answer_is_tried_again_unless_the_job_exists(
     assert len(scripted.calls("sbatch")) == 2, "the second answer was lost, the job was not"
     assert "Socket timed out on send/recv operation; trying again\n" in printed
     assert "job 7 was submitted but not recorded: adopted by its name\n" in printed
+
+
+def test_the_answer_of_sbatch_is_told_from_a_wrapper_s_lines(scripted: Scripted) -> None:
+    said = "note: job 50 of yours is still held\nSubmitted batch job 7\nSubmitted batch job limit: 500 left\n"
+    scripted.answers(squeue=[NONE, NONE, listed("COMPLETED")], sbatch=[[0, said, ""]])
+    scripted.states = ["done"]
+    scripted.run()
+    assert json.loads((scripted.train / "jobs" / "001" / "job.json").read_text())["job_id"] == "7"
+
+
+def test_a_job_that_lives_is_not_followed_by_another_though_the_queue_forgets_it(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = claim(scripted.train, "7")
+    monkeypatch.setattr("cellmill.launch.follow.GONE_S", 0)
+    scripted.answers(squeue=[NONE, NONE, listed("RUNNING"), *[NONE] * 20, listed("COMPLETED")], sbatch=[SUBMITTED])
+    scripted.states = ["done"]
+    scripted.run()
+    assert len(scripted.calls("sbatch")) == 1
+    assert "GONE" not in capsys.readouterr().out
+    own.release()
 
 
 def test_the_batch_script_requests_the_profile_s_machine_and_quotes_it(
@@ -200,7 +223,7 @@ def test_the_batch_script_requests_the_profile_s_machine_and_quotes_it(
     folder = str(scripted.train / "jobs" / "001").replace("'", "'\"'\"'")
     script = (scripted.fake / "script.sh").read_text()
     name = (scripted.fake / "name").read_text()
-    assert re.fullmatch(r"cellmill-a-[0-9a-f]{12}\.001", name)
+    assert re.fullmatch(r"a\.[0-9a-f]{12}\.001", name)
     python = re.search(r"(\S+) -u -m submitit", script)
     assert python
     assert (

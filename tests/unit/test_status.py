@@ -90,7 +90,7 @@ def job(train: Path, number: int = 1, **changes: Any) -> JobRecord:
     value: dict[str, Any] = {
         "path": folder,
         "job_id": str(40 + number),
-        "name": f"{Jobs(train).name}.{number:03}",
+        "name": Jobs(train).name(f"{number:03}"),
         "submitted_at": time.time() - 300,
         "nodes": "2",
         "nproc_per_node": 4,
@@ -177,7 +177,7 @@ def test_the_state_of_a_job_that_ended_unfollowed_is_queried(results: Path, caps
 def test_a_job_that_was_not_recorded_is_found_by_its_name(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train = run_of(results, "one")
     (train / "jobs" / "001").mkdir(parents=True)
-    squeue(results, f"55|PENDING|Priority||{Jobs(train).name}.001")
+    squeue(results, f"55|PENDING|Priority||{Jobs(train).name('001')}")
     assert "one  queued     -     -  55   PENDING (Priority)" in status(results, capsys)
 
 

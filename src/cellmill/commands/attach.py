@@ -63,7 +63,7 @@ def _follow_job(train: Path, job: QueuedJob, queue: Queue) -> str:
     """Follow a job to its end; return its final state."""
     jobs = Jobs(train)
     record = jobs.record(job.job_id)
-    folder = record.path if record is not None else jobs.unrecorded(job.name)
+    folder = record.path if record is not None else jobs.folder(job.name)
     if folder is None:
         raise UserError(f"job {job.job_id} has the name {job.name}, but its folder is missing: there is no log")
     log = folder / f"{job.job_id}_0_log.out"

@@ -3,14 +3,16 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from cellmill.commands.results import living_jobs, train_folder
 from cellmill.errors import UserError
-from cellmill.launch.follow import cancel_job
+from cellmill.launch.follow import cancel_job, save_job
 from cellmill.launch.queue import Queue
 from cellmill.runs.folder import TrainFolder
-from cellmill.runs.jobs import Jobs
+from cellmill.runs.job_states import JobState
+from cellmill.runs.jobs import CANCELLED, JobRecord, Jobs
 from cellmill.runs.lock import Holder, holder_of
 
 LAUNCHER_S = 15  # how long a launcher may take to notice that its job was cancelled, and to end
@@ -40,13 +42,21 @@ def _cancel_jobs(train: Path) -> list[str]:
     while jobs := living_jobs(train, Queue(1.0)):  # its launcher may just have submitted the next one
         for job in jobs:
             print(f"cancelling job {job.job_id}", flush=True)
-            state = cancel_job(job.job_id)
+            if (folder := Jobs(train).folder(job.name)) is not None:
+                (folder / CANCELLED).touch()  # so that its launcher submits no other
+            state = _save_and_cancel(job.job_id, Jobs(train).record(job.job_id))
             # a launcher that still follows records the end itself
             record = Jobs(train).record(job.job_id) if _is_released(train, LAUNCHER_S) else None
             if record is not None and record.ended_at is None:
                 record.now(state.name, state.reason, ended=True)
             done.append(f"cancelled job {job.job_id}")
     return done
+
+
+def _save_and_cancel(job_id: str, record: JobRecord | None) -> JobState:
+    with suppress(KeyboardInterrupt):
+        save_job(job_id, SAVE_S if record is None else record.save_within_s)
+    return cancel_job(job_id)
 
 
 def _is_released(train: Path, within_s: float) -> bool:

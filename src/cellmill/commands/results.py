@@ -37,6 +37,6 @@ def living_jobs(train: Path, queue: Queue) -> list[QueuedJob]:
     if not jobs.path.is_dir() or (shutil.which("squeue") is None and not jobs.may_be_alive()):
         return []
     try:
-        return queue.named(f"{jobs.name}.")
+        return queue.named(jobs.owns)
     except CommandError as error:
         raise UserError(f"no usable answer from squeue ({error}); try again") from None

@@ -58,7 +58,7 @@ def ask_queue(trains: Iterable[Path]) -> tuple[list[QueuedJob] | None, str]:
     if shutil.which("squeue") is None:
         return None, "squeue is not on PATH: jobs are shown as last recorded"
     try:
-        return Queue(POLL_S).named(""), ""
+        return Queue(POLL_S).named(lambda name: True), ""
     except CommandError as error:
         return None, f"no usable answer from squeue ({error}): jobs are shown as last recorded"
 
@@ -102,7 +102,7 @@ def job_of(train: Path, queued: list[QueuedJob] | None, held: bool) -> tuple[str
     """Id and state of the run's newest job: SLURM's if it gave one, else the last on record."""
     jobs = Jobs(train)
     for job in queued or ():
-        if job.name.startswith(f"{jobs.name}."):
+        if jobs.owns(job.name):
             return job.job_id, job.state
     newest = jobs.newest()
     if newest is None:

@@ -10,10 +10,12 @@ from pathlib import Path
 
 from cellmill.errors import Stopped, UserError
 from cellmill.launch.queue import Queue
+from cellmill.runs.claim import lives
 from cellmill.runs.job_states import GONE, UNKNOWN, JobState
 from cellmill.runs.jobs import JobRecord
 
 PATIENCE_S = 3600  # how long to wait for a queue that gives no answer
+GONE_S = 60  # how long SLURM has to know nothing of a job before it counts as ended
 CANCEL_S = 60  # how long a cancelled job may take to end: it saves first
 TICK_S = 1.0  # between two reads of a log
 NOT_LAUNCHED = re.compile(
@@ -67,13 +69,22 @@ class Tail:
 
     def reports_out_of_memory(self) -> bool:
         """True if SLURM reports in the log that the kernel killed a process for memory."""
+        return re.search(rb"oom[-_]kill event|Out Of Memory", self._end()) is not None
+
+    def refusal(self) -> str:
+        """The line of a job that ended because another one has the run; empty if it is no such job."""
+        found = re.search(rb"^job .* is training in .*; job .* ends$", self._end(), re.MULTILINE)
+        return found[0].decode(errors="replace") if found else ""
+
+    def _end(self) -> bytes:
+        """The last 64 KiB of the log."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(0, os.SEEK_END)
                 file.seek(max(0, file.tell() - 65536))
-                return bool(re.search(rb"oom[-_]kill event|Out Of Memory", file.read()))
+                return file.read()
         except OSError:
-            return False
+            return b""
 
 
 @dataclass
@@ -96,7 +107,7 @@ class JobFollower:
     """The last nodes it ran on, as SLURM writes them: node[1-2]."""
 
     def __post_init__(self) -> None:
-        self._printed, self._ended, self._gone, self._silent_since = "", False, False, 0.0
+        self._printed, self._ended, self._gone_since, self._silent_since = "", False, 0.0, 0.0
         self._began, self._next_poll = time.monotonic(), 0.0
 
     def alive(self) -> bool:
@@ -116,6 +127,13 @@ class JobFollower:
         self.state = cancel_job(self.job_id, wait, impatient)
         self.note(self.state, ended=True)
 
+    def save_and_cancel(self, wait: Callable[[float], None], impatient: Callable[[], bool]) -> None:
+        """Cancel the job after it was asked to save; see `save_job`."""
+        assert self.record is not None
+        save_job(self.job_id, self.record.save_within_s, wait, impatient)
+        self.state = cancel_job(self.job_id, wait)
+        self.note(self.state, ended=True)
+
     def note(self, state: JobState, ended: bool) -> None:
         if self.record is not None:
             self.record = self.record.now(state.name, state.reason, ended)
@@ -128,9 +146,9 @@ class JobFollower:
         if self._silent_since:
             say("squeue answers again")
             self._silent_since = 0.0
-        gone_before, self._gone = self._gone, state.name == GONE
-        if self._gone and not gone_before:  # asked twice: a controller may be starting
+        if state.name == GONE and not self._is_gone():
             return
+        self._gone_since = 0.0
         self.state, self.nodes, self._ended = state, state.nodes or self.nodes, not state.alive
         text = self._description(state)
         if text == self._printed:
@@ -140,6 +158,12 @@ class JobFollower:
         say(text)
         self._printed = text
         self.note(state, self._ended)
+
+    def _is_gone(self) -> bool:
+        """False while a job that SLURM does not list may live: a controller in trouble answers with an empty list."""
+        self._gone_since = self._gone_since or time.monotonic()
+        alive = None if self.record is None else lives(self.record.path.parents[1], self.job_id)
+        return time.monotonic() - self._gone_since >= GONE_S if alive is None else not alive
 
     def _wait_for_answer(self, trouble: str) -> None:
         now = time.monotonic()
@@ -160,6 +184,27 @@ class JobFollower:
         if hint is None or self.record is None:
             return f"job {self.job_id}: {state.text}"
         return f"job {self.job_id}: {state.text}: {hint.format(**vars(self.record))}"
+
+
+def save_job(
+    job_id: str,
+    within_s: float,
+    wait: Callable[[float], None] = time.sleep,
+    impatient: Callable[[], bool] = lambda: False,
+) -> None:
+    """Ask a running job to save and to end, and wait until it has, for at most `within_s` seconds.
+
+    What scancel leaves it is SLURM's KillWait, 30 s by default, which may be too short for a checkpoint.
+    """
+    queue = Queue(TICK_S)
+    if queue.state(job_id).name != "RUNNING" or queue.cancel(job_id, signal="USR2"):
+        return
+    say(f"job {job_id} may save for {within_s:g} s; interrupt again to end it at once")
+    deadline = time.monotonic() + within_s
+    while (state := queue.state(job_id)).alive or state.name == UNKNOWN:
+        if time.monotonic() > deadline or impatient():
+            return
+        wait(TICK_S)
 
 
 def cancel_job(

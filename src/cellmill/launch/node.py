@@ -27,8 +27,10 @@ from cellmill.launch.job import Job, Restarts, agent_environment
 from cellmill.launch.nodelist import expand
 from cellmill.launch.processes import children, die_with_parent, signal_all
 from cellmill.launch.signals import STOP_SIGNALS
+from cellmill.runs.claim import Claim, Claimed, claim
 
 SEEN_EVERY_S = 15
+NOT_THE_OWNER = 3  # exit code
 
 
 class NodeFailed(Exception):
@@ -87,13 +89,28 @@ class NodeTask:
         return path
 
     def run(self, node: StepNode) -> None:
-        """Run this node's agent, and restart it as allowed. Raises NodeFailed if it failed."""
-        attempt, error = None, Path(self.folder) / "error.txt"
-        if node.rank == 0:
-            error.unlink(missing_ok=True)  # of an earlier attempt
-            attempt = Attempt(self, node)
-        kills_before = oom_kills()
+        """Run this node's agent, and restart it as allowed.
+
+        The first node claims the run's folder before anything else. Raises Claimed if another job has it, before any
+        process of another node could join, and NodeFailed if the agent failed.
+        """
         stop = Forwarder()
+        if node.rank > 0:
+            self.run_agents(node, stop)
+            return
+        own = claim(Path(self.folder).parents[1], node.job_id)
+        try:
+            self.run_agents(node, stop, own)
+        finally:
+            own.release()
+
+    def run_agents(self, node: StepNode, stop: Forwarder, own: Claim | None = None) -> None:
+        """Run this node's agent, and restart it as allowed; the first node has the claim on the run's folder."""
+        attempt, error = None, Path(self.folder) / "error.txt"
+        if own is not None:
+            error.unlink(missing_ok=True)  # of an earlier attempt
+            attempt = Attempt(self, node, own)
+        kills_before = oom_kills()
         restarts = Restarts(self.job(node))
         code = self.run_agent(node, 0, stop, attempt)
         while code and not stop.received and oom_kills() == kills_before and restarts.again(code):
@@ -134,7 +151,11 @@ class NodeTask:
                     agent.kill()  # it waits for a node that will not come back, and has nothing to save
                 stop.forward(agent.pid)
                 if attempt is not None:
-                    attempt.seen()
+                    try:
+                        attempt.seen()
+                    except Claimed:
+                        signal_all([*children(agent.pid), agent.pid], signal.SIGKILL)
+                        raise
 
     def job(self, node: StepNode) -> Job:
         """The job over all nodes."""
@@ -172,9 +193,10 @@ class Forwarder:
 
 
 class Attempt:
-    """attempt-NNN.json: when and where the job ran, for its cost if there is no accounting."""
+    """attempt-NNN.json: when and where the job ran, for its cost if there is no accounting; and its sign of life."""
 
-    def __init__(self, task: NodeTask, node: StepNode) -> None:
+    def __init__(self, task: NodeTask, node: StepNode, own: Claim) -> None:
+        self.own = own
         now, nodes = time.time(), len(node.hosts)
         self.path = Path(task.folder) / f"attempt-{requeues():03}.json"
         self.value: dict[str, Any] = {
@@ -190,6 +212,8 @@ class Attempt:
         self._write()
 
     def seen(self) -> None:
+        """Say that the job lives. Raises Claimed if another job has taken the run over."""
+        self.own.renew()
         if (now := time.time()) - self.value["seen_at"] > SEEN_EVERY_S:
             self._write(seen_at=now)
 
@@ -230,8 +254,15 @@ def _ignore_signals() -> None:
 
 
 def run_task(path: str) -> None:
-    """Run the task in a task.json on this node. Raises NodeFailed if it failed."""
-    NodeTask(**read_json(Path(path))).run(StepNode.of_this_process())
+    """Run the task in a task.json on this node. Raises NodeFailed if it failed.
+
+    If another job has the run, this process ends, and srun the job's others: one line, and nothing is written.
+    """
+    try:
+        NodeTask(**read_json(Path(path))).run(StepNode.of_this_process())
+    except Claimed as refused:
+        print(refused, flush=True)
+        os._exit(NOT_THE_OWNER)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import shutil
 import stat
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,18 +47,18 @@ class Queue:
             return JobState(UNKNOWN, str(error))
         return state or self._from_accounting(job_id)
 
-    def named(self, prefix: str) -> list[QueuedJob]:
-        """Jobs alive now whose name begins with `prefix`. Raises CommandError without a usable answer."""
-        jobs = [job for job in parse(_shared_answer(0)) if job.name.startswith(prefix)]
+    def named(self, ours: Callable[[str], bool]) -> list[QueuedJob]:
+        """Jobs alive now whose name is one of `ours`. Raises CommandError without a usable answer."""
+        jobs = [job for job in parse(_shared_answer(0)) if ours(job.name)]
         for job in jobs:
             if job.state.name == UNKNOWN:
                 raise CommandError(job.state.reason)
         return [job for job in jobs if job.state.alive]
 
-    def cancel(self, job_id: str) -> str:
-        """Cancel a job; return scancel's error message, or an empty text."""
+    def cancel(self, job_id: str, signal: str = "") -> str:
+        """Cancel a job, or send its tasks a signal; return scancel's error message, or an empty text."""
         try:
-            return call(["scancel", job_id]).stderr.strip()
+            return call(["scancel", *([f"--signal={signal}"] if signal else []), job_id]).stderr.strip()
         except CommandError as error:
             return str(error)
 

@@ -19,7 +19,7 @@ from cellmill.launch.queue import Queue
 from cellmill.launch.signals import Requests, requests
 from cellmill.launch.slurm_jobs import SlurmJobs
 from cellmill.runs.job_states import GONE, UNKNOWN, JobState
-from cellmill.runs.jobs import JobRecord, Jobs
+from cellmill.runs.jobs import CANCELLED, JobRecord, Jobs
 
 INFRASTRUCTURE = frozenset({"TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED", "LAUNCH_FAILED", GONE})
 """End states that are not the training's fault: another job goes on."""
@@ -62,7 +62,7 @@ class SlurmLauncher:
         newest = self.slurm.jobs.newest()
         if newest is not None and newest.ended_at is None:
             state = self.slurm.queue.state(newest.job_id)
-            if state.alive or state.name == UNKNOWN:
+            if state.alive or state.name in (UNKNOWN, GONE):  # who follows it finds out
                 return newest
             newest.now(state.name, state.reason, ended=True)
         return self.slurm.find()
@@ -126,7 +126,7 @@ class SlurmLauncher:
             )
         say(f"cancelling job {job_id}")
         requests.again = False
-        follower.cancel(requests.wait, impatient=lambda: requests.again)
+        follower.save_and_cancel(requests.wait, impatient=lambda: requests.again)
         raise Stopped(f"cancelled job {job_id}; saved at step {self.files.saved_step()}; run the same command to go on")
 
     def _settle(self, ended: JobRecord, wait: Callable[[float], None]) -> None:
@@ -139,8 +139,15 @@ class SlurmLauncher:
         where = f"(job {ended.job_id}, log: {ended.log})"
         if ended.error:
             raise UserError(f"{ended.error} {where}")
+        if (ended.path / CANCELLED).exists():
+            raise Stopped(
+                f"job {ended.job_id} was cancelled by `cellmill cancel`; saved at step {self.files.saved_step()}; "
+                "run the same command to go on"
+            )
         if ended.state == "CANCELLED":
             raise Stopped(f"job {ended.job_id} was cancelled by somebody else; run the same command to go on")
+        if refusal := Tail(ended.log).refusal():
+            return refusal
         if ended.state == "COMPLETED" and self.files.state() == "stopped":
             return f"job {ended.job_id} stopped and saved before its time limit or a preemption"
         if ended.state == "OUT_OF_MEMORY" or Tail(ended.log).reports_out_of_memory():

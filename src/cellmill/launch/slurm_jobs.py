@@ -39,7 +39,7 @@ class SlurmJobs:
         deadline, warned = time.monotonic() + self.patience_s, False
         while True:
             try:
-                return self.queue.named(f"{self.jobs.name}.")
+                return self.queue.named(self.jobs.owns)
             except CommandError as error:
                 if time.monotonic() > deadline:
                     raise UserError(f"no usable answer from squeue within {self.patience_s:.0f} s ({error})") from None
@@ -54,8 +54,8 @@ class SlurmJobs:
             record = self.jobs.record(queued.job_id)
             if record is not None:
                 return record
-            folder = self.jobs.unrecorded(queued.name)
-            if folder is not None:
+            folder = self.jobs.folder(queued.name)
+            if folder is not None:  # with another record: of two jobs of one number, one ends at once
                 say(f"job {queued.job_id} was submitted but not recorded: adopted by its name")
                 return self._adopt(queued, folder)
             raise UserError(
@@ -65,10 +65,13 @@ class SlurmJobs:
         return None
 
     def submit(self, job: Callable[[Path], Job]) -> JobRecord:
-        """Submit the job that `job` returns for its folder. Waits for SLURM; raises UserError if it refuses."""
+        """Submit the job that `job` returns for its folder, unless SLURM has one of this folder.
+
+        Waits for SLURM; raises UserError if it refuses. The folder of a submission without an answer stays: its job may
+        be accepted late, and then ends at once if another one has claimed the run.
+        """
         deadline, warned = time.monotonic() + self.patience_s, False
-        while True:
-            self.jobs.drop_unrecorded()
+        while (accepted := self.find()) is None:
             folder, name = self.jobs.new()
             try:
                 with blocked():  # submitted and recorded, or neither
@@ -86,9 +89,8 @@ class SlurmJobs:
                     say(f"warning: sbatch: {error}; trying again")
                     warned = True
             self._pause(min(10.0, 5 * self.machine.poll_s))
-            accepted = self.find()
-            if accepted is not None:
-                return accepted
+        say(f"job {accepted.job_id} of this run is alive; its log: {accepted.log}")
+        return accepted
 
     def _adopt(self, queued: QueuedJob, folder: Path) -> JobRecord:
         for pickled in folder.glob("*.pkl"):

@@ -80,10 +80,22 @@ def sbatch_options(machine: Machine) -> dict[str, str | bool]:
     return {name: value for name, value in options.items() if value} | machine.options()
 
 
+class _Executor(SlurmExecutor):
+    """submitit's, which takes the first "job NUMBER" in sbatch's output for its answer; wrappers print lines too."""
+
+    @staticmethod
+    def _get_job_id_from_submission_command(string: bytes | str) -> str:
+        text = string.decode(errors="replace") if isinstance(string, bytes) else string
+        answers = re.findall(r"^Submitted batch job (\d+)(?: on cluster \S+)?\s*$", text, re.MULTILINE)
+        if not answers:
+            raise FailedSubmissionError(f"could not make sense of sbatch output {text.strip()[-200:]!r}")
+        return str(answers[-1])
+
+
 def _executor(machine: Machine, folder: Path, name: str) -> SlurmExecutor:
     image = shlex.quote(str(Path(machine.container).resolve()))
     python = f"apptainer exec --nv {image} python3" if machine.container else None
-    executor = SlurmExecutor(folder=folder.resolve(), max_num_timeout=0, python=python)
+    executor = _Executor(folder=folder.resolve(), max_num_timeout=0, python=python)
     executor.update_parameters(
         job_name=name,
         nodes=machine.node_counts[0],  # submitit counts tasks by it

@@ -4,10 +4,11 @@
     task.json              the task of each node, see launch/node.py
     attempt-000.json       when and where it ran; one for each time SLURM started it
     error.txt              one line saying what went wrong, if a process knew
+    cancelled              empty; `cellmill cancel` asked the job to end
     {job}_{task}_log.out   output of the tasks
     …                      submitit's own files
 
-A newest folder without job.json is a submission that was interrupted: its job, if SLURM has it, is found by name.
+A folder without job.json is a submission that was interrupted: its job, if SLURM has it, is found by name.
 submitit's pickled results are never read.
 """
 
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shutil
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,6 +24,9 @@ from typing import Any
 from cellmill.config.machine import Machine
 from cellmill.errors import DataError
 from cellmill.files import read_json, write_json
+from cellmill.runs.folder_id import folder_id, make_folder_id
+
+CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class JobRecord:
     cpus_per_node: int
     slurm_partition: str
     runtime: int
+    save_within_s: int = 120
     state: str = "PENDING"
     reason: str = ""
     ended_at: float | None = None
@@ -59,6 +63,7 @@ class JobRecord:
             cpus_per_node=machine.cpus,
             slurm_partition=machine.slurm_partition,
             runtime=machine.runtime,
+            save_within_s=machine.save_within_s,
         )
 
     @property
@@ -95,10 +100,16 @@ class Jobs:
 
     def __init__(self, train: Path) -> None:
         self.path = Path(train) / "jobs"
-        run = re.sub(r"[^A-Za-z0-9_-]", "", self.path.resolve().parent.parent.name)[:24]
+        self.run = re.sub(r"[^A-Za-z0-9_-]", "", self.path.resolve().parent.parent.name)[:24] or "run"
         digest = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:12]
-        self.name = f"cellmill-{run}-{digest}"
-        """First part of its jobs' names, unique to the folder; a dot and the submission's number follow."""
+        self.former = f"cellmill-{self.run}-{digest}"  # name of jobs that earlier versions submitted
+
+    def owns(self, name: str) -> bool:
+        """True for the name of a job of this folder, by whatever path it was submitted: `RUN.ID.NUMBER`."""
+        first, _, number = name.rpartition(".")
+        known = folder_id(self.path.parent)
+        ours = first == self.former or (known is not None and first.endswith(f".{known}"))
+        return ours and number.isdigit()
 
     def all(self) -> list[JobRecord]:
         """Recorded submissions, oldest first. Raises DataError naming an unreadable record."""
@@ -106,7 +117,7 @@ class Jobs:
 
     def newest(self) -> JobRecord | None:
         """The last recorded submission; records that came with a copied folder do not count."""
-        return next((record for record in reversed(self.all()) if record.name.startswith(f"{self.name}.")), None)
+        return next((record for record in reversed(self.all()) if self.owns(record.name)), None)
 
     def record(self, job_id: str) -> JobRecord | None:
         """The record of a job; None if it was submitted but not recorded."""
@@ -117,11 +128,10 @@ class Jobs:
         folders, newest = self._folders(), self.newest()
         return bool(folders) and (newest is None or newest.path != folders[-1] or newest.ended_at is None)
 
-    def unrecorded(self, name: str) -> Path | None:
-        """The folder of the job called `name` if its submission was interrupted before it was recorded."""
-        number = name.removeprefix(f"{self.name}.")
-        path = self.path / number
-        return path if number.isdigit() and path.is_dir() and not (path / "job.json").exists() else None
+    def folder(self, name: str) -> Path | None:
+        """The folder of the job called `name`, one of this folder's; None if it is missing."""
+        path = self.path / name.rpartition(".")[2]
+        return path if path.is_dir() else None
 
     def new(self) -> tuple[Path, str]:
         """Create the folder of the next submission, for this user alone; return it and the job's name."""
@@ -130,13 +140,11 @@ class Jobs:
         path = self.path / number
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.mkdir(mode=0o700)
-        return path, f"{self.name}.{number}"
+        return path, self.name(number)
 
-    def drop_unrecorded(self) -> None:
-        """Remove folders of interrupted submissions. Only if SLURM has no job of this run."""
-        for path in self._folders():
-            if not (path / "job.json").exists():
-                shutil.rmtree(path, ignore_errors=True)
+    def name(self, number: str) -> str:
+        """The name of the job of a submission; the folder gets an identity if it has none."""
+        return f"{self.run}.{make_folder_id(self.path.parent)}.{number}"
 
     def _folders(self) -> list[Path]:
         return sorted((path for path in self.path.glob("*") if path.name.isdigit()), key=lambda path: int(path.name))
