@@ -32,35 +32,11 @@ def test_the_labels_of_a_run_are_those_of_its_objective_and_of_its_first_weights
     assert supervised_by(ObjectiveConfig.model_validate(objective), init_from) == expected
 
 
-def test_the_card_says_which_labels_were_used() -> None:
+def card(family: str, objective: dict[str, Any], labels: list[str]) -> str:
     config: dict[str, Any] = {
-        "family": "profile",
+        "family": family,
         "model": {"hidden": 8},
-        "objective": CONTRAST,
-        "tokens": {"tokenizer": "continuous"},
-        "n_genes": 3,
-        "vocabulary_digest": "a",
-        "fingerprint": "b",
-        "init_from": None,
-        "step": 1,
-        "val_loss": 1.0,
-    }
-    config["tokens"]["max_tokens"] = 4
-    card, plain = (model_card(config | {"supervised_by": labels}, 5) for labels in (["cell_type"], []))
-    assert "tags: [single-cell, transcriptomics, profile, supervised]" in card
-    assert "| supervised | by labels of obs column cell_type |" in card
-    assert "It is a supervised embedding of cell_type: it saw these labels in training." in card
-    assert "| supervised | no: trained without labels |" in plain
-    assert "profile, supervised]" not in plain
-
-
-def test_the_card_of_a_sum_has_the_options_of_its_parts() -> None:
-    parts = {"cell_decoding": {"name": "cell_decoding", "weight": 1.0, "view": "thin"}}
-    parts["masked_gene"] = {"name": "masked_gene", "weight": 0.3, "mask_frac": 0.15}
-    config: dict[str, Any] = {
-        "family": "encoder",
-        "model": {"hidden": 8},
-        "objective": {"name": "sum", "parts": parts},
+        "objective": objective,
         "tokens": {"tokenizer": "continuous", "max_tokens": 4},
         "n_genes": 3,
         "vocabulary_digest": "a",
@@ -68,9 +44,24 @@ def test_the_card_of_a_sum_has_the_options_of_its_parts() -> None:
         "init_from": None,
         "step": 1,
         "val_loss": 1.0,
-        "supervised_by": [],
+        "supervised_by": labels,
     }
-    card = model_card(config, 5)
-    assert "# An `encoder` single-cell model\n" in card
+    return model_card(config, 5)
+
+
+def test_the_card_says_which_labels_were_used() -> None:
+    supervised, plain = (card("profile", CONTRAST, labels) for labels in (["cell_type"], []))
+    assert "tags: [single-cell, transcriptomics, profile, supervised]" in supervised
+    assert "| supervised | by labels of obs column cell_type |" in supervised
+    assert "It is a supervised embedding of cell_type: it saw these labels in training." in supervised
+    assert "| supervised | no: trained without labels |" in plain
+    assert "profile, supervised]" not in plain
+
+
+def test_the_card_of_a_sum_has_the_options_of_its_parts() -> None:
+    parts = {"cell_decoding": {"name": "cell_decoding", "weight": 1.0, "view": "thin"}}
+    parts["masked_gene"] = {"name": "masked_gene", "weight": 0.3, "mask_frac": 0.15}
+    written = card("encoder", {"name": "sum", "parts": parts}, [])
+    assert "# An `encoder` single-cell model\n" in written
     listed = "sum of cell_decoding: weight 1.0, view thin; masked_gene: weight 0.3, mask_frac 0.15"
-    assert f"| objective | {listed} |\n" in card
+    assert f"| objective | {listed} |\n" in written

@@ -38,15 +38,15 @@ def run(*, run: str, results: Path) -> None:
 
 def _cancel_jobs(train: Path) -> list[str]:
     """Cancel the run's jobs; return a line for each."""
-    done: list[str] = []
-    while jobs := living_jobs(train, Queue(1.0)):  # its launcher may just have submitted the next one
-        for job in jobs:
+    done, jobs = list[str](), Jobs(train)
+    while living := living_jobs(train, Queue(1.0)):  # its launcher may just have submitted the next one
+        for job in living:
             print(f"cancelling job {job.job_id}", flush=True)
-            if (folder := Jobs(train).folder(job.name)) is not None:
+            if (folder := jobs.folder(job.name)) is not None:
                 (folder / CANCELLED).touch()  # so that its launcher submits no other
-            state = _save_and_cancel(job.job_id, Jobs(train).record(job.job_id))
+            state = _save_and_cancel(job.job_id, jobs.record(job.job_id))
             # a launcher that still follows records the end itself
-            record = Jobs(train).record(job.job_id) if _is_released(train, LAUNCHER_S) else None
+            record = jobs.record(job.job_id) if _is_released(train, LAUNCHER_S) else None
             if record is not None and record.ended_at is None:
                 record.now(state.name, state.reason, ended=True)
             done.append(f"cancelled job {job.job_id}")

@@ -13,9 +13,8 @@ from cellmill import __version__
 from cellmill.errors import DataError
 from cellmill.report import figures
 from cellmill.report.collect import ReportedCorpus, ReportedRun, largest_memory, losses
+from cellmill.runs.metrics import COLLAPSED
 from cellmill.runs.run_cost import span
-
-COLLAPSED = 1.5  # effective rank
 
 MEASURES = {"n_genes": "genes per cell", "n_counts": "counts per cell", "mito_frac": "mitochondrial fraction"}
 MEASURES |= {"n_residues": "residues per sequence"}

@@ -11,6 +11,7 @@ from typing import Any
 from cellmill.files import write_text
 
 TAIL_BYTES = 1 << 16  # end of a curve or a log, enough for status and attach
+COLLAPSED = 1.5  # `effective_rank` below which the embedding is nearly one direction
 
 
 def cut_back(path: Path, step: int) -> None:

@@ -20,9 +20,9 @@ from cellmill.models.batch import TensorBatch
 from cellmill.models.family import Model
 from cellmill.parallel.mesh import Mesh
 from cellmill.parallel.pipeline_stages import PipelineStages
+from cellmill.runs.metrics import COLLAPSED
 
 MAX_WIDTH = 2048  # the sums have width^2 numbers
-COLLAPSED = 1.5  # effective rank below which the embedding is nearly one direction
 
 
 class EmbeddingMonitor:
