@@ -129,7 +129,7 @@ def test_padding_changes_no_loss(family: str) -> None:
     model, batch = _model(family, dropout=0.2).train(), to_tensors(_cells())
     plain, longer = _prepared(model, batch), _prepared(model, batch, 300)
     assert sum(longer.lengths) == 300
-    torch.testing.assert_close(model(longer), model(plain), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(model(longer), model(plain), rtol=1e-5, atol=1e-5)
 
 
 @EVERY_FAMILY
@@ -149,14 +149,9 @@ def test_an_embedding_depends_on_neither_gene_order_nor_other_cells(family: str)
         expected = model.embed(batch)
         order = torch.cat([start + torch.randperm(n) for start, n in zip(batch.cu_seqlens.tolist(), batch.lengths)])
         shuffled = replace(batch, genes=batch.genes[order], values=batch.values[order])
-        torch.testing.assert_close(model.embed(shuffled), expected, rtol=1e-5, atol=1e-6)
-        alone = to_tensors(_cells((20,)))
-        torch.testing.assert_close(
-            model.embed(replace(alone, genes=batch.genes[:20], values=batch.values[:20])),
-            expected[:1],
-            rtol=1e-5,
-            atol=1e-6,
-        )
+        torch.testing.assert_close(model.embed(shuffled), expected, rtol=1e-5, atol=1e-5)
+        alone = replace(to_tensors(_cells((20,))), genes=batch.genes[:20], values=batch.values[:20])
+        torch.testing.assert_close(model.embed(alone), expected[:1], rtol=1e-5, atol=1e-5)
 
 
 def test_the_profile_encoder_is_a_perceptron_on_the_log_normalised_profile() -> None:

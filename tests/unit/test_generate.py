@@ -98,7 +98,7 @@ def test_greedy_genes_are_the_likeliest_of_one_full_forward_pass() -> None:
     for place in range(n):
         assert int(logits[place].argmax()) == int(genes[place])
         logits[place + 1 :, genes[place]] = -torch.inf
-    torch.testing.assert_close(predicted, values, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(predicted, values, rtol=1e-5, atol=1e-5)
 
 
 def test_a_cell_depends_on_its_number_and_the_seed_alone() -> None:

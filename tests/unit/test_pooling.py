@@ -33,9 +33,9 @@ def test_permuted_genes_and_other_cells_change_no_embedding(pooling: str) -> Non
     assert not torch.allclose(expected, _model("encoder").eval().embed(batch), atol=1e-3)
     order = torch.cat([start + torch.randperm(n) for start, n in zip(batch.cu_seqlens.tolist(), batch.lengths)])
     shuffled = replace(batch, genes=batch.genes[order], values=batch.values[order])
-    torch.testing.assert_close(model.embed(shuffled), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.embed(shuffled), expected, rtol=1e-5, atol=1e-5)
     alone = replace(to_tensors(_cells((20,))), genes=batch.genes[:20], values=batch.values[:20])
-    torch.testing.assert_close(model.embed(alone), expected[:1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.embed(alone), expected[:1], rtol=1e-5, atol=1e-5)
 
 
 def test_the_vector_of_cls_is_the_last_state_of_a_token_before_the_cell() -> None:
@@ -70,7 +70,7 @@ def test_padding_changes_no_loss_and_everything_is_trained(pooling: str, objecti
     view = model.view(batch, **KEYS)
     plain, longer = (model.prepare(given, **KEYS) for given in (view, padded(view, 300)))
     loss = model(plain)
-    torch.testing.assert_close(model(longer), loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(model(longer), loss, rtol=1e-5, atol=1e-5)
     assert int(plain.n_targets) == int(longer.n_targets) >= len(batch.lengths) - 1
     loss.backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
