@@ -32,6 +32,7 @@ from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec
 from cellmill.models.export import load_model
 from cellmill.parallel import chunked_loss, compile_blocks, cpu_matmul, cross_entropy
+from cellmill.parallel.gather_json import gather_json
 from cellmill.parallel.materialize import named_tensors, plain_name
 from cellmill.parallel.mesh import build_mesh, set_timeouts
 from cellmill.parallel.vocab_parallel import embed_tokens
@@ -108,7 +109,7 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
 
 def go_on(made: Trainer, folder: str) -> None:
     """Load the newest checkpoint in `folder` into a trainer."""
-    checkpoint, _ = TrainFolder(Path(folder)).newest_whole()
+    checkpoint, _ = made.checkpoints.newest_whole()
     assert checkpoint is not None
     made.checkpoints.load(checkpoint, made.model, made.optimizer)
     made.progress = Progress(**checkpoint.state()["progress"])
@@ -152,6 +153,19 @@ def curve_and_share(
         stream.close()
     curve = [[line["loss"], line["grad_norm"]] for line in lines.lines if "loss" in line]
     return curve, [line["batch_r2"] for line in lines.lines if "batch_r2" in line]
+
+
+def newest(folder: str) -> tuple[int, list[str]]:
+    """Step of the checkpoint that a run in `folder` resumes from, and a line for each damaged one."""
+    checkpoint, damaged = Checkpoints(TrainFolder(Path(folder)), 2).newest_whole()
+    assert checkpoint is not None
+    return checkpoint.step, damaged
+
+
+def gathered() -> list[Any]:
+    """What `gather_json` returns of texts of different lengths."""
+    rank = dist.get_rank()
+    return gather_json({"rank": rank, "text": "ü" * rank, "none": None}, DEVICE)
 
 
 def curve(corpus: str, options: dict[str, Any], folder: str, steps: int, load: bool = False) -> list[list[float]]:

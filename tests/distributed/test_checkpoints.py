@@ -117,6 +117,19 @@ def test_damage_is_named_and_the_checkpoint_before_it_is_used(half: Path, tmp_pa
     assert str(file) in damaged[0]
 
 
+def test_every_rank_learns_of_damage_that_one_has_found(pool: Pool, half: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(half, run)
+    shutil.copytree(run / "checkpoints" / "step-00000004", run / "checkpoints" / "step-00000006")
+    files = sorted((run / "checkpoints" / "step-00000006").glob("*.distcp"))
+    files[-1].write_bytes(files[-1].read_bytes()[:-1])
+    found = pool.run("newest", folder=str(run))
+    assert len(found) == len(files) == 4
+    assert all(step == 4 and str(files[-1]) in damaged[0] for step, damaged in found)
+    expected = [{"rank": rank, "text": "ü" * rank, "none": None} for rank in range(4)]
+    assert pool.run("gathered") == [expected] * 4
+
+
 def test_when_every_checkpoint_is_damaged_the_run_stops(half: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(half, run)

@@ -377,16 +377,18 @@ def test_a_layout_that_does_not_fit_is_refused_before_any_process_starts(corpus:
 
 def test_a_damaged_shard_is_named_before_training(corpus: str, tmp_path: Path) -> None:
     copy = tmp_path / "corpus"
-    shutil.copytree(corpus, copy)
+    shutil.copytree(corpus, copy, ignore=shutil.ignore_patterns("verified.json"))
     shard = next((copy / "shards").glob("train*.h5ad"))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
     done = train(str(copy), tmp_path / "train", options(train={"steps": 2}))
     assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
     assert re.fullmatch(
-        rf"cellmill train: {shard}: expected sha256 \w{{12}} as in the manifest, got \w{{12}}: .+\n", done.stderr
+        rf"cellmill train: {shard}: expected sha256 \w{{12}} as in the manifest, got \w{{12}}: .+", last
     )
+    assert not (copy / "shards" / "verified.json").exists()
     assert not (tmp_path / "train" / "checkpoints").exists()
 
 
@@ -408,9 +410,10 @@ def test_starting_from_another_architecture_is_refused(corpus: str, one: Path, t
 
 def test_shards_that_change_between_two_starts_are_found(corpus: str, tmp_path: Path) -> None:
     copy, out = tmp_path / "corpus", tmp_path / "train"
-    shutil.copytree(corpus, copy)
+    shutil.copytree(corpus, copy, ignore=shutil.ignore_patterns("verified.json"))
     opts = options(train={"steps": 4, "checkpoint_every_steps": 2})
     assert train(str(copy), out, opts).returncode == 0
+    assert (copy / "shards" / "verified.json").exists(), "other runs of this corpus would hash it again"
     (out / "status.json").unlink()
     shutil.rmtree(out / "checkpoints" / "step-00000004")
     shard = next((copy / "shards").glob("train*.h5ad"))

@@ -73,12 +73,11 @@ def test_no_profile_has_a_setting_known_to_fail(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.parent.name)
-def test_a_profile_is_a_machine_and_its_plan_is_for_that_machine(path: Path) -> None:
+def test_a_profile_is_a_machine(path: Path) -> None:
     resources = yaml.safe_load(path.read_text(encoding="utf-8"))["set-resources"]
     assert set(resources) <= set(rules())
     machine = check_options(Machine, resources["train"], str(path))
-    planned = {"nodes": 1} | {key: value for key, value in resources["plan"].items() if key != "device"}
-    assert Machine(**planned) == Machine(nodes=machine.nodes, nproc_per_node=machine.nproc_per_node)
+    assert set(resources["plan"]) == {"device"}, "plan takes the rest from train"
     if machine.gpus:
         assert machine.gpus == machine.nproc_per_node
 

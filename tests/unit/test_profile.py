@@ -248,7 +248,4 @@ def test_the_profiles_of_this_repository_are_machines(monkeypatch: pytest.Monkey
     names = sorted(path.parent.name for path in Path("profiles").glob("*/config.yaml"))
     assert "local" in names
     for name in names:
-        found = read_profile(name)
-        machine = found.machine()
-        assert str(found.plan.get("nodes", 1)) == machine.nodes, name
-        assert found.plan.get("nproc_per_node", 1) == machine.nproc_per_node, name
+        assert read_profile(name).machine().launcher == ("local" if name == "local" else "slurm")

@@ -185,12 +185,47 @@ def test_impossible_processes_are_refused_by_a_dry_run(project: Project, resourc
 
 
 def test_a_range_of_nodes_is_planned_and_trained(project: Project) -> None:
-    elastic = ["plan:nodes='1-2'", "train:nodes='1-2'", "train:launcher=slurm"]
+    elastic = ["train:nodes='1-2'", "train:launcher=slurm"]
     assert project.jobs("--set-resources", *elastic)["train"] == 1
     for stage in ("shard", "plan"):
         file = {"shard": "results/corpora/sim/shards/manifest.json", "plan": "results/runs/tiny/plan.json"}[stage]
         made = project.snakemake("--set-resources", *elastic, "--", file)
         assert made.returncode == 0, made.stdout
+
+
+PROFILE = """
+cores: 2
+set-resources:
+  plan: {device: h100}
+  train: {launcher: slurm, nproc_per_node: 2, nodes: "'1-2'", slurm_partition: gpu, runtime: 30}
+"""
+
+
+def test_one_key_of_the_machine_changed_on_the_command_line_leaves_the_others_of_the_profile(project: Project) -> None:
+    (project.folder / "machine").mkdir()
+    (project.folder / "machine" / "config.yaml").write_text(PROFILE)
+    dry = ["--dry-run", "--printshellcmds", "--set-resources", "train:nodes=2", "train:qos=long"]
+    for given in (["--profile", "machine"], ["--workflow-profile", "machine"]):
+        shown = project.snakemake(*given, *dry, profile=None).stdout
+        (train,) = re.findall(r"cellmill train .*", shown)
+        assert re.findall(r"--(launcher|nodes|nproc-per-node|slurm-partition|qos|runtime)=(\S*)", train) == [
+            ("launcher", "slurm"),
+            ("nodes", "2"),
+            ("nproc-per-node", "2"),
+            ("slurm-partition", "gpu"),
+            ("qos", "long"),
+            ("runtime", "30"),
+        ]
+        assert " --nodes 2 --nproc-per-node 2 --device h100 " in shown
+
+
+def test_a_training_on_the_login_node_is_refused(project: Project) -> None:
+    refused = project.snakemake("--executor", "slurm", "--jobs", "1", profile=None)
+    assert refused.returncode == 1
+    assert refused.stdout.splitlines()[-1] == (
+        "cellmill: launcher local would train on this machine, although stages are jobs elsewhere (executor); set "
+        "set-resources: train: launcher: slurm in the profile, or leave the executor out"
+    )
 
 
 def test_a_wrong_table_or_configuration_is_one_line_and_an_exit_code(project: Project) -> None:

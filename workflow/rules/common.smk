@@ -12,6 +12,7 @@ from cellmill.config import check_config, check_options
 from cellmill.config.checks import check_run
 from cellmill.config.machine import Machine
 from cellmill.errors import ConfigError
+from cellmill.preflight.command_line import profile_resources
 
 # find the cellmill of this Python even if its environment is not activated
 os.environ.update(PATH=os.pathsep.join([str(Path(sys.executable).parent), *os.get_exec_path()]))
@@ -19,6 +20,9 @@ os.environ.update(PATH=os.pathsep.join([str(Path(sys.executable).parent), *os.ge
 try:
     pipeline = check_config(config, " + ".join(os.path.relpath(path) for path in workflow.configfiles))
     datasets = {corpus: pipeline.datasets(corpus) for corpus in pipeline.corpora}
+    # Defaults of the rules train and plan, so that `--set-resources train:nodes=2`, which replaces the profile's
+    # set-resources, changes that one value and not the launcher.
+    in_profile = profile_resources(sys.argv[1:]) if workflow.is_main_process else {"train": {}, "plan": {}}
 except ConfigError as error:
     sys.exit(f"cellmill: {error}")  # a WorkflowError would add its place in this file
 
@@ -40,13 +44,29 @@ def options(stage):
 
 
 # the machine of a training: a resource of the rule and a flag of the command for each option
-machine_defaults = {name: field.default for name, field in Machine.model_fields.items()}
+machine_defaults = {name: field.default for name, field in Machine.model_fields.items()} | in_profile["train"]
+plan_defaults = in_profile["plan"]
 machine_flags = " ".join(f"--{name.replace('_', '-')}={{resources.{name}:q}}" for name in Machine.model_fields)
+
+
+def of_train(name):
+    """Function of the wildcards: a resource of rule train, which plan takes over."""
+
+    def resource(wildcards, attempt, threads):
+        known = {"input": [], "attempt": attempt, "threads": threads, "rulename": "train", "async_run": None}
+        return workflow.get_rule("train").resources[name].evaluate(wildcards=wildcards, **known).value
+
+    return resource
 
 
 def fits_processes(wildcards, resources):
     """True if the run can be laid out on the profile's processes; `snakemake -n` ends with an error if not."""
     run = pipeline.runs[wildcards.run]
+    if getattr(resources, "launcher", None) == "local" and not workflow.local_exec:
+        sys.exit(
+            "cellmill: launcher local would train on this machine, although stages are jobs elsewhere (executor); set "
+            "set-resources: train: launcher: slurm in the profile, or leave the executor out"
+        )
     given = {name: getattr(resources, name) for name in ("nodes", "nproc_per_node")}
     given["launcher"] = getattr(resources, "launcher", "slurm")  # plan has none, and takes a range of nodes
     try:

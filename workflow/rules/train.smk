@@ -24,9 +24,9 @@ rule plan:
     conda:
         "../../envs/cellmill.yaml"
     resources:
-        nodes=1,
-        nproc_per_node=1,
-        device="cpu",
+        nodes=of_train("nodes"),
+        nproc_per_node=of_train("nproc_per_node"),
+        device=plan_defaults.get("device", "cpu"),
     params:
         options=options("plan"),
         fits=fits_processes,  # depends on resources, which Snakemake takes for no reason to rerun

@@ -106,9 +106,9 @@ def check_profile(machine: Machine, profile: Profile, asked: str) -> Iterator[Ch
             f"write it under {TRAIN[:-1]} too",
         )
     for key, trains in (("nodes", machine.nodes), ("nproc_per_node", str(machine.nproc_per_node))):
-        plans = str(profile.plan.get(key, 1))
+        plans = str(profile.plan.get(key, trains))
         if plans != trains:
-            yield no(f"plan's {key}", f"{plans}, but train has {trains}", f"set-resources: plan: {key}: {trains}")
+            yield no(f"plan's {key}", f"{plans}, but train has {trains}", f"remove set-resources: plan: {key}")
     gpus, each = gpu_request(machine)[1], machine.nproc_per_node
     remedy = f"{TRAIN} nproc_per_node: {gpus}"
     if gpus and each > gpus:

@@ -15,7 +15,7 @@ refuse a run before it asks for a GPU.
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from cellmill.runs.lock import locked, user_name
 
 INCOMPLETE = ".incomplete"
 DAMAGED = ".damaged"
+DIGEST = ".sha256"  # of a file that its rank has hashed
 SMALL = ("state.json", ".metadata")  # hashed even if hashing the tensors would take too long
 
 
@@ -46,12 +47,21 @@ class Checkpoint:
         except (DataError, KeyError, TypeError):
             return None
 
-    def verify(self, contents: bool = True) -> None:
-        """Raises DataError naming the first missing, truncated or changed file; `contents` hashes the tensors too."""
+    def verify(self, contents: bool = True, share: tuple[int, int] = (0, 1)) -> None:
+        """Raises DataError naming the first missing, truncated or changed file.
+
+        Parameters
+        ----------
+        contents
+            Hash the tensors too.
+        share
+            Rank and number of ranks: of as many equal parts of the files, check the part of this rank.
+        """
         manifest = read_json(self.path / "manifest.json")
         if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
             raise DataError(f"{self.path / 'manifest.json'}: not a checkpoint's manifest; the checkpoint is damaged")
-        for name, expected in manifest["files"].items():
+        rank, world = share
+        for name, expected in list(manifest["files"].items())[rank::world]:
             file = self.path / name
             if not file.is_file():
                 raise DataError(f"{file}: missing; the checkpoint is damaged")
@@ -61,6 +71,14 @@ class Checkpoint:
                 )
             if (contents or name in SMALL) and sha256_file(file) != expected["sha256"]:
                 raise DataError(f"{file}: changed since it was written (SHA-256 differs); the checkpoint is damaged")
+
+    def damage(self, contents: bool = True, share: tuple[int, int] = (0, 1)) -> str | None:
+        """The error of `verify`, None if there is none."""
+        try:
+            self.verify(contents, share)
+        except DataError as error:
+            return str(error)
+        return None
 
 
 class TrainFolder:
@@ -85,9 +103,12 @@ class TrainFolder:
     def checkpoints(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first."""
         folders = [manifest.parent for manifest in self.checkpoint_folder.glob("step-*/manifest.json")]
-        numbers = ((path, re.fullmatch(r"step-(\d{8,})", path.name)) for path in folders)
-        complete = [Checkpoint(path, int(number[1])) for path, number in numbers if number]
+        complete = [self.checkpoint(path.name) for path in folders if re.fullmatch(r"step-\d{8,}", path.name)]
         return sorted(complete, key=lambda checkpoint: checkpoint.step)
+
+    def checkpoint(self, name: str) -> Checkpoint:
+        """The checkpoint of that name, such as step-00000100."""
+        return Checkpoint(self.checkpoint_folder / name, int(name.removeprefix("step-")))
 
     def set_damaged_aside(self, step: int) -> None:
         """Rename checkpoints later than `step`, which a resume has found damaged, so that they do not count."""
@@ -103,13 +124,18 @@ class TrainFolder:
         None if there is no checkpoint. Raises DataError if all of them are damaged: training never restarts at step 0
         unasked.
         """
+        return self.newest_undamaged(self.checkpoints(), lambda checkpoint: checkpoint.damage(contents))
+
+    def newest_undamaged(
+        self, checkpoints: Sequence[Checkpoint], damage: Callable[[Checkpoint], str | None]
+    ) -> tuple[Checkpoint | None, list[str]]:
+        """The same, of these checkpoints, oldest first; `damage` is what is wrong with one."""
         damaged: list[str] = []
-        for checkpoint in reversed(self.checkpoints()):
-            try:
-                checkpoint.verify(contents)
+        for checkpoint in reversed(checkpoints):
+            line = damage(checkpoint)
+            if line is None:
                 return checkpoint, damaged
-            except DataError as error:
-                damaged.append(str(error))
+            damaged.append(line)
         if damaged:
             raise DataError(
                 f"{self.checkpoint_folder}: every checkpoint is damaged ({damaged[0]}); "
@@ -142,9 +168,18 @@ class TrainFolder:
         return path
 
     def finish(self, path: Path, keep: int) -> None:
-        """Make the checkpoint in `path` (from `begin`) final, and remove those that `keep` leaves out."""
-        files = {file.name: file for file in sorted(path.iterdir()) if file.name != "manifest.json"}
-        entries = {name: {"bytes": file.stat().st_size, "sha256": sha256_file(file)} for name, file in files.items()}
+        """Make the checkpoint in `path` (from `begin`) final, and remove those that `keep` leaves out.
+
+        Hashes files without a digest beside them.
+        """
+        entries = {}
+        for file in sorted(path.iterdir()):
+            if file.name == "manifest.json" or file.suffix == DIGEST:
+                continue
+            digest = file.with_name(file.name + DIGEST)
+            sha256 = digest.read_text(encoding="utf-8") if digest.exists() else sha256_file(file)
+            entries[file.name] = {"bytes": file.stat().st_size, "sha256": sha256}
+            digest.unlink(missing_ok=True)
         write_json(path / "manifest.json", {"files": entries})  # last: it marks the checkpoint complete
         final = path.with_name(path.name.removesuffix(INCOMPLETE))
         shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step, from before a resume

@@ -19,7 +19,7 @@ from cellmill.config.checks import check_run
 from cellmill.config.machine import Machine
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.options import TrainOptions
-from cellmill.data.manifest import Manifest, verify
+from cellmill.data.manifest import Manifest
 from cellmill.errors import Stopped, UserError
 from cellmill.files import read_json, sha256_file, write_json
 from cellmill.launch.allocation import run_allocation
@@ -75,7 +75,6 @@ def run(
                 write_cost(folder.path, show=False)  # its launcher may have been killed before it could
                 print(f"{out}: this run is already done", flush=True)
                 return
-            _verify_once(folder, shards)
             write_json(folder.path / "run.json", record)
             if folder.state() == "done":  # of a training set aside, or without its checkpoints
                 (folder.path / "state.json").unlink()
@@ -184,17 +183,6 @@ def environment() -> dict[str, str]:
         except PackageNotFoundError:
             versions[package] = "not installed"
     return versions
-
-
-def _verify_once(folder: TrainFolder, shards: Manifest) -> None:
-    """Hash the shards, unless size and time of every file are as when they were last hashed. Raises DataError."""
-    paths = [shards.shard_path(shard) for split in ("train", "val") for shard in shards.splits[split].shards]
-    stamps = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths if path.exists()}
-    record, now = folder.path / "verified.json", {"fingerprint": shards.fingerprint, "files": stamps}
-    if record.exists() and read_json(record) == now:
-        return
-    verify(shards, ("train", "val"))
-    write_json(record, now)
 
 
 def _check_end(folder: TrainFolder, code: int, error: Path) -> None:

@@ -16,13 +16,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.storage import WriteResult
 
 from cellmill.errors import DataError
-from cellmill.files import write_json
+from cellmill.files import sha256_file, write_json, write_text
 from cellmill.parallel.fsdp import reshard
+from cellmill.parallel.gather_json import gather_json
 from cellmill.parallel.materialize import named_tensors
-from cellmill.runs.folder import Checkpoint, TrainFolder
+from cellmill.runs.folder import DIGEST, Checkpoint, TrainFolder
 from cellmill.train.optimizer import state_of
 
 DCP_CLASSES = {
@@ -70,6 +73,18 @@ class CheckpointReader(dcp.FileSystemReader):
         return metadata
 
 
+class _DigestingWriter(dcp.FileSystemWriter):
+    """Writer of a rank's files that leaves the SHA-256 of each beside it: no rank has to read another's to hash it."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Write this rank's files and their digests."""
+        written = super().write_data(plan, planner)
+        for name in {result.storage_data.relative_path for result in written.wait()}:
+            file = Path(self.path) / name
+            write_text(file.with_name(file.name + DIGEST), sha256_file(file))
+        return written
+
+
 class Checkpoints:
     """Checkpoints of a run. Methods are collective, every rank, unless they say otherwise.
 
@@ -111,7 +126,7 @@ class Checkpoints:
         self._writing = dcp.async_save(
             tensors,
             # the tensors are on the CPU already
-            storage_writer=dcp.FileSystemWriter(path, sync_files=True, per_thread_copy_ahead=0),
+            storage_writer=_DigestingWriter(path, sync_files=True, per_thread_copy_ahead=0),
             process_group=self._group,
             async_stager=self._staging,
         )
@@ -119,6 +134,20 @@ class Checkpoints:
             self._finishing = threading.Thread(target=self._finish, args=(path, self._writing), name="checkpoint")
             self._finishing.start()
         self.saved_step = step
+
+    def newest_whole(self) -> tuple[Checkpoint | None, list[str]]:
+        """Return `TrainFolder.newest_whole`, each rank checking its part of the files."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+
+        def agreed(value: Any) -> list[Any]:
+            return gather_json(value, torch.device("cpu"), self._group)
+
+        def damage(checkpoint: Checkpoint) -> str | None:
+            return next((line for line in agreed(checkpoint.damage(share=(rank, world))) if line), None)
+
+        # rank 0's list: another node may not see the newest yet, or still see a removed one
+        names = agreed([checkpoint.path.name for checkpoint in self.folder.checkpoints()] if rank == 0 else [])[0]
+        return self.folder.newest_undamaged([self.folder.checkpoint(name) for name in names], damage)
 
     def is_writing(self) -> bool:
         """Return whether this rank is writing, or rank 0 is finishing a checkpoint. No communication."""

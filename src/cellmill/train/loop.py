@@ -252,12 +252,12 @@ class Trainer:
         progress.skipped_in_a_row += 1
         if progress.skipped_in_a_row < self.train.max_bad_steps:
             return
-        mine = Suspects(self.mesh.dp_rank, math.isfinite(report.own_loss.item()), np.concatenate(report.cells))
+        mine = Suspects(self.mesh.dp_rank, math.isfinite(report.own_loss.item()), np.concatenate(report.cells).tolist())
         raise UserError(
             f"{what} at step {report.step}, the last of {progress.skipped_in_a_row} bad steps in a row "
             f"(train.max_bad_steps {self.train.max_bad_steps}): lower train.lr ({self.train.lr:g}) or raise "
             "train.warmup_steps; earlier checkpoints are intact; "
-            f"{name_cells(mine, self.train_stream.names)}"
+            f"{name_cells(mine, self.device, self.train_stream.names)}"
         )
 
     def _pause(self, save: bool, validate: bool) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from cellmill.data.stream import CellStream
 from cellmill.files import write_json
-from cellmill.runs.folder import Checkpoint, TrainFolder
+from cellmill.runs.folder import TrainFolder
 from cellmill.runs.metrics import cut_back
 from cellmill.runs.progress import status
 from cellmill.train.checkpoint import Checkpoints
@@ -27,16 +27,14 @@ def resume(
 
     Collective: every rank.
     """
-    newest: list[Checkpoint | None] = [None]
+    checkpoint, damaged = checkpoints.newest_whole()
     if dist.get_rank() == 0:
-        newest[0], damaged = folder.newest_whole()
         for line in damaged:
             print(f"warning: {line}; going on from the one before it", file=sys.stderr, flush=True)
-        if damaged and newest[0] is not None:
-            folder.set_damaged_aside(newest[0].step)
-    dist.broadcast_object_list(newest)
+        if damaged and checkpoint is not None:
+            folder.set_damaged_aside(checkpoint.step)
     progress = Progress()
-    if (checkpoint := newest[0]) is not None:
+    if checkpoint is not None:
         checkpoints.load(checkpoint, model, optimizer)
         progress = Progress(**checkpoint.state()["progress"])
     epoch, step = divmod(progress.step, stream.steps_per_epoch)

@@ -10,7 +10,7 @@ doubles after `GROWTH_STEPS` applied ones. Source: Micikevicius et al. 2018 (mix
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+
+from cellmill.parallel.gather_json import gather_json
 
 INITIAL_SCALE = 2.0**16
 GROWTH_STEPS = 2000
@@ -99,28 +101,28 @@ class Suspects:
 
     dp_rank: int
     finite: bool
-    cells: np.ndarray
-    """(cells,) int64 ids."""
+    cells: list[int]
+    """Their ids."""
 
 
-def name_cells(mine: Suspects, names: Callable[[np.ndarray], Sequence[str]]) -> str:
+def name_cells(mine: Suspects, device: torch.device, names: Callable[[np.ndarray], Sequence[str]]) -> str:
     """Return the cells of a bad step by rank: of ranks whose own loss was not finite, or of all if each was finite.
 
     Prints all cells of this rank. Collective: every rank.
 
     Parameters
     ----------
+    device
+        This rank's device.
     names
         Maps cell ids to names.
     """
-    gathered: list[Suspects | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    known = [(rank, suspects) for rank, suspects in enumerate(gathered) if suspects is not None]
+    known = [(rank, Suspects(**fields)) for rank, fields in enumerate(gather_json(asdict(mine), device))]
     bad = {suspects.dp_rank for _, suspects in known if not suspects.finite} or {s.dp_rank for _, s in known}
     first = {suspects.dp_rank: rank for rank, suspects in reversed(known)}  # model-parallel peers read the same cells
     rank = dist.get_rank()
     if first[mine.dp_rank] == rank and mine.dp_rank in bad:
-        print(f"rank {rank} had the cells {', '.join(names(mine.cells))}", flush=True)
+        print(f"rank {rank} had the cells {', '.join(names(np.array(mine.cells)))}", flush=True)
     return "; ".join(
         f"rank {rank} had {_some(suspects.cells, names)}"
         for rank, suspects in known
@@ -128,6 +130,6 @@ def name_cells(mine: Suspects, names: Callable[[np.ndarray], Sequence[str]]) -> 
     )
 
 
-def _some(cells: np.ndarray, names: Callable[[np.ndarray], Sequence[str]]) -> str:
+def _some(cells: list[int], names: Callable[[np.ndarray], Sequence[str]]) -> str:
     more = f" and {len(cells) - SHOWN} more cells (see the log)" if len(cells) > SHOWN else ""
-    return ", ".join(names(cells[:SHOWN])) + more if len(cells) else "no cells"
+    return ", ".join(names(np.array(cells[:SHOWN]))) + more if len(cells) else "no cells"

@@ -53,6 +53,7 @@ from cellmill.train.optimizer import build_optimizer
 from cellmill.train.resume import resume, write_state
 from cellmill.train.stop import StopFlag
 from cellmill.train.telemetry import Meter, StepProfile
+from cellmill.train.verify_shards import verify_shards
 
 Levels = Mapping[str, Sequence[str]]
 
@@ -70,6 +71,7 @@ def main(path: Path, error_file: Path) -> None:
     vocabulary = Vocabulary.read(Path(record["vocabulary"]))
     manifest = Manifest.read(Path(record["manifest"]))
     levels = manifest.levels(options.obs_columns())
+    verify_shards(manifest, device)
     model = build_model(options, vocabulary, record["init_from"], mesh, device, levels)
     parallel_model = build_parallel_model(model, options.parallel, mesh)
     extras = load_method(options.finetune).group

@@ -1,0 +1,43 @@
+"""Machine that the profiles of a snakemake command describe, whatever else the command sets.
+
+Options of a command replace a profile's whole entry: with `--set-resources train:nodes=2` nothing is left of the
+profile's `set-resources`. What the profile gave the rules train and plan becomes their default instead.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from snakemake.cli import get_argument_parser
+
+from cellmill.config.machine import Machine
+from cellmill.preflight.profile import read_profile, snakemake_finds
+
+
+def profile_resources(arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Resources of the rules train and plan in the profiles of a command line (without `snakemake`).
+
+    Of several profiles the last one that sets resources counts, as in Snakemake. Raises ConfigError naming the file
+    and what is wrong.
+    """
+    options, _ = get_argument_parser().parse_known_args(list(arguments))
+    names = [name for name in options.profile or [] if name != "none"]
+    rules: dict[str, dict[str, Any]] = {"train": {}, "plan": {}}
+    for path in [*map(snakemake_finds, names), _workflow_profile(options.workflow_profile)]:
+        if path is None:
+            continue
+        profile = read_profile(str(path))
+        if profile.train or profile.plan:
+            rules = {"train": profile.train, "plan": profile.plan}
+    return {
+        "train": {name: value for name, value in rules["train"].items() if name in Machine.model_fields},
+        "plan": rules["plan"],
+    }
+
+
+def _workflow_profile(name: str | None) -> Path | None:
+    """The file of a workflow profile: a path, or a name in ./profiles; `default` unless named."""
+    if name == "none":
+        return None
+    places = [Path(name or "default"), Path("profiles") / (name or "default")]
+    return next((snakemake_finds(str(place)) for place in places if place.exists()), None)
