@@ -15,11 +15,11 @@ from cellmill.errors import ConfigError
 TEXTS = [
     name
     for name, field in Machine.model_fields.items()
-    if field.default == "" and name not in ("container", "modules", "sbatch_options")
+    if field.default == "" and name not in ("container", "modules", "sbatch_options", "srun_options", "setup")
 ]
 
 
-@pytest.mark.parametrize("name", [*TEXTS, "modules", "sbatch_options"])
+@pytest.mark.parametrize("name", [*TEXTS, "modules", "sbatch_options", "srun_options"])
 @pytest.mark.parametrize("value", ["a;rm -rf ~", "$(id)", "`id`", "a\nb", "a'b", 'a"b', "a\\b", "a\0b", "é"])
 def test_no_value_of_a_profile_becomes_a_command(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match="expected only the characters of SLURM's values, letters, digits"):
@@ -45,6 +45,10 @@ def test_no_value_of_a_profile_becomes_a_command(name: str, value: str) -> None:
             {"sbatch_options": "exclusive signal=KILL"},
             "profile: sbatch_options: 'signal' is set by cellmill and cannot be changed here, "
             "not 'exclusive signal=KILL'",
+        ),
+        (
+            {"srun_options": "--output=x"},
+            "profile: srun_options: 'output' is set by cellmill and cannot be changed here, not '--output=x'",
         ),
         ({"container": "a\nb"}, "profile: container: expected one line of printable text, not 'a\\nb'"),
         ({"partition": "gpu"}, "profile: unknown key 'partition'; did you mean 'slurm_partition'?"),

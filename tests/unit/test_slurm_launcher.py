@@ -20,6 +20,7 @@ from cellmill.launch import queue as queue_module
 from cellmill.launch.follow import BEGINS, Tail
 from cellmill.launch.job import Job
 from cellmill.launch.slurm import RunFiles, SlurmLauncher
+from cellmill.launch.submit import submitting
 from cellmill.runs.claim import claim
 
 SUBMITTED = [0, "Submitted batch job 7\n", ""]
@@ -214,7 +215,9 @@ def test_the_batch_script_requests_the_profile_s_machine_and_quotes_it(
         runtime=90,
         mem_mb=0,
         modules="cuda/12.4 nccl",
+        setup="source 'my env/bin/activate' && ulimit -n 4096",
         sbatch_options="exclude=node7 exclusive",
+        srun_options="mpi=none overcommit",
         save_within_s=300,
     )
     scripted.answers(squeue=[NONE, NONE, listed("COMPLETED")], sbatch=[SUBMITTED])
@@ -250,12 +253,17 @@ def test_the_batch_script_requests_the_profile_s_machine_and_quotes_it(
 #SBATCH --time=90
 
 # setup
-module load cuda/12.4 nccl
+{{ module load cuda/12.4 nccl
+}} || {{ echo 'cellmill: `module load cuda/12.4 nccl` failed on' "$SLURMD_NODENAME; change modules in the profile"; \
+exit 1; }}
+{{ source 'my env/bin/activate' && ulimit -n 4096
+}} || {{ echo 'cellmill: `source '"'"'my env/bin/activate'"'"' && ulimit -n 4096` failed on' "$SLURMD_NODENAME; change \
+setup in the profile"; exit 1; }}
 
 # command
 export SUBMITIT_EXECUTOR=slurm
 srun --unbuffered --output '{folder}/%j_%t_log.out' --ntasks-per-node=1 --cpus-per-task=16 --kill-on-bad-exit=1 \
-{python[1]} -u -m submitit.core._submit '{folder}'
+--mpi=none --overcommit {python[1]} -u -m submitit.core._submit '{folder}'
 """
     )
     for path in (scripted.train / "jobs", scripted.train / "jobs" / "001"):
@@ -365,6 +373,27 @@ def test_a_failed_launch_is_forgotten_when_the_job_is_requeued(tmp_path: Path) -
     assert early.not_launched is not None
 
 
+RUN_SETUP = """
+import subprocess
+setup = script[script.index("# setup"):script.index("# command")]
+subprocess.run(["bash", "-c", setup], env={"SLURMD_NODENAME": "node1"}, stdout=open("LOG", "w"))
+"""
+
+
+def test_a_module_that_cannot_be_loaded_is_the_error_and_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted = Scripted(tmp_path, monkeypatch, modules="cuda/99")
+    log, sbatch = scripted.train / "jobs" / "001" / "7_0_log.out", scripted.fake / "bin" / "sbatch"
+    sbatch.write_text(sbatch.read_text().replace("print(out", f"{RUN_SETUP.replace('LOG', str(log))}print(out"))
+    scripted.answers(squeue=[NONE, NONE, listed("RUNNING"), listed("FAILED")], sbatch=[SUBMITTED])
+    with pytest.raises(UserError) as error:
+        scripted.run()
+    assert str(error.value) == (
+        f"`module load cuda/99` failed on node1; change modules in the profile (job 7, log: {log})"
+    )
+
+
 def noting(file: Path) -> str:
     """Python code that writes its environment to `file`, then imports on."""
     return f"import os\nopen({str(file)!r}, 'a').write(str(dict(os.environ)))\nimport fcntl"
@@ -418,3 +447,20 @@ def test_a_job_is_submitted_to_the_cluster_that_is_queried(scripted: Scripted, m
     assert "'SLURM_CONF': '/etc/other/slurm.conf'" in seen.read_text()
     assert "SLURM_JOB_ID" not in seen.read_text()
     assert os.environ["SLURM_JOB_ID"] == "99"
+
+
+def test_wishes_in_the_environment_reach_sbatch_unless_the_profile_or_cellmill_sets_them(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    for name in ("SBATCH_EXCLUSIVE", "SBATCH_TIMELIMIT", "SBATCH_SIGNAL", "SBATCH_ACCOUNT", "SBATCH_ARRAY_INX"):
+        monkeypatch.setenv(name, "mine")
+    machine = Machine(launcher="slurm", runtime=90)
+    with submitting(machine):
+        assert {name for name in os.environ if name.startswith("SBATCH_")} == {"SBATCH_EXCLUSIVE", "SBATCH_ACCOUNT"}
+    with submitting(machine.model_copy(update={"slurm_account": "lab"})):
+        assert "SBATCH_ACCOUNT" not in os.environ
+    monkeypatch.setenv("SLURM_JOB_ID", "99")
+    with submitting(machine):
+        assert not any(name.startswith("SBATCH_") for name in os.environ)
+    assert os.environ["SBATCH_TIMELIMIT"] == "mine"

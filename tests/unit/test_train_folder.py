@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -224,3 +225,15 @@ def test_a_holder_on_another_host_is_not_signalled(tmp_path: Path) -> None:
         expected = r"another training is running here \(process 1 of ada on login2\); stop it first"
         with pytest.raises(DataError, match=expected), TrainFolder(tmp_path).locked(wait_s=0.3, follows=True):
             pass
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    expected = re.escape(
+        f"{tmp_path}: this file system has no locks (Function not implemented); use one where flock works"
+    )
+    with pytest.raises(DataError, match=expected), TrainFolder(tmp_path).locked():
+        pass

@@ -6,6 +6,7 @@ can become a command.
 """
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -14,9 +15,15 @@ from cellmill.config.section import Section
 
 _PLAIN = re.compile(r"[\w.,:+=@/*&|()\[\]!%-]*", re.ASCII)
 # options of sbatch that the launcher sets: another value would lose the job or its log
-_OURS = (
+OURS = (
     "nodes", "ntasks", "ntasks-per-node", "job-name", "output", "error", "open-mode", "signal", "requeue", "no-requeue",
     "array", "wrap", "parsable", "chdir", "export",
+)  # fmt: skip
+
+
+OURS_OF_SRUN = (
+    "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "kill-on-bad-exit", "overlap", "unbuffered", "output",
+    "error", "label", "multi-prog", "gpus-per-node", "gres", "chdir", "export", "jobid",
 )  # fmt: skip
 
 
@@ -41,12 +48,20 @@ def _one_line(value: str) -> str:
     return value
 
 
-def _not_ours(value: str) -> str:
-    for word in _words(value).split():
-        name = word.removeprefix("--").partition("=")[0]
-        if name in _OURS:
-            raise ValueError(f"{name!r} is set by cellmill and cannot be changed here")
-    return value
+def _not_in(ours: tuple[str, ...]) -> Callable[[str], str]:
+    def check(value: str) -> str:
+        for name in options_in(_words(value)):
+            if name in ours:
+                raise ValueError(f"{name!r} is set by cellmill and cannot be changed here")
+        return value
+
+    return check
+
+
+def options_in(words: str) -> dict[str, str | bool]:
+    """Options in a text such as `exclude=node7 exclusive`, by name; True for those without a value."""
+    pairs = [word.removeprefix("--").partition("=") for word in words.split()]
+    return {name: value if equals else True for name, equals, value in pairs}
 
 
 def _text(value: Any) -> Any:
@@ -85,8 +100,15 @@ class Machine(Section):
     modules: Words = Field("", description="Environment modules to load on every node, separated by spaces.")
     container: Line = Field("", description="Apptainer image to run the processes in.")
     interface: Plain = Field("", description="Network interface between nodes, such as ib0.")
-    sbatch_options: Annotated[str, AfterValidator(_not_ours)] = Field(
+    setup: Line = Field(
+        "",
+        description="Shell command to run on the first node before the processes start in its environment.",
+    )
+    sbatch_options: Annotated[str, AfterValidator(_not_in(OURS))] = Field(
         "", description="More sbatch options: `exclude=node7 exclusive`."
+    )
+    srun_options: Annotated[str, AfterValidator(_not_in(OURS_OF_SRUN))] = Field(
+        "", description="More options of the srun that starts the processes: `mpi=none`."
     )
     save_within_s: int = Field(
         120, ge=1, description="Seconds before the time limit at which the training saves and ends."
@@ -138,7 +160,8 @@ class Machine(Section):
             )
         return self
 
-    def options(self) -> dict[str, str | bool]:
-        """`sbatch_options` by name; True for those without a value."""
-        pairs = [word.removeprefix("--").partition("=") for word in self.sbatch_options.split()]
-        return {name: value if equals else True for name, equals, value in pairs}
+    @property
+    def srun_flags(self) -> list[str]:
+        """`srun_options` as arguments."""
+        options = options_in(self.srun_options)
+        return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]

@@ -62,6 +62,7 @@ def _srun(machine: Machine, task: Path) -> list[str]:
         "--unbuffered",
         *([f"--gpus-per-node={machine.gpus_per_node}"] if machine.gpus_per_node else []),
         *([f"--gres={machine.gres}"] if machine.gres else []),
+        *machine.srun_flags,
         sys.executable,
         "-m",
         "cellmill.launch.node",

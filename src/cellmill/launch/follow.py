@@ -76,6 +76,13 @@ class Tail:
         found = re.search(rb"^job .* is training in .*; job .* ends$", self._end(), re.MULTILINE)
         return found[0].decode(errors="replace") if found else ""
 
+    def failed_setup(self) -> str:
+        """The line of a command before srun that failed; empty if there is none."""
+        found = re.search(
+            rb"^cellmill: (`.*` failed on .*; change (?:modules|setup) in the profile)$", self._end(), re.M
+        )
+        return found[1].decode(errors="replace") if found else ""
+
     def _end(self) -> bytes:
         """The last 64 KiB of the log."""
         try:

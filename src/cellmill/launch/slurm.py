@@ -148,6 +148,8 @@ class SlurmLauncher:
             raise Stopped(f"job {ended.job_id} was cancelled by somebody else; run the same command to go on")
         if refusal := Tail(ended.log).refusal():
             return refusal
+        if failed := Tail(ended.log).failed_setup():
+            raise UserError(f"{failed} {where}")
         if ended.state == "COMPLETED" and self.files.state() == "stopped":
             return f"job {ended.job_id} stopped and saved before its time limit or a preemption"
         if ended.state == "OUT_OF_MEMORY" or Tail(ended.log).reports_out_of_memory():

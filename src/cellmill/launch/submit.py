@@ -15,10 +15,11 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.helpers import clean_env
 from submitit.slurm.slurm import SlurmExecutor
 
-from cellmill.config.machine import Machine
+from cellmill.config.machine import OURS, Machine, options_in
 from cellmill.errors import UserError
 from cellmill.launch.job import Job
 from cellmill.launch.node import NodeTask, run_task
+from cellmill.runs.slurm_command import NO_PROCESS
 
 TRANSIENT = re.compile(
     "unable to contact slurm controller|socket timed out|temporarily unable|connection refused|connection reset|"
@@ -26,6 +27,9 @@ TRANSIENT = re.compile(
     "slurm_receive_msg|unexpected message received|could not make sense of sbatch output",
     re.IGNORECASE,
 )
+
+
+_VARIABLES = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "array": "ARRAY_INX"}  # not named as the option is
 
 
 class Unreachable(Exception):
@@ -42,8 +46,10 @@ def submit(job: Job, machine: Machine, folder: Path, name: str) -> str:
         raise UserError(f"{path}: SLURM interprets % and \\ in the path of a log; use a folder without them")
     task = NodeTask.of(job, machine, folder).write()
     try:
-        with outside_any_job():
+        with submitting(machine):
             return str(_executor(machine, folder, name).submit(run_task, str(task)).job_id)
+    except BlockingIOError:
+        raise Unreachable(f"sbatch: {NO_PROCESS}") from None
     except (FailedJobError, FailedSubmissionError) as error:
         complaint = _complaint(error)
         if TRANSIENT.search(complaint):
@@ -54,11 +60,20 @@ def submit(job: Job, machine: Machine, folder: Path, name: str) -> str:
 
 
 @contextmanager
-def outside_any_job() -> Iterator[None]:
-    """Hide from child processes the SLURM job this process may be in, but not the cluster it selects."""
-    cluster = {name: os.environ[name] for name in ("SLURM_CONF", "SLURM_CLUSTERS") if name in os.environ}
+def submitting(machine: Machine) -> Iterator[None]:
+    """The environment for sbatch: without the SLURM job this process may be in, but with the cluster it selects.
+
+    Outside a job, SLURM_* and SBATCH_* are the user's wishes and stay, except for options that cellmill or the profile
+    sets: sbatch would prefer the variable.
+    """
+    kept = {name: value for name, value in os.environ.items() if name in ("SLURM_CONF", "SLURM_CLUSTERS")}
+    if "SLURM_JOB_ID" not in os.environ:
+        ours = {*OURS, *sbatch_options(machine), "mem-per-cpu", "mem-per-gpu"}
+        set_here = {f"SBATCH_{_VARIABLES.get(name, name.replace('-', '_').upper())}" for name in ours}
+        wishes = {name: value for name, value in os.environ.items() if name.startswith(("SLURM_", "SBATCH_"))}
+        kept |= {name: value for name, value in wishes.items() if name not in set_here}
     with clean_env():
-        os.environ.update(cluster)
+        os.environ.update(kept)
         yield
 
 
@@ -77,7 +92,7 @@ def sbatch_options(machine: Machine) -> dict[str, str | bool]:
         "mem": f"{machine.mem_mb}M" if machine.mem_mb else "0",
         "time": str(machine.runtime),
     }
-    return {name: value for name, value in options.items() if value} | machine.options()
+    return {name: value for name, value in options.items() if value} | options_in(machine.sbatch_options)
 
 
 class _Executor(SlurmExecutor):
@@ -102,13 +117,32 @@ def _executor(machine: Machine, folder: Path, name: str) -> SlurmExecutor:
         signal_delay_s=machine.save_within_s,
         wckey=None,  # some sites refuse an unknown key
         stderr_to_stdout=True,
-        setup=[f"module load {shlex.join(machine.modules.split())}"] if machine.modules else None,
+        setup=_setup(machine),
         # one task per node is requested only here: given to sbatch, it would pin a range of nodes to its minimum.
         # A task that fails must not leave the others waiting for it.
-        srun_args=["--ntasks-per-node=1", f"--cpus-per-task={machine.cpus}", "--kill-on-bad-exit=1"],
+        srun_args=[
+            "--ntasks-per-node=1",
+            f"--cpus-per-task={machine.cpus}",
+            "--kill-on-bad-exit=1",
+            *machine.srun_flags,
+        ],
         additional_parameters={"requeue": True, **sbatch_options(machine)},
     )
     return executor
+
+
+def _setup(machine: Machine) -> list[str]:
+    """Lines of the batch script before srun. A command that fails ends the job with one line in its log."""
+    load = f"module load {shlex.join(machine.modules.split())}" if machine.modules else ""
+    lines = []
+    for key, command in (("modules", load), ("setup", machine.setup)):
+        if command:
+            failed = shlex.quote(f"cellmill: `{command}` failed on")
+            lines += [
+                f"{{ {command}",
+                f'}} || {{ echo {failed} "$SLURMD_NODENAME; change {key} in the profile"; exit 1; }}',
+            ]
+    return lines
 
 
 def _complaint(error: Exception) -> str:

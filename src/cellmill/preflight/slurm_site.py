@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from cellmill.config.machine import Machine
-from cellmill.launch.submit import TRANSIENT, outside_any_job, sbatch_options
+from cellmill.launch.submit import TRANSIENT, sbatch_options, submitting
 from cellmill.runs.slurm_command import CommandError, ask, call, seconds
 
 _DOWN = {"down", "drain", "drained", "draining", "fail", "failing", "future", "maint", "unknown", "error", "blocked"}
@@ -99,7 +99,7 @@ def estimate(machine: Machine) -> str:
     """
     options = sbatch_options(machine).items()
     flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options]
-    with outside_any_job():
+    with submitting(machine):
         done = call(["sbatch", "--test-only", "--job-name=cellmill-preflight", *flags, "--wrap=true"])
     said = " ".join(line.removeprefix("sbatch: ") for line in done.stderr.splitlines() if line.strip())
     if done.returncode == 0:

@@ -76,6 +76,11 @@ def locked(folder: Path, busy: str, wait_s: float = 60.0, follows: bool = False)
                 break
             except BlockingIOError:
                 holder = Holder.read(file)
+            except OSError as error:
+                raise DataError(
+                    f"{folder}: this file system has no locks ({error.strerror}); use one where flock works, such as "
+                    "Lustre mounted with -o flock"
+                ) from None
             if follows and holder.follows and not asked and holder.holds(folder / "lock"):
                 os.kill(holder.pid, signal.SIGUSR1)
                 asked = True

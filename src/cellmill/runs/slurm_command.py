@@ -5,6 +5,7 @@ import re
 import subprocess
 
 ANSWER_WITHIN_S = 60
+NO_PROCESS = "this host allows no further process (ulimit -u); end others of yours, or use another login node"
 _FILTERS = ("SQUEUE_", "SCANCEL_", "SACCT_", "SINFO_")  # a job they filter out would seem to be gone
 
 
@@ -31,6 +32,8 @@ def call(command: list[str], within_s: float | None = None, **environment: str) 
         )
     except FileNotFoundError:
         raise CommandError(f"{command[0]}: not on PATH") from None
+    except BlockingIOError:
+        raise CommandError(f"{command[0]}: {NO_PROCESS}") from None
     except OSError as error:
         raise CommandError(f"{command[0]}: {error.strerror}") from None
     except subprocess.TimeoutExpired:
