@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from cellmill.config.options import TrainOptions
 from cellmill.planner.out_of_memory import advice, is_out_of_memory
-from cellmill.train.failure import error_line
+from cellmill.train.failure import error_line, leave_reason
 from tests.distributed.conftest import options
 
 CUDA = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1 GiB is free"
@@ -58,6 +59,34 @@ def test_without_a_plan_the_message_has_a_general_remedy(tmp_path: Path, monkeyp
     assert line.endswith(
         "out of memory (MemoryError); lower train.token_budget, or set parallel.activation_checkpointing to full"
     )
+
+
+def test_a_failed_collective_is_named_with_its_rank_and_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "3", "GLOO_SOCKET_IFNAME": "ib7", "MASTER_ADDR": "node1"}.items():
+        monkeypatch.setenv(name, value)
+
+    class Backend:
+        def __init__(self, error: Exception) -> None:
+            self.error = error
+
+        def size(self) -> int:
+            raise self.error
+
+    def failed(error: Exception) -> Exception:
+        with pytest.raises(type(error)) as raised:
+            distributed_c10d._get_group_size(Backend(error))
+        return raised.value
+
+    where = f"rank 3 on {os.uname().nodename}: _get_group_size failed: "
+    network = "(GLOO_SOCKET_IFNAME=ib7, MASTER_ADDR=node1)"
+    leave_reason(tmp_path / "error.txt", failed(MemoryError("std::bad_alloc")), tmp_path)
+    assert (tmp_path / "error.txt").read_text() == f"{where}std::bad_alloc {network}"
+    for reason in ("gloo: Connection closed by peer", "NCCL error: later"):
+        leave_reason(tmp_path / "jobs" / "error.txt", failed(RuntimeError(reason)), tmp_path)
+    assert (tmp_path / "jobs" / "connection.txt").read_text() == f"{where}gloo: Connection closed by peer {network}"
+    assert not (tmp_path / "jobs" / "error.txt").exists()
 
 
 def test_out_of_memory_errors_are_told_from_others() -> None:

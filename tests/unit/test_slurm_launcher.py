@@ -124,6 +124,27 @@ def test_jobs_that_vanish_again_and_again_are_given_up(scripted: Scripted) -> No
     assert len(scripted.calls("sbatch")) == 3
 
 
+LEAVE = """
+import glob
+for job in glob.glob("JOBS/*"):
+    Path(job, "7_0_log.out").touch()
+    Path(job, "connection.txt").write_text("rank 3 on node1: all_reduce failed: closed")
+"""
+
+
+def test_a_failed_collective_is_the_reason_if_no_process_knew_more(
+    scripted: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sbatch = scripted.fake / "bin" / "sbatch"
+    leave = LEAVE.replace("JOBS", str(scripted.train / "jobs"))
+    sbatch.write_text(sbatch.read_text().replace("print(out", f"{leave}print(out"))
+    scripted.answers(squeue=[NONE, NONE, *[listed("FAILED"), NONE, NONE] * 3], sbatch=[SUBMITTED])
+    with pytest.raises(UserError, match=r"^3 jobs in a row ended without a new checkpoint; job 7 ended .*: closed$"):
+        scripted.run()
+    line = "job 7 ended with FAILED: rank 3 on node1: all_reduce failed: closed; going on from step 0 with another job"
+    assert capsys.readouterr().out.count(f"{line}\n") == 2
+
+
 def test_accounting_is_asked_when_the_queue_has_forgotten_a_job(scripted: Scripted) -> None:
     scripted.answers(squeue=[NONE], sbatch=[SUBMITTED], sacct=[[0, "CANCELLED by 0\n", ""]])
     with pytest.raises(Stopped, match="job 7 was cancelled by somebody else; run the same command to go on"):

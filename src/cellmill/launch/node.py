@@ -28,6 +28,7 @@ from cellmill.launch.nodelist import expand
 from cellmill.launch.processes import children, die_with_parent, signal_all
 from cellmill.launch.signals import STOP_SIGNALS
 from cellmill.runs.claim import Claim, Claimed, claim
+from cellmill.runs.jobs import CONNECTION
 
 SEEN_EVERY_S = 15
 NOT_THE_OWNER = 3  # exit code
@@ -108,7 +109,8 @@ class NodeTask:
         """Run this node's agent, and restart it as allowed; the first node has the claim on the run's folder."""
         attempt, error = None, Path(self.folder) / "error.txt"
         if own is not None:
-            error.unlink(missing_ok=True)  # of an earlier attempt
+            for line in (error, error.with_name(CONNECTION)):  # of an earlier attempt
+                line.unlink(missing_ok=True)
             attempt = Attempt(self, node, own)
         kills_before = oom_kills()
         restarts = Restarts(self.job(node))

@@ -24,6 +24,10 @@ from cellmill.runs.jobs import CANCELLED, JobRecord, Jobs
 INFRASTRUCTURE = frozenset({"TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED", "LAUNCH_FAILED", GONE})
 """End states that are not the training's fault: another job goes on."""
 FRUITLESS_JOBS = 3  # jobs in a row without a new checkpoint after which another would not help
+TOO_SHORT = (
+    "; if the jobs were too short, raise runtime or save_within_s in the profile, or save more often "
+    "(train.checkpoint_every_min)"
+)
 SETTLE_S = 60  # how long a shared folder may take to show what a node wrote
 
 
@@ -86,10 +90,8 @@ class SlurmLauncher:
                 saved = self.files.saved_step()
                 fruitless = 0 if saved > saved_before else fruitless + 1
                 if fruitless == FRUITLESS_JOBS:
-                    raise UserError(
-                        f"{fruitless} jobs in a row ended without a new checkpoint; {why}; if the jobs were too short, "
-                        "raise runtime or save_within_s in the profile, or save more often (train.checkpoint_every_min)"
-                    )
+                    advice = "" if ended.state == "FAILED" else TOO_SHORT
+                    raise UserError(f"{fruitless} jobs in a row ended without a new checkpoint; {why}{advice}")
                 say(f"{why}; going on from step {saved} with another job")
                 record = None
         raise UserError(
@@ -163,6 +165,8 @@ class SlurmLauncher:
             return f"job {ended.job_id} ended with {ended.state}"
         if ended.state == "FAILED" and not ended.log.exists():
             return f"job {ended.job_id} ended with FAILED and left no log (can the nodes see {ended.path}?)"
+        if ended.state == "FAILED" and ended.connection:
+            return f"job {ended.job_id} ended with FAILED: {ended.connection}"
         if ended.state == "FAILED":  # no error message: a process or its node was lost
             return f"job {ended.job_id} ended with FAILED and no process said why, log: {ended.log}"
         raise UserError(f"the job ended with {ended.state} before the training was done {where}")

@@ -4,6 +4,7 @@
     task.json              the task of each node, see launch/node.py
     attempt-000.json       when and where it ran; one for each time SLURM started it
     error.txt              one line saying what went wrong, if a process knew
+    connection.txt         the first collective that failed, perhaps for the end of another process
     cancelled              empty; `cellmill cancel` asked the job to end
     {job}_{task}_log.out   output of the tasks
     …                      submitit's own files
@@ -26,6 +27,7 @@ from cellmill.errors import DataError
 from cellmill.files import read_json, write_json
 from cellmill.runs.folder_id import folder_id, make_folder_id
 
+CONNECTION = "connection.txt"
 CANCELLED = "cancelled"
 
 
@@ -75,6 +77,11 @@ class JobRecord:
     def error(self) -> str | None:
         """The line that a process or node left about what went wrong."""
         return error_line(self.path)
+
+    @property
+    def connection(self) -> str | None:
+        """The line about the first collective that failed."""
+        return error_line(self.path, CONNECTION)
 
     def attempts(self) -> list[dict[str, Any]]:
         """Contents of its attempt files, oldest first."""
@@ -159,9 +166,9 @@ def write_if_room(file: Path, value: Any) -> None:
         print(f"warning: {file}: {error.strerror}", flush=True)
 
 
-def error_line(folder: Path) -> str | None:
-    """The text of error.txt in one line; None if there is none."""
-    file = folder / "error.txt"
+def error_line(folder: Path, name: str = "error.txt") -> str | None:
+    """The text of a file in one line; None if there is none."""
+    file = folder / name
     return " ".join(file.read_text(encoding="utf-8", errors="replace").split()) if file.exists() else None
 
 

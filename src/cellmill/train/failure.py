@@ -8,19 +8,23 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from cellmill.errors import UserError
 from cellmill.files import write_text
 from cellmill.planner.out_of_memory import ask, is_out_of_memory
+from cellmill.runs.jobs import CONNECTION
 
 LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|tcpstore", re.IGNORECASE)
 
 
 def error_line(error: BaseException, folder: Path) -> str | None:
-    """Return one line that tells the user what went wrong; None when another rank failed first."""
+    """Return one line that tells the user what went wrong; None when another rank may have failed first."""
     if isinstance(error, UserError):
         return str(error)
     text = " ".join(str(error).split())
+    if isinstance(error, MemoryError) and _collective(error):  # std::bad_alloc of a backend that read garbage
+        return process_group_line(error)
     if is_out_of_memory(error):
         return f"{_who()}: out of memory ({text[:120].rstrip('.') or type(error).__name__}); {_advice(error, folder)}"
     if isinstance(error, OSError) and not isinstance(error, ConnectionError):
@@ -28,6 +32,35 @@ def error_line(error: BaseException, folder: Path) -> str | None:
     if isinstance(error, ConnectionError | dist.DistError) or LOST_PEER.search(text):
         return None  # a peer or its node is lost, and says why itself if it could
     return f"{_who()}: {type(error).__name__}: {text[:300]}; its traceback is in the log"
+
+
+def process_group_line(error: BaseException) -> str:
+    """Return the line about a collective that failed: rank, collective, message and the settings of the network."""
+    text = " ".join(str(error).split())[:200] or type(error).__name__
+    names = sorted(name for name in os.environ if name.startswith(("NCCL_", "GLOO_")) or name == "MASTER_ADDR")
+    settings = ", ".join(f"{name}={os.environ[name]}" for name in names)
+    return (
+        f"{_who()}: {_collective(error) or 'a collective'} failed: {text} ({settings or 'no setting of the network'})"
+    )
+
+
+def _collective(error: BaseException) -> str | None:
+    """Return the name of torch.distributed's function that raised the error; None if none did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.name for frame in reversed(frames) if frame.filename == distributed_c10d.__file__), None)
+
+
+def leave_reason(error_file: Path, error: BaseException, folder: Path) -> None:
+    """Write the error's line for the launcher.
+
+    An error that the end of another rank may have caused goes to a file of its own, the first one alone: it counts if
+    no rank says more.
+    """
+    line = error_line(error, folder)
+    if line is not None:
+        leave_line(error_file, line)
+    elif not (connection := error_file.with_name(CONNECTION)).exists():
+        leave_line(connection, process_group_line(error))
 
 
 def give_up(error_file: Path, line: str) -> None:

@@ -46,7 +46,7 @@ from cellmill.runs.folder import TrainFolder
 from cellmill.track.background import BackgroundTrackers
 from cellmill.track.tracker import ConsoleTracker, JsonlTracker, Tracker
 from cellmill.train.checkpoint import Checkpoints
-from cellmill.train.failure import error_line, give_up, leave_line
+from cellmill.train.failure import give_up, leave_reason
 from cellmill.train.hang_watch import START_FACTOR, HangWatch
 from cellmill.train.loop import Trainer
 from cellmill.train.optimizer import build_optimizer
@@ -265,7 +265,5 @@ if __name__ == "__main__":
         expected = isinstance(error, UserError | OSError)
         if not expected:
             traceback.print_exc()
-        line = error_line(error, run_folder)
-        if line is not None:
-            leave_line(error_file, line)
+        leave_reason(error_file, error, run_folder)
         os._exit(2 if expected else 1)  # no shutdown: other ranks may be in a collective that this one never joins
