@@ -33,13 +33,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if stage in OPTIONS:
             arguments["options"] = _options(stage, arguments)
-        if "nodes" in arguments:
+        if "nproc_per_node" in arguments:
             given = {name: arguments.pop(name) for name in Machine.model_fields if name in arguments}
             if stage == "plan":  # which takes a range of nodes, as launcher slurm does
                 given["launcher"] = "slurm"
             arguments["machine"] = check_options(Machine, given, "the machine (profile, set-resources)")
         room = "commands" if stage in COMMANDS else "stages"
-        importlib.import_module(f"cellmill.{room}.{MODULES.get(stage, stage)}").run(**arguments)
+        module = f"profiles_{arguments.pop('what')}" if stage == "profiles" else MODULES.get(stage, stage)
+        importlib.import_module(f"cellmill.{room}.{module}").run(**arguments)
     except UserError as error:
         print(f"cellmill {stage}: {error}", file=sys.stderr)
         return error.exit_code
@@ -204,10 +205,7 @@ def _add_import(stages: Any) -> None:
 
 
 def _add_machine_commands(stages: Any) -> None:
-    profiles = stages.add_parser("profiles", help="link the profiles into Snakemake's profile folder")
-    profiles.add_argument("what", choices=["install"])
-    _add(profiles, "--from", Path("profiles"), "folder of profiles", dest="source")
-
+    _add_profiles(stages)
     about = "Check a profile's machine against the configuration, SLURM and its nodes."
     text = "check the machine before a big run is submitted"
     preflight = stages.add_parser("preflight", help=text, description=about)
@@ -216,6 +214,22 @@ def _add_machine_commands(stages: Any) -> None:
     preflight.add_argument("--no-job", action="store_true", help="do not submit a test job")
     _add(preflight, "--wait-min", 30.0, "minutes the test job may wait in the queue")
     _add(preflight, "--out", Path("results/preflight"), "folder shared with the nodes for NAME.json and the job")
+
+
+def _add_profiles(stages: Any) -> None:
+    kinds = _command(stages, "profiles", "write a profile for this cluster, or link the profiles for Snakemake")
+    kinds = kinds.add_subparsers(dest="what", required=True, metavar="WHAT")
+    install = _command(kinds, "install", "link the profiles into Snakemake's profile folder")
+    _add(install, "--from", Path("profiles"), "folder of profiles", dest="source")
+
+    new = _command(kinds, "new", "write a profile for a partition, from what SLURM says of it")
+    new.add_argument("name", metavar="NAME", help="name of the profile")
+    new.add_argument("--partition", default="", help="partition of the training (default: the most GPUs per node)")
+    new.add_argument("--nodes", default="", help="number of nodes, or a range such as 2-4 (default: 1)")
+    new.add_argument("--gpus", type=int, help="GPUs and processes per node; 0 for CPU cores (default: all of a node)")
+    new.add_argument("--account", default="", help="account to charge (default: yours, if it is one or has a default)")
+    new.add_argument("--qos", default="", help="quality of service (default: one that the partition asks for)")
+    _add(new, "--into", Path("profiles"), "folder of profiles")
 
 
 def _add_run_commands(stages: Any) -> None:

@@ -42,8 +42,13 @@ def start(rig: Rig, project: Path, train: dict[str, Any], *more: str, inside: li
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump({"set-resources": {"plan": same, "train": train}}))
     words = [sys.executable, "-m", "cellmill.cli", "preflight", "--profile", "profiles/one", "--config", "config.yaml"]
+    return launched([*(inside or []), *words, *more], rig, project)
+
+
+def launched(command: list[str], rig: Rig, project: Path) -> Any:
+    """Start a command in the project, in a process group of its own."""
     return subprocess.Popen(
-        [*(inside or []), *words, *more],
+        command,
         cwd=project,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | rig.environment,
         stdout=subprocess.PIPE,
@@ -153,6 +158,26 @@ def test_a_request_the_cluster_cannot_meet_is_reported_without_queueing(rig: Rig
     assert [line for line in lines if re.fullmatch(refused, line)], "\n".join(lines)
     assert not rig.squeue()
     assert not (project / "results" / "preflight" / "one").exists()
+
+
+def test_a_new_profile_is_go_and_has_the_partitions_figures(rig: Rig, project: Path) -> None:
+    def cellmill(*words: str) -> list[str]:
+        command = [sys.executable, "-m", "cellmill.cli", *words]
+        return lines_of(launched(command, rig, project), 0)
+
+    printed = cellmill("profiles", "new", "one", "--partition", "gpu-h100", "--gpus", "1")
+    assert "            nodes 1, on each GPUs h100:1, 1 process, 4 CPU cores, 4000 MB; 60 min per job" in printed
+    assert printed[3:5] == [
+        "  stages    partition cpu: the default: all nodes that are up have GPUs (sinfo)",
+        "  plan      device h100: type h100 of the nodes (sinfo)",
+    ]
+    # the rig's GPUs are files, so only their request can be checked
+    lines = cellmill("preflight", "--profile", "one", "--config", "config.yaml", "--no-job")
+    assert "ok  GPUs: 2 nodes of gpu-h100 have them, requested: 1 x h100 on each of 1" in lines
+    cellmill("profiles", "new", "two", "--gpus", "0")
+    lines = cellmill("preflight", "--profile", "two", "--config", "config.yaml")
+    assert "ok  partition: cpu is up" in lines
+    assert lines[-1] == "go"
 
 
 def test_a_node_that_does_not_see_the_folder_is_named(rig: Rig, project: Path) -> None:

@@ -14,6 +14,7 @@ import yaml
 
 from cellmill.config import check_options
 from cellmill.config.machine import Machine
+from cellmill.preflight.shipped_profiles import shipped
 from tests.house.rules import rules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,6 +81,11 @@ def test_a_profile_is_a_machine(path: Path) -> None:
     assert set(resources["plan"]) == {"device"}, "plan takes the rest from train"
     if machine.gpus:
         assert machine.gpus == machine.nproc_per_node
+
+
+def test_the_profiles_for_slurm_are_what_the_writer_of_new_ones_makes_of_their_sites() -> None:
+    texts = {path.parent.name: path.read_text(encoding="utf-8") for path in PROFILES if path.parent.name != "local"}
+    assert texts == shipped(), "run python -m cellmill.preflight.shipped_profiles"
 
 
 def test_the_page_has_the_description_and_default_of_every_key_of_the_machine() -> None:

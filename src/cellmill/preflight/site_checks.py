@@ -122,7 +122,7 @@ def _check_partition(machine: Machine, partition: Partition) -> Iterator[Check]:
 def _check_gpus(machine: Machine, name: str, nodes: list[Node]) -> tuple[Check | None, list[Node]]:
     """The check of GPUs, and the nodes that have those requested."""
     kind, per_node = gpu_request(machine)
-    there = sorted({_gpus_text(node.gpus) for node in nodes if node.gpus})
+    there = sorted({gpus_text(node.gpus) for node in nodes if node.gpus})
     if not per_node:
         if not there:
             return None, nodes
@@ -149,7 +149,8 @@ def gpu_request(machine: Machine) -> tuple[str, int]:
     return kind, int(number or 0)
 
 
-def _gpus_text(gpus: dict[str, int]) -> str:
+def gpus_text(gpus: dict[str, int]) -> str:
+    """GPUs of a node: 4 x a100, 1 x h100."""
     return ", ".join(f"{number} x {kind}" if kind else str(number) for kind, number in sorted(gpus.items()))
 
 

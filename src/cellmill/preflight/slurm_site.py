@@ -24,6 +24,7 @@ class Refused(Exception):
 class Node:
     """One node of one partition."""
 
+    name: str
     state: str
     gpus: dict[str, int]
     """Number of GPUs by type; "" for GPUs without one."""
@@ -53,6 +54,28 @@ class Partition:
     nodes: list[Node]
 
 
+@dataclass(frozen=True)
+class Rules:
+    """Limits of a partition that sinfo does not print; None for none."""
+
+    max_nodes: int | None = None
+    max_cpus: int | None = None
+    """Per node."""
+    max_mem_mb: int | None = None
+    """Per node."""
+    max_mem_per_cpu_mb: int | None = None
+    accounts: frozenset[str] | None = None
+    """Accounts that may use it."""
+    qos: frozenset[str] | None = None
+    """QOS that may be used in it."""
+    groups: frozenset[str] | None = None
+    """Groups whose users may use it."""
+    own_qos: str = ""
+    """QOS whose limits all its jobs have."""
+    reserved: bool = False
+    """Hidden, or for root or reservations only."""
+
+
 def partitions() -> dict[str, Partition]:
     """Every partition visible to this user, by name. Raises CommandError."""
     answer = ask(["sinfo", "-h", "-a", "-N", "-o", "%N|%P|%a|%l|%T|%c|%m|%G|%f"])
@@ -63,6 +86,7 @@ def partitions() -> dict[str, Partition]:
             raise CommandError(f"sinfo answered {line.strip()[:80]!r}")
         name = cells[1].removesuffix("*")
         node = Node(
+            name=cells[0],
             state=cells[4],
             gpus=_gpus(cells[7]),
             cpus=int(cells[5].rstrip("+")),
@@ -72,6 +96,50 @@ def partitions() -> dict[str, Partition]:
         partition = Partition(name, cells[1].endswith("*"), cells[2], minutes(cells[3]), [])
         known.setdefault(name, partition).nodes.append(node)
     return known
+
+
+def partition_rules() -> dict[str, Rules]:
+    """Limits of every partition by its name. Raises CommandError."""
+    known = {}
+    for fields in _records(["scontrol", "-a", "-o", "show", "partition"], "PartitionName"):
+        known[fields["PartitionName"]] = Rules(
+            max_nodes=limit(fields.get("MaxNodes")),
+            max_cpus=limit(fields.get("MaxCPUsPerNode")),
+            max_mem_mb=limit(fields.get("MaxMemPerNode")),
+            max_mem_per_cpu_mb=limit(fields.get("MaxMemPerCPU")),
+            accounts=_names(fields.get("AllowAccounts")),
+            qos=_names(fields.get("AllowQos")),
+            groups=_names(fields.get("AllowGroups")),
+            own_qos=",".join(_names(fields.get("QoS")) or ()),
+            reserved="YES" in (fields.get("Hidden"), fields.get("RootOnly"), fields.get("ReqResv")),
+        )
+    return known
+
+
+def usable_cpus() -> dict[str, int]:
+    """CPUs of each node that jobs may use: without cores reserved for the system. Raises CommandError."""
+    nodes = _records(["scontrol", "-a", "-o", "show", "node"], "NodeName")
+    return {node["NodeName"]: int(node.get("CPUEfctv") or node.get("CPUTot") or 0) for node in nodes}
+
+
+def configuration() -> dict[str, str]:
+    """SLURM's configuration by key: SelectType, MinJobAge … Raises CommandError."""
+    pairs = (line.partition("=") for line in ask(["scontrol", "show", "config"]).splitlines())
+    return {key.strip(): value.strip() for key, equals, value in pairs if equals}
+
+
+def default_account() -> str:
+    """Account that SLURM charges if none is named; empty if accounting has none. Raises CommandError."""
+    answer = ask(["sacctmgr", "-n", "-P", "show", "user", getpass.getuser(), "format=DefaultAccount"])
+    return next((line.strip() for line in answer.splitlines() if line.strip() not in ("", "(null)")), "")
+
+
+def qos_limits() -> dict[str, int]:
+    """Minutes that a job may take in each QOS that has such a limit. Raises CommandError."""
+    answer = ask(["sacctmgr", "-n", "-P", "show", "qos", "format=Name,MaxWall"])
+    rows = (line.partition("|") for line in answer.splitlines() if line.strip())
+    limits = {name: minutes(text.strip() or "UNLIMITED") for name, _, text in rows}
+    return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 def associations() -> dict[str, set[str]]:
@@ -120,6 +188,26 @@ def minutes(text: str) -> int | None:
     if limit_s is None:
         raise CommandError(f"sinfo: expected a time limit, got {text[:40]!r}")
     return int(limit_s) // 60
+
+
+def _records(command: list[str], key: str) -> list[dict[str, str]]:
+    """The fields of each line of `scontrol -o show …`; words after a value's first (Reason, OS) are left out."""
+    lines = [line for line in ask(command).splitlines() if line.strip()]
+    records = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
+    if any(key not in fields for fields in records):
+        raise CommandError(f"scontrol answered {' '.join(lines)[:80]!r}")
+    return records
+
+
+def limit(text: str | None) -> int | None:
+    """The number of a limit; None for UNLIMITED, N/A, (null), 0 or none."""
+    match = re.match(r"\d+", text or "")
+    return int(match[0]) or None if match else None
+
+
+def _names(text: str | None) -> frozenset[str] | None:
+    """The names of a list; None if it allows all."""
+    return None if text in (None, "ALL", "N/A", "(null)") else frozenset(text.split(","))
 
 
 def _gpus(gres: str) -> dict[str, int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from cellmill.errors import DataError
 
 
-def run(*, what: str, source: Path) -> None:
+def run(*, source: Path) -> None:
     """Link every profile in `source`. Raises DataError, before anything is linked, if a name is taken."""
     profiles = sorted(path.parent.resolve() for path in source.glob("*/config.yaml"))
     if not profiles:

@@ -1,0 +1,372 @@
+"""`cellmill profiles new` with scripted answers of SLURM: the profile as Snakemake reads it, and exact refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from snakemake.cli import parse_set_resources
+
+from cellmill.cli import main
+from cellmill.config.machine import Machine
+from cellmill.preflight.profile import read_profile
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# as printed by `sinfo -h -a -N -o %N|%P|%a|%l|%T|%c|%m|%G|%f`
+SINFO = """\
+c1|cpu*|up|infinite|mixed|64|256000|(null)|(null)
+g1|gpu|up|2-00:00:00|allocated|96|1031000|gpu:h100:8(S:0-1),nvme:1|h100,ib
+g2|gpu|up|2-00:00:00|idle|128|2063000|gpu:h100:8(S:0-1)|h100,ib
+g3|gpu|up|2-00:00:00|idle|64|515000|gpu:a100:4(S:0-1)|a100
+g4|gpu|up|2-00:00:00|drained|96|1031000|gpu:h100:8(S:0-1)|h100,ib
+g1|debug|up|30:00|allocated|96|1031000|gpu:h100:8(S:0-1),nvme:1|h100,ib
+g1|root|up|infinite|allocated|96|1031000|gpu:h100:8(S:0-1),nvme:1|h100,ib
+m1|mig|up|1:00:00|idle|32|128000|gpu:1g.10gb:14|(null)
+x1|old|down|1:00:00|idle|32|128000|gpu:v100:16|(null)
+"""
+LINE = (
+    "PartitionName={} AllowGroups=ALL AllowAccounts={} AllowQos={} Default=NO QoS=N/A DefaultTime=00:10:00 "
+    "Hidden=NO MaxNodes={} MaxTime=UNLIMITED RootOnly={} ReqResv=NO MaxCPUsPerNode={} State=UP "
+    "JobDefaults=(null) DefMemPerCPU=500 MaxMemPerNode={} TRES=cpu=32,mem=32000M\n"
+)
+NODE = (
+    "NodeName={} Arch=x86_64 CPUAlloc=0 CPUEfctv={} CPUTot=96 OS=Linux 6.1.0 #1 SMP Gres=(null) Reason=a b=c [root]\n"
+)
+CONFIG = (
+    "Configuration data as of 2031-02-03T04:05:06\nMinJobAge               = 300 sec\n"
+    "SelectType              = select/cons_tres\nMaxMemPerNode           = UNLIMITED\n\nSlurmctld(primary) is UP\n"
+)
+OF_A_GPU = ("gpu", "gpu_model", "gres", "tasks_per_gpu")
+NONE = [[1, "", "Slurm accounting storage is disabled\n"]]
+
+
+def partition(name: str, *, accounts: str = "ALL", qos: str = "ALL", nodes: str = "UNLIMITED", **more: str) -> str:
+    """A line of `scontrol -o show partition`."""
+    root, cpus, memory = more.get("root", "NO"), more.get("cpus", "UNLIMITED"), more.get("memory", "UNLIMITED")
+    return LINE.format(name, accounts, qos, nodes, root, cpus, memory)
+
+
+def limits() -> str:
+    return partition("gpu", nodes="4") + partition("root", root="YES") + partition("cpu", memory="200000", cpus="2")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A function that scripts SLURM's commands; the working folder is empty."""
+    (tmp_path / "bin").mkdir()
+    for name in ("sinfo", "scontrol", "sacct", "sacctmgr"):
+        shutil.copy(Path(__file__).parent / "fake_slurm.py", tmp_path / "bin" / name)
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin")
+    monkeypatch.setenv("FAKE_SLURM", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    monkeypatch.chdir(tmp_path)
+
+    def answer(
+        sinfo: str = SINFO, rules: str = limits(), config: str = CONFIG, accounts: str = "", default: str = ""
+    ) -> None:
+        scontrol = [rules, NODE.format("g1", 92), config]
+        sacctmgr = (
+            [[0, text, ""] for text in (accounts, f"{default}\n", "normal|\nlong|7-00:00:00\nshort|03:00:00\n")]
+            if accounts
+            else NONE
+        )
+        answers = {
+            "sinfo": [[0, sinfo, ""]],
+            "scontrol": [[0, text, ""] for text in scontrol],
+            "sacct": [[0, "", ""]] if accounts else NONE,
+            "sacctmgr": sacctmgr,
+        }
+        (tmp_path / "answers.json").write_text(json.dumps(answers))
+
+    return answer
+
+
+def new(*words: str) -> tuple[Machine, dict[str, Any], str]:
+    """Machine, whole tree and text of a profile that the command writes."""
+    assert main(["profiles", "new", "mine", *words]) == 0
+    text = Path("profiles/mine/config.yaml").read_text()
+    return read_profile("mine").machine(), yaml.safe_load(text), text
+
+
+def test_the_best_partition_is_written_with_the_figures_of_its_smallest_node(
+    cluster: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster(accounts="lab||normal,long\nlab2||short\n", default="lab")
+    machine, tree, text = new()
+    assert machine == Machine(
+        launcher="slurm",
+        nproc_per_node=8,
+        gpus_per_node="h100:8",
+        slurm_partition="gpu",
+        slurm_account="lab",
+        runtime=1440,
+        cpus_per_task=92,  # four of g1's 96 are reserved
+        save_within_s=300,
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        "wrote profiles/mine/config.yaml",
+        "  train     partition gpu: longest time limit of those with GPUs; also debug, mig (sinfo)",
+        "            nodes 1, on each GPUs h100:8, 8 processes, 92 CPU cores, all memory; 1440 min per job",
+        "  stages    partition cpu: the default, without GPUs (sinfo)",
+        "  plan      device h100: type h100 of the nodes (sinfo)",
+        "  account   lab: your default account (sacctmgr)",
+        "  status    sacct: it answers, also while the controller does not",
+        "next: cellmill profiles install",
+        "      cellmill preflight --profile mine",
+    ]
+    assert tree["slurm-status-command"] == "sacct"
+    assert tree["default-resources"] == {
+        "slurm_partition": "cpu", "slurm_account": "lab", "runtime": 60, "mem_mb": 4000
+    }  # fmt: skip
+    assert tree["set-threads"] == {"preprocess": 2, "shard": 2, "embed": 8, "evaluate": 8}
+    on_a_gpu = {"slurm_partition": "gpu", "gpu": 1, "gpu_model": "h100", "tasks_per_gpu": 0}
+    assert tree["set-resources"]["embed"] == on_a_gpu | {"mem_mb": "32000 * attempt", "runtime": "240 * attempt"}
+    assert tree["set-resources"]["plan"] == {"device": "h100"}
+    lines = {line.strip().partition(" ")[0]: line for line in text.splitlines() if "#" in line}
+    assert lines["runtime:"].endswith("; a day, below the limit of 2880 min of partition gpu (sinfo)")
+    assert lines["cpus_per_task:"].endswith("# CPU cores per node; all of the smallest node (sinfo, scontrol)")
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        # slices of one GPU cannot form a training
+        (
+            ["--partition", "mig"],
+            {"gpus_per_node": "1g.10gb:1", "nproc_per_node": 1, "cpus_per_task": 2, "runtime": 60},
+        ),
+        # a share of the smallest node that has them; a100 are too few
+        (["--gpus", "6"], {"gpus_per_node": "h100:6", "nproc_per_node": 6, "cpus_per_task": 69, "mem_mb": 773250}),
+        (["--nodes", "2-2", "--qos", "max"], {"nodes": "2-2", "gpus_per_node": "h100:8", "qos": "max"}),
+        (["--gpus", "0"], {"slurm_partition": "cpu", "nproc_per_node": 1, "cpus_per_task": 2, "mem_mb": 200000}),
+        (["--partition", "debug", "--account", "all"], {"runtime": 30, "slurm_account": "all", "save_within_s": 300}),
+    ],
+    ids=str,
+)
+def test_options_choose(cluster: Callable[..., None], words: list[str], wanted: dict[str, Any]) -> None:
+    cluster()
+    machine, tree, _ = new(*words)
+    assert {key: getattr(machine, key) for key in wanted} == wanted
+    assert "slurm_account" not in tree["default-resources"] or "--account" in words, "nothing is known to be charged"
+    assert tree["slurm-status-command"] == "squeue"
+
+
+def site(gres: str, features: str = "(null)", name: str = "p", memory: int = 64000, limit: str = "20:00") -> str:
+    return f"n1|{name}*|up|{limit}|idle|16|{memory}|{gres}|{features}\n"
+
+
+@pytest.mark.parametrize(
+    ("sinfo", "config", "train", "embed", "device"),
+    [
+        (
+            site("gpu:h100:4"),
+            CONFIG.replace("cons_tres", "cons_res"),
+            {"gres": "gpu:h100:4", "nproc_per_node": 4, "gpus_per_node": ""},
+            {"gres": "gpu:h100:1", "tasks_per_gpu": 0},
+            "h100",
+        ),
+        # the plugin refuses a hyphen in gpu_model
+        (
+            site("gpu:nvidia_a100-sxm4-80gb:2,shard:a100:16"),
+            CONFIG,
+            {"gpus_per_node": "nvidia_a100-sxm4-80gb:2", "nproc_per_node": 2},
+            {"gpu": 1, "tasks_per_gpu": 0},
+            "a100",
+        ),
+        (site("gpu:2", "ib,h200"), CONFIG, {"gpus_per_node": "2"}, {"gpu": 1, "tasks_per_gpu": 0}, "h200"),
+        (
+            site("gpu:rtx_a1000"),
+            CONFIG,
+            {"gpus_per_node": "rtx_a1000:1"},
+            {"gpu": 1, "gpu_model": "rtx_a1000", "tasks_per_gpu": 0},
+            "a100?",
+        ),
+        # names that Snakemake and YAML read as something else
+        (
+            site("gpu:max:2", name="all"),
+            CONFIG,
+            {"slurm_partition": "all"},
+            {"gpu": 1, "gpu_model": "'max'", "tasks_per_gpu": 0},
+            "a100?",
+        ),
+        (site("N/A", name="null", limit="1:00"), CONFIG, {"slurm_partition": "null", "save_within_s": 15}, {}, "cpu"),
+    ],
+    ids=["gres only", "hyphen", "no type", "unknown type", "Python names", "no GPUs"],
+)
+def test_odd_sites(
+    cluster: Callable[..., None], sinfo: str, config: str, train: dict[str, Any], embed: dict[str, Any], device: str
+) -> None:
+    cluster(sinfo, "", config)
+    machine, tree, text = new()
+    assert {key: getattr(machine, key) for key in train} == train
+    assert {key: value for key, value in tree["set-resources"]["embed"].items() if key in OF_A_GPU} == embed
+    assert tree["set-resources"]["plan"] == {"device": device.rstrip("?")}
+    assert ("# device of each process; its memory and peak FLOPs are looked up; assumed: " in text) == ("?" in device)
+
+
+def test_no_attempt_of_a_stage_exceeds_the_limits_of_its_partition(cluster: Callable[..., None]) -> None:
+    short = SINFO.replace("c1|cpu*|up|infinite|mixed|64|256000", "c1|cpu*|up|3:20:00|mixed|64|20000")
+    cluster(short, "")
+    _, tree, _ = new("--partition", "debug")
+    for stage, resources in tree["set-resources"].items():
+        gpu = stage in ("embed", "evaluate")
+        for key, limit in (("runtime", 30 if gpu else 200), ("mem_mb", 1031000 if gpu else 20000)):
+            if stage in ("plan", "train"):
+                continue
+            resource = parse_set_resources([f"{stage}:{key}={resources[key]}"])[stage][key]
+            values = [
+                resource.evaluate(
+                    wildcards={}, input=[], attempt=attempt, threads=1, rulename=stage, async_run=None
+                ).value
+                for attempt in range(1, tree["retries"] + 2)
+            ]
+            assert values == sorted(values), f"{stage} {key}: a retry gets less"
+            assert max(values) <= limit, f"{stage} {key}"
+    assert tree["set-resources"]["shard"]["runtime"] == 200
+    assert tree["set-resources"]["shard"]["mem_mb"] == "min(16000 * attempt, 20000)"
+
+
+def test_memory_is_not_requested_where_slurm_does_not_manage_it(cluster: Callable[..., None]) -> None:
+    cluster(site("gpu:h100:4", memory=1), "")
+    machine, tree, _ = new("--gpus", "1")
+    assert machine.mem_mb == tree["default-resources"]["mem_mb"] == tree["set-resources"]["shard"]["mem_mb"] == 0
+
+
+@pytest.mark.parametrize(
+    ("accounts", "default", "rules", "wanted"),
+    [
+        ("lab||normal\n", "", "", ("lab", "", "your only account (sacctmgr)")),
+        ("a||x\nb||y\n", "", "", ("", "", "one of a, b (sacctmgr); --account chooses it")),
+        (
+            "a||x\nb||gpu,normal\n",
+            "a",
+            partition("p", accounts="b,c", qos="long,normal,gpu"),
+            ("b", "normal", "your only account that partition p accepts (sacctmgr)"),
+        ),
+    ],
+    ids=["one", "several", "not the default"],
+)
+def test_account_and_qos_are_those_that_the_partition_accepts(
+    cluster: Callable[..., None], accounts: str, default: str, rules: str, wanted: tuple[str, str, str]
+) -> None:
+    cluster(site("gpu:h100:4"), rules, accounts=accounts, default=default)
+    machine, tree, text = new()
+    assert (machine.slurm_account, machine.qos) == wanted[:2]
+    assert tree["default-resources"].get("slurm_account", "") == wanted[0]
+    assert tree["set-resources"]["embed"].get("qos", "") == wanted[1]
+    assert wanted[2] in text
+
+
+@pytest.mark.parametrize(
+    ("accounts", "rules", "words", "runtime", "source"),
+    [
+        ("lab||short\n", "", [], 180, "limit of QOS short (sacctmgr)"),
+        ("lab||short,normal\n", "", [], 300, "limit of partition p (sinfo)"),
+        ("lab||short,normal\n", "", ["--qos", "short"], 180, "limit of QOS short (sacctmgr)"),
+        ("lab||normal\n", partition("p").replace("QoS=N/A", "QoS=short"), [], 180, "limit of QOS short (sacctmgr)"),
+    ],
+    ids=["only one", "unknown", "named", "the partition's"],
+)
+def test_a_time_limit_of_the_qos_is_kept(
+    cluster: Callable[..., None], accounts: str, rules: str, words: list[str], runtime: int, source: str
+) -> None:
+    cluster(site("gpu:h100:4", limit="5:00:00"), rules, accounts=accounts)
+    machine, tree, text = new(*words)
+    assert machine.runtime == runtime
+    assert tree["set-resources"]["embed"]["runtime"] in (f"min(240 * attempt, {runtime})", runtime)
+    assert source in text
+
+
+def test_squeue_that_forgets_jobs_too_soon_is_named(cluster: Callable[..., None]) -> None:
+    cluster(config=CONFIG.replace("300 sec", "60 sec"))
+    _, tree, text = new()
+    assert tree["slurm-status-command"] == "squeue"
+    reason = "MinJobAge is 60 sec (scontrol), so squeue may forget a job before its end was seen: have it raised"
+    assert reason in text
+
+
+CONTENTS = (
+    "gpu: 2 nodes with 8 x h100, 1 node with 4 x a100, at most 4 in a job"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["mine", "--partition", "gp"],
+            "--partition gp: there is none; expected one of cpu, debug, gpu, mig, old, root",
+        ),
+        (["mine", "--partition", "old"], "--partition old: it is down; expected one that is up"),
+        (
+            ["mine", "--partition", "gpu", "--gpus", "9"],
+            f"--partition gpu --nodes 1 --gpus 9: expected at most what is up, which is {CONTENTS}",
+        ),
+        (
+            ["mine", "--nodes", "2-4"],
+            f"--nodes 2-4: expected at most what is up, which is cpu: 1 node with no GPU; debug: 1 node with 8 x h100; "
+            f"{CONTENTS}; mig: 1 node with 14 x 1g.10gb",
+        ),
+        (
+            ["mine", "--partition", "cpu", "--gpus", "2"],
+            "--partition cpu --nodes 1 --gpus 2: expected at most what is up, which is cpu: 1 node with no GPU",
+        ),
+        (["mine", "--nodes", "4-2"], "--nodes: expected a number such as 2 or a range such as 2-4, got '4-2'"),
+        (["mine", "--gpus=-1"], "--gpus: expected a number of GPUs per node, 0 for none, got -1"),
+        (["default"], "NAME default: Snakemake loads a profile of that name unasked; choose another"),
+        (["../x"], "NAME: expected letters, digits, '.', '_' and '-', got '../x'"),
+        (["taken"], "profiles/taken/config.yaml: exists; choose another NAME, or remove it"),
+        (
+            ["mine", "--account", "a;b"],
+            "partition gpu: slurm_account: 'a;b': expected only the characters of SLURM's values, letters, digits and "
+            ". , : + = @ / * & | ( ) [ ] ! % - _",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_refusal_is_one_line_and_writes_nothing(
+    cluster: Callable[..., None], capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    cluster()
+    Path("profiles/taken").mkdir(parents=True)
+    Path("profiles/taken/config.yaml").write_text("cores: 1\n")
+    assert main(["profiles", "new", *words]) == 2
+    assert capsys.readouterr().err == f"cellmill profiles: {message}\n"
+    assert [str(path) for path in Path("profiles").rglob("*.yaml")] == ["profiles/taken/config.yaml"]
+
+
+def test_without_slurm_or_its_controller_the_line_says_so(
+    cluster: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "slurm_load_partitions: Unable to contact slurm controller (connect failure)"
+    (tmp_path / "answers.json").write_text(json.dumps({"sinfo": [[1, "", f"{said}\n"]]}))
+    assert main(["profiles", "new", "mine"]) == 2
+    assert capsys.readouterr().err == f"cellmill profiles: sinfo: {said}; try again when SLURM's controller answers\n"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["profiles", "new", "mine"]) == 2
+    remedy = "run this on a login node of the cluster"
+    assert capsys.readouterr().err == f"cellmill profiles: sinfo: not on PATH; {remedy}\n"
+
+
+def test_snakemake_takes_every_line_of_a_new_profile(cluster: Callable[..., None], tmp_path: Path) -> None:
+    """With the names that it would evaluate, and limits that it has to evaluate."""
+    cluster(site("gpu:max:2", name="all", limit="5:00:00"), "")
+    new("--nodes", "1-1", "--account", "input")
+    shutil.copytree(REPOSITORY / "config", tmp_path / "config")
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(REPOSITORY / "Snakefile"), "-n"]
+    done = subprocess.run([*command, "--profile", "profiles/mine"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rules = dict(re.findall(r"^(?:local)?rule (\w+):\n(?:    .*\n)*?    resources: (.*)$", done.stdout, re.M))
+    assert "slurm_partition=all, slurm_account=input" in rules["vocabulary"]
+    assert "gpu_model=max" in rules["embed"]
+    assert "runtime=240" in rules["embed"]
+    assert "nodes=1-1" in rules["train"]
