@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cellmill.config.checks import check_batch, check_lanes, check_together
+from cellmill.config.checks import check_batch, check_lanes, check_nodes, check_together
 from cellmill.config.family import FamilyConfig
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Layout, Parallel, layout
@@ -194,6 +194,21 @@ def test_lanes_that_processes_cannot_share_are_refused(lanes: int, batch: int, d
         check_lanes(lanes, batch, dp)
     assert str(error.value) == message
     check_lanes(lanes, batch, 4)
+
+
+def test_lanes_for_a_range_of_nodes_serve_all_of_it() -> None:
+    sections = {name: {} for name in TrainOptions.model_fields} | {"train": {"steps": 1, "global_batch": 96}}
+    options = TrainOptions.model_validate(sections | {"stream": {"lanes": 8}})
+    with pytest.raises(ConfigError) as error:
+        check_nodes(options, range(2, 5), 2)
+    assert str(error.value) == (
+        "stream.lanes 8 is not a multiple of 4 and of 6 and of 8, the numbers of data-parallel processes on 2 to 4 "
+        "nodes; set stream.lanes 24"
+    )
+    options = TrainOptions.model_validate(sections | {"stream": {"lanes": 24}})
+    check_nodes(options, range(2, 5), 2)
+    with pytest.raises(ConfigError, match=r"; set stream.lanes 120 with train.global_batch 120$"):
+        check_nodes(options, range(2, 6), 2)
 
 
 def test_a_batch_that_lanes_cannot_share_is_refused_with_the_nearest() -> None:

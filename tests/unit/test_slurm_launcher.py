@@ -22,6 +22,7 @@ from cellmill.launch.job import Job
 from cellmill.launch.slurm import RunFiles, SlurmLauncher
 from cellmill.launch.submit import submitting
 from cellmill.runs.claim import claim
+from cellmill.runs.jobs import JobRecord, Jobs
 
 SUBMITTED = [0, "Submitted batch job 7\n", ""]
 NONE: list[Any] = [0, "", ""]
@@ -143,6 +144,22 @@ def test_a_failed_collective_is_the_reason_if_no_process_knew_more(
         scripted.run()
     line = "job 7 ended with FAILED: rank 3 on node1: all_reduce failed: closed; going on from step 0 with another job"
     assert capsys.readouterr().out.count(f"{line}\n") == 2
+
+
+def test_a_job_for_another_machine_is_followed_with_a_warning(
+    scripted: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted.states = ["done"]
+    folder, name = Jobs(scripted.train).new()
+    JobRecord.of(scripted.machine, folder, "7", name).now("RUNNING")
+    (scripted.fake / "name").write_text(name)
+    scripted.answers(squeue=[listed("RUNNING"), listed("RUNNING"), listed("COMPLETED")])
+    scripted.machine = scripted.machine.model_copy(update={"nodes": "4", "slurm_partition": "gpu"})
+    scripted.run()
+    assert (
+        "warning: the job was submitted for another machine than the profile's (slurm_partition none -> gpu, "
+        "nodes 1 -> 4); to change it, interrupt, which saves and cancels the job, and run the same command again\n"
+    ) in capsys.readouterr().out
 
 
 def test_accounting_is_asked_when_the_queue_has_forgotten_a_job(scripted: Scripted) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 from cellmill.config import check_config, check_options
-from cellmill.config.checks import check_run
+from cellmill.config.checks import check_nodes
 from cellmill.config.machine import Machine
 from cellmill.errors import ConfigError
 from cellmill.preflight.command_line import profile_resources
@@ -71,8 +71,7 @@ def fits_processes(wildcards, resources):
     given["launcher"] = getattr(resources, "launcher", "slurm")  # plan has none, and takes a range of nodes
     try:
         machine = check_options(Machine, given, "the profile's set-resources")
-        for nodes in machine.node_counts:
-            check_run(run, nodes, machine.nproc_per_node)
+        check_nodes(run, machine.node_counts, machine.nproc_per_node)
     except ConfigError as error:
         sys.exit(f"cellmill: run {wildcards.run}: {error}")  # a WorkflowError would print a traceback
     return True

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cellmill.config import Workflow, check_options, load_config
-from cellmill.config.checks import check_run
+from cellmill.config.checks import check_nodes
 from cellmill.config.corpus import Dataset, Preprocess
 from cellmill.config.machine import Machine
 from cellmill.config.options import TrainOptions
@@ -136,8 +136,7 @@ def _check_run(machine: Machine, pipeline: Workflow, name: str) -> Check:
     manifest = CORPORA / pipeline.runs[name].corpus / "shards" / "manifest.json"
     try:
         cells = Manifest.read(manifest).entry("train").n_obs if manifest.exists() else None
-        for nodes in machine.node_counts:
-            check_run(options, nodes, machine.nproc_per_node, sys.maxsize if cells is None else cells)
+        check_nodes(options, machine.node_counts, machine.nproc_per_node, sys.maxsize if cells is None else cells)
     except ConfigError as error:
         return no(what, str(error), f"{TRAIN} nodes, nproc_per_node")
     except UserError as error:

@@ -46,6 +46,21 @@ def check_run(options: TrainOptions, nodes: int, nproc_per_node: int, train_cell
     check_lanes(options.stream.lanes, options.train.global_batch, sizes.dp, sizes.dp_text)
 
 
+def check_nodes(options: TrainOptions, node_counts: range, nproc_per_node: int, train_cells: int | None = None) -> None:
+    """`check_run` for each of several numbers of nodes; of lanes that not all can share, name a number for all."""
+    check_together(options)
+    groups = [layout(options.parallel, nodes * nproc_per_node, nproc_per_node).dp for nodes in node_counts]
+    lanes, batch = options.stream.lanes, options.train.global_batch
+    if len(groups) > 1 and any(lanes % dp for dp in groups):
+        raise ConfigError(
+            f"stream.lanes {lanes} is not a multiple of {' and of '.join(map(str, groups))}, the numbers of "
+            f"data-parallel processes on {node_counts[0]} to {node_counts[-1]} nodes; set "
+            f"{_lanes_for(lanes, batch, math.lcm(*groups))}"
+        )
+    for nodes in node_counts:
+        check_run(options, nodes, nproc_per_node, train_cells)
+
+
 def check_budget(max_tokens: int, token_budget: int) -> None:
     """Refuse a token budget smaller than the longest cell."""
     if max_tokens > token_budget:
@@ -68,15 +83,18 @@ def check_lanes(lanes: int, global_batch: int, dp: int, processes: str = "") -> 
     """Refuse lanes that `dp` data-parallel processes (or groups, as `processes` says) cannot share evenly."""
     if lanes % dp == 0:
         return
-    dividing = [n for n in range(dp, global_batch + 1, dp) if global_batch % n == 0]
-    if dividing:
-        other = f"stream.lanes {nearest(lanes, dividing)}"
-    else:
-        other = f"stream.lanes {dp} with train.global_batch {max(1, round(global_batch / dp)) * dp}"
     raise ConfigError(
         f"stream.lanes {lanes} is not a multiple of {processes or f'{dp} processes'}; "
-        f"set {nearest(dp, divisors(lanes))} in the profile, or {other}"
+        f"set {nearest(dp, divisors(lanes))} in the profile, or {_lanes_for(lanes, global_batch, dp)}"
     )
+
+
+def _lanes_for(lanes: int, global_batch: int, dp: int) -> str:
+    """The number of lanes nearest to `lanes` that `dp` divides, with another global batch if that needs one."""
+    dividing = [n for n in range(dp, global_batch + 1, dp) if global_batch % n == 0]
+    if dividing:
+        return f"stream.lanes {nearest(lanes, dividing)}"
+    return f"stream.lanes {dp} with train.global_batch {max(1, round(global_batch / dp)) * dp}"
 
 
 def check_rows(tokens: Tokens, ordered: bool, source: str) -> None:

@@ -80,6 +80,12 @@ class SlurmLauncher:
             record, fruitless = self.living(), 0
             if record is not None:
                 say(f"attached to job {record.job_id}; its log: {record.log}")
+                if changes := record.changes(self.machine):
+                    say(
+                        f"warning: the job was submitted for another machine than the profile's "
+                        f"({', '.join(changes)}); to change it, interrupt, which saves and cancels the job, and run "
+                        "the same command again"
+                    )
             for _ in range(self.machine.max_jobs):
                 saved_before = self.files.saved_step()
                 ended = self._follow(record or self.slurm.submit(job), self.slurm.requests)

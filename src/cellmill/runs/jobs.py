@@ -68,6 +68,13 @@ class JobRecord:
             save_within_s=machine.save_within_s,
         )
 
+    def changes(self, machine: Machine) -> list[str]:
+        """Values that a job for `machine` would have instead: `nodes 2 -> 4`."""
+        other = JobRecord.of(machine, self.path, self.job_id, self.name)
+        names = ("slurm_partition", "nodes", "nproc_per_node", "gpus_per_node", "cpus_per_node", "runtime")
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        return [f"{name} {before or 'none'} -> {now or 'none'}" for name, before, now in pairs if before != now]
+
     @property
     def log(self) -> Path:
         """Output of task 0."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cellmill.config.checks import check_rows, check_run
+from cellmill.config.checks import check_nodes, check_rows
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.data.manifest import Manifest
@@ -65,8 +65,7 @@ def run(
         return
     known = device_named(device)
     check_precision(options.parallel, device, known)
-    for nodes in machine.node_counts:
-        check_run(options, nodes, machine.nproc_per_node, corpus.n)
+    check_nodes(options, machine.node_counts, machine.nproc_per_node, corpus.n)
     hardware = hardware_of(options, machine, device)
     memory = check_memory(options, corpus, hardware)
     plan = describe(options, corpus, hardware, cost(options, corpus, hardware, known, memory)) | {

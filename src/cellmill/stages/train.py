@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cellmill import __version__
-from cellmill.config.checks import check_run
+from cellmill.config.checks import check_nodes
 from cellmill.config.machine import Machine
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.options import TrainOptions
@@ -50,8 +50,7 @@ def run(
     columns = options.obs_columns()
     check_levels(options, shards.levels(columns), shards.splits["train"].n_obs)
     fingerprint = shards.fingerprint_with(columns)
-    for nodes in machine.node_counts:
-        check_run(options, nodes, machine.nproc_per_node, shards.splits["train"].n_obs)
+    check_nodes(options, machine.node_counts, machine.nproc_per_node, shards.splits["train"].n_obs)
     check_vocabulary(vocabulary, shards)
     if init_from is not None:
         check_weights(options, init_from)
