@@ -21,6 +21,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
     "FULL_SHARD": {"sharding_strategy": "FULL_SHARD"},
     "HYBRID_SHARD": {"sharding_strategy": "HYBRID_SHARD"},
+    "HYBRID_SHARD, each": {"sharding_strategy": "HYBRID_SHARD", "gradient_reduction": "micro_batch"},
     "FULL_SHARD x tp 2": {"sharding_strategy": "FULL_SHARD", "tp": 2},
     "pp 2 x FULL_SHARD": {"sharding_strategy": "FULL_SHARD", "pp": 2},
 }
@@ -48,7 +49,9 @@ def test_planned_memory_agrees_with_what_processes_allocate(
         # memory freed in another thread is not reported: the smallest of equal ranks is nearest the truth
         measured = min(rank["peak_bytes"] for rank in alike if rank["tokens"] == tokens)
         assert measured > 20e6
-        assert planned.total == pytest.approx(measured, rel=0.1), f"stage {stage}: {planned}"
+        # with a reduction in each micro-batch more is freed by gloo's threads, unseen
+        within = 0.2 if "each" in name else 0.1
+        assert planned.total == pytest.approx(measured, rel=within), f"stage {stage}: {planned}"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {"sharding_strategy": "FULL_SHARD"},
     "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
     "HYBRID_SHARD": {"sharding_strategy": "HYBRID_SHARD"},
+    "HYBRID_SHARD, each": {"sharding_strategy": "HYBRID_SHARD", "gradient_reduction": "micro_batch"},
     "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
     "FULL_SHARD x tp 2": {"sharding_strategy": "FULL_SHARD", "tp": 2},
     "sequence parallel": {"sharding_strategy": "FULL_SHARD", "tp": 2, "sequence_parallel": True},

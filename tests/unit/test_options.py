@@ -55,6 +55,7 @@ PLAN = {
         "pp": 2,
         "schedule": "Interleaved1F1B",
         "microbatches": 8,
+        "gradient_reduction": "micro_batch",
         "precision": "bf16-mixed",
         "activation_checkpointing": "full",
         "cpu_offload": "optimizer",

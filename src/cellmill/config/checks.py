@@ -28,6 +28,12 @@ def check_together(options: TrainOptions) -> None:
             "parallel.cpu_offload full requires strategy fsdp, got ddp; set strategy to fsdp, or cpu_offload to "
             "optimizer"
         )
+    if options.parallel.reduces_each_micro_batch and not options.parallel.shards_gradients:
+        raise ConfigError(
+            "parallel.gradient_reduction micro_batch requires strategy fsdp with sharded gradients and without a "
+            f"pipeline, got strategy {options.parallel.strategy}, sharding_strategy "
+            f"{options.parallel.sharding_strategy}, pp {options.parallel.pp}; set gradient_reduction to step"
+        )
     if options.parallel.cpu_offload is not None and options.train.optimizer != "adamw":
         raise ConfigError(
             f"parallel.cpu_offload {options.parallel.cpu_offload} requires train.optimizer adamw, got "

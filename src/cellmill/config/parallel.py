@@ -45,6 +45,11 @@ class Parallel(Section):
         description="Minimum number of micro-batches per step in a pipeline; more of them leave less idle time. null "
         "is twice the pipeline stages. train.token_budget may require more.",
     )
+    gradient_reduction: Literal["step", "micro_batch"] = Field(
+        "step",
+        description="When fsdp reduces the gradients of a step with several micro-batches. step: with the last one, "
+        "keeping whole float32 gradients until then; micro_batch: with each, keeping only their shards.",
+    )
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = Field(
         "32-true",
         description="Number format of forward and backward. 16-mixed is for GPUs without bfloat16: it scales the loss "
@@ -78,6 +83,16 @@ class Parallel(Section):
         Not in a pipeline, which needs a stage's weights for many micro-batches at a time.
         """
         return self.strategy == "fsdp" and self.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and self.pp == 1
+
+    @property
+    def reduces_each_micro_batch(self) -> bool:
+        """True if gradients are reduced with each micro-batch."""
+        return self.gradient_reduction == "micro_batch"
+
+    @property
+    def shards_gradients(self) -> bool:
+        """True if fsdp shards gradients, outside a pipeline."""
+        return self.strategy == "fsdp" and self.sharding_strategy != "NO_SHARD" and self.pp == 1
 
     @property
     def stages(self) -> int:

@@ -39,6 +39,7 @@ class ParallelModel(nn.Module):
             )
             self.scale = float(mesh.dp_world)  # DDP averages; gradients must be sums
         sharded = isinstance(model, FSDPModule)
+        self.reduces_each = parallel.reduces_each_micro_batch
         self.precision = parallel.precision
         self.autocast_dtype = None if sharded else COMPUTE_DTYPE.get(parallel.precision)
         self.device_type = device.type
@@ -66,8 +67,9 @@ class ParallelModel(nn.Module):
         """Accumulate gradients of a step's loss: the sum over micro-batches divided by the step's global `targets`.
 
         Returns this rank's share of the loss, a float64 scalar; `factor` multiplies only the gradients, which are
-        reduced over ranks with the last micro-batch. Of an objective with parts, `targets`, `factor` and the result are
-        (parts,), and gradients those of the sum. Collective: every rank, with the same number of micro-batches.
+        reduced over ranks with the last micro-batch, or scattered with each (`parallel.gradient_reduction`). Of an
+        objective with parts, `targets`, `factor` and the result are (parts,), and gradients those of the sum.
+        Collective: every rank, with the same number of micro-batches.
         """
         total = torch.zeros_like(targets, dtype=torch.float64)
         for index, prepared in enumerate(micro_batches):
@@ -84,6 +86,7 @@ class ParallelModel(nn.Module):
                 yield
             return
         if isinstance(self.core, FSDPModule):
-            self.core.set_is_last_backward(last)
-            self.core.set_requires_gradient_sync(last)
+            self.core.set_is_last_backward(last or self.reduces_each)
+            self.core.set_requires_gradient_sync(last or self.reduces_each)
+            self.core.set_requires_all_reduce(last)
         yield

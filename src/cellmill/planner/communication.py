@@ -101,8 +101,8 @@ def _data_parallel(model: PlannedModel, rank: int, tokens: float, micro_batches:
     times = 1 if parallel.pp > 1 else micro_batches
     root = int(own.outside > 0)
     yield "all-gather", "dp_shard", model.element_bytes * gathered * times, (root + own.blocks * passes) * times
-    # gradients are reduced with the last micro-batch only
-    yield "reduce-scatter", "dp_shard", gradients, root + own.blocks
+    times = micro_batches if parallel.reduces_each_micro_batch else 1
+    yield "reduce-scatter", "dp_shard", gradients * times, (root + own.blocks) * times
     yield "all-reduce", "dp_replicate", gradients / model.layout.dp_shard, root + own.blocks
 
 

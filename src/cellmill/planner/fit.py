@@ -107,6 +107,11 @@ def _changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
         kept = ["set parallel.activation_checkpointing to full"]
         yield kept, options, hardware
     yield from _smaller_budgets(options, hardware, kept)
+    if options.parallel.shards_gradients and not options.parallel.reduces_each_micro_batch:
+        words = "set parallel.gradient_reduction to micro_batch"
+        changed = _with(options, gradient_reduction="micro_batch")
+        yield [*kept, words], changed, hardware
+        yield from _smaller_budgets(changed, hardware, [*kept, words])
     sharded = _with(options, strategy="fsdp", sharding_strategy="FULL_SHARD", shard_size=None)
     if hardware.layout(sharded.parallel) != hardware.layout(options.parallel):
         kept = [*kept, "use fsdp with parallel.sharding_strategy FULL_SHARD"]

@@ -19,7 +19,7 @@ class Memory:
     """Peak bytes of one process."""
 
     parameters: int = 0  # this rank's shard, and all buffers
-    gradients: int = 0  # this rank's shard, full ones while micro-batches are accumulated, and those being computed
+    gradients: int = 0  # this rank's shard, those accumulated over micro-batches, and those being computed
     optimizer: int = 0  # both moments of AdamW
     gathered: int = 0  # full weights gathered for a forward or backward pass, or cast to 16 bits
     communication: int = 0  # gradients in a reduce-scatter
@@ -83,11 +83,15 @@ def _moments(model: PlannedModel, rank: int, tokens: int, micro_batches: int) ->
         if parallel.pp == 1:
             yield Memory(**ended, gradients=FLOAT32 * own.trained, gathered=gathered)
         return
-    accumulated = FLOAT32 * own.trained if micro_batches > 1 else 0  # reduced with the last micro-batch only
     shard_gradients = 0 if offload == "full" else FLOAT32 * trained_shard
+    accumulated, sent = 0, 0
+    if micro_batches > 1 and parallel.reduces_each_micro_batch:  # a block is scattered while the shards are kept
+        accumulated, sent = shard_gradients, FLOAT32 * (block.trained + -(-block.trained // model.shards))
+    elif micro_batches > 1:
+        accumulated = FLOAT32 * own.trained
     prefetched = own.outside + min(2, size.blocks) * block.parameters  # the next block is gathered during one
     gathered = element * (prefetched if parallel.reshards_after_forward else own.parameters)
-    yield Memory(**begun, gradients=accumulated + element * block.trained, gathered=gathered)
+    yield Memory(**begun, gradients=accumulated + element * block.trained, gathered=gathered, communication=sent)
     if parallel.pp > 1:  # each stage's gradients are reduced after its last micro-batch
         sent = FLOAT32 * max(block.trained, own.outside_trained)
         yield Memory(**constant, gradients=accumulated + shard_gradients, gathered=gathered, communication=sent)
