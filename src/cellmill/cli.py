@@ -164,6 +164,7 @@ def _add_model(stages: Any) -> None:
     evaluate.add_argument("--manifest", type=Path, required=True, help="manifest.json of the shards it was trained on")
     ancestors = "manifests of the runs its initial weights came from"
     evaluate.add_argument("--ancestors", type=Path, nargs="*", default=[], help=ancestors)
+    evaluate.add_argument("--baselines", type=Path, help="folder that keeps predictions of baselines for other runs")
     evaluate.add_argument("--cells", type=Path, nargs="+", required=True, help="preprocessed .h5ad files")
     embeddings = "one per file of --cells, in the same order"
     evaluate.add_argument("--embeddings", type=Path, nargs="+", required=True, help=embeddings)

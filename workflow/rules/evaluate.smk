@@ -58,7 +58,8 @@ rule evaluate:
     params:
         options=options("evaluate"),
         labels=label_columns,
+        baselines=lambda wildcards: f"{corpus_of(wildcards)}/baselines",  # a cache: the same for all runs of a dataset
     shell:
         'cellmill evaluate --options {params.options:q} --model "$(dirname {input.weights:q})"'
         " --manifest {input.manifest:q} --ancestors {input.ancestors:q} --cells {input.cells:q} --embeddings {input.embeddings:q}"
-        " --labels {params.labels:q} --out {output.metrics:q} 2>&1 | tee -i {log:q}"
+        " --labels {params.labels:q} --baselines {params.baselines:q} --out {output.metrics:q} 2>&1 | tee -i {log:q}"

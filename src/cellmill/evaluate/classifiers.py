@@ -19,7 +19,9 @@ from sklearn.preprocessing import StandardScaler
 
 from cellmill.data.count_matrix import counts_per_10k
 from cellmill.data.counts_reader import CountsReader
+from cellmill.evaluate.baseline_cache import BaselineCache, CachedClassifier
 
+OF_THE_MODEL = ("embedding", "untrained")  # features that no other run has
 ROW_BLOCK = 4096  # cells read at once
 
 
@@ -39,13 +41,22 @@ def _logistic() -> Any:
     return LogisticRegression(solver="newton-cg", max_iter=1000)
 
 
-def fit_all(features: Mapping[str, Any], labels: np.ndarray, neighbors: int) -> dict[str, Any]:
-    """Fitted classifiers by `features + classifier`; `features` are `(cells, width)` each, dense or sparse."""
-    fitted = {}
+def fit_all(
+    features: Mapping[str, Any], labels: np.ndarray, neighbors: int, baselines: BaselineCache | None = None
+) -> dict[str, Any]:
+    """Fitted classifiers by `features + classifier`; `features` are `(cells, width)` each, dense or sparse.
+
+    Baselines are fitted when a prediction of theirs is not in `baselines`.
+    """
+    cache = BaselineCache() if baselines is None else baselines
+    fitted: dict[str, Any] = {}
     for kind, values in features.items():
         for name, classifier in classifiers(min(neighbors, len(labels)), sp.issparse(values)).items():
-            fitted[f"{kind} + {name}"] = classifier
-            fit(classifier, values, labels)
+            if kind in OF_THE_MODEL:
+                fit(classifier, values, labels)
+                fitted[f"{kind} + {name}"] = classifier
+            else:
+                fitted[f"{kind} + {name}"] = CachedClassifier(cache, classifier, values, labels, fit)
     return fitted
 
 

@@ -15,6 +15,7 @@ import scipy.sparse as sp
 from sklearn.model_selection import StratifiedKFold
 from threadpoolctl import threadpool_limits
 
+from cellmill.evaluate.baseline_cache import BaselineCache
 from cellmill.evaluate.classifiers import fit_all, read_rows
 from cellmill.evaluate.features import Features
 from cellmill.evaluate.labelled import labelled_cells
@@ -51,7 +52,7 @@ def classify_degraded(
         splitter = StratifiedKFold(options.folds, shuffle=True, random_state=options.seed + repeat)
         with threadpool_limits(1):  # small problems: threads cost more than they save
             for train, test in splitter.split(np.zeros(len(chosen.labels)), chosen.labels):
-                for column, name, predicted in _fold(cells, chosen.labels, train, test, neighbors):
+                for column, name, predicted in _fold(cells, chosen.labels, train, test, neighbors, context.baselines):
                     predictions.record(column, name, repeat, test, predicted)
     columns = predictions.accuracies()
     figures = chosen.figures | {"folds": options.folds, "repeats": repeats, "neighbors": neighbors}
@@ -62,13 +63,18 @@ def classify_degraded(
 
 
 def _fold(
-    cells: Mapping[str, Mapping[str, Any]], labels: np.ndarray, train: np.ndarray, test: np.ndarray, neighbors: int
+    cells: Mapping[str, Mapping[str, Any]],
+    labels: np.ndarray,
+    train: np.ndarray,
+    test: np.ndarray,
+    neighbors: int,
+    baselines: BaselineCache,
 ) -> Iterator[tuple[str, str, np.ndarray]]:
     """(column, features and classifier, predicted classes) of one fold."""
     seen = {level: {kind: values[train] for kind, values in features.items()} for level, features in cells.items()}
-    fitted = {level: fit_all(features, labels[train], neighbors) for level, features in seen.items()}
+    fitted = {level: fit_all(features, labels[train], neighbors, baselines) for level, features in seen.items()}
     together = {kind: _stacked([features[kind] for features in seen.values()]) for kind in seen[WHOLE]}
-    on_all = fit_all(together, np.tile(labels[train], len(cells)), neighbors)
+    on_all = fit_all(together, np.tile(labels[train], len(cells)), neighbors, baselines)
     for name in on_all:
         kind = name.partition(" + ")[0]
         yield WHOLE, name, fitted[WHOLE][name].predict(cells[WHOLE][kind][test])

@@ -17,6 +17,7 @@ from cellmill.config.tokens import Tokens
 from cellmill.data.counts_reader import CountsReader
 from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
+from cellmill.evaluate.baseline_cache import BaselineCache
 from cellmill.evaluate.training_cells import read_gene_statistics
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, spec_of
@@ -70,6 +71,7 @@ class Context:
     """obs columns by role (`label`), with the column's name; roles that the dataset lacks are absent."""
     model: EvaluatedModel
     options: Evaluate  # options that all tasks share: `folds`, `seed`, `cells`
+    baselines: BaselineCache = field(default_factory=BaselineCache)
 
     @property
     def supervised(self) -> str | None:

@@ -27,6 +27,7 @@ from cellmill.config.options import EvaluateOptions
 from cellmill.data.counts_reader import CountsReader, open_counts
 from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, UserError
+from cellmill.evaluate.baseline_cache import BaselineCache
 from cellmill.evaluate.embed import load_for_inference, read_embedding
 from cellmill.evaluate.projection import umap_rows
 from cellmill.evaluate.task import Context, EvaluatedModel, Task, named_supervised, read_roles
@@ -46,11 +47,13 @@ def run(
     labels: list[str],
     out: Path,
     ancestors: Sequence[Path] = (),
+    baselines: Path | None = None,
 ) -> None:
     """Write metrics.json to `out` and umap.tsv beside it.
 
     `labels` are the obs column of each dataset, '-' for none. `ancestors` are manifests of the runs that the initial
-    weights came from: their training cells are not held out either.
+    weights came from: their training cells are not held out either. `baselines` is a folder for predictions of
+    baselines, shared by the runs of a corpus.
     """
     names = _dataset_names(cells, embeddings, labels)
     section = options.evaluate
@@ -68,7 +71,8 @@ def run(
             unseen = held_out(reader.obs.index, seen[name])
             scored = _scored(reader, unseen, section)
             embedded = np.isfinite(vectors).all(axis=1)
-            context = Context(name, reader, scored & embedded, vectors, roles, evaluated, section)
+            cache = BaselineCache(None if baselines is None else baselines / f"{name}.npz")
+            context = Context(name, reader, scored & embedded, vectors, roles, evaluated, section, cache)
             datasets[name] = {
                 "n_cells": reader.n_obs,
                 "n_scored": int(context.scored.sum()),
@@ -79,6 +83,7 @@ def run(
                 "supervised": context.supervised,
                 "tasks": _run_tasks(tasks, context),
             }
+            cache.save()
             points += umap_rows(name, reader.obs.index, vectors, roles.get("label"), unseen, section.seed)
     write_umap(out.parent / "umap.tsv", points)
     about = {"digest": digest, "vocabulary_digest": evaluated.vocabulary.digest, "step": evaluated.config.get("step")}

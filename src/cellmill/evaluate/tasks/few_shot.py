@@ -41,9 +41,9 @@ class FewShot:
                     generator = np.random.Generator(np.random.Philox(key=[context.options.seed, (shots << 32) + draw]))
                     train, test = draw_shots(chosen.labels, classes, shots, generator)
                     seen = {kind: values[train] for kind, values in features.items()}
-                    for name, classifier in fit_all(
-                        seen, chosen.labels[train], min(self.config.neighbors, shots)
-                    ).items():
+                    neighbors = min(self.config.neighbors, shots)
+                    fitted = fit_all(seen, chosen.labels[train], neighbors, context.baselines)
+                    for name, classifier in fitted.items():
                         predicted = classifier.predict(features[name.partition(" + ")[0]][test])
                         predictions.record(f"{shots} per class", name, draw, test, predicted)
         columns = predictions.accuracies()

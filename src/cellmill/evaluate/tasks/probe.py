@@ -22,6 +22,7 @@ from sklearn.model_selection import StratifiedKFold
 from threadpoolctl import threadpool_limits
 
 from cellmill.config.evaluate import ProbeConfig
+from cellmill.evaluate.baseline_cache import BaselineCache
 from cellmill.evaluate.classifiers import fit_all, read_rows
 from cellmill.evaluate.features import ALL_GENES, Features
 from cellmill.evaluate.labelled import labelled_cells
@@ -55,7 +56,13 @@ class Probe:
         features = Features(context).of(counts, context.vectors[chosen.cells])
         with threadpool_limits(1):  # small problems: threads cost more than they save
             predictions = predict_folds(
-                features, chosen.labels, options.folds, config.seeds, options.seed, config.neighbors
+                features,
+                chosen.labels,
+                options.folds,
+                config.seeds,
+                options.seed,
+                config.neighbors,
+                baselines=context.baselines,
             )
         columns = [predictions.column("", metric, metric, words) for metric, words in METRICS.items()]
         figures = chosen.figures | {"folds": options.folds, "seeds": config.seeds, "neighbors": config.neighbors}
@@ -72,6 +79,7 @@ def predict_folds(
     seed: int,
     neighbors: int,
     components: int = 50,
+    baselines: BaselineCache | None = None,
 ) -> Predictions:
     """Predictions of held-out cells by every features and classifier; the condition has no name.
 
@@ -82,7 +90,9 @@ def predict_folds(
         splitter = StratifiedKFold(folds, shuffle=True, random_state=seed + repetition)
         for train, test in splitter.split(np.zeros(len(labels)), labels):
             made = {**features, **_components(features[ALL_GENES], train, components)}
-            fitted = fit_all({kind: values[train] for kind, values in made.items()}, labels[train], neighbors)
+            fitted = fit_all(
+                {kind: values[train] for kind, values in made.items()}, labels[train], neighbors, baselines
+            )
             for name, classifier in fitted.items():
                 values = made[name.partition(" + ")[0]][test]
                 predictions.record("", name, repetition, test, classifier.predict(values))

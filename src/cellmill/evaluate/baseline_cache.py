@@ -1,0 +1,95 @@
+"""Predictions of baselines, kept from one evaluation to the next: those of a dataset are the same for every run.
+
+A prediction is found by the SHA-256 of everything that it depends on: classifier, versions, features and labels that it
+is trained on, features of the tested cells. A dataset has one file, of arrays without pickles.
+"""
+
+import hashlib
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+import scipy.sparse as sp
+import sklearn
+
+from cellmill.files import atomic_path
+
+Fit = Callable[[Any, Any, np.ndarray], None]
+
+
+class BaselineCache:
+    """Known predictions by digest.
+
+    Parameters
+    ----------
+    file
+        An .npz file that `save` writes; None to keep nothing after this process.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        self.file, self.known = file, _read(file)
+        self._n_read = len(self.known)
+
+    def save(self) -> None:
+        """Write what was added. Of two evaluations that save at the same time, one may lose its additions."""
+        if self.file is not None and len(self.known) > self._n_read:
+            arrays: dict[str, Any] = _read(self.file) | self.known
+            with atomic_path(self.file) as temporary:
+                np.savez_compressed(temporary, **arrays)
+
+
+class CachedClassifier:
+    """A classifier that is fitted only when a prediction is asked for that is not known.
+
+    Parameters
+    ----------
+    classifier
+        Unfitted; its `repr` names all options that differ from their defaults.
+    features, labels
+        What it is trained on: `(cells, width)`, dense or sparse, and text `(cells,)`.
+    fit
+        Fits it on them.
+    """
+
+    def __init__(self, cache: BaselineCache, classifier: Any, features: Any, labels: np.ndarray, fit: Fit) -> None:
+        self._cache, self._classifier, self._fitted = cache, classifier, False
+        self._features, self._labels, self._fit = features, labels, fit
+        about = f"{classifier!r} of scikit-learn {sklearn.__version__}, NumPy {np.__version__}"
+        self._digest = _digest(about, [*_arrays(features), labels])
+
+    def predict(self, features: Any) -> np.ndarray:
+        """Predicted classes, text `(cells,)`."""
+        key, known = _digest(self._digest, _arrays(features)), self._cache.known
+        if key not in known:
+            if not self._fitted:
+                self._fit(self._classifier, self._features, self._labels)
+                self._fitted = True
+            known[key] = self._classifier.predict(features)
+        return known[key]
+
+
+def _read(file: Path | None) -> dict[str, np.ndarray]:
+    if file is None or not file.exists():
+        return {}
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            return dict(arrays)
+    except (OSError, ValueError, EOFError, BadZipFile, zlib.error):  # damaged: computed again
+        return {}
+
+
+def _arrays(features: Any) -> list[np.ndarray]:
+    if sp.issparse(features):
+        return [features.data, features.indices, features.indptr, np.array(features.shape)]
+    return [np.asarray(features)]
+
+
+def _digest(about: str, arrays: list[np.ndarray]) -> str:
+    whole = hashlib.sha256(about.encode())
+    for array in arrays:
+        whole.update(f" {array.dtype} {array.shape} ".encode())
+        whole.update(np.ascontiguousarray(array).tobytes())
+    return whole.hexdigest()
