@@ -213,7 +213,7 @@ def main() -> None:
     targets = write_config(folder, arguments.data, arguments.datasets, arguments.models, arguments.seeds)
     command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--quiet", "all"]
     command += ["--cores", str(arguments.cores), "--set-threads", "train=1", "plan=1", "--set-resources"]
-    command += ["train:nproc_per_node=1", "train:cpus_per_task=1", "plan:nproc_per_node=1", "--"]
+    command += ["train:nproc_per_node=1", "train:cpus_per_task=1", "--"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     log = folder / "snakemake.log"
     with open(log, "w") as file:
