@@ -212,16 +212,8 @@ def main() -> None:
     folder = arguments.out or Path(tempfile.mkdtemp(prefix="quality-"))
     targets = write_config(folder, arguments.data, arguments.datasets, arguments.models, arguments.seeds)
     command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--quiet", "all"]
-    command += [
-        "--scheduler",
-        "greedy",
-        "--cores",
-        str(arguments.cores),
-        "--set-threads",
-        "train=1",
-        "plan=1",
-        "--set-resources",
-    ]
+    command += ["--cores", str(arguments.cores), "--scheduler", "greedy"]  # the default one takes a third of a core
+    command += ["--set-threads", "train=1", "plan=1", "embed=1", "evaluate=1", "--set-resources"]
     command += ["train:nproc_per_node=1", "train:cpus_per_task=1", "--"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     log = folder / "snakemake.log"
