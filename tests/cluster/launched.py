@@ -127,6 +127,19 @@ class Launched:
         return [json.loads(path.read_text()) for path in sorted(self.train.glob("jobs/*/job.json"))]
 
 
+def pids_with(*words: str) -> list[int]:
+    """Processes whose command line has all of these words; all nodes of the rig share this machine's process table."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if all(word in command for word in words):
+            found.append(int(path.parent.name))
+    return found
+
+
 def wait_for(condition: Callable[[], Any], show: Callable[[], str] = str, within_s: float = 400) -> None:
     """Return once `condition` holds; fail with the text of `show`. A quiet machine needs far less than the limit."""
     give_up = time.monotonic() + within_s

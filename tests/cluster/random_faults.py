@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.cluster.launched import Launched, on_slurm, run_options, wait_for
+from tests.cluster.launched import Launched, on_slurm, pids_with, run_options, wait_for
 from tests.cluster.rig import Rig
 
 STEPS, EACH = 60, 4
@@ -138,19 +138,6 @@ class FaultyRun:
     def _watch(self) -> None:
         while not self._ended.wait(0.2):
             self.most_jobs = max(self.most_jobs, len(set(self.processes().values()) - {""}))
-
-
-def pids_with(*words: str) -> list[int]:
-    """Processes whose command line has all of these words; all nodes of the rig share this machine's process table."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if all(word in command for word in words):
-            found.append(int(path.parent.name))
-    return found
 
 
 def environment_of(pid: int) -> dict[str, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.launched import Launched, on_slurm, run_options, wait_for, words
+from tests.cluster.launched import Launched, on_slurm, pids_with, run_options, wait_for, words
 from tests.cluster.rig import Rig
 
 STEPS = 80
@@ -193,7 +193,7 @@ def test_a_signal_to_the_group_cancels_the_job_and_leaves_a_checkpoint_and_no_pr
         assert found, run.printed
         assert (run.train / "checkpoints" / f"step-{int(found[1]):08}" / "manifest.json").exists()
         assert int(found[1]) >= 5
-        wait_for(lambda run=run: not processes_of(run.train), lambda run=run: str(processes_of(run.train)))
+        wait_for(lambda run=run: not workers_of(run), lambda run=run: str(workers_of(run)))
     assert rig.squeue() == []
 
 
@@ -267,14 +267,5 @@ def wrapper(folder: Path, name: str, script: str) -> dict[str, str]:
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
-def processes_of(train: Path) -> list[str]:
-    """Agents and workers of a run, on every node of the rig: all nodes share this machine's process table."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if str(train) in command and "cellmill.train.worker" in command:
-            found.append(command)
-    return found
+def workers_of(run: Launched) -> list[int]:
+    return pids_with(str(run.train), "cellmill.train.worker")

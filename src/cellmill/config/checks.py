@@ -45,26 +45,24 @@ def check_together(options: TrainOptions) -> None:
 
 def check_run(options: TrainOptions, nodes: int, nproc_per_node: int, train_cells: int | None = None) -> None:
     """Refuse what `check_together` refuses, and processes that layout, lanes or cells do not divide over."""
-    check_together(options)
-    sizes = layout(options.parallel, nodes * nproc_per_node, nproc_per_node)
-    if train_cells is not None and train_cells < sizes.dp:
-        raise ConfigError(f"{sizes.dp_text} for {train_cells} training cells; set fewer processes in the profile")
-    check_lanes(options.stream.lanes, options.train.global_batch, sizes.dp, sizes.dp_text)
+    check_nodes(options, range(nodes, nodes + 1), nproc_per_node, train_cells)
 
 
 def check_nodes(options: TrainOptions, node_counts: range, nproc_per_node: int, train_cells: int | None = None) -> None:
     """`check_run` for each of several numbers of nodes; of lanes that not all can share, name a number for all."""
     check_together(options)
-    groups = [layout(options.parallel, nodes * nproc_per_node, nproc_per_node).dp for nodes in node_counts]
-    lanes, batch = options.stream.lanes, options.train.global_batch
+    layouts = [layout(options.parallel, nodes * nproc_per_node, nproc_per_node) for nodes in node_counts]
+    groups, lanes, batch = [sizes.dp for sizes in layouts], options.stream.lanes, options.train.global_batch
     if len(groups) > 1 and any(lanes % dp for dp in groups):
         raise ConfigError(
             f"stream.lanes {lanes} is not a multiple of {' and of '.join(map(str, groups))}, the numbers of "
             f"data-parallel processes on {node_counts[0]} to {node_counts[-1]} nodes; set "
             f"{_lanes_for(lanes, batch, math.lcm(*groups))}"
         )
-    for nodes in node_counts:
-        check_run(options, nodes, nproc_per_node, train_cells)
+    for sizes in layouts:
+        if train_cells is not None and train_cells < sizes.dp:
+            raise ConfigError(f"{sizes.dp_text} for {train_cells} training cells; set fewer processes in the profile")
+        check_lanes(lanes, batch, sizes.dp, sizes.dp_text)
 
 
 def check_budget(max_tokens: int, token_budget: int) -> None:

@@ -6,7 +6,7 @@ can become a command.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -62,6 +62,11 @@ def options_in(words: str) -> dict[str, str | bool]:
     """Options in a text such as `exclude=node7 exclusive`, by name; True for those without a value."""
     pairs = [word.removeprefix("--").partition("=") for word in words.split()]
     return {name: value if equals else True for name, equals, value in pairs}
+
+
+def flags(options: Mapping[str, str | bool]) -> list[str]:
+    """Options by name as arguments of a command."""
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
 
 
 def _text(value: Any) -> Any:
@@ -163,5 +168,4 @@ class Machine(Section):
     @property
     def srun_flags(self) -> list[str]:
         """`srun_options` as arguments."""
-        options = options_in(self.srun_options)
-        return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
+        return flags(options_in(self.srun_options))

@@ -20,8 +20,9 @@ from sklearn.preprocessing import StandardScaler
 from cellmill.data.count_matrix import counts_per_10k
 from cellmill.data.counts_reader import CountsReader
 from cellmill.evaluate.baseline_cache import BaselineCache, CachedClassifier
+from cellmill.evaluate.score_table import EMBEDDING, UNTRAINED
 
-OF_THE_MODEL = ("embedding", "untrained")  # features that no other run has
+OF_THE_MODEL = (EMBEDDING, UNTRAINED)  # features that no other run has
 ROW_BLOCK = 4096  # cells read at once
 
 

@@ -11,7 +11,7 @@ from cellmill.data.count_matrix import select_columns, summed
 from cellmill.data.genes import match_columns
 from cellmill.evaluate.classifiers import log_normalise
 from cellmill.evaluate.embed import embed_batches, tokens_of
-from cellmill.evaluate.score_table import EMBEDDING
+from cellmill.evaluate.score_table import EMBEDDING, UNTRAINED
 from cellmill.evaluate.task import TOKEN_BUDGET, Context
 from cellmill.evaluate.training_cells import read_training_counts
 from cellmill.models.family import Model
@@ -33,7 +33,7 @@ class Features:
         known = log_normalise(select_columns(profiles, self.columns.target, self.model.vocabulary.n_genes))
         return {
             EMBEDDING: self._embedded(counts, self.model.network) if embedding is None else embedding,
-            "untrained": self._embedded(counts, self.model.untrained),
+            UNTRAINED: self._embedded(counts, self.model.untrained),
             f"PCA{COMPONENTS} of the training cells": self._components.transform(known),
             ALL_GENES: log_normalise(profiles),
         }

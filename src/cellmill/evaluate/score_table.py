@@ -15,6 +15,8 @@ from cellmill.runs.verdict import Verdict, compare
 
 EMBEDDING = "embedding"
 """Name of the model's features; other names are baselines."""
+UNTRAINED = "untrained"
+"""Name of the features of the same architecture with initial weights, a baseline."""
 
 
 @dataclass

@@ -144,7 +144,7 @@ class SlurmLauncher:
 
     def _why_another(self, ended: JobRecord) -> str:
         """The reason for submitting another job. Raises UserError or Stopped if there is none."""
-        where = f"(job {ended.job_id}, log: {ended.log})"
+        where, log = f"(job {ended.job_id}, log: {ended.log})", Tail(ended.log)
         if ended.error:
             raise UserError(f"{ended.error} {where}")
         if (ended.path / CANCELLED).exists():
@@ -154,13 +154,13 @@ class SlurmLauncher:
             )
         if ended.state == "CANCELLED":
             raise Stopped(f"job {ended.job_id} was cancelled by somebody else; run the same command to go on")
-        if refusal := Tail(ended.log).refusal():
+        if refusal := log.refusal():
             return refusal
-        if failed := Tail(ended.log).failed_setup():
+        if failed := log.failed_setup():
             raise UserError(f"{failed} {where}")
         if ended.state == "COMPLETED" and self.files.state() == "stopped":
             return f"job {ended.job_id} stopped and saved before its time limit or a preemption"
-        if ended.state == "OUT_OF_MEMORY" or Tail(ended.log).reports_out_of_memory():
+        if ended.state == "OUT_OF_MEMORY" or log.reports_out_of_memory():
             raise UserError(
                 f"the job ran out of memory: raise set-resources: train: mem_mb in the profile, or lower "
                 f"train.token_budget {where}"

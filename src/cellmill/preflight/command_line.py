@@ -5,13 +5,12 @@ profile's `set-resources`. What the profile gave the rules train and plan become
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from snakemake.cli import get_argument_parser
 
 from cellmill.config.machine import Machine
-from cellmill.preflight.profile import read_profile, snakemake_finds
+from cellmill.preflight.profile import read_profile, snakemake_finds, workflow_profile
 
 
 def profile_resources(arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -23,7 +22,8 @@ def profile_resources(arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
     options, _ = get_argument_parser().parse_known_args(list(arguments))
     names = [name for name in options.profile or [] if name != "none"]
     rules: dict[str, dict[str, Any]] = {"train": {}, "plan": {}}
-    for path in [*map(snakemake_finds, names), _workflow_profile(options.workflow_profile)]:
+    last = options.workflow_profile or "default"
+    for path in [*map(snakemake_finds, names), None if last == "none" else workflow_profile(last)]:
         if path is None:
             continue
         profile = read_profile(str(path))
@@ -33,11 +33,3 @@ def profile_resources(arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
         "train": {name: value for name, value in rules["train"].items() if name in Machine.model_fields},
         "plan": rules["plan"],
     }
-
-
-def _workflow_profile(name: str | None) -> Path | None:
-    """The file of a workflow profile: a path, or a name in ./profiles; `default` unless named."""
-    if name == "none":
-        return None
-    places = [Path(name or "default"), Path("profiles") / (name or "default")]
-    return next((snakemake_finds(str(place)) for place in places if place.exists()), None)

@@ -63,16 +63,19 @@ def snakemake_finds(name: str) -> Path | None:
     return None if profile is None else profile[1]
 
 
+def workflow_profile(name: str) -> Path | None:
+    """The file that `snakemake --workflow-profile NAME` reads: at that path, or in ./profiles; None without one."""
+    places = (Path(name), Path("profiles") / name)
+    return next((snakemake_finds(str(place)) for place in places if place.exists()), None)
+
+
 def read_profile(name: str) -> Profile:
     """The profile `name`, or the one at that path. Raises ConfigError naming the file and what is wrong."""
     path = find_profile(name)
     options, over = _parse(path), None
-    for place in (Path("default"), Path("profiles") / "default"):
-        file = _file_at(place)
-        if file is not None and file.resolve() != path.resolve():
-            options, over = options | _parse(file), file
-        if place.exists():
-            break
+    file = workflow_profile("default")
+    if file is not None and file.resolve() != path.resolve():
+        options, over = options | _parse(file), file
     threads = parse_set_threads(_entries(options, "set-threads", path)).get("train")
     rules: dict[str, dict[str, Any]] = {"train": {}, "plan": {}}
     for entry in _entries(options, "set-resources", path):

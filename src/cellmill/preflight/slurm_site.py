@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 
-from cellmill.config.machine import Machine
+from cellmill.config.machine import Machine, flags
 from cellmill.launch.submit import TRANSIENT, sbatch_options, submitting
 from cellmill.runs.slurm_command import CommandError, ask, call, seconds
 
@@ -165,10 +165,9 @@ def estimate(machine: Machine) -> str:
 
     Raises Refused with SLURM's reason, CommandError without an answer.
     """
-    options = sbatch_options(machine).items()
-    flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options]
+    options = flags(sbatch_options(machine))
     with submitting(machine):
-        done = call(["sbatch", "--test-only", "--job-name=cellmill-preflight", *flags, "--wrap=true"])
+        done = call(["sbatch", "--test-only", "--job-name=cellmill-preflight", *options, "--wrap=true"])
     said = " ".join(line.removeprefix("sbatch: ") for line in done.stderr.splitlines() if line.strip())
     if done.returncode == 0:
         match = re.search(r"to start at (\S+).*?(?: on nodes? (\S+))?(?: in partition|$)", said)

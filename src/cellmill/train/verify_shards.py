@@ -11,7 +11,7 @@ from cellmill.data.manifest import Manifest, verify
 from cellmill.errors import DataError
 from cellmill.files import read_json, write_json
 
-SPLITS = ("train", "val")
+READ = ("train", "val")  # splits that a training reads
 
 
 def verify_shards(manifest: Manifest, device: torch.device) -> None:
@@ -26,7 +26,7 @@ def verify_shards(manifest: Manifest, device: torch.device) -> None:
     """
     record = manifest.path.with_name("verified.json")
     known = _known(record, manifest.fingerprint)
-    shards = [shard for split in SPLITS for shard in manifest.splits[split].shards]
+    shards = [shard for split in READ for shard in manifest.splits[split].shards]
     own = shards[dist.get_rank() :: dist.get_world_size()]
     unknown = [shard for shard in own if known.get(shard.name) != _stamp(manifest.shard_path(shard))]
     verify(manifest, unknown)
