@@ -492,7 +492,11 @@ def test_every_number_of_nodes_of_a_range_must_fit(
     machine = slurm(nodes="'2-3'", gpus_per_node="", nproc_per_node=3)
     code, lines, _ = preflight(capsys, write_profile(plan={"device": "a100"}, **machine), "--no-job")
     assert "ok  nodes: 3 of the 5 nodes of gpu are up, requested: 2-3" in lines
-    assert [line for line in lines if line.startswith("no  run tiny: stream.lanes 48 is not a multiple of 9 processes")]
+    (refused,) = [line for line in lines if line.startswith("no  run tiny: ")]
+    assert refused == (
+        "no  run tiny: stream.lanes 48 is not a multiple of 6 and of 9, the numbers of data-parallel processes on 2 to "
+        "3 nodes; set stream.lanes 18 with train.global_batch 54; set-resources: train: nodes, nproc_per_node"
+    )
     assert code == 2
 
 
