@@ -1,6 +1,7 @@
 # make demo    the whole workflow on 700 real PBMC, from nothing but Python and pip
 # make test    every test
 # make check   format, types, lint, generated files, figures and laws of the source tree
+# make matrix  tests under other versions of Python and torch; MATRIX="3.12:2.15" chooses, which needs 7 GB each
 # PYTHON=…     the Python that .venv is made with, if not python3
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ STAMP := $(VENV)/installed
 # 2 workers: most tests wait for small processes they start, each with one thread
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 
-.PHONY: demo test check install
+.PHONY: demo test check matrix install
 
 demo: install
 	$(BIN)/snakemake --profile profiles/local
@@ -28,6 +29,9 @@ check: install
 	$(BIN)/snakemake --lint
 	$(BIN)/python -m cellmill.config.document --check
 	$(BIN)/python tools/house.py
+
+matrix: install
+	$(BIN)/python tools/matrix.py $(MATRIX)
 
 install: $(STAMP)
 

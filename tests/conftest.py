@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,11 @@ from typing import Any
 import pytest
 
 from tests.plugins import plugins as plugins
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes that tests start have the filters of warnings of pyproject.toml too."""
+    os.environ["PYTHONWARNINGS"] = ",".join(config.getini("filterwarnings"))
 
 
 @pytest.hookimpl(hookwrapper=True)

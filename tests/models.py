@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from cellmill.config.family import FamilyConfig
+from cellmill.config.family import WEIGHTS_FORMAT, FamilyConfig
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.tokens import Tokens
 from cellmill.models.build import ModelSpec, build
@@ -19,6 +20,12 @@ def split(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
     options = {"objective": "masked_value"} | options
     model = {key: value for key, value in options.items() if key not in OF_OBJECTIVE}
     return {"model": model, "objective": {OF_OBJECTIVE[key]: options[key] for key in options.keys() - model.keys()}}
+
+
+def config_json(**more: Any) -> str:
+    """The least that the config.json of an exported model has, and `more`."""
+    texts = dict.fromkeys(("family", "vocabulary_digest", "weights_sha256"), "")
+    return json.dumps({"format": WEIGHTS_FORMAT, **texts, "model": {}, "tokens": {}, "objective": {}} | more)
 
 
 def spec(

@@ -29,6 +29,8 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         str(target),
         str(source),
     ]
-    subprocess.run([sys.executable, "-m", "pip", *words, "--disable-pip-version-check"], check=True)
+    # pip warns of itself
+    quiet = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    subprocess.run([sys.executable, "-m", "pip", *words, "--disable-pip-version-check"], check=True, env=quiet)
     path = os.pathsep.join(part for part in (str(target), os.environ.get("PYTHONPATH", "")) if part)
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

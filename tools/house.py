@@ -4,7 +4,8 @@
 
 Laws: imports point to the right in LAYERS and form no circle; no public class name exists twice; a module name exists
 twice only for a stage or command, the options in `config/` and the part they configure; a file over MAX_LINES lines
-says in its docstring why it is one file; docstrings open with a noun phrase or an imperative.
+says in its docstring why it is one file; docstrings open with a noun phrase or an imperative; private names of other
+packages are in PRIVATE alone.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 LAYERS = (
-    *(("cli",), ("commands", "stages"), ("report", "preflight"), ("evaluate",), ("train",), ("planner",)),
-    *(("finetune",), ("models",), ("parallel",), ("track",), ("data",), ("launch",), ("runs",)),
+    *(("cli",), ("arguments",), ("commands", "stages"), ("report", "preflight"), ("evaluate",), ("train",)),
+    *(("planner",), ("finetune",), ("models",), ("parallel",), ("track",), ("data",), ("launch",), ("runs",)),
     *(("config",), ("registry",), ("files",), ("errors",)),
 )
 """Layers of the package, left to right; those of one tuple do not import each other."""
@@ -30,6 +31,10 @@ MAX_RIDDLES_FRAC = 0.02
 RIDDLES = ("What", "Whether", "How", "Where", "Which", "When", "Of")
 ONE_FILE = re.compile(r"\bone file\b", re.IGNORECASE)
 """What the docstring of a long file says before its reason."""
+PRIVATE = "cellmill.parallel.torch_private"
+"""The one module that may use private names of other packages."""
+DOCUMENTED = ("_exit",)
+"""Names of Python itself that are public in spite of the underscore."""
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 
 Trees = dict[str, ast.Module]
@@ -69,6 +74,27 @@ def wrong_layers(trees: Trees) -> Iterator[str]:
             other = imported.split(".")[1] if imported.startswith("cellmill.") else own
             if own and other != own and other in rank and rank[other] <= rank[own]:
                 yield f"{name}:{statement.lineno} imports {imported}"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def foreign_private(trees: Trees) -> Iterator[str]:
+    """Private names outside of PRIVATE that nothing in the package defines: imported ones, and attributes."""
+    every = [node for tree in trees.values() for node in ast.walk(tree)]
+    own = {node.name for node in every if isinstance(node, Function | ast.ClassDef)}
+    own |= {node.attr for node in every if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    own |= {node.id for node in every if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for name, tree in trees.items():
+        if name == PRIVATE:
+            continue
+        for statement, imported in imports_of(tree):
+            if not imported.startswith("cellmill.") and any(map(is_private, imported.split("."))):
+                yield f"{name}:{statement.lineno} imports {imported}"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own | {*DOCUMENTED}:
+                yield f"{name}:{node.lineno} uses {ast.unparse(node)}"
 
 
 def circle(trees: Trees) -> list[str]:
@@ -150,6 +176,7 @@ def main() -> int:
     laws = {
         "import circle": [" -> ".join(found)] if (found := circle(trees)) else [],
         "imports against the layers": list(wrong_layers(trees)),
+        "private names of other packages": list(foreign_private(trees)),
         "class names twice": list(classes_twice(trees)),
         "module names twice": list(modules_twice(trees)),
         f"files over {MAX_LINES} lines without a reason": list(long_files()),

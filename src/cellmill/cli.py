@@ -1,38 +1,41 @@
 """The command line: one sub-command per rule of the workflow, three that make data, and those for runs and machines.
 
 A stage is a function of files: its inputs and outputs are arguments, its options are the sections of config/config.yaml
-that it reads. The workflow passes them as `--options` (JSON); by hand, `--config` with `--run` or `--corpus` reads them
-from the file. A stage is imported when it is called, so `--help` needs no torch.
+that it reads. The workflow passes them as `--options` (a JSON file); by hand, `--config` with `--run` or `--corpus`
+reads them from the configuration. A stage is imported when it is called, so `--help` needs no torch.
 """
 
-import argparse
+import errno
 import importlib
 import json
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cellmill import __version__
+from cellmill.arguments import new_parser
 from cellmill.config import OPTIONS, check_options, load_config
+from cellmill.config.corpus import ObsColumns
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
+from cellmill.files import read_json, special_kind
 
 COMMANDS = ("profiles", "preflight", "status", "attach", "cancel", "logs", "import")  # others are stages
 MODULES = {"import": "import_model"}  # where the command's name is a keyword of Python
-CONFIG = Path("config/config.yaml")
-_PLANNED = ("nodes", "nproc_per_node")  # options of the machine that plan reads too
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one sub-command. Exit codes: 0 done, 2 an error the user can fix, 75 stopped with its state saved,
     130 interrupted, 1 a bug."""
-    arguments = vars(_parser().parse_args(argv))
+    arguments = vars(new_parser(__doc__.split("\n\n")[0]).parse_args(argv))
     stage = arguments.pop("stage")
     try:
+        _check_paths(arguments)
         if stage in OPTIONS:
             arguments["options"] = _options(stage, arguments)
+        if stage == "preprocess":
+            given = {name: value for name in ObsColumns.model_fields if (value := arguments.pop(name)) is not None}
+            arguments["columns"] = check_options(ObsColumns, given, "the dataset's columns")
         if "nproc_per_node" in arguments:
             given = {name: arguments.pop(name) for name in Machine.model_fields if name in arguments}
             if stage == "plan":  # which takes a range of nodes, as launcher slurm does
@@ -55,16 +58,27 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _check_paths(arguments: dict[str, Any]) -> None:
+    """Raise UserError for a path that is neither a file nor a folder: opening a FIFO would wait without end."""
+    for value in arguments.values():
+        for path in value if isinstance(value, list) else [value]:
+            if not isinstance(path, Path):
+                continue
+            if (kind := special_kind(path)) is not None:
+                raise UserError(f"{path}: expected a file or folder, got a {kind}")
+            try:
+                path.stat()
+            except OSError as error:
+                if error.errno == errno.ELOOP:
+                    raise UserError(f"{path}: {error.strerror}") from None
+
+
 def _options(stage: str, arguments: dict[str, Any]) -> Any:
     text, config, name = arguments.pop("options"), arguments.pop("config"), arguments.pop("name", None)
     if text is not None:
-        try:
-            sections = json.loads(text)
-        except ValueError as error:
-            raise UserError(f"--options: not valid JSON ({error})") from None
-        return check_options(OPTIONS[stage], sections, "--options")
-    if stage == "embed" and name is None:  # an exported model needs no configuration
-        return check_options(OPTIONS[stage], {"embed": {}}, "embed")
+        return check_options(OPTIONS[stage], *_sections(text))
+    if stage in ("embed", "predict") and name is None:  # an exported model needs no configuration
+        return check_options(OPTIONS[stage], {section: {} for section in OPTIONS[stage].model_fields}, stage)
     workflow = load_config(config)
     owners = workflow.entries(stage)
     if owners and name is None and len(owners) == 1:
@@ -76,215 +90,16 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
     return check_options(OPTIONS[stage], workflow.section(stage, name), str(config))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="cellmill", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--version", action="version", version=f"cellmill {__version__}")
-    stages = parser.add_subparsers(dest="stage", required=True, metavar="STAGE")
-    for add in (
-        _add_data,
-        _add_corpus,
-        _add_training,
-        _add_model,
-        _add_import,
-        _add_machine_commands,
-        _add_run_commands,
-    ):
-        add(stages)
-    return parser
-
-
-def _add_data(stages: Any) -> None:
-    demo = stages.add_parser("demo", help="write the demo data: 700 real PBMC")
-    demo.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
-
-    simulate = stages.add_parser("simulate", help="write simulated cells, or proteins")
-    simulate.add_argument("--out", type=Path, required=True, help="the .h5ad to write, or a .fasta for proteins")
-    _add(simulate, "--cells", 2000, "cells, or proteins")
-    _add(simulate, "--genes", 2000, "genes, the first protein-coding of the human table")
-    _add(simulate, "--types", 8, "cell types, the leaves of a tree, or protein families")
-    _add(simulate, "--batches", 2, "technical batches")
-    _add(simulate, "--perturbations", 0, "perturbed genes, in addition to the control")
-    _add(simulate, "--seed", 0, "random seed")
-
-
-def _add_corpus(stages: Any) -> None:
-    preprocess = _stage(stages, "preprocess", "read, filter and annotate the counts of one dataset", "corpus")
-    preprocess.add_argument("--input", type=Path, required=True, help="the .h5ad with raw counts, or a FASTA file")
-    _add(preprocess, "--counts", "X", "matrix of the counts: X, raw or the name of a layer")
-    preprocess.add_argument("--dataset", required=True, help="name of the dataset")
-    preprocess.add_argument("--source", default="", help="origin of the data, for the report")
-    preprocess.add_argument("--licence", default="", help="licence of the data, for the report")
-    preprocess.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
-    preprocess.add_argument("--report", type=Path, required=True, help="the QC report (.json) to write")
-
-    vocabulary = _stage(stages, "vocabulary", "collect the genes of a corpus and their medians", "corpus")
-    vocabulary.add_argument("--cells", type=Path, nargs="+", required=True, help="preprocessed .h5ad files")
-    vocabulary.add_argument("--out", type=Path, required=True, help="vocabulary.tsv")
-
-    shard = _stage(stages, "shard", "write train, val and test shards", "corpus")
-    shard.add_argument("--cells", type=Path, nargs="+", required=True, help="preprocessed .h5ad files")
-    shard.add_argument("--vocabulary", type=Path, required=True)
-    shard.add_argument("--out", type=Path, required=True, help="manifest.json; shards go beside it")
-
-
-def _add_training(stages: Any) -> None:
-    plan = _stage(stages, "plan", "estimate memory and time of a run before it is submitted", "run")
-    plan.add_argument("--manifest", type=Path, help="manifest.json of the shards; without it a corpus is assumed")
-    plan.add_argument("--out", type=Path, help="plan.json to write (default: none)")
-    _machine(plan, _PLANNED)
-    _add(plan, "--device", "cpu", "device of each process, such as h100")
-    plan.add_argument("--suggest", action="store_true", help="print the best layouts instead of the plan")
-    _add(plan, "--cells", 1_000_000, "number of cells assumed without a manifest", type=_count)
-    _add(plan, "--genes", 20_000, "number of genes assumed without a manifest", type=_count)
-
-    train = _stage(stages, "train", "train a run, or resume it", "run")
-    train.add_argument("--manifest", type=Path, required=True, help="manifest.json of the shards")
-    train.add_argument("--vocabulary", type=Path, required=True)
-    train.add_argument("--out", type=Path, required=True, help="folder for checkpoints, metrics.jsonl, status.json")
-    train.add_argument("--init-from", type=Path, help="folder of an exported model with the initial weights")
-    _machine(train, _PLANNED)
-    group = train.add_argument_group("machine", "`set-resources: train:` of the profile, one flag per key")
-    _machine(group, [name for name in Machine.model_fields if name not in _PLANNED])
-
-    consolidate = _stage(stages, "consolidate", "export a checkpoint as a self-contained model", "run")
-    consolidate.add_argument("--train", type=Path, required=True, help="folder of the training run")
-    consolidate.add_argument("--vocabulary", type=Path, required=True)
-    consolidate.add_argument("--out", type=Path, required=True, help="folder of the exported model")
-
-
-def _add_model(stages: Any) -> None:
-    embed = _stage(stages, "embed", "embed the cells of a dataset with an exported model", "run")
-    embed.add_argument("--model", type=Path, required=True, help="folder of an exported model")
-    embed.add_argument("--input", type=Path, required=True, help=".h5ad, preprocessed or raw counts, or a FASTA file")
-    _add(embed, "--counts", "X", "matrix of the counts: X, raw or the name of a layer")
-    embed.add_argument("--out", type=Path, required=True, help="the .h5ad to write, with obsm['X_cellmill']")
-
-    evaluate = _stage(stages, "evaluate", "evaluate embeddings on held-out cells next to baselines", "run")
-    evaluate.add_argument("--model", type=Path, required=True, help="folder of the exported model")
-    evaluate.add_argument("--manifest", type=Path, required=True, help="manifest.json of the shards it was trained on")
-    ancestors = "manifests of the runs its initial weights came from"
-    evaluate.add_argument("--ancestors", type=Path, nargs="*", default=[], help=ancestors)
-    evaluate.add_argument("--baselines", type=Path, help="folder that keeps predictions of baselines for other runs")
-    evaluate.add_argument("--cells", type=Path, nargs="+", required=True, help="preprocessed .h5ad files")
-    embeddings = "one per file of --cells, in the same order"
-    evaluate.add_argument("--embeddings", type=Path, nargs="+", required=True, help=embeddings)
-    evaluate.add_argument("--labels", nargs="+", required=True, help="obs column per file; '-' for none")
-    evaluate.add_argument("--out", type=Path, required=True, help="metrics.json")
-
-    generate = _command(stages, "generate", "draw cells from an exported model of family autoregressive")
-    generate.add_argument("--model", type=Path, required=True, help="folder of an exported model")
-    generate.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
-    _add(generate, "--cells", 100, "cells")
-    _add(generate, "--prompt", "", "first genes of every cell, ids or symbols separated by commas")
-    _add(generate, "--temperature", 1.0, "divides the logits; 0 takes the likeliest gene")
-    _add(generate, "--top-k", 0, "draw from this many likeliest genes; 0 draws from all")
-    _add(generate, "--max-genes", 0, "most genes of a cell; 0 is tokens.max_tokens of the model")
-    _add(generate, "--seed", 0, "random seed")
-    _add(generate, "--batch-cells", 64, "cells drawn together; changes no cell")
-
-    report = _stage(stages, "report", "write one page over all runs", None)
-    report.add_argument("--runs", type=Path, nargs="+", required=True, help="folders of runs")
-    report.add_argument("--corpora", type=Path, nargs="+", required=True, help="folders of corpora")
-    report.add_argument("--out", type=Path, required=True, help="index.html")
-
-
-def _add_import(stages: Any) -> None:
-    kinds = _command(stages, "import", "read published weights into a model folder").add_subparsers(
-        dest="kind", required=True, metavar="MODEL"
-    )
-    for name, text in {"geneformer": "Geneformer V1 or V2", "scgpt": "pretrained scGPT"}.items():
-        parser = _command(kinds, name, text)
-        parser.add_argument("folder", type=Path, help="folder of the published files")
-        parser.add_argument("--out", type=Path, required=True, help="model folder to write")
-        if name == "scgpt":
-            _add(parser, "--organism", "human", "organism of the gene symbols", choices=["human", "mouse"])
-            _add(parser, "--max-tokens", 1200, "most tokens of a cell, <cls> counted", type=_count)
-            continue
-        pooling = "vector of a cell (default: cls with a token <cls>, as in V2, else mean)"
-        parser.add_argument("--pooling", choices=["mean", "cls"], help=pooling)
-        _add(parser, "--embed-layer", -1, "layer that is pooled: 0 is the last, -1 the one before")
-
-
-def _add_machine_commands(stages: Any) -> None:
-    _add_profiles(stages)
-    about = "Check a profile's machine against the configuration, SLURM and its nodes."
-    text = "check the machine before a big run is submitted"
-    preflight = stages.add_parser("preflight", help=text, description=about)
-    preflight.add_argument("--profile", required=True, help="name of the profile, or the path of its folder or file")
-    _add(preflight, "--config", CONFIG, "configuration")
-    preflight.add_argument("--no-job", action="store_true", help="do not submit a test job")
-    _add(preflight, "--wait-min", 30.0, "minutes the test job may wait in the queue")
-    _add(preflight, "--out", Path("results/preflight"), "folder shared with the nodes for NAME.json and the job")
-
-
-def _add_profiles(stages: Any) -> None:
-    kinds = _command(stages, "profiles", "write a profile for this cluster, or link the profiles for Snakemake")
-    kinds = kinds.add_subparsers(dest="what", required=True, metavar="WHAT")
-    install = _command(kinds, "install", "link the profiles into Snakemake's profile folder")
-    _add(install, "--from", Path("profiles"), "folder of profiles", dest="source")
-
-    new = _command(kinds, "new", "write a profile for a partition, from what SLURM says of it")
-    new.add_argument("name", metavar="NAME", help="name of the profile")
-    new.add_argument("--partition", default="", help="partition of the training (default: the most GPUs per node)")
-    new.add_argument("--nodes", default="", help="number of nodes, or a range such as 2-4 (default: 1)")
-    new.add_argument("--gpus", type=int, help="GPUs and processes per node; 0 for CPU cores (default: all of a node)")
-    new.add_argument("--account", default="", help="account to charge (default: yours, if it is one or has a default)")
-    new.add_argument("--qos", default="", help="quality of service (default: one that the partition asks for)")
-    _add(new, "--into", Path("profiles"), "folder of profiles")
-
-
-def _add_run_commands(stages: Any) -> None:
-    """Commands for runs that are queued, running or finished."""
-    texts = {
-        "status": "show the state of each run",
-        "attach": "follow the log of a run's job until it ends",
-        "cancel": "stop a run and save its state",
-        "logs": "print the log of a run",
-    }
-    for name, text in texts.items():
-        parser = _command(stages, name, text)
-        if name == "status":
-            parser.add_argument("runs", nargs="*", metavar="RUN", help="names of runs (default: all)")
-        else:
-            parser.add_argument("run", metavar="RUN", help="name of the run")
-        _add(parser, "--results", Path("results"), "folder of results")
-        if name == "logs":
-            parser.add_argument("--follow", action="store_true", help="follow it until the run ends")
-
-
-def _stage(stages: Any, name: str, text: str, owner: str | None) -> Any:
-    parser = _command(stages, name, text)
-    _add(parser, "--config", CONFIG, "configuration")
-    if owner is not None:
-        parser.add_argument(f"--{owner}", dest="name", help=f"name of the {owner}; required if there are several")
-    parser.add_argument("--options", help="sections of the stage as JSON, instead of --config")
-    return parser
-
-
-def _command(stages: Any, name: str, text: str) -> Any:
-    return stages.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-
-
-def _add(parser: Any, flag: str, default: Any, text: str, **more: Any) -> None:
-    """Add an option whose default gives its type and is part of its help."""
-    text = f"{text} (default: {'none' if default == '' else default})".replace("%", "%%")
-    parser.add_argument(flag, **{"type": type(default), "default": default, "help": text} | more)
-
-
-def _machine(parser: Any, names: Iterable[str]) -> None:
-    for name in names:
-        field = Machine.model_fields[name]
-        _add(parser, f"--{name.replace('_', '-')}", field.default, str(field.description), type=str)
-
-
-def _count(text: str) -> int:
+def _sections(text: str) -> tuple[Any, str]:
+    """Sections from JSON or a file of it, and their source for messages."""
+    if not text.lstrip().startswith(("{", "[")):
+        return read_json(Path(text)), text
     try:
-        number = int(float(text))
-    except (ValueError, OverflowError):
-        number = 0
-    if not 1 <= number <= 10**12:
-        raise argparse.ArgumentTypeError(f"expected a number from 1 to 10^12, got {text!r}")
-    return number
+        return json.loads(text), "--options"
+    except ValueError as error:
+        raise UserError(f"--options: not valid JSON ({error})") from None
+    except RecursionError:
+        raise UserError("--options: not valid JSON (nested too deeply)") from None
 
 
 if __name__ == "__main__":

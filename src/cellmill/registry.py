@@ -28,6 +28,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "masked_value": "cellmill.models.objectives.config:MaskedValueConfig",
         "masked_gene": "cellmill.models.objectives.config:MaskedGeneConfig",
         "supervised_contrastive": "cellmill.models.objectives.contrastive_config:SupervisedContrastiveConfig",
+        "classification": "cellmill.models.objectives.classification_config:ClassificationConfig",
         "sum": "cellmill.models.objectives.sum_config:SumConfig",
         "next_gene": "cellmill.models.objectives.config:NextGeneConfig",
     },
@@ -45,7 +46,12 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "missing_genes": "cellmill.config.evaluate:MissingGenesConfig",
     },
     "tracker": {},
-    "method": {"full": "cellmill.config.finetune:FullConfig"},
+    "method": {
+        "full": "cellmill.config.finetune:FullConfig",
+        "partial": "cellmill.config.finetune:PartialConfig",
+        "head_only": "cellmill.config.finetune:HeadOnlyConfig",
+        "lora": "cellmill.config.finetune:LoraConfig",
+    },
 }
 
 

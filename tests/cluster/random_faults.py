@@ -160,7 +160,7 @@ def kill_a_worker(run: FaultyRun) -> None:
 
 
 def kill_an_agent(run: FaultyRun) -> None:
-    if agents := pids_with(str(run.train), "torch.distributed.run"):
+    if agents := pids_with(str(run.train), "cellmill.launch.agent"):
         kill(run.draw.choice(agents))
 
 

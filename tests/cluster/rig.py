@@ -162,9 +162,8 @@ class Rig:
         command = ["slurmd", "-N", node, "-f", str(self.config)]
         if self.namespaces:
             # not `ip netns exec`: that mounts /sys anew, and slurmd needs /sys/fs/cgroup
-            inside = f"mount --bind '{self.folder}/etc/hosts' /etc/hosts && hostname {node} && exec {' '.join(command)}"
-            enter = ["nsenter", f"--net=/run/netns/{namespace(node)}", "unshare", "--uts", "--mount"]
-            command = [*enter, "bash", "-c", inside]
+            script = f"mount --bind '{self.folder}/etc/hosts' /etc/hosts && hostname {node} && exec {' '.join(command)}"
+            command = [*inside(node), "unshare", "--uts", "--mount", "bash", "-c", script]
         call(*command, env=self._env())
         if wait:
             self._until(
@@ -337,6 +336,11 @@ def can_isolate() -> bool:
     return can("unshare", "--net", "--uts", "--mount", "sh", "-c", f"{bridge} && ip link set cm-a master cm-try") and (
         os.access("/run", os.W_OK)
     )
+
+
+def inside(node: str) -> list[str]:
+    """Start of a command that runs in the network of a node."""
+    return ["nsenter", f"--net=/run/netns/{namespace(node)}"]
 
 
 def namespace(node: str) -> str:

@@ -10,13 +10,14 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.launched import Launched, on_slurm, pids_with, run_options, wait_for, words
-from tests.cluster.rig import Rig
+from tests.cluster.rig import Rig, inside
 
 STEPS = 80
 
@@ -28,6 +29,24 @@ def alone(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, fl
     left = Launched.start(corpus, train, run_options(STEPS), {}, nodes=2, nproc_per_node=2)
     assert left.end() == 0, left.printed
     return left.losses()
+
+
+STRANGER = """
+import os, secrets, socket, sys
+address = socket.gethostbyname(sys.argv[1])
+os.setuid(65534)
+ping = bytes([0]) + (0x3C85F7CE).to_bytes(4, "little") + bytes([13]) + b"echo"  # of torch's store
+for port in map(int, sys.argv[2:]):
+    for said in (ping, secrets.token_bytes(64), secrets.token_bytes(100_000), b"GET / HTTP/1.1\\r\\n\\r\\n"):
+        answer = b""
+        try:
+            with socket.create_connection((address, port), timeout=0.5) as connection:
+                connection.sendall(said)
+                answer = connection.recv(100)
+        except OSError:
+            pass
+        print("a store" if answer == b"echo" else "no store", "at", port)
+"""
 
 
 def same_curve(launched: Launched, alone: dict[int, float]) -> None:
@@ -50,6 +69,29 @@ def test_a_run_longer_than_its_time_limit_is_a_chain_of_jobs_with_one_curve(
     assert [record["state"] for record in run.records()] == ["COMPLETED"] * len(run.job_ids())
     assert "stopped and saved before its time limit or a preemption; going on from step" in run.printed
     same_curve(run, alone)
+
+
+def test_another_user_on_another_node_neither_reads_nor_ends_a_run(
+    rig: Rig, corpus: str, alone: dict[int, float], tmp_path: Path
+) -> None:
+    if not rig.namespaces:
+        pytest.skip("all nodes share one network")
+    slow = run_options(STEPS, token_budget=64)
+    run = Launched.start(corpus, tmp_path / "run" / "train", slow, rig.environment, **on_slurm(runtime=60))
+    run.wait_for_step(3)
+    for node in ("node1", "node2"):
+        listening = subprocess.check_output([*inside(node), "ss", "-Hltn"], text=True).splitlines()
+        found = {line.split()[3].rpartition(":")[2] for line in listening}
+        ports = sorted(found - {"16828"})  # slurmd's own
+        assert ports, "processes of gloo and, on the first node, the entrance to the store"
+        said = subprocess.run(
+            [*inside("node3"), sys.executable, "-c", STRANGER, node, *ports], text=True, stdout=-1, stderr=-1
+        )
+        assert said.stdout.count("no store at") == 4 * len(ports), said.stdout + said.stderr
+    assert run.step() < STEPS, "it came too late"
+    assert run.end() == 0, run.printed
+    same_curve(run, alone)
+    assert len(run.job_ids()) == 1, run.printed
 
 
 def test_a_preempted_run_saves_in_its_grace_time_and_goes_on_with_the_same_curve(
@@ -95,6 +137,33 @@ def test_runs_whose_node_dies_go_on_with_what_is_left_or_when_it_is_back_with_th
     for run in (elastic, fixed):
         assert "going on from step" in run.printed
         same_curve(run, alone)
+
+
+def test_a_run_that_lost_a_node_has_all_of_them_again_when_its_job_starts_again(
+    rig: Rig, corpus: str, alone: dict[int, float], tmp_path: Path
+) -> None:
+    if not rig.namespaces:
+        pytest.skip("a node can be killed only where it has a namespace of its own: root, and the right to make them")
+    for node in ("node1", "node2"):
+        wait_for(lambda node=node: rig.node_state(node) == "idle")
+    slow = run_options(STEPS, token_budget=64)  # a fast machine must not be done on one node
+    run = Launched.start(corpus, tmp_path / "run" / "train", slow, rig.environment, **on_slurm(nodes="1-2", runtime=30))
+    run.wait_for_step(12)
+    rig.kill_node("node2")
+    try:
+        run.wait_for_print("RUNNING on node1\n")
+        lost_at = run.step()
+        run.wait_for_step(lost_at + 3)
+    finally:
+        rig.start_node("node2")
+    wait_for(lambda: rig.node_state("node2") == "idle")
+    assert run.step() < STEPS, run.printed
+    job_id = next(line.split()[0] for line in rig.squeue() if "RUNNING" in line)
+    rig.call("scontrol", "requeue", job_id)
+    assert run.end() == 0, run.printed
+    ran_on = re.findall(r"RUNNING on (\S+)$", run.printed, re.M)
+    assert ran_on == ["node[1-2]", "node1", "node[1-2]"], run.printed
+    same_curve(run, alone)
 
 
 def test_a_launcher_that_was_killed_is_followed_by_one_that_attaches_and_takes_over(

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.cluster.random_faults import run_all
 from tests.cluster.rig import Rig
 
-FAULTS = 8
+FAULTS = 20
 
 
 def test_runs_come_through_random_faults_with_one_curve_and_never_two_jobs(

@@ -26,7 +26,7 @@ from cellmill.data.stream import CellStream
 from cellmill.data.tokens import Batch
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import UserError
-from cellmill.finetune.method import load_method
+from cellmill.finetune.method import method_for
 from cellmill.models import attention
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec
@@ -34,7 +34,8 @@ from cellmill.models.export import load_model
 from cellmill.parallel import chunked_loss, compile_blocks, cpu_matmul, cross_entropy
 from cellmill.parallel.gather_json import gather_json
 from cellmill.parallel.materialize import named_tensors, plain_name
-from cellmill.parallel.mesh import build_mesh, set_timeouts
+from cellmill.parallel.mesh import build_mesh
+from cellmill.parallel.torch_private import set_group_timeouts
 from cellmill.parallel.vocab_parallel import embed_tokens
 from cellmill.planner.size import measure
 from cellmill.runs.folder import TrainFolder
@@ -43,7 +44,8 @@ from cellmill.train.loop import Progress, Trainer
 from cellmill.train.optimizer import build_optimizer
 from cellmill.train.stop import StopFlag
 from cellmill.train.telemetry import Meter
-from cellmill.train.worker import batch_column, build_model, build_parallel_model, build_streams, open_profile
+from cellmill.train.unfreezing import Unfreezing
+from cellmill.train.worker import batch_column, build_model, build_step_model, build_streams, open_profile
 
 DEVICE = torch.device("cpu")
 
@@ -79,10 +81,11 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
     model = build_model(parsed, vocabulary, None, mesh, DEVICE, levels)
     train_stream, val_stream = build_streams(parsed, manifest.path, mesh)
     lines = Lines()
+    method = method_for(parsed.finetune, ModelSpec.of(parsed, vocabulary.n_genes, levels))
     made = Trainer(
         model=model,
-        parallel_model=build_parallel_model(model, parsed.parallel, mesh),
-        optimizer=build_optimizer(model, parsed.train, parsed.parallel.cpu_offload, load_method(parsed.finetune).group),
+        parallel_model=build_step_model(model, parsed.parallel, mesh),
+        optimizer=build_optimizer(model, parsed.train, parsed.parallel.cpu_offload, method.group),
         mesh=mesh,
         device=DEVICE,
         train=parsed.train,
@@ -103,6 +106,7 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
             **({"levels": levels} if levels else {}),
         },
         batch_column=batch_column(parsed, manifest),
+        unfreezing=Unfreezing(model, method.first_step),
     )
     return made, lines
 
@@ -344,7 +348,7 @@ def spoiled(
     if made.val_stream is not None:
         made.val_stream.close()
     dist.barrier()
-    timed = ("cells_per_s", "tokens_per_s", "data_wait_frac", "peak_resident_gb", "resident_gb")
+    timed = ("cells_per_s", "tokens_per_s", "data_wait_frac", "left_s", "peak_resident_gb", "resident_gb")
     counted = {key: value for key, value in vars(made.progress).items() if key != "wall_s"}
     return {
         "error": error,
@@ -379,9 +383,9 @@ def exported(corpus: str, folder: Path, out: Path) -> dict[str, torch.Tensor]:
 
 
 def timeouts(parallel: dict[str, Any], seconds: float) -> list[float]:
-    """Timeouts of all process groups of a mesh, after `set_timeouts`."""
+    """Timeouts of all process groups of a mesh, after `set_group_timeouts`."""
     build_mesh(Parallel.model_validate(parallel), int(os.environ["LOCAL_WORLD_SIZE"]), "cpu")
-    set_timeouts(timedelta(seconds=seconds))
+    set_group_timeouts(timedelta(seconds=seconds))
     groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]
     return [group._get_backend(DEVICE).options._timeout.total_seconds() for group in groups]
 

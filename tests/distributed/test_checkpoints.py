@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from cellmill.errors import DataError
 from cellmill.runs.folder import TrainFolder
-from cellmill.train.checkpoint import CheckpointReader
+from cellmill.train.checkpoint import CheckpointReader, Checkpoints, load_tensors
 from cellmill.train.optimizer import OPTIMIZERS
 from tests.distributed import cases
 from tests.distributed.conftest import options
@@ -94,6 +98,41 @@ def test_a_planted_pickle_in_the_metadata_is_refused_and_not_run(half: Path, tmp
     with pytest.raises(DataError, match=r"builtins\.eval is not allowed in checkpoint metadata"):
         CheckpointReader(tmp_path / "checkpoint").read_metadata()
     assert not trace.exists()
+
+
+def test_a_planted_pickle_in_the_place_of_a_tensor_is_not_run(tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+
+    class Planted:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (eval, (f"open({str(trace)!r}, 'w').close()",))
+
+    # DCP saves what is no tensor as a pickle, which it runs when it loads it
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.save({"model": {"weight": Planted()}}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+        with pytest.raises(DataError, match=r"BytesStorageMetadata is not allowed in checkpoint metadata"):
+            load_tensors(tmp_path / "checkpoint", {"model": {"weight": torch.zeros(3)}}, no_dist=True)
+    assert not trace.exists()
+
+
+def test_a_value_that_is_no_tensor_is_refused_and_not_unpickled(half: Path, tmp_path: Path) -> None:
+    shutil.copytree(half / "checkpoints" / "step-00000004", tmp_path / "checkpoint")
+    metadata = CheckpointReader(tmp_path / "checkpoint").read_metadata()
+    metadata.state_dict_metadata["model.norm.weight"] = BytesStorageMetadata()
+    (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DataError, match=r"BytesStorageMetadata is not allowed in checkpoint metadata"):
+        CheckpointReader(tmp_path / "checkpoint").read_metadata()
+
+
+def test_metadata_is_read_once(alone: None, half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Path] = []
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: reads.append(path) or read_bytes(path))
+    model, checkpoint = torch.nn.Linear(1, 1), TrainFolder(half).checkpoints()[0]
+    with pytest.raises(DataError, match=r"step-00000004: cannot be loaded \(.*Missing key"):
+        Checkpoints(TrainFolder(half), 1).load(checkpoint, model, torch.optim.AdamW(model.parameters()))
+    assert [path.name for path in reads] == [".metadata"]
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])

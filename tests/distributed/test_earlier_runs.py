@@ -1,7 +1,9 @@
-"""A run of version 0.1.0, kept in tests/fixtures: its checkpoint goes on, its exported model embeds as it did.
+"""Runs of earlier commits, kept in tests/fixtures: their checkpoints go on, an exported model embeds as it did.
 
-Its options have keys that have moved since, its metrics.jsonl the losses of the whole run, its model's embeddings those
-of the same cells. It was stopped at step 3 of 6.
+`run_of_0.1.0`, of an encoder, was stopped at step 3 of 6. Its options have keys that have moved since.
+`profile_run_of_92da339`, of the family and objective that are the default now, was sent SIGTERM and stopped at step 14
+of 24; its folder is as it was left. In both, expected_metrics.jsonl is that of the same run without the stop, on two
+processes.
 """
 
 from __future__ import annotations
@@ -17,33 +19,42 @@ import pytest
 from cellmill.cli import main
 from cellmill.runs.metrics import read_lines
 
-FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "run_of_0.1.0.tar.xz"
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
+STOPPED_AT = {"run_of_0.1.0": 3, "profile_run_of_92da339": 14}
 
 
-@pytest.fixture
-def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    with tarfile.open(FIXTURE) as archive:
-        archive.extractall(tmp_path, filter="data")
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(params=STOPPED_AT)
+def earlier(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run, which is the working directory."""
+    with tarfile.open(FIXTURES / f"{request.param}.tar.xz") as archive:
+        archive.extractall(tmp_path / request.param, filter="data")
+    monkeypatch.chdir(tmp_path / request.param)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return tmp_path
+    return tmp_path / request.param
 
 
-def test_a_run_of_the_version_before_goes_on_from_its_checkpoint_with_the_same_curve(
+def test_a_run_of_an_earlier_commit_goes_on_from_its_checkpoint_with_the_same_curve(
     earlier: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = ["train", "--options", (earlier / "options.json").read_text(), "--manifest", "shards/manifest.json"]
     assert main([*words, "--vocabulary", "vocabulary.tsv", "--out", "train", "--nproc-per-node", "2"]) == 0
-    said = capfd.readouterr().out
-    assert "going on from step 3" in said or "resuming from step 3" in said, said
+    said, step = capfd.readouterr().out, STOPPED_AT[earlier.name]
+    assert f"going on from step {step}\n" in said, said
     assert not list(earlier.glob("train/superseded-*"))
-    expected = [line for line in read_lines(earlier / "expected_metrics.jsonl") if "loss" in line]
-    found = [line for line in read_lines(earlier / "train" / "metrics.jsonl") if "loss" in line]
-    assert [line["step"] for line in found] == [1, 2, 3, 4, 5, 6]
-    for key in ("loss", "grad_norm"):
-        assert [line[key] for line in found] == pytest.approx([line[key] for line in expected], rel=1e-5)
+    for key in ("loss", "grad_norm", "val_loss"):
+        found, expected = (curve(earlier / name, key) for name in ("train/metrics.jsonl", "expected_metrics.jsonl"))
+        assert len(found) > 1
+        assert found == pytest.approx(expected, rel=1e-5), key
 
 
+def curve(path: Path, key: str) -> dict[int, float]:
+    """Value of `key` by step; a step that stands twice is an error."""
+    pairs = [(line["step"], line[key]) for line in read_lines(path) if key in line]
+    assert len(dict(pairs)) == len(pairs)
+    return dict(pairs)
+
+
+@pytest.mark.parametrize("earlier", ["run_of_0.1.0"], indirect=True)
 def test_a_checkpoint_and_a_model_of_the_version_before_give_the_same_embeddings(earlier: Path) -> None:
     words = ["embed", "--options", json.dumps({"embed": {}}), "--input", "cells/sim.h5ad"]
     assert main([*words, "--model", "model", "--out", "embedded.h5ad"]) == 0

@@ -64,7 +64,7 @@ def test_without_a_plan_the_message_has_a_general_remedy(tmp_path: Path, monkeyp
 def test_a_failed_collective_is_named_with_its_rank_and_the_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"RANK": "3", "GLOO_SOCKET_IFNAME": "ib7", "MASTER_ADDR": "node1"}.items():
+    for name, value in {"RANK": "3", "GLOO_SOCKET_IFNAME": "ib7", "NCCL_IB_DISABLE": "1"}.items():
         monkeypatch.setenv(name, value)
 
     class Backend:
@@ -80,7 +80,7 @@ def test_a_failed_collective_is_named_with_its_rank_and_the_network(
         return raised.value
 
     where = f"rank 3 on {os.uname().nodename}: _get_group_size failed: "
-    network = "(GLOO_SOCKET_IFNAME=ib7, MASTER_ADDR=node1)"
+    network = "(GLOO_SOCKET_IFNAME=ib7, NCCL_IB_DISABLE=1)"
     leave_reason(tmp_path / "error.txt", failed(MemoryError("std::bad_alloc")), tmp_path)
     assert (tmp_path / "error.txt").read_text() == f"{where}std::bad_alloc {network}"
     for reason in ("gloo: Connection closed by peer", "NCCL error: later"):

@@ -76,7 +76,7 @@ def workers_of(out: Path) -> list[psutil.Process]:
     found = []
     for process in processes_of(out):
         try:
-            if "torch.distributed.run" not in process.cmdline():
+            if "cellmill.launch.agent" not in process.cmdline():
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
@@ -139,7 +139,8 @@ def test_a_run_stored_before_an_option_was_added_is_done_and_not_set_aside(
     again = train(corpus, out, options(train={"steps": STEPS}))
     assert (again.returncode, again.stdout) == (0, f"{out}: this run is already done\n")
     other = train(corpus, out, options(train={"steps": STEPS, "weight_decay": 0.3}))
-    assert "the configuration changed (train.weight_decay 0.1 -> 0.3)" in other.stdout
+    assert other.returncode == 2
+    assert "another configuration (train.weight_decay 0.1 -> 0.3); change it back" in other.stderr
 
 
 def rewrite_state(checkpoint: Path, state: dict[str, Any]) -> None:
@@ -299,13 +300,60 @@ def test_a_rank_that_hangs_is_named_with_its_node_and_what_the_others_wait_in(co
     assert none_left(out)
 
 
-def test_another_configuration_sets_the_earlier_training_aside(corpus: str, tmp_path: Path) -> None:
-    out = tmp_path / "train"
+def test_another_configuration_is_refused_until_a_restart_sets_the_earlier_training_aside_once(
+    corpus: str, tmp_path: Path
+) -> None:
+    out, other = tmp_path / "train", options(train={"steps": 2, "lr": 5e-3})
     assert train(corpus, out, options(train={"steps": 2})).returncode == 0
-    other = train(corpus, out, options(train={"steps": 2, "lr": 5e-3}))
-    assert other.returncode == 0, other.stderr
-    assert "the configuration changed (train.lr 0.001 -> 0.005): the earlier training is now in" in other.stdout
-    assert (out / "superseded-001" / "checkpoints" / "step-00000002" / "manifest.json").exists()
+    before = files_of(out)
+    refused = train(corpus, out, other)
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        f"cellmill train: {out}: it holds a training of 2 steps with another configuration (train.lr 0.001 -> 0.005); "
+        "change it back, or set that training aside and start afresh with `cellmill train --restart` (of a workflow: "
+        f"`snakemake --config restart={tmp_path.name}`)\n",
+    )
+    assert files_of(out) == before
+    restart = [*command(corpus, out, other), "--restart"]
+    done = subprocess.run(restart, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stderr
+    aside = out / "superseded-001"
+    assert f"restart (train.lr 0.001 -> 0.005): the earlier training is now in {aside}\n" in done.stdout
+    assert (aside / "checkpoints" / "step-00000002" / "manifest.json").exists()
+    again = subprocess.run(restart, capture_output=True, text=True, timeout=580)
+    assert (again.returncode, again.stdout.splitlines()[-1]) == (0, f"{out}: this run is already done")
+    assert not (out / "superseded-002").exists()
+
+
+def test_a_longer_run_goes_on_and_is_bitwise_the_run_that_was_that_long_from_the_start(
+    corpus: str, tmp_path: Path
+) -> None:
+    def of(steps: int, **more: Any) -> dict[str, Any]:
+        return options(train={"steps": steps, "schedule": "constant", "val_every_steps": 4, **more})
+
+    grown, whole = tmp_path / "grown", tmp_path / "whole"
+    assert train(corpus, grown, of(4)).returncode == 0
+    assert train(corpus, whole, of(8)).returncode == 0
+    longer = train(corpus, grown, of(8))
+    assert longer.returncode == 0, longer.stderr
+    assert f"{grown}: going on from step 4 of 4, now 8: from here the learning rate is that of a run" in longer.stdout
+    assert losses(grown) == losses(whole)
+    assert tensors_of(grown, 8) == tensors_of(whole, 8)
+    ends = [json.loads((out / "status.json").read_text()) for out in (grown, whole)]
+    assert [(end["steps"], end["step"], end["best_step"], end["best_val_loss"]) for end in ends] == 2 * [
+        (8, 8, ends[1]["best_step"], ends[1]["best_val_loss"])
+    ]
+
+
+def files_of(out: Path) -> dict[Path, int]:
+    """Modification times of a run's files."""
+    return {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != "lock"}
+
+
+def tensors_of(out: Path, step: int) -> dict[str, str]:
+    """Digests of the tensors of a checkpoint, by file."""
+    manifest = json.loads((out / "checkpoints" / f"step-{step:08}" / "manifest.json").read_text())
+    return {name: file["sha256"] for name, file in manifest["files"].items() if name.endswith(".distcp")}
 
 
 def test_other_shards_under_an_unfinished_training_are_refused_and_nothing_is_touched(
@@ -317,16 +365,14 @@ def test_other_shards_under_an_unfinished_training_are_refused_and_nothing_is_to
     saved = json.loads((checkpoint / "state.json").read_text())
     now = saved["fingerprint"]
     rewrite_state(checkpoint, saved | {"fingerprint": "0" * 64, "steps": 99})
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != "lock"}
+    before = files_of(out)
     refused = train(corpus, out, options(train={"steps": 2}))
     assert refused.returncode == 2
     assert refused.stderr == (
         f"cellmill train: {out}: its checkpoints were trained on data 000000000000, the shards are now {now[:12]}; "
-        "restore the shards, or move this folder away to train on the new ones\n"
+        "restore the shards, or train on the new ones with `cellmill train --restart`, which sets these aside\n"
     )
-    assert before == {
-        path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != "lock"
-    }
+    assert files_of(out) == before
 
 
 def test_a_loss_that_is_not_finite_stops_with_one_line(corpus: str, tmp_path: Path) -> None:

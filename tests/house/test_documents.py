@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from cellmill import registry
-from cellmill.cli import COMMANDS, _parser
+from cellmill.arguments import new_parser
+from cellmill.cli import COMMANDS
 from cellmill.config import load_config
 from cellmill.config.document import SCHEMA, main
 from tests.house.rules import outputs, rules
@@ -89,7 +90,7 @@ def test_every_documented_cellmill_command_parses() -> None:
 
 def parses(words: list[str]) -> bool:
     try:
-        _parser().parse_args(words)
+        new_parser("").parse_args(words)
     except SystemExit as ended:
         return ended.code == 0
     return True
@@ -121,7 +122,7 @@ def test_documented_profiles_configurations_and_make_targets_exist() -> None:
 
 def test_every_stage_is_a_rule_a_command_and_a_row_of_the_readme() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    parsers = next(a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    parsers = next(a for a in new_parser("")._actions if isinstance(a, argparse._SubParsersAction))
     stages = set(rules()) - {"all", "demo_data"}
     assert stages == set(parsers.choices) - {"demo", "simulate", "generate"} - set(COMMANDS)
     for stage in stages:

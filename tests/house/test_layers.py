@@ -26,6 +26,10 @@ def test_no_public_class_name_exists_twice() -> None:
     assert list(house.classes_twice(TREES)) == []
 
 
+def test_private_names_of_other_packages_are_in_one_module() -> None:
+    assert list(house.foreign_private(TREES)) == []
+
+
 def trees(**sources: str) -> house.Trees:
     """Modules of a small package; `data_a` is cellmill.data.a."""
     return {f"cellmill.{name.replace('_', '.')}": ast.parse(text) for name, text in sources.items()}
@@ -46,6 +50,11 @@ def test_a_broken_law_is_found() -> None:
     assert list(house.classes_twice(twice)) == ["Run: cellmill.data.a, cellmill.runs.a"]
     assert list(house.modules_twice(twice)) == ["a: cellmill.data.a, cellmill.runs.a"]
     assert list(house.modules_twice(trees(stages_a="", config_a="", data_a=""))) == []
+    private = trees(data_a="from torch._a import b\nx._cdata", data_b="x._own = 1", data_c="x._own\nos._exit(1)")
+    assert list(house.foreign_private(private)) == [
+        "cellmill.data.a:1 imports torch._a.b",
+        "cellmill.data.a:2 uses x._cdata",
+    ]
     assert house.riddles(trees(data_a='"""What it is."""', data_b='"""Offset of a block."""')) == ["cellmill.data.a:1"]
 
 
@@ -72,7 +81,8 @@ def in_layers(*layers: str) -> list[str]:
 def test_the_workflow_and_the_launcher_import_light_modules_only() -> None:
     options = [name for name in TREES if name.endswith(".config")]
     assert "cellmill.models.encoder.config" in options
-    assert loaded_by(*in_layers("cli", "launch", "config", "registry", "files", "errors"), *options) == set()
+    light = [*in_layers("cli", "launch", "config", "registry", "files", "errors"), *options]
+    assert loaded_by(*(name for name in light if name != "cellmill.launch.agent")) == set()  # it is a job's process
 
 
 @pytest.mark.parametrize("layer", ["data", "track"])

@@ -15,10 +15,11 @@ import yaml
 from cellmill.config import check_options
 from cellmill.config.machine import Machine
 from cellmill.preflight.shipped_profiles import shipped
-from tests.house.rules import rules
+from cellmill.preflight.stage_checks import DECLARED
+from tests.house.rules import directive, rules
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE = {"all", "demo_data", "plan", "train", "report"}  # run where Snakemake runs
+HERE = {"all", "demo_data", "fetch", "plan", "train", "report"}  # run where Snakemake runs
 PROFILES = sorted((ROOT / "profiles").glob("*/config.yaml"))
 
 
@@ -93,3 +94,13 @@ def test_the_page_has_the_description_and_default_of_every_key_of_the_machine() 
     for name, field in Machine.model_fields.items():
         default = "none" if field.default == "" else f"`{field.default}`"
         assert f"| `{name}` | {field.description} Default: {default}. |" in text
+
+
+def test_preflight_knows_what_the_rules_of_submitted_stages_declare() -> None:
+    declared = {}
+    for name, body in rules().items():
+        if name not in HERE:
+            resources = re.findall(r"(mem_mb|runtime)=(?:sized\()?(\d+)", directive(body, "resources"))
+            threads = re.findall(r"^    (threads): (\d+)", body, re.M)
+            declared[name] = {key: int(value) for key, value in [*resources, *threads]}
+    assert declared == DECLARED

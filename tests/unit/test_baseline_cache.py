@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import scipy.sparse as sp
 
-from cellmill.evaluate.baseline_cache import BaselineCache
+from cellmill.evaluate.baseline_cache import MAX_BYTES, BaselineCache
 from cellmill.evaluate.classifiers import fit_all
+from cellmill.evaluate.tasks.probe import _components
 
 RNG = np.random.default_rng(0)
 LABELS = np.repeat(["a", "b", "c"], 10)
@@ -61,3 +62,20 @@ def test_a_damaged_file_is_computed_again(tmp_path: Path) -> None:
     predicted(again)
     again.save()
     assert BaselineCache(file).known.keys() == cache.known.keys()
+
+
+def test_components_are_kept_by_cells_and_folds(tmp_path: Path) -> None:
+    file, genes, train = tmp_path / "pbmc.npz", sp.csr_matrix(np.maximum(DENSE, 0)), np.arange(0, 30, 2)
+    first = BaselineCache(file)
+    expected = _components(genes, train, 3, first)["PCA3"]
+    first.save()
+    again = BaselineCache(file)
+    np.testing.assert_array_equal(_components(genes, train, 3, again)["PCA3"], expected)
+    assert len(again.known) == 1
+    others = [(genes, train + 1, 3), (genes, train, 2), (genes * 2, train, 3)]
+    for other in others:
+        assert len(_components(*other, again)) == 1
+    assert len(again.known) == 1 + len(others)
+    wide = again.features("zeros", genes, lambda: np.zeros((30, MAX_BYTES)))
+    assert wide.shape == (30, MAX_BYTES)
+    assert len(again.known) == 1 + len(others), "large arrays would make every evaluation read them"

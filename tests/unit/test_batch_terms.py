@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from cellmill.models.export import initial_tensors, write_tensors
 from cellmill.parallel.materialize import materialize
 from cellmill.planner.train_inputs import check_levels
 from cellmill.train.embedding_monitor import EmbeddingMonitor
-from tests.models import spec
+from tests.models import config_json, spec
 
 N_GENES = 60
 LEVELS = {"assay": ("a", "b"), "batch": ("x", "y", "z")}
@@ -147,7 +146,7 @@ def test_first_weights_of_a_batch_are_those_of_its_name(tmp_path: Path) -> None:
     source = _randomized(_model(batch_adversary=1.0))
     write_tensors(tmp_path / "model.safetensors", source.state_dict())
     _genes().write(tmp_path / "vocabulary.tsv")
-    (tmp_path / "config.json").write_text(json.dumps({"levels": LEVELS}))
+    (tmp_path / "config.json").write_text(config_json(levels=LEVELS))
     given = {"batch": ("new", "x", "z")}
     model, fresh = (_model(levels=given, init_from=path, batch_adversary=1.0) for path in (tmp_path, None))
     for name in ("batch_terms.weight", "batch_adversary.out.weight", "batch_adversary.out.bias"):
@@ -162,7 +161,8 @@ def test_an_adversary_without_a_batch_is_refused() -> None:
 
 
 def test_a_batch_that_all_cells_share_is_refused() -> None:
-    options: Any = SimpleNamespace(obs_columns=lambda: {"dataset": "objective.batch_column"})
+    columns, objective = {"dataset": "objective.batch_column"}, SimpleNamespace(supervised_by=())
+    options: Any = SimpleNamespace(read_columns=lambda: columns, objective=objective)
     with pytest.raises(
         ConfigError, match=r"objective\.batch_column dataset: all cells .* the same value; choose another"
     ):
@@ -171,7 +171,7 @@ def test_a_batch_that_all_cells_share_is_refused() -> None:
 
 def test_a_label_that_few_cells_share_is_refused() -> None:
     objective = SimpleNamespace(supervised_by=("n_counts",))
-    options: Any = SimpleNamespace(obs_columns=lambda: {"n_counts": "objective.label_column"}, objective=objective)
+    options: Any = SimpleNamespace(read_columns=lambda: {"n_counts": "objective.label_column"}, objective=objective)
     levels = tuple(map(str, range(51)))
     check_levels(options, {"n_counts": levels[:50]}, 100)
     with pytest.raises(ConfigError, match=r"label_column n_counts: 51 values for 100 training cells, so most cells"):

@@ -17,6 +17,7 @@ from cellmill.errors import DataError, Stopped, UserError
 STAGES = (
     "demo",
     "simulate",
+    "fetch",
     "preprocess",
     "vocabulary",
     "shard",
@@ -97,6 +98,7 @@ def test_a_wrong_command_exits_with_2(arguments: list[str], capsys: pytest.Captu
         (["--config", "none.yaml"], "none.yaml: No such file or directory"),
         (["--options", "{"], "--options: not valid JSON ("),
         (["--options", "{}"], "--options: shard: is missing"),
+        (["--options", "none.json"], "none.json: no such file"),
         (["--options", '{"shard": {"sede": 1}}'], "--options: shard: unknown key 'sede'; did you mean 'seed'?"),
         (["--options", '{"shrad": {}}'], "--options: "),
     ],

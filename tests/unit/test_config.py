@@ -139,7 +139,7 @@ def test_an_empty_section_has_its_defaults(config: Config) -> None:
 @pytest.mark.parametrize("stage", OPTIONS)
 def test_a_stage_is_handed_its_own_sections_and_takes_them_back_from_json(config: Config, stage: str) -> None:
     pipeline = config()
-    name = "pbmc" if stage in ("preprocess", "vocabulary", "shard") else "demo"
+    name = "pbmc" if stage in ("preprocess", "vocabulary", "divide", "shard_part", "shard") else "demo"
     sections = json.loads(json.dumps(pipeline.section(stage, name)))
     assert set(sections) == set(OPTIONS[stage].model_fields)
     options = check_options(OPTIONS[stage], sections, "--options")
@@ -162,6 +162,11 @@ def test_a_corpus_has_the_datasets_it_names_in_the_order_of_the_table(config: Co
 
 CONTRAST = {"name": "supervised_contrastive", "label_column": "cell_type"}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "bins that are fitted to a corpus without quantiles": (
+        {"tokens": {"tokenizer": "binned", "binning": "quantile_corpus"}, "objective": {"name": "masked_value"}},
+        "runs.demo.tokens: its bins are fitted to the corpus; set vocabulary.quantiles of corpus pbmc to yes, or give "
+        "tokens.edges",
+    ),
     "misspelt section": ({"trian": {}}, "unknown key 'trian'; did you mean 'train'?"),
     "unknown section": ({"zzz": {}}, f"unknown key 'zzz'; there are: {', '.join(top_level())}"),
     "misspelt key": ({"train": {"lrr": 1}}, "train: unknown key 'lrr'; did you mean 'lr'?"),
@@ -256,7 +261,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no such run to start from": (
         {"runs": {"demo": {"corpus": "pbmc", "init_from": "big"}}},
-        "runs.demo.init_from: no run 'big'; there are: demo",
+        "runs.demo.init_from: no run 'big'; there are: demo; the path of a model folder has a `/`, such as ./NAME",
     ),
     "runs in a circle": (
         {"runs": {"a": {"corpus": "pbmc", "init_from": "b"}, "b": {"corpus": "pbmc", "init_from": "a"}}},
@@ -317,7 +322,7 @@ TABLES: dict[str, tuple[str, str]] = {
     "twice": ("dataset\tpath\na\tb\na\tc\n", ", line 3: dataset 'a' is a duplicate; rename it"),
     "a name that is a path": (
         "dataset\tpath\na/b\tc\n",
-        ", line 2: dataset: string should match pattern '^[A-Za-z0-9][A-Za-z0-9_.-]*$', got 'a/b'",
+        ", line 2: dataset: 'a/b' names a folder; use letters, digits, '_', '.' and '-'",
     ),
 }
 

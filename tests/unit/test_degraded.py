@@ -17,8 +17,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.evaluate import LowDepthConfig, MissingGenesConfig
-from cellmill.data.count_matrix import select_columns
-from cellmill.evaluate.classifiers import log_normalise
+from cellmill.data.count_matrix import log_normalise, select_columns
 from cellmill.evaluate.degraded import classify_degraded
 from cellmill.evaluate.embed import embed_cells
 from cellmill.evaluate.features import Features

@@ -13,17 +13,19 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from cellmill.config.options import EmbedOptions
-from cellmill.config.tokens import ContinuousTokens
+from cellmill.config.options import EmbedOptions, PreprocessOptions
+from cellmill.config.tokens import ContinuousTokens, RankTokens, Tokens
+from cellmill.data.corpus import build_vocabulary
 from cellmill.data.counts_reader import open_counts
+from cellmill.data.gene_tables import gene_symbols
 from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
-from cellmill.errors import DataError
+from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate import embed as module
-from cellmill.evaluate.embed import read_embedding, write_embedding
+from cellmill.evaluate.embedding_file import read_embedding, write_embedding
 from cellmill.files import sha256_file
 from cellmill.models.export import load_model
-from cellmill.stages import embed
+from cellmill.stages import embed, preprocess
 from tests.unit.exported import export_model, make_corpus
 
 TOKENIZERS = ["continuous", "binned", "rank"]
@@ -39,8 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, corpus: dict[str, Path]) -> 
     return export_model(tmp_path_factory.mktemp("model"), corpus["vocabulary"])
 
 
-def _embed(model: Path, path: Path, token_budget: int = 16_384, min_coverage_frac: float = 0.3) -> ad.AnnData:
-    section = {"token_budget": token_budget, "min_coverage_frac": min_coverage_frac}
+def _embed(model: Path, path: Path, **section: float) -> ad.AnnData:
     out = path.parent / "embedded" / path.name
     embed.run(options=EmbedOptions.model_validate({"embed": section}), model=model, input=path, counts="X", out=out)
     return ad.read_h5ad(out)
@@ -137,6 +138,42 @@ def test_tokens_made_on_the_fly_are_those_of_the_shards(corpus: dict[str, Path])
     assert checked == len(from_file)
 
 
+def test_tokens_of_raw_cells_are_those_of_the_preprocessed_ones(tmp_path: Path, simulated: Path) -> None:
+    """A gene that few cells of one file have is a token there too, as in a file where many have it."""
+    data = ad.read_h5ad(simulated)
+    genes = gene_symbols("human")
+    data.var_names = [genes[gene] for gene in data.var_names]
+    parts = {"few": data[:9].copy(), "many": data[9:].copy()}
+    options = PreprocessOptions.model_validate({"preprocess": {"min_genes": 0, "max_mito_frac": 1}})
+    for name, part in parts.items():
+        _written(part, tmp_path / f"{name}.raw.h5ad")
+        files = {"out": tmp_path / f"{name}.h5ad", "report": tmp_path / f"{name}.json"}
+        preprocess.run(options=options, input=tmp_path / f"{name}.raw.h5ad", counts="X", dataset=name, **files)
+    known = build_vocabulary([tmp_path / f"{name}.h5ad" for name in parts])
+    rare = np.asarray((parts["few"].X > 0).sum(axis=0)).ravel()
+    assert ((rare == 1) | (rare == 2)).sum() > 5
+    checked = 0
+    for tokens in (ContinuousTokens(max_tokens=64), RankTokens(max_tokens=64)):
+        for name, part in parts.items():
+            raw, made = (_tokens(tmp_path / f"{name}{kind}.h5ad", known, tokens) for kind in (".raw", ""))
+            assert raw == made
+            assert len(raw) == part.n_obs
+            checked += len(raw)
+    assert checked == 2 * data.n_obs
+
+
+def _tokens(path: Path, known: Vocabulary, tokens: Tokens) -> dict[str, tuple[bytes, bytes]]:
+    """Genes and values of every cell."""
+    with open_counts(path) as reader:
+        columns, every, totals = module.match_columns(reader, known), np.ones(reader.n_obs, bool), np.zeros(2, np.int64)
+        made = {}
+        for block in module.tokens_of(reader.rows(100), columns, known, tokens, every, totals):
+            for at, cell in enumerate(block.cells):
+                span = slice(block.cu_seqlens[at], block.cu_seqlens[at + 1])
+                made[reader.obs.index[cell]] = (block.genes[span].tobytes(), block.values[span].tobytes())
+    return made
+
+
 def test_obs_and_digests_are_stored_with_the_vectors(corpus: dict[str, Path], model: Path) -> None:
     embedded, cells = _embed(model, corpus["cells"]), ad.read_h5ad(corpus["cells"])
     assert embedded.obs.equals(cells.obs)
@@ -146,6 +183,7 @@ def test_obs_and_digests_are_stored_with_the_vectors(corpus: dict[str, Path], mo
     assert about["vocabulary_digest"] == load_model(model)[1].digest
     assert about["coverage_frac"] == 1.0
     assert about["n_without_genes"] == 0
+    assert about["supervised_by"] == ""
 
 
 def test_a_cell_without_known_genes_has_no_embedding_and_is_counted(
@@ -175,10 +213,70 @@ def test_low_coverage_and_foreign_genes_are_refused_in_one_line(
     with pytest.raises(DataError, match=message):
         _embed(model, _written(mixed, tmp_path / "a.h5ad"))
     assert not (tmp_path / "embedded" / "a.h5ad").exists()
-    assert _embed(model, tmp_path / "a.h5ad", min_coverage_frac=0).uns["cellmill"]["coverage_frac"] < 0.1
+    assert (
+        _embed(model, tmp_path / "a.h5ad", min_coverage_frac=0, min_expressed_frac=0).uns["cellmill"]["coverage_frac"]
+        < 0.1
+    )
     message = r"b\.h5ad: no genes in common with the model: its first is 'foreign 0', the model's 'ENSG\d+' \(.+\); "
     with pytest.raises(DataError, match=message):
         _embed(model, _written(rest, tmp_path / "b.h5ad"))
+
+
+def test_the_models_genes_that_a_file_lacks_are_weighed_reported_and_refused(
+    tmp_path: Path, corpus: dict[str, Path], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adata, vocabulary = ad.read_h5ad(corpus["cells"]), load_model(model)[1]
+    whole = _embed(model, corpus["cells"]).uns["cellmill"]["genes"]
+    assert (whole["n_present"], whole["expressed_frac"], list(whole["absent"])) == (vocabulary.n_genes, 1.0, [])
+    assert "warning" not in capsys.readouterr().out
+    order = np.argsort(vocabulary.n_cells, kind="stable")
+    rare = [vocabulary.gene_ids[row] for row in order[: vocabulary.n_genes // 3]]
+    path = _written(adata[:, rare].copy(), tmp_path / "rare.h5ad")
+    share = np.sort(vocabulary.n_cells)[: len(rare)].sum() / vocabulary.n_cells.sum()
+    found = _embed(model, path, min_expressed_frac=0).uns["cellmill"]["genes"]
+    assert (found["n_present"], found["expressed_frac"]) == (len(rare), pytest.approx(share))
+    commonest = vocabulary.symbols[int(vocabulary.n_cells.argmax())]
+    text = (
+        f"{len(rare)} of the model's {vocabulary.n_genes} genes, {share:.1%} of what a cell expresses "
+        f"(without {commonest}, "
+    )
+    assert f"rare: warning: it measures {text}" in capsys.readouterr().out
+    with pytest.raises(
+        DataError, match=re.escape(f"{path}: it measures {text}") + r".*embed\.min_expressed_frac is 0\.9; "
+    ):
+        _embed(model, path, min_expressed_frac=0.9)
+
+
+def test_an_embedding_is_added_to_the_users_own_file_and_nothing_else_changes(
+    tmp_path: Path, corpus: dict[str, Path], model: Path
+) -> None:
+    adata = ad.read_h5ad(corpus["cells"])
+    adata.layers["scaled"], adata.obsm["X_pca"], adata.uns["note"] = (
+        adata.X.astype(np.float32),
+        np.eye(adata.n_obs)[:, :2],
+        "mine",
+    )
+    path, options = _written(adata, tmp_path / "mine.h5ad"), EmbedOptions.model_validate({"embed": {}})
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"--out .*mine\.h5ad is --input; add --append"):
+        embed.run(options=options, model=model, input=path, counts="X", out=path)
+    assert path.read_bytes() == before
+    for out in (tmp_path / "copy.h5ad", path, path):  # twice: the second replaces the first
+        embed.run(options=options, model=model, input=path, counts="X", out=out, append=True)
+        added = ad.read_h5ad(out)
+        assert np.array_equal(added.obsm.pop("X_cellmill"), _vectors(model, corpus["cells"]))
+        assert added.uns.pop("cellmill")["model_digest"] == sha256_file(model / "model.safetensors")
+        assert added.obs.equals(adata.obs)
+        assert added.var.equals(adata.var)
+        assert list(added.obsm) == ["X_pca"]
+        assert np.array_equal(added.obsm["X_pca"], adata.obsm["X_pca"])
+        assert added.uns == {"note": "mine"}
+        for kept, own in ((added.X, adata.X), (added.layers["scaled"], adata.layers["scaled"])):
+            assert kept.dtype == own.dtype
+            assert (kept != own).nnz == 0
+    (tmp_path / "a.fasta").write_text(">a\nMKV\n")
+    with pytest.raises(ConfigError, match=r"--append adds to an \.h5ad, .*a\.fasta is none"):
+        embed.run(options=options, model=model, input=tmp_path / "a.fasta", counts="X", out=path, append=True)
 
 
 def test_antibodies_are_not_taken_for_genes_of_the_same_name(
@@ -210,22 +308,22 @@ def test_embeddings_of_another_model_or_of_other_cells_are_refused(tmp_path: Pat
     obs = ad.AnnData(np.zeros((3, 1))).obs
     path = tmp_path / "e.h5ad"
     write_embedding(path, obs, np.ones((3, 4), np.float32), {"model_digest": "a" * 64})
-    assert read_embedding(path, obs.index, "a" * 64).shape == (3, 4)
+    assert read_embedding(path, obs.index, "a" * 64, 4).shape == (3, 4)
     with pytest.raises(DataError, match=r"e\.h5ad: made by model a{12}, expected b{12}; run embed again$"):
-        read_embedding(path, obs.index, "b" * 64)
+        read_embedding(path, obs.index, "b" * 64, 4)
     with pytest.raises(
         DataError, match=r"other cells than expected: 3 instead of 2, the first difference at cell 3; run"
     ):
-        read_embedding(path, obs.index[:2], "a" * 64)
+        read_embedding(path, obs.index[:2], "a" * 64, 4)
     with pytest.raises(
         DataError, match=r"other cells than expected: 3 instead of 3, the first difference at cell 1; run"
     ):
-        read_embedding(path, obs.index[::-1], "a" * 64)
+        read_embedding(path, obs.index[::-1], "a" * 64, 4)
     with pytest.raises(DataError, match=r"gone\.h5ad: no such file; run embed first$"):
-        read_embedding(tmp_path / "gone.h5ad", obs.index, "a" * 64)
+        read_embedding(tmp_path / "gone.h5ad", obs.index, "a" * 64, 4)
     plain = _written(ad.AnnData(np.zeros((3, 1))), tmp_path / "plain.h5ad")
     with pytest.raises(DataError, match=r"plain\.h5ad: not an embedding by cellmill: obsm\['X_cellmill'\]"):
-        read_embedding(plain, obs.index, "a" * 64)
+        read_embedding(plain, obs.index, "a" * 64, 4)
     (tmp_path / "text.h5ad").write_text("no HDF5")
-    with pytest.raises(DataError, match=r"text\.h5ad: cannot be read: "):
-        read_embedding(tmp_path / "text.h5ad", obs.index, "a" * 64)
+    with pytest.raises(DataError, match=r"text\.h5ad: not an HDF5 file; run embed again"):
+        read_embedding(tmp_path / "text.h5ad", obs.index, "a" * 64, 4)

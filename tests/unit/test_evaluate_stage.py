@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from cellmill import registry
 from cellmill.config.evaluate import TaskConfig
 from cellmill.config.options import EmbedOptions, EvaluateOptions
+from cellmill.data.counts_reader import open_counts
 from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.task import Context, TaskResult
@@ -125,9 +126,14 @@ def test_all_cells_are_scored_when_asked_and_when_the_dataset_is_not_in_the_corp
     dataset = _evaluate(corpus, tmp_path / "metrics.json", cells="all")["datasets"]["simulated"]
     assert dataset["n_scored"] == dataset["n_cells"] == 600
     other = _changed(corpus, tmp_path, "elsewhere")
-    dataset = _evaluate(other, tmp_path / "metrics.json")["datasets"]["elsewhere"]
+    dataset = _evaluate(other, tmp_path / "metrics.json", cells="all")["datasets"]["elsewhere"]
     assert dataset["n_scored"] == 600
     assert dataset["in_corpus"] is False
+    # copies of training cells in a dataset of another name, and with other genes around theirs, are not held out
+    splits = Manifest.read(corpus["manifest"]).splits
+    assert dataset["n_copies"] == splits["train"].n_obs + splits["val"].n_obs
+    dataset = _evaluate(other, tmp_path / "metrics.json")["datasets"]["elsewhere"]
+    assert dataset["n_scored"] == splits["test"].n_obs
 
 
 @pytest.mark.parametrize(
@@ -164,13 +170,31 @@ def test_a_dataset_without_label_skips_the_probe_and_nothing_else(corpus: dict[s
     assert {row["label"] for row in read_umap(tmp_path / "umap.tsv")} == {""}
 
 
+def test_every_label_has_rows_of_its_own_and_tasks_see_the_roles(
+    corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Context] = []
+    point = EntryPoint("toy", f"{__name__}:ToyConfig", "cellmill.task")
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "cellmill.task" else [])
+    monkeypatch.setattr(Toy, "run", lambda _, context: seen.append(context) or TaskResult())
+    tasks = {"toy": {}, "probe": {"seeds": 1}}
+    both = _evaluate(corpus, tmp_path / "both.json", "cell_type|batch", tasks=tasks)["datasets"]["simulated"]
+    assert list(both["tasks"]) == ["toy", "probe", "probe of batch"]
+    assert both["roles"] == {"label": "cell_type", "label 2": "batch"}
+    one = _evaluate(corpus, tmp_path / "one.json", "batch", tasks=tasks)["datasets"]["simulated"]
+    assert both["tasks"]["probe of batch"] == one["tasks"]["probe"]
+    with open_counts(corpus["cells"]) as reader:
+        assert (seen[0].roles["batch"] == reader.obs["batch"]).all()
+        assert (seen[0].roles["perturbation"] == reader.obs["perturbation"]).all()
+
+
 def test_rare_classes_and_missing_labels_are_left_out_by_name(
     corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     labels = np.array(["a", "b"], dtype=object)[np.arange(600) % 2]
     labels[:3], labels[3:10] = "rare", None
     changed = _changed(corpus, tmp_path, "elsewhere", mine=labels)
-    metrics = _evaluate(changed, tmp_path / "metrics.json", "mine")
+    metrics = _evaluate(changed, tmp_path / "metrics.json", "mine", cells="all")
     probe = metrics["datasets"]["elsewhere"]["tasks"]["probe"]["figures"]
     assert probe["dropped_classes"] == {"rare": 3}
     assert probe["n_unlabelled"] == 7

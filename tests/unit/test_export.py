@@ -20,6 +20,7 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, load_model, write_tensors
 from cellmill.models.family import Model
+from cellmill.models.initial import fill_part, normal
 from tests.models import spec
 
 HIDDEN = 16
@@ -235,3 +236,17 @@ def test_a_changed_byte_of_the_weights_is_detected(exported: Path) -> None:
     weights.write_bytes(content)
     with pytest.raises(DataError, match=r"model\.safetensors: its SHA-256 is \w{12}, config\.json has \w{12}: damaged"):
         load_model(exported)
+
+
+@pytest.mark.parametrize("shape", [(100, 16), (101, 7), (1000,), (33, 1), (17, 2, 3), (5, 3), (0, 4)])
+def test_random_values_of_a_part_are_made_a_piece_at_a_time(shape: tuple[int, ...]) -> None:
+    fill, n = normal(0.02), shape[0]
+    whole = torch.empty(shape)
+    fill(whole, torch.Generator().manual_seed(3))
+    for rows in (slice(n // 3, n), slice(0, 0), [0, n - 1] if n else slice(0, 0)):
+        for columns in ((), (slice(None),), (slice(1, 2),))[: len(shape) or 1]:
+            part = ((rows, *columns) + (slice(None),) * len(shape))[: len(shape)]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("cellmill.models.initial.PIECE", 64)
+                own = fill_part(fill, torch.empty(shape, device="meta"), part, torch.Generator().manual_seed(3))
+            assert torch.equal(own, whole[part])

@@ -100,6 +100,12 @@ def test_an_error_in_the_block_keeps_the_old_file_and_no_temporary_file(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["out.txt"]
 
 
+def test_a_folder_in_the_place_of_the_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError) as error, atomic_path(tmp_path):
+        raise AssertionError("the block must not run")
+    assert error.value.filename == str(tmp_path)
+
+
 def test_the_file_appears_only_when_the_block_ends_and_its_folder_is_made(tmp_path: Path) -> None:
     final = tmp_path / "new" / "folder" / "out.h5ad"
     with atomic_path(final) as path:

@@ -64,6 +64,39 @@ def test_library_size_does_not_change_the_order() -> None:
     np.testing.assert_array_equal(rank_order(genes, counts, inverse)[0], rank_order(genes, counts * 8, inverse)[0])
 
 
+def geneformers(counts: np.ndarray, medians: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Genes of one cell in Geneformer's order, and their values, in its arithmetic (Theodoris et al. 2023, Methods).
+
+    Counts over the cell's sum, times 10,000, over the gene's median of nonzero values, in float64; zeros are left out,
+    and the sort is descending. Ties, whose order its unstable sort leaves open, are in the order of the columns.
+    """
+    values = counts / counts.sum() * 10_000 / medians
+    detected = np.flatnonzero(values)
+    order = detected[np.argsort(-values[detected], kind="stable")]
+    return order, values[order]
+
+
+def test_the_order_is_that_of_geneformers_rank_values_with_ties_in_the_order_of_genes() -> None:
+    rng = np.random.default_rng(4)
+    for medians in (rng.choice([0.5, 1, 1.5, 3], 400), rng.lognormal(0, 1, 400)):
+        medians = medians.astype(np.float32).astype(np.float64)
+        inverse = inverse_medians(medians)
+        counts = rng.poisson(1.5, 400)
+        genes = np.flatnonzero(counts).astype(np.int32)
+        expected, values = geneformers(counts, medians)
+        found, _ = rank_order(genes, counts[genes], inverse)
+        differ = np.flatnonzero(found != expected)
+        own = counts / counts.sum() * 10_000 / medians
+        # equal values that rounding parts: 3 counts at a median of 1.5, and 2 at 1
+        np.testing.assert_allclose(own[found[differ]], values[differ], rtol=1e-6)
+        alike = (np.diff(counts[found]) == 0) & (np.diff(medians[found]) == 0)
+        assert (np.diff(found)[alike] > 0).all()
+        if len(np.unique(medians)) == 400:
+            np.testing.assert_array_equal(found, expected)
+        else:
+            assert alike.sum() > 100
+
+
 @pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
 def test_a_median_that_is_not_positive_is_refused(bad: float) -> None:
     with pytest.raises(DataError, match="expected a positive median for gene 1 "):

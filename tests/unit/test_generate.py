@@ -143,7 +143,7 @@ def test_the_file_has_genes_in_generated_order(tmp_path: Path, capsys: pytest.Ca
         for part in ("data", "indices", "indptr"):
             assert (getattr(own, part) == getattr(other, part)).all()
     assert (a.n_obs, a.n_vars) == (10, 40)
-    assert list(a.var["symbol"][[7, 3]]) == ["g7", "g3"]
+    assert list(a.var["symbol"].iloc[[7, 3]]) == ["g7", "g3"]
     for cell in range(10):
         genes = a.X.indices[a.X.indptr[cell] : a.X.indptr[cell + 1]]
         assert genes[:2].tolist() == [7, 3]

@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 
 from cellmill.data import genes
-from cellmill.data.genes import gene_symbols, map_genes
+from cellmill.data.gene_tables import ORGANISMS, gene_id, gene_symbols, gene_table
+from cellmill.data.genes import ID_COLUMNS, map_genes
 
 
 def ids(names: list[str], organism: str | None = "human", **columns: list[str]) -> list[str]:
@@ -26,7 +27,7 @@ def test_ids_are_taken_without_their_version() -> None:
     assert ids(["ENSMUSG00000041147", "xENSG00000139618", "ENSG1", "ENSG00000139618-1"]) == [""] * 4
 
 
-@pytest.mark.parametrize("column", genes.ID_COLUMNS)
+@pytest.mark.parametrize("column", ID_COLUMNS)
 def test_an_id_in_a_column_takes_precedence_over_the_name(column: str) -> None:
     names = ["TP53", "whatever", "BRCA2"]
     got = ids(names, **{column: ["ENSG00000000003", "ENSG00000000419.9", ""]})
@@ -43,8 +44,8 @@ def test_current_symbols_take_precedence_over_previous_ones_and_those_over_alias
         "n_genes": 5,
         "id": 0,
         "symbol": 1,
-        "previous": 1 + (genes._table("human").ids["previous"].get("FANCD1") is not None),
-        "alias": 3 - (genes._table("human").ids["previous"].get("FANCD1") is not None),
+        "previous": 1 + (gene_table("human").ids["previous"].get("FANCD1") is not None),
+        "alias": 3 - (gene_table("human").ids["previous"].get("FANCD1") is not None),
         "ambiguous": 0,
         "unmapped": 0,
         "examples": [],
@@ -61,8 +62,8 @@ def test_an_ambiguous_name_maps_to_no_gene() -> None:
 
 
 def test_an_approved_symbol_is_never_an_alias_of_another_gene() -> None:
-    for organism in genes.ORGANISMS:
-        table = genes._table(organism)
+    for organism in ORGANISMS:
+        table = gene_table(organism)
         for kind in ("previous", "alias"):
             wrong = {n for n, gene in table.ids[kind].items() if gene and n in table.ids["symbol"]}
             assert not {n for n in wrong if table.ids["symbol"][n] not in ("", table.ids[kind][n])}
@@ -90,14 +91,15 @@ def test_without_an_organism_names_are_used_as_ids() -> None:
 
 
 def test_the_tables_are_sorted_complete_and_without_a_timestamp() -> None:
-    for organism, n_genes in (("human", 79_012), ("mouse", 78_317)):
+    for organism, n_genes, coding in (("human", 79_012, 20_120), ("mouse", 78_317, 21_807)):
         path = Path(genes.__file__).parent / "genes" / f"{organism}.tsv.gz"
         assert path.read_bytes()[4:8] == bytes(4)
         with gzip.open(path, "rt", encoding="utf-8") as file:
             rows = [line.rstrip("\n").split("\t") for line in file]
-        assert rows[0] == ["gene_id", "symbol", "previous", "aliases"]
-        assert {len(row) for row in rows} == {4}
+        assert rows[0] == ["gene_id", "symbol", "previous", "aliases", "biotype"]
+        assert {len(row) for row in rows} == {5}
         found = [row[0] for row in rows[1:]]
         assert found == sorted(set(found))
         assert len(found) == n_genes
-        assert all(genes._IDS[organism].fullmatch(gene) for gene in found)
+        assert sum(row[4] == "protein_coding" for row in rows) == coding
+        assert all(gene_id(gene, organism) for gene in found)

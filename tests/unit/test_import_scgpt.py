@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from cellmill.config.tokens import SPECIAL
-from cellmill.data.genes import gene_symbols
+from cellmill.data.gene_tables import gene_symbols
 from cellmill.errors import DataError
 from cellmill.evaluate.embed import load_for_inference
 from cellmill.models.batch import TensorBatch

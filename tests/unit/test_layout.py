@@ -234,9 +234,11 @@ def test_a_shard_size_without_hybrid_shard_is_refused(options: dict[str, Any], n
 
 def test_devices_are_known_by_profile_name_and_by_product_name() -> None:
     assert device_named("h100").memory_gb == 80
-    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16-mixed") == 989e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB", "32-true") == 19.5e12
-    assert peak_flops("something else", "bf16-mixed") is None
+    bf16, tf32 = Parallel(precision="bf16-mixed"), Parallel(tf32=True)
+    assert peak_flops("NVIDIA H100 80GB HBM3", bf16) == 989e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", Parallel()) == 19.5e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", tf32) == 156e12
+    assert peak_flops("something else", bf16) is None
     with pytest.raises(ConfigError) as error:
         device_named("h1000")
     assert str(error.value) == (f"unknown device 'h1000'; set the profile's device to one of: {', '.join(DEVICES)}")

@@ -1,17 +1,14 @@
-"""Agents on this machine: one that fails ends the others and gives the exit code; their port is reserved."""
+"""Agents on this machine: one that fails ends the others and gives the exit code."""
 
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
-from datetime import timedelta
 
 import pytest
-from torch.distributed import TCPStore
 
 from cellmill.launch.job import agent_environment
-from cellmill.launch.local import _wait, reserve_port
+from cellmill.launch.local import _wait
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -20,18 +17,6 @@ def test_the_exit_code_is_that_of_the_agent_that_failed_first(victim: int) -> No
     agents[victim].kill()
     assert _wait(agents, lambda: None) == -signal.SIGKILL
     assert agents[1 - victim].returncode == -signal.SIGTERM
-
-
-def test_a_reserved_port_can_be_bound_only_by_the_store() -> None:
-    with reserve_port() as held, socket.socket() as other:
-        port = held.getsockname()[1]
-        for host in ("127.0.0.1", "127.0.0.2", ""):
-            with pytest.raises(OSError, match="Address already in use"):
-                other.bind((host, port))
-        server = TCPStore("127.0.0.1", port, 1, True, timedelta(seconds=60), multi_tenant=True)
-        server.set("who", "the agent")
-        client = TCPStore("127.0.0.1", port, 1, False, timedelta(seconds=60))
-        assert client.get("who") == b"the agent"
 
 
 def test_processes_share_the_cores_that_are_reserved_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

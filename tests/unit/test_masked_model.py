@@ -16,6 +16,7 @@ from cellmill.data.vocabulary import Vocabulary
 from cellmill.models.batch import TensorBatch, padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors
+from cellmill.models.objectives.config import MaskedGeneConfig
 from cellmill.models.objectives.masking import MaskedBatch
 from cellmill.parallel.materialize import materialize
 from cellmill.parallel.recompute import checkpoint_activations
@@ -389,3 +390,53 @@ def test_a_few_steps_learn_one_batch(tokenizer: str, objective: str) -> None:
         loss.backward()
         optimizer.step()
     assert losses[-1] < 0.1 * losses[0]
+
+
+@every_kind
+def test_masked_tokens_are_hidden_random_or_their_own_by_the_split(tokenizer: str, objective: str) -> None:
+    split = {"mask_frac": 0.5, "random_frac": 0.2, "keep_frac": 0.3}
+    model, plain = _model(tokenizer, objective, **split), _model(tokenizer, objective, mask_frac=0.5)
+    batch = _tensors(tokenizer, lengths=(32,) * 60)
+    prepared, hidden = (m.prepare(batch, seed=1, step=2) for m in (model, plain))
+    at = prepared.targets
+    assert torch.equal(at, hidden.targets)
+    assert torch.equal(prepared.answers, hidden.answers)
+    field = "genes" if objective == "masked_gene" else "values"
+    shown, own = getattr(prepared, field)[at], getattr(batch, field)[at]
+    masked = shown == 1 if objective == "masked_gene" else prepared.value_hidden[at]
+    assert masked.float().mean() == pytest.approx(0.5, abs=0.06)
+    assert (shown == own).float().mean() == pytest.approx(0.3, abs=0.1)  # a random bin is often the same
+    others = ~torch.isin(torch.arange(len(batch.genes)), at)
+    assert torch.equal(getattr(prepared, field)[others], getattr(batch, field)[others])
+    if objective == "masked_gene":
+        assert not prepared.value_hidden.any()
+        assert shown[~masked].min() >= 2, "no special token"
+        random = shown[~masked & (shown != own)]
+        assert len(random.unique()) > 45
+        assert random.max() == N_GENES + 1
+    else:
+        in_cell = (prepared.cell[at][:, None] == prepared.cell[None]) & others
+        assert ((shown[:, None] == batch.values[None]) & in_cell).any(1)[~masked & (shown != own)].all()
+    model.eval()
+    assert torch.equal(getattr(model.prepare(batch, seed=1, step=2), field), getattr(hidden, field))
+    assert torch.equal(prepared.center, hidden.center), "of tokens that are no targets alone"
+
+
+@every_kind
+def test_the_cell_loss_is_asked_with_every_target_hidden(tokenizer: str, objective: str) -> None:
+    model = _model(tokenizer, objective, random_frac=0.3, keep_frac=0.3)
+    plain, batch = _model(tokenizer, objective), _tensors(tokenizer, lengths=(30, 1, 30))
+    prepared, hidden = (m.prepare(batch, seed=0, step=1) for m in (model, plain))
+    at = prepared.targets
+    asked = prepared.hiding_targets(objective == "masked_gene")
+    assert torch.equal(model.inputs(asked, at), model.inputs(hidden, at))
+    assert not torch.equal(model.inputs(prepared, at), model.inputs(hidden, at))
+    queries: list[torch.Tensor] = []
+    model.cell_head.register_forward_hook(lambda head, given, out: queries.append(given[0]))
+    model(prepared)
+    assert torch.equal(queries[0][:, model.width :], model.inputs(hidden, at))
+
+
+def test_a_split_that_hides_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"random_frac \+ keep_frac = 1 hides none of the masked tokens"):
+        MaskedGeneConfig(random_frac=0.5, keep_frac=0.5)

@@ -54,8 +54,7 @@ def test_lost_processes_are_restarted_if_that_can_help(
     count, state = tmp_path / "starts", tmp_path / "state.json"
     error = str(tmp_path / "error.txt") if says_why else ""
     arguments = [str(count), str(state), "10" if saves else "0", error]
-    port = 20_000 + secrets.randbelow(12_000)  # as in a job: below the ephemeral ports
-    NodeTask("dies", arguments, 1, 0, port, "", str(tmp_path), restarts, str(state)).write()
+    NodeTask("dies", arguments, 1, 0, secrets.token_hex(32), "", str(tmp_path), restarts, str(state)).write()
     task = start(tmp_path, node=0, nodes=1)
     printed_all, _ = task.communicate(timeout=500)
     assert len(count.read_text()) == starts, printed_all
@@ -67,8 +66,7 @@ def test_lost_processes_are_restarted_if_that_can_help(
 
 def test_a_node_ends_when_the_processes_of_another_are_lost(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(WAITS)
-    port = 20_000 + secrets.randbelow(12_000)
-    NodeTask("waits", [str(tmp_path)], 1, 0, port, "", str(tmp_path)).write()
+    NodeTask("waits", [str(tmp_path)], 1, 0, secrets.token_hex(32), "", str(tmp_path)).write()
     tasks = [start(tmp_path, node, nodes=2) for node in range(2)]
     printed = [task.communicate(timeout=500)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [1, 1], printed

@@ -15,7 +15,7 @@ from cellmill.config import check_config
 from cellmill.config.corpus import Shard
 from cellmill.config.run import Stream
 from cellmill.config.tokens import Tokens
-from cellmill.data.level_table import MAX_LEVELS, level_table, numbers_of
+from cellmill.data.level_table import MAX_LEVELS, levels_of, numbers_of
 from cellmill.data.manifest import Manifest
 from cellmill.data.shard_writer import write_shards
 from cellmill.data.stream import CellStream
@@ -119,8 +119,9 @@ def test_a_column_that_cannot_be_read_is_named_in_one_line(manifest: Manifest) -
         manifest.levels({"score": "x"})
     with pytest.raises(DataError, match=r"of an earlier version.*make the shards again"):
         replace(manifest, obs_levels={}).levels({"assay": "x"})
-    barcodes = pd.DataFrame({"barcode": [f"b{i}" for i in range(MAX_LEVELS + 1)]})
-    assert level_table(barcodes) == {}
+    barcodes = np.array([f"b{i}" for i in range(MAX_LEVELS + 1)], object)
+    assert levels_of([barcodes[:9], barcodes[9:]]) is None
+    assert levels_of([barcodes[:2], barcodes[1:3]]) == ["b0", "b1", "b2"]
 
 
 def test_a_column_that_is_not_kept_is_refused_before_anything_runs(tmp_path: Path) -> None:

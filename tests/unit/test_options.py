@@ -41,7 +41,7 @@ CORPUS = {
         "min_cells": 120,
         "keep_obs": ["batch"],
     },
-    "vocabulary": {"min_cells": 120, "max_genes": 20},
+    "vocabulary": {"min_cells": 120, "max_genes": 20, "select": "seurat", "quantiles": True},
     "shard": {"cells_per_shard": 64, "split_by": "batch", "val_frac": 0.1, "test_frac": 0.4, "seed": 1},
 }
 PLAN = {
@@ -67,12 +67,13 @@ NEEDS = {
     "parallel.sequence_parallel": {"parallel": {"tp": 2}},
     "parallel.schedule": {"parallel": {"pp": 2}, "model": {"layers": 4, "hidden": 8, "heads": 2}},
     "parallel.microbatches": {"parallel": {"pp": 2}},
+    "vocabulary.select": {"vocabulary": {"max_genes": 20}},
     "train.decay_frac": {"train": {"schedule": "wsd"}},
 }
 """Options without which another is refused."""
 TRAIN = {
     "tokens": {"tokenizer": "binned", "max_tokens": 12},
-    "stream": {"lanes": 8, "block_cells": 8, "window_blocks": 4},
+    "stream": {"lanes": 8, "block_cells": 8, "window_blocks": 4, "equal_steps": True},
     "model": {"heads": 1, "pooling": "attention"},
     "objective": {"name": "masked_gene", "mask_frac": 0.3, "cell_loss_weight": 0},
     "train": {
@@ -96,12 +97,30 @@ TRAIN = {
 }
 ELSEWHERE = {
     "preprocess.organism": "unit/test_preprocess.py",
+    "preprocess.reference_organism": "unit/test_orthologs.py",
+    "preprocess.orthologs": "unit/test_orthologs.py",
+    "vocabulary.genes": "unit/test_gene_selection.py",
+    "vocabulary.protein_coding": "unit/test_gene_selection.py",
     "preprocess.min_coverage_frac": "unit/test_preprocess.py",
     "preprocess.row_block": "unit/test_preprocess.py",
+    "shard.duplicates": "unit/test_shard_parts.py",
+    "shard.jobs": "unit/test_shard_parts.py",
+    "tokens.truncation": "unit/test_cell_tokens.py",
+    "tokens.zero_frac": "unit/test_cell_tokens.py",
     "tokens.bins": "unit/test_tokens.py",
+    "tokens.binning": "unit/test_tokens.py",
+    "tokens.max_value": "unit/test_tokens.py",
+    "tokens.edges": "unit/test_tokens.py",
     "tokens.covariates": "unit/test_covariates.py",
     "tokens.covariate_unknown_frac": "unit/test_covariates.py",
     "stream.io_threads": "unit/test_stream.py",
+    "stream.weight_by": "unit/test_repeats.py",
+    "stream.weight_exponent": "unit/test_repeats.py",
+    "stream.max_repeats": "unit/test_repeats.py",
+    "stream.weight_warmup_steps": "unit/test_repeats.py",
+    "model.gene_vectors": "unit/test_gene_vectors.py",
+    "model.gene_vector_dim": "unit/test_gene_vectors.py",
+    "model.train_gene_vectors": "unit/test_gene_vectors.py",
     "model.family": "unit/test_config.py",
     "model.activation": "unit/test_post_norm.py",
     "model.norm_eps": "unit/test_post_norm.py",
@@ -121,6 +140,8 @@ ELSEWHERE = {
     "objective.max_hidden_frac": "unit/test_views.py",
     "objective.target": "unit/test_views.py",
     "objective.weights": "unit/test_cell_decoding.py",
+    "objective.random_frac": "unit/test_masked_model.py",
+    "objective.keep_frac": "unit/test_masked_model.py",
     "objective.renormalize": "unit/test_renormalize.py",
     "objective.likelihood": "unit/test_negative_binomial.py",
     "objective.parts": "unit/test_sum.py",
@@ -129,6 +150,9 @@ ELSEWHERE = {
     "objective.invariance_weight": "unit/test_view_loss.py",
     "objective.variance_weight": "unit/test_view_loss.py",
     "objective.covariance_weight": "unit/test_view_loss.py",
+    "objective.class_weights": "unit/test_classification.py",
+    "objective.head_hidden": "distributed/test_classification_layouts.py",
+    "objective.head_dropout": "distributed/test_classification_layouts.py",
     "objective.label_column": "unit/test_supervised_contrastive.py",
     "objective.temperature": "unit/test_supervised_contrastive.py",
     "objective.batch_column": "unit/test_batch_terms.py",
@@ -139,7 +163,16 @@ ELSEWHERE = {
     "objective.max_asked": "unit/test_query_decoding.py",
     "objective.undetected_ratio": "unit/test_query_decoding.py",
     "parallel.compile": "distributed/test_compile.py",
+    "parallel.tf32": "unit/test_precision.py",
     "finetune.method": "workflow/test_plugins.py",
+    "finetune.trunk_lr_frac": "distributed/test_methods.py",
+    "finetune.layer_decay": "distributed/test_methods.py",
+    "finetune.head_steps": "distributed/test_methods.py",
+    "finetune.block_steps": "distributed/test_methods.py",
+    "finetune.last_blocks": "distributed/test_methods.py",
+    "finetune.rank": "distributed/test_methods.py",
+    "finetune.alpha": "distributed/test_methods.py",
+    "finetune.targets": "distributed/test_methods.py",
     "track.to": "unit/test_trackers.py",
     "train.epochs": "unit/test_plan.py",
     "train.keep_checkpoints": "unit/test_train_folder.py",
@@ -149,6 +182,11 @@ ELSEWHERE = {
     "consolidate.checkpoint": "distributed/test_train_command.py",
     "embed.token_budget": "unit/test_embed.py",
     "embed.min_coverage_frac": "unit/test_embed.py",
+    "embed.min_expressed_frac": "unit/test_embed.py",
+    "embed.precision": "unit/test_precision.py",
+    "predict.min_probability": "distributed/test_classification_layouts.py",
+    "predict.min_accuracy": "distributed/test_classification_layouts.py",
+    "evaluate.precision": "unit/test_precision.py",
     "evaluate.datasets": "unit/test_config.py",
     "evaluate.cells": "unit/test_evaluate_stage.py",
     "evaluate.folds": "unit/test_evaluate_stage.py",
@@ -159,6 +197,7 @@ ELSEWHERE = {
     "corpora.datasets": "unit/test_config.py",
     "runs.corpus": "unit/test_config.py",
     "runs.init_from": "workflow/test_line.py",
+    "runs.machine": "workflow/test_line.py",
 }
 """Tests that change the option: in a file below tests/."""
 
@@ -232,7 +271,10 @@ def test_the_option_changes_the_corpus(
     section: str, option: str, corpus: tuple[Path, dict[str, str]], tmp_path: Path
 ) -> None:
     folder, before = corpus
-    made = make_corpus(with_option(CORPUS, section, option)[1], tmp_path / "corpus", folder, first=section)
+    base, changed = with_option(CORPUS, section, option)
+    if f"{section}.{option}" in NEEDS:
+        before = make_corpus(base, tmp_path / "before", folder, first=section)
+    made = make_corpus(changed, tmp_path / "corpus", folder, first=section)
     assert made.items() - before.items()
 
 

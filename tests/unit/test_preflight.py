@@ -860,3 +860,74 @@ def test_the_error_of_a_process_is_the_reason(tmp_path: Path) -> None:
     assert text(judge_end(ended, ["n1"], False)) == [
         "no  job: rank 3 on n1: RuntimeError: no; set-resources: train: interface, modules or container may be wrong"
     ]
+
+
+def test_each_machine_that_a_run_names_is_checked(
+    project: Path, commands: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = {"slurm_partition": "short", "gpus_per_node": "", "nodes": 1, "nproc_per_node": 1, "runtime": 60}
+    Path("profiles/one").mkdir(parents=True)
+    entries = {"train": slurm(), "plan": {"device": "a100"}, "train.small": named, "plan.small": {"device": "cpu"}}
+    Path("profiles/one/config.yaml").write_text(yaml.safe_dump({"set-resources": entries}))
+    runs = "runs: {tiny: {corpus: sim, parallel: {strategy: ddp}, machine: small}, wide: {corpus: sim}}"
+    Path("config.yaml").write_text(CONFIG.replace(CONFIG.splitlines()[-1], runs))
+    code, lines, last = preflight(capsys, "profiles/one", "--no-job")
+    assert "ok  time limit: gpu allows 2880 min, requested: 600" in lines
+    assert "ok  run wide: fits 8 processes: 2 replicas of 4 shards, cells not counted yet" in lines
+    assert (
+        "no  machine small, time limit: short allows 30 min, requested: 60; set-resources: train.small: runtime: 30"
+    ) in lines
+    assert "ok  run tiny: fits 1 process: 1 replica, cells not counted yet" in lines
+    assert (code, last) == (2, "cellmill preflight: no go: 1 reason")
+    record = json.loads(Path("results/preflight/one.json").read_text())
+    assert record["machine"]["slurm_partition"] == "gpu"
+    assert record["machines"]["small"]["machine"]["slurm_partition"] == "short"
+    Path("config.yaml").write_text(CONFIG.replace(CONFIG.splitlines()[-1], runs.replace("small", "smal")))
+    code, lines, last = preflight(capsys, "profiles/one", "--no-job")
+    unknown = "no machine 'smal' in profiles/one/config.yaml; did you mean 'small'?"
+    assert f"no  machine smal, profile: {unknown}" in lines
+
+
+STAGES = """
+executor: slurm
+retries: 2
+default-resources: {slurm_partition: cpu, mem_mb: 4000, runtime: 60}
+set-threads: {shard: 16, evaluate: 8}
+set-resources:
+  preprocess: {mem_mb: 6000 * attempt, runtime: 120}
+  vocabulary: {mem_mb: "min(9000 * attempt, 16000)", runtime: 31, slurm_partition: short}
+  divide: {slurm_partition: short}
+  consolidate: {slurm_partition: cpus}
+  embed: {slurm_partition: gpu, gpu: 1, gpu_model: a100, mem_mb: "max(input.size_mb, 9)", runtime: "3d"}
+  evaluate: {slurm_partition: gpu, gpu: 1, gpu_model: a100, runtime: 60, tasks_per_gpu: 0}
+  train: {launcher: slurm, nodes: 2, nproc_per_node: 4, slurm_partition: gpu, gpus_per_node: "a100:4", runtime: 600}
+"""
+
+
+def test_each_stage_is_checked_against_its_partition(
+    project: Path, commands: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("profiles/one").mkdir(parents=True)
+    Path("profiles/one/config.yaml").write_text(STAGES)
+    commands(which="")  # Snakemake looks for a shell when it evaluates its first expression
+    code, lines, last = preflight(capsys, "profiles/one", "--no-job")
+    assert [line for line in lines if "stage" in line] == [
+        "?   stage preprocess: attempt 3, memory: 1 node of cpu has 16000 MB, requested: 18000; set-resources: "
+        "preprocess: mem_mb: 16000",
+        "no  stage vocabulary: time limit: short allows 30 min, requested: 31; set-resources: vocabulary: runtime: 30",
+        "no  stage divide: time limit: short allows 30 min, requested: 240; set-resources: divide: runtime: 30",
+        "ok  stage shard_part: fits cpu, 240 min, 16000 MB, 1 CPU",
+        "no  stage shard: CPUs: 1 node of cpu has 8, requested: 16; set-threads: shard: 8",
+        "no  stage consolidate: partition: there is no 'cpus'; set-resources: consolidate: slurm_partition: one of "
+        "cpu, gpu, new, short",
+        "no  stage embed: time limit: gpu allows 2880 min, requested: 4320; set-resources: embed: runtime: 2880",
+        "ok  stage predict: fits cpu, 240 min, 16000 MB, 4 CPUs",
+        "ok  stage evaluate: fits gpu, 60 min, 32000 MB, 8 CPUs, GPUs a100:1",
+    ]
+    assert (code, last) == (2, "cellmill preflight: no go: 5 reasons")
+    commands(sbatch=("sbatch: error: Batch job submission failed: Invalid account\n", 1))
+    _, lines, _ = preflight(capsys, "profiles/one", "--no-job")
+    assert (
+        "no  stage evaluate: sbatch refuses the job: Batch job submission failed: Invalid account; change "
+        "default-resources or set-resources: evaluate"
+    ) in lines

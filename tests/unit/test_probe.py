@@ -20,7 +20,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from cellmill.evaluate.classifiers import log_normalise
+from cellmill.data.count_matrix import log_normalise
 from cellmill.evaluate.labelled import choose_cells
 from cellmill.evaluate.score_table import Predictions, ScoreColumn, table_rows
 from cellmill.evaluate.tasks.probe import METRICS, judge, predict_folds

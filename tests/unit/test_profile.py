@@ -14,7 +14,7 @@ import yaml
 from snakemake.cli import parse_set_resources
 from snakemake.profiles import ProfileConfigFileParser
 
-from cellmill.cli import _machine
+from cellmill.arguments import add_machine
 from cellmill.config.load import check_options
 from cellmill.config.machine import Machine
 from cellmill.errors import ConfigError
@@ -134,9 +134,8 @@ def test_the_machine_is_what_the_rule_train_is_called_with(alone: Path) -> None:
         called[0].partition(" cellmill train ")[2].partition(" 2>&1")[0].replace('"$(', "").replace(')"', "")
     )
     parser = ArgumentParser()
-    _machine(parser, Machine.model_fields)
+    add_machine(parser, Machine.model_fields)
     given = vars(parser.parse_known_args(flags)[0])
-    assert {flag.partition("=")[0] for flag in flags} >= {f"--{name.replace('_', '-')}" for name in given}
     assert read_profile("one").machine() == check_options(Machine, given, "the rule's flags")
 
 

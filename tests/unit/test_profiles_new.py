@@ -18,6 +18,7 @@ from snakemake.cli import parse_set_resources
 from cellmill.cli import main
 from cellmill.config.machine import Machine
 from cellmill.preflight.profile import read_profile
+from cellmill.preflight.stage_checks import NoInput
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # as printed by `sinfo -h -a -N -o %N|%P|%a|%l|%T|%c|%m|%G|%f`
@@ -127,9 +128,14 @@ def test_the_best_partition_is_written_with_the_figures_of_its_smallest_node(
     assert tree["default-resources"] == {
         "slurm_partition": "cpu", "slurm_account": "lab", "runtime": 60, "mem_mb": 4000
     }  # fmt: skip
-    assert tree["set-threads"] == {"preprocess": 2, "shard": 2, "embed": 8, "evaluate": 8}
+    assert tree["set-threads"] == {
+        "preprocess": 2, "shard": 2, "shard_part": 2, "embed": 8, "predict": 8, "evaluate": 8
+    }  # fmt: skip
     on_a_gpu = {"slurm_partition": "gpu", "gpu": 1, "gpu_model": "h100", "tasks_per_gpu": 0}
-    assert tree["set-resources"]["embed"] == on_a_gpu | {"mem_mb": "32000 * attempt", "runtime": "240 * attempt"}
+    assert tree["set-resources"]["embed"] == on_a_gpu | {
+        "mem_mb": "min(int(32000 + input.size_mb / 10) * attempt, 2063000)",
+        "runtime": "min(int(240 + input.size_mb / 100) * attempt, 2880)",
+    }
     assert tree["set-resources"]["plan"] == {"device": "h100"}
     lines = {line.strip().partition(" ")[0]: line for line in text.splitlines() if "#" in line}
     assert lines["runtime:"].endswith("; a day, below the limit of 2880 min of partition gpu (sinfo)")
@@ -218,21 +224,21 @@ def test_no_attempt_of_a_stage_exceeds_the_limits_of_its_partition(cluster: Call
     cluster(short, "")
     _, tree, _ = new("--partition", "debug")
     for stage, resources in tree["set-resources"].items():
-        gpu = stage in ("embed", "evaluate")
+        gpu = stage in ("embed", "predict", "evaluate")
         for key, limit in (("runtime", 30 if gpu else 200), ("mem_mb", 1031000 if gpu else 20000)):
             if stage in ("plan", "train"):
                 continue
             resource = parse_set_resources([f"{stage}:{key}={resources[key]}"])[stage][key]
             values = [
                 resource.evaluate(
-                    wildcards={}, input=[], attempt=attempt, threads=1, rulename=stage, async_run=None
+                    wildcards={}, input=NoInput(), attempt=attempt, threads=1, rulename=stage, async_run=None
                 ).value
                 for attempt in range(1, tree["retries"] + 2)
             ]
             assert values == sorted(values), f"{stage} {key}: a retry gets less"
             assert max(values) <= limit, f"{stage} {key}"
     assert tree["set-resources"]["shard"]["runtime"] == 200
-    assert tree["set-resources"]["shard"]["mem_mb"] == "min(16000 * attempt, 20000)"
+    assert tree["set-resources"]["shard"]["mem_mb"] == "min(int(16000 + input.size_mb / 50) * attempt, 20000)"
 
 
 def test_memory_is_not_requested_where_slurm_does_not_manage_it(cluster: Callable[..., None]) -> None:
@@ -282,7 +288,7 @@ def test_a_time_limit_of_the_qos_is_kept(
     cluster(site("gpu:h100:4", limit="5:00:00"), rules, accounts=accounts)
     machine, tree, text = new(*words)
     assert machine.runtime == runtime
-    assert tree["set-resources"]["embed"]["runtime"] in (f"min(240 * attempt, {runtime})", runtime)
+    assert tree["set-resources"]["evaluate"]["runtime"] in (f"min(240 * attempt, {runtime})", runtime)
     assert source in text
 
 
@@ -368,5 +374,5 @@ def test_snakemake_takes_every_line_of_a_new_profile(cluster: Callable[..., None
     rules = dict(re.findall(r"^(?:local)?rule (\w+):\n(?:    .*\n)*?    resources: (.*)$", done.stdout, re.M))
     assert "slurm_partition=all, slurm_account=input" in rules["vocabulary"]
     assert "gpu_model=max" in rules["embed"]
-    assert "runtime=240" in rules["embed"]
+    assert "runtime=240" in rules["evaluate"]
     assert "nodes=1-1" in rules["train"]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from cellmill.config.load import load_config
 from cellmill.config.tokens import Tokens
 from cellmill.data.tokens import tokenized
 from cellmill.models.batch import TensorBatch, padded, to_tensors
 from cellmill.models.objectives.masked_value import MaskedValue
 from tests.models import spec
 
+ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (20, 31, 1, 14, 2)
 
 
@@ -64,3 +67,13 @@ def test_hidden_counts_change_nothing_that_the_model_is_given(tokenizer: str) ->
     assert torch.equal(one.center, other.center)
     leaking = [_prepared(False, louder, tokenizer)[0] for louder in (False, True)]
     assert not torch.equal(leaking[0].values, leaking[1].values)
+
+
+def test_all_shipped_configurations_hide_the_library_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    shipped = [ROOT / "config" / "config.yaml", *(ROOT / "config" / "examples").glob("*.yaml")]
+    named = [path for path in shipped if "masked_value" in path.read_text(encoding="utf-8")]
+    runs = [run for path in named for run in load_config(path).runs.values()]
+    parts = [part for run in runs for part in run.objective.each() if part.name == "masked_value"]
+    assert len(parts) >= 4
+    assert all(part.needs_counts for part in parts)

@@ -52,8 +52,9 @@ def _run(folder: Path) -> Path:
     skipped = result | {"skipped": "the dataset has no label column"}
     masked = result | {"figures": {"n_cells": 95, "r2_over_gene_mean": -0.012}}
     shared = {"n_cells": 300, "n_scored": 95, "cells": "heldout", "n_without_genes": 0}
+    genes = {"n_present": 75, "n_genes": 765, "expressed_frac": 0.213, "absent": ["CD3D"]}
     datasets = {
-        "pbmc": shared | {"roles": {"label": "type"}, "tasks": {"probe": probe, "reconstruct": masked}},
+        "pbmc": shared | {"genes": genes, "roles": {"label": "type"}, "tasks": {"probe": probe, "reconstruct": masked}},
         "bare": shared | {"roles": {}, "tasks": {"probe": skipped, "reconstruct": masked}},
     }
     _write(folder / "plan.json", {"parameters": 1234567, "steps": 200, "hours": 0.5})
@@ -175,6 +176,33 @@ def test_missing_folders_damaged_files_and_doubled_names_are_named(tmp_path: Pat
     _write(run / "plan.json", "{")
     with pytest.raises(DataError, match=r"plan\.json: not valid JSON"):
         read_run(run)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("plan.json", {"steps": {"a": []}, "memory": 3}),
+        ("train/run.json", {"options": 3}),
+        ("train/cost.json", {"totals": None}),
+        ("train/metrics.jsonl", '{"step": 1, "loss": "x", "peak_allocated_gb": 3}\n'),
+        ("evaluate/metrics.json", {"datasets": {"a": {"tasks": {"probe": None}}}}),
+        ("evaluate/metrics.json", {"datasets": {"a": {"tasks": {"probe": {"verdicts": [], "rows": 3}}}}}),
+        ("evaluate/metrics.json", [1]),
+        ("evaluate/umap.tsv", "dataset\tobs_name\tlabel\tx\ty\theldout\na\tb\tc\tnan\t1\t1\n"),
+        ("evaluate/umap.tsv", "dataset\tobs_name\tlabel\tx\ty\theldout\na\tb\n"),
+        ("evaluate/umap.tsv", b"\xff\x00"),
+    ],
+)
+def test_a_file_of_other_content_is_named_in_one_line(tmp_path: Path, file: str, content: Any) -> None:
+    folder = _run(tmp_path / "run")
+    if isinstance(content, bytes):
+        (folder / file).write_bytes(content)
+    else:
+        _write(folder / file, content)
+    options = ReportOptions.model_validate({"report": {}})
+    with pytest.raises(DataError, match=rf"^{folder / file}\W[^\n]*again$"):
+        report.run(options=options, runs=[folder], corpora=[], out=tmp_path / "index.html")
+    assert not (tmp_path / "index.html").exists()
 
 
 def test_losses_are_the_comparisons_in_which_the_model_is_not_ahead() -> None:

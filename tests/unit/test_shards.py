@@ -241,7 +241,7 @@ def test_a_rerun_replaces_a_larger_shard_set(tmp_path: Path) -> None:
     assert {path.name for path in before.path.parent.iterdir()} == {
         "manifest.json",
         "notes.h5ad",
-        *(path.name for path in shard_files(after)),
+        *(file.name for split in after.splits.values() for file in split.files),
     }
     assert len(shard_files(after)) < len(shard_files(before))
     verify(after)
@@ -259,6 +259,18 @@ def test_a_rerun_that_fails_leaves_no_manifest(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError, match="No space left"):
         write_corpus(tmp_path, 350)
     assert not manifest.path.exists()
+
+
+def without_index(manifest: Manifest) -> Manifest:
+    """The manifest as version 0.1.0 wrote it: shards are opened at once."""
+    tree = json.loads(manifest.path.read_text())
+    del tree["checksum"]
+    for split in tree["splits"].values():
+        del split["index"]
+        for shard in split["shards"]:
+            del shard["genes_at"], shard["counts_at"]
+    manifest.path.write_text(json.dumps(tree))
+    return Manifest.read(manifest.path)
 
 
 def rewrite(path: Path, **layout: object) -> None:
@@ -313,7 +325,7 @@ def test_a_damaged_shard_is_named_when_it_is_opened(
     assert callable(damage)
     damage(folder / "train-00001.h5ad")
     with pytest.raises(DataError, match=rf"train-00001\.h5ad.*{message}"):
-        open_shards(manifest, "train")
+        open_shards(without_index(manifest), "train")
     with pytest.raises(DataError, match=r"train-00001\.h5ad"):
         verify(manifest)
 
@@ -335,6 +347,7 @@ def test_a_shard_truncated_while_open_is_a_short_read_and_not_an_endless_wait(co
     folder = tmp_path / "shards"
     shutil.copytree(corpus.path.parent, folder)
     rows = open_shards(Manifest.read(folder / "manifest.json"), "train")[0]
+    rows.check_size()
     with open(rows.path, "r+b") as file:
         file.truncate(2000)
     with pytest.raises(DataError, match=r"train-00000\.h5ad: short read: .* truncated while open"):
@@ -347,13 +360,23 @@ def test_a_shard_truncated_while_open_is_a_short_read_and_not_an_endless_wait(co
         ({"format": 2}, "expected manifest format 1, got 2"),
         ({"seed": 9}, "expected fingerprint .* edited or damaged"),
         ({"splits": {"train": {}}}, "not a shard manifest"),
-        ({"vocabulary": None, "fingerprint": "x"}, "edited or damaged"),
+        ({"vocabulary": None, "fingerprint": "x"}, "not a shard manifest"),
     ],
 )
 def test_an_edited_manifest_is_refused(corpus: Manifest, tmp_path: Path, edit: dict, message: str) -> None:
     path = tmp_path / "manifest.json"
     path.write_text(json.dumps(json.loads(corpus.path.read_text()) | edit))
     with pytest.raises(DataError, match=rf"manifest\.json: .*{message}"):
+        Manifest.read(path)
+
+
+def test_an_edited_offset_is_refused_and_keys_in_another_order_are_not(corpus: Manifest, tmp_path: Path) -> None:
+    tree, path = json.loads(corpus.path.read_text()), tmp_path / "manifest.json"
+    path.write_text(json.dumps(tree, sort_keys=True))
+    assert Manifest.read(path).splits == corpus.splits
+    tree["splits"]["train"]["shards"][0]["genes_at"] += 4
+    path.write_text(json.dumps(tree))
+    with pytest.raises(DataError, match=r"manifest\.json: its checksum is not of its entries: edited or damaged"):
         Manifest.read(path)
 
 

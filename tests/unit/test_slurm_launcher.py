@@ -22,6 +22,7 @@ from cellmill.launch.job import Job
 from cellmill.launch.slurm import RunFiles, SlurmLauncher
 from cellmill.launch.submit import submitting
 from cellmill.runs.claim import claim
+from cellmill.runs.folder_watch import FolderWatch
 from cellmill.runs.jobs import JobRecord, Jobs
 
 SUBMITTED = [0, "Submitted batch job 7\n", ""]
@@ -160,6 +161,48 @@ def test_a_job_for_another_machine_is_followed_with_a_warning(
         "warning: the job was submitted for another machine than the profile's (slurm_partition none -> gpu, "
         "nodes 1 -> 4); to change it, interrupt, which saves and cancels the job, and run the same command again\n"
     ) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("all_results", [False, True])
+def test_a_deleted_folder_is_named_its_job_cancelled_and_nothing_made_again(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], all_results: bool
+) -> None:
+    monkeypatch.setattr("cellmill.runs.folder_watch.SURE_S", 0.3)
+    folder = scripted.train.parents[1] if all_results else scripted.train.parent
+    squeue = scripted.fake / "bin" / "squeue"
+    delete = f"import shutil\nif 'RUNNING' in out:\n    shutil.rmtree({str(folder)!r}, ignore_errors=True)\nprint(out"
+    squeue.write_text(squeue.read_text().replace("print(out", delete, 1))
+    waits = [listed("PENDING", "Priority")]
+    scripted.answers(
+        squeue=[NONE, NONE, *waits, *[listed("RUNNING")] * 4, *[listed("PENDING")] * 30, listed("CANCELLED")],
+        sbatch=[SUBMITTED],
+        scancel=[NONE],
+    )
+    (scripted.train / "lock").touch()
+    with pytest.raises(UserError) as error:
+        scripted.run()
+    told = f"{scripted.train}: the run's folder was deleted; job 7, which can save nothing, was cancelled"
+    assert str(error.value) == told
+    assert scripted.calls("scancel") == ["scancel 7"]
+    assert not folder.exists()
+    assert len(scripted.calls("sbatch")) == 1
+
+
+def test_a_file_system_that_is_away_is_no_deleted_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cellmill.runs.folder_watch.SURE_S", 0)
+    train = tmp_path / "mounted" / "results" / "runs" / "a" / "train"
+    train.mkdir(parents=True)
+    (train / "lock").touch()
+    watch = FolderWatch(train)
+    (tmp_path / "mounted" / "results").rename(tmp_path / "away")
+    device = watch._device
+    watch._device = -1  # what is there now is the file system below the one that is away
+    watch.check()
+    watch._device = device
+    with pytest.raises(UserError, match=r"train: the run's folder was deleted$"):
+        watch.check()
+    (tmp_path / "away").rename(tmp_path / "mounted" / "results")
+    watch.wait()
 
 
 def test_accounting_is_asked_when_the_queue_has_forgotten_a_job(scripted: Scripted) -> None:

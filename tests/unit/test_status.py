@@ -125,7 +125,7 @@ def test_the_table_says_where_each_run_stands(
     done = run_of(results, "b-done", status={"state": "done"}, state=RUNNING | {"state": "done", "step": 600})
     curve(done, {"step": 600, "loss": 0.51234}, age_s=7300)
     here = run_of(results, "c-here", state=RUNNING)
-    curve(here, *({"step": s, "loss": 1 / s, "cells_per_s": 32.0} for s in range(200, 241, 10)), {"step": 240})
+    curve(here, *({"step": s, "loss": 1 / s, "left_s": 3.0 * (480 - s)} for s in range(200, 241, 10)), {"step": 240})
     checkpoint(here, 200)
     hold(here, holders)
     killed = run_of(results, "d-killed", state=RUNNING)
@@ -134,7 +134,7 @@ def test_the_table_says_where_each_run_stands(
     run_of(results, "e-broken", local=[broken], state=RUNNING | {"step": 0})
     waiting = job(run_of(results, "f-waits"))
     on = run_of(results, "g-on", state=RUNNING)
-    curve(on, {"step": 300, "loss": 0.125, "cells_per_s": 640.0})
+    curve(on, {"step": 300, "loss": 0.125, "cells_per_s": 640.0, "left_s": 30.0})
     job(on, ended_at=1.0, state="TIMEOUT")
     second = job(on, 2, state="PENDING")
     failed = job(run_of(results, "h-failed"), job_id="77", ended_at=time.time(), state="FAILED")
@@ -213,7 +213,7 @@ def test_one_damaged_run_hides_no_other(results: Path, capsys: pytest.CaptureFix
     assert printed[5].startswith(f"bad: {results}/runs/bad/train/state.json: not valid JSON (")
     file = results / "runs/odd/train/state.json"
     assert printed[6] == f"odd: {file}: not a run's state; start the run again: it rewrites the file"
-    assert printed[7] == "old: unexpected content in its files (KeyError: 'how')"
+    assert printed[7] == f"old: unexpected content in a file of {results}/runs/old/train (KeyError: 'how')"
 
 
 @pytest.mark.parametrize(

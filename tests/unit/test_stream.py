@@ -18,9 +18,10 @@ from cellmill.config.corpus import Shard
 from cellmill.config.run import Stream as StreamOptions
 from cellmill.config.tokens import ContinuousTokens, Tokens
 from cellmill.data.manifest import Manifest
+from cellmill.data.random_words import permutation
 from cellmill.data.shard_file import open_shards
 from cellmill.data.shard_writer import write_shards
-from cellmill.data.shuffle import Epoch, EpochLayout, permutation
+from cellmill.data.shuffle import Epoch, EpochLayout
 from cellmill.data.stream import CellStream
 from cellmill.data.tokens import Batch
 from cellmill.errors import ConfigError, DataError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.stages.consolidate import model_card
 from cellmill.stages.train import supervised_by
+from tests.models import config_json
 
 CONTRAST: dict[str, Any] = {"name": "supervised_contrastive", "label_column": "cell_type"}
 
@@ -27,12 +27,12 @@ CONTRAST: dict[str, Any] = {"name": "supervised_contrastive", "label_column": "c
 def test_the_labels_of_a_run_are_those_of_its_objective_and_of_its_first_weights(
     objective: dict[str, Any], earlier: list[str] | None, expected: list[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"supervised_by": earlier} if earlier else {}))
+    (tmp_path / "config.json").write_text(config_json(supervised_by=earlier or []))
     init_from = tmp_path if earlier else None
     assert supervised_by(ObjectiveConfig.model_validate(objective), init_from) == expected
 
 
-def card(family: str, objective: dict[str, Any], labels: list[str]) -> str:
+def card(family: str, objective: dict[str, Any], labels: list[str], **more: Any) -> str:
     config: dict[str, Any] = {
         "family": family,
         "model": {"hidden": 8},
@@ -46,7 +46,14 @@ def card(family: str, objective: dict[str, Any], labels: list[str]) -> str:
         "val_loss": 1.0,
         "supervised_by": labels,
     }
-    return model_card(config, 5)
+    return model_card(config | more, 5)
+
+
+def test_the_card_says_by_which_column_cells_were_weighted() -> None:
+    plain = card("profile", CONTRAST, [])
+    weighted = card("profile", CONTRAST, [], weighted_by="cell_type")
+    assert "| training data | fingerprint `b` |" in plain
+    assert "`b`; cells of rare values of obs column cell_type were read more often |" in weighted
 
 
 def test_the_card_says_which_labels_were_used() -> None:

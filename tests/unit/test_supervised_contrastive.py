@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.options import TrainOptions
 from cellmill.config.tokens import Tokens
+from cellmill.data.obs_levels import MISSING
 from cellmill.data.tokens import Batch, empty_batch, tokenized
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.models.batch import padded, to_tensors
@@ -140,6 +141,12 @@ def test_cells_of_unknown_label_take_no_part(family: str) -> None:
     assert torch.equal(model(one), model(other))
     known = replace(batch, levels=torch.tensor([[1, 1], [1, 2], [1, 3], [1, 1], [1, 2], [1, 3]]))
     assert not torch.allclose(model(_prepared(model, known)), model(one))
+
+
+def test_cells_without_a_label_are_not_of_one_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LEVELS, "cell_type", ("a", "b", MISSING))
+    prepared = _prepared(_model("profile"), to_tensors(_cells((1, 3, 2, 3, 1, 0)), torch.device("cpu")))
+    assert (prepared.cells.tolist(), prepared.labels.tolist()) == ([0, 2, 4], [1, 2, 1])
 
 
 def test_column_and_temperature_are_those_of_the_options() -> None:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from small_corpus import write_corpus
 
 from cellmill import registry
@@ -15,6 +16,7 @@ from cellmill.config.tokens import BinnedTokens, ContinuousTokens, RankTokens, T
 from cellmill.data.stream import CellStream
 from cellmill.data.tokenizers.binned import bin_counts
 from cellmill.data.tokens import Prefixes, empty_batch
+from cellmill.errors import ConfigError
 
 LENGTHS = (0, 1, 2, 60, 0, 7, 200)
 OPTIONS = {"rank": RankTokens, "binned": BinnedTokens, "continuous": ContinuousTokens}
@@ -76,6 +78,46 @@ def test_bins_equal_numpys_quantiles_exactly(bins: int, largest: int) -> None:
     np.testing.assert_array_equal(values, np.concatenate(expected))
     assert values.min() >= 1
     assert values.max() <= bins
+
+
+@pytest.mark.parametrize("binning", ["uniform", "quantile_corpus"])
+def test_shared_bins_are_those_of_the_log_normalised_values(binning: str) -> None:
+    genes, counts, starts = cells()
+    options = BinnedTokens(max_tokens=50, bins=20, binning=binning)
+    quantiles = np.linspace(3, 9, 7).tolist()
+    tokens = options.fitted(quantiles)
+    inner = np.arange(1, 20)
+    edges = inner * 0.5 if binning == "uniform" else np.interp(inner / 20, np.arange(7) / 6, quantiles)
+    ids, bins, cu = tokenize(genes, counts, starts, tokens)
+    continuous = tokenize(genes, counts, starts, ContinuousTokens(max_tokens=50))
+    np.testing.assert_array_equal(ids, continuous[0])
+    np.testing.assert_array_equal(cu, continuous[2])
+    assert np.abs(continuous[1][:, None] - edges).min() > 1e-6, "no value at an edge, where rounding decides"
+    np.testing.assert_array_equal(bins, [1 + sum(value >= edge for edge in edges) for value in continuous[1]])
+    assert bins.dtype == np.int32
+    assert len(np.unique(bins)) > 5
+    assert tokens.n_values == 21
+
+
+def test_values_above_the_last_bin_are_in_it_and_small_ones_in_the_first() -> None:
+    counts = np.array([1, 999_999], np.uint32)
+    for top, expected in ((2.0, [1, 4]), (100.0, [1, 1])):
+        options = BinnedTokens(binning="uniform", bins=4, max_value=top)
+        assert tokenize(np.arange(2, dtype=np.int32), counts, np.array([0, 2]), options)[1].tolist() == expected
+
+
+def test_the_options_of_earlier_versions_are_quantiles_of_the_cell() -> None:
+    assert Tokens.model_validate({"tokenizer": "binned", "bins": 7}) == BinnedTokens(bins=7, binning="quantile_cell")
+    assert not BinnedTokens(bins=7).needs_quantiles
+
+
+def test_edges_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValidationError, match="edges: expected 2 ascending numbers for 3 bins, or null"):
+        BinnedTokens(bins=3, binning="quantile_corpus", edges=[1.0])
+    with pytest.raises(ValidationError, match="edges are read with binning quantile_corpus, got uniform"):
+        BinnedTokens(bins=3, binning="uniform", edges=[1.0, 2.0])
+    with pytest.raises(ConfigError, match="no edges are fitted"):
+        BinnedTokens(binning="quantile_corpus").load()(BinnedTokens(binning="quantile_corpus"))
 
 
 def test_counts_too_large_for_a_table_are_binned_too() -> None:

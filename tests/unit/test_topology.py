@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,39 +11,41 @@ from cellmill.config.machine import Machine
 from cellmill.config.parallel import Layout, Parallel, layout
 from cellmill.launch.job import Job
 from cellmill.launch.node import NodeTask, StepNode
+from cellmill.launch.rendezvous import VARIABLE, Rendezvous
 
 NODES, GPUS = 64, 8
 
 
-def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
-    """The agent's command on each node, from what SLURM tells its tasks."""
-    machine = Machine(launcher="slurm", nodes=str(NODES), nproc_per_node=GPUS, gpus_per_node="h100:8")
-    task = NodeTask.of(Job("some.module", ["argument"], NODES, GPUS), machine, tmp_path)
+def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, task: NodeTask, restart: int = 0) -> list[Rendezvous]:
+    """The place of each node's agent, from what SLURM tells its tasks."""
     found = []
     for node in range(NODES):
         monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu-[001-032],gpu-[101-132]")
         monkeypatch.setenv("SLURM_NODEID", str(node))
-        found.append(task.command(StepNode.of_this_process()))
+        environment = task.environment(StepNode.of_this_process(), restart)
+        monkeypatch.setenv(VARIABLE, environment[VARIABLE])
+        found.append(Rendezvous.from_environment())
     return found
 
 
-def test_every_node_has_its_rank_and_all_the_same_master_and_port(
+def test_every_node_has_its_rank_and_all_the_same_first_node_secret_and_ports(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    found = commands(monkeypatch, tmp_path)
-    flags = [dict(word[2:].split("=", 1) for word in command if re.match(r"--[\w-]+=", word)) for command in found]
-    assert [int(flag["node-rank"]) for flag in flags] == list(range(NODES))
-    assert {flag["master-addr"] for flag in flags} == {"gpu-001"}
-    assert {flag["nnodes"] for flag in flags} == {str(NODES)}
-    assert {flag["nproc-per-node"] for flag in flags} == {str(GPUS)}
-    (port,) = {int(flag["master-port"]) for flag in flags}
-    assert 20_000 <= port < 32_000, "outside the ports Linux gives to outgoing connections"
-
-
-def test_ports_of_jobs_differ(tmp_path: Path) -> None:
-    machine = Machine(launcher="slurm")
-    ports = {NodeTask.of(Job("m", [], 1, 1), machine, tmp_path).port for _ in range(100)}
-    assert len(ports) > 90
+    machine = Machine(launcher="slurm", nodes=str(NODES), nproc_per_node=GPUS, gpus_per_node="h100:8")
+    task = NodeTask.of(Job("some.module", ["argument"], NODES, GPUS), machine, tmp_path)
+    task = replace(task, secret="of the job")
+    found = places(monkeypatch, tmp_path, task)
+    assert [place.node for place in found] == list(range(NODES))
+    assert {(place.host, place.nodes) for place in found} == {("gpu-001", NODES)}
+    (secret,) = {place.secret for place in found}
+    ports = found[0].ports
+    assert all(20_000 <= port < 32_000 for port in ports), "outside the ports Linux gives to outgoing connections"
+    again = places(monkeypatch, tmp_path, task, restart=1)[0]
+    assert again.secret != secret
+    assert not set(again.ports) & set(ports), "nothing of an earlier start listens there"
+    command = task.job(StepNode.of_this_process()).command()
+    assert {f"--nnodes={NODES}", f"--nproc-per-node={GPUS}"} <= set(command)
+    assert not any(task.secret in word or secret in word or str(port) in word for word in command for port in ports)
 
 
 def test_hybrid_shard_shards_inside_a_node_and_replicates_across() -> None:

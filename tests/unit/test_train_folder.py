@@ -157,7 +157,7 @@ TREE: dict[str, Any] = {
 }
 
 
-def changes(stored: dict[str, Any], init_from: str | None = None, **changed: dict[str, Any]) -> list[str]:
+def changes(stored: dict[str, Any], init_from: str | None = None, **changed: dict[str, Any]) -> dict[str, str]:
     """Changed keys between stored options and TREE with some sections changed."""
     tree = {section: keys | changed.get(section, {}) for section, keys in TREE.items()}
     now = identity(stored_options(tree, "now"), init_from)
@@ -167,8 +167,11 @@ def changes(stored: dict[str, Any], init_from: str | None = None, **changed: dic
 
 def test_only_options_that_define_the_numbers_make_another_run() -> None:
     resolved = stored_options(TREE, "then").model_dump(mode="json")
-    assert changes(resolved, parallel={"strategy": "fsdp"}, train={"keep_checkpoints": 9, "token_budget": 7}) == []
-    assert changes(resolved, "abc", train={"lr": 0.2}) == ["init_from None -> abc", "train.lr 0.1 -> 0.2"]
+    assert changes(resolved, parallel={"strategy": "fsdp"}, train={"keep_checkpoints": 9, "token_budget": 7}) == {}
+    assert changes(resolved, "abc", train={"lr": 0.2}) == {
+        "init_from": "None -> abc",
+        "train.lr": "0.1 -> 0.2",
+    }
 
 
 def test_an_option_added_since_a_run_was_stored_is_no_change_at_its_default() -> None:
@@ -176,10 +179,10 @@ def test_an_option_added_since_a_run_was_stored_is_no_change_at_its_default() ->
     for section, key in (("train", "weight_decay"), ("stream", "window_blocks"), ("tokens", "tokenizer")):
         older = resolved | {section: {name: value for name, value in resolved[section].items() if name != key}}
         assert older[section] != resolved[section]
-        assert changes(older) == []
+        assert changes(older) == {}
     older = resolved | {"train": {name: value for name, value in resolved["train"].items() if name != "weight_decay"}}
     default = resolved["train"]["weight_decay"]
-    assert changes(older, train={"weight_decay": 0.5}) == [f"train.weight_decay {default} -> 0.5"]
+    assert changes(older, train={"weight_decay": 0.5}) == {"train.weight_decay": f"{default} -> 0.5"}
 
 
 def test_stored_options_that_this_version_cannot_read_are_named_with_their_file() -> None:

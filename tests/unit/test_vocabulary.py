@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import anndata as ad
 import numpy as np
@@ -12,11 +13,13 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-from cellmill.config.options import VocabularyOptions
+from cellmill.config.corpus import VocabularyConfig
+from cellmill.config.options import TrainOptions, VocabularyOptions
 from cellmill.config.tokens import SPECIAL
 from cellmill.data.corpus import Medians, build_vocabulary
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
+from cellmill.planner.train_inputs import fitted
 from cellmill.stages import vocabulary as stage
 
 Make = Callable[..., Path]
@@ -79,9 +82,11 @@ def test_cells_are_counted_exactly_and_medians_pooled_over_files(simulated: Path
 
 def test_min_cells_and_max_genes_limit_the_vocabulary(simulated: Path) -> None:
     n_cells, _ = reference(simulated)
-    assert build_vocabulary([simulated], min_cells=100).gene_ids == sorted(g for g, n in n_cells.items() if n >= 100)
+    assert build_vocabulary([simulated], VocabularyConfig(min_cells=100)).gene_ids == sorted(
+        g for g, n in n_cells.items() if n >= 100
+    )
     top = sorted(n_cells, key=lambda g: (-n_cells[g], g))[:25]
-    assert build_vocabulary([simulated], max_genes=25).gene_ids == sorted(top)
+    assert build_vocabulary([simulated], VocabularyConfig(max_genes=25)).gene_ids == sorted(top)
 
 
 def test_the_file_begins_with_special_tokens_and_reads_back_equal(simulated: Path, tmp_path: Path) -> None:
@@ -98,9 +103,52 @@ def test_the_file_begins_with_special_tokens_and_reads_back_equal(simulated: Pat
     assert got.rows_of([got.gene_ids[3], "unknown", got.gene_ids[0]]).tolist() == [3, -1, 0]
 
 
+def test_quantiles_of_the_corpus_are_within_half_a_percent_in_any_order_of_files(
+    simulated: Path, tmp_path: Path
+) -> None:
+    data = ad.read_h5ad(simulated)
+    paths = [tmp_path / "a.h5ad", tmp_path / "b.h5ad"]
+    data[:350].copy().write_h5ad(paths[0])
+    data[350:].copy().write_h5ad(paths[1])
+    out = tmp_path / "vocabulary.tsv"
+    stage.run(options=VocabularyOptions.model_validate({"vocabulary": {"quantiles": True}}), cells=paths, out=out)
+    got = Vocabulary.read(out)
+    dense = data.X.toarray().astype(np.float64)
+    values = dense / dense.sum(axis=1, keepdims=True) * 1e4
+    exact = np.quantile(values[values > 0], np.arange(1001) / 1000, method="inverted_cdf")
+    assert got.quantiles is not None
+    np.testing.assert_allclose(np.expm1(got.quantiles.astype(np.float64)), exact, rtol=0.0052)
+    assert got.digest == build_vocabulary(paths[::-1], VocabularyConfig(quantiles=True)).digest
+    assert got.digest == hashlib.sha256(out.read_bytes()).hexdigest() != build_vocabulary(paths).digest
+
+
+@pytest.mark.parametrize("line", ["#quantiles", "#quantiles\t1\t0.5", "#quantiles\t0\tx", "#quantiles\t0\tnan"])
+def test_damaged_quantiles_are_refused(simulated: Path, tmp_path: Path, line: str) -> None:
+    path = tmp_path / "vocabulary.tsv"
+    build_vocabulary([simulated]).write(path)
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(DataError, match="last line: expected #quantiles and at least two ascending numbers"):
+        Vocabulary.read(path)
+
+
+def test_bins_are_fitted_to_the_vocabulary_of_the_run_or_refused(simulated: Path, tmp_path: Path) -> None:
+    tokens = {"tokenizer": "binned", "binning": "quantile_corpus", "bins": 4}
+    others: dict[str, Any] = {"stream": {}, "model": {}, "parallel": {}, "train": {"steps": 1}}
+    options = TrainOptions.model_validate(others | {"tokens": tokens})
+    path = tmp_path / "vocabulary.tsv"
+    build_vocabulary([simulated], VocabularyConfig(quantiles=True)).write(path)
+    quantiles = Vocabulary.read(path).quantiles
+    assert quantiles is not None
+    assert fitted(options, path).tokens.model_dump()["edges"] == quantiles[[250, 500, 750]].tolist()
+    assert fitted(fitted(options, path), path) == fitted(options, path)
+    build_vocabulary([simulated]).write(path)
+    with pytest.raises(DataError, match=r"has no quantiles, which tokens\.tokenizer binned is fitted to; set vocab"):
+        fitted(options, path)
+
+
 def test_a_damaged_vocabulary_is_named_with_its_line(simulated: Path, tmp_path: Path) -> None:
     path = tmp_path / "v.tsv"
-    build_vocabulary([simulated], max_genes=4).write(path)
+    build_vocabulary([simulated], VocabularyConfig(max_genes=4)).write(path)
     text = path.read_text()
     lines = text.splitlines(keepends=True)
     for damaged, message in (
@@ -128,7 +176,7 @@ def test_datasets_without_a_gene_in_common_are_refused(make_h5ad: Make) -> None:
         build_vocabulary([human, more, mouse])
     assert str(error.value) == (
         f"{mouse}: no genes in common with the other datasets of the corpus (its first is ENSMUSG1); "
-        "if it is of another organism, put it in a corpus of its own"
+        "if it is of another organism, set preprocess.reference_organism, or put it in a corpus of its own"
     )
     assert build_vocabulary([human, more]).n_genes == 3
 
@@ -137,7 +185,7 @@ def test_an_empty_vocabulary_and_odd_names_are_refused(make_h5ad: Make) -> None:
     ones = sp.csr_matrix(np.ones((3, 2), np.float32))
     path = make_h5ad(ones, genes=["A", "B"])
     with pytest.raises(DataError) as error:
-        build_vocabulary([path], min_cells=4)
+        build_vocabulary([path], VocabularyConfig(min_cells=4))
     assert str(error.value) == (
         "no gene is left for the vocabulary: none of 2 is detected in 4 cells, at most in 3; lower vocabulary.min_cells"
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import anndata as ad
@@ -123,11 +126,27 @@ def test_a_run_that_starts_from_another_waits_for_its_model(project: Project) ->
     assert jobs == dict.fromkeys(CORPUS, 1) | {"plan": 2, "train": 2, "consolidate": 1}
 
 
+def test_shards_are_written_by_as_many_jobs_as_asked(project: Project) -> None:
+    jobs = project.jobs("results/corpora/sim/shards/manifest.json", "--config", "shard={jobs: 3}")
+    assert jobs == dict.fromkeys([*CORPUS, "divide"], 1) | {"shard_part": 3}
+
+
+def test_a_run_may_start_from_a_model_folder_and_label_any_dataset(project: Project) -> None:
+    (project.folder / "given").mkdir()
+    (project.folder / "given" / "model.safetensors").touch()
+    labels = {"name": "classification", "label_column": "cell_type"}
+    runs = {"tuned": {"corpus": "sim", "init_from": "./given", "objective": labels}}
+    config = project.write_config("given.yaml", runs=runs)
+    jobs = project.jobs("--configfile", config, "--", "results/runs/tuned/predictions/sim.h5ad")
+    expected = [*CORPUS, "plan", "train", "consolidate", "predict"]
+    assert jobs == dict.fromkeys(expected, 1)
+
+
 def test_a_requested_file_runs_only_the_stages_it_needs(project: Project) -> None:
     made = project.snakemake("results/corpora/sim/vocabulary.tsv")
     assert made.returncode == 0, made.stdout
     results = [path for path in (project.folder / "results").rglob("*") if path.is_file()]
-    names = {str(path.relative_to(project.folder)) for path in results if "benchmarks" not in path.parts}
+    names = {str(path.relative_to(project.folder)) for path in results if not {"benchmarks", "options"} & {*path.parts}}
     assert names == {*FILES["preprocess"], *FILES["vocabulary"]}
 
 
@@ -208,7 +227,7 @@ def test_one_key_of_the_machine_changed_on_the_command_line_leaves_the_others_of
     for given in (["--profile", "machine"], ["--workflow-profile", "machine"]):
         shown = project.snakemake(*given, *dry, profile=None).stdout
         (train,) = re.findall(r"cellmill train .*", shown)
-        assert re.findall(r"--(launcher|nodes|nproc-per-node|slurm-partition|qos|runtime)=(\S*)", train) == [
+        assert re.findall(r"--([a-z-]+)=(\S*)", train) == [  # all flags of the machine: the others have their defaults
             ("launcher", "slurm"),
             ("nodes", "2"),
             ("nproc-per-node", "2"),
@@ -238,6 +257,37 @@ def test_a_wrong_table_or_configuration_is_one_line_and_an_exit_code(project: Pr
     assert last_lines(refused.stdout) == ["cellmill: config/config.yaml: unknown key 'trian'; did you mean 'train'?"]
 
 
+def test_columns_of_the_table_reach_the_stage_and_a_wrong_one_is_found_by_a_dry_run(project: Project) -> None:
+    table = project.folder / "config" / "datasets.tsv"
+    header = "dataset\tpath\tlabel\tfilter\tdonor\tperturbation\tcontrol\tmin_genes\tround_counts\n"
+    row = "sim\tdata/sim.h5ad\tcell_type|batch\tbatch != \"it's\" and cell_type in ['{}']\tbatch\t\t\t{}\tyes\n"
+    kind = ad.read_h5ad(project.folder / "data" / "sim.h5ad", backed="r").obs["cell_type"].iloc[0]
+    table.write_text(header + row.format(kind, 7))
+    cells = "results/corpora/sim/cells/sim.h5ad"
+    made = project.snakemake(cells)
+    assert made.returncode == 0, made.stdout
+    obs = ad.read_h5ad(project.folder / cells).obs
+    assert set(obs["cell_type"]) == {kind}
+    assert (obs["donor"] == obs["batch"]).all()
+    report = json.loads((project.folder / cells).with_suffix(".json").read_text())
+    assert (report["options"]["min_genes"], report["source"]["round_counts"]) == (7, True)
+    assert report["source"]["columns"]["filter"] == f"batch != \"it's\" and cell_type in ['{kind}']"
+    assert project.jobs(cells) == {}
+    table.write_text(header + row.format(kind, 8))
+    assert project.jobs(cells) == {"preprocess": 1}
+    table.write_text(header + row.replace("batch !=", "bach !=").format(kind, 7))
+    refused = project.snakemake("--dry-run")
+    assert refused.returncode == 1
+    assert last_lines(refused.stdout) == [
+        "cellmill: config/datasets.tsv: dataset sim: data/sim.h5ad has no obs column 'bach' (filter); did you mean "
+        "'batch'?"
+    ]
+    (project.folder / "config" / "config.yaml").open("a").write("train: {}\n")
+    refused = project.snakemake("--dry-run")
+    assert "config.yaml: line" in refused.stdout
+    assert "key 'train' is there twice; remove one" in refused.stdout
+
+
 def test_a_missing_dataset_is_named(project: Project) -> None:
     (project.folder / "data" / "sim.h5ad").unlink()
     refused = project.snakemake()
@@ -259,3 +309,86 @@ def test_a_failing_stage_prints_its_error_to_terminal_and_log_and_leaves_no_outp
     assert line.count("\n") == 1
     assert line in failed.stdout
     assert list((project.folder / "results").rglob("cells/*")) == []
+
+
+MACHINES = """
+cores: 2
+set-resources:
+  plan: {device: a100}
+  train: {launcher: slurm, nproc_per_node: 2, nodes: 2, slurm_partition: gpu-a100, gpus_per_node: "a100:2", qos: long}
+  train.h100: {slurm_partition: gpu-h100, nodes: "'1-2'", gres: "gpu:h100:2"}
+  plan.h100: {device: h100}
+"""
+
+
+def flags_by_run(printed: str) -> dict[str, dict[str, str]]:
+    """Flags of `cellmill train`, and the devices of `cellmill plan`, in a dry run that prints commands."""
+    trained = {run: line for line, run in re.findall(r"(cellmill train .*runs/(\w+)/train/status.json.*)", printed)}
+    planned = {
+        run: line for line, run in re.findall(r"(cellmill plan .*--out results/runs/(\w+)/plan.json.*)", printed)
+    }
+    return {
+        run: dict(re.findall(r"--([a-z-]+)=(\S+)", line)) | dict(re.findall(r"--(device|nodes) (\S+)", planned[run]))
+        for run, line in trained.items()
+    }
+
+
+def test_runs_of_one_sweep_name_their_machines(project: Project) -> None:
+    (project.folder / "machine").mkdir()
+    (project.folder / "machine" / "config.yaml").write_text(MACHINES)
+    project.write_config(runs={"tiny": {"corpus": "sim"}, "big": {"corpus": "sim", "machine": "h100"}})
+    dry = ["--profile", "machine", "--dry-run", "--printshellcmds"]
+    flags = flags_by_run(project.snakemake(*dry, profile=None).stdout)
+    of = ("slurm-partition", "nodes", "gpus-per-node", "gres", "qos", "device")
+    assert [flags["tiny"].get(key, "''") for key in of] == ["gpu-a100", "2", "a100:2", "''", "long", "a100"]
+    assert [flags["big"].get(key, "''") for key in of] == ["gpu-h100", "1-2", "''", "gpu:h100:2", "long", "h100"]
+    # what the command sets for train holds for all; one machine is changed by its name
+    typed = ["--set-resources", "train:nodes=1", "train.h100:slurm_partition=gpu-new"]
+    flags = flags_by_run(project.snakemake(*dry, *typed, profile=None).stdout)
+    assert [flags["tiny"][key] for key in of[:2]] == ["gpu-a100", "1"]
+    assert [flags["big"][key] for key in of[:2]] == ["gpu-new", "1"]
+    project.write_config(runs={"tiny": {"corpus": "sim", "machine": "h10"}})
+    refused = project.snakemake(*dry, profile=None)
+    assert (refused.returncode, refused.stdout.splitlines()[-1]) == (
+        1,
+        "cellmill: run tiny: machine: no machine 'h10' in machine/config.yaml; did you mean 'h100'?",
+    )
+
+
+def test_another_machine_of_a_run_reruns_nothing(done: tuple[Project, str], tmp_path: Path) -> None:
+    project, _ = done
+    (tmp_path / "config.yaml").write_text("cores: 2\nset-resources: {train.other: {nodes: 2}}\n")
+    config = ["--config", "runs={tiny: {corpus: sim, machine: other}}"]
+    assert project.jobs("--profile", str(tmp_path), *config, profile=None) == {}
+
+
+def test_a_failed_stage_prints_a_short_command_that_can_be_run_again(project: Project) -> None:
+    vocabulary = "results/corpora/sim/vocabulary.tsv"
+    failed = project.snakemake(vocabulary, "--config", "preprocess={min_genes: 149}")
+    assert failed.returncode == 1
+    (command,) = re.findall(r"^ +(cellmill preprocess .*) 2>&1 \| tee", failed.stdout, re.M)
+    assert len(command) < 400
+    assert max(len(line) for line in failed.stdout.splitlines()) < 600, "the other places that print it"
+    words = [str(Path(sys.executable).with_name("cellmill")), *shlex.split(command)[1:]]
+    again = subprocess.run(words, cwd=project.folder, capture_output=True, text=True)
+    assert again.returncode == 2
+    assert again.stderr in failed.stdout
+    # options are still a reason to rerun, and another configuration is another file
+    assert project.snakemake(vocabulary).returncode == 0
+    assert len(list((project.folder / "results/options/preprocess").glob("sim.*.json"))) == 2
+    assert "preprocess" in project.jobs(vocabulary, "--config", "preprocess={min_genes: 6}")
+    assert len(list((project.folder / "results/options/preprocess").glob("sim.*.json"))) == 2, "by a dry run"
+
+
+def test_a_private_workflow_writes_for_its_user_alone_and_reruns_nothing(project: Project) -> None:
+    cells = "results/corpora/sim/cells/sim.h5ad"
+    made = project.snakemake(cells, "--config", "private=true")
+    assert made.returncode == 0, made.stdout
+    written = [
+        path for top in ("results", "logs") for path in (project.folder / top, *(project.folder / top).rglob("*"))
+    ]
+    assert project.folder / cells in written
+    assert {path.stat().st_mode & 0o077 for path in written} == {0}
+    assert project.jobs(cells) == {}
+    refused = project.snakemake("--dry-run", "--config", "private=mine")
+    assert refused.stdout.splitlines()[-1].startswith("cellmill: config/config.yaml: private: ")

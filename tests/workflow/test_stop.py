@@ -63,13 +63,23 @@ def test_a_stopped_training_resumes_from_its_checkpoint_with_the_same_command(pr
     assert steps[-1] == 100
 
 
-def test_a_changed_option_trains_anew_and_moves_the_earlier_training_aside(project: Project) -> None:
-    first = project.snakemake("--", STATUS)
-    assert first.returncode == 0, first.stdout
-    second = project.snakemake("--config", "train={lr: 5e-4}", "--", STATUS)
-    assert second.returncode == 0, second.stdout
-    assert "the configuration changed (train.lr 0.001 -> 0.0005): the earlier training is now in" in second.stdout
+def test_a_changed_option_is_refused_until_a_restart_and_a_longer_run_goes_on(project: Project) -> None:
     folder = (project.folder / STATUS).parent
+    assert project.snakemake("--", STATUS).returncode == 0
+    change = "train={lr: 5e-4}"
+    refused = project.snakemake("--config", change, "--", STATUS)
+    assert refused.returncode != 0
+    assert "(train.lr 0.001 -> 0.0005); change it back, or" in refused.stdout
+    assert not list(folder.glob("superseded-*"))
+    unknown = project.snakemake("--config", change, "restart=tny", "--", STATUS)
+    assert "cellmill: restart: no run 'tny'; there are: tiny" in unknown.stdout
+    afresh = project.snakemake("--config", change, "restart=tiny", "--", STATUS)
+    assert afresh.returncode == 0, afresh.stdout
     assert json.loads((folder / "run.json").read_text())["options"]["train"]["lr"] == 5e-4
     assert list(folder.glob("superseded-001/checkpoints/step-*/manifest.json"))
-    assert project.jobs("--config", "train={lr: 5e-4}", "--", STATUS) == {}
+    assert project.jobs("--config", change, "restart=tiny", "--", STATUS) == {}
+    assert project.jobs("--config", change, "--", STATUS) == {}
+    longer = project.snakemake("--config", "train={lr: 5e-4, steps: 16}", "--", STATUS)
+    assert longer.returncode == 0, longer.stdout
+    assert "going on from step 12 of 12, now 16" in longer.stdout
+    assert json.loads((project.folder / STATUS).read_text())["step"] == 16

@@ -1,60 +1,135 @@
 # The checked configuration and functions that rules take from it. Nothing slow is imported: every job of a cluster parses
 # this file again.
+import importlib
 import json
 import os
 import re
 import sys
+import warnings
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
 from cellmill.config import check_config, check_options
 from cellmill.config.checks import check_nodes
+from cellmill.config.corpus import ObsColumns
+from cellmill.config.input_url import is_url
 from cellmill.config.machine import Machine
-from cellmill.errors import ConfigError
-from cellmill.preflight.command_line import profile_resources
+from cellmill.config.yaml_text import read_yaml
+from cellmill.errors import ConfigError, UserError
+from cellmill.files import digest, write_json
+from cellmill.launch.stage_jobs import StageWatch
+from cellmill.preflight.command_line import CommandMachines, machines_of_command
 
 # find the cellmill of this Python even if its environment is not activated
 os.environ.update(PATH=os.pathsep.join([str(Path(sys.executable).parent), *os.get_exec_path()]))
 
+# runs that begin afresh although they hold a training of other options: --config restart=RUN, or restart=[RUN,RUN]
+restarted = config.pop("restart", [])
+restarted = list(map(str, restarted if isinstance(restarted, list) else [restarted]))
+
 try:
+    for path in workflow.configfiles:
+        read_yaml(path)  # refuses a key that is there twice, of which Snakemake has taken the last
     pipeline = check_config(config, " + ".join(os.path.relpath(path) for path in workflow.configfiles))
     datasets = {corpus: pipeline.datasets(corpus) for corpus in pipeline.corpora}
     # Defaults of the rules train and plan, so that `--set-resources train:nodes=2`, which replaces the profile's
     # set-resources, changes that one value and not the launcher.
-    in_profile = profile_resources(sys.argv[1:]) if workflow.is_main_process else {"train": {}, "plan": {}}
-except ConfigError as error:
+    machines = machines_of_command(sys.argv[1:]) if workflow.is_main_process else CommandMachines()
+    if workflow.is_main_process:
+        # imports h5py, which jobs of a cluster do without
+        importlib.import_module("cellmill.data.dataset_check").check_datasets(pipeline)
+except UserError as error:
     sys.exit(f"cellmill: {error}")  # a WorkflowError would add its place in this file
+if unknown := [name for name in restarted if name not in pipeline.runs]:
+    sys.exit(f"cellmill: restart: no run {unknown[0]!r}; there are: {', '.join(pipeline.runs)}")
+
+# Snakemake 9 warns of a coroutine of its own when a profile names input.size_mb
+warnings.filterwarnings("ignore", "coroutine 'InputFiles", RuntimeWarning)
+
+if pipeline.private:
+    os.umask(0o077)  # every command inherits it: a stage's job on a cluster reads this file too
 
 
 wildcard_constraints:
     corpus="|".join(map(re.escape, pipeline.corpora)),
     run="|".join(map(re.escape, pipeline.runs)),
+    part=r"\d+-of-\d+",
     dataset="|".join(sorted({re.escape(name) for table in datasets.values() for name in table})),
 
 
 def options(stage):
     """Function of the wildcards: the sections of the configuration that `stage` reads, as JSON."""
+    return lambda wildcards: json.dumps(section_of(stage, wildcards))
 
-    def section(wildcards):
+
+def section_of(stage, wildcards):
+    """Sections of the configuration that `stage` reads; with a dataset's own options where it preprocesses one."""
+    name = wildcards.get("run") or wildcards.get("corpus")
+    dataset = dataset_of(wildcards) if stage == "preprocess" else None
+    return pipeline.section(stage, name, dataset)
+
+
+def options_file(stage):
+    """Function of a job: the file with its options, which the command reads: an error prints the command twice.
+
+    It is no reason to rerun, as it depends on resources; `options` is. Another content is another file, so that a job
+    that waits in a queue reads what it was submitted with.
+    """
+
+    def file(wildcards, resources):
         name = wildcards.get("run") or wildcards.get("corpus")
-        return json.dumps(pipeline.section(stage, name))
+        section = section_of(stage, wildcards)
+        path = Path("results/options", stage, f"{f'{name}.' if name else ''}{digest(section)[:12]}.json")
+        if workflow.executor_plugin is not None and not workflow.dryrun and not path.exists():
+            write_json(path, section)
+        return str(path)
 
-    return section
+    return file
 
 
-# the machine of a training: a resource of the rule and a flag of the command for each option
-machine_defaults = {name: field.default for name, field in Machine.model_fields.items()} | in_profile["train"]
-plan_defaults = in_profile["plan"]
-machine_flags = " ".join(f"--{name.replace('_', '-')}={{resources.{name}:q}}" for name in Machine.model_fields)
+# the machine of a training: a resource of the rule for each option
+machine_defaults = {name: field.default for name, field in Machine.model_fields.items()} | machines.train
+plan_defaults = machines.plan
+
+
+def machine_argument(wildcards, resources):
+    """Flags of the command for what differs from its defaults: an error prints the command. No reason to rerun."""
+    given = {name: (getattr(resources, name), field.default) for name, field in Machine.model_fields.items()}
+    # as numbers and as text: a profile's numbers may be text, and 10 is the default 10.0
+    changed = {
+        name: value for name, (value, default) in given.items() if value != default and str(value) != str(default)
+    }
+    return [f"--{name.replace('_', '-')}={value}" for name, value in changed.items()]
+
+
+def by_machine(rule):
+    """Let the machine that a run names change resources of a rule, whatever the profile sets for all runs."""
+    resources = workflow.get_rule(rule).resources
+    resources.update({key: of_machine(rule, key, resources.get(key)) for key in machines.keys(rule)})
+
+
+def of_machine(rule, key, otherwise):
+    """Function of the wildcards: a resource of the run's machine, or the resource `otherwise`."""
+
+    def resource(wildcards, attempt, threads):
+        own = machines.resources(pipeline.runs[wildcards.run].machine, rule)
+        return own[key] if key in own else value_of(otherwise, wildcards, attempt, threads)
+
+    return resource
+
+
+def value_of(resource, wildcards, attempt, threads):
+    """Value of a resource for a job; None for no resource."""
+    known = {"input": [], "attempt": attempt, "threads": threads, "rulename": "", "async_run": None}
+    return None if resource is None else resource.evaluate(wildcards=wildcards, **known).value
 
 
 def of_train(name):
     """Function of the wildcards: a resource of rule train, which plan takes over."""
 
     def resource(wildcards, attempt, threads):
-        known = {"input": [], "attempt": attempt, "threads": threads, "rulename": "train", "async_run": None}
-        return workflow.get_rule("train").resources[name].evaluate(wildcards=wildcards, **known).value
+        return value_of(workflow.get_rule("train").resources[name], wildcards, attempt, threads)
 
     return resource
 
@@ -70,6 +145,8 @@ def fits_processes(wildcards, resources):
     given = {name: getattr(resources, name) for name in ("nodes", "nproc_per_node")}
     given["launcher"] = getattr(resources, "launcher", "slurm")  # plan has none, and takes a range of nodes
     try:
+        if workflow.is_main_process:
+            machines.check(run.machine)
         machine = check_options(Machine, given, "the profile's set-resources")
         check_nodes(run, machine.node_counts, machine.nproc_per_node)
     except ConfigError as error:
@@ -86,6 +163,56 @@ def dataset_of(wildcards):
             f"{wildcards.dataset!r}; there are: {', '.join(table)}"
         )
     return table[wildcards.dataset]
+
+
+def input_of(wildcards):
+    """Input of the dataset: its path, or the record of its copy if it is a URL."""
+    path = dataset_of(wildcards).path
+    return "results/corpora/{corpus}/inputs/{dataset}.fetched.json".format(**wildcards) if is_url(path) else path
+
+
+def sized(base, mb_per_unit):
+    """Function of a job: a resource of `base`, one more for each `mb_per_unit` MB of input, times the attempt."""
+
+    def resource(wildcards, input, attempt):
+        # not input.size_mb, which warns, is unknown in a dry run, and is nothing for folders and URLs
+        return int(base + sum(map(bytes_of, input)) / 2**20 / mb_per_unit) * attempt
+
+    return resource
+
+
+def bytes_of(path):
+    """Bytes of an input: of a folder its files, of a fetched URL its copy."""
+    if path.endswith(".fetched.json"):
+        return json.loads(Path(path).read_text())["bytes"]
+    if os.path.isdir(path):
+        return sum(inner.stat().st_size for inner in Path(path).rglob("*") if inner.is_file())
+    return os.path.getsize(path)
+
+
+def parts_of(wildcards):
+    """Parts of the shards that jobs of their own write; none if one job writes all."""
+    jobs = pipeline.corpora[wildcards.corpus].shard.jobs
+    folder = f"results/corpora/{wildcards.corpus}/shards/parts"
+    return [f"{folder}/{number}-of-{jobs}.json" for number in range(1, jobs + 1)] if jobs > 1 else []
+
+
+def column_arguments(wildcards):
+    """What the table says of a dataset's obs and counts, as arguments of `cellmill preprocess`."""
+    dataset = dataset_of(wildcards)
+    given = {name: getattr(dataset, name) for name in ObsColumns.model_fields}
+    words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    return words + ["--round-counts"] * dataset.round_counts
+
+
+def file_of(section, key):
+    """Function of the wildcards: the file that an option of a corpus names; empty if it names none."""
+
+    def file(wildcards):
+        path = getattr(getattr(pipeline.corpora[wildcards.corpus], section), key)
+        return [] if path is None else [path]
+
+    return file
 
 
 def cells_of_corpus(wildcards):
@@ -109,15 +236,17 @@ def evaluated(pattern):
 
 
 def label_columns(wildcards):
-    """obs column of the label for each dataset the run is evaluated on; '-' for none."""
+    """obs columns of the labels for each dataset the run is evaluated on; '-' for none."""
     table = datasets[pipeline.runs[wildcards.run].corpus]
-    return [table[name].label or "-" for name in pipeline.evaluated_on(wildcards.run)]
+    return ["|".join(table[name].labels) or "-" for name in pipeline.evaluated_on(wildcards.run)]
 
 
 def parent_model(wildcards):
-    """Weights of the run that this one starts from; empty if it starts anew."""
+    """Weights of the run, or in the folder, that this one starts from; empty if it starts anew."""
     parent = pipeline.runs[wildcards.run].init_from
-    return [] if parent is None else [f"results/runs/{parent}/model/model.safetensors"]
+    if parent is None:
+        return []
+    return [f"{f'results/runs/{parent}/model' if parent in pipeline.runs else Path(parent)}/model.safetensors"]
 
 
 def parent_argument(wildcards):
@@ -125,10 +254,15 @@ def parent_argument(wildcards):
     return [word for path in parent_model(wildcards) for word in ("--init-from", str(Path(path).parent))]
 
 
+def restart_argument(wildcards, resources):
+    """`--restart` for a run of `restarted`. Takes `resources`, so that it is no reason to rerun, as `fits_processes`."""
+    return ["--restart"] if wildcards.run in restarted else []
+
+
 def ancestor_manifests(wildcards):
     """Manifests of the runs that the initial weights came from: their cells are not held out either."""
     manifests, run = [], pipeline.runs[wildcards.run]
-    while run.init_from is not None:
+    while run.init_from in pipeline.runs:  # not None, nor the path of a model folder
         run = pipeline.runs[run.init_from]
         manifests.append(f"results/corpora/{run.corpus}/shards/manifest.json")
     return manifests
@@ -138,3 +272,9 @@ def reported_corpora():
     """Corpora used by any run, in the order of the configuration."""
     used = {run.corpus for run in pipeline.runs.values()}
     return [corpus for corpus in pipeline.corpora if corpus in used]
+
+
+def watch_stages():
+    """Say why stages wait in SLURM's queue; a training says so itself."""
+    if not workflow.local_exec:
+        StageWatch(Path.cwd(), lambda line: print(f"cellmill: {line}", file=sys.stderr, flush=True)).start()

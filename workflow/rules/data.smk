@@ -1,11 +1,13 @@
 # Datasets to a corpus: preprocessed cells, a vocabulary, shards.
 #
 # Memory and runtime are defaults of a cluster job without a profile: more than the work needs, with room for the two
-# snakemake processes in a job of the SLURM plugin. The image is used with `--sdm apptainer`.
+# snakemake processes in a job of the SLURM plugin. They grow with the size of the input: obs and some numbers per cell are
+# in memory, and times are four times those of one core. The image is used with `--sdm apptainer`.
 
 
 localrules:
     demo_data,  # copies a small file
+    fetch,  # compute nodes often have no way out
 
 
 rule demo_data:
@@ -21,9 +23,26 @@ rule demo_data:
         "cellmill demo --out {output:q} 2>&1 | tee -i {log:q}"
 
 
+# The copy is in a cache that workflows share; the output says where it is, and its SHA-256.
+rule fetch:
+    output:
+        "results/corpora/{corpus}/inputs/{dataset}.fetched.json",
+    log:
+        "logs/fetch/{corpus}.{dataset}.log",
+    benchmark:
+        "results/benchmarks/fetch/{corpus}.{dataset}.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    params:
+        url=lambda wildcards: dataset_of(wildcards).path,
+    shell:
+        "cellmill fetch --input {params.url:q} --out {output:q} 2>&1 | tee -i {log:q}"
+
+
 rule preprocess:
     input:
-        lambda wildcards: dataset_of(wildcards).path,
+        raw=input_of,
+        orthologs=file_of("preprocess", "orthologs"),
     output:
         cells="results/corpora/{corpus}/cells/{dataset}.h5ad",
         report=report(
@@ -41,24 +60,27 @@ rule preprocess:
     container:
         "envs/cellmill.sif"
     resources:
-        mem_mb=8000,
-        runtime=120,
+        mem_mb=sized(8000, 5),
+        runtime=sized(120, 200),
     params:
         options=options("preprocess"),
+        options_file=options_file("preprocess"),
         counts=lambda wildcards: dataset_of(wildcards).counts,
+        columns=column_arguments,
         # `--source=…`: Snakemake quotes an empty string as nothing, and the option would take the next word
         source=lambda wildcards: dataset_of(wildcards).source or "",
         licence=lambda wildcards: dataset_of(wildcards).licence or "",
     shell:
-        "cellmill preprocess --options {params.options:q} --dataset {wildcards.dataset:q}"
-        " --input {input:q} --counts {params.counts:q} --source={params.source:q} --licence={params.licence:q}"
+        "cellmill preprocess --options {params.options_file:q} --dataset {wildcards.dataset:q}"
+        " --input {input.raw:q} --counts {params.counts:q} {params.columns:q} --source={params.source:q} --licence={params.licence:q}"
         " --out {output.cells:q} --report {output.report:q}"
         " 2>&1 | tee -i {log:q}"
 
 
 rule vocabulary:
     input:
-        cells_of_corpus,
+        cells=cells_of_corpus,
+        genes=file_of("vocabulary", "genes"),
     output:
         "results/corpora/{corpus}/vocabulary.tsv",
     log:
@@ -70,18 +92,74 @@ rule vocabulary:
     container:
         "envs/cellmill.sif"
     resources:
-        mem_mb=4000,
-        runtime=60,
+        mem_mb=sized(4000, 50),
+        runtime=sized(60, 1500),
     params:
         options=options("vocabulary"),
+        options_file=options_file("vocabulary"),
     shell:
-        "cellmill vocabulary --options {params.options:q} --cells {input:q} --out {output:q} 2>&1 | tee -i {log:q}"
+        "cellmill vocabulary --options {params.options_file:q} --cells {input.cells:q} --out {output:q} 2>&1 | tee -i {log:q}"
+
+
+# With `shard.jobs`, shards are written by as many jobs, from one plan. The number is an option and no checkpoint that follows
+# from the cells: a checkpoint hides the rest of the workflow from `snakemake -n` until the vocabulary is there, and adds
+# three jobs to every small corpus. Parts that a killed job finished are kept in either case.
+rule divide:
+    input:
+        cells=cells_of_corpus,
+        vocabulary="results/corpora/{corpus}/vocabulary.tsv",
+    output:
+        "results/corpora/{corpus}/shards/parts/plan.json",
+    log:
+        "logs/divide/{corpus}.log",
+    benchmark:
+        "results/benchmarks/divide/{corpus}.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    container:
+        "envs/cellmill.sif"
+    resources:
+        mem_mb=sized(16000, 50),
+        runtime=sized(240, 600),
+    params:
+        options=options("divide"),
+        options_file=options_file("divide"),
+    shell:
+        "cellmill divide --options {params.options_file:q} --cells {input.cells:q} --vocabulary {input.vocabulary:q}"
+        " --out {output:q} 2>&1 | tee -i {log:q}"
+
+
+rule shard_part:
+    input:
+        cells=cells_of_corpus,
+        vocabulary="results/corpora/{corpus}/vocabulary.tsv",
+        plan="results/corpora/{corpus}/shards/parts/plan.json",
+    output:
+        "results/corpora/{corpus}/shards/parts/{part}.json",
+    log:
+        "logs/shard_part/{corpus}.{part}.log",
+    benchmark:
+        "results/benchmarks/shard_part/{corpus}.{part}.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    container:
+        "envs/cellmill.sif"
+    resources:
+        mem_mb=sized(16000, 50),
+        runtime=sized(240, 600),
+    params:
+        options=options("shard_part"),
+        options_file=options_file("shard_part"),
+    shell:
+        "cellmill shard_part --options {params.options_file:q} --cells {input.cells:q} --vocabulary {input.vocabulary:q}"
+        " --part {wildcards.part:q} --out {output:q} 2>&1 | tee -i {log:q}"
 
 
 rule shard:
     input:
         cells=cells_of_corpus,
         vocabulary="results/corpora/{corpus}/vocabulary.tsv",
+        parts=parts_of,
     output:
         "results/corpora/{corpus}/shards/manifest.json",
     log:
@@ -93,10 +171,11 @@ rule shard:
     container:
         "envs/cellmill.sif"
     resources:
-        mem_mb=16000,
-        runtime=240,
+        mem_mb=sized(16000, 50),
+        runtime=sized(240, 600),
     params:
         options=options("shard"),
+        options_file=options_file("shard"),
     shell:
-        "cellmill shard --options {params.options:q} --cells {input.cells:q} --vocabulary {input.vocabulary:q}"
+        "cellmill shard --options {params.options_file:q} --cells {input.cells:q} --vocabulary {input.vocabulary:q}"
         " --out {output:q} 2>&1 | tee -i {log:q}"

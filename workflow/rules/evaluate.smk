@@ -19,12 +19,42 @@ rule embed:
         "envs/cellmill.sif"
     threads: 4
     resources:
-        mem_mb=32000,
-        runtime=240,
+        mem_mb=sized(32000, 10),
+        runtime=sized(240, 100),
     params:
         options=options("embed"),
+        options_file=options_file("embed"),
     shell:
-        'cellmill embed --options {params.options:q} --model "$(dirname {input.weights:q})" --input {input.cells:q}'
+        'cellmill embed --options {params.options_file:q} --model "$(dirname {input.weights:q})" --input {input.cells:q}'
+        " --out {output:q} 2>&1 | tee -i {log:q}"
+
+
+# Labels of any dataset of the corpus's table; only on request: results/runs/{run}/predictions/{dataset}.h5ad.
+rule predict:
+    input:
+        weights="results/runs/{run}/model/model.safetensors",
+        config="results/runs/{run}/model/config.json",
+        vocabulary="results/runs/{run}/model/vocabulary.tsv",
+        cells=lambda wildcards: f"{corpus_of(wildcards)}/cells/{wildcards.dataset}.h5ad",
+    output:
+        "results/runs/{run}/predictions/{dataset}.h5ad",
+    log:
+        "logs/predict/{run}.{dataset}.log",
+    benchmark:
+        "results/benchmarks/predict/{run}.{dataset}.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    container:
+        "envs/cellmill.sif"
+    threads: 4
+    resources:
+        mem_mb=sized(32000, 10),
+        runtime=sized(240, 100),
+    params:
+        options=options("predict"),
+        options_file=options_file("predict"),
+    shell:
+        'cellmill predict --options {params.options_file:q} --model "$(dirname {input.weights:q})" --input {input.cells:q}'
         " --out {output:q} 2>&1 | tee -i {log:q}"
 
 
@@ -57,9 +87,10 @@ rule evaluate:
         runtime=240,
     params:
         options=options("evaluate"),
+        options_file=options_file("evaluate"),
         labels=label_columns,
         baselines=lambda wildcards: f"{corpus_of(wildcards)}/baselines",  # a cache: the same for all runs of a dataset
     shell:
-        'cellmill evaluate --options {params.options:q} --model "$(dirname {input.weights:q})"'
+        'cellmill evaluate --options {params.options_file:q} --model "$(dirname {input.weights:q})"'
         " --manifest {input.manifest:q} --ancestors {input.ancestors:q} --cells {input.cells:q} --embeddings {input.embeddings:q}"
         " --labels {params.labels:q} --baselines {params.baselines:q} --out {output.metrics:q} 2>&1 | tee -i {log:q}"

@@ -22,8 +22,9 @@ rule report:
         "../../envs/cellmill.yaml"
     params:
         options=options("report"),
+        options_file=options_file("report"),
         runs=expand("results/runs/{run}", run=pipeline.runs),
         corpora=expand("results/corpora/{corpus}", corpus=reported_corpora()),
     shell:
-        "cellmill report --options {params.options:q} --runs {params.runs:q} --corpora {params.corpora:q}"
+        "cellmill report --options {params.options_file:q} --runs {params.runs:q} --corpora {params.corpora:q}"
         " --out {output:q} 2>&1 | tee -i {log:q}"

@@ -29,10 +29,14 @@ rule plan:
         device=plan_defaults.get("device", "cpu"),
     params:
         options=options("plan"),
+        options_file=options_file("plan"),
         fits=fits_processes,  # depends on resources, which Snakemake takes for no reason to rerun
     shell:
-        "cellmill plan --options {params.options:q} --manifest {input:q} --out {output:q} --nodes {resources.nodes:q}"
+        "cellmill plan --options {params.options_file:q} --manifest {input:q} --out {output:q} --nodes {resources.nodes:q}"
         " --nproc-per-node {resources.nproc_per_node:q} --device {resources.device:q} 2>&1 | tee -i {log:q}"
+
+
+by_machine("plan")
 
 
 # Only status.json is an output: Snakemake deletes the outputs of a failed job, and the run resumes from the checkpoints
@@ -58,13 +62,19 @@ rule train:
         **machine_defaults,
     params:
         options=options("train"),
+        options_file=options_file("train"),
         fits=fits_processes,
         parent=parent_argument,
+        restart=restart_argument,
+        machine=machine_argument,
     shell:
         # Snakemake sets these to the threads of the rule; the launcher divides the cores over the processes
         "unset OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS;"
-        " cellmill train --options {params.options:q} --manifest {input.manifest:q} --vocabulary {input.vocabulary:q}"
-        ' --out "$(dirname {output:q})" {params.parent:q} %s 2>&1 | tee -i {log:q}' % machine_flags
+        " cellmill train --options {params.options_file:q} --manifest {input.manifest:q} --vocabulary {input.vocabulary:q}"
+        ' --out "$(dirname {output:q})" {params.parent:q} {params.restart:q} {params.machine:q} 2>&1 | tee -i {log:q}'
+
+
+by_machine("train")
 
 
 rule consolidate:
@@ -89,6 +99,7 @@ rule consolidate:
         "../../envs/cellmill.yaml"
     params:
         options=options("consolidate"),
+        options_file=options_file("consolidate"),
     shell:
-        'cellmill consolidate --options {params.options:q} --train "$(dirname {input.status:q})"'
+        'cellmill consolidate --options {params.options_file:q} --train "$(dirname {input.status:q})"'
         ' --vocabulary {input.vocabulary:q} --out "$(dirname {output.weights:q})" 2>&1 | tee -i {log:q}'

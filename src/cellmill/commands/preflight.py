@@ -8,88 +8,146 @@ Imports no torch.
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cellmill.config import Workflow, check_options, load_config
 from cellmill.config.checks import check_nodes
 from cellmill.config.corpus import Dataset, Preprocess
+from cellmill.config.input_url import is_url
 from cellmill.config.machine import Machine
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import layout
-from cellmill.data.fasta import open_dataset
+from cellmill.data.dataset_file import open_dataset
 from cellmill.data.manifest import Manifest
+from cellmill.data.obs_columns import choose_obs
 from cellmill.data.preprocess import name_genes
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, UserError
 from cellmill.files import write_json
 from cellmill.planner.devices import device_named
-from cellmill.preflight.check import TRAIN, Check, doubt, no, ok
+from cellmill.preflight.check import TRAIN, Check, doubt, no, of_named, ok
 from cellmill.preflight.nodes import NodeCheck
-from cellmill.preflight.profile import Profile, read_profile, snakemake_finds
+from cellmill.preflight.profile import Profile, of_machine, read_profile, snakemake_finds
 from cellmill.preflight.site_checks import check_launcher, check_site, gpu_request
+from cellmill.preflight.stage_checks import check_stages
 
 CORPORA = Path("results/corpora")
+
+
+@dataclass
+class Shown:
+    """Checks that were printed."""
+
+    checks: list[Check] = field(default_factory=list)
+
+    def show(self, checks: Iterable[Check], machine: str = "") -> bool:
+        """Print each check as it is made; return True if none is a no. `machine` is the name of the one they are of."""
+        before = len(self.checks)
+        for check in checks:
+            self.checks.append(of_named(check, machine) if machine else check)
+            print(self.checks[-1], flush=True)
+        return all(check.verdict != "no" for check in self.checks[before:])
+
+    @property
+    def reasons(self) -> int:
+        return sum(check.verdict == "no" for check in self.checks)
 
 
 def run(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: float) -> None:
     """Print the checks and `go`, and write them to `out`/NAME.json. Raises UserError if it is no go."""
     if not wait_min > 0:
         raise UserError(f"--wait-min: expected a number of minutes above 0, got {wait_min:g}")
-    parsed = read_profile(profile)
-    made: list[Check] = []
-
-    def show(checks: Iterable[Check]) -> bool:
-        """Print each check as it is made; return True if none is a no."""
-        before = len(made)
-        for check in checks:
-            made.append(check)
-            print(check, flush=True)
-        return all(check.verdict != "no" for check in made[before:])
-
-    facts: dict[str, Any] = {}
-    machine: Machine | None = None
-    device = str(parsed.plan.get("device", "cpu"))
-    try:
-        machine = parsed.machine()
-        device_named(device)
-    except ConfigError as error:
-        show([no("profile", str(error))])
-    if machine is not None:
-        show(check_profile(machine, parsed, profile))
-        can_queue = show(check_launcher(machine))
+    parsed, shown = read_profile(profile), Shown()
+    pipeline = _configuration(config)
+    facts: dict[str, dict[str, Any]] = {}
+    to_try: dict[str, NodeCheck | Check] = {}
+    for name in _machines(pipeline):
+        machine = _check_machine(shown, parsed, profile, name)
+        if machine is None:
+            continue
+        facts[name] = {"machine": machine.model_dump(mode="json")}
+        can_queue = shown.show(check_launcher(machine), name)
         if can_queue and machine.launcher == "slurm":
-            can_queue = show(check_site(machine))
-        show(check_configuration(machine, config))
+            can_queue = shown.show(check_site(machine), name)
+        if isinstance(pipeline, Workflow):
+            shown.show(_check_runs(machine, pipeline, name))
         if no_job:
-            show([doubt("job", "not tried (--no-job): the nodes were not checked")])
+            to_try[name] = doubt("job", "not tried (--no-job): the nodes were not checked")
         elif not can_queue:
-            show([doubt("job", "not tried: the profile has to change first")])
+            to_try[name] = doubt("job", "not tried: the profile has to change first")
         else:
-            nodes = NodeCheck(machine, device, out / parsed.name, 60 * wait_min)
-            show(nodes.run())
-            facts = nodes.facts
-    reasons = sum(check.verdict == "no" for check in made)
+            folder = out / of_machine(parsed.name, name)
+            to_try[name] = NodeCheck(machine, parsed.device(name), folder, 60 * wait_min)
+    if facts:
+        shown.show(check_stages(parsed))
+        shown.show([pipeline] if isinstance(pipeline, Check) else check_genes(pipeline))
+    for name, job in to_try.items():
+        shown.show([job] if isinstance(job, Check) else job.run(), name)
+        facts[name] |= {} if isinstance(job, Check) else job.facts
     answer = {
         "profile": parsed.name,
         "path": str(parsed.path),
         "checked_at": time.time(),
-        "go": not reasons,
-        "machine": None if machine is None else machine.model_dump(mode="json"),
-        "checks": [asdict(check) for check in made],
+        "go": not shown.reasons,
+        **facts.pop("", {"machine": None}),
+        "machines": facts,
+        "checks": [asdict(check) for check in shown.checks],
     }
-    write_json(out / f"{parsed.name}.json", answer | facts)
-    if reasons:
-        raise UserError(f"no go: {reasons} {'reason' if reasons == 1 else 'reasons'}")
+    write_json(out / f"{parsed.name}.json", answer)
+    if shown.reasons:
+        raise UserError(f"no go: {shown.reasons} {'reason' if shown.reasons == 1 else 'reasons'}")
     print("go", flush=True)
 
 
-def check_profile(machine: Machine, profile: Profile, asked: str) -> Iterator[Check]:
+def _configuration(config: Path) -> Workflow | Check:
+    """The configuration, or what is wrong with it."""
+    try:
+        return load_config(config)
+    except ConfigError as error:
+        return no("configuration", str(error))
+
+
+def _machines(pipeline: Workflow | Check) -> list[str]:
+    """Names of the machines that runs are trained on; "" is that of runs that name none."""
+    runs = {} if isinstance(pipeline, Check) else pipeline.runs
+    return sorted({run.machine or "" for run in runs.values()} or {""})
+
+
+def _check_machine(shown: Shown, profile: Profile, asked: str, name: str) -> Machine | None:
+    """The machine of that name; None if it is wrong."""
+    try:
+        machine = profile.machine(name)
+        device_named(profile.device(name))
+    except ConfigError as error:
+        shown.show([no("profile", str(error))], name)
+        return None
+    shown.show(check_profile(machine, profile, asked, name), name)
+    return machine
+
+
+def check_profile(machine: Machine, profile: Profile, asked: str, name: str = "") -> Iterator[Check]:
     """Checks of the profile by itself, and of what Snakemake makes of it."""
     processes = f"{machine.nodes} x {machine.nproc_per_node} processes"
     over = f", with {profile.over} over it" if profile.over else ""
     yield ok("profile", f"{profile.path}{over}: launcher {machine.launcher}, {processes}")
+    if not name:
+        yield from _check_file(profile, asked)
+    for key, trains in (("nodes", machine.nodes), ("nproc_per_node", str(machine.nproc_per_node))):
+        plans = str(profile.plan.get(key, trains))
+        if plans != trains:
+            yield no(f"plan's {key}", f"{plans}, but train has {trains}", f"remove set-resources: plan: {key}")
+    gpus, each = gpu_request(machine)[1], machine.nproc_per_node
+    remedy = f"{TRAIN} nproc_per_node: {gpus}"
+    if gpus and each > gpus:
+        yield no("processes", f"{each} on each node for {gpus} GPUs", remedy)
+    elif gpus > each:
+        yield doubt("processes", f"{each} on each node leave {gpus - each} of {gpus} GPUs idle", remedy)
+
+
+def _check_file(profile: Profile, asked: str) -> Iterator[Check]:
+    """Checks that Snakemake finds this file, and that all of it reaches the training."""
     reads = snakemake_finds(asked)
     if reads is None:
         yield doubt(
@@ -105,27 +163,17 @@ def check_profile(machine: Machine, profile: Profile, asked: str) -> Iterator[Ch
             f"{', '.join(unread)} does not reach a training, whose rule declares its own",
             f"write it under {TRAIN[:-1]} too",
         )
-    for key, trains in (("nodes", machine.nodes), ("nproc_per_node", str(machine.nproc_per_node))):
-        plans = str(profile.plan.get(key, trains))
-        if plans != trains:
-            yield no(f"plan's {key}", f"{plans}, but train has {trains}", f"remove set-resources: plan: {key}")
-    gpus, each = gpu_request(machine)[1], machine.nproc_per_node
-    remedy = f"{TRAIN} nproc_per_node: {gpus}"
-    if gpus and each > gpus:
-        yield no("processes", f"{each} on each node for {gpus} GPUs", remedy)
-    elif gpus > each:
-        yield doubt("processes", f"{each} on each node leave {gpus - each} of {gpus} GPUs idle", remedy)
 
 
-def check_configuration(machine: Machine, config: Path) -> Iterator[Check]:
-    """Checks of every run of the configuration on this machine, and of the genes of its datasets."""
-    try:
-        pipeline = load_config(config)
-    except ConfigError as error:
-        yield no("configuration", str(error))
-        return
-    for name in pipeline.runs:
-        yield _check_run(machine, pipeline, name)
+def _check_runs(machine: Machine, pipeline: Workflow, name: str) -> Iterator[Check]:
+    """Checks of the runs on that machine."""
+    for run, options in pipeline.runs.items():
+        if (options.machine or "") == name:
+            yield _check_run(machine, pipeline, run)
+
+
+def check_genes(pipeline: Workflow) -> Iterator[Check]:
+    """Checks of the genes of every dataset that a run needs."""
     for corpus in dict.fromkeys(run.corpus for run in pipeline.runs.values()):
         yield from _check_genes(pipeline, corpus)
 
@@ -173,13 +221,16 @@ def _check_genes(pipeline: Workflow, corpus: str) -> Iterator[Check]:
 
 def _check_dataset(dataset: Dataset, options: Preprocess, vocabulary: Vocabulary | None, threshold: float) -> Check:
     what, path = f"genes of {dataset.dataset}", Path(dataset.path)
+    if is_url(dataset.path):
+        return doubt(what, f"{dataset.path} is not fetched here; rule fetch does it")
     if not path.exists():
         return doubt(what, f"{path} does not exist yet")
     try:
         with open_dataset(path, dataset.counts) as reader:
+            choose_obs(reader, options.keep_obs, dataset)
             if reader.ordered:
                 return ok(f"sequences of {dataset.dataset}", f"{reader.n_obs:,} records")
-            genes = name_genes(reader, options)
+            genes = name_genes(reader, dataset.preprocess(options))
     except UserError as error:
         return no(what, str(error))
     coverage = genes.coverage

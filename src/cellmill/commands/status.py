@@ -1,4 +1,6 @@
-"""status: the state of each run, in one table. Reads small files and asks squeue once; needs neither SLURM nor torch.
+"""status: the state of each run, in one table, and the stages that wait in the queue.
+
+Reads small files and asks squeue once for runs and once for stages; needs neither SLURM nor torch.
 
 A run is `running` if SLURM runs it or its lock is held; if only its files say so, it was killed.
 """
@@ -12,13 +14,15 @@ from cellmill.commands.results import run_names, train_folder
 from cellmill.errors import UserError
 from cellmill.files import read_json
 from cellmill.launch.queue import Queue, QueuedJob
+from cellmill.launch.stage_jobs import stage_jobs, waiting_lines
+from cellmill.registry import in_one_line
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.job_states import GONE, UNKNOWN, JobState
 from cellmill.runs.jobs import Jobs
 from cellmill.runs.local_starts import read_local
 from cellmill.runs.lock import Holder, holder_of
 from cellmill.runs.metrics import TAIL_BYTES, read_lines
-from cellmill.runs.progress import progress_of, step_seconds
+from cellmill.runs.progress import progress_of
 from cellmill.runs.run_cost import span
 from cellmill.runs.slurm_command import CommandError
 
@@ -34,20 +38,22 @@ KILLED = "stopped (killed)"
 
 def run(*, runs: list[str], results: Path) -> None:
     """Print the table of `runs`, or of all runs under `results`."""
-    folders = {name: train_folder(results, name) for name in runs or run_names(results)}
+    stages = waiting_stages(results)
+    names = runs or ([] if stages and not (results / "runs").exists() else run_names(results))
+    folders = {name: train_folder(results, name) for name in names}
     if not folders:
-        print(f"{results / 'runs'}: no run yet")
+        print("\n".join([f"{results / 'runs'}: no run yet", *stages]))
         return
     queued, trouble = ask_queue(folders.values())
     notes, rows = [trouble] if trouble else [], []
     for name, train in folders.items():
         try:
             rows.append(row(name, train, queued))
-        except (UserError, OSError, KeyError, TypeError, ValueError) as error:  # one damaged run hides no other
+        except Exception as error:  # one damaged run hides no other
             rows.append([name, "?", *"-" * (len(HEAD) - 2)])
-            notes.append(f"{name}: {_message(error)}")
+            notes.append(f"{name}: {_message(error, train)}")
     print(table(rows))
-    for note in notes:
+    for note in [*notes, *stages]:
         print(note)
 
 
@@ -61,6 +67,17 @@ def ask_queue(trains: Iterable[Path]) -> tuple[list[QueuedJob] | None, str]:
         return Queue(POLL_S).named(lambda name: True), ""
     except CommandError as error:
         return None, f"no usable answer from squeue ({error}): jobs are shown as last recorded"
+
+
+def waiting_stages(results: Path) -> list[str]:
+    """Lines about stages of this workflow that wait in the queue, with SLURM's reasons."""
+    folder = results.resolve().parent
+    if not (folder / ".snakemake").is_dir() or shutil.which("squeue") is None:
+        return []
+    try:
+        return waiting_lines(stage_jobs(folder))
+    except CommandError:
+        return []
 
 
 def _may_be_alive(train: Path) -> bool:
@@ -82,8 +99,8 @@ def row(name: str, train: Path, queued: list[QueuedJob] | None) -> list[str]:
     loss = next((line["loss"] for line in reversed(curve) if "loss" in line), progress.get("train_loss"))
     saved = TrainFolder(train).saved_step()
     left = None
-    if state == "running" and steps and step is not None and (each := step_seconds(train, curve)) is not None:
-        left = (steps - step) * each
+    if state == "running":
+        left = next((line["left_s"] for line in reversed(curve) if "left_s" in line), None)
     age = time.time() - (train / "metrics.jsonl").stat().st_mtime if curve else None
     return [
         name,
@@ -138,12 +155,12 @@ def state_of(train: Path, slurm: JobState | None, holder: Holder | None) -> str:
     return "stopped" if (train / "state.json").exists() or TrainFolder(train).saved_step() else "not begun"
 
 
-def _message(error: Exception) -> str:
+def _message(error: Exception, train: Path) -> str:
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}"
-    return f"unexpected content in its files ({type(error).__name__}: {error})"
+    return f"unexpected content in a file of {train} ({in_one_line(error)})"
 
 
 def table(rows: list[list[str]]) -> str:

@@ -23,6 +23,11 @@ def check_together(options: TrainOptions) -> None:
         raise ConfigError(f"parallel.compile: family {options.model.family} is not compiled; set compile to no")
     if options.parallel.compile:
         _check_compile(options.parallel)
+    if options.parallel.tf32 and options.parallel.half_precision:
+        raise ConfigError(
+            f"parallel.tf32 has no effect with precision {options.parallel.precision}; set tf32 to no, or precision to "
+            "32-true"
+        )
     if options.parallel.cpu_offload == "full" and options.parallel.strategy == "ddp":
         raise ConfigError(
             "parallel.cpu_offload full requires strategy fsdp, got ddp; set strategy to fsdp, or cpu_offload to "
@@ -128,6 +133,13 @@ def _check_objective(options: TrainOptions) -> None:
             f"tokens.covariates: family {model.family} has no tokens of obs columns; leave them out, or choose "
             "model.family encoder"
         )
+    if tokens.zero_frac:
+        for part in objective.each():
+            if not part.reads_zeros:
+                raise ConfigError(
+                    f"tokens.zero_frac: objective {part.name} has no use for genes without counts; set it to 0, or "
+                    "choose masked_value or masked_gene"
+                )
     if labels := sorted({*objective.supervised_by} & {*tokens.covariates}):
         raise ConfigError(
             f"tokens.covariates: {labels[0]} is also objective.label_column, and the model would read the label that "

@@ -1,16 +1,21 @@
 """A corpus: the table of its datasets, and the sections of the stages that make it: preprocess, vocabulary, shard."""
 
-import csv
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from cellmill.config.input_url import check_url, is_url
+from cellmill.config.obs_filter import parse_filter
 from cellmill.config.section import Section, error_line, explain
-from cellmill.errors import ConfigError, did_you_mean
+from cellmill.config.table import check_name, read_rows
+from cellmill.errors import ConfigError
 
 FASTA = (".fasta", ".fa", ".faa")  # also with .gz
-NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"  # name of a corpus, run or dataset, which is part of a path
+ROLES = ("batch", "donor", "condition", "perturbation", "dose")
+"""Columns of the table that name an obs column, which preprocessed cells have under the name of the role."""
+IS_CONTROL = "is_control"
+"""obs column of preprocessed cells: True for those with the dataset's `control`."""
 
 
 def is_fasta(path: Path) -> bool:
@@ -24,6 +29,16 @@ class Preprocess(Section):
     organism: Literal["human", "mouse"] | None = Field(
         "human", description="Gene table that maps symbols to Ensembl ids; null uses var_names as ids."
     )
+    reference_organism: Literal["human", "mouse"] | None = Field(
+        None,
+        description="Organism to whose genes those of another are mapped, by one-to-one orthologs, so that a corpus "
+        "may have both; genes without one are dropped and counted. null keeps each dataset's own genes.",
+    )
+    orthologs: str | None = Field(
+        None,
+        description="Tab-separated file of orthologs to use instead of the packaged table: a header with the names of "
+        "both organisms, Ensembl ids below; pairs in which a gene occurs once are used. Requires reference_organism.",
+    )
     min_genes: int = Field(200, ge=0, description="Drop cells with fewer detected genes.")
     min_counts: int = Field(
         1,
@@ -33,21 +48,51 @@ class Preprocess(Section):
     max_mito_frac: float = Field(
         0.2, ge=0, le=1, description="Drop cells with a larger fraction of mitochondrial counts; 1 keeps all."
     )
-    min_cells: int = Field(3, ge=0, description="Drop genes detected in fewer of the kept cells.")
+    min_cells: int = Field(
+        0,
+        ge=0,
+        description="Drop genes detected in fewer of the dataset's kept cells; above 0, the tokens of a cell depend on "
+        "the other cells of its file. `vocabulary.min_cells` counts over the corpus.",
+    )
     min_coverage_frac: float = Field(
         0.5, ge=0, le=1, description="Smallest accepted fraction of a dataset's genes that map to an Ensembl id."
     )
     keep_obs: list[str] | None = Field(None, description="obs columns to keep; null keeps all.")
     row_block: int = Field(4096, ge=1, description="Cells in memory at a time.")
 
+    @model_validator(mode="after")
+    def _orthologs_are_read(self) -> Self:
+        if self.orthologs is not None and self.reference_organism is None:
+            raise ValueError("orthologs is read with reference_organism alone; set that, or leave orthologs out")
+        return self
+
 
 class VocabularyConfig(Section):
     """Selection of the genes that become tokens."""
 
     min_cells: int = Field(1, ge=1, description="Leave out genes detected in fewer cells of the corpus.")
-    max_genes: int | None = Field(
-        None, ge=1, description="Most genes to keep, those detected in most cells; null keeps all."
+    max_genes: int | None = Field(None, ge=1, description="Most genes to keep, chosen by `select`; null keeps all.")
+    select: Literal["detected", "seurat", "seurat_v3"] = Field(
+        "detected",
+        description="Genes that max_genes keeps: detected in most cells, or highly variable over all cells of the "
+        "corpus by this flavor of scanpy's highly_variable_genes. seurat_v3 requires scikit-misc (`cellmill[hvg]`).",
     )
+    quantiles: bool = Field(
+        False,
+        description="Keep the quantiles of all values of the corpus, per mille, for runs with tokens.binning "
+        "quantile_corpus. They are within 0.5 % of the exact counts per 10,000.",
+    )
+    genes: str | None = Field(
+        None,
+        description="File with one Ensembl id or current symbol a line; other genes are left out. null keeps all.",
+    )
+    protein_coding: bool = Field(False, description="Leave out genes that GENCODE does not list as protein coding.")
+
+    @model_validator(mode="after")
+    def _variable_genes_have_a_number(self) -> Self:
+        if self.select != "detected" and self.max_genes is None:
+            raise ValueError(f"select {self.select} requires max_genes, the number of genes; set it, usually to 2000")
+        return self
 
 
 class Shard(Section):
@@ -62,6 +107,17 @@ class Shard(Section):
     val_frac: float = Field(0.1, ge=0, lt=1, description="Fraction of cells, or of split_by's values, for validation.")
     test_frac: float = Field(0.1, ge=0, lt=1, description="Fraction held out for evaluation.")
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of the split and of the order on disk.")
+    duplicates: Literal["keep", "drop"] = Field(
+        "keep",
+        description="Cells with the same counts of the same genes as an earlier cell of the corpus: keep counts and "
+        "reports them, drop leaves them out. With few counts, different cells may be equal by chance.",
+    )
+    jobs: int = Field(
+        1,
+        ge=1,
+        le=1000,
+        description="Jobs that write the shards, each a part of them; the shards do not depend on it.",
+    )
 
     @model_validator(mode="after")
     def _train_split_is_not_empty(self) -> Self:
@@ -70,43 +126,127 @@ class Shard(Section):
         return self
 
 
-class Dataset(Section):
+class ObsColumns(Section):
+    """Columns of the table that are about obs: each obs column is looked for before anything is computed."""
+
+    filter: str | None = Field(
+        None,
+        description="Condition that kept cells fulfil, as for `pandas.DataFrame.query`: comparisons of obs columns "
+        "(`` `in backticks` `` if the name has spaces) with texts, numbers and lists, joined by and, or, not.",
+    )
+    label: str | None = Field(
+        None,
+        description="obs column that the probes predict, or several, separated by |; empty for no probes. Kept "
+        "whatever preprocess.keep_obs says.",
+    )
+    batch: str | None = Field(None, description="obs column of the batch; preprocessed cells have it as `batch`.")
+    donor: str | None = Field(None, description="obs column of the donor; preprocessed cells have it as `donor`.")
+    condition: str | None = Field(
+        None, description="obs column of the condition, such as a disease; preprocessed cells have it as `condition`."
+    )
+    perturbation: str | None = Field(
+        None, description="obs column of the perturbation; preprocessed cells have it as `perturbation`."
+    )
+    control: str | None = Field(
+        None,
+        description="Value of the perturbation, or of the condition of a dataset without perturbations, of untreated "
+        "cells: `is_control` of preprocessed cells.",
+    )
+    dose: str | None = Field(
+        None, description="obs column of the dose, a number; preprocessed cells have it as `dose`."
+    )
+
+    @field_validator("filter")
+    @classmethod
+    def _filter_is_a_condition(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_filter(value)
+        return value
+
+    @model_validator(mode="after")
+    def _control_is_of_something(self) -> Self:
+        if self.control is not None and self.controlled is None:
+            raise ValueError("control is a value of the perturbation or the condition; name one of these columns too")
+        return self
+
+    @property
+    def labels(self) -> list[str]:
+        """obs columns of the labels."""
+        return [name for name in map(str.strip, (self.label or "").split("|")) if name]
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """obs column of the file by role."""
+        return {role: column for role in ROLES if (column := getattr(self, role)) is not None}
+
+    @property
+    def controlled(self) -> str | None:
+        """The role whose value `control` is."""
+        return next((role for role in ("perturbation", "condition") if role in self.roles), None)
+
+    @property
+    def asked_for(self) -> dict[str, str]:
+        """Every obs column of the file that is named, and the columns of the table that name it."""
+        read = [(name, "label") for name in self.labels] + [(column, role) for role, column in self.roles.items()]
+        if self.filter is not None:
+            read += [(name, "filter") for name in parse_filter(self.filter).columns]
+        return {name: ", ".join(owner for other, owner in read if other == name) for name, _ in read}
+
+
+NO_COLUMNS = ObsColumns.model_validate({})
+"""Of a dataset without filter, labels and roles."""
+
+
+class Dataset(ObsColumns):
     """One row of the table; an empty field is null."""
 
-    dataset: str = Field(pattern=f"^{NAME}$", description="Name, used in file names.")
+    dataset: str = Field(description="Name, used in file names.")
     path: str = Field(
         pattern=r"^[^{}<>\r\n]+$",  # Snakemake reads braces and angles in an input as wildcards
-        description="The .h5ad file, or a FASTA file of proteins (.fasta, .fa, .faa, also .gz), absolute or relative "
-        "to Snakemake's working directory; without braces and < >.",
+        description="Input: .h5ad, .zarr, 10x .h5, .loom, a folder with matrix.mtx, or a FASTA file of proteins "
+        "(.fasta, .fa, .faa, also .gz); a path, absolute or relative to Snakemake's working directory, or a URL; "
+        "without braces and < >.",
     )
-    counts: str = Field("X", description="Matrix with raw counts: X, raw, or the name of a layer.")
-    label: str | None = Field(None, description="obs column that the probes predict; empty for no probes.")
+    counts: str = Field(
+        "X", description="Matrix with raw counts: X, raw, the name of a layer, or a genome of a 10x file."
+    )
+    round_counts: bool = Field(
+        False, description="Round fractional counts, such as those of RSEM and SoupX, to the nearest whole number."
+    )
+    organism: Literal["human", "mouse", "none"] | None = Field(
+        None, description="preprocess.organism of this dataset; none uses var_names as ids."
+    )
+    min_genes: int | None = Field(None, ge=0, description="preprocess.min_genes of this dataset.")
+    min_counts: int | None = Field(None, ge=1, description="preprocess.min_counts of this dataset.")
+    max_mito_frac: float | None = Field(None, ge=0, le=1, description="preprocess.max_mito_frac of this dataset.")
     source: str | None = Field(None, description="Source of the data, for the report.")
     licence: str | None = Field(None, description="Licence of the data, for the report.")
 
+    @field_validator("dataset")
+    @classmethod
+    def _name_is_usable(cls, value: str) -> str:
+        return check_name(value)
+
+    @field_validator("path")
+    @classmethod
+    def _has_no_credentials(cls, path: str) -> str:
+        if is_url(path):
+            check_url(path)
+        return path
+
+    def preprocess(self, section: Preprocess) -> Preprocess:
+        """The corpus's options with those of the dataset."""
+        names = ("organism", "min_genes", "min_counts", "max_mito_frac")
+        own = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return section.model_copy(update={name: None if value == "none" else value for name, value in own.items()})
+
 
 def read_datasets(table: Path) -> dict[str, Dataset]:
-    """Rows of a tab-separated table by name, in order. Raises ConfigError naming the line.
-
-    Read with the csv module: importing pandas takes a second.
-    """
-    try:
-        with open(table, newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file, delimiter="\t")
-            header, rows = reader.fieldnames or [], [(reader.line_num, row) for row in reader]
-    except OSError as error:
-        raise ConfigError(f"{table}: {error.strerror}; expected the table of datasets") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{table}: not UTF-8 text; save it as tab-separated UTF-8") from None
-    known = list(Dataset.model_fields)
-    if unknown := [name for name in header if name not in known]:
-        raise ConfigError(f"{table}: unknown column {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
+    """Rows of a tab-separated table by name, in order. Raises ConfigError naming the line."""
     datasets: dict[str, Dataset] = {}
-    for line, row in rows:
-        if None in row:
-            raise ConfigError(f"{table}, line {line}: more fields than columns in the header")
+    for line, row in read_rows(table, list(Dataset.model_fields)):
         try:
-            dataset = Dataset(**{key: value for key, value in row.items() if value})
+            dataset = Dataset.model_validate(row)
         except ValidationError as error:
             raise ConfigError(f"{table}, line {line}: {error_line(*explain(error, Dataset))}") from None
         if dataset.dataset in datasets:

@@ -19,7 +19,7 @@ from cellmill.config.load import top_level
 from cellmill.config.options import OPTIONS
 from cellmill.config.plugin import Plugin
 from cellmill.config.section import part_of
-from cellmill.config.workflow import Workflow, entries_of, sections_of
+from cellmill.config.workflow import Workflow, entries_of, keys_of, sections_of
 from cellmill.files import write_text
 
 README = Path("config/README.md")
@@ -73,6 +73,8 @@ def readme(workflow: type[Workflow] = Workflow) -> str:
         lines += [f"## {name}", "", f"By name. {_summary(owner)}"]
         lines += [f"Each may also have the sections {', '.join(f'`{section}`' for section in sections)}.", ""]
         lines += _table(owner, skip=sections)
+    lines += ["## At the top of the file", "", "Keys of the whole workflow.", ""]
+    lines += _table(workflow, skip=[*sections_of(workflow), *entries_of(workflow)])
     lines += ["## The table of datasets", "", f"Tab-separated, with a header. {_summary(Dataset)}", ""]
     lines += _table(Dataset)
     return "\n".join(lines).rstrip() + "\n"
@@ -164,7 +166,9 @@ def schema(workflow: type[Workflow] = Workflow) -> dict[str, Any]:
         "$comment": GENERATED,
         "title": "cellmill configuration",
         "type": "object",
-        "properties": _as_written({**sections, **{name: properties[name] for name in entries_of(workflow)}}),
+        "properties": _as_written(
+            {**sections, **{name: properties[name] for name in (*keys_of(workflow), *entries_of(workflow))}}
+        ),
         "required": list(entries_of(workflow)),
         "additionalProperties": False,
         "$defs": _as_written(definitions),

@@ -13,6 +13,7 @@ class TaskConfig(Plugin):
     """Base of every task's options; `implementation` is a `cellmill.evaluate.task.Task`."""
 
     kind: ClassVar[str] = "task"
+    reads_label: ClassVar[bool] = False  # runs once for each label of a dataset
 
     name: str
 
@@ -21,6 +22,7 @@ class ProbeConfig(TaskConfig):
     """Classifiers of the label on embeddings, against baselines; skipped without a label."""
 
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.probe:Probe"
+    reads_label: ClassVar[bool] = True
 
     name: Literal["probe"] = Field("probe", description="Name of the task.")
     neighbors: int = Field(15, ge=1, description="k of the kNN classifier.")
@@ -49,6 +51,7 @@ class FewShotConfig(TaskConfig):
     """Classifiers of the label that are trained on a few cells of each class; skipped without a label."""
 
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.few_shot:FewShot"
+    reads_label: ClassVar[bool] = True
 
     name: Literal["few_shot"] = Field("few_shot", description="Name of the task.")
     shots: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field(
@@ -69,6 +72,7 @@ class LowDepthConfig(DegradedConfig):
     """Classifiers of the label on cells with a fraction of their counts; skipped without a label."""
 
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.low_depth:LowDepth"
+    reads_label: ClassVar[bool] = True
 
     name: Literal["low_depth"] = Field("low_depth", description="Name of the task.")
     count_fracs: Annotated[list[Annotated[float, Field(gt=0, lt=1)]], EachOnce] = Field(
@@ -80,6 +84,7 @@ class MissingGenesConfig(DegradedConfig):
     """Classifiers of the label on cells of which a few genes were measured; skipped without a label."""
 
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.missing_genes:MissingGenes"
+    reads_label: ClassVar[bool] = True
 
     name: Literal["missing_genes"] = Field("missing_genes", description="Name of the task.")
     genes: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field(
@@ -104,9 +109,14 @@ class Evaluate(Section):
     cells: Literal["heldout", "all"] = Field(
         "heldout", description="heldout leaves out every cell that the model was trained or validated on."
     )
+    precision: Literal["32-true", "bf16-mixed"] = Field(
+        "32-true",
+        description="Number format of the model in tasks that run it again; set it as embed.precision.",
+    )
     folds: int = Field(5, ge=2, description="Cross-validation folds of tasks that fit something.")
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of folds, masks, the untrained model and the UMAP.")
     tasks: Annotated[dict[str, SerializeAsAny[TaskConfig]], BeforeValidator(partial(by_name, TaskConfig))] = Field(
         _DEFAULT_TASKS,
+        min_length=1,
         description="Tasks to run, by name, each with its options; a run's tasks replace the default ones.",
     )

@@ -1,4 +1,7 @@
-"""Options of a fine-tuning method: the contract, and the built-in `full`."""
+"""Options of fine-tuning methods: the contract, and the built-in ones.
+
+`train.lr` is the rate of an objective's heads; methods give that of the rest of the model, the trunk, as a fraction.
+"""
 
 from typing import ClassVar, Literal
 
@@ -20,6 +23,71 @@ class MethodConfig(Plugin):
 class FullConfig(MethodConfig):
     """Train every parameter of the unchanged model."""
 
-    implementation: ClassVar[str] = "cellmill.finetune.method:Method"
+    implementation: ClassVar[str] = "cellmill.finetune.full:Full"
 
-    method: Literal["full"] = Field("full", description="Name of the method.")
+    method: Literal["full"] = Field("full", description="Every parameter trains.")
+    trunk_lr_frac: float = Field(
+        1.0,
+        gt=0,
+        description="Learning rate of the trunk, which is everything but the objective's heads, as a fraction of "
+        "train.lr, that of the heads.",
+    )
+    layer_decay: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Factor of the learning rate from each block to the one before it: of N blocks, block i from 0 has "
+        "layer_decay ** (N - 1 - i), embeddings have layer_decay ** N. 1 is one rate for the trunk.",
+    )
+    head_steps: int = Field(
+        0, ge=0, description="First optimizer steps, in which heads train alone and the trunk stays as it is."
+    )
+    block_steps: int = Field(
+        0,
+        ge=0,
+        description="Steps from the one in which a block begins to train to that of the block before it; the last "
+        "block, with the norm behind it, begins after head_steps, embeddings begin after the first block. 0: all begin "
+        "after head_steps.",
+    )
+
+
+class HeadOnlyConfig(MethodConfig):
+    """Train the objective's heads; the trunk is frozen."""
+
+    implementation: ClassVar[str] = "cellmill.finetune.head_only:HeadOnly"
+
+    method: Literal["head_only"] = Field("head_only", description="Heads train, the trunk is frozen.")
+
+
+class PartialConfig(MethodConfig):
+    """Train the last blocks, the norm behind them and the objective's heads; the rest is frozen."""
+
+    implementation: ClassVar[str] = "cellmill.finetune.partial:Partial"
+
+    method: Literal["partial"] = Field("partial", description="Heads and the last blocks train, the rest is frozen.")
+    last_blocks: int = Field(4, ge=1, description="Number of blocks that train, the last ones.")
+    trunk_lr_frac: float = Field(
+        0.01, gt=0, description="Learning rate of these blocks as a fraction of train.lr, that of the heads."
+    )
+
+
+class LoraConfig(MethodConfig):
+    """Train low-rank adapters of the blocks' linear layers, and the objective's heads; the rest is frozen."""
+
+    implementation: ClassVar[str] = "cellmill.finetune.lora:Lora"
+
+    method: Literal["lora"] = Field(
+        "lora",
+        description="Low-rank adapters of linear layers (Hu et al. 2022), merged into the exported model and beside it "
+        "in the layout of the package peft.",
+    )
+    rank: int = Field(8, ge=1, description="Rank of the adapters.")
+    alpha: float = Field(16.0, gt=0, description="The adapters' product is multiplied by alpha / rank.")
+    targets: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="Names of the linear layers in a block, such as qkv; null adapts every linear layer of the blocks.",
+    )
+    trunk_lr_frac: float = Field(
+        0.1, gt=0, description="Learning rate of the adapters as a fraction of train.lr, that of the heads."
+    )

@@ -6,15 +6,17 @@ because validation fills it in. A user's configuration is never translated: an o
 new place.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from cellmill.config.options import TrainOptions
 from cellmill.config.section import Section, error_line, explain, unknown_key
-from cellmill.config.workflow import Workflow, entries_of, sections_of
+from cellmill.config.table import check_name
+from cellmill.config.workflow import Workflow, entries_of, keys_of, sections_of
+from cellmill.config.yaml_text import read_yaml
 from cellmill.errors import ConfigError
 
 OBJECTIVE_KEYS = ("mask_frac", "cell_loss_weight")  # in section `model` until 0.1.0, beside `objective`
@@ -24,15 +26,7 @@ WITHOUT_BINS = ("rank", "continuous")
 
 def load_config(path: Path) -> Workflow:
     """Configuration of a YAML file. Raises ConfigError with one line that names the key."""
-    try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not UTF-8 text") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    return check_config(tree, str(path))
+    return check_config(read_yaml(path), str(path))
 
 
 def check_config(tree: Any, source: str = "config/config.yaml", workflow: type[Workflow] = Workflow) -> Workflow:
@@ -75,10 +69,10 @@ def stored_options(options: dict[str, Any], source: str) -> TrainOptions:
 
 
 def top_level(workflow: type[Workflow] = Workflow) -> dict[str, type[Section] | None]:
-    """Keys of a configuration file: every section, and None for the mappings of corpora and runs."""
+    """Keys of a configuration file: every section, and None for the mappings of corpora and runs and single keys."""
     owners = entries_of(workflow)
     inherited = {name: section for owner in owners.values() for name, section in sections_of(owner).items()}
-    return {**inherited, **sections_of(workflow), **dict.fromkeys(owners)}
+    return {**inherited, **sections_of(workflow), **dict.fromkeys([*keys_of(workflow), *owners])}
 
 
 def with_defaults(tree: Any, workflow: type[Workflow] = Workflow) -> dict[str, Any]:
@@ -89,15 +83,25 @@ def with_defaults(tree: Any, workflow: type[Workflow] = Workflow) -> dict[str, A
         if key not in top_level(workflow):
             raise ConfigError(unknown_key(str(key), top_level(workflow)))
     merged: dict[str, Any] = {name: tree.get(name) or {} for name in sections_of(workflow)}
+    merged |= {name: tree[name] for name in keys_of(workflow) if name in tree}
     for kind, owner in entries_of(workflow).items():
         entries = tree.get(kind)
         if not isinstance(entries, dict) or not entries:
             raise ConfigError(f"{kind}: expected a mapping with at least one name, got {entries!r}")
+        _check_names(kind, entries)
         defaults = {name: _mapping(tree.get(name), name) for name in sections_of(owner)}
-        merged[kind] = {
-            str(name): _merge(defaults, _mapping(own, f"{kind}.{name}"), owner) for name, own in entries.items()
-        }
+        merged[kind] = {name: _merge(defaults, _mapping(own, f"{kind}.{name}"), owner) for name, own in entries.items()}
     return merged
+
+
+def _check_names(kind: str, names: Iterable[Any]) -> None:
+    for name in names:
+        if not isinstance(name, str):  # 007 is 7 by now
+            raise ConfigError(f"{kind}: YAML reads a name as {name}; add a letter to it")
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise ConfigError(f"{kind}: {error}") from None
 
 
 def _mapping(value: Any, where: str) -> dict[str, Any]:
@@ -119,7 +123,7 @@ def _merge(defaults: dict[str, Any], own: dict[str, Any], owner: type[Section]) 
 def _as_written(where: list[str], tree: dict[str, Any]) -> list[str]:
     """`where`, or the place at the top of the file that a run or corpus inherited the value from."""
     if len(where) > 2 and where[0] in ("corpora", "runs") and where[2] in tree:
-        here: Any = {str(name): entry for name, entry in tree[where[0]].items()}.get(where[1])
+        here: Any = tree[where[0]].get(where[1])
         for part in where[2:]:
             if not isinstance(here, dict) or part not in here:
                 return where[2:]

@@ -1,6 +1,7 @@
 """The torch-free half of an objective: its options, and the tokens and families that it suits."""
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import ClassVar, Self
 
 from pydantic import Field
 
@@ -21,6 +22,7 @@ class ObjectiveConfig(Plugin):
     hides_tokens: ClassVar[bool] = True
     """False where `prepare` leaves genes and values as the view has them; at most one part of a sum may hide them."""
 
+    reads_zeros: ClassVar[bool] = False  # True where tokens of genes without counts make sense (`tokens.zero_frac`)
     reads_cells: ClassVar[bool] = True  # False where the loss reads no cell vectors
 
     name: str = Field(description="Name of the objective.")
@@ -37,6 +39,14 @@ class ObjectiveConfig(Plugin):
     def supervised_by(self) -> tuple[str, ...]:
         """obs columns whose labels the loss reads: a run that has any is named supervised in cards and tables."""
         return ()
+
+    def counted_columns(self) -> tuple[str, ...]:
+        """obs columns whose training cells are counted by level for `fitted`, when a training starts."""
+        return ()
+
+    def fitted(self, cells: Mapping[str, Mapping[str, int]]) -> Self:
+        """Return the options with what they take from the training cells: their number by column and level."""
+        return self
 
     def check_tokens(self, tokens: Tokens) -> None:
         """Raise ValueError when the objective cannot be computed from such tokens."""

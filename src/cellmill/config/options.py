@@ -10,7 +10,7 @@ from cellmill.config.family import FamilyConfig
 from cellmill.config.finetune import MethodConfig
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.parallel import Parallel
-from cellmill.config.run import Consolidate, Embed, Plan, Report, Stream, Train
+from cellmill.config.run import Consolidate, Embed, Plan, Predict, Report, Stream, Train
 from cellmill.config.section import Section
 from cellmill.config.tokens import Tokens
 from cellmill.config.track import Track
@@ -54,6 +54,10 @@ class TrainOptions(Section):
         covariates = dict.fromkeys(self.tokens.covariates, "tokens.covariates")
         return dict(sorted((covariates | self.objective.obs_columns()).items()))
 
+    def read_columns(self) -> dict[str, str]:
+        """obs columns that the run depends on: those of batches, and that of `stream.weight_by`."""
+        return dict(sorted((self.stream.weights_column() | self.obs_columns()).items()))
+
 
 class PlanOptions(TrainOptions):
     plan: Plan
@@ -67,6 +71,10 @@ class EmbedOptions(Section):
     embed: Embed
 
 
+class PredictOptions(EmbedOptions):
+    predict: Predict = Field(default_factory=lambda: Predict.model_validate({}))
+
+
 class EvaluateOptions(Section):
     evaluate: Evaluate
 
@@ -78,11 +86,14 @@ class ReportOptions(Section):
 OPTIONS: dict[str, type[Section]] = {
     "preprocess": PreprocessOptions,
     "vocabulary": VocabularyOptions,
+    "divide": ShardOptions,
+    "shard_part": ShardOptions,
     "shard": ShardOptions,
     "plan": PlanOptions,
     "train": TrainOptions,
     "consolidate": ConsolidateOptions,
     "embed": EmbedOptions,
+    "predict": PredictOptions,
     "evaluate": EvaluateOptions,
     "report": ReportOptions,
 }

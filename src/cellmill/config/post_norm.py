@@ -4,6 +4,8 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from cellmill.config.objective import ObjectiveConfig
+from cellmill.config.tokens import Tokens
 from cellmill.config.transformer import TransformerConfig
 
 
@@ -33,6 +35,14 @@ class PostNormConfig(TransformerConfig):
         if -self.embed_layer > self.layers:
             raise ValueError(f"embed_layer: expected at least {-self.layers} with layers = {self.layers}")
         return self
+
+    def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
+        """Refuse labels predicted from another block than the one whose output is the cell's vector."""
+        if self.embed_layer and any(part.name == "classification" for part in objective.each()):
+            raise ValueError(
+                f"model.embed_layer {self.embed_layer}: objective classification predicts labels from the last block; "
+                "set embed_layer to 0"
+            )
 
     @property
     def n_ends(self) -> int:

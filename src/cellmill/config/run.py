@@ -18,7 +18,38 @@ class Stream(Section):
     )
     block_cells: int = Field(64, ge=1, description="Contiguous cells per read.")
     window_blocks: int = Field(16, ge=1, description="Blocks of one lane whose cells are shuffled together.")
+    equal_steps: bool = Field(
+        False,
+        description="Spread the cells of an epoch evenly over its steps, whose sizes then differ by one cell at most. "
+        "Otherwise the last step of an epoch has what is left, which may be a handful of cells. The number of steps is "
+        "the same. Recommended for new runs; off is what earlier runs were trained with.",
+    )
+    weight_by: str | None = Field(
+        None,
+        description="obs column, such as a label, or `dataset`, whose rare values are read more often and frequent "
+        "ones less: an epoch keeps its number of cells, repeats some and leaves out others. null reads each cell once.",
+    )
+    weight_exponent: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="A cell of a value that n cells have is read in proportion to n ** -weight_exponent: 1 reads all "
+        "values equally often, 0 each cell once.",
+    )
+    max_repeats: float = Field(
+        10.0, ge=1, le=1000, description="Most times that a cell is read in an epoch, on the mean of its value's cells."
+    )
+    weight_warmup_steps: int = Field(
+        0,
+        ge=0,
+        description="Steps over which weights go linearly from equal to their own; each epoch has the weights of its "
+        "first step. 0 begins with their own.",
+    )
     io_threads: int = Field(4, ge=1, description="Threads that read blocks.")
+
+    def weights_column(self) -> dict[str, str]:
+        """obs column by which cells are weighted, and the option that names it; empty without weights."""
+        return {} if self.weight_by is None else {self.weight_by: "stream.weight_by"}
 
 
 class Plan(Section):
@@ -46,7 +77,10 @@ class Train(Section):
     """Optimisation, validation and checkpoints."""
 
     steps: int | None = Field(
-        None, ge=1, le=10**9, description="Optimizer steps; exactly one of steps and epochs is set."
+        None,
+        ge=1,
+        le=10**9,
+        description="Optimizer steps; exactly one of steps and epochs is set. A run whose length changed goes on.",
     )
     epochs: float | None = Field(None, gt=0, le=10**6, description="Passes over the training cells.")
     global_batch: int = Field(256, ge=1, le=10**7, description="Cells per optimizer step over all processes.")
@@ -142,9 +176,45 @@ class Embed(Section):
     """Embedding of cells with the exported model."""
 
     token_budget: int = Field(16_384, ge=1, description="Maximum tokens of one forward pass.")
+    precision: Literal["32-true", "bf16-mixed"] = Field(
+        "32-true",
+        description="Number format of the forward pass. bf16-mixed is for a GPU, where attention in float32 is one "
+        "call per cell length; vectors then have two to three decimal digits. Not tested on a GPU.",
+    )
     min_coverage_frac: float = Field(
         0.3, ge=0, le=1, description="Minimum fraction of a dataset's counts in genes of the model's vocabulary."
     )
+    min_expressed_frac: float = Field(
+        0.01,  # a panel of 1,000 genes in a corpus of whole transcriptomes has .03, and is no mistake
+        ge=0,
+        le=1,
+        description="Minimum share of the model's genes that a dataset measures, weighted by the training cells that "
+        "express them. Below one half there is a warning.",
+    )
+
+
+class Predict(Section):
+    """Labels of cells by the exported model of a run with objective classification."""
+
+    min_probability: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Smallest calibrated probability of a cell's likeliest label; cells below it are `unknown`.",
+    )
+    min_accuracy: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Smallest share of right labels among the validation cells that get one: min_probability is then "
+        "the lowest that reaches it. null, with min_probability null too, leaves no cell unknown.",
+    )
+
+    @model_validator(mode="after")
+    def _one_threshold(self) -> Self:
+        if self.min_probability is not None and self.min_accuracy is not None:
+            raise ValueError("expected one of min_probability and min_accuracy, got both; set one of them to null")
+        return self
 
 
 class Report(Section):

@@ -59,8 +59,17 @@ def explain(error: ValidationError, model: type[BaseModel]) -> tuple[list[str], 
         return where, "is missing"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] != "value_error" and not isinstance(first["input"], dict):
-        message += f", got {first['input']!r}"
+        message += f", got {_shown(first['input'])}"
     return where, message[0].lower() + message[1:]
+
+
+def _shown(value: Any) -> str:
+    """A value in at most 100 characters: a cell of a table may have many thousands."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a deeply nested {type(value).__name__}"
+    return text if len(text) <= 100 else f"{text[:80]}... ({len(text):,} characters)"
 
 
 def error_line(where: list[str], message: str) -> str:

@@ -1,8 +1,10 @@
 """Section `tokens`, one class per tokenizer, and the special tokens that begin every vocabulary. Torch-free."""
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cellmill.config.plugin import Plugin
 from cellmill.config.section import EachOnce
@@ -29,7 +31,19 @@ class Tokens(Plugin):
     max_tokens: int = Field(
         2048,
         ge=1,
-        description="Most tokens of a cell; those with the lowest rank value are cut; of a sequence, its end.",
+        description="Most tokens of a cell; `truncation` says which are cut; of a sequence, its end.",
+    )
+    truncation: Literal["top", "random"] = Field(
+        "top",
+        description="Genes that a cell with more than max_tokens keeps. top: those of the highest rank value. random: "
+        "a draw, anew each epoch of a training, and always the same of a cell's counts in validation and embedding.",
+    )
+    zero_frac: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share of a cell's tokens that are genes without counts, with value 0, drawn as by truncation "
+        "random; fewer where the vocabulary has no more. They count in max_tokens.",
     )
     covariates: Annotated[list[str], EachOnce] = Field(
         [],
@@ -44,10 +58,34 @@ class Tokens(Plugin):
         "cells have when a file lacks the column or the corpus the value.",
     )
 
+    @model_validator(mode="after")
+    def _chooses_among_values(self) -> Self:
+        if self.sequences and (self.truncation != "top" or self.zero_frac):
+            raise ValueError("truncation and zero_frac are for cells; leave them out for sequences")
+        if self.zero_frac and self.value_kind not in ("class", "scalar"):
+            raise ValueError(
+                f"zero_frac: tokenizer {self.tokenizer} has no value for a gene without counts; choose binned or "
+                "continuous, or leave it out"
+            )
+        return self
+
     @property
     def n_values(self) -> int:
         """Rows of an embedding table of the values (classes or places); 0 for value kinds none and scalar."""
         return 0
+
+    @property
+    def needs_quantiles(self) -> bool:
+        """Whether `fitted` needs quantiles of the corpus."""
+        return False
+
+    def fitted(self, quantiles: Sequence[float]) -> Self:
+        """These options with what is fitted to the corpus.
+
+        `quantiles` are those of its nonzero values log(1 + counts per 10,000), at equal steps of probability from 0 to
+        1; read where `needs_quantiles`.
+        """
+        return self
 
 
 class ContinuousTokens(Tokens):
@@ -60,17 +98,58 @@ class ContinuousTokens(Tokens):
 
 
 class BinnedTokens(Tokens):
-    """Tokens of a gene and the quantile bin of its count."""
+    """Tokens of a gene and the bin of its count."""
 
     implementation: ClassVar[str] = "cellmill.data.tokenizers.binned:BinnedTokenizer"
     value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "class"
 
-    tokenizer: Literal["binned"] = Field("binned", description="Value: quantile bin of the count within the cell.")
+    tokenizer: Literal["binned"] = Field("binned", description="Value: bin of the count, from 1; 0 is no count.")
     bins: int = Field(51, ge=2, description="Number of bins.")
+    binning: Literal["quantile_cell", "uniform", "quantile_corpus"] = Field(
+        "quantile_cell",
+        description="Edges of the bins. quantile_cell: quantiles of the cell's own counts (scGPT). uniform: equal "
+        "steps of log(1 + counts per 10,000) from 0 to max_value. quantile_corpus: quantiles of these values over all "
+        "cells of the corpus, which requires vocabulary.quantiles.",
+    )
+    max_value: float = Field(
+        10.0, gt=0, description="Upper end of the last bin of binning uniform; larger values are in that bin too."
+    )
+    edges: list[float] | None = Field(
+        None,
+        description="The bins - 1 inner edges of binning quantile_corpus, as log(1 + counts per 10,000), ascending; "
+        "null takes those of the run's vocabulary.",
+    )
 
     @property
     def n_values(self) -> int:
         return self.bins + 1  # bins count from 1
+
+    @property
+    def needs_quantiles(self) -> bool:
+        return self.binning == "quantile_corpus" and self.edges is None
+
+    def fitted(self, quantiles: Sequence[float]) -> Self:
+        """These options with `edges`, interpolated between `quantiles`."""
+        if not self.needs_quantiles:
+            return self
+        return self.model_copy(update={"edges": [_interpolated(quantiles, i / self.bins) for i in range(1, self.bins)]})
+
+    @model_validator(mode="after")
+    def _edges_are_of_the_bins(self) -> Self:
+        if self.edges is None:
+            return self
+        if self.binning != "quantile_corpus":
+            raise ValueError(f"edges are read with binning quantile_corpus, got {self.binning}; leave edges out")
+        if len(self.edges) != self.bins - 1 or any(a > b for a, b in pairwise(self.edges)):
+            raise ValueError(f"edges: expected {self.bins - 1} ascending numbers for {self.bins} bins, or null")
+        return self
+
+
+def _interpolated(quantiles: Sequence[float], probability: float) -> float:
+    """Quantile at `probability`, in [0, 1), between those at equal steps."""
+    place = probability * (len(quantiles) - 1)
+    low = int(place)
+    return quantiles[low] + (place - low) * (quantiles[low + 1] - quantiles[low])
 
 
 class RankTokens(Tokens):

@@ -4,7 +4,6 @@
 changed key reruns those stages and no others.
 """
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self, get_origin
@@ -12,15 +11,15 @@ from typing import Annotated, Any, Self, get_origin
 from pydantic import BaseModel, Field, model_validator
 
 from cellmill.config.checks import check_together
-from cellmill.config.corpus import NAME, Dataset, read_datasets
+from cellmill.config.corpus import IS_CONTROL, Dataset, read_datasets
 from cellmill.config.evaluate import ReconstructConfig
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.options import (
     OPTIONS,
     ConsolidateOptions,
-    EmbedOptions,
     EvaluateOptions,
     PlanOptions,
+    PredictOptions,
     PreprocessOptions,
     ShardOptions,
     VocabularyOptions,
@@ -41,11 +40,20 @@ class CorpusConfig(ShardOptions, VocabularyOptions, PreprocessOptions):
     )
 
 
-class RunConfig(EvaluateOptions, EmbedOptions, ConsolidateOptions, PlanOptions):
+class RunConfig(EvaluateOptions, PredictOptions, ConsolidateOptions, PlanOptions):
     """One model, from plan to evaluation."""
 
     corpus: str = Field(description="Name of its corpus.")
-    init_from: str | None = Field(None, description="Run whose exported model provides the initial weights.")
+    init_from: str | None = Field(
+        None,
+        description="Run whose exported model provides the initial weights; or the path of a model folder, with a `/`, "
+        "such as ./pretrained. Which cells the model of a path was trained on is not known to evaluate.",
+    )
+    machine: str | None = Field(
+        None,
+        description="Machine of its training: `set-resources: train.NAME` of the profile; null for `train`. "
+        "Changing it reruns nothing.",
+    )
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
@@ -63,36 +71,36 @@ class Workflow(Section):
     report: Report
     corpora: dict[str, CorpusConfig] = Field(min_length=1)
     runs: dict[str, RunConfig] = Field(min_length=1)
+    private: bool = Field(
+        False,
+        description="Everything the workflow writes is for its user alone (umask 077); files that exist stay as they "
+        "are. Off: the umask of the shell. Changing it reruns nothing.",
+    )
 
     @model_validator(mode="after")
     def _names_and_references(self) -> Self:
-        for kind, names in (("corpora", self.corpora), ("runs", self.runs)):
-            for name in names:
-                if not re.fullmatch(NAME, name):
-                    raise ValueError(f"{kind}: {name!r} names a folder; use letters, digits, '_', '.' and '-'")
         for name, run in self.runs.items():
             if run.corpus not in self.corpora:
                 raise ValueError(f"runs.{name}.corpus: no corpus {run.corpus!r}; there are: {', '.join(self.corpora)}")
-            self._check_obs_columns(name, run)
+            if run.tokens.needs_quantiles and not self.corpora[run.corpus].vocabulary.quantiles:
+                raise ValueError(
+                    f"runs.{name}.tokens: its bins are fitted to the corpus; set vocabulary.quantiles of corpus "
+                    f"{run.corpus} to yes, or give tokens.edges"
+                )
             chain = [name]
             while (parent := self.runs[chain[-1]].init_from) is not None:
                 if parent not in self.runs:
+                    if "/" in parent:
+                        break
                     known = ", ".join(self.runs)
-                    raise ValueError(f"runs.{chain[-1]}.init_from: no run {parent!r}; there are: {known}")
+                    raise ValueError(
+                        f"runs.{chain[-1]}.init_from: no run {parent!r}; there are: {known}; the path of a model "
+                        "folder has a `/`, such as ./NAME"
+                    )
                 if parent in chain:
                     raise ValueError(f"runs.{name}.init_from: a circle: {' -> '.join([*chain, parent])}")
                 chain.append(parent)
         return self
-
-    def _check_obs_columns(self, name: str, run: RunConfig) -> None:
-        kept = self.corpora[run.corpus].preprocess.keep_obs
-        if kept is None:
-            return
-        for column, option in run.obs_columns().items():
-            # shards have `dataset` too, and a column of that name as `dataset_original`
-            if column not in (*kept, "dataset", "dataset_original"):
-                known = ", ".join(["dataset", *kept])
-                raise ValueError(f"runs.{name}.{option}: no obs column {column!r}; preprocess.keep_obs keeps: {known}")
 
     def datasets(self, corpus: str) -> dict[str, Dataset]:
         """Every dataset of the corpus's table, including those the corpus does not train on."""
@@ -111,6 +119,25 @@ class Workflow(Section):
                         f"{did_you_mean(name, known)}"
                     )
 
+        for name, run in self.runs.items():
+            self._check_obs_columns(source, name, run)
+
+    def _check_obs_columns(self, source: str, name: str, run: RunConfig) -> None:
+        """Refuse an obs column that a run reads and shards will not have: dropped by `keep_obs`."""
+        kept = self.corpora[run.corpus].preprocess.keep_obs
+        if kept is None:
+            return
+        rows = [self.datasets(run.corpus)[dataset] for dataset in self.trained_on(run.corpus)]
+        own = {*(role for row in rows for role in row.roles), *(label for row in rows for label in row.labels)}
+        own |= {IS_CONTROL} if any(row.control for row in rows) else set()
+        for column, option in run.read_columns().items():
+            # shards have `dataset` too, and a column of that name as `dataset_original`
+            if column not in {*kept, *own, "dataset", "dataset_original"}:
+                known = ", ".join(["dataset", *kept, *sorted(own - {*kept})])
+                raise ConfigError(
+                    f"{source}: runs.{name}.{option}: no obs column {column!r}; preprocess.keep_obs keeps: {known}"
+                )
+
     def trained_on(self, corpus: str) -> list[str]:
         """Names of the corpus's datasets, in the table's order."""
         chosen = self.corpora[corpus].datasets
@@ -127,16 +154,28 @@ class Workflow(Section):
         owners = [kind for kind, owner in entries_of(type(self)).items() if first in owner.model_fields]
         return getattr(self, owners[0]) if owners else {}
 
-    def section(self, stage: str, name: str | None = None) -> dict[str, Any]:
-        """JSON-able {section: options} that `stage` reads, for the corpus or run called `name`."""
+    def section(self, stage: str, name: str | None = None, dataset: Dataset | None = None) -> dict[str, Any]:
+        """JSON-able {section: options} that `stage` reads, for the corpus or run called `name`.
+
+        With a dataset, its own options replace those of the corpus.
+        """
         owner = self.entries(stage).get(name or "", self)
-        return {section: getattr(owner, section).model_dump(mode="json") for section in OPTIONS[stage].model_fields}
+        sections = {section: getattr(owner, section) for section in OPTIONS[stage].model_fields}
+        if dataset is not None and "preprocess" in sections:
+            sections["preprocess"] = dataset.preprocess(sections["preprocess"])
+        return {section: options.model_dump(mode="json") for section, options in sections.items()}
 
 
 def sections_of(owner: type[BaseModel]) -> dict[str, type[Section]]:
     """Sections of a corpus, a run or the whole workflow by name."""
     annotations = {name: field.annotation for name, field in owner.model_fields.items()}
     return {name: a for name, a in annotations.items() if isinstance(a, type) and issubclass(a, Section)}
+
+
+def keys_of(workflow: type[BaseModel] = Workflow) -> list[str]:
+    """Keys of the whole workflow that are no section, corpora or runs."""
+    others = {*sections_of(workflow), *entries_of(workflow)}
+    return [name for name in workflow.model_fields if name not in others]
 
 
 def entries_of(workflow: type[BaseModel] = Workflow) -> dict[str, type[Section]]:

@@ -1,23 +1,34 @@
-"""Vocabulary of a corpus, from its cells in one pass over the files.
+"""Vocabulary of a corpus, from its cells in one pass over the files (two for `select: seurat_v3`).
 
 Medians come from histograms of logarithms, which are exact to 0.5 % and can be added in any order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+import scipy.sparse as sp
 
+from cellmill.config.corpus import VocabularyConfig
 from cellmill.config.tokens import SPECIAL
 from cellmill.data.count_matrix import TARGET_SUM, counts_per_10k
 from cellmill.data.counts_reader import open_counts
+from cellmill.data.gene_selection import allowed_genes
 from cellmill.data.sequences import sequence_vocabulary
+from cellmill.data.variable_genes import (
+    Moments,
+    highest,
+    standardised_dispersion,
+    standardised_variance,
+    variance_trend,
+)
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 
 _BLOCK = 1024  # cells
+_PARTS = 1000  # of the quantiles of a corpus
 
 # bins of ln(counts per 10,000), from 2^-10 (one count in a cell of 10 million) to 10,000 (a cell with one gene)
 _LOW = -10 * np.log(2.0)
@@ -57,37 +68,75 @@ class Medians:
             result[gene] = np.exp(_LOW + (middle + 0.5) * _WIDTH).mean()
         return result
 
+    def quantiles(self, rows: np.ndarray) -> np.ndarray:
+        """Quantiles of log(1 + value) over all values of the genes `rows` together, at per mille from 0 to 1; float32.
 
-def build_vocabulary(paths: Iterable[Path], min_cells: int = 1, max_genes: int | None = None) -> Vocabulary:
-    """Vocabulary of preprocessed .h5ad files, independent of their order.
+        Counts per 10,000 are within 0.5 % of the exact quantile.
+        """
+        total = np.cumsum(self._bins[rows].sum(axis=0, dtype=np.int64))
+        # the smallest value that at least this part of all values does not exceed
+        at = np.searchsorted(total, np.maximum(1, -(-np.arange(_PARTS + 1) * total[-1] // _PARTS)))
+        return np.log1p(np.exp(_LOW + (at + 0.5) * _WIDTH)).astype(np.float32)
 
-    Keeps genes detected in at least `min_cells` cells, and of those the `max_genes` detected in most cells (ties by
-    id); of sequences, all residues. Raises DataError when a file shares no gene with the others, or no gene is left.
+
+def build_vocabulary(paths: Iterable[Path], options: VocabularyConfig | None = None) -> Vocabulary:
+    """Vocabulary of preprocessed .h5ad files, independent of their order; of sequences, all residues.
+
+    Raises DataError when a file shares no gene with the others, or no gene is left.
     """
-    paths = [Path(path) for path in paths]
+    paths, options = [Path(path) for path in paths], options or VocabularyConfig.model_validate({})
     if _are_sequences(paths):
         return sequence_vocabulary(paths)
     symbols = _union(paths)
     gene_ids = sorted(symbols)
+    allowed = allowed_genes(gene_ids, options)
+    medians, moments = Medians(len(gene_ids)), Moments(len(gene_ids))
+    for genes, block in _blocks(paths, gene_ids):
+        per_10k = counts_per_10k(block.data, block.indptr)
+        medians.add(genes, per_10k)
+        if options.select != "detected":
+            moments.add(genes, per_10k if options.select == "seurat" else block.data, block.shape[0])
+    n_cells = medians.counts()
+    keep = np.flatnonzero(allowed & (n_cells >= max(options.min_cells, 1)))
+    if not len(keep):
+        most = int(n_cells[allowed].max(initial=0))
+        raise DataError(
+            f"no gene is left for the vocabulary: none of {int(allowed.sum()):,} is detected in {options.min_cells:,} "
+            f"cells, at most in {most:,}; lower vocabulary.min_cells"
+        )
+    if options.max_genes is not None:
+        if options.select == "detected":
+            scores = n_cells[keep].astype(float)
+        elif options.select == "seurat":
+            scores = standardised_dispersion(moments.at(keep))
+        else:
+            scores = _standardised_variance(paths, gene_ids, keep, moments)
+        keep = keep[highest(scores, options.max_genes)]
+    ids = [gene_ids[row] for row in keep]
+    fitted = medians.quantiles(keep) if options.quantiles else None
+    return Vocabulary(ids, [symbols[gene] for gene in ids], n_cells[keep], medians.medians()[keep], fitted)
+
+
+def _blocks(paths: list[Path], gene_ids: list[str]) -> Iterator[tuple[np.ndarray, sp.csr_matrix]]:
+    """Blocks of cells of all files, each with the row in `gene_ids` of every value."""
     rows = {gene: row for row, gene in enumerate(gene_ids)}
-    medians = Medians(len(gene_ids))
     for path in paths:
         with open_counts(path) as reader:
             row_of_column = np.array([rows[gene] for gene in reader.var_names])
             for block in reader.rows(_BLOCK):
-                medians.add(row_of_column[block.indices], counts_per_10k(block.data, block.indptr))
-    n_cells = medians.counts()
-    keep = np.flatnonzero(n_cells >= max(min_cells, 1))
-    if not len(keep):
-        most = int(n_cells.max(initial=0))
-        raise DataError(
-            f"no gene is left for the vocabulary: none of {len(gene_ids):,} is detected in {min_cells:,} cells, at "
-            f"most in {most:,}; lower vocabulary.min_cells"
-        )
-    if max_genes is not None:
-        keep = np.sort(keep[np.argsort(-n_cells[keep], kind="stable")][:max_genes])
-    ids = [gene_ids[row] for row in keep]
-    return Vocabulary(ids, [symbols[gene] for gene in ids], n_cells[keep], medians.medians()[keep])
+                yield row_of_column[block.indices], block
+
+
+def _standardised_variance(paths: list[Path], gene_ids: list[str], keep: np.ndarray, moments: Moments) -> np.ndarray:
+    """Scores of flavor seurat_v3 of the genes `keep`: a second pass over the files."""
+    moments = moments.at(keep)
+    trend = variance_trend(moments)
+    limits = np.full(len(gene_ids), np.inf)
+    limits[keep] = trend.clip
+    clipped = Moments(len(gene_ids))
+    for genes, block in _blocks(paths, gene_ids):
+        clipped.add(genes, np.minimum(block.data, limits[genes]), block.shape[0])
+    return standardised_variance(moments, clipped.at(keep), trend)
 
 
 def _are_sequences(paths: list[Path]) -> bool:
@@ -119,6 +168,6 @@ def _union(paths: list[Path]) -> dict[str, str]:
         first = next(gene for gene, files in sorted(owners.items()) if alone[0] in files)
         raise DataError(
             f"{alone[0]}: no genes in common with the other datasets of the corpus (its first is {first}); "
-            "if it is of another organism, put it in a corpus of its own"
+            "if it is of another organism, set preprocess.reference_organism, or put it in a corpus of its own"
         )
     return symbols

@@ -5,7 +5,10 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
+from cellmill.errors import DataError
+
 TARGET_SUM = 10_000.0  # counts of a cell after normalisation, as `target_sum` of `scanpy.pp.normalize_total`
+MAX_COUNT = int(np.iinfo(np.uint32).max)
 
 
 def select_columns(block: sp.csr_matrix, target: np.ndarray, n_columns: int) -> sp.csr_matrix:
@@ -21,10 +24,25 @@ def select_columns(block: sp.csr_matrix, target: np.ndarray, n_columns: int) -> 
         indptr = np.concatenate([[0], np.cumsum(keep)])[block.indptr]
         columns, data = columns[keep], block.data[keep]
     moved = sp.csr_matrix((data, columns, indptr), shape=(block.shape[0], n_columns))
-    if not moved.has_canonical_format:
-        moved = moved.copy()  # sorting is in place, and the values may be the block's own
-        moved.sum_duplicates()
-    return moved
+    return moved if moved.has_canonical_format else sum_repeated(moved, "columns of one gene")
+
+
+def sum_repeated(block: sp.csr_matrix, what: str) -> sp.csr_matrix:
+    """A canonical copy of `block`, of the same dtype, whose repeated entries, which `what` names, are summed.
+
+    Raises DataError when a sum of unsigned integers is larger than its dtype.
+    """
+    ordered = block.tocsc().tocsr()  # a copy with sorted rows, in less than half the time of scipy's own sort
+    if ordered.has_canonical_format:
+        return ordered
+    if block.data.dtype.kind != "u":
+        ordered.sum_duplicates()
+        return ordered
+    wide = ordered.astype(np.uint64)
+    wide.sum_duplicates()
+    if len(wide.data) and (largest := int(wide.data.max())) > np.iinfo(block.data.dtype).max:
+        raise DataError(f"{what} sum to {largest:,}; the limit is {np.iinfo(block.data.dtype).max:,}")
+    return sp.csr_matrix((wide.data.astype(block.data.dtype), wide.indices, wide.indptr), shape=block.shape)
 
 
 def summed(block: sp.csr_matrix) -> sp.csr_matrix:
@@ -56,3 +74,9 @@ def counts_per_10k(counts: np.ndarray, indptr: np.ndarray, dtype: type[np.floati
     for start, stop, factor in zip(first.tolist(), [*first[1:].tolist(), len(values)], scale):
         values[start:stop] *= factor
     return values
+
+
+def log_normalise(counts: sp.csr_matrix) -> sp.csr_matrix:
+    """log(1 + counts per 10,000 of the cell), float32; a cell without counts stays zero."""
+    values = np.log1p(counts_per_10k(counts.data, counts.indptr)).astype(np.float32)
+    return sp.csr_matrix((values, counts.indices, counts.indptr), shape=counts.shape)

@@ -16,10 +16,9 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from cellmill.config.corpus import is_fasta
 from cellmill.config.tokens import RESIDUES
-from cellmill.data.counts_reader import CountsReader, open_counts, refuse_duplicates
-from cellmill.errors import ConfigError, DataError
+from cellmill.data.counts_reader import CountsReader, refuse_duplicates
+from cellmill.errors import DataError
 
 Record = tuple[str, str, bytes]
 """Name, rest of the header, and sequence without white space."""
@@ -33,15 +32,6 @@ CHANCE = 100  # residues that may all be letters of nucleotides
 for _column, _letter in enumerate(RESIDUES):
     _COLUMN[[ord(_letter), ord(_letter.lower())]] = _column
 _COLUMN[[ord("J"), ord("j")]] = RESIDUES.index("X")  # leucine or isoleucine, which models have no token for
-
-
-def open_dataset(path: Path, counts: str = "X") -> CountsReader:
-    """Open a dataset of the table: an .h5ad file with `open_counts`, or a FASTA file. Raises DataError."""
-    if not is_fasta(path):
-        return open_counts(path, counts)
-    if counts != "X":
-        raise ConfigError(f"{path}: a FASTA file has no matrix {counts!r}; leave the dataset's `counts` empty")
-    return FastaReader(path)
 
 
 class FastaReader(CountsReader):

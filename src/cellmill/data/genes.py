@@ -5,11 +5,8 @@ looked up too (GENCODE, HGNC and MGI; genes/README.md). Case matters: `Actb` is 
 and a dataset of the other organism must not pass. A name shared by several genes maps to none.
 """
 
-import gzip
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,18 +14,16 @@ import numpy as np
 import pandas as pd
 
 from cellmill.data.counts_reader import CountsReader
+from cellmill.data.gene_tables import ORGANISMS, PREFIXES, GeneTable, gene_id, gene_table
+from cellmill.data.orthologs import orthologs
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 
-_PREFIXES = {"human": "ENSG", "mouse": "ENSMUSG"}
-ORGANISMS = tuple(_PREFIXES)
 ID_COLUMNS = ("ensembl_id", "ensembl_ids", "ensembl_gene_id", "gene_ids", "gene_id", "feature_id", "ensembl")
 """var columns searched for Ensembl ids, in this order, when the name itself is not one."""
 SYMBOL_COLUMNS = ("symbol", "gene_symbol", "feature_name", "gene_name", "gene_symbols")
 """var columns searched for symbols of ids that the table lacks."""
 
-_IDS = {organism: re.compile(rf"({prefix}\d{{11}})(?:\.\d+)?(?:_PAR_Y)?") for organism, prefix in _PREFIXES.items()}
-_OPEN_FRAME = re.compile(r"C[\dXY]+orf\d+")
 _EXAMPLES = 10
 
 
@@ -45,15 +40,30 @@ class Coverage:
     ambiguous: int = 0
     unmapped: int = 0
     examples: tuple[str, ...] = ()
+    reference: str | None = None  # organism onto whose genes those with an id were mapped
+    orthologs: int = 0  # number of them with a one-to-one ortholog
 
     @property
     def frac(self) -> float:
         """Fraction of the genes with an Ensembl id."""
-        return (self.id + self.symbol + self.previous + self.alias) / self.n_genes if self.n_genes else 0.0
+        return self.n_with_id / self.n_genes if self.n_genes else 0.0
+
+    @property
+    def n_with_id(self) -> int:
+        """Number of genes with an Ensembl id of their own organism."""
+        return self.id + self.symbol + self.previous + self.alias
+
+    @property
+    def ortholog_frac(self) -> float:
+        """Fraction of the genes with an id that have a one-to-one ortholog."""
+        return self.orthologs / self.n_with_id if self.n_with_id else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """All fields and `frac`, for a report."""
-        return asdict(self) | {"examples": list(self.examples), "frac": self.frac}
+        """Fields and `frac` for a report; those of orthologs if genes were mapped onto another organism."""
+        fields = asdict(self) | {"examples": list(self.examples), "frac": self.frac}
+        if self.reference is not None:
+            return fields | {"ortholog_frac": self.ortholog_frac}
+        return {name: value for name, value in fields.items() if name not in ("reference", "orthologs")}
 
 
 class MappedGenes(NamedTuple):
@@ -73,11 +83,6 @@ class GeneColumns(NamedTuple):
     ordered: bool = False  # rows are sequences, and all columns are residues
 
 
-class _Table(NamedTuple):
-    symbols: dict[str, str]  # symbol of an id
-    ids: dict[str, dict[str, str]]  # kind of name -> name -> id; empty for an ambiguous name
-
-
 def map_genes(var_names: Sequence[str], var: pd.DataFrame, organism: str | None) -> MappedGenes:
     """Ensembl ids and symbols of the genes of a dataset.
 
@@ -90,33 +95,46 @@ def map_genes(var_names: Sequence[str], var: pd.DataFrame, organism: str | None)
     if organism is None:
         symbols = [symbol or name for name, symbol in zip(names, own or names)]
         return MappedGenes(names, symbols, _is_mito(symbols), Coverage(None, len(names), id=len(names)))
-    table, pattern = _table(organism), _IDS[organism]
+    table = gene_table(organism)
     columns = [values for column in ID_COLUMNS if (values := _column(var, (column,))) is not None]
     gene_ids, symbols, unknown = [], [], []
-    tally = dict.fromkeys(("id", *table.ids, "ambiguous", "unmapped"), 0)
+    tally: dict[str, Any] = dict.fromkeys(("id", *table.ids, "ambiguous", "unmapped"), 0)
     for row, name in enumerate(names):
-        gene, kind = _look_up(name, (values[row] for values in columns), table, pattern)
+        gene, kind = _look_up(name, (values[row] for values in columns), table, organism)
         tally[kind] += 1
         unknown += [] if gene else [name]
         gene_ids.append(gene)
         symbols.append(table.symbols.get(gene) or (own[row] if own else "") or gene or name)
-    coverage = Coverage(organism, len(names), **tally, examples=tuple(unknown[:_EXAMPLES]))
+    coverage = Coverage(organism=organism, n_genes=len(names), examples=tuple(unknown[:_EXAMPLES]), **tally)
     return MappedGenes(gene_ids, symbols, _is_mito(symbols), coverage)
 
 
+def map_orthologs(mapped: MappedGenes, reference: str, table: Path | None = None) -> MappedGenes:
+    """Genes of one organism under the ids and symbols of `reference`; those without an ortholog lose their id.
+
+    `table` is a user's file of orthologs instead of the packaged one. Genes of `reference` itself stay as they are.
+    """
+    organism = mapped.coverage.organism
+    if organism is None or organism == reference:
+        return mapped
+    known, symbols = orthologs(organism, reference, table), gene_table(reference).symbols
+    gene_ids = [known.get(gene, "") for gene in mapped.gene_ids]
+    names = [symbols.get(gene, gene) or old for gene, old in zip(gene_ids, mapped.symbols)]
+    coverage = replace(mapped.coverage, reference=reference, orthologs=sum(map(bool, gene_ids)))
+    return MappedGenes(gene_ids, names, mapped.is_mito, coverage)
+
+
 def match_columns(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
-    """Match columns of `reader` to genes of `vocabulary`, by name or through a table of symbols.
+    """Match columns of `reader` to genes of `vocabulary`: by name, through a table of symbols, or through orthologs.
 
     Takes the reading that matches most genes. Raises DataError when none matches any.
     """
     measured = is_expression(reader.var)
     if reader.ordered:
         return GeneColumns(_match_residues(reader, vocabulary), measured, ordered=True)
-    organisms = [o for o in ORGANISMS if any(gene.startswith(_PREFIXES[o]) for gene in vocabulary.gene_ids)]
     best, most = np.full(reader.n_vars, -1, np.int32), 0
-    for organism in (None, *organisms):
-        ids = map_genes(reader.var_names, reader.var, organism).gene_ids
-        target = np.where(measured, vocabulary.rows_of(ids), -1).astype(np.int32)
+    for gene_ids in _readings(reader, vocabulary):
+        target = np.where(measured, vocabulary.rows_of(gene_ids), -1).astype(np.int32)
         if (matched := len(np.unique(target[target >= 0]))) > most:
             best, most = target, matched
         if (best[measured] >= 0).all():
@@ -127,6 +145,18 @@ def match_columns(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
             f"{vocabulary.gene_ids[0]!r} ({vocabulary.symbols[0]}); name genes by Ensembl id or current symbol"
         )
     return GeneColumns(best, measured)
+
+
+def _readings(reader: CountsReader, vocabulary: Vocabulary) -> Iterator[list[str]]:
+    """Ids of the columns: names as they are, as names of an organism of the vocabulary, of another one's orthologs."""
+    yield [*reader.var_names]
+    known = [o for o in ORGANISMS if any(gene.startswith(PREFIXES[o]) for gene in vocabulary.gene_ids)]
+    for organism in known:
+        yield map_genes(reader.var_names, reader.var, organism).gene_ids
+    if len(known) == 1:
+        for organism in ORGANISMS:
+            if organism not in known:
+                yield map_orthologs(map_genes(reader.var_names, reader.var, organism), known[0]).gene_ids
 
 
 def _match_residues(reader: CountsReader, vocabulary: Vocabulary) -> np.ndarray:
@@ -141,21 +171,20 @@ def _match_residues(reader: CountsReader, vocabulary: Vocabulary) -> np.ndarray:
 
 
 def is_expression(var: pd.DataFrame) -> np.ndarray:
-    """Genes of a dataset; False for antibodies and guides of 10x files, whose names (CD3) would pass for genes."""
+    """Genes of a dataset; False for antibodies and guides of 10x files, whose names (CD3) would pass for genes.
+
+    Upper and lower case are the same, and a gene without a type is one.
+    """
     if "feature_types" not in var:
         return np.ones(len(var), dtype=bool)
-    return var["feature_types"].astype(str).to_numpy() == "Gene Expression"
+    kinds = var["feature_types"].astype(str).str.strip().str.lower()
+    return kinds.isin(("gene expression", "", "nan", "none")).to_numpy()
 
 
-def gene_symbols(organism: str) -> dict[str, str]:
-    """Symbol of every Ensembl id of an organism, by ascending id; the id itself for a gene without a symbol."""
-    return _table(organism).symbols
-
-
-def _look_up(name: str, columns: Iterable[str], table: _Table, pattern: re.Pattern[str]) -> tuple[str, str]:
+def _look_up(name: str, columns: Iterable[str], table: GeneTable, organism: str) -> tuple[str, str]:
     for text in (name, *columns):
-        if match := pattern.fullmatch(text):
-            return match[1], "id"
+        if gene := gene_id(text, organism):
+            return gene, "id"
     for kind, ids in table.ids.items():
         if name in ids:
             return ids[name], kind if ids[name] else "ambiguous"
@@ -171,20 +200,3 @@ def _column(var: pd.DataFrame, names: Sequence[str]) -> list[str] | None:
 
 def _is_mito(symbols: list[str]) -> np.ndarray:
     return np.array([symbol.startswith(("MT-", "mt-")) for symbol in symbols], dtype=bool)
-
-
-@cache
-def _table(organism: str) -> _Table:
-    symbols: dict[str, str] = {}
-    ids: dict[str, dict[str, str]] = {"symbol": {}, "previous": {}, "alias": {}}
-    with gzip.open(Path(__file__).parent / "genes" / f"{organism}.tsv.gz", "rt", encoding="utf-8") as file:
-        next(file)
-        for line in file:
-            gene, symbol, previous, aliases = line.rstrip("\n").split("\t")
-            symbols[gene] = symbol
-            # C1orf159 is often spelled C1ORF159
-            capitals = "|".join(n.upper() for n in (symbol, *previous.split("|")) if _OPEN_FRAME.fullmatch(n))
-            for kind, names in (("symbol", symbol), ("previous", previous), ("alias", aliases), ("alias", capitals)):
-                for name in names.split("|") if names else ():
-                    ids[kind][name] = gene if ids[kind].get(name, gene) == gene else ""
-    return _Table(symbols, ids)

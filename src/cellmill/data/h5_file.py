@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import h5py
 
@@ -44,10 +45,10 @@ def check_h5ad(out: Path, option: str) -> None:
 
 
 class NewH5File(h5py.File):
-    """HDF5 file being written; arrays are aligned to 4,096 bytes."""
+    """HDF5 file being written or changed; arrays are aligned to 4,096 bytes."""
 
-    def __init__(self, disk: _Disk) -> None:
-        super().__init__(disk, "w", alignment_threshold=ALIGNMENT, alignment_interval=ALIGNMENT)
+    def __init__(self, disk: _Disk, mode: Literal["w", "r+"]) -> None:
+        super().__init__(disk, mode, alignment_threshold=ALIGNMENT, alignment_interval=ALIGNMENT)
         self._disk = disk
 
     def raise_if_failed(self) -> None:
@@ -61,10 +62,28 @@ def create_h5(path: Path) -> Iterator[NewH5File]:
 
     Raises OSError naming `path` when the disk is full.
     """
-    path = Path(path)
-    with named_errors(path), atomic_path(path) as temporary, _Disk(temporary, "r+") as disk:  # atomic_path syncs it
+    with named_errors(path), atomic_path(path) as temporary, _written(temporary, "w") as file:
+        yield file
+
+
+@contextmanager
+def change_h5(path: Path, source: Path) -> Iterator[NewH5File]:
+    """Copy of the HDF5 file `source` to change, which replaces `path` (it may be `source`) when the block ends.
+
+    Raises OSError naming `path` when the disk is full.
+    """
+    with named_errors(path), atomic_path(path) as temporary:
+        shutil.copyfile(source, temporary)
+        with _written(temporary, "r+") as file:
+            yield file
+
+
+@contextmanager
+def _written(temporary: Path, mode: Literal["w", "r+"]) -> Iterator[NewH5File]:
+    """HDF5 file in `temporary`, which the caller syncs."""
+    with _Disk(temporary, "r+") as disk:
         try:
-            with NewH5File(disk) as file:
+            with NewH5File(disk, mode) as file:
                 yield file
         except (OSError, RuntimeError) as error:
             raise disk.error or error from None

@@ -1,11 +1,10 @@
-"""Tables of the levels of obs columns, made from the obs of a corpus, and numbers of levels of any obs by such a table.
+"""Levels of obs columns, from the values of a corpus, and the numbers of levels of any obs.
 
 Text, booleans and whole numbers have levels, sorted as text. Numbers with decimals and columns of more than
 `MAX_LEVELS` values, such as barcodes, have none.
 """
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,24 +15,24 @@ from cellmill.data.obs_levels import DATASET, MISSING, level_numbers, text_of
 MAX_LEVELS = 4096
 
 
-def level_table(obs: pd.DataFrame) -> dict[str, dict[str, Any]]:
-    """Return `levels` and `digest` of each column of `obs` that has levels; the digest is of every cell's level."""
-    table: dict[str, dict[str, Any]] = {}
-    for name in obs.columns:
-        codes, values = pd.factorize(obs[name])
-        if (levels := _levels(codes, values)) is not None:
-            numbers = level_numbers(codes, values, levels)
-            table[str(name)] = {"levels": levels, "digest": hashlib.sha256(numbers.astype("<i4").tobytes()).hexdigest()}
-    return table
+def levels_of(chunks: Iterable[Any]) -> list[str] | None:
+    """Levels of a column, given as arrays of its values in turn; None if it has none."""
+    texts, missing = set(), False
+    for chunk in chunks:
+        codes, values = pd.factorize(chunk)
+        if values.dtype.kind == "f" and not np.equal(np.mod(values, 1), 0).all():
+            return None
+        missing |= bool((codes < 0).any())
+        texts |= {text_of(value) for value in values}
+        if len(texts) > MAX_LEVELS:
+            return None
+    return sorted(texts - {MISSING}) + [MISSING] * missing
 
 
-def _levels(codes: np.ndarray, values: Any) -> list[str] | None:
-    if len(values) > MAX_LEVELS:
-        return None
-    if values.dtype.kind == "f" and not np.equal(np.mod(values, 1), 0).all():
-        return None
-    missing = [MISSING] if (codes < 0).any() else []
-    return sorted({text_of(value) for value in values} - {MISSING}) + missing
+def numbers_in(chunk: Any, levels: Sequence[str]) -> np.ndarray:
+    """Numbers of levels, int32, of an array of values."""
+    codes, values = pd.factorize(chunk)
+    return level_numbers(codes, values, levels)
 
 
 def numbers_of(obs: pd.DataFrame, dataset: str, levels: Mapping[str, Sequence[str]]) -> np.ndarray:

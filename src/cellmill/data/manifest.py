@@ -10,12 +10,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from cellmill.data.manifest_check import check_manifest
 from cellmill.data.split import SPLITS
 from cellmill.errors import DataError, did_you_mean
 from cellmill.files import digest, read_json, sha256_file, write_json
+from cellmill.registry import in_one_line
 
 FORMAT = 1
 REMEDY = "make the shards again (the `shard` stage)"
+_ADDED = ("obs_levels", "ordered", "duplicates", "across_splits")  # since 0.1.0
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,16 @@ class ShardEntry:
     dtype: str  # dtype of the counts: uint16, or uint32 if a count needs it
     sha256: str  # of the file's bytes
     content: str  # SHA-256 of cell names, genes and counts: independent of the library that wrote the file
+    genes_at: int | None = None  # offset of X/indices in bytes; None in shards of 0.1.0
+    counts_at: int | None = None  # offset of X/data
+
+
+@dataclass(frozen=True)
+class IndexEntry:
+    """A file beside the shards with a number for each cell of a split."""
+
+    name: str
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,12 @@ class SplitEntry:
     n_obs: int
     nnz: int
     shards: tuple[ShardEntry, ...]
+    index: dict[str, IndexEntry] = field(default_factory=dict)  # `offsets`, `hashes`, `levels`; none in 0.1.0
+
+    @property
+    def files(self) -> tuple[ShardEntry | IndexEntry, ...]:
+        """Every file of the split."""
+        return (*self.shards, *self.index.values())
 
 
 @dataclass(frozen=True)
@@ -50,6 +69,9 @@ class Manifest:
     obs_levels: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By obs column: `levels`, and `digest` of the level of every cell; columns of other numbers are absent."""
     ordered: bool = False  # rows are sequences
+    duplicates: dict[str, int] = field(default_factory=dict)
+    """By dataset, number of cells equal to an earlier one of the corpus, kept or dropped (`shard.duplicates`)."""
+    across_splits: int = 0  # number of cells of which another split has an equal one
 
     @property
     def n_genes(self) -> int:
@@ -62,30 +84,31 @@ class Manifest:
         tree = read_json(path)
         try:
             if tree["format"] != FORMAT:
-                raise DataError(f"{path}: expected manifest format {FORMAT}, got {tree['format']!r}; {REMEDY}")
-            splits = {
-                name: SplitEntry(s["n_obs"], s["nnz"], tuple(ShardEntry(**shard) for shard in s["shards"]))
-                for name, s in tree["splits"].items()
-            }
+                raise DataError(f"{path}: expected manifest format {FORMAT}, got {repr(tree['format'])[:80]}; {REMEDY}")
+            check_manifest(tree)
+            splits = {name: _split_entry(split) for name, split in tree["splits"].items()}
             fields = ("fingerprint", "vocabulary", "seed", "split", "obs_columns", "left_out")
-            added = {"obs_levels": tree.get("obs_levels", {}), "ordered": tree.get("ordered", False)}  # since 0.1.0
+            added = {name: tree[name] for name in _ADDED if name in tree}
             given = {name: tree[name] for name in fields} | added
             manifest = cls(path=path, splits=splits, **given)
             expected = manifest.expected_fingerprint()
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{path}: not a shard manifest ({type(error).__name__}: {error}); {REMEDY}") from None
+            edited = "checksum" in tree and tree.pop("checksum") != digest(tree)  # none in 0.1.0
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            raise DataError(f"{path}: not a shard manifest ({in_one_line(error)}); {REMEDY}") from None
         if manifest.fingerprint != expected:
             raise DataError(
                 f"{path}: expected fingerprint {expected[:12]} from its entries, got {manifest.fingerprint[:12]}: "
                 f"edited or damaged; {REMEDY}"
             )
+        if edited:  # the fingerprint does not cover names, offsets and levels
+            raise DataError(f"{path}: its checksum is not of its entries: edited or damaged; {REMEDY}")
         return manifest
 
     def write(self) -> None:
         """Write the file, atomically."""
         tree = {"format": FORMAT} | asdict(self)
         del tree["path"]
-        write_json(self.path, tree)
+        write_json(self.path, tree | {"checksum": digest(tree)})
 
     def expected_fingerprint(self) -> str:
         """Fingerprint computed from the other fields."""
@@ -127,25 +150,30 @@ class Manifest:
             raise DataError(f"{self.path}: no cells in the {split} split, only in: {others}; raise shard.{split}_frac")
         return self.splits[split]
 
-    def shard_path(self, shard: ShardEntry) -> Path:
+    def shard_path(self, shard: ShardEntry | IndexEntry) -> Path:
         return self.path.parent / shard.name
 
 
-def verify(manifest: Manifest, shards: Sequence[ShardEntry] | None = None, threads: int = 4) -> None:
-    """Hash every byte of the shards, of all unless given. Raises DataError naming the first with another SHA-256.
+def _split_entry(tree: dict[str, Any]) -> SplitEntry:
+    index = {name: IndexEntry(**entry) for name, entry in tree.get("index", {}).items()}
+    return SplitEntry(tree["n_obs"], tree["nnz"], tuple(ShardEntry(**shard) for shard in tree["shards"]), index)
+
+
+def verify(manifest: Manifest, files: Sequence[ShardEntry | IndexEntry] | None = None, threads: int = 4) -> None:
+    """Hash every byte of the files, of all unless given. Raises DataError naming the first with another SHA-256.
 
     About 1 GB/s per thread on a processor with SHA instructions: for the start of training, not for every open.
     """
-    if shards is None:
-        shards = [shard for split in manifest.splits.values() for shard in split.shards]
-    paths = [manifest.shard_path(shard) for shard in shards]
+    if files is None:
+        files = [file for split in manifest.splits.values() for file in split.files]
+    paths = [manifest.shard_path(file) for file in files]
     for path in paths:
         if not path.is_file():
             raise DataError(f"{path}: no such file, but the manifest lists it; {REMEDY}")
     with ThreadPoolExecutor(threads) as pool:
-        for path, shard, sha256 in zip(paths, shards, pool.map(sha256_file, paths)):
-            if sha256 != shard.sha256:
+        for path, file, sha256 in zip(paths, files, pool.map(sha256_file, paths)):
+            if sha256 != file.sha256:
                 raise DataError(
-                    f"{path}: expected sha256 {shard.sha256[:12]} as in the manifest, got {sha256[:12]}: "
+                    f"{path}: expected sha256 {file.sha256[:12]} as in the manifest, got {sha256[:12]}: "
                     f"damaged or changed; {REMEDY}"
                 )

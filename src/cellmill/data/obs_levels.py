@@ -4,16 +4,14 @@ Level i of a column is number i + 1; 0 is unknown: a value that the corpus does 
 its own, the last one, where the corpus has cells without a value.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import h5py
 import numpy as np
 
-from cellmill.data.h5_file import one_line, open_h5
-from cellmill.data.manifest import REMEDY
-from cellmill.errors import DataError
+from cellmill.data.manifest import Manifest
+from cellmill.data.shard_index import LevelNumbers, open_levels
 
 MISSING = "<missing>"
 DATASET = "dataset"
@@ -33,28 +31,17 @@ def text_of(value: Any) -> str:
     return str(int(value)) if is_whole else str(value)
 
 
-def read_level_numbers(paths: Iterable[Path], levels: Mapping[str, Sequence[str]]) -> np.ndarray:
-    """Return `(cells, columns)` int32 of all cells of the shards at `paths`, in the order of `levels`.
+def read_level_numbers(
+    manifest: Manifest, split: str, levels: Mapping[str, Sequence[str]]
+) -> LevelNumbers | np.ndarray:
+    """Numbers of the cells of a split, in the order of `levels`: `[cells]` is `(cells, columns)` int32.
 
-    Raises DataError when a shard cannot be read.
+    Shards of an earlier version are all opened for it. Raises DataError when one cannot be read.
     """
-    return np.concatenate([_read_shard(path, levels) for path in paths])
-
-
-def _read_shard(path: Path, levels: Mapping[str, Sequence[str]]) -> np.ndarray:
-    try:
-        with open_h5(path, REMEDY) as file:
-            columns = [level_numbers(*_codes(file["obs"][name]), known) for name, known in levels.items()]
-    except (KeyError, TypeError, OSError) as error:
-        raise DataError(f"{path}: its obs columns cannot be read: {one_line(error)}; {REMEDY}") from None
-    return np.stack(columns, axis=1)
-
-
-def _codes(column: h5py.Group | h5py.Dataset) -> tuple[np.ndarray, Iterable[Any]]:
-    """Return code of each cell, -1 for a missing value, and the values that codes stand for."""
-    if isinstance(column, h5py.Group):  # anndata's categorical; other groups have no codes
-        return column["codes"][:].astype(np.int64), column["categories"].asstr()[:] if len(column["categories"]) else ()
-    values, codes = np.unique(column[:], return_inverse=True)
-    if values.dtype.kind == "f":
-        codes = np.where(np.isnan(values)[codes], -1, codes)
-    return codes, values
+    numbers = open_levels(manifest, split, levels)
+    if numbers is not None:
+        return numbers
+    paths = [manifest.shard_path(shard) for shard in manifest.entry(split).shards]
+    # by name: a launcher, which waits for hours, needs no h5py for shards of today
+    read_shard: Callable[..., np.ndarray] = importlib.import_module("cellmill.data.shard_levels").read_shard
+    return np.concatenate([read_shard(path, levels) for path in paths])

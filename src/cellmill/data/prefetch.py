@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from cellmill.data.lane_lengths import LaneLengths
+from cellmill.data.repeated_epoch import RepeatedEpoch, epoch_order
 from cellmill.data.shard_file import RowFile
 from cellmill.data.shuffle import Epoch, EpochLayout, Runs
 
@@ -23,7 +25,9 @@ _NONE = np.empty(0, np.int64)
 class PrefetchedStep:
     """Cells of one global batch; `genes` and `counts` are overwritten by the next step."""
 
-    lengths: list[np.ndarray]  # for each lane, number of genes of each of its cells; the same on every rank
+    epoch: int
+    lengths: np.ndarray  # `(lanes, cells)`, genes of each cell of all lanes, the same on every rank; 0 behind the last
+    n_cells: np.ndarray  # `(lanes,)` int64, number of cells of each lane
     cells: np.ndarray  # `(cells,)` int64 ids of this rank's cells, by lane
     starts: np.ndarray  # `(cells + 1,)` int64, offset of each cell's first gene
     genes: np.ndarray  # `(nonzeros,)` int32 rows of the vocabulary, in rank order; at most `max_genes` per cell
@@ -45,7 +49,7 @@ class Prefetch:
         self._dtype = np.result_type(*(shard.dtype for shard in shards)) if max_genes is None else None
         self._max_genes = max_genes
         self._buffer = _Buffer()  # for a step
-        self._epochs: dict[int, Epoch] = {}
+        self._epochs: dict[int, Epoch | RepeatedEpoch] = {}
         self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="cellmill-read")
 
     def close(self) -> None:
@@ -55,25 +59,42 @@ class Prefetch:
     def steps(self, epoch: int, step: int) -> Iterator[PrefetchedStep]:
         """Steps from the given one on: endless if the layout shuffles, else to the end of the epoch."""
         layout = self._layout
-        lanes = [self._lane(lane, epoch, step * layout.per_lane) for lane in range(layout.lanes)]
+        before = layout.lanes_before(step)
+        own = {lane: self._lane(lane, epoch, int(before[lane])) for lane in sorted(self._own)}
+        others = np.array([lane for lane in range(layout.lanes) if lane not in self._own], np.int64)
+        lengths = self._lengths_of(others, epoch, before)
         while True:
             for number in range(step, layout.steps_per_epoch):
-                first = number * layout.per_lane
-                yield self._step([lane.take(min(layout.per_lane, max(lane.n_cells - first, 0))) for lane in lanes])
+                n = layout.lanes_before(number + 1) - layout.lanes_before(number)
+                table = np.zeros((layout.lanes, n.max()), np.int32)
+                of_others = lengths.take(n[others])
+                table[others, : of_others.shape[1]] = of_others
+                yield self._step(epoch, [of_lane.take(int(n[lane])) for lane, of_lane in own.items()], table, n)
             if not layout.shuffle:
                 return
             epoch, step = epoch + 1, 0
 
     def _lane(self, lane: int, epoch: int, cell: int) -> _Lane:
-        n_cells = self._epoch(epoch).lane_cells[lane]
-        return _Lane(self._windows(lane, epoch, cell) if n_cells else iter(()), self._read, lane in self._own, n_cells)
+        return _Lane(((self._plan(*order), first) for order, first in self._windows(lane, epoch, cell)), self._read)
 
-    def _step(self, taken: list[list[_Window]]) -> PrefetchedStep:
-        own = [window for lane in sorted(self._own) for window in taken[lane]]
-        lengths = [np.concatenate([_NONE, *(window.lengths for window in windows)]) for windows in taken]
+    def _lengths_of(self, lanes: np.ndarray, epoch: int, before: np.ndarray) -> LaneLengths:
+        """Lengths of lanes that are not read, each from its cell `before` of an epoch on."""
+        windows, skipped = [], []
+        for lane, cell in zip(lanes.tolist(), before[lanes].tolist()):
+            borders = self._epoch(epoch).borders[lane]
+            skipped.append(cell - int(borders[_window_of(cell, borders)]))
+            windows.append(self._lengths(*order) for order, _ in self._windows(lane, epoch, cell))
+        return LaneLengths(windows, skipped)
+
+    def _step(self, epoch: int, taken: list[list[_Window]], lengths: np.ndarray, n: np.ndarray) -> PrefetchedStep:
+        """The step of the windows taken from own lanes; their `lengths` are filled in."""
+        for lane, windows in zip(sorted(self._own), taken):
+            lengths[lane, : n[lane]] = np.concatenate([_NONE, *(window.lengths for window in windows)])
+        own = [window for windows in taken for window in windows]
         read = np.concatenate([_NONE, *(np.diff(window.starts) for window in own)])
         cells = np.concatenate([_NONE, *(window.cells for window in own)])
-        return PrefetchedStep(lengths, cells, np.concatenate([[0], np.cumsum(read)]), *self._concatenated(own))
+        starts = np.concatenate([[0], np.cumsum(read)])
+        return PrefetchedStep(epoch, lengths, n, cells, starts, *self._concatenated(own))
 
     def _concatenated(self, own: list[_Window]) -> tuple[np.ndarray, np.ndarray | None]:
         if len(own) == 1:
@@ -87,31 +108,37 @@ class Prefetch:
         np.concatenate([window.counts for window in own if window.counts is not None] or [counts], out=counts)
         return genes, counts
 
-    def _epoch(self, epoch: int) -> Epoch:
+    def _epoch(self, epoch: int) -> Epoch | RepeatedEpoch:
         if epoch not in self._epochs:
             self._epochs = {epoch - 1: self._epochs[epoch - 1]} if epoch - 1 in self._epochs else {}
-            self._epochs[epoch] = Epoch(self._layout, epoch)
+            self._epochs[epoch] = epoch_order(self._layout, epoch)
         return self._epochs[epoch]
 
-    def _windows(self, lane: int, epoch: int, cell: int) -> Iterator[tuple[_Plan, int]]:
-        """Windows to read, from `cell` of an epoch on, and the first cell to use in each."""
-        while True:
+    def _windows(self, lane: int, epoch: int, cell: int) -> Iterator[tuple[_Order, int]]:
+        """Windows of a lane, from `cell` of an epoch on, and the first cell to use in each."""
+        while self._epoch(epoch).lane_cells[lane]:
             order = self._epoch(epoch)
             borders = order.borders[lane]
-            for window in range(int(np.searchsorted(borders, cell, side="right")) - 1, len(borders) - 1):
+            for window in range(_window_of(cell, borders), len(borders) - 1):
                 runs, permutation = order.window_runs(lane, window), order.window_order(lane, window)
-                yield self._plan(runs, permutation), max(cell - int(borders[window]), 0)
+                yield (runs, permutation), max(cell - int(borders[window]), 0)
             if not self._layout.shuffle:
                 return
             epoch, cell = epoch + 1, 0
 
+    def _lengths(self, runs: Runs, order: np.ndarray) -> np.ndarray:
+        """Numbers of genes of the cells of `runs`, in that order."""
+        spans = zip(runs.shard.tolist(), runs.first.tolist(), runs.n.tolist())
+        parts = [self._shards[shard].indptr[first : first + n + 1] for shard, first, n in spans]
+        borders = np.concatenate(parts, dtype=np.int64)
+        between = np.ones(len(borders) - 1, bool)
+        between[np.cumsum(runs.n + 1)[:-1] - 1] = False  # from the end of a run to the start of the next
+        return np.diff(borders)[between][order]
+
     def _plan(self, runs: Runs, order: np.ndarray) -> _Plan:
-        parts, cells = [], []
         spans = list(zip(runs.shard.tolist(), runs.first.tolist(), runs.n.tolist()))
-        for shard, first, n in spans:
-            parts.append(np.diff(self._shards[shard].indptr[first : first + n + 1]))
-            cells.append(np.arange(n) + (self._first_cell[shard] + first))
-        lengths = np.concatenate(parts)[order]
+        cells = [np.arange(n) + (self._first_cell[shard] + first) for shard, first, n in spans]
+        lengths = self._lengths(runs, order)
         kept = lengths if self._max_genes is None else np.minimum(lengths, self._max_genes)
         position = np.empty_like(order)
         position[order] = np.arange(len(order))
@@ -165,9 +192,8 @@ class _Plan:
 class _Lane:
     """One lane: its windows in order over epochs; the next one is read while this one is used."""
 
-    def __init__(self, windows: Iterator[tuple[_Plan, int]], read: _Read, own: bool, n_cells: int):
-        self.n_cells = n_cells
-        self._windows, self._read, self._own = windows, read, own
+    def __init__(self, windows: Iterator[tuple[_Plan, int]], read: _Read):
+        self._windows, self._read = windows, read
         self._free = [_Buffer(), _Buffer()]
         self._started: list[tuple[_Window, list[Future[None]], _Buffer, int]] = []
         self._at = 0
@@ -198,8 +224,7 @@ class _Lane:
         if plan is None:
             return
         buffer = self._free.pop()
-        window, tasks = self._read(plan, buffer) if self._own else (plan.window, [])
-        self._started.append((window, tasks, buffer, begin))
+        self._started.append((*self._read(plan, buffer), buffer, begin))
 
 
 class _Buffer:
@@ -214,7 +239,14 @@ class _Buffer:
         return self._arrays[name][:size]
 
 
+_Order = tuple[Runs, np.ndarray]
+"""Runs of a window's cells, and the permutation of these."""
 _Read = Callable[[_Plan, _Buffer], tuple[_Window, list["Future[None]"]]]
+
+
+def _window_of(cell: int, borders: np.ndarray) -> int:
+    """Number of the window with that cell of a lane."""
+    return int(np.searchsorted(borders, cell, side="right")) - 1
 
 
 def _read_run(shard: RowFile, first: int, position: np.ndarray, window: _Window, rest: np.ndarray) -> None:

@@ -15,17 +15,22 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from cellmill.config.corpus import Preprocess
+from cellmill.config.corpus import NO_COLUMNS, ObsColumns, Preprocess
 from cellmill.data.count_matrix import row_sums, select_columns
 from cellmill.data.counts_reader import CountsReader
 from cellmill.data.counts_writer import count_dtype, write_cells
-from cellmill.data.genes import ORGANISMS, Coverage, is_expression, map_genes
-from cellmill.errors import DataError
+from cellmill.data.gene_tables import ORGANISMS
+from cellmill.data.genes import Coverage, MappedGenes, is_expression, map_genes, map_orthologs
+from cellmill.data.obs_columns import choose_obs
+from cellmill.errors import ConfigError, DataError
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 BINS = 40  # of each histogram in the report
-DROPPED = ("no counts", "min_genes", "min_counts", "max_mito_frac", "no gene left")
-"""Reasons to drop a cell; the first that holds counts. The last: min_cells dropped all its genes."""
+DROPPED = ("filter", "no counts", "min_genes", "min_counts", "max_mito_frac", "no gene left")
+"""Reasons to drop a cell; the first that holds counts. The last: min_cells dropped all its genes.
+
+Figures of the cells before QC are of those that the dataset's filter keeps.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,31 +46,27 @@ class Genes:
     summed: dict[str, list[str]]  # names of the var rows that share an id; their counts are summed
 
 
-def preprocess(reader: CountsReader, options: Preprocess, out: Path) -> dict[str, Any]:
+def preprocess(
+    reader: CountsReader, options: Preprocess, out: Path, columns: ObsColumns = NO_COLUMNS
+) -> dict[str, Any]:
     """Write the cells and genes of `reader` that pass QC to `out`; return the QC report, JSON-able.
 
-    Raises DataError when too few genes map, a column of `keep_obs` is missing, or nothing passes.
+    Raises DataError when too few genes map, a column of `keep_obs` or `columns` is missing, or nothing passes.
     """
-    for name in options.keep_obs or ():
-        reader.obs_column(name, "preprocess.keep_obs")
-    columns = [*reader.obs.columns] if options.keep_obs is None else list(dict.fromkeys(options.keep_obs))
+    chosen = choose_obs(reader, options.keep_obs, columns)
     genes = name_genes(reader, options)
-    cells = _measure(reader, genes, options)
+    cells = _measure(reader, genes, options, chosen.keep)
     keep_gene = cells.detected >= max(options.min_cells, 1)
     nnz = int(cells.detected[keep_gene].sum())
     if nnz == 0:
         raise DataError(f"{reader.path}: {_nothing_left(cells, keep_gene, options)}")
-    ids = pd.Index(np.array(genes.gene_ids, dtype=object)[keep_gene], name="gene_id")
-    var = pd.DataFrame({"symbol": np.array(genes.symbols, dtype=object)[keep_gene]}, index=ids)
+    # by id, as in every vocabulary: later stages then need not sort the genes of a cell
+    order = np.array(sorted(np.flatnonzero(keep_gene), key=genes.gene_ids.__getitem__))
+    ids = pd.Index(np.array(genes.gene_ids, dtype=object)[order], name="gene_id")
+    var = pd.DataFrame({"symbol": np.array(genes.symbols, dtype=object)[order]}, index=ids)
 
-    def kept_obs() -> pd.DataFrame:
-        frame = reader.obs.loc[cells.reason < 0, columns].copy()
-        for name in frame.select_dtypes("category"):
-            frame[name] = frame[name].cat.remove_unused_categories()
-        return frame
-
-    blocks = _kept_rows(reader, genes, cells, keep_gene, options.row_block)
-    write_cells(out, kept_obs, var, blocks, nnz, count_dtype(cells.largest))
+    blocks = _kept_rows(reader, genes, cells, order, options.row_block)
+    write_cells(out, lambda: chosen.kept(cells.reason < 0), var, blocks, nnz, count_dtype(cells.largest))
     return _report(reader, options, genes, cells, keep_gene)
 
 
@@ -78,6 +79,8 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
         raise DataError(f"{reader.path}: no genes: no var['feature_types'] is 'Gene Expression'")
     mapped = map_genes(names, var, options.organism)
     _check_coverage(reader.path, options, mapped.coverage, names, var)
+    if options.reference_organism is not None:
+        mapped = _on_reference(reader.path, mapped, options)
     index: dict[str, int] = {}
     target = np.full(reader.n_vars, -1, np.int32)
     first, carriers = [], defaultdict(list)
@@ -98,6 +101,23 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
         not_expression=int((~expression).sum()),
         summed={gene: rows for gene, rows in carriers.items() if len(rows) > 1},
     )
+
+
+def _on_reference(path: Path, mapped: MappedGenes, options: Preprocess) -> MappedGenes:
+    reference = options.reference_organism
+    assert reference is not None
+    if options.organism is None:
+        raise ConfigError(
+            f"{path}: preprocess.reference_organism {reference} requires the organism of each dataset; set "
+            "preprocess.organism, or the dataset's organism"
+        )
+    mapped = map_orthologs(mapped, reference, None if options.orthologs is None else Path(options.orthologs))
+    if not any(mapped.gene_ids):
+        raise DataError(
+            f"{path}: none of {mapped.coverage.n_with_id:,} {options.organism} genes has a one-to-one ortholog in "
+            f"{reference}; give a table that has them (preprocess.orthologs)"
+        )
+    return mapped
 
 
 def _check_coverage(path: Path, options: Preprocess, coverage: Coverage, names: list[str], var: pd.DataFrame) -> None:
@@ -125,7 +145,7 @@ class _Cells:
     largest: int  # largest count of a kept cell
 
 
-def _measure(reader: CountsReader, genes: Genes, options: Preprocess) -> _Cells:
+def _measure(reader: CountsReader, genes: Genes, options: Preprocess, keep: np.ndarray) -> _Cells:
     size, n = len(genes.gene_ids), reader.n_obs
     cells = _Cells(
         np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n), np.full(n, -1, np.int8), np.zeros(size, np.int64), 0
@@ -139,6 +159,7 @@ def _measure(reader: CountsReader, genes: Genes, options: Preprocess) -> _Cells:
         cells.n_genes[rows], cells.n_counts[rows] = n_genes, n_counts
         cells.mito_frac[rows] = mito / np.maximum(n_counts, 1)
         checks = (
+            ~keep[rows],
             n_counts == 0,
             n_genes < options.min_genes,
             n_counts < options.min_counts,
@@ -154,15 +175,16 @@ def _measure(reader: CountsReader, genes: Genes, options: Preprocess) -> _Cells:
 
 
 def _kept_rows(
-    reader: CountsReader, genes: Genes, cells: _Cells, keep_gene: np.ndarray, row_block: int
+    reader: CountsReader, genes: Genes, cells: _Cells, order: np.ndarray, row_block: int
 ) -> Iterator[sp.csr_matrix]:
-    """Second pass. Marks cells that min_cells left without genes in `cells.reason`."""
-    column = np.where(keep_gene, np.cumsum(keep_gene) - 1, -1).astype(np.int32)
+    """Second pass, genes in `order`. Marks cells that min_cells left without genes in `cells.reason`."""
+    column = np.full(len(genes.gene_ids), -1, np.int32)
+    column[order] = np.arange(len(order))
     target = np.where(genes.target >= 0, column[genes.target], -1).astype(np.int32)
     first = 0
     for raw in reader.rows(row_block):
         rows = slice(first, first + raw.shape[0])
-        block = select_columns(raw[np.flatnonzero(cells.reason[rows] < 0)], target, int(keep_gene.sum()))
+        block = select_columns(raw[np.flatnonzero(cells.reason[rows] < 0)], target, len(order))
         empty = np.diff(block.indptr) == 0
         if empty.any():
             cells.reason[np.flatnonzero(cells.reason[rows] < 0)[empty] + first] = DROPPED.index("no gene left")
@@ -176,7 +198,8 @@ def _tally(cells: _Cells) -> dict[str, int]:
 
 
 def _nothing_left(cells: _Cells, keep_gene: np.ndarray, options: Preprocess) -> str:
-    n, tally = len(cells.reason), _tally(cells)
+    tally = _tally(cells)
+    n = len(cells.reason) - tally.pop("filter")
     if (cells.reason < 0).any():
         kept = int((cells.reason < 0).sum())
         return (
@@ -185,7 +208,7 @@ def _nothing_left(cells: _Cells, keep_gene: np.ndarray, options: Preprocess) -> 
         )
     if tally["no counts"] == n:
         return f"none of {n:,} cells is left after QC: none has a count"
-    limits = {name: f" {getattr(options, name):g}" for name in DROPPED[1:4]}
+    limits = {name: f" {getattr(options, name):g}" for name in DROPPED[2:5]}
     parts = [f"{name}{limits.get(name, '')} drops {count:,}" for name, count in tally.items() if count]
     first = max(limits, key=lambda name: tally[name])
     change = "raise" if first == "max_mito_frac" else "lower"
@@ -195,8 +218,12 @@ def _nothing_left(cells: _Cells, keep_gene: np.ndarray, options: Preprocess) -> 
 def _report(
     reader: CountsReader, options: Preprocess, genes: Genes, cells: _Cells, keep_gene: np.ndarray
 ) -> dict[str, Any]:
+    unfiltered = cells.reason != DROPPED.index("filter")
     measures = {"n_genes": cells.n_genes, "n_counts": cells.n_counts, "mito_frac": cells.mito_frac}
-    kept = cells.reason < 0
+    measures = {name: values[unfiltered] for name, values in measures.items()}
+    kept = cells.reason[unfiltered] < 0
+    coverage = genes.coverage
+    without = coverage.n_with_id - coverage.orthologs
     return {
         "cells": {"in": reader.n_obs, "out": int(kept.sum()), "dropped": _tally(cells)},
         "genes": {
@@ -204,12 +231,13 @@ def _report(
             "out": int(keep_gene.sum()),
             "dropped": {
                 "not gene expression": genes.not_expression,
-                "no Ensembl id": genes.coverage.ambiguous + genes.coverage.unmapped,
+                "no Ensembl id": coverage.ambiguous + coverage.unmapped,
+                **({"no ortholog": without} if coverage.reference is not None else {}),
                 "summed into another": int((genes.target >= 0).sum()) - len(genes.gene_ids),
                 "min_cells": int((~keep_gene).sum()),
             },
         },
-        "coverage": genes.coverage.as_json() | {"summed": dict(list(genes.summed.items())[:10])},
+        "coverage": coverage.as_json() | {"summed": dict(list(genes.summed.items())[:10])},
         "nnz": int(cells.detected[keep_gene].sum()),
         "dtype": count_dtype(cells.largest).name,
         "quantiles": {

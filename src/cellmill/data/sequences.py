@@ -13,48 +13,46 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from cellmill.config.corpus import Preprocess
+from cellmill.config.corpus import NO_COLUMNS, ObsColumns, Preprocess
 from cellmill.data.counts_reader import CountsReader, open_counts
 from cellmill.data.counts_writer import count_dtype, write_cells
+from cellmill.data.obs_columns import choose_obs
 from cellmill.data.preprocess import QUANTILES, histogram
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 
-DROPPED = ("no residues", "min_counts", "duplicate")
+DROPPED = ("filter", "no residues", "min_counts", "duplicate")
 """Reasons to drop a sequence; the first that holds counts."""
 _KEPT = -1
 
 
-def preprocess_sequences(reader: CountsReader, options: Preprocess, out: Path) -> dict[str, Any]:
+def preprocess_sequences(
+    reader: CountsReader, options: Preprocess, out: Path, columns: ObsColumns = NO_COLUMNS
+) -> dict[str, Any]:
     """Write the sequences of `reader` that stay to `out`; return the report, JSON-able and of the form of cells'.
 
-    Raises DataError when a column of `keep_obs` is missing, or nothing is left.
+    Raises DataError when a column of `keep_obs` or `columns` is missing, or nothing is left.
     """
-    for name in options.keep_obs or ():
-        reader.obs_column(name, "preprocess.keep_obs")
-    columns = [*reader.obs.columns] if options.keep_obs is None else list(dict.fromkeys(options.keep_obs))
-    lengths, reason = _measure(reader, options)
+    chosen = choose_obs(reader, options.keep_obs, columns)
+    lengths, reason = _measure(reader, options, chosen.keep)
     kept = reason == _KEPT
     dropped = {name: int((reason == number).sum()) for number, name in enumerate(DROPPED)}
     if not kept.any():
         raise DataError(f"{reader.path}: none of {reader.n_obs:,} sequences is left: {dropped}; lower min_counts")
-    obs = reader.obs.loc[kept, columns].copy()
-    for name in obs.select_dtypes("category"):
-        obs[name] = obs[name].cat.remove_unused_categories()
     nnz = int(lengths[kept].sum())
     blocks = _kept_rows(reader, kept, options.row_block)
-    write_cells(out, obs, reader.var, blocks, nnz, count_dtype(1), ordered=True)
+    write_cells(out, chosen.kept(kept), reader.var, blocks, nnz, count_dtype(1), ordered=True)
     return _report(reader, options, lengths, kept, dropped)
 
 
-def _measure(reader: CountsReader, options: Preprocess) -> tuple[np.ndarray, np.ndarray]:
+def _measure(reader: CountsReader, options: Preprocess, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Length of each sequence, and why it is dropped: index into DROPPED, or -1."""
-    lengths, reasons, seen = [], [], set()
+    lengths, reasons, seen = list[int](), list[int](), set[bytes]()
     for block in reader.rows(options.row_block):
         for start, stop in pairwise(block.indptr.tolist()):
             # 16 bytes a sequence: a collision among a billion has a probability of 10^-21
             key = hashlib.blake2b(block.indices[start:stop].astype(np.uint8).tobytes(), digest_size=16).digest()
-            checks = (start == stop, stop - start < options.min_counts, key in seen)
+            checks = (not keep[len(reasons)], start == stop, stop - start < options.min_counts, key in seen)
             lengths.append(stop - start)
             reasons.append(checks.index(True) if any(checks) else _KEPT)
             if not any(checks):

@@ -1,14 +1,16 @@
 """Reading shards: .h5ad files whose rows are in rank order and are read by offset.
 
 X is spec CSR, contiguous, unfiltered and little-endian, so any scverse tool opens a shard, and a block of cells is
-one `preadv` at a known offset: no HDF5 call, no lock, no copy. pread is faster than mmap: 85k against 40k cells/s
-cold. Genes are int32: with uint16 `adata[:, genes]` crashes the interpreter. A shard is checked when opened, against
-the manifest and against HDF5's own reads; `verify` hashes its bytes once before training.
+one `preadv` at a known offset: no HDF5 call, no copy. pread is faster than mmap: 85k against 40k cells/s cold. Genes
+are int32: with uint16 `adata[:, genes]` crashes the interpreter. Offsets are in the manifest and lengths of rows beside
+it, so a shard is opened when it is first read; `verify` hashes its bytes once before training. Shards of earlier
+versions are opened at once, and checked against the manifest and against HDF5's own reads.
 """
 
 import os
-import resource
+import stat
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,108 +19,191 @@ import numpy as np
 
 from cellmill.data.h5_file import one_line, open_h5
 from cellmill.data.manifest import REMEDY, Manifest, ShardEntry
+from cellmill.data.open_files import OpenFiles
+from cellmill.data.shard_index import OFFSETS, open_index
 from cellmill.errors import DataError
+from cellmill.files import special_kind
 
 IOV_MAX = 1024  # buffers of one preadv; POSIX promises 16, Linux has had 1,024 since 2.4
 
 
 class RowFile:
-    """CSR matrix X of an .h5ad file, read by offset; checked when opened. Thread-safe.
+    """CSR matrix X of an .h5ad file, read by offset. Thread-safe.
 
-    Attributes: `path`, `indptr` (`(n_obs + 1,)` int64), `n_obs`, `n_vars`, `dtype` of the counts.
+    Attributes: `path`, `indptr` (`(n_obs + 1,)` int32 or int64, checked when it is first read), `n_obs`, `n_vars`,
+    `nnz`, `dtype` of the counts, `offsets` of indices and data in bytes. The file is opened by `files` when it is first
+    read.
     """
 
-    def __init__(self, path: Path):
-        self.path = Path(path)
-        self._fd = -1  # closed
-        try:
-            with open_h5(self.path, REMEDY) as file:
-                x = file["X"]
-                if x.attrs.get("encoding-type") != "csr_matrix":
-                    raise DataError(f"{self.path}: X is not a csr_matrix; {REMEDY}")
-                self.n_obs, self.n_vars = (int(n) for n in x.attrs["shape"])
-                self.indptr: np.ndarray = x["indptr"][:].astype(np.int64)
-                self._indices_at = self._offset(x["indices"], ("<i4",))
-                self._data_at = self._offset(x["data"], ("<u2", "<u4"))
-                self.dtype: np.dtype[Any] = x["data"].dtype
-                self._check_indptr(len(x["indices"]), len(x["data"]))
-                ends = [(x[name][:1], x[name][-1:]) for name in ("indices", "data")] if self.indptr[-1] else []
-        except (KeyError, AttributeError, TypeError, ValueError) as error:
-            raise DataError(f"{self.path}: not a shard: {error}") from None
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be read: {one_line(error)}; {REMEDY}") from None
-        self._fd = os.open(self.path, os.O_RDONLY)
-        try:
-            self._check_bytes(ends)
-        except BaseException:
-            self.close()
-            raise
+    def __init__(
+        self,
+        path: Path,
+        indptr: np.ndarray,
+        nnz: int,
+        n_vars: int,
+        dtype: np.dtype[Any],
+        offsets: tuple[int, int],
+        files: OpenFiles,
+    ):
+        self.path, self.nnz, self.n_vars, self.dtype, self.offsets = path, nnz, n_vars, dtype, offsets
+        self.n_obs, self._indptr = len(indptr) - 1, indptr
+        self._files, self._checked, self._indptr_checked = files, False, False
+
+    @property
+    def indptr(self) -> np.ndarray:
+        """First nonzero of each row, and the end. Raises DataError when they fall, or are not of `nnz` nonzeros."""
+        if not self._indptr_checked:
+            p = self._indptr
+            if p[0] or p[-1] != self.nnz or (p[1:] < p[:-1]).any():
+                raise DataError(f"{self.path}: damaged: its offsets of rows are not of {self.nnz:,} nonzeros; {REMEDY}")
+            self._indptr_checked = True
+        return self._indptr
 
     def close(self) -> None:
-        """Close the file. No thread may be reading it."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    __del__ = close
+        """Close the file. No thread may be reading it; it is opened again if it is read again."""
+        self._files.close(self.path)
 
     def read_genes(self, start: int, buffers: Sequence[Any]) -> None:
         """Fill `buffers` in order with genes (int32), beginning at nonzero `start`."""
-        self._read(self._indices_at + 4 * start, buffers)
+        self._read(self.offsets[0] + 4 * start, buffers)
 
     def read_counts(self, start: int, buffers: Sequence[Any]) -> None:
         """Fill `buffers` in order with counts (`dtype`), beginning at nonzero `start`."""
-        self._read(self._data_at + self.dtype.itemsize * start, buffers)
+        self._read(self.offsets[1] + self.dtype.itemsize * start, buffers)
+
+    def check_size(self) -> None:
+        """Open the file. Raises DataError when it is missing or too short for its nonzeros."""
+        self._read(0, [])
 
     def _read(self, offset: int, buffers: Sequence[Any]) -> None:
-        for first in range(0, len(buffers), IOV_MAX):
-            part = buffers[first : first + IOV_MAX]
-            n_bytes = sum(buffer.nbytes for buffer in part)
-            # one call reads up to 2 GiB, and a short read of a regular file means end of file: a retry would not end
-            n_read = os.preadv(self._fd, part, offset)
-            if n_read != n_bytes:
-                raise DataError(
-                    f"{self.path}: short read: {n_read:,} of {n_bytes:,} bytes at {offset:,}; "
-                    f"the shard was truncated while open; {REMEDY}"
-                )
-            offset += n_bytes
+        try:
+            with self._files.reading(self.path) as descriptor:
+                if not self._checked:
+                    self._check_size(descriptor)
+                for first in range(0, len(buffers), IOV_MAX):
+                    offset += self._read_some(descriptor, offset, buffers[first : first + IOV_MAX])
+        except FileNotFoundError:
+            raise DataError(f"{self.path}: no such file; {REMEDY}") from None
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read: {one_line(error)}; {REMEDY}") from None
 
-    def _offset(self, dataset: h5py.Dataset, dtypes: tuple[str, ...]) -> int:
-        name = f"{self.path}: {dataset.name}"
-        if dataset.compression or dataset.shuffle or dataset.fletcher32 or dataset.scaleoffset:
-            raise DataError(f"{name} is compressed or filtered, but rows are read by offset; {REMEDY}")
-        if dataset.chunks is not None:
-            raise DataError(f"{name} is chunked, but rows are read by offset; {REMEDY}")
-        if dataset.dtype not in [np.dtype(d) for d in dtypes]:
-            raise DataError(f"{name}: expected {' or '.join(dtypes)}, got {dataset.dtype.str}; {REMEDY}")
-        offset = dataset.id.get_offset()
-        if offset is None and dataset.size:
-            raise DataError(f"{name} has no offset in the file (virtual, external or never written); {REMEDY}")
-        return offset or 0
+    def _read_some(self, descriptor: int, offset: int, buffers: Sequence[Any]) -> int:
+        n_bytes = sum(buffer.nbytes for buffer in buffers)
+        # one call reads up to 2 GiB, and a short read of a regular file means end of file: a retry would not end
+        n_read = os.preadv(descriptor, buffers, offset)
+        if n_read != n_bytes:
+            raise DataError(
+                f"{self.path}: short read: {n_read:,} of {n_bytes:,} bytes at {offset:,}; "
+                f"the shard was truncated while open; {REMEDY}"
+            )
+        return n_bytes
 
-    def _check_indptr(self, n_indices: int, n_data: int) -> None:
-        p = self.indptr
-        if len(p) != self.n_obs + 1 or p[0] or p[-1] != n_indices or n_indices != n_data or (np.diff(p) < 0).any():
-            raise DataError(f"{self.path}: damaged: X/indptr does not match X/indices and X/data; {REMEDY}")
-
-    def _check_bytes(self, ends: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        size, nnz = os.fstat(self._fd).st_size, int(self.indptr[-1])
-        needed = max(self._indices_at + 4 * nnz, self._data_at + self.dtype.itemsize * nnz)
+    def _check_size(self, descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise DataError(f"{self.path}: expected a file, got a {special_kind(self.path) or 'folder'}; {REMEDY}")
+        size = status.st_size
+        needed = max(self.offsets[0] + 4 * self.nnz, self.offsets[1] + self.dtype.itemsize * self.nnz)
         if size < needed:
             raise DataError(f"{self.path}: truncated: {size:,} of at least {needed:,} bytes; {REMEDY}")
-        for read, (first, last) in zip((self.read_genes, self.read_counts), ends):
-            read_first, read_last = np.empty_like(first), np.empty_like(last)
-            read(0, [read_first])
-            read(nnz - 1, [read_last])
-            if (read_first, read_last) != (first, last):
-                raise DataError(f"{self.path}: damaged: HDF5 and a read by offset differ; {REMEDY}")
+        self._checked = True
+
+
+def open_rows(path: Path, files: OpenFiles) -> RowFile:
+    """Open an .h5ad file that preprocess or shard wrote, with all that HDF5 tells of its X.
+
+    Raises DataError when X is not CSR that can be read by offset, or is damaged.
+    """
+    try:
+        with open_h5(path, REMEDY) as file:
+            x = file["X"]
+            if x.attrs.get("encoding-type") != "csr_matrix":
+                raise DataError(f"{path}: X is not a csr_matrix; {REMEDY}")
+            n_obs, n_vars = (int(n) for n in x.attrs["shape"])
+            indptr = _read_indptr(path, x["indptr"], n_obs)
+            offsets = offset_of(path, x["indices"], ("<i4",)), offset_of(path, x["data"], ("<u2", "<u4"))
+            dtype: np.dtype[Any] = x["data"].dtype
+            nnz = len(x["indices"])
+            if len(x["data"]) != nnz or indptr[0] or indptr[-1] != nnz or (np.diff(indptr) < 0).any():
+                raise DataError(f"{path}: damaged: X/indptr does not match X/indices and X/data; {REMEDY}")
+            ends = [(x[name][:1], x[name][-1:]) for name in ("indices", "data")] if indptr[-1] else []
+    except (LookupError, AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise DataError(f"{path}: not a shard: {one_line(error)}; {REMEDY}") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {one_line(error)}; {REMEDY}") from None
+    rows = RowFile(path, indptr, nnz, n_vars, dtype, offsets, files)
+    rows.check_size()
+    _check_ends(rows, ends)
+    return rows
+
+
+def offset_of(path: Path, dataset: h5py.Dataset, dtypes: tuple[str, ...]) -> int:
+    """Offset of an array in its file, in bytes. Raises DataError when it cannot be read by offset."""
+    name = f"{path}: {dataset.name}"
+    if dataset.compression or dataset.shuffle or dataset.fletcher32 or dataset.scaleoffset:
+        raise DataError(f"{name} is compressed or filtered, but rows are read by offset; {REMEDY}")
+    if dataset.chunks is not None:
+        raise DataError(f"{name} is chunked, but rows are read by offset; {REMEDY}")
+    if len(dataset.shape) != 1:
+        raise DataError(f"{name}: expected a list, got shape {dataset.shape}; {REMEDY}")
+    if dataset.dtype not in [np.dtype(d) for d in dtypes]:
+        raise DataError(f"{name}: expected {' or '.join(dtypes)}, got {dataset.dtype.str}; {REMEDY}")
+    offset = dataset.id.get_offset()
+    if offset is None and dataset.size:
+        raise DataError(f"{name} has no offset in the file (virtual, external or never written); {REMEDY}")
+    return offset or 0
+
+
+def _read_indptr(path: Path, dataset: h5py.Dataset, n_obs: int) -> np.ndarray:
+    # before memory is taken for it: a damaged header may claim any size
+    too_large = dataset.nbytes > path.stat().st_size
+    if dataset.shape != (n_obs + 1,) or dataset.dtype.kind not in "iu" or too_large:
+        raise DataError(f"{path}: damaged: X/indptr is not of {n_obs:,} cells; {REMEDY}")
+    return np.asarray(dataset[:], np.int64)
+
+
+def _check_ends(rows: RowFile, ends: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    last_at = rows.nnz - 1
+    for read, (first, last) in zip((rows.read_genes, rows.read_counts), ends):
+        read_first, read_last = np.empty_like(first), np.empty_like(last)
+        read(0, [read_first])
+        read(last_at, [read_last])
+        if (read_first, read_last) != (first, last):
+            raise DataError(f"{rows.path}: damaged: HDF5 and a read by offset differ; {REMEDY}")
 
 
 def open_shards(manifest: Manifest, split: str) -> list[RowFile]:
-    """Open every shard of a split. Raises DataError naming the shard that differs from the manifest."""
-    entry = manifest.entry(split)
-    _allow_open_files(len(entry.shards))
-    return [_open_shard(manifest, shard) for shard in entry.shards]
+    """Shards of a split, each opened when it is first read; at once if the manifest has no offsets.
+
+    Raises DataError naming what differs from the manifest.
+    """
+    entry, files = manifest.entry(split), OpenFiles()
+    indptr = open_index(manifest, split, OFFSETS)
+    if indptr is None:
+        return [_open_shard(manifest, shard, files) for shard in entry.shards]
+    starts = np.cumsum([0, *(shard.n_obs + 1 for shard in entry.shards)]).tolist()
+    return [
+        _indexed(manifest, shard, indptr[first:stop], files)
+        for shard, (first, stop) in zip(entry.shards, pairwise(starts))
+    ]
+
+
+def _indexed(manifest: Manifest, shard: ShardEntry, indptr: np.ndarray, files: OpenFiles) -> RowFile:
+    if shard.genes_at is None or shard.counts_at is None:
+        raise DataError(f"{manifest.path}: no offsets of {shard.name}; {REMEDY}")
+    offsets = (shard.genes_at, shard.counts_at)
+    path, dtype = manifest.shard_path(shard), np.dtype(shard.dtype)
+    return RowFile(path, indptr, shard.nnz, manifest.n_genes, dtype, offsets, files)
+
+
+def read_gene_ids(path: Path) -> list[str]:
+    """Names of the columns of X of a shard, or of a file that preprocess wrote."""
+    try:
+        with open_h5(path, REMEDY) as file:
+            var = file["var"]
+            return list(var[var.attrs["_index"]].asstr()[:])
+    except (LookupError, AttributeError, TypeError, ValueError, OSError, RuntimeError) as error:
+        raise DataError(f"{path}: its genes cannot be read: {one_line(error)}; {REMEDY}") from None
 
 
 def cell_names(shards: Sequence[RowFile], cells: np.ndarray) -> list[str]:
@@ -136,21 +221,11 @@ def cell_names(shards: Sequence[RowFile], cells: np.ndarray) -> list[str]:
     return names
 
 
-def _open_shard(manifest: Manifest, shard: ShardEntry) -> RowFile:
-    rows = RowFile(manifest.shard_path(shard))
-    actual = (rows.n_obs, int(rows.indptr[-1]), rows.dtype.name, rows.n_vars)
+def _open_shard(manifest: Manifest, shard: ShardEntry, files: OpenFiles) -> RowFile:
+    rows = open_rows(manifest.shard_path(shard), files)
+    actual = (rows.n_obs, rows.nnz, rows.dtype.name, rows.n_vars)
     listed = (shard.n_obs, shard.nnz, shard.dtype, manifest.n_genes)
     for name, here, there in zip(("cells", "nonzeros", "dtype of counts", "genes"), actual, listed):
         if here != there:
             raise DataError(f"{rows.path}: expected {name} {there} as in the manifest, got {here}; {REMEDY}")
     return rows
-
-
-def _allow_open_files(n: int) -> None:
-    """Raise the soft limit of open files; the usual 1,024 are 16 million cells."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = n + 256
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
-        )

@@ -3,8 +3,9 @@
 The order is a pure function of (seed, epoch, lane, window), so any step of any epoch is reached without replaying
 earlier ones. Blocks of contiguous cells are permuted and dealt to `lanes`; within a lane, cells are permuted in
 windows of blocks. Blocks that do not fill a round of lanes are cut by cell, so lanes differ by at most one cell. A
-global batch takes the same number of cells from every lane and is therefore the same set of cells for any number of
-ranks. With cells preshuffled on disk, a batch has the donor entropy of a true shuffle (3.26 of 3.27 bits).
+global batch takes a fixed number of cells from each lane and is therefore the same set of cells for any number of
+ranks: `per_lane`, and at the end of an epoch what is left, or with `equal_steps` an even part of the epoch. With cells
+preshuffled on disk, a batch has the donor entropy of a true shuffle (3.26 of 3.27 bits).
 """
 
 from __future__ import annotations
@@ -13,18 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cellmill.config.options import TrainOptions
+from cellmill.data.random_words import permutation
+from cellmill.data.repeats import Repeats
+
 BLOCKS, WINDOW, SHARDS = 1, 2, 3  # purpose of a permutation: part of its key
-
-
-def permutation(n: int, seed: int, purpose: int, *position: int) -> np.ndarray:
-    """Permutation of `n`, int64, a function of its arguments alone (at most three of `position`).
-
-    Made from raw Philox words, which numpy keeps stable between versions, unlike Generator.permutation.
-    """
-    counter = np.zeros(4, np.uint64)  # Philox itself increments the lowest word
-    counter[1 : 1 + len(position)] = position
-    philox = np.random.Philox(key=np.array([seed, purpose], np.uint64), counter=counter)
-    return np.argsort(philox.random_raw(n), kind="stable")
 
 
 @dataclass(frozen=True)
@@ -61,6 +55,8 @@ class EpochLayout:
     seed: int
     shuffle: bool
     max_cells: int | None = None
+    equal_steps: bool = False
+    repeats: Repeats | None = None  # None reads each cell once; see `data.repeated_epoch`
 
     @property
     def n_cells(self) -> int:
@@ -76,6 +72,32 @@ class EpochLayout:
     def steps_per_epoch(self) -> int:
         longest = -(-self.n_cells // self.lanes)  # lanes differ by one cell at most
         return -(-longest // self.per_lane)
+
+    @property
+    def most_cells(self) -> int:
+        """Cells of the largest step."""
+        return -(-self.n_cells // self.steps_per_epoch) if self.equal_steps else min(self.global_batch, self.n_cells)
+
+    def lanes_before(self, step: int) -> np.ndarray:
+        """Cells of each lane before step `step` of an epoch, `(lanes,)` int64; for its number of steps, all."""
+        if not self.equal_steps:
+            return np.minimum(step * self.per_lane, self._dealt(self.n_cells))
+        return self._dealt(step * self.n_cells // self.steps_per_epoch)
+
+    def before(self, step: int) -> int:
+        """Cells of all lanes before step `step` of an epoch."""
+        return int(self.lanes_before(step).sum())
+
+    def _dealt(self, cells: int) -> np.ndarray:
+        """Cells of each lane if `cells` are dealt one by one."""
+        return -((np.arange(self.lanes) - cells) // self.lanes)
+
+
+def epoch_of(options: TrainOptions, n_cells: int) -> EpochLayout:
+    """Return the layout of the epochs of a run over `n_cells` training cells, for its steps and their cells."""
+    stream, train = options.stream, options.train
+    order = (stream.lanes, stream.block_cells, stream.window_blocks, train.global_batch, train.seed)
+    return EpochLayout((n_cells,), *order, shuffle=True, equal_steps=stream.equal_steps)
 
 
 class Epoch:

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from cellmill.data.genes import gene_symbols
+from cellmill.data.gene_tables import gene_symbols
 from cellmill.errors import ConfigError
 
 BLOCK = 256

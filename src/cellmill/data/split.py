@@ -34,14 +34,25 @@ def hash_genes(gene_ids: Iterable[str]) -> np.ndarray:
     return np.array([hash_text(name) for name in gene_ids], np.uint64)
 
 
-def hash_cells(starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_hashes: np.ndarray) -> np.ndarray:
-    """One uint64 per cell, of its set of (gene id, count) pairs in any order.
+_SMALL_COUNTS = splitmix64(np.arange(1 << 16, dtype=np.uint64))  # looked up in a third of the time
+_SECOND = np.uint64(0x243F6A8885A308D3)  # key of the second half of a cell's hash: digits of pi
 
-    CSR rows: `starts` `(cells + 1,)`, `genes` and `counts` `(nonzeros,)`; `genes` index `gene_hashes`.
+
+def hash_cells(starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_hashes: np.ndarray) -> np.ndarray:
+    """128 bits per cell, `(cells, 2)` uint64, of its set of (gene id, count) pairs in any order.
+
+    CSR rows: `starts` `(cells + 1,)`, `genes` and `counts` `(nonzeros,)`; `genes` index `gene_hashes`. The first half
+    decides the split. Equal hashes are equal cells: among a billion different ones two collide with probability 10^-21.
     """
-    pairs = splitmix64(gene_hashes[genes] ^ splitmix64(counts.astype(np.uint64)))
-    total = np.zeros(len(pairs) + 1, np.uint64)
-    np.cumsum(pairs, out=total[1:])  # overflow is fine: differences are each cell's sum modulo 2**64
+    small = not len(counts) or counts.max() < len(_SMALL_COUNTS)
+    pairs = splitmix64(gene_hashes[genes] ^ (_SMALL_COUNTS[counts] if small else splitmix64(counts.astype(np.uint64))))
+    return np.stack([_sums(starts, pairs), _sums(starts, splitmix64(pairs ^ _SECOND))], axis=1)
+
+
+def _sums(starts: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Mixed sum of the values of each cell modulo 2**64, so that their order does not matter."""
+    total = np.zeros(len(values) + 1, np.uint64)
+    np.cumsum(values, out=total[1:])  # overflow is fine, as differences are taken
     return splitmix64(total[starts[1:]] - total[starts[:-1]])
 
 
@@ -71,7 +82,9 @@ def split_by_value(values: np.ndarray, column: str, seed: int, val_frac: float, 
     Values are sorted by a seeded hash; the first fraction of them, at least one, goes to test, the next to val.
     Raises DataError when there are too few.
     """
-    unique, code = np.unique(values, return_inverse=True)
+    unique = sorted(set(values))
+    number = {value: i for i, value in enumerate(unique)}
+    code = np.array([number[value] for value in values])
     order = sorted(range(len(unique)), key=lambda i: (hash_text(str(unique[i]), seed), str(unique[i])))
     n_test, n_val = (max(1, round(frac * len(unique))) if frac > 0 else 0 for frac in (test_frac, val_frac))
     if n_test + n_val >= len(unique):

@@ -19,16 +19,24 @@ import numpy as np
 from cellmill.config.checks import check_batch, check_budget, check_lanes, check_rows
 from cellmill.config.run import Stream as StreamOptions
 from cellmill.config.tokens import Tokens
+from cellmill.data.cell_tokens import CellTokenizer
 from cellmill.data.manifest import Manifest
 from cellmill.data.obs_levels import read_level_numbers
 from cellmill.data.prefetch import Prefetch, PrefetchedStep
+from cellmill.data.repeats import Repeats
 from cellmill.data.shard_file import cell_names, open_shards
 from cellmill.data.shuffle import EpochLayout
-from cellmill.data.tokens import Batch, Tokenizer, cut_batch, cut_evenly, empty_batch, tokenized
+from cellmill.data.tokens import Batch, cut_batch, cut_evenly, empty_batch, most_micro_batches
 from cellmill.errors import ConfigError, DataError
 
 _AHEAD = 2  # steps tokenized in advance
-_STREAM_ORDER = ("lanes", "block_cells", "window_blocks")  # options that, with seed and batch, define the order
+_STREAM_ORDER = (
+    "lanes",
+    "block_cells",
+    "window_blocks",
+    "equal_steps",
+)  # options that, with seed and batch, define the order
+_WEIGHTS = ("weight_by", "weight_exponent", "max_repeats", "weight_warmup_steps")  # as well, with weights
 
 
 class CellStream:
@@ -69,26 +77,36 @@ class CellStream:
         opened = Manifest.read(manifest)
         check_rows(tokens, opened.ordered, str(manifest))
         entry = opened.entry(split)
+        self._shards = open_shards(opened, split)  # checks the manifest's numbers before memory is taken for them
         sizes = tuple(shard.n_obs for shard in entry.shards)
         order = {name: getattr(stream, name) for name in _STREAM_ORDER}
+        weighted = stream.weights_column() if shuffle else {}
+        weights = {name: getattr(stream, name) for name in _WEIGHTS} if weighted else {}
+        repeats = None
+        if weighted:
+            repeats = Repeats.of(read_level_numbers(opened, split, opened.levels(weighted))[:][:, 0], stream)
         self._layout = EpochLayout(
-            sizes, **order, global_batch=global_batch, seed=seed, shuffle=shuffle, max_cells=max_cells
+            sizes,
+            **order,
+            global_batch=global_batch,
+            seed=seed,
+            shuffle=shuffle,
+            max_cells=max_cells,
+            repeats=repeats,
         )
         self.n_cells, self.steps_per_epoch = self._layout.n_cells, self._layout.steps_per_epoch
         self.levels = opened.levels(columns)
-        self.fingerprint = opened.fingerprint_with(columns)
+        self.fingerprint = opened.fingerprint_with(sorted({*columns, *weighted}))
         assert self.n_cells >= world or not shuffle, f"{self.n_cells} cells for {world} ranks"
-        self._max_tokens, self._budget, self._rank, self._world = tokens.max_tokens, token_budget, rank, world
+        self._budget, self._rank, self._world = token_budget, rank, world
         self._min_microbatches, self._microbatch_multiple = min_microbatches, microbatch_multiple
-        self._tokenizer: Tokenizer = tokens.load()(tokens)
-        self._shards = open_shards(opened, split)
-        paths = [opened.shard_path(shard) for shard in entry.shards]
-        self._numbers = read_level_numbers(paths, self.levels) if columns else None
+        self._tokenizer = CellTokenizer(tokens, opened.n_genes, seed if shuffle else 0)
+        self._numbers = read_level_numbers(opened, split, self.levels) if columns else None
         lanes = list(range(rank, stream.lanes, world))
         self._counted = counted
-        max_genes = None if counted or self._tokenizer.needs_counts else tokens.max_tokens
+        max_genes = self._tokenizer.max_genes(counted)
         self._rows = Prefetch(self._shards, self._layout, lanes, max_genes=max_genes, io_threads=stream.io_threads)
-        self._order = {"seed": seed, **order, "global_batch": global_batch}
+        self._order = {"seed": seed, **order, **weights, "global_batch": global_batch}
         self._epoch = self._step = 0
         self._ahead: _Ahead | None = None
         self._closed = False
@@ -127,12 +145,13 @@ class CellStream:
                 f"expected shards of fingerprint {state['fingerprint']}, as in the checkpoint, got {self.fingerprint}: "
                 "restore the shards it was trained on, or start a new run"
             )
-        for name in ("seed", *_STREAM_ORDER, "global_batch"):
-            if state[name] != self._order[name]:
-                section = "stream" if name in _STREAM_ORDER else "train"
+        for name in ("seed", *_STREAM_ORDER, *_WEIGHTS, "global_batch"):
+            before, now = state.get(name), self._order.get(name)
+            if before != now:
+                section = "train" if name in ("seed", "global_batch") else "stream"
                 raise ConfigError(
-                    f"{section}.{name} is {self._order[name]}, but {state[name]} in the checkpoint, and defines the "
-                    f"order of cells; set it back to {state[name]}, or start a new run"
+                    f"{section}.{name} is {now}, but {before} in the checkpoint, and defines the order of cells; set "
+                    f"it back to {before}, or start a new run"
                 )
         self._stop_ahead()
         self._epoch, self._step = int(state["epoch"]), int(state["step"])
@@ -155,26 +174,38 @@ class CellStream:
             self._ahead = None
 
     def _micro_batches(self, step: PrefetchedStep) -> list[Batch]:
-        # every rank computes the cuts of all ranks from known lengths: no communication to agree on the number
-        of_ranks = (np.concatenate(step.lengths[rank :: self._world]) for rank in range(self._world))
-        lengths = [np.minimum(of_rank, self._max_tokens) for of_rank in of_ranks]
-        cuts = [cut_batch(of_rank, self._budget) for of_rank in lengths]
-        number = max(self._min_microbatches, *(len(cut) - 1 for cut in cuts))
-        own = cuts[self._rank]
+        # every rank computes the number of cuts of all ranks from known lengths: no communication to agree on it
+        lengths, n_cells = of_ranks(step.lengths, step.n_cells, self._world)
+        lengths = self._tokenizer.numbers(lengths)
+        number = max(self._min_microbatches, most_micro_batches(lengths, n_cells, self._budget))
+        end = int(n_cells[: self._rank + 1].sum())
+        own = lengths[end - n_cells[self._rank] : end]
         if self._microbatch_multiple > 1 or self._min_microbatches > 1:
             number = -(-number // self._microbatch_multiple) * self._microbatch_multiple
-            own = cut_evenly(lengths[self._rank], number)
+            borders = cut_evenly(own, number)
+        else:
+            borders = cut_batch(own, self._budget)
         batches = []
-        for first, last in pairwise(own):
+        for first, last in pairwise(borders):
             starts = step.starts[first : last + 1]
             nonzeros = slice(starts[0], starts[-1])
             counts = step.counts[nonzeros] if step.counts is not None else None
-            max_counted = self._max_tokens if self._counted else None
             genes, cells = step.genes[nonzeros], step.cells[first:last]
             levels = None if self._numbers is None else self._numbers[cells]
-            batches.append(tokenized(self._tokenizer, genes, counts, starts - starts[0], cells, max_counted, levels))
+            row = (genes, counts, starts - starts[0], cells)
+            batches.append(self._tokenizer.batch(*row, self._counted, levels, step.epoch))
         empty = empty_batch(self._tokenizer.dtype, self._counted, len(self.levels))
         return batches + [empty] * (number - len(batches))
+
+
+def of_ranks(lengths: np.ndarray, n_cells: np.ndarray, world: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths of all cells, `(cells,)`, rank by rank, and each rank's number of cells, `(world,)`.
+
+    Lane l, a row of `lengths` with `n_cells[l]` cells, belongs to rank l % world.
+    """
+    by_rank = np.arange(len(lengths)).reshape(-1, world).T
+    there = np.arange(lengths.shape[1]) < n_cells[by_rank.ravel(), None]
+    return lengths[by_rank.ravel()][there], n_cells[by_rank].sum(1)
 
 
 class _Ahead:

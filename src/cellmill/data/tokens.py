@@ -106,6 +106,22 @@ def cut_batch(lengths: np.ndarray, token_budget: int) -> list[int]:
     return borders
 
 
+def most_micro_batches(lengths: np.ndarray, n_cells: np.ndarray, token_budget: int) -> int:
+    """Most micro-batches that `cut_batch` makes of any rank's cells; the ranks are cut side by side.
+
+    `lengths`, `(cells,)`, are tokens of all ranks' cells, rank by rank, `n_cells` of them on each.
+    """
+    total = np.concatenate([[0], np.cumsum(lengths)])
+    ends = np.cumsum(n_cells)
+    first, number = ends - n_cells, 0
+    while (left := first < ends).any():
+        first, ends = first[left], ends[left]
+        fitting = np.searchsorted(total, total[first] + token_budget, side="right") - 1
+        first = np.maximum(np.minimum(fitting, ends), first + 1)
+        number += 1
+    return number
+
+
 def cut_evenly(lengths: np.ndarray, most: int) -> list[int]:
     """Borders of at most `most` micro-batches, the largest of which is as small as possible."""
     low, high = int(lengths.max(initial=1)), max(int(lengths.sum()), 1)

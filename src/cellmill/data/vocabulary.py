@@ -4,6 +4,9 @@ Token 0 is `<pad>`, 1 is `<mask>`, and the gene in row g of the vocabulary is to
 a corpus gives the same tokens in any order of its files. Each gene has the median of its counts per 10,000 over the
 cells in which it is detected: the scale of rank values (Geneformer, Theodoris et al. 2023). `data/corpus.py` makes
 the vocabulary from cells.
+
+A last line that begins with `#quantiles`, where the corpus asks for it, has the quantiles of all nonzero values of the
+corpus, at equal steps of probability, for tokenizers whose bins are fitted (`BinnedTokens.binning`).
 """
 
 import hashlib
@@ -17,9 +20,10 @@ import numpy as np
 
 from cellmill.config.tokens import SPECIAL
 from cellmill.errors import DataError
-from cellmill.files import write_text
+from cellmill.files import require_file, write_text
 
 COLUMNS = ("token_id", "gene_id", "symbol", "n_cells", "median")
+QUANTILES = "#quantiles"  # first field of the line
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +34,7 @@ class Vocabulary:
     symbols: list[str]
     n_cells: np.ndarray  # number of cells of the corpus in which each gene is detected; int64
     medians: np.ndarray  # median counts per 10,000 over the cells in which a gene is detected; float32
+    quantiles: np.ndarray | None = None  # of all nonzero log(1 + counts per 10,000), ascending; float32
 
     @property
     def n_genes(self) -> int:
@@ -55,14 +60,14 @@ class Vocabulary:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a TSV of `write`. Raises DataError naming the malformed line."""
+        require_file(path)
         try:
             lines = Path(path).read_text(encoding="utf-8").split("\n")
-        except FileNotFoundError:
-            raise DataError(f"{path}: no such file") from None
         except UnicodeDecodeError:
             raise DataError(f"{path}: not a vocabulary: not UTF-8 text") from None
         if lines.pop() != "" or not lines or tuple(lines[0].split("\t")) != COLUMNS:
             raise DataError(f"{path}: not a complete vocabulary: expected columns {', '.join(COLUMNS)}")
+        quantiles = _quantiles(path, lines.pop()) if lines[-1].startswith(QUANTILES) else None
         gene_ids, symbols, n_cells, medians = [], [], [], []
         for token, line in enumerate(lines[1:]):
             cells = line.split("\t")
@@ -72,6 +77,8 @@ class Vocabulary:
                 if int(number) != token or (special and gene != SPECIAL[token]):
                     raise ValueError
                 if not special:
+                    if not 0 <= int(count) < 2**63:
+                        raise ValueError
                     gene_ids.append(gene)
                     symbols.append(symbol)
                     n_cells.append(int(count))
@@ -79,7 +86,7 @@ class Vocabulary:
             except ValueError:
                 fields = SPECIAL[token] if special else "gene id, symbol, n_cells, median"
                 raise DataError(f"{path}, line {token + 2}: expected token {token}: {fields}") from None
-        vocabulary = cls(gene_ids, symbols, np.array(n_cells, np.int64), np.array(medians, np.float32))
+        vocabulary = cls(gene_ids, symbols, np.array(n_cells, np.int64), np.array(medians, np.float32), quantiles)
         if len(lines) - 1 <= len(SPECIAL) or len(vocabulary._rows) != len(gene_ids):
             raise DataError(f"{path}: not a vocabulary: no genes, or a duplicate")
         if not (np.isfinite(vocabulary.medians) & (vocabulary.medians > 0)).all():
@@ -92,8 +99,24 @@ class Vocabulary:
 
     @cached_property
     def _text(self) -> str:
-        rows = [COLUMNS, *((str(token), name, "", "", "") for token, name in enumerate(SPECIAL))]
+        rows: list[tuple[str, ...]] = [COLUMNS, *((str(token), name, "", "", "") for token, name in enumerate(SPECIAL))]
         for row, (gene, symbol, count) in enumerate(zip(self.gene_ids, self.symbols, self.n_cells)):
-            median = np.format_float_positional(self.medians[row], unique=True, trim="-")
-            rows.append((str(row + len(SPECIAL)), gene, symbol, str(int(count)), median))
+            rows.append((str(row + len(SPECIAL)), gene, symbol, str(int(count)), _text_of(self.medians[row])))
+        if self.quantiles is not None:
+            rows.append((QUANTILES, *map(_text_of, self.quantiles)))
         return "".join("\t".join(row) + "\n" for row in rows)
+
+
+def _text_of(number: np.float32) -> str:
+    return np.format_float_positional(number, unique=True, trim="-")
+
+
+def _quantiles(path: Path, line: str) -> np.ndarray:
+    """Quantiles of the last line. Raises DataError."""
+    try:
+        quantiles = np.array(line.split("\t")[1:], np.float32)
+    except ValueError:
+        quantiles = np.empty(0, np.float32)
+    if len(quantiles) < 2 or not np.isfinite(quantiles).all() or (np.diff(quantiles) < 0).any():
+        raise DataError(f"{path}, last line: expected {QUANTILES} and at least two ascending numbers")
+    return quantiles

@@ -1,7 +1,8 @@
 """Predictions of baselines, kept from one evaluation to the next: those of a dataset are the same for every run.
 
 A prediction is found by the SHA-256 of everything that it depends on: classifier, versions, features and labels that it
-is trained on, features of the tested cells. A dataset has one file, of arrays without pickles.
+is trained on, features of the tested cells. Principal components of small datasets are kept in the same way. A dataset
+has one file, of arrays without pickles.
 """
 
 import hashlib
@@ -17,6 +18,8 @@ import sklearn
 
 from cellmill.files import atomic_path
 
+VERSIONS = f"scikit-learn {sklearn.__version__}, NumPy {np.__version__}"
+MAX_BYTES = 2**20  # of one array of features: the file is read whole by each evaluation
 Fit = Callable[[Any, Any, np.ndarray], None]
 
 
@@ -32,6 +35,16 @@ class BaselineCache:
     def __init__(self, file: Path | None = None) -> None:
         self.file, self.known = file, _read(file)
         self._n_read = len(self.known)
+
+    def features(self, about: str, values: Any, compute: Callable[[], np.ndarray]) -> np.ndarray:
+        """Features made from `values`, dense or sparse, by what `about` says; computed if they are not known."""
+        key = _digest(f"{about} of {VERSIONS}", _arrays(values))
+        if key in self.known:
+            return self.known[key]
+        made = compute()
+        if made.nbytes <= MAX_BYTES:
+            self.known[key] = made
+        return made
 
     def save(self) -> None:
         """Write what was added. Of two evaluations that save at the same time, one may lose its additions."""
@@ -57,8 +70,7 @@ class CachedClassifier:
     def __init__(self, cache: BaselineCache, classifier: Any, features: Any, labels: np.ndarray, fit: Fit) -> None:
         self._cache, self._classifier, self._fitted = cache, classifier, False
         self._features, self._labels, self._fit = features, labels, fit
-        about = f"{classifier!r} of scikit-learn {sklearn.__version__}, NumPy {np.__version__}"
-        self._digest = _digest(about, [*_arrays(features), labels])
+        self._digest = _digest(f"{classifier!r} of {VERSIONS}", [*_arrays(features), labels])
 
     def predict(self, features: Any) -> np.ndarray:
         """Predicted classes, text `(cells,)`."""

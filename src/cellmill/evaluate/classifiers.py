@@ -17,7 +17,6 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from cellmill.data.count_matrix import counts_per_10k
 from cellmill.data.counts_reader import CountsReader
 from cellmill.evaluate.baseline_cache import BaselineCache, CachedClassifier
 from cellmill.evaluate.score_table import EMBEDDING, UNTRAINED
@@ -68,12 +67,6 @@ def fit(classifier: Any, features: Any, labels: np.ndarray) -> None:
         classifier.fit(features, labels)
     if any(issubclass(w.category, ConvergenceWarning) for w in caught):
         print(f"logistic regression on {features.shape[1]:,} features stopped before it converged", flush=True)
-
-
-def log_normalise(counts: sp.csr_matrix) -> sp.csr_matrix:
-    """log(1 + counts per 10,000 of the cell), float32; a cell without counts stays zero."""
-    values = np.log1p(counts_per_10k(counts.data, counts.indptr)).astype(np.float32)
-    return sp.csr_matrix((values, counts.indices, counts.indptr), shape=counts.shape)
 
 
 def read_rows(reader: CountsReader, mask: np.ndarray) -> sp.csr_matrix:

@@ -6,33 +6,31 @@ rounding alone. A cell without any known gene has no embedding: its row is NaN.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import anndata as ad
 import numpy as np
-import pandas as pd
 import scipy.sparse as sp
 import torch
-from anndata.io import write_elem
 
 from cellmill.config.checks import check_rows
 from cellmill.config.tokens import Tokens
+from cellmill.data.cell_tokens import CellTokenizer
 from cellmill.data.count_matrix import row_sums, select_columns
 from cellmill.data.counts_reader import CountsReader
 from cellmill.data.gene_ranking import inverse_medians, rank_order_rows
 from cellmill.data.genes import GeneColumns, match_columns
-from cellmill.data.h5_file import create_h5
 from cellmill.data.level_table import numbers_of
-from cellmill.data.tokens import Batch, Tokenizer, split_batch, tokenized
+from cellmill.data.tokens import Batch, split_batch
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
+from cellmill.evaluate.gene_coverage import GeneCoverage, gene_coverage
 from cellmill.models.batch import to_tensors
 from cellmill.models.export import load_model, spec_of
 from cellmill.models.family import Model
 
-KEY = "X_cellmill"  # key in obsm
 ROW_BLOCK = 1024  # cells read at once
 
 
@@ -43,6 +41,7 @@ class Embedding:
     vectors: np.ndarray  # `(cells, hidden)` float32; NaN where a cell has no gene that the model knows
     coverage_frac: float  # fraction of the cells' counts that fall on genes of the vocabulary
     n_without_genes: int
+    genes: GeneCoverage
 
 
 def load_for_inference(folder: Path) -> tuple[Model, Vocabulary, Tokens, dict[str, Any]]:
@@ -69,7 +68,7 @@ def tokens_of(
     `levels` are those of all rows, for batches with levels.
     """
     inverse, first = inverse_medians(vocabulary.medians), 0
-    tokenizer: Tokenizer = tokens.load()(tokens)
+    tokenizer = CellTokenizer(tokens, vocabulary.n_genes)
     for raw in rows:
         rows = np.flatnonzero(chosen[first : first + raw.shape[0]])
         cells, first = rows + first, first + raw.shape[0]
@@ -86,17 +85,16 @@ def tokens_of(
         block = block[nonempty]
         starts = block.indptr.astype(np.int64)
         genes, counts = rank_order_rows(starts, block.indices, block.data, inverse)
-        max_counted = tokens.max_tokens if counted else None
         cells = cells[nonempty].astype(np.int64)
         of_cells = None if levels is None else levels[cells]
-        yield tokenized(tokenizer, genes, counts, starts, cells, max_counted, of_cells)
+        yield tokenizer.batch(genes, counts, starts, cells, counted, of_cells)
 
 
-def _sequences(tokenizer: Tokenizer, raw: sp.csr_matrix, columns: GeneColumns, cells: np.ndarray) -> Batch:
+def _sequences(tokenizer: CellTokenizer, raw: sp.csr_matrix, columns: GeneColumns, cells: np.ndarray) -> Batch:
     nonempty = np.flatnonzero(np.diff(raw.indptr))
     raw = raw[nonempty]
     genes, starts = columns.target[raw.indices], raw.indptr.astype(np.int64)
-    return tokenized(tokenizer, genes, raw.data, starts, cells[nonempty], None)
+    return tokenizer.batch(genes, raw.data, starts, cells[nonempty])
 
 
 def embed_cells(
@@ -106,6 +104,7 @@ def embed_cells(
     tokens: Tokens,
     token_budget: int,
     chosen: np.ndarray | None = None,
+    precision: str = "32-true",
 ) -> Embedding:
     """Embeddings of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, in file order."""
     chosen = np.ones(reader.n_obs, dtype=bool) if chosen is None else chosen
@@ -113,10 +112,11 @@ def embed_cells(
     columns, totals = match_columns(reader, vocabulary), np.zeros(2, np.int64)
     levels = levels_of(reader, model)
     batches = tokens_of(reader.rows(ROW_BLOCK), columns, vocabulary, tokens, chosen, totals, levels=levels)
-    embedded = embed_batches(batches, model, reader.n_obs, token_budget)[chosen]
+    embedded = embed_batches(batches, model, reader.n_obs, token_budget, precision)[chosen]
     if np.isnan(embedded).all():
         raise DataError(f"{reader.path}: no cell has a count on a gene that the model knows")
-    return Embedding(embedded, float(totals[0] / totals[1]), int(np.isnan(embedded[:, 0]).sum()))
+    without = int(np.isnan(embedded[:, 0]).sum())
+    return Embedding(embedded, float(totals[0] / totals[1]), without, gene_coverage(columns, vocabulary))
 
 
 def levels_of(reader: CountsReader, model: Model) -> np.ndarray | None:
@@ -125,47 +125,22 @@ def levels_of(reader: CountsReader, model: Model) -> np.ndarray | None:
     return numbers_of(reader.obs, reader.path.stem, known) if known else None
 
 
-def embed_batches(batches: Iterable[Batch], model: Model, n_cells: int, token_budget: int) -> np.ndarray:
+def embed_batches(
+    batches: Iterable[Batch], model: Model, n_cells: int, token_budget: int, precision: str = "32-true"
+) -> np.ndarray:
     """Vectors of cells 0 to `n_cells` - 1, `(n_cells, hidden)` float32; NaN rows where no batch has the cell."""
     model.eval()
     device = next(model.parameters()).device
     embedded = np.full((n_cells, model.vector_width), np.nan, np.float32)
-    with torch.inference_mode():
+    with inference(device, precision):
         for block in batches:
             for batch in split_batch(block, token_budget):
                 embedded[batch.cells] = model.embed(to_tensors(batch, device)).float().cpu().numpy()
     return embedded
 
 
-def write_embedding(path: Path, obs: pd.DataFrame, vectors: np.ndarray, about: dict[str, Any]) -> None:
-    """Write `obs`, obsm["X_cellmill"] and uns["cellmill"] to an .h5ad without X. Atomic; OSError names `path`."""
-    adata = ad.AnnData(obs=obs, obsm={KEY: vectors}, uns={"cellmill": about})
-    with create_h5(path) as file:  # anndata's own writer crashes the interpreter when the disk is full
-        write_elem(file, "/", adata)
-
-
-def read_embedding(path: Path, names: pd.Index, model_digest: str) -> np.ndarray:
-    """Vectors of a file written by `write_embedding`, `(cells, hidden)` float32.
-
-    Raises DataError when the file is of another model, or its obs names are not `names` in this order.
-    """
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; run embed first")
-    try:
-        adata = ad.read_h5ad(path)
-        vectors, about = np.asarray(adata.obsm[KEY], np.float32), adata.uns["cellmill"]
-        digest = str(about["model_digest"])
-    except (KeyError, TypeError):
-        raise DataError(f"{path}: not an embedding by cellmill: obsm[{KEY!r}] or uns['cellmill'] is missing") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from None
-    if digest != model_digest:
-        raise DataError(f"{path}: made by model {digest[:12]}, expected {model_digest[:12]}; run embed again")
-    own = adata.obs_names.astype(str)
-    if len(own) != len(names) or not (own == names).all():
-        at = next((i for i, (a, b) in enumerate(zip(own, names)) if a != b), min(len(own), len(names)))
-        raise DataError(
-            f"{path}: other cells than expected: {len(own):,} instead of {len(names):,}, the first difference at cell "
-            f"{at + 1:,}; run embed again"
-        )
-    return vectors
+@contextmanager
+def inference(device: torch.device, precision: str) -> Iterator[None]:
+    """Run the model without gradients, in the number format `precision`, an option of `embed` and `evaluate`."""
+    with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
+        yield

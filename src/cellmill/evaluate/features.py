@@ -1,22 +1,17 @@
 """Features of cells made from their counts alone: the embedding, and what a baseline is made of."""
 
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-from sklearn.decomposition import PCA
 
-from cellmill.data.count_matrix import select_columns, summed
+from cellmill.data.count_matrix import log_normalise, select_columns, summed
 from cellmill.data.genes import match_columns
-from cellmill.evaluate.classifiers import log_normalise
 from cellmill.evaluate.embed import embed_batches, tokens_of
 from cellmill.evaluate.score_table import EMBEDDING, UNTRAINED
-from cellmill.evaluate.task import TOKEN_BUDGET, Context
-from cellmill.evaluate.training_cells import read_training_counts
+from cellmill.evaluate.task import COMPONENTS, TOKEN_BUDGET, Context
 from cellmill.models.family import Model
 
-PCA_CELLS, COMPONENTS = 10_000, 50
 ALL_GENES = "all genes"
 
 
@@ -24,7 +19,7 @@ class Features:
     """Features of cells of one dataset, made from their counts alone."""
 
     def __init__(self, context: Context) -> None:
-        self.model = context.model
+        self.model, self.precision = context.model, context.options.precision
         self.columns = match_columns(context.reader, self.model.vocabulary)
 
     def of(self, counts: sp.csr_matrix, embedding: np.ndarray | None = None) -> dict[str, Any]:
@@ -34,7 +29,7 @@ class Features:
         return {
             EMBEDDING: self._embedded(counts, self.model.network) if embedding is None else embedding,
             UNTRAINED: self._embedded(counts, self.model.untrained),
-            f"PCA{COMPONENTS} of the training cells": self._components.transform(known),
+            f"PCA{COMPONENTS} of the training cells": self.model.components.transform(known),
             ALL_GENES: log_normalise(profiles),
         }
 
@@ -43,11 +38,4 @@ class Features:
         every, totals = np.ones(counts.shape[0], bool), np.zeros(2, np.int64)
         model = self.model
         batches = tokens_of([counts], self.columns, model.vocabulary, model.tokens, every, totals)
-        return np.nan_to_num(embed_batches(batches, network, counts.shape[0], TOKEN_BUDGET))
-
-    @cached_property
-    def _components(self) -> PCA:
-        counts = read_training_counts(self.model.manifest, PCA_CELLS)[:PCA_CELLS]
-        profiles = log_normalise(summed(counts) if self.columns.ordered else counts)
-        n_components = max(1, min(COMPONENTS, *(size - 1 for size in profiles.shape)))
-        return PCA(n_components, svd_solver="arpack", random_state=0).fit(profiles)
+        return np.nan_to_num(embed_batches(batches, network, counts.shape[0], TOKEN_BUDGET, self.precision))

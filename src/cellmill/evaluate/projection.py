@@ -9,8 +9,10 @@ import numpy as np
 import pandas as pd
 import umap
 from numba.core.dispatcher import Dispatcher
+from sklearn.neighbors import NearestNeighbors
 
 COMPILED = (umap.umap_, umap.layouts, umap.utils, umap.distances, umap.sparse)
+APPROXIMATE_FROM = 4096  # cells from which umap-learn does not compute all distances
 MAX_CELLS = 20_000  # cells drawn at most; more overlap on a page
 
 
@@ -35,9 +37,22 @@ def project(vectors: np.ndarray, seed: int) -> np.ndarray:
     neighbors = min(15, len(vectors) - 1)
     # spectral initialisation needs more cells than dimensions and neighbours
     init = "spectral" if len(vectors) > 16 else "random"
+    known = exact_neighbors(vectors, neighbors) if len(vectors) >= APPROXIMATE_FROM else (None, None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns about small or disconnected graphs and continues
-        return umap.UMAP(n_neighbors=neighbors, init=init, random_state=seed, n_jobs=1).fit_transform(vectors)
+        model = umap.UMAP(n_neighbors=neighbors, init=init, random_state=seed, n_jobs=1, precomputed_knn=known)
+        return model.fit_transform(vectors)
+
+
+def exact_neighbors(vectors: np.ndarray, neighbors: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices and distances `(cells, neighbors)` of the nearest cells, each cell its own first neighbour.
+
+    umap-learn's approximate search is compiled in every process: 35 CPU-seconds, where the exact one takes 4 for
+    20,000 cells of width 128.
+    """
+    distances, indices = NearestNeighbors(n_neighbors=neighbors, algorithm="brute").fit(vectors).kneighbors()
+    own = np.arange(len(vectors))[:, None]  # even where another cell is at the same place
+    return np.hstack([own, indices[:, :-1]]), np.hstack([np.zeros_like(distances[:, :1]), distances[:, :-1]])
 
 
 def sample_cells(n_cells: int, seed: int) -> np.ndarray:

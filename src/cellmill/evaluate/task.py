@@ -4,21 +4,24 @@ A task is a class `Task(config)`, named by the `implementation` of its options (
 Stage `evaluate` calls `run` once per dataset and writes what it returns to metrics.json; the report shows any task.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
+from sklearn.decomposition import PCA
 
+from cellmill.config.corpus import IS_CONTROL, ROLES
 from cellmill.config.evaluate import Evaluate, TaskConfig
 from cellmill.config.tokens import Tokens
+from cellmill.data.count_matrix import log_normalise, summed
 from cellmill.data.counts_reader import CountsReader
 from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.evaluate.baseline_cache import BaselineCache
-from cellmill.evaluate.training_cells import read_gene_statistics
+from cellmill.evaluate.training_cells import read_gene_statistics, read_training_counts
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, spec_of
 from cellmill.models.family import Model
@@ -26,6 +29,7 @@ from cellmill.models.objective import GeneStatistics
 from cellmill.parallel.materialize import materialize
 from cellmill.runs.verdict import Verdict, sentence
 
+PCA_CELLS, COMPONENTS = 10_000, 50
 TOKEN_BUDGET = 16_384  # tokens in one forward pass of a task; results do not depend on it
 
 
@@ -57,6 +61,14 @@ class EvaluatedModel:
     def gene_statistics(self) -> GeneStatistics:
         return read_gene_statistics(self.manifest, self.tokens)
 
+    @cached_property
+    def components(self) -> PCA:
+        """Principal components of log-normalised training cells, which several tasks compare with."""
+        counts = read_training_counts(self.manifest, PCA_CELLS)[:PCA_CELLS]
+        profiles = log_normalise(summed(counts) if self.manifest.ordered else counts)
+        n_components = max(1, min(COMPONENTS, *(size - 1 for size in profiles.shape)))
+        return PCA(n_components, svd_solver="arpack", random_state=0).fit(profiles)
+
 
 @dataclass(frozen=True)
 class Context:
@@ -68,7 +80,8 @@ class Context:
     """Cells to judge on, `(n_obs,)` bool: unseen in training unless `options.cells` is all, and with an embedding."""
     vectors: np.ndarray  # embeddings of all cells, `(n_obs, hidden)` float32; NaN rows for cells without a known gene
     roles: Mapping[str, pd.Series]
-    """obs columns by role (`label`), with the column's name; roles that the dataset lacks are absent."""
+    """obs columns by role, with the column's name: `label`, `label 2`, ... and `batch`, `donor`, `condition`,
+    `perturbation`, `dose` and `is_control` (bool). Roles that the dataset lacks are absent."""
     model: EvaluatedModel
     options: Evaluate  # options that all tasks share: `folds`, `seed`, `cells`
     baselines: BaselineCache = field(default_factory=BaselineCache)
@@ -127,6 +140,12 @@ class Task(Protocol):
     def run(self, context: Context) -> TaskResult:
         """Judge the model on one dataset. Raises DataError where the user named something unusable."""
         ...
+
+
+def named_roles(obs: pd.DataFrame, labels: Sequence[str]) -> dict[str, str | None]:
+    """obs column by role: the labels, and the roles that preprocessed cells have under their own names."""
+    named = {"label" if number == 1 else f"label {number}": name for number, name in enumerate(labels, start=1)}
+    return {**named, **{role: role for role in (*ROLES, IS_CONTROL) if role in obs}}
 
 
 def read_roles(reader: CountsReader, columns: Mapping[str, str | None]) -> dict[str, pd.Series]:

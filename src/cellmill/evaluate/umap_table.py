@@ -2,11 +2,12 @@
 
 import csv
 import io
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from cellmill.errors import DataError
-from cellmill.files import write_text
+from cellmill.files import require_file, write_text
 
 COLUMNS = ("dataset", "obs_name", "label", "x", "y", "heldout")
 
@@ -19,11 +20,25 @@ def write_umap(path: Path, rows: list[tuple[Any, ...]]) -> None:
 
 
 def read_umap(path: Path) -> list[dict[str, str]]:
-    """Rows as text by column; none when the file is absent. Raises DataError for other columns."""
+    """Rows as text by column; none when the file is absent. Raises DataError for anything that `write_umap` does not
+    write."""
     if not path.exists():
         return []
-    with open(path, newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file, delimiter="\t")
-        if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise DataError(f"{path}: expected the columns {', '.join(COLUMNS)}; run evaluate again")
-        return list(reader)
+    require_file(path)
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            head, *rows = csv.reader(file, delimiter="\t")
+    except (ValueError, csv.Error) as error:
+        raise DataError(f"{path}: not a table ({error}); run evaluate again") from None
+    if tuple(head) != COLUMNS:
+        raise DataError(f"{path}: expected the columns {', '.join(COLUMNS)}; run evaluate again")
+    if wrong := [number for number, row in enumerate(rows, start=2) if not _is_point(row)]:
+        raise DataError(f"{path}, row {wrong[0]}: expected {', '.join(COLUMNS)}; run evaluate again")
+    return [dict(zip(COLUMNS, row)) for row in rows]
+
+
+def _is_point(row: list[str]) -> bool:
+    try:
+        return len(row) == len(COLUMNS) and isfinite(float(row[3])) and isfinite(float(row[4]))
+    except ValueError:
+        return False

@@ -1,4 +1,4 @@
-"""The contract of a fine-tuning method. `Method` itself is the method `full`: everything trains, nothing changes.
+"""The contract of a fine-tuning method. `Method` itself changes nothing, and trains everything at one rate.
 
 An adapter wraps a linear layer in a module that keeps it as `base`, never in a subclass of nn.Linear: tensor parallel
 and weight decay then treat the base as before. `plain_name` strips `.base.`, so the base keeps its name in initial
@@ -10,16 +10,19 @@ values, checkpoints and exports. Wrapped modules give values to their own parame
     rows                          rows         rows                    norm
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
 
 from cellmill.config.finetune import MethodConfig
 from cellmill.errors import ConfigError
+from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 
 
 class Method:
-    """Base of every fine-tuning method.
+    """Base of every fine-tuning method. `transform` is called, with a whole model, before any other method.
 
     Parameters
     ----------
@@ -44,8 +47,22 @@ class Method:
         """
         return {}
 
+    def first_step(self, name: str) -> int:
+        """Return the optimizer step, from 0, in which a trained parameter begins to train, by plain name.
+
+        Until then its gradient is dropped before the norm: it stays as it is, bit for bit, in every layout.
+        """
+        return 0
+
     def merge(self, model: Model) -> None:
         """Fold what `transform` added into a whole CPU model with values, leaving exactly the plain parameters."""
+
+    def adapter(self, model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
+        """Return what an export keeps beside the merged model, before `merge`; None for nothing.
+
+        These are adapter_config.json and the CPU tensors of adapter_model.safetensors, as the package peft reads them.
+        """
+        return None
 
 
 def load_method(config: MethodConfig) -> Method:
@@ -54,7 +71,26 @@ def load_method(config: MethodConfig) -> Method:
     return method
 
 
+def method_for(config: MethodConfig, spec: ModelSpec) -> Method:
+    """Return the method that these options choose, which has seen the whole model of `spec` on the meta device."""
+    method = load_method(config)
+    build(spec, method.transform)
+    return method
+
+
+def trained_names(method: Method, model: Model) -> Callable[[str], bool]:
+    """Return whether the parameter of the model with a plain name trains: by the method, and by the model itself."""
+    frozen = model.frozen
+    return lambda name: name not in frozen and method.trains(name)
+
+
 def check_trains(method: Method, names: Iterable[str]) -> None:
-    """Raise ConfigError if none of the parameters with these plain names trains."""
-    if not any(map(method.trains, names)):
+    """Raise ConfigError if none of the parameters with these plain names trains, or none from the first step on."""
+    trained = [name for name in names if method.trains(name)]
+    if not trained:
         raise ConfigError(f"finetune.method {method.config.method} trains no parameter of this model; set another")
+    if (first := min(map(method.first_step, trained))) > 0:
+        raise ConfigError(
+            f"finetune.method {method.config.method} trains no parameter of this model in its first {first} steps: the "
+            "objective has no heads; let the trunk begin with step 0"
+        )

@@ -1,1 +1,1 @@
-"""Starts the processes of a training job. Torch-free: the head of a cluster need not have it."""
+"""Starts the processes of a training job. Torch-free but for `agent`: the head of a cluster need not have torch."""

@@ -19,7 +19,13 @@ from cellmill.launch.signals import handled_by
 from cellmill.runs.jobs import JobRecord, Jobs
 
 
-def run_allocation(job: Callable[[Path], Job], machine: Machine, train: Path, keep_open: int) -> tuple[int, Path]:
+def run_allocation(
+    job: Callable[[Path], Job],
+    machine: Machine,
+    train: Path,
+    keep_open: int,
+    check: Callable[[], None] = lambda: None,
+) -> tuple[int, Path]:
     """Run the job that `job` returns for its folder. Returns srun's exit code and the file for an error.
 
     Signals are forwarded to the workers, who save; so is the end of this process, however it ends. Raises UserError
@@ -29,6 +35,8 @@ def run_allocation(job: Callable[[Path], Job], machine: Machine, train: Path, ke
     ----------
     keep_open
         File descriptor that srun inherits: a lock it holds stays held until the training has ended.
+    check
+        Called each second; what it raises ends the processes.
     """
     job_id = os.environ.get("SLURM_JOB_ID")
     if job_id is None:
@@ -45,9 +53,22 @@ def run_allocation(job: Callable[[Path], Job], machine: Machine, train: Path, ke
         preexec_fn=lambda: die_with_parent(signal.SIGTERM),
     )
     with handled_by(lambda number, frame: step.send_signal(signal.SIGUSR2)):
-        code = step.wait()
+        code = _wait(step, check)
     record.now("COMPLETED" if code == 0 else "FAILED", ended=True)
     return code, folder / "error.txt"
+
+
+def _wait(step: subprocess.Popen[bytes], check: Callable[[], None]) -> int:
+    """Wait for srun, with a check each second; return its exit code."""
+    while True:
+        try:
+            return step.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            try:
+                check()
+            except UserError:
+                step.terminate()
+                raise
 
 
 def _srun(machine: Machine, task: Path) -> list[str]:

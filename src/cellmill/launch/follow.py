@@ -24,10 +24,10 @@ NOT_LAUNCHED = re.compile(
 )
 BEGINS = "Starting with JobEnvironment"  # printed by submitit each time SLURM starts the job
 _HINTS = {
-    "PartitionTimeLimit": "runtime {runtime} min is more than the partition allows: lower it in the profile",
+    "PartitionTimeLimit": "{runtime} is more than the partition allows: lower it in the profile",
     "PartitionNodeLimit": "the partition has fewer nodes than {nodes}: lower nodes in the profile",
-    "QOSMaxWallDurationPerJobLimit": "runtime {runtime} min is more than the QOS allows: lower it in the profile",
-    "AssocMaxWallDurationPerJobLimit": "runtime {runtime} min is more than the account allows: lower it in the profile",
+    "QOSMaxWallDurationPerJobLimit": "{runtime} is more than the QOS allows: lower it in the profile",
+    "AssocMaxWallDurationPerJobLimit": "{runtime} is more than the account allows: lower it in the profile",
     "JobHeldUser": "held: `scontrol release {job_id}` releases it",
     "JobHeldAdmin": "held by an administrator, who must release it",
     "BadConstraints": "no node satisfies it: change constraint, gpus_per_node or mem_mb in the profile",
@@ -142,7 +142,7 @@ class JobFollower:
         self.note(self.state, ended=True)
 
     def note(self, state: JobState, ended: bool) -> None:
-        if self.record is not None:
+        if self.record is not None and self.record.path.is_dir():  # a deleted run is not made again
             self.record = self.record.now(state.name, state.reason, ended)
 
     def _poll(self) -> None:
@@ -187,10 +187,22 @@ class JobFollower:
         where = f" on {state.nodes}" if state.nodes and state.name in ("RUNNING", "COMPLETING") else ""
         if not state.reason or state.name != "PENDING":
             return f"job {self.job_id}: {state.name}{where}"
-        hint = _HINTS.get(state.reason.split(",")[0])
-        if hint is None or self.record is None:
+        if self.record is None:
             return f"job {self.job_id}: {state.text}"
-        return f"job {self.job_id}: {state.text}: {hint.format(**vars(self.record))}"
+        request = {"runtime": f"runtime {self.record.runtime} min", "nodes": self.record.nodes}
+        hint = pending_hint(state.reason, **request, job_id=self.job_id)
+        return f"job {self.job_id}: {state.text}{f': {hint}' if hint else ''}"
+
+
+def pending_hint(reason: str, **request: str) -> str:
+    """What can be done about a job that waits for this reason; empty where it need only wait.
+
+    Parameters
+    ----------
+    request
+        `runtime`, `nodes` and `job_id`, as they are named to the user.
+    """
+    return _HINTS.get(reason.split(",")[0], "").format(**request)
 
 
 def save_job(

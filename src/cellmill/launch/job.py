@@ -31,17 +31,15 @@ class Job:
     cores: int = 0
     """CPU cores that the processes of a node share; 0 for all that this process may use."""
 
-    def command(self, node_rank: int, address: str, port: int, signals: str = AGENT_SIGNALS) -> list[str]:
-        """The agent of one node; node 0 listens at `address`."""
+    def command(self, signals: str = AGENT_SIGNALS) -> list[str]:
+        """The agent of a node, which reads its place from the environment (`rendezvous.Rendezvous`)."""
         return [
             sys.executable,
             "-m",
-            "torch.distributed.run",
+            "cellmill.launch.agent",
             f"--nnodes={self.nodes}",
             f"--nproc-per-node={self.nproc_per_node}",
-            f"--node-rank={node_rank}",
-            f"--master-addr={address}",
-            f"--master-port={port}",
+            "--rdzv-backend=cellmill",
             "--max-restarts=0",  # see Restarts
             f"--signals-to-handle={signals}",
             "--module",
@@ -59,9 +57,8 @@ def agent_environment(processes: int, cores: int = 0) -> dict[str, str]:
 class Restarts:
     """Restarts of all processes of a job after one was lost: killed, or gone with its agent, without an error message.
 
-    Agents are started afresh and torchrun's own --max-restarts stays 0: it would also retry what a process refused, and
-    under static rendezvous its second start reads the keys of the first. This level restarts first, in seconds and on
-    the same machines; where it gives up, a chain of SLURM jobs goes on.
+    Agents are started afresh and torchrun's own --max-restarts stays 0: it would also retry what a process refused.
+    This level restarts first, in seconds and on the same machines; where it gives up, a chain of SLURM jobs goes on.
     """
 
     def __init__(self, job: Job) -> None:

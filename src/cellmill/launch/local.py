@@ -5,18 +5,19 @@ save and exit, and the agents with them. When this process dies, however it dies
 their workers, so that no training continues unseen.
 """
 
+import secrets
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
 
 from cellmill.launch.job import Job, Restarts, agent_environment
 from cellmill.launch.processes import children, die_with_parent, signal_all
+from cellmill.launch.rendezvous import LOOPBACK, Rendezvous
 from cellmill.launch.signals import Interrupted, handled_by
 
 
-def run_local(job: Job, keep_open: int) -> int:
+def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None) -> int:
     """Run `job` with the restarts it allows; return the first non-zero exit code of an agent, or 0.
 
     Raises Interrupted if signals ended it before its state was saved.
@@ -25,6 +26,8 @@ def run_local(job: Job, keep_open: int) -> int:
     ----------
     keep_open
         File descriptor that the agents inherit: a lock it holds stays held until the last of them has ended.
+    check
+        Called each second; what it raises ends the processes.
     """
     agents: list[subprocess.Popen[bytes]] = []
     signals = 0
@@ -40,8 +43,9 @@ def run_local(job: Job, keep_open: int) -> int:
             else:
                 signal_all(workers or [agent.pid], signal.SIGTERM)
 
-    def forward_again() -> None:
+    def each_second() -> None:
         """Reach workers that had not started when the signal came."""
+        check()
         if signals == 1:
             for agent in agents:
                 signal_all(children(agent.pid), signal.SIGTERM)
@@ -50,10 +54,10 @@ def run_local(job: Job, keep_open: int) -> int:
         with handled_by(forward):
             while True:
                 agents.clear()
-                with reserve_port() as reserved:  # a new one each time: nothing of an earlier start listens there
-                    for node in range(job.nodes):
-                        agents.append(_start(job, node, reserved.getsockname()[1], keep_open))
-                    code = _wait(agents, forward_again)
+                secret = secrets.token_hex(32)
+                for node in range(job.nodes):
+                    agents.append(_start(job, Rendezvous(secret, node, job.nodes, LOOPBACK), keep_open))
+                code = _wait(agents, each_second)
                 if not code or signals or not restarts.again(code):
                     break
         if signals > 1:
@@ -66,10 +70,10 @@ def run_local(job: Job, keep_open: int) -> int:
             agent.kill()
 
 
-def _start(job: Job, node: int, port: int, keep_open: int) -> subprocess.Popen[bytes]:
+def _start(job: Job, place: Rendezvous, keep_open: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        job.command(node, "127.0.0.1", port),
-        env=agent_environment(job.nodes * job.nproc_per_node, job.nodes * job.cores),
+        job.command(),
+        env=agent_environment(job.nodes * job.nproc_per_node, job.nodes * job.cores) | place.environment(),
         pass_fds=(keep_open,),
         start_new_session=True,
         preexec_fn=lambda: die_with_parent(signal.SIGTERM),
@@ -93,16 +97,3 @@ def _wait(agents: list[subprocess.Popen[bytes]], each_second: Callable[[], None]
 
 def _failed(agents: list[subprocess.Popen[bytes]]) -> int:
     return next((code for agent in agents if (code := agent.poll())), 0)
-
-
-def reserve_port() -> socket.socket:
-    """A socket bound to a TCP port that is free on all interfaces; while it is open, the port is not given to others.
-
-    On all interfaces, because torch's store listens on all of them. A port that was only checked for being free could
-    be taken by the time the agent has imported torch. While nobody listens on it, Linux lets a socket with
-    SO_REUSEADDR, such as that of torch's store, bind the same port.
-    """
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("", 0))
-    return held

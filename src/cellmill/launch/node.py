@@ -26,6 +26,7 @@ from cellmill.files import read_json, write_json, write_text
 from cellmill.launch.job import Job, Restarts, agent_environment
 from cellmill.launch.nodelist import expand
 from cellmill.launch.processes import children, die_with_parent, signal_all
+from cellmill.launch.rendezvous import Rendezvous, secret_of_start
 from cellmill.launch.signals import STOP_SIGNALS
 from cellmill.runs.claim import Claim, Claimed, claim
 from cellmill.runs.jobs import CONNECTION
@@ -60,7 +61,8 @@ class NodeTask:
     arguments: list[str]
     nproc_per_node: int
     gpus_per_node: int
-    port: int
+    secret: str
+    """Known to the nodes of the job alone; the file is in a folder that nobody else can read."""
     interface: str
     folder: str
     """For attempt files and the error, shared by all nodes."""
@@ -75,8 +77,7 @@ class NodeTask:
             arguments=job.arguments,
             nproc_per_node=job.nproc_per_node,
             gpus_per_node=machine.gpus,
-            # below Linux's ephemeral ports, so that no outgoing connection occupies it
-            port=20_000 + secrets.randbelow(12_000),
+            secret=secrets.token_hex(32),
             interface=machine.interface,
             folder=str(folder.resolve()),
             max_restarts=job.max_restarts,
@@ -133,7 +134,8 @@ class NodeTask:
 
         An agent that fails on another node ends this one too.
         """
-        agent = subprocess.Popen(self.command(node, restart), env=self.environment(), preexec_fn=_ignore_signals)
+        command = self.job(node).command(signals="SIGQUIT")
+        agent = subprocess.Popen(command, env=self.environment(node, restart), preexec_fn=_ignore_signals)
         worked = False
         lost = Path(self.folder) / f"lost-{requeues()}-{restart}"
         while True:
@@ -164,12 +166,10 @@ class NodeTask:
         error, nodes = str(Path(self.folder) / "error.txt"), len(node.hosts)
         return Job(self.module, self.arguments, nodes, self.nproc_per_node, self.max_restarts, error, self.state_file)
 
-    def command(self, node: StepNode, restart: int = 0) -> list[str]:
-        """The agent of `node`. The store listens on the first node, at another port after each restart."""
-        return self.job(node).command(node.rank, node.hosts[0], self.port + restart, signals="SIGQUIT")
-
-    def environment(self) -> dict[str, str]:
-        variables = agent_environment(self.nproc_per_node)
+    def environment(self, node: StepNode, restart: int) -> dict[str, str]:
+        start = secret_of_start(self.secret, f"{requeues()}-{restart}")
+        place = Rendezvous(start, node.rank, len(node.hosts), node.hosts[0])
+        variables = agent_environment(self.nproc_per_node) | place.environment()
         if self.interface:
             variables |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
         return variables
@@ -226,6 +226,7 @@ class Attempt:
     def _write(self, **changes: float) -> None:
         self.value |= changes
         try:
+            self.path.parent.stat()  # a deleted run is not made again
             write_json(self.path, self.value)
         except OSError as error:  # a full disk: the training reports it, or ends well all the same
             print(f"{self.path}: {error.strerror}", file=sys.stderr, flush=True)

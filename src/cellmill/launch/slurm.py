@@ -13,11 +13,13 @@ from pathlib import Path
 
 from cellmill.config.machine import Machine
 from cellmill.errors import Stopped, UserError
-from cellmill.launch.follow import TICK_S, JobFollower, Tail, say, settle
+from cellmill.launch.follow import TICK_S, JobFollower, Tail, cancel_job, say, settle
 from cellmill.launch.job import Job
 from cellmill.launch.queue import Queue
+from cellmill.launch.short_jobs import ShortJobs
 from cellmill.launch.signals import Requests, requests
 from cellmill.launch.slurm_jobs import SlurmJobs
+from cellmill.runs.folder_watch import FolderDeleted, FolderWatch
 from cellmill.runs.job_states import GONE, UNKNOWN, JobState
 from cellmill.runs.jobs import CANCELLED, JobRecord, Jobs
 
@@ -39,6 +41,8 @@ class RunFiles:
     """running, stopped or done."""
     saved_step: Callable[[], int]
     """Step of the newest checkpoint; 0 without one."""
+    training_s: Callable[[], float | None] = lambda: None
+    """Seconds of all steps of its curve; None if unknown."""
 
 
 @dataclass
@@ -49,8 +53,10 @@ class SlurmLauncher:
     machine: Machine
     files: RunFiles
     slurm: SlurmJobs = field(init=False)
+    watch: FolderWatch = field(init=False)
 
     def __post_init__(self) -> None:
+        self.watch = FolderWatch(self.train)
         self.slurm = SlurmJobs(Jobs(self.train), Queue(self.machine.poll_s), self.machine)
         for command in ("sbatch", "srun", "squeue", "scancel"):
             if shutil.which(command) is None:
@@ -77,7 +83,7 @@ class SlurmLauncher:
         Raises Stopped if it was cancelled or detached from, UserError if the training or SLURM refuses.
         """
         with requests() as self.slurm.requests:
-            record, fruitless = self.living(), 0
+            record, fruitless, short = self.living(), 0, ShortJobs(self.files.training_s)
             if record is not None:
                 say(f"attached to job {record.job_id}; its log: {record.log}")
                 if changes := record.changes(self.machine):
@@ -88,6 +94,7 @@ class SlurmLauncher:
                     )
             for _ in range(self.machine.max_jobs):
                 saved_before = self.files.saved_step()
+                short.begin()
                 ended = self._follow(record or self.slurm.submit(job), self.slurm.requests)
                 self._settle(ended, self.slurm.requests.wait)
                 if self.files.state() == "done":
@@ -99,6 +106,8 @@ class SlurmLauncher:
                     advice = "" if ended.state == "FAILED" else TOO_SHORT
                     raise UserError(f"{fruitless} jobs in a row ended without a new checkpoint; {why}{advice}")
                 say(f"{why}; going on from step {saved} with another job")
+                if too_short := short.line(ended, saved - saved_before):
+                    say(too_short)
                 record = None
         raise UserError(
             f"not done after {self.machine.max_jobs} jobs; run the same command to go on, or raise max_jobs "
@@ -108,7 +117,7 @@ class SlurmLauncher:
     def _follow(self, record: JobRecord, requests: Requests) -> JobRecord:
         """Follow a job until it has ended, obeying signals; return its record."""
         follower = JobFollower(record.job_id, self.slurm.queue, Tail(record.log), record)
-        while follower.alive():
+        while self._is_alive(follower):
             lost = follower.tail.not_launched
             if follower.state.name == "RUNNING" and lost is not None:
                 say(f"{lost[0]}: the other tasks would wait for it until the time limit")
@@ -119,8 +128,18 @@ class SlurmLauncher:
                 self._obey(follower, requests)
             requests.wait(min(TICK_S, self.machine.poll_s))
         follower.tail.read()
+        self.watch.wait()
         assert follower.record is not None
         return follower.record
+
+    def _is_alive(self, follower: JobFollower) -> bool:
+        """Whether the job has not ended. Cancels it, and raises FolderDeleted, if the run's folder was deleted."""
+        try:
+            self.watch.check(f"; job {follower.job_id}, which can save nothing, was cancelled")
+        except FolderDeleted:
+            cancel_job(follower.job_id, self.slurm.requests.wait)
+            raise
+        return follower.alive()
 
     def _obey(self, follower: JobFollower, requests: Requests) -> None:
         """Cancel the job or leave it, as asked. Raises Stopped."""

@@ -9,6 +9,7 @@ Legend: T tokens of the batch, h heads, d width of a head.
 
 from functools import cache
 from itertools import groupby
+from typing import cast
 
 import torch
 from torch.nn import functional as F
@@ -16,6 +17,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
 
 from cellmill.models.cpu_attention import tiled_attention
+from cellmill.parallel.torch_private import flash_attention
 
 LONG = 256
 """Tokens of a cell from which tiled matmuls are faster than torch's kernel on a CPU."""
@@ -48,7 +50,7 @@ def attention(
         return v + 0 * (q + k)  # no cells: an empty result, through which gradients flow as zeros
     if _use_varlen(q):
         longest, window = max(lengths), (-1, 0 if causal else -1)
-        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=window)
+        return cast(torch.Tensor, varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=window))
     return _by_length(q, k, v, lengths, causal)
 
 
@@ -76,14 +78,9 @@ def _by_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[
         # (cells, h, length, d)
         q_, k_, v_ = (x.unflatten(0, (cells, length)).transpose(1, 2) for x in (q_, k_, v_))
         # on the meta device torch would plan for attention that keeps its scores
-        attend = _flash_on_meta if q.is_meta else F.scaled_dot_product_attention
+        attend = flash_attention if q.is_meta else F.scaled_dot_product_attention
         parts.append(attend(q_, k_, v_, is_causal=causal).transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)
-
-
-def _flash_on_meta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=is_causal)[0]
-    return out
 
 
 def attention_padded(

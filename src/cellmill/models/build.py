@@ -10,6 +10,7 @@ from cellmill.config.family import FamilyConfig
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.options import TrainOptions
 from cellmill.config.tokens import Tokens
+from cellmill.errors import ConfigError
 from cellmill.models.family import Model
 from cellmill.models.initial import initial_values
 from cellmill.parallel.materialize import plain_name
@@ -33,12 +34,22 @@ class ModelSpec:
 
 
 def build(spec: ModelSpec, transform: Callable[[Model], None] | None = None) -> Model:
-    """Return the whole model on the meta device, changed by `transform`, with its initial values known by name."""
-    with torch.device("meta"):
-        objective = spec.objective.load()(spec.objective, spec.tokens)
-        objective.levels = spec.levels
-        model: Model = spec.model.load()(spec.model, spec.n_genes, spec.tokens, objective)
-        if transform is not None:
-            transform(model)
+    """Return the whole model on the meta device, changed by `transform`, with its initial values known by name.
+
+    Raises ConfigError for sizes that no tensor can have.
+    """
+    try:
+        with torch.device("meta"):
+            objective = spec.objective.load()(spec.objective, spec.tokens)
+            objective.levels = spec.levels
+            model: Model = spec.model.load()(spec.model, spec.n_genes, spec.tokens, objective)
+            if model.heads is None:
+                model.heads = tuple(name for name in model.plan.finish if name not in model.plan.begin)
+            if transform is not None:
+                transform(model)
+    except RuntimeError as error:
+        if "overflow" not in str(error).lower():
+            raise
+        raise ConfigError("model: its widths give a tensor of more than 2^63 bytes; lower them") from None
     model.fills = {plain_name(name): fill for name, fill in initial_values(model).items()}
     return model

@@ -18,12 +18,18 @@ class CellEncoder(Model):
     """Base of families whose blocks are followed by `norm`; they define `begin`, `through` and `cell_vectors`."""
 
     norm: nn.Module
+    hidden_value: nn.Parameter
+    """(H,): embedding of a hidden value, attached by objectives that hide values."""
     covariate_prefix: CovariatePrefix | None = None
     """Tokens of obs columns before the genes of each cell."""
 
     def attach_heads(self, n_tokens: int) -> None:
         """Add the objective's heads, and what layouts and `init_from` have to know of them."""
+        trunk = {name for name, _ in [*self.named_children(), *self.named_parameters(recurse=False)]} | {
+            *self.plan.begin
+        }
         finish = ("norm", *self.objective.attach(self, n_tokens))
+        self.heads = tuple(name for name in finish if name not in trunk)
         self.plan = replace(self.plan, tensor={**self.plan.tensor, **self.objective.tensor}, finish=finish)
         self.gene_rows = self.gene_rows | self.objective.gene_rows
 

@@ -32,7 +32,8 @@ class CovariateEmbedding(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """(T,) int64, rows of all tables one below another, from 1 -> (T, H); zeros for tokens of row 0."""
-        return F.embedding(rows, F.pad(torch.cat([table.weight for table in self.tables]), (0, 0, 1, 0)))
+        table = torch.cat([of_column.get_parameter("weight") for of_column in self.tables])
+        return F.embedding(rows, F.pad(table, (0, 0, 1, 0)))
 
 
 class CovariatePrefix:

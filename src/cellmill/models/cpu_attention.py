@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from cellmill.parallel.cpu_matmul import product
+from cellmill.parallel.torch_private import softmax_backward
 
 SCORES = 1 << 20
 """Scores of one tile: 4 MB in float32."""
@@ -70,7 +71,7 @@ def _head_backward(
         weights = _weights(q[tile], k[seen], causal)
         sum_v[seen] += product(weights.t(), grad[tile].t())
         # zero weights have zero gradients, so masked scores need no mask here
-        slope = torch._softmax_backward_data(product(grad[tile], v[seen]), weights, -1, weights.dtype)
+        slope = softmax_backward(product(grad[tile], v[seen]), weights)
         q_grad[tile] = product(slope, k_by_width[:, seen]) * scale
         sum_k[seen] += product(slope.t(), q[tile].t())
     k_grad.copy_(sum_k)

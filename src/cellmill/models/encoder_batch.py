@@ -6,6 +6,7 @@ import torch
 
 from cellmill.models.batch import PAD_TOKEN, TensorBatch, positions
 from cellmill.models.counter_rng import keyed_bits
+from cellmill.parallel.segments import segment_sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +59,8 @@ def whole(batch: TensorBatch, keys: tuple[int, int] | None = None) -> EncoderBat
 
 def center_of(batch: TensorBatch, cell: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     """(cells,) float32: mean of the visible genes' values only, so that hidden ones cannot leak."""
-    center = torch.zeros(len(batch.lengths), device=cell.device)
     if not batch.values.is_floating_point():
-        return center
+        return torch.zeros(len(batch.lengths), device=cell.device)
     visible = visible & (batch.genes != PAD_TOKEN)  # a token without a gene has no value
-    sums = center.index_add(0, cell, batch.values * visible)
-    return sums / center.index_add(0, cell, visible.float()).clamp(min=1)
+    sums, n = (segment_sum(part, cell, batch.cu_seqlens) for part in (batch.values * visible, visible.float()))
+    return sums / n.clamp(min=1)

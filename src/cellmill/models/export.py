@@ -7,29 +7,33 @@
 Nothing is unpickled.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from zlib import crc32
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from cellmill.config.family import WEIGHTS_FORMAT, FamilyConfig
+from cellmill.config.family import FamilyConfig
 from cellmill.config.load import check_options, upgrade_options
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.data.vocabulary import Vocabulary
-from cellmill.errors import ConfigError, DataError
-from cellmill.files import atomic_path, read_json, sha256_file
+from cellmill.errors import ConfigError, DataError, UserError
+from cellmill.files import atomic_path, sha256_file
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
+from cellmill.models.model_config import read_model_config, unusable
+from cellmill.models.weights_file import WEIGHTS, WeightsFile
 from cellmill.parallel.materialize import fill, named_tensors
+from cellmill.parallel.own_part import Part, as_index, own_part
+from cellmill.registry import in_one_line
 
-WEIGHTS = "model.safetensors"
-TEXTS = ("family", "vocabulary_digest", "weights_sha256")
-"""Keys of config.json that hold a string."""
+SIZES = ("layer", "hidden", "width", "size", "heads")
+"""Parts of the names of options of which a model has no more than weights."""
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -47,53 +51,70 @@ def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
     Raises DataError if a file is missing, damaged, or of another model.
     """
     config_path, genes_path, weights = (folder / name for name in ("config.json", "vocabulary.tsv", WEIGHTS))
-    config = _read_config(config_path)
+    config = read_model_config(config_path)
     vocabulary = Vocabulary.read(genes_path)
     if vocabulary.digest != config["vocabulary_digest"]:
-        raise _unusable(
+        raise unusable(
             genes_path,
             f"its digest is {vocabulary.digest[:12]}, the model was trained with {config['vocabulary_digest'][:12]}",
         )
-    model = build(spec_of(config, vocabulary.n_genes)).to_empty(device="cpu")
-    tensors = dict(_read_tensors(weights))
+    file = WeightsFile(weights)
+    model = _build(config_path, spec_of(config, vocabulary.n_genes), file)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    shapes = {name: tuple(file.shape(name)) for name in file.names}
     if wrong := sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name)):
         name = wrong[0]
-        raise _unusable(
+        raise unusable(
             weights,
             f"{name}: expected {expected.get(name, 'no such tensor')} as in config.json, got "
             f"{shapes.get(name, 'none')} (tensors that differ: {len(wrong)})",
         )
+    floats = {name: tensor.is_floating_point() for name, tensor in model.state_dict().items()}
+    if wrong := [name for name, is_float in floats.items() if is_float != file.is_float32(name)]:
+        raise unusable(weights, f"{wrong[0]}: expected float32, got another type")
     if (digest := sha256_file(weights)) != config["weights_sha256"]:
-        raise _unusable(
+        raise unusable(
             weights,
             f"its SHA-256 is {digest[:12]}, config.json has {config['weights_sha256'][:12]}: damaged, or another "
             "model's weights",
         )
+    tensors = dict(file.tensors())
+    if wrong := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise unusable(weights, f"{wrong[0]} has values that are not finite")
+    model = model.to_empty(device="cpu")  # after the checks: a damaged config.json may ask for any size
     model.load_state_dict(tensors, assign=True)
-    rest = {name for name, _ in named_tensors(model)} - expected.keys()  # non-persistent buffers
-    fill(model, initial_tensors(model, config.get("seed", 0), None, vocabulary, only=rest))
+    fill_buffers(model, config.get("seed", 0), vocabulary)
     return model.eval(), vocabulary, config
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    config = read_json(path)
-    version = config.get("format") if isinstance(config, dict) else None
-    if version != WEIGHTS_FORMAT:
-        raise _unusable(path, f"expected a model of format {WEIGHTS_FORMAT}, got {version}")
-    if missing := [key for key in (*TEXTS, "model", "tokens") if key not in config]:
-        raise _unusable(path, f"{missing[0]} is missing")
-    if wrong := [key for key in TEXTS if not isinstance(config[key], str)]:
-        raise _unusable(path, f"{wrong[0]}: expected a string, got {config[wrong[0]]!r}")
-    config = upgrade_options(config)
-    if wrong := [key for key in ("model", "tokens", "objective") if not isinstance(config.get(key), dict)]:
-        raise _unusable(path, f"{wrong[0]}: expected a mapping, got {config.get(wrong[0])!r}")
-    return config
+def fill_buffers(model: Model, seed: int, vocabulary: Vocabulary) -> None:
+    """Fill the buffers that no file has, of a whole model on the CPU."""
+    rest = {name for name, _ in named_tensors(model)} - model.state_dict().keys()
+    fill(model, initial_tensors(model, seed, None, vocabulary, only=rest))
 
 
-def _unusable(path: Path, problem: str) -> DataError:
-    return DataError(f"{path}: {problem}; export the model again (consolidate)")
+def _build(path: Path, spec: ModelSpec, file: WeightsFile) -> Model:
+    """The model of config.json at `path` on the meta device. Raises DataError if it cannot be that of `file`."""
+    n_elements = sum(file.shape(name).numel() for name in file.names)
+    for name, size in _sizes(spec.model.model_dump(mode="json") | spec.objective.model_dump(mode="json")):
+        most, of = (len(file.names), "tensors") if "layer" in name else (n_elements, "elements")
+        if size > most:  # building a million layers would take hours
+            raise unusable(path, f"{name}: {size}, but {WEIGHTS} has {most:,} {of}")
+    try:
+        return build(spec)
+    except UserError:
+        raise
+    except (RuntimeError, TypeError, ValueError, ArithmeticError, LookupError, MemoryError) as error:
+        raise unusable(path, f"no model can be built of its options: {in_one_line(error)}") from error
+
+
+def _sizes(options: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Options that are numbers of layers or widths, at any depth."""
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _sizes(value)
+        elif type(value) is int and any(part in name for part in SIZES):
+            yield name, value
 
 
 def spec_of(config: dict[str, Any], n_genes: int) -> ModelSpec:
@@ -106,84 +127,85 @@ def spec_of(config: dict[str, Any], n_genes: int) -> ModelSpec:
 
 
 def initial_tensors(
-    model: Model, seed: int, init_from: Path | None, vocabulary: Vocabulary, only: Collection[str] | None = None
+    model: Model,
+    seed: int,
+    init_from: Path | None,
+    vocabulary: Vocabulary,
+    only: Collection[str] | None = None,
+    given: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, full CPU tensor) of every parameter and buffer, one at a time; the same on every rank.
+    """Yield (name, CPU tensor) of every parameter and buffer, one at a time; of a DTensor the part of this rank.
 
     A tensor's generator is seeded with the CRC-32 of seed and name, so values depend on no order and no layout. With
-    `only`, just these names are yielded.
-    With `init_from`, an exported model, its tensors are used instead; those with a row per gene are matched by Ensembl
-    id, those with a row per level by the level's name, and unknown genes and levels keep their random values. So do
-    tensors that it lacks (another objective's head). Raises ConfigError if a shared tensor has another shape.
+    `only`, just these names are yielded. `given` are initial values by name, in place of drawn ones.
+    With `init_from`, an exported model, its tensors are used instead, of which each rank reads its part; those with a
+    row per gene are matched by Ensembl id, those with a row per level by the level's name, and unknown genes and levels
+    keep their initial values. So do tensors that it lacks (another objective's head). Raises ConfigError if a shared
+    tensor has another shape.
     """
-    source = _Source(init_from) if init_from is not None else None
+    source = _Source(init_from, model, vocabulary) if init_from is not None else None
     for name, empty in named_tensors(model):
         if only is not None and name not in only:
             continue
-        tensor = torch.empty(empty.shape, dtype=empty.dtype)
-        # a 32-bit number from both: torch's CPU generator ignores the upper half of a seed
-        generator = torch.Generator().manual_seed(crc32(f"{seed}:{name}".encode()))
-        model.initialize(name, tensor, generator)
-        if source is not None:
-            if name in model.level_rows:
-                source.fill_levels(name, tensor, model.level_rows[name], model.objective.levels)
+        part = own_part(empty)
+        theirs = None if source is None else source.rows(name, empty, part)
+        if source is None or theirs is None or (theirs < 0).any():
+            # a 32-bit number from both: torch's CPU generator ignores the upper half of a seed
+            generator = torch.Generator().manual_seed(crc32(f"{seed}:{name}".encode()))
+            if name in given:
+                own = given[name][part].to(empty.dtype, copy=True)
             else:
-                source.fill(name, tensor, vocabulary if name in model.gene_rows else None)
-        yield name, tensor
+                own = model.initial_part(name, empty, part, generator)
+            if source is not None and theirs is not None:
+                own[theirs >= 0] = source.read(name, theirs[theirs >= 0], part, empty.dtype)
+            yield name, own
+        else:
+            yield name, source.read(name, theirs, part, empty.dtype)
 
 
 class _Source:
-    """Tensors of an exported model, by name."""
+    """Tensors of an exported model, by name, as `model` with `vocabulary` takes them over."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.vocabulary = Vocabulary.read(folder / "vocabulary.tsv")
-        self.tensors = dict(_read_tensors(folder / WEIGHTS))
-        self.levels: dict[str, list[str]] = read_json(folder / "config.json").get("levels", {})
+    def __init__(self, folder: Path, model: Model, vocabulary: Vocabulary) -> None:
+        self.folder, self.model = folder, model
+        self.file = WeightsFile(folder / WEIGHTS)
+        genes = torch.from_numpy(Vocabulary.read(folder / "vocabulary.tsv").rows_of(vocabulary.gene_ids)).long()
+        special = torch.arange(len(SPECIAL))
+        self.gene_rows = torch.cat([special, torch.where(genes < 0, -1, genes + len(SPECIAL))])
+        self.levels: dict[str, list[str]] = read_model_config(folder / "config.json").get("levels", {})
 
-    def fill(self, name: str, tensor: torch.Tensor, vocabulary: Vocabulary | None) -> None:
-        """Overwrite `tensor` with the source's, by gene if a vocabulary is given."""
-        theirs = self.tensors.get(name)
-        if theirs is None:
-            return
-        if vocabulary is None:
-            self._check(name, theirs.shape, tensor.shape)
-            tensor.copy_(theirs)
-            return
-        self._check(name, theirs.shape[1:], tensor.shape[1:])
-        rows = torch.from_numpy(self.vocabulary.rows_of(vocabulary.gene_ids)).long()
-        known = (rows >= 0).nonzero().flatten()
-        special = len(SPECIAL)
-        tensor[:special] = theirs[:special]
-        tensor[known + special] = theirs[rows[known] + special]
+    def rows(self, name: str, empty: torch.Tensor, part: Part) -> torch.Tensor | None:
+        """Return the source's row for each row of `part`, int64, -1 for none; None if it lacks the tensor.
 
-    def fill_levels(self, name: str, tensor: torch.Tensor, column: str, levels: Mapping[str, Sequence[str]]) -> None:
-        """Overwrite the rows of `tensor` whose levels of `column` the source has too."""
-        theirs = self.tensors.get(name)
-        rows = {level: row for row, level in enumerate(self.levels.get(column, ()))}
-        if theirs is None or not rows:
-            return
-        self._check(name, theirs.shape[1:], tensor.shape[1:])
-        known = [row for row, level in enumerate(levels[column]) if level in rows]
-        # a table may begin with rows of no level
-        first, their_first = len(tensor) - len(levels[column]), len(theirs) - len(rows)
-        tensor[:first] = theirs[:their_first]
-        tensor[[first + row for row in known]] = theirs[[their_first + rows[levels[column][row]] for row in known]]
-
-    def _check(self, name: str, theirs: torch.Size, ours: torch.Size) -> None:
-        if theirs != ours:
+        A scalar has one row.
+        """
+        if name not in self.file.names:
+            return None
+        theirs, rows = self.file.shape(name), None
+        if name in self.model.level_rows:
+            rows = self._level_rows(self.model.level_rows[name], len(empty), theirs[0])
+            if (rows < 0).all():
+                return None
+        elif name in self.model.gene_rows:
+            rows = self.gene_rows
+        by_row = slice(0 if rows is None else 1, None)
+        if theirs[by_row] != empty.shape[by_row]:
             raise ConfigError(
-                f"init_from: expected {name} of shape {tuple(ours)}, got {tuple(theirs)} in {self.folder}; "
-                "give this run the same model and tokens sections"
+                f"init_from: expected {name} of shape {tuple(empty.shape[by_row])}, got {tuple(theirs[by_row])} in "
+                f"{self.folder}; give this run the same model and tokens sections"
             )
+        if rows is None:
+            rows = torch.arange(len(empty) if empty.ndim else 1)
+        return rows[part[0]] if part else rows
 
+    def read(self, name: str, rows: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
+        """Return these rows of a tensor, and of each what `part` has."""
+        return self.file.read(name, (as_index(rows.tolist()), *part[1:]) if part else part).to(dtype)
 
-def _read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                yield name, file.get_tensor(name)
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file; export the model first (consolidate)") from None
-    except SafetensorError as error:
-        raise _unusable(path, f"damaged: {error}") from None
+    def _level_rows(self, column: str, n_rows: int, n_theirs: int) -> torch.Tensor:
+        ours, theirs = self.model.objective.levels[column], self.levels.get(column, ())
+        # a table may begin with rows of no level
+        first, their_first = n_rows - len(ours), n_theirs - len(theirs)
+        known = {level: their_first + row for row, level in enumerate(theirs)}
+        begin = range(first) if known and first == their_first else [-1] * first
+        return torch.tensor([*begin, *(known.get(level, -1) for level in ours)])

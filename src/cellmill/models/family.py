@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from cellmill.models.batch import TensorBatch
-from cellmill.models.initial import Fill
+from cellmill.models.initial import Fill, fill_part
 from cellmill.models.objective import Objective
+from cellmill.parallel.own_part import Part
 from cellmill.parallel.tensor_parallel import Style
 
 
@@ -46,8 +47,15 @@ class Model(nn.Module):
     """H, the width of the residual stream."""
     gene_rows: frozenset[str] = frozenset()
     """Parameters with one row per token of the vocabulary, which `init_from` matches by gene."""
+    frozen: frozenset[str] = frozenset()
+    """Parameters that are never trained, whatever the fine-tuning method says."""
     level_rows: Mapping[str, str] = MappingProxyType({})
     """Parameters with one row per level of an obs column, and the column; `init_from` matches rows by level."""
+    heads: tuple[str, ...] | None = None
+    """Modules and parameters that the objective added; the rest is the trunk, whose rate a fine-tuning method may set.
+
+    Of a family that leaves it None, `models.build` takes what `plan.finish` names and `plan.begin` does not.
+    """
     head_activation: type[nn.Module] = nn.GELU
     """Activation of an objective's heads between linear layer and norm."""
     head_norm_eps: float = 1e-5
@@ -77,6 +85,7 @@ class Model(nn.Module):
 
         The result has `lengths` (tokens of each cell, list[int]) and `n_targets` (int64 scalar, or (parts,)).
         """
+        self.objective.training = self.training
         return self.objective.prepare(batch, seed=seed, step=step)
 
     def forward(self, prepared: Any) -> torch.Tensor:
@@ -114,3 +123,7 @@ class Model(nn.Module):
     def initialize(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
         """Fill the full CPU tensor of the parameter or buffer `name` with its initial values."""
         self.fills[name](tensor, generator)
+
+    def initial_part(self, name: str, empty: torch.Tensor, part: Part, generator: torch.Generator) -> torch.Tensor:
+        """Return `part` of the values that `initialize` gives a tensor like `empty`."""
+        return fill_part(self.fills[name], empty, part, generator)

@@ -5,12 +5,19 @@ layers, embeddings and layer norms have a default. A parameter or buffer without
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
 from torch import nn
 
+from cellmill.parallel.own_part import Part, is_all, positions
+
 STD = 0.02  # of weights, unless a module sets `initial_std` (Radford et al. 2019)
+
+PIECE = 1 << 20  # elements that are made at once of a tensor of which a rank keeps a part
+GROUP = 16  # torch draws normal values in groups of as many, and makes the last group of a tensor again
 
 Fill = Callable[[torch.Tensor, torch.Generator], object]
 """Function that fills a full CPU tensor in place; its generator depends only on seed and name."""
@@ -23,8 +30,16 @@ def with_std(module: AnyModule, std: float) -> AnyModule:
     return module
 
 
+@dataclass(frozen=True)
+class _Normal:
+    std: float
+
+    def __call__(self, tensor: torch.Tensor, generator: torch.Generator) -> object:
+        return tensor.normal_(0.0, self.std, generator=generator)
+
+
 def normal(std: float) -> Fill:
-    return lambda tensor, generator: tensor.normal_(0.0, std, generator=generator)
+    return _Normal(std)
 
 
 def zeros(tensor: torch.Tensor, generator: torch.Generator) -> object:
@@ -33,6 +48,29 @@ def zeros(tensor: torch.Tensor, generator: torch.Generator) -> object:
 
 def ones(tensor: torch.Tensor, generator: torch.Generator) -> object:
     return tensor.fill_(1)
+
+
+def fill_part(fill: Fill, empty: torch.Tensor, part: Part, generator: torch.Generator) -> torch.Tensor:
+    """Return `part` of a CPU tensor like `empty` as `fill` makes it, bit for bit.
+
+    Values of this module are made a piece at a time, and no more is kept; of any other `fill`, the whole tensor once.
+    """
+    if is_all(part) or not (isinstance(fill, _Normal) or fill in (zeros, ones)):
+        full = torch.empty(empty.shape, dtype=empty.dtype)
+        fill(full, generator)
+        return full if is_all(part) else full[part].clone()
+    own = torch.empty([len(positions(index, n)) for index, n in zip(part, empty.shape)], dtype=empty.dtype)
+    place = torch.full((empty.shape[0],), -1)  # of each row of the tensor in `own`
+    place[part[0]] = torch.arange(len(own))
+    width = empty.shape[1:].numel()
+    rows = -(-PIECE // max(width, 1) // GROUP) * GROUP
+    borders = [*range(0, max(len(place) - rows, 0) + 1, rows), len(place)]
+    for first, last in pairwise(borders):
+        piece = torch.empty((last - first, *empty.shape[1:]), dtype=empty.dtype)
+        fill(piece, generator)
+        here = place[first:last]
+        own[here[here >= 0]] = piece[here >= 0][(slice(None), *part[1:])]
+    return own
 
 
 def initial_values(model: nn.Module) -> dict[str, Fill]:
@@ -55,7 +93,7 @@ def initial_values(model: nn.Module) -> dict[str, Fill]:
 def _fill_of(module: nn.Module, name: str) -> Fill | None:
     own = getattr(module, "initial_value", None)
     if own is not None and (fill := own(name)) is not None:
-        return fill  # type: ignore[no-any-return]
+        return fill
     if isinstance(module, nn.LayerNorm):
         return ones if name == "weight" else zeros
     if isinstance(module, nn.Linear | nn.Embedding):

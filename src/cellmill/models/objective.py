@@ -50,6 +50,9 @@ class Objective:
     row_widths: tuple[int, ...] = ()
     """Width of each table of `rows`; none if the loss of a cell depends on no other cell."""
 
+    training: bool = True
+    """False while `prepare` is called for validation or evaluation; set by `Model.prepare`."""
+
     validates_rows: bool = False
     """True if `loss` needs shares in validation too."""
 

@@ -16,6 +16,7 @@ from cellmill.models.encoder_batch import EncoderBatch, whole
 from cellmill.models.end_tokens import with_ends
 from cellmill.models.family import ParallelPlan
 from cellmill.models.objective import Objective
+from cellmill.parallel.segments import segment_sum
 from cellmill.parallel.vocab_parallel import embed_tokens
 
 ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
@@ -87,7 +88,7 @@ class PostNormEncoder(CellEncoder):
 
     def begin(self, prepared: EncoderBatch) -> torch.Tensor:
         """(T, H): the embedded tokens."""
-        return self.enter(self.inputs(prepared))  # type: ignore[no-any-return]
+        return self.enter(self.inputs(prepared))
 
     def inputs(self, prepared: EncoderBatch, at: torch.Tensor | slice = slice(None)) -> torch.Tensor:
         """(T, H), or (N, H) for the tokens `at`."""
@@ -116,10 +117,8 @@ class PostNormEncoder(CellEncoder):
         if self.config.pooling == "cls":
             return states[prepared.cu_seqlens[:-1].long()].float()
         is_gene = (prepared.genes >= 0).float()
-        n_cells = len(prepared.lengths)
-        sums = torch.zeros(n_cells, states.shape[1], device=states.device)
-        sums = sums.index_add(0, prepared.cell, states.float() * is_gene[:, None])
-        numbers = torch.zeros(n_cells, device=states.device).index_add(0, prepared.cell, is_gene)
+        summed = (states.float() * is_gene[:, None], is_gene)
+        sums, numbers = (segment_sum(part, prepared.cell, prepared.cu_seqlens) for part in summed)
         return sums / numbers.clamp(min=1)[:, None]
 
     def _blocks(self, x: torch.Tensor, prepared: EncoderBatch, number: int) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Gradient clipping by the global norm, equal in every layout."""
 
+from typing import cast
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -51,6 +53,8 @@ def _placed_as_parameter(parameter: nn.Parameter) -> torch.Tensor:
     """Return the gradient with the parameter's placements: of a norm over some of the tokens it is a partial sum."""
     gradient = parameter.grad
     assert gradient is not None
-    if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
-        gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
+    if isinstance(gradient, DTensor):
+        placements = cast(DTensor, parameter).placements
+        if gradient.placements != placements:
+            gradient = parameter.grad = gradient.redistribute(placements=placements)
     return gradient

@@ -22,10 +22,9 @@ def compile_blocks(model: nn.Module, blocks: str, methods: Sequence[str]) -> Non
     modules = list(cast(nn.ModuleList, model.get_submodule(blocks)))
     # torch counts variants over all blocks, which share their code; tensor-parallel hooks differ between blocks
     variants = 8 * len(modules)
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, variants)
-    torch._dynamo.config.accumulated_recompile_limit = max(
-        torch._dynamo.config.accumulated_recompile_limit, len(methods) * variants
-    )
+    limits = torch.compiler.config
+    limits.recompile_limit = max(limits.recompile_limit, variants)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, len(methods) * variants)
     for block in modules:
         for name in methods:
             compiled = torch.compile(getattr(block, name), dynamic=True, fullgraph=True, backend=BACKEND)

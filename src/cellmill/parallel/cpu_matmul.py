@@ -12,9 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from cellmill.parallel.torch_private import HAS_ONEDNN_LINEAR, linear_onednn
+
 LARGE = 1 << 24
 """Multiply-adds from which oneDNN is faster."""
-_HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
@@ -25,7 +26,7 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 
 def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """(M, K), (N, K) and (N,) -> (M, N), `a @ b.T + bias`; plain tensors, no autograd."""
-    return _onednn(a, b, bias) if _use_onednn(a, b) else F.linear(a, b, bias)
+    return linear_onednn(a, b, bias) if _use_onednn(a, b) else F.linear(a, b, bias)
 
 
 class Linear(nn.Linear):
@@ -43,24 +44,19 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return _onednn(x, weight, bias)
+        return linear_onednn(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         to_x, to_weight, to_bias = ctx.needs_input_grad
         return (
-            _onednn(grad, weight.t(), None) if to_x else None,
-            _onednn(grad.t(), x.t(), None) if to_weight else None,
+            linear_onednn(grad, weight.t(), None) if to_x else None,
+            linear_onednn(grad.t(), x.t(), None) if to_weight else None,
             grad.sum(0) if to_bias else None,
         )
 
 
 def _use_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
-    plain = _HAS_ONEDNN and a.device.type == "cpu" and a.ndim == 2 and a.dtype == b.dtype == torch.float32
+    plain = HAS_ONEDNN_LINEAR and a.device.type == "cpu" and a.ndim == 2 and a.dtype == b.dtype == torch.float32
     return plain and a.numel() * len(b) >= LARGE and not torch.compiler.is_compiling()
-
-
-def _onednn(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
-    return out

@@ -96,7 +96,8 @@ class _Rows:
         return logits.gather(1, self.rows)[:, 0] * self.inside
 
     def subtract_from(self, probabilities: torch.Tensor) -> None:
-        probabilities.scatter_add_(1, self.rows, -self.inside.to(probabilities.dtype)[:, None])
+        less = probabilities.gather(1, self.rows) - self.inside.to(probabilities.dtype)[:, None]
+        probabilities.scatter_(1, self.rows, less)
 
 
 class _Profiles(_Targets):

@@ -5,6 +5,7 @@ before the backward pass, which is exact however unevenly targets fall on ranks.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import cast
 
 import torch
@@ -32,11 +33,11 @@ def apply_fsdp(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) ->
     offload = OffloadPolicy()
     if parallel.cpu_offload == "full":
         offload = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
-    shared = {"mesh": mesh.fsdp, "mp_policy": policy, "offload_policy": offload}
+    shard = partial(fully_shard, mesh=mesh.fsdp, mp_policy=policy, offload_policy=offload)
     for block in cast(nn.ModuleList, model.get_submodule(blocks)):
-        fully_shard(block, reshard_after_forward=parallel.reshards_after_forward, **shared)
+        shard(block, reshard_after_forward=parallel.reshards_after_forward)
     # the backward pass begins with the root's parameters
-    fully_shard(model, reshard_after_forward=False, **shared)
+    shard(model, reshard_after_forward=False)
     for module in _fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         if mesh.devices.device_type == "cpu":  # gloo has no PREMUL_SUM

@@ -20,12 +20,16 @@ def gather_json(value: Any, device: torch.device, group: dist.ProcessGroup | Non
         None for all ranks.
     """
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(sizes, torch.tensor([len(text)], device=device), group=group)
-    longest = int(sizes.max())
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    lengths = [int(length) for length in _gathered(torch.tensor([len(text)], device=device), group)]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: len(text)] = text
-    texts = torch.zeros(len(sizes) * longest, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(texts, padded, group=group)
-    rows = texts.view(len(sizes), longest).cpu().numpy()
-    return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes.tolist(), strict=True)]
+    texts = _gathered(padded, group)
+    return [json.loads(bytes(text[:length].cpu().numpy())) for text, length in zip(texts, lengths, strict=True)]
+
+
+def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """Return the tensor of each rank, all of one shape."""
+    # not into one tensor: torch renames that function in 2.13, and lists are the same in all versions
+    every = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, tensor, group=group)
+    return every

@@ -1,7 +1,6 @@
-"""Values for a model built on the meta device: full tensors made one at a time and sharded to what each rank keeps.
+"""Values for a model built on the meta device, one tensor at a time, of each what this rank keeps (`own_part`).
 
-The iterator of full tensors depends only on names, so every layout starts from bitwise the same model and no rank
-holds more than one full tensor beside its shards.
+Values depend only on names and positions, so every layout starts from bitwise the same model.
 """
 
 import re
@@ -9,7 +8,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+
+from cellmill.parallel.torch_private import is_persistent
 
 
 def materialize(
@@ -23,7 +24,7 @@ def materialize(
     Parameters
     ----------
     tensors
-        (plain name, full CPU tensor) of every parameter and buffer, in any order, equal on every rank.
+        (plain name, this rank's part as a CPU tensor) of every parameter and buffer, in any order.
     buffer_device
         Device of the buffers, where it is not `device`: FSDP2 offloads parameters, never buffers.
     """
@@ -31,21 +32,20 @@ def materialize(
     if buffer_device not in (None, device):
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = buffer.to(buffer_device)
+                setattr(module, name, buffer.to(buffer_device))
     filled = fill(model, tensors)
     assert not (empty := {name for name, _ in named_tensors(model)} - filled), f"no value for {sorted(empty)}"
 
 
 @torch.no_grad()
 def fill(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-    """Copy full CPU tensors into parameters and buffers by plain name; returns the names. No communication."""
+    """Copy own parts into parameters and buffers by plain name; returns the names. No communication."""
     targets, filled = dict(named_tensors(model)), set()
-    for name, full in tensors:
+    for name, part in tensors:
         target = targets[name]
-        if isinstance(target, DTensor):
-            # src_data_rank=None: every rank has the full tensor, so nothing is sent
-            full = distribute_tensor(full.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
-        target.copy_(full)
+        own = target.to_local() if isinstance(target, DTensor) else target
+        assert own.shape == part.shape, f"{name}: {tuple(part.shape)} for {tuple(own.shape)}"
+        own.copy_(part)
         filled.add(name)
     return filled
 
@@ -56,7 +56,7 @@ def named_tensors(model: nn.Module, *, persistent: bool = False) -> Iterator[tup
         yield plain_name(name), parameter
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if not (persistent and name in module._non_persistent_buffers_set):
+            if not (persistent and not is_persistent(module, name)):
                 yield plain_name(f"{path}.{name}".removeprefix(".")), buffer
 
 

@@ -5,15 +5,14 @@ tp and pp peers read the same cells.
 """
 
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from cellmill.config.parallel import Parallel, layout
+from cellmill.parallel.torch_private import flatten_axes
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
@@ -75,17 +74,10 @@ def build_mesh(parallel: Parallel, local_world: int, device_type: str) -> Mesh:
         device_type, (sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.tp), mesh_dim_names=AXES
     )
     if sizes.tp > 1:
-        devices["dp_shard", "tp"]._flatten("shard_tp")  # DTensor then reduces a norm over both axes at once
+        flatten_axes(devices["dp_shard", "tp"], "shard_tp")  # DTensor then reduces a norm over both axes at once
     data = devices["dp_replicate", "dp_shard"]
-    flat = data._flatten("dp")
+    flat = flatten_axes(data, "dp")
     return Mesh(devices, flat.get_local_rank(), flat.size(), flat.get_group(), sizes.tp * sizes.pp)
-
-
-def set_timeouts(timeout: timedelta) -> None:
-    """Set the timeout of every process group of this rank; groups of a mesh start with torch's default."""
-    for group in list(distributed_c10d._world.pg_map):
-        if isinstance(group, dist.ProcessGroup):
-            distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from cellmill.parallel.chunked_loss import chunked_loss
+from cellmill.parallel.segments import segment_sum
 
 
 def nb_loss(
@@ -53,6 +54,9 @@ class _Entries:
     """The counts of a chunk's cells; those of other ranks' rows are 0, in a row of this rank."""
 
     cell: torch.Tensor
+    """(entries,) int64, ascending."""
+    starts: torch.Tensor
+    """(n + 1,) int64: first entry of each cell."""
     row: torch.Tensor
     count: torch.Tensor
     inside: torch.Tensor
@@ -67,7 +71,7 @@ class _Counts:
     first_row = 0
 
     def __init__(self, entries: list[int], genes: torch.Tensor, counts: torch.Tensor) -> None:
-        self.entries, self.genes, self.counts = entries, genes, counts
+        self.genes, self.counts = genes, counts
         self.ends = [0, *accumulate(entries)]
 
     def loss(
@@ -82,11 +86,11 @@ class _Counts:
         """Return the counts of `n` cells from `start` on, for a table of `n_rows` > 0 rows, or none."""
         own = slice(self.ends[start], self.ends[start + n])
         rows, counts = self.genes[own] - self.first_row, self.counts[own]
-        lengths = torch.tensor(self.entries[start : start + n], dtype=torch.int64, device=rows.device)
-        cell = torch.repeat_interleave(lengths, output_size=own.stop - own.start)
+        starts = torch.tensor(self.ends[start : start + n + 1], dtype=torch.int64, device=rows.device) - own.start
+        cell = torch.repeat_interleave(starts.diff(), output_size=own.stop - own.start)
         inside = ((rows >= 0) & (rows < n_rows)).float()
-        sums = torch.zeros(n, device=rows.device).index_add(0, cell, counts)  # of integers: exact in any order
-        return _Entries(cell, rows.clamp(0, max(n_rows - 1, 0)), counts * inside, inside, sums)
+        sums = segment_sum(counts, cell, starts)
+        return _Entries(cell, starts, rows.clamp(0, max(n_rows - 1, 0)), counts * inside, inside, sums)
 
 
 def _loss_and_gradients(
@@ -131,7 +135,8 @@ def _of_rows(
     r, k, part = inverse[targets.row], targets.count, share[targets.cell, 0] * targets.inside
     log_mean = log_p[at] + targets.sums.log()[targets.cell]
     gammas = torch.lgamma(r) + torch.lgamma(k + 1) - torch.lgamma(k + r)
-    loss = loss.index_add(0, targets.cell, part * (gammas + k * (total[at].log() - log_mean)))
+    detected = part * (gammas + k * (total[at].log() - log_mean))
+    loss = loss + segment_sum(detected, targets.cell, targets.starts)
     of_mean.index_put_(at, -part * k * r / total[at], accumulate=True)
     gammas = torch.digamma(r) - torch.digamma(k + r)
     of_inverse.index_put_(at, part * r * (gammas + k / total[at]), accumulate=True)

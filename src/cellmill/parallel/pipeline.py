@@ -1,13 +1,13 @@
 """Forward and backward of one optimizer step through a pipeline, by torch's schedules.
 
 All ranks of a pipeline read the same cells, so each knows every micro-batch and only activations are sent. These have
-one shape within a step, to which its micro-batches are padded. A parameter tied between the first and the last stage is
-one parameter: the gradients of both copies are summed before use.
+one shape within a step, to which its micro-batches are padded, and few shapes in a run. A parameter tied between the
+first and the last stage is one parameter: the gradients of both copies are summed before use.
 """
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,19 +17,20 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from cellmill.config.parallel import Parallel
+from cellmill.config.parallel import Parallel, pipeline_tokens
 from cellmill.parallel.fsdp import COMPUTE_DTYPE
 from cellmill.parallel.mesh import Mesh
+from cellmill.parallel.pipeline_schedules import Schedules
 from cellmill.parallel.pipeline_stages import PipelineStages, tied_parameters
 from cellmill.parallel.stage_assignment import process_of
+from cellmill.parallel.step import StepModel
 
 SCHEDULES = {"ZBV": "ZBVZeroBubble"}
 """torch's names of schedules, where they differ from ours."""
-ROUND = 64  # micro-batches are padded to a multiple of this many tokens, so that few lengths differ
 
 
-class PipelineModel(nn.Module):
-    """The step interface of `ParallelModel`, for a model in pipeline stages.
+class PipelineModel(StepModel):
+    """Step of a model in pipeline stages.
 
     Parameters
     ----------
@@ -51,35 +52,34 @@ class PipelineModel(nn.Module):
         self.token_multiple = parallel.tp if parallel.sequence_parallel else 1
         for number, part in zip(stages.numbers, stages.parts):
             # hooks of FSDP2 run around it, as around the forward that it replaces
-            part.forward = _Forward(part, number, self)  # type: ignore[assignment]
+            part.forward = _Forward(part, number, self)
         self.width = int(stages.parts[0].width)  # type: ignore[arg-type]
-        self._schedules: dict[tuple[int, int], Any] = {}
+        self.schedules = Schedules(self._new_schedule, self.device)
         self._prepared: Sequence[Any] = ()
         self._factor: torch.Tensor | float = 1.0
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
 
     def padded_lengths(self, tokens: Sequence[int]) -> list[int]:
         """Return the padded tokens of each micro-batch of a step: the same for all."""
-        step = ROUND * self.token_multiple
-        return [max(step, -(-max(tokens) // step) * step)] * len(tokens)
+        return [pipeline_tokens(max(tokens), self.token_multiple)] * len(tokens)
 
     def forward_backward(
         self, micro_batches: Sequence[Any], targets: torch.Tensor, factor: torch.Tensor | float = 1.0
     ) -> torch.Tensor:
-        """Accumulate gradients as `ParallelModel.forward_backward`. Collective: every rank.
+        """Accumulate gradients of a step.
 
         Ranks without the last stage return 0, ranks with it `pp` times their loss: `Mesh.sum` divides by `pp`.
         """
         self._begin(micro_batches)
         self._factor = factor / targets
-        schedule = self._schedule(len(micro_batches), sum(micro_batches[0].lengths))
+        schedule = self.schedules.of(len(micro_batches), sum(micro_batches[0].lengths))
         schedule.step(target=torch.arange(len(micro_batches)), return_outputs=False)
         self._sum_tied_gradients()
         return self._loss * self.parallel.pp / targets
 
     @torch.no_grad()
     def loss(self, micro_batches: Sequence[Any]) -> torch.Tensor:
-        """Return the loss as `ParallelModel.loss`, scaled as in `forward_backward`. Collective: every rank.
+        """Return the sum over micro-batches, scaled as in `forward_backward`.
 
         Forward only, stage after stage, each with all micro-batches: torch's V-shaped schedules have no such mode.
         """
@@ -89,14 +89,14 @@ class PipelineModel(nn.Module):
         for number, part in zip(self.stages.numbers, self.stages.parts):
             own, inputs = [], own
             for chunk in range(len(micro_batches)):
-                part.forward.chunk = chunk  # type: ignore[union-attr]
+                cast(_Forward, part.forward).chunk = chunk
                 out = part(*self._received(number, chunk, inputs))
                 if number == self.parallel.stages - 1:
                     continue
                 if (peer := self._process_of(number + 1)) is None:
                     own.append(out)
                 else:
-                    sent.append(dist.isend(out, peer, group=self.group))
+                    sent.append(cast(dist.Work, dist.isend(out, peer, group=self.group)))
         for work in sent:
             work.wait()
         self._reshard()
@@ -133,21 +133,17 @@ class PipelineModel(nn.Module):
         self._prepared = micro_batches
         self._loss = torch.zeros_like(micro_batches[0].n_targets, dtype=torch.float64)  # a loss for each part
 
-    def _schedule(self, micro_batches: int, tokens: int) -> Any:
-        """Return torch's schedule for this number of micro-batches and tokens, which fix the shape of its buffers."""
-        key = (micro_batches, tokens)
-        if key not in self._schedules:
-            self._schedules.clear()  # one at a time: its buffers take memory
-            stages = [self._stage(number, part, tokens) for number, part in zip(self.stages.numbers, self.stages.parts)]
-            kind = get_schedule_class(SCHEDULES.get(self.parallel.schedule, self.parallel.schedule))
-            interleaved = issubclass(kind, PipelineScheduleMulti)
-            self._schedules[key] = kind(
-                stages if interleaved else stages[0],
-                n_microbatches=micro_batches,
-                loss_fn=lambda loss, _: (loss * self._factor).sum(),
-                scale_grads=False,  # the loss is a sum, divided by the step's targets already
-            )
-        return self._schedules[key]
+    def _new_schedule(self, micro_batches: int, tokens: int) -> tuple[Any, list[PipelineStage]]:
+        """Return torch's schedule for this number of micro-batches and tokens, and this rank's stages in it."""
+        stages = [self._stage(number, part, tokens) for number, part in zip(self.stages.numbers, self.stages.parts)]
+        kind = get_schedule_class(SCHEDULES.get(self.parallel.schedule, self.parallel.schedule))
+        schedule: Any = kind(
+            stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
+            n_microbatches=micro_batches,
+            loss_fn=lambda loss, _: (loss * self._factor).sum(),
+            scale_grads=False,  # the loss is a sum, divided by the step's targets already
+        )
+        return schedule, stages
 
     def _stage(self, number: int, part: nn.Module, tokens: int) -> PipelineStage:
         sent = torch.empty(
@@ -209,7 +205,7 @@ class _Stage(PipelineStage):
     """torch's stage that tells its module which micro-batch is next: every rank has all inputs but activations."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.submod.forward.chunk = fwd_chunk_id  # type: ignore[union-attr]
+        cast(_Forward, self.submod.forward).chunk = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
 

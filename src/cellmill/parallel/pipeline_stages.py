@@ -3,6 +3,7 @@
 Parameters keep the names of the whole model, so checkpoints, initial weights and exports do not depend on stages.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -22,7 +23,7 @@ class PipelineStages(nn.Module):
         Number of stages over all ranks.
     """
 
-    def __init__(self, parts: dict[int, nn.Module], stages: int) -> None:
+    def __init__(self, parts: Mapping[int, nn.Module], stages: int) -> None:
         super().__init__()
         self.numbers, self.parts = list(parts), nn.ModuleList(parts.values())
         self.first, self.last = parts.get(0), parts.get(stages - 1)
@@ -51,7 +52,7 @@ def keep_stage(model: nn.Module, stage: int, stages: int) -> None:
     blocks = model.get_submodule(plan.blocks)
     kept_blocks = blocks_of(stage, stages, len(list(blocks.children())))
     for name in [name for name, _ in blocks.named_children() if int(name) not in kept_blocks]:
-        blocks._modules.pop(name)  # del would renumber the others
+        delattr(blocks, name)  # del blocks[i] would renumber the others
     begin, finish = set(plan.begin), set(plan.finish)
     kept = (begin if stage == 0 else set()) | (finish if stage == stages - 1 else set())
     for name in (begin | finish) - kept:

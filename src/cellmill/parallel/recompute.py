@@ -10,10 +10,10 @@ Source: Chen et al. 2016 (sublinear memory); Korthikanti et al. 2022, section 5 
 from functools import partial
 from typing import Any, Literal, cast
 
-import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from cellmill.parallel.torch_private import CheckpointImpl, checkpoint_wrapper, operator_name
 
 KEPT = frozenset(
     {
@@ -41,6 +41,5 @@ def checkpoint_activations(model: nn.Module, blocks: str, how: Literal["full", "
         modules.register_module(name, wrapped)
 
 
-def _policy(ctx: object, op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = getattr(op, "_schema", None) is not None and op._schema.name in KEPT
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(ctx: object, op: object, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator_name(op) in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

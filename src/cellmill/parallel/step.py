@@ -1,7 +1,9 @@
-"""Forward and backward of one optimizer step, without a pipeline: plain, DistributedDataParallel or FSDP2."""
+"""Forward and backward of one optimizer step: the interface, and every layout without a pipeline."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,8 +15,36 @@ from cellmill.parallel.fsdp import COMPUTE_DTYPE
 from cellmill.parallel.mesh import Mesh
 
 
-class ParallelModel(nn.Module):
-    """One step interface for all layouts without a pipeline; `PipelineModel` has the same.
+class StepModel(nn.Module, ABC):
+    """Losses and gradients of one optimizer step of a model in its layout."""
+
+    precision: str
+
+    @abstractmethod
+    def padded_lengths(self, tokens: Sequence[int]) -> list[int]:
+        """Return the padded tokens of each micro-batch of a step: divisible by tp with sequence parallel."""
+
+    @abstractmethod
+    def loss(self, micro_batches: Sequence[Any]) -> torch.Tensor:
+        """Return the loss summed over this rank's micro-batches, a float64 scalar or (parts,).
+
+        Collective: every rank, with the same number of micro-batches.
+        """
+
+    @abstractmethod
+    def forward_backward(
+        self, micro_batches: Sequence[Any], targets: torch.Tensor, factor: torch.Tensor | float = 1.0
+    ) -> torch.Tensor:
+        """Accumulate gradients of a step's loss: the sum over micro-batches divided by the step's global `targets`.
+
+        Returns this rank's share of the loss, a float64 scalar; `factor` multiplies only the gradients. Of an
+        objective with parts, `targets`, `factor` and the result are (parts,), and gradients those of the sum.
+        Collective: every rank, with the same number of micro-batches.
+        """
+
+
+class ParallelModel(StepModel):
+    """Step of a model that each process has in full or in shards: plain, DistributedDataParallel or FSDP2.
 
     Parameters
     ----------
@@ -35,8 +65,9 @@ class ParallelModel(nn.Module):
                 device_ids=[device.index] if device.type == "cuda" else None,
                 process_group=mesh.dp_group,
                 gradient_as_bucket_view=True,
-                broadcast_buffers=False,  # they are constants, equal on every rank
             )
+            # they are constants, equal on every rank; torch renamed the argument in 2.13, and kept the attribute
+            self.outer.broadcast_buffers = False
             self.scale = float(mesh.dp_world)  # DDP averages; gradients must be sums
         sharded = isinstance(model, FSDPModule)
         self.reduces_each = parallel.reduces_each_micro_batch
@@ -44,33 +75,24 @@ class ParallelModel(nn.Module):
         self.autocast_dtype = None if sharded else COMPUTE_DTYPE.get(parallel.precision)
         self.device_type = device.type
 
-    def forward(self, prepared: object) -> torch.Tensor:
+    def forward(self, prepared: Any) -> torch.Tensor:
         """Return the summed loss of a micro-batch, a float32 scalar, or (parts,) of an objective with parts."""
         with nullcontext() if self.autocast_dtype is None else torch.autocast(self.device_type, self.autocast_dtype):
             return self.outer(prepared)
 
     def padded_lengths(self, tokens: Sequence[int]) -> list[int]:
-        """Return the padded tokens of each micro-batch of a step: divisible by tp with sequence parallel."""
+        """Return each micro-batch's tokens, rounded up."""
         return [-(-n // self.token_multiple) * self.token_multiple for n in tokens]
 
     @torch.no_grad()
-    def loss(self, micro_batches: Sequence[object]) -> torch.Tensor:
-        """Return the loss summed over this rank's micro-batches, a float64 scalar or (parts,).
-
-        Collective: every rank, with the same number of micro-batches.
-        """
+    def loss(self, micro_batches: Sequence[Any]) -> torch.Tensor:
+        """Return the sum over micro-batches, one after another."""
         return torch.stack([self(prepared).double() for prepared in micro_batches]).sum(0)
 
     def forward_backward(
-        self, micro_batches: Sequence[object], targets: torch.Tensor, factor: torch.Tensor | float = 1.0
+        self, micro_batches: Sequence[Any], targets: torch.Tensor, factor: torch.Tensor | float = 1.0
     ) -> torch.Tensor:
-        """Accumulate gradients of a step's loss: the sum over micro-batches divided by the step's global `targets`.
-
-        Returns this rank's share of the loss, a float64 scalar; `factor` multiplies only the gradients, which are
-        reduced over ranks with the last micro-batch, or scattered with each (`parallel.gradient_reduction`). Of an
-        objective with parts, `targets`, `factor` and the result are (parts,), and gradients those of the sum.
-        Collective: every rank, with the same number of micro-batches.
-        """
+        """Accumulate gradients; ranks reduce them with the last micro-batch, or `parallel.gradient_reduction`: each."""
         total = torch.zeros_like(targets, dtype=torch.float64)
         for index, prepared in enumerate(micro_batches):
             with self._micro_step(last=index == len(micro_batches) - 1):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cellmill.config.options import PlanOptions
+from cellmill.models.batch import PAD_CELL
 from cellmill.models.build import ModelSpec
 from cellmill.planner.communication import Traffic, peak_traffic
 from cellmill.planner.devices import Device
@@ -79,7 +80,7 @@ def step_time(
     pairs: float,
     micro_batches: float,
 ) -> StepTime:
-    """Return the duration of a step in which each rank takes `tokens` tokens and `pairs` (query, key) pairs.
+    """Return the duration of a step in which each rank takes `tokens` tokens and `pairs` (query, key) pairs, padded.
 
     `traffic` is that of the rank that sends the most, `flops_per_s` what computation reaches.
     """
@@ -144,9 +145,11 @@ def cost(options: PlanOptions, cells: Cells, hardware: Hardware, device: Device,
     flops_per_step = per_cell * work.cells_per_step
     own_cells = work.cells_per_step / model.layout.dp
     tokens, pairs = own_cells * cells.tokens_per_cell, own_cells * cells.pairs_per_cell
+    more = work.padding * tokens  # computed by a pipeline like any other token, in cells of PAD_CELL
+    tokens, pairs = tokens + more, pairs + PAD_CELL * more
     micro_batches = work.micro_batches_per_step
     traffic = peak_traffic(model, tokens, micro_batches)
-    peak = device.bf16_flops if options.parallel.half_precision else device.fp32_flops
+    peak = device.flops(options.parallel)
     network = _network(options, device)
     if peak is None or network is None:
         return Cost(model, whole, work, memory, flops_per_step, traffic)

@@ -21,17 +21,24 @@ class Device:
     intra_node_gbs: float | None  # GB/s to devices of the same node
     inter_node_gbs: float | None  # GB/s to other nodes
     has_bf16: bool = True
+    tf32_flops: float | None = None
+
+    def flops(self, parallel: Parallel) -> float | None:
+        """Return FLOP/s in the number format of `parallel`."""
+        if parallel.half_precision:
+            return self.bf16_flops
+        return self.tf32_flops or self.fp32_flops if parallel.tf32 else self.fp32_flops
 
 
 DEVICES = {
     "cpu": Device(None, None, None, None, None),
     "v100": Device(32, 125e12, 15.7e12, 150, 6.25, has_bf16=False),
-    "a100": Device(80, 312e12, 19.5e12, 300, 25),
-    "l40s": Device(48, 362e12, 91.6e12, 32, 12.5),
-    "h100": Device(80, 989e12, 67e12, 450, 50),
-    "h200": Device(141, 989e12, 67e12, 450, 50),
-    "b200": Device(180, 2250e12, 75e12, 900, 50),
-    "mi300x": Device(192, 1307e12, 163.4e12, 448, 50),
+    "a100": Device(80, 312e12, 19.5e12, 300, 25, tf32_flops=156e12),
+    "l40s": Device(48, 362e12, 91.6e12, 32, 12.5, tf32_flops=183e12),
+    "h100": Device(80, 989e12, 67e12, 450, 50, tf32_flops=494e12),
+    "h200": Device(141, 989e12, 67e12, 450, 50, tf32_flops=494e12),
+    "b200": Device(180, 2250e12, 75e12, 900, 50, tf32_flops=1100e12),
+    "mi300x": Device(192, 1307e12, 163.4e12, 448, 50, tf32_flops=653e12),
 }
 
 
@@ -46,11 +53,13 @@ def check_precision(parallel: Parallel, name: str, device: Device) -> None:
     """Raise ConfigError if the device does not support the number format."""
     if parallel.precision == "bf16-mixed" and not device.has_bf16:
         raise ConfigError(f"parallel.precision bf16-mixed: a {name} has no bfloat16; set it to 16-mixed")
+    if parallel.tf32 and device.fp32_flops is not None and device.tf32_flops is None:
+        raise ConfigError(f"parallel.tf32: a {name} has no TF32; set it to no, or precision to 16-mixed")
 
 
-def peak_flops(product: str, precision: str) -> float | None:
+def peak_flops(product: str, parallel: Parallel) -> float | None:
     """Return FLOP/s of a product such as "NVIDIA H100 80GB HBM3"; None if its name contains no known device."""
     for name, device in DEVICES.items():
         if name in product.lower():
-            return device.bf16_flops if precision != "32-true" else device.fp32_flops
+            return device.flops(parallel)
     return None

@@ -66,7 +66,7 @@ def _moments(model: PlannedModel, rank: int, tokens: int, micro_batches: int) ->
     constant = {
         "parameters": FLOAT32 * (size.buffers + (0 if offload == "full" else -(-own.parameters // model.shards))),
         "optimizer": 0 if offload else 2 * FLOAT32 * trained_shard,
-        "pipeline": element * received if parallel.pp > 1 else 0,
+        "pipeline": round(element * received) if parallel.pp > 1 else 0,
     }
     activation = AUTOCAST_ACTIVATION if parallel.half_precision and not model.is_sharded else element
     first_blocks = block.activations_per_token + size.begin.activations_per_token + size.working_per_token

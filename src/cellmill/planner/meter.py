@@ -10,11 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from cellmill.parallel.torch_private import (
+    FakeTensor,
+    TorchDispatchMode,
+    operator_name,
+    overload_packet,
+    storage_key,
+    tree_leaves,
+)
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "allreduce_")
 
@@ -100,23 +106,23 @@ class OperationMeter(TorchDispatchMode):
         if any(issubclass(kind, FakeTensor) for kind in types):
             return out  # DTensor infers the shapes of full tensors with these
         self.time += 1
-        name = func._schema.name.partition("::")[2]
+        name = operator_name(func).partition("::")[2]
         for window in self._windows:
-            if func._overloadpacket in flop_registry:
-                window.flops += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
+            if overload_packet(func) in flop_registry:
+                window.flops += flop_registry[overload_packet(func)](*args, **(kwargs or {}), out_val=out)
             if name in COLLECTIVES:
-                tensors = [item for item in pytree.tree_leaves((args, out)) if isinstance(item, torch.Tensor)]
+                tensors = [item for item in tree_leaves((args, out)) if isinstance(item, torch.Tensor)]
                 window.reduced_bytes += max(tensor.nbytes for tensor in tensors)
-        for tensor in pytree.tree_leaves(out):
+        for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._allocated(tensor.untyped_storage())
         return out
 
     def _allocated(self, storage: torch.UntypedStorage) -> None:
-        if self._known.get(storage._cdata) is not None:
+        if self._known.get(storage_key(storage)) is not None:
             return
-        self._known[storage._cdata] = storage
-        allocation = Allocation(storage._cdata, storage.nbytes(), self.time)
+        self._known[storage_key(storage)] = storage
+        allocation = Allocation(storage_key(storage), storage.nbytes(), self.time)
         self.allocations.append(allocation)
         weakref.finalize(storage, self._freed, allocation)
 

@@ -12,6 +12,7 @@ import torch
 
 from cellmill.config.load import stored_options
 from cellmill.config.options import PlanOptions, TrainOptions
+from cellmill.data.cell_tokens import token_numbers
 from cellmill.data.manifest import Manifest
 from cellmill.files import read_json
 from cellmill.planner.fit import Hardware, amount, memory_needed, remedy
@@ -49,7 +50,7 @@ def advice(record: dict[str, Any], options: TrainOptions, world: int, nproc_per_
     """
     planned = PlanOptions.model_validate({**dict(options), "plan": {}})
     manifest = Manifest.read(Path(record["manifest"]))
-    lengths = detected_genes(manifest).clip(max=options.tokens.max_tokens)
+    lengths = token_numbers(options.tokens, detected_genes(manifest), manifest.n_genes).all
     cells = Cells(lengths, manifest.n_genes, levels=manifest.levels(options.obs_columns()))
     hardware = Hardware(world // nproc_per_node, nproc_per_node, device, 0, 0)
     memory = memory_needed(planned, cells, hardware)

@@ -9,18 +9,17 @@ Tensors on the meta device take no memory, and torch's "fake" process group send
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cellmill.config.finetune import MethodConfig
 from cellmill.config.parallel import Parallel
 from cellmill.data.tokens import Batch, Tokenizer, tokenized
-from cellmill.finetune.method import Method, check_trains, load_method
+from cellmill.finetune.method import Method, check_trains, load_method, trained_names
 from cellmill.models.batch import on_device, padded, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
@@ -29,6 +28,7 @@ from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.recompute import checkpoint_activations
 from cellmill.parallel.tensor_parallel import apply_tensor_parallel
+from cellmill.parallel.torch_private import FakeStore, storage_key
 from cellmill.planner.meter import OperationMeter
 
 FLOAT32 = 4
@@ -37,6 +37,7 @@ SMALL_SAMPLE_TOKENS = 1 << 12  # where nothing random is measured
 CELL_TOKENS = 128  # of each measured cell, or fewer
 PASSES = 3  # one forward, and twice as much backward: gradients of inputs and of weights
 WORKSPACE_TOKENS = tuple(1 << power for power in range(8, 19, 2))
+ANY_QUANTILES = (0.0, 10.0)  # of a corpus that is not read: sizes do not depend on values
 META = torch.device("meta")
 
 
@@ -67,7 +68,7 @@ class ModelSize:
     """Parameters that are in both `begin` and `finish`."""
     buffers: int
     """Elements of all buffers."""
-    width: int
+    width: float
     """Elements per token that pass from block to block."""
     pair_flops: float
     """Forward and backward FLOPs of one block's attention per (query, key) pair of a cell."""
@@ -119,6 +120,7 @@ def measure(
     With tp > 1 this process must have no default process group: a fake one is created and destroyed.
     """
     key = (repr((spec, finetune)), tp, sequence_parallel)
+    spec = replace(spec, tokens=spec.tokens.fitted(ANY_QUANTILES))
     if key not in _measured:
         # lifetimes must not depend on when Python collects reference cycles, of which DTensor creates some
         collects = gc.isenabled()
@@ -203,12 +205,12 @@ def _build(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool, on
     if one_block:
         blocks = model.get_submodule(model.plan.blocks)
         for name in [name for name, _ in blocks.named_children()][1:]:
-            blocks._modules.pop(name)
+            delattr(blocks, name)
     if tp > 1:
         given = {"strategy": "ddp", "tp": tp, "sequence_parallel": sequence_parallel}
         parallel = Parallel.model_validate(given)
         apply_tensor_parallel(model, model.plan.tensor, parallel, build_mesh(parallel, tp, "cpu"))
-    freeze(model, method.trains)
+    freeze(model, trained_names(method, model))
     return model
 
 
@@ -260,7 +262,7 @@ class _Passes:
             with meter.window() as self.begin:
                 entered = model.begin(prepared)
             self.kept_by_begin = self._per_token(self.begin.live_bytes() - entered.nbytes)
-            self.width = round(entered.numel() / self.tokens)
+            self.width = entered.numel() / self.tokens  # not whole where a view hides tokens
             x = torch.empty_like(entered, requires_grad=True)
             with meter.window() as self.block:
                 left = model.through(x, prepared)
@@ -310,4 +312,4 @@ def _prepared(model: Model, batch: Batch, multiple: int) -> Any:
 def _gradients(model: Model) -> frozenset[int]:
     """Storages of the parameters' gradients, which are counted with the parameters."""
     gradients = (_local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None)
-    return frozenset(gradient.untyped_storage()._cdata for gradient in gradients)
+    return frozenset(storage_key(gradient.untyped_storage()) for gradient in gradients)

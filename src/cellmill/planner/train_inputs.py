@@ -3,14 +3,17 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from cellmill.config import check_options
 from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.config.load import upgrade_options
 from cellmill.config.options import TrainOptions
 from cellmill.data.manifest import Manifest
+from cellmill.data.obs_levels import MISSING, read_level_numbers
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
-from cellmill.files import read_json
+from cellmill.files import read_json, sha256_file
 
 
 def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
@@ -23,15 +26,59 @@ def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
         )
 
 
+def fitted(options: TrainOptions, vocabulary: Path) -> TrainOptions:
+    """Return the options with what the vocabulary has for the tokenizer. Raises DataError if it has not."""
+    if not options.tokens.needs_quantiles:
+        return options
+    quantiles = Vocabulary.read(vocabulary).quantiles
+    if quantiles is None:
+        raise DataError(
+            f"{vocabulary}: it has no quantiles, which tokens.tokenizer {options.tokens.tokenizer} is fitted to; set "
+            "vocabulary.quantiles to yes and make it again"
+        )
+    return options.model_copy(update={"tokens": options.tokens.fitted(quantiles.tolist())})
+
+
+def vectors_digest(options: TrainOptions, init_from: Path | None) -> str | None:
+    """Return the SHA-256 of `model.gene_vectors`, or None. Raises ConfigError if the vectors come from nowhere."""
+    path, dim = (getattr(options.model, name, None) for name in ("gene_vectors", "gene_vector_dim"))
+    if path is None:
+        if dim is not None and init_from is None:
+            raise ConfigError(
+                "model.gene_vector_dim is set, but no vectors; set model.gene_vectors to their file, or init_from to a "
+                "model that has them"
+            )
+        return None
+    if not Path(path).is_file():
+        raise ConfigError(f"model.gene_vectors: {path}: no such file")
+    return sha256_file(Path(path))
+
+
+def with_counts(options: TrainOptions, shards: Manifest) -> TrainOptions:
+    """Return the options with what the objective takes from the training cells' labels."""
+    columns = dict.fromkeys(options.objective.counted_columns(), "objective")
+    if not columns:
+        return options
+    levels = shards.levels(columns)
+    numbers = read_level_numbers(shards, "train", levels)[:]
+    cells = {}
+    for at, (name, known) in enumerate(levels.items()):
+        counts = np.bincount(numbers[:, at], minlength=len(known) + 1)[1:].tolist()
+        cells[name] = {level: n for level, n in zip(known, counts) if level != MISSING}
+    return options.model_copy(update={"objective": options.objective.fitted(cells)})
+
+
 def check_levels(options: TrainOptions, levels: Mapping[str, Sequence[str]], train_cells: int) -> None:
     """Raise ConfigError for a column in which all cells of the corpus are alike, or a label that few cells share."""
-    for name, option in options.obs_columns().items():
-        n = len(levels[name])
+    for name, option in options.read_columns().items():
+        is_label = name in options.objective.supervised_by
+        n = len(levels[name]) - (is_label and MISSING in levels[name])
         if n < 2:
             raise ConfigError(
-                f"{option} {name}: all cells of the corpus have the same value; choose another column, or do without"
+                f"{option} {name}: all {'labelled ' if is_label else ''}cells of the corpus have the same value; "
+                "choose another column, or do without"
             )
-        if name in options.objective.supervised_by and 2 * n > train_cells:
+        if is_label and 2 * n > train_cells:
             raise ConfigError(
                 f"{option} {name}: {n:,} values for {train_cells:,} training cells, so most cells have no other of "
                 "their value; choose a column of labels"

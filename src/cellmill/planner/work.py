@@ -7,10 +7,10 @@ from functools import cache, cached_property
 import numpy as np
 
 from cellmill.config.options import PlanOptions
-from cellmill.config.parallel import Layout, min_microbatches
+from cellmill.config.parallel import Layout, min_microbatches, pipeline_tokens
 from cellmill.data.manifest import Manifest
 from cellmill.data.shard_file import open_shards
-from cellmill.data.shuffle import EpochLayout
+from cellmill.data.shuffle import epoch_of
 from cellmill.data.tokens import cut_batch, cut_evenly
 
 # micro-batches are counted in a few steps: shards are preshuffled, so any stretch of cells is like another
@@ -56,7 +56,8 @@ class Work:
     val_cells: int  # cells per validation
     micro_batches_per_step: float  # mean over the steps; the same on every rank
     most_micro_batches: int
-    micro_tokens: int  # tokens of the largest micro-batch
+    micro_tokens: int  # tokens of the largest micro-batch, with padding in a pipeline
+    padding: float = 0.0  # tokens that a pipeline pads a step with, per token of its cells
 
 
 def detected_genes(manifest: Manifest) -> np.ndarray:
@@ -64,36 +65,37 @@ def detected_genes(manifest: Manifest) -> np.ndarray:
     lengths = []
     for shard in open_shards(manifest, "train"):
         lengths.append(np.diff(shard.indptr).astype(np.int64))
-        shard.close()
     return np.concatenate(lengths)
 
 
 def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
     """Return the work of a run in the layout `sizes`."""
-    train, stream, parallel, n_cells = options.train, options.stream, options.parallel, cells.n
-    epoch = EpochLayout(
-        (n_cells,), stream.lanes, stream.block_cells, stream.window_blocks, train.global_batch, train.seed, True
-    )
+    train, parallel, n_cells = options.train, options.parallel, cells.n
+    epoch = epoch_of(options, n_cells)
     steps = train.total_steps(epoch.steps_per_epoch)
     epochs, rest = divmod(steps, epoch.steps_per_epoch)
-    micro_batches, micro_tokens = _counted(
-        cells, train.global_batch, train.token_budget, sizes.dp, min_microbatches(parallel), parallel.pp
+    multiple = parallel.tp if parallel.sequence_parallel else 1
+    micro_batches, micro_tokens, padding = _counted(
+        cells, epoch.most_cells, train.token_budget, sizes.dp, min_microbatches(parallel), parallel.pp, multiple
     )
+    if parallel.pp > 1:
+        micro_tokens = pipeline_tokens(micro_tokens, multiple)
     return Work(
         steps=steps,
         steps_per_epoch=epoch.steps_per_epoch,
-        cells_per_step=min(train.global_batch, n_cells),
-        cells_seen=epochs * n_cells + min(rest * train.global_batch, n_cells),
+        cells_per_step=epoch.most_cells,
+        cells_seen=epochs * n_cells + epoch.before(rest),
         validations=-(-steps // train.val_every_steps) if cells.validation else 0,
         val_cells=cells.validation if train.val_cells is None else min(train.val_cells, cells.validation),
         micro_batches_per_step=float(np.mean(micro_batches)),
         most_micro_batches=max(micro_batches),
         micro_tokens=micro_tokens,
+        padding=padding,
     )
 
 
 @cache  # many layouts have the same micro-batches
-def _counted(cells: Cells, *arguments: int) -> tuple[list[int], int]:
+def _counted(cells: Cells, *arguments: int) -> tuple[list[int], int, float]:
     return count_micro_batches(cells.lengths, *arguments)
 
 
@@ -104,15 +106,17 @@ def count_micro_batches(
     world: int,
     min_microbatches: int = 1,
     microbatch_multiple: int = 1,
-) -> tuple[list[int], int]:
+    token_multiple: int = 1,
+) -> tuple[list[int], int, float]:
     """Count the micro-batches of the first steps, the most that any rank needs, with cells in the order of the shards.
 
-    Returns the counts, and the tokens of the largest micro-batch: an upper bound for any batch of cells, except in a
-    pipeline (`microbatch_multiple` > 1), which cuts batches evenly.
+    Returns the counts; the tokens of the largest micro-batch: an upper bound for any batch of cells, except in a
+    pipeline (`microbatch_multiple` > 1), which cuts batches evenly; and the tokens that a pipeline adds, per token:
+    all micro-batches of a rank's step become as long as its longest, in one of few lengths (`pipeline_tokens`).
     """
     share = -(-min(global_batch, len(lengths)) // world)
     sampled = max(1, min(SAMPLED_STEPS, SAMPLED_BATCHES // world))
-    counts, largest = [], 0
+    counts, largest, tokens, padded = [], 0, 0, 0
     for first in range(0, len(lengths), global_batch)[:sampled]:
         batch = lengths[first : first + global_batch]
         ranks = [batch[at : at + share] for at in range(0, len(batch), share)]
@@ -121,5 +125,9 @@ def count_micro_batches(
         counts.append(number)
         if microbatch_multiple > 1 and len(counts) <= SAMPLED_EVENLY:
             for rank in ranks[:SAMPLED_EVENLY]:
-                largest = max(largest, int(np.add.reduceat(rank, cut_evenly(rank, number)[:-1]).max()))
-    return counts, largest if microbatch_multiple > 1 else min(token_budget, share * int(lengths.max()))
+                longest = int(np.add.reduceat(rank, cut_evenly(rank, number)[:-1]).max())
+                largest, tokens = max(largest, longest), tokens + int(rank.sum())
+                padded += number * pipeline_tokens(longest, token_multiple)
+    if microbatch_multiple == 1:
+        return counts, min(token_budget, share * int(lengths.max())), 0.0
+    return counts, largest, padded / max(tokens, 1) - 1

@@ -1,6 +1,7 @@
 """One line of a preflight's result: ok, no, or ? for a doubt that does not stand in the way."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Literal
 
 TRAIN = "set-resources: train:"
@@ -35,3 +36,9 @@ def doubt(what: str, figure: str, remedy: str = "") -> Check:
 def judged(fits: bool, what: str, figure: str, remedy: str) -> Check:
     """ok if it fits, else no with the remedy."""
     return ok(what, figure) if fits else no(what, figure, remedy)
+
+
+def of_named(check: Check, machine: str) -> Check:
+    """The check as one of the machine that runs name `machine`: the keys to change are of its own entries."""
+    remedy = re.sub(r"(set-resources: (?:train|plan(?=: device)))\b", rf"\1.{machine}", check.remedy)
+    return replace(check, what=f"machine {machine}, {check.what}", remedy=remedy)

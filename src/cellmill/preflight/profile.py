@@ -3,10 +3,15 @@
 Snakemake lays a profile's `default-resources` under what a rule declares and `set-resources` over it. The rule train
 declares every option of `Machine`, so only `set-resources: train:` changes them. Snakemake evaluates a text as Python
 first and takes it for a text only if that fails: `1-2` becomes -1, and `"'1-2'"` stays as written.
+
+`set-resources: train.NAME:` and `plan.NAME:` are the machine NAME of runs that name it: its keys over those of `train`
+and `plan`. Snakemake ignores them, as no rule can have such a name.
 """
 
 import re
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +23,14 @@ from snakemake.profiles import ProfileConfigFileParser
 
 from cellmill.config.load import check_options
 from cellmill.config.machine import Machine
-from cellmill.errors import ConfigError
+from cellmill.errors import ConfigError, did_you_mean
+from cellmill.files import require_file
 
+Rules = dict[str, dict[str, Any]]
+"""Resources of the rules train and plan."""
 _OF_SNAKEMAKE = frozenset({"tmpdir", "disk_mb"})  # every rule has them; no training depends on them
 _OF_A_SITE = ("slurm_partition", "slurm_account", "qos", "constraint", "reservation")
+_EITHER = {"gres": "gpus_per_node", "gpus_per_node": "gres"}  # a machine that sets one does not inherit the other
 
 
 @dataclass(frozen=True)
@@ -37,12 +46,42 @@ class Profile:
     """Keys of `default-resources` that a training needs too, but that do not reach it."""
     over: Path | None = None
     """The file of profiles/default, which Snakemake loads unasked and which wins key by key."""
+    named: dict[str, Rules] = field(default_factory=dict)
+    """Keys of each named machine that differ from those of train and plan."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Every option of Snakemake in it; mappings are lists of assignments."""
 
-    def machine(self) -> Machine:
-        """The machine of a training. Raises ConfigError naming the key that is wrong."""
-        options = {name: value for name, value in self.train.items() if name not in _OF_SNAKEMAKE}
-        machine: Machine = check_options(Machine, options, f"{self.path}: set-resources: train")
-        return machine
+    def machine(self, name: str = "") -> Machine:
+        """The machine of a training, or the one called `name`. Raises ConfigError naming the key that is wrong."""
+        return check_machine(self.train | self._named(name)["train"], str(self.path), name)
+
+    def device(self, name: str = "") -> str:
+        """The plan's device."""
+        return str((self.plan | self._named(name)["plan"]).get("device", "cpu"))
+
+    def _named(self, name: str) -> Rules:
+        if name and name not in self.named:
+            raise ConfigError(unknown_machine(name, self.named, str(self.path)))
+        return self.named.get(name, {"train": {}, "plan": {}})
+
+
+def check_machine(resources: dict[str, Any], source: str, name: str = "", rule: str = "train") -> Machine:
+    """The machine that resources of a rule describe. Raises ConfigError naming the key in `source` that is wrong."""
+    options = {key: value for key, value in resources.items() if key not in _OF_SNAKEMAKE}
+    machine: Machine = check_options(Machine, options, f"{source}: set-resources: {of_machine(rule, name)}")
+    return machine
+
+
+def of_machine(rule: str, name: str) -> str:
+    """The entry of a rule in `set-resources` for the machine `name`; without one, the rule's own."""
+    return f"{rule}.{name}" if name else rule
+
+
+def unknown_machine(name: str, known: Iterable[str], source: str) -> str:
+    """Error of a machine that `source` does not have."""
+    known = list(known)
+    hint = did_you_mean(name, known) if known else f"it has none; set-resources: {of_machine('train', name)} adds it"
+    return f"no machine {name!r} in {source}; {hint}"
 
 
 def find_profile(name: str) -> Path:
@@ -76,22 +115,36 @@ def read_profile(name: str) -> Profile:
     file = workflow_profile("default")
     if file is not None and file.resolve() != path.resolve():
         options, over = options | _parse(file), file
-    threads = parse_set_threads(_entries(options, "set-threads", path)).get("train")
-    rules: dict[str, dict[str, Any]] = {"train": {}, "plan": {}}
-    for entry in _entries(options, "set-resources", path):
+    threads = parse_set_threads(entries_of(options, "set-threads", path)).get("train")
+    entries: Rules = defaultdict(dict)
+    for entry in entries_of(options, "set-resources", path):
         rule, colon, assignment = entry.partition(":")
         if not colon:
             raise ConfigError(f"{path}: set-resources: expected rule:resource=value, got {entry!r}")
-        if rule in rules:
+        if rule.partition(".")[0] in ("train", "plan"):
             evaluated = _evaluate(assignment, 1 if threads is None else threads.value, f"{path}: set-resources: {rule}")
-            if twice := rules[rule].keys() & evaluated:
+            if twice := entries[rule].keys() & evaluated:
                 raise ConfigError(f"{path}: set-resources: {rule}: {twice.pop()} is given twice, in two units")
-            rules[rule] |= evaluated
-    defaults = {entry.partition("=")[0] for entry in _entries(options, "default-resources", path)}
+            entries[rule] |= evaluated
+    rules = {rule: entries.pop(rule, {}) for rule in ("train", "plan")}
+    defaults = {entry.partition("=")[0] for entry in entries_of(options, "default-resources", path)}
     unread = [name for name in _OF_A_SITE if name in defaults and name not in rules["train"]]
     in_folder = re.fullmatch(r"(profile|config)(\.v\d+\+)?\.yaml", path.name)
     own = re.sub(r"[^A-Za-z0-9_.-]", "", path.parent.name if in_folder else path.stem)
-    return Profile(own or "profile", path, **rules, unread=unread, over=over)
+    return Profile(
+        own or "profile", path, **rules, unread=unread, over=over, named=named_machines(entries), options=options
+    )
+
+
+def named_machines(entries: Rules) -> dict[str, Rules]:
+    """Keys of each named machine from the entries `train.NAME` and `plan.NAME` of `set-resources`."""
+    named: dict[str, Rules] = defaultdict(lambda: {"train": {}, "plan": {}})
+    for entry, resources in entries.items():
+        rule, dot, name = entry.partition(".")
+        if dot and rule in ("train", "plan"):
+            unset = {other: "" for key, other in _EITHER.items() if key in resources and other not in resources}
+            named[name][rule] |= resources | unset
+    return dict(named)
 
 
 def _file_at(place: Path) -> Path | None:
@@ -100,6 +153,7 @@ def _file_at(place: Path) -> Path | None:
 
 def _parse(path: Path) -> dict[str, Any]:
     """Snakemake's options in a profile; mappings become lists of assignments."""
+    require_file(path)
     try:
         with open(path, encoding="utf-8") as file:
             return dict(ProfileConfigFileParser().parse(file))
@@ -111,11 +165,12 @@ def _parse(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
 
 
-def _entries(options: dict[str, Any], key: str, path: Path) -> list[str]:
+def entries_of(options: dict[str, Any], key: str, path: Path, rule: str = "") -> list[str]:
+    """Assignments of an option that is a mapping; with `rule` those of that rule. Raises ConfigError if it is none."""
     entries = options.get(key) or []
     if not isinstance(entries, list):
         raise ConfigError(f"{path}: {key}: expected a mapping, got {entries!r}")
-    return [str(entry) for entry in entries]
+    return [str(entry) for entry in entries if not rule or str(entry).startswith(f"{rule}:")]
 
 
 def _evaluate(assignment: str, threads: int, where: str) -> dict[str, Any]:

@@ -30,13 +30,13 @@ class Place:
     """0 where SLURM does not manage memory: no job may request any."""
     cpus: int | None = None
 
-    def memory(self, megabytes: int) -> str:
-        """Memory that grows with each attempt, as Snakemake evaluates it."""
-        return _growing(megabytes, self.mem_mb)
+    def memory(self, megabytes: int, per: int | None = None) -> str:
+        """Memory that grows with each attempt and by 1 MB for each `per` MB of input, as Snakemake evaluates it."""
+        return _growing(megabytes, self.mem_mb, per)
 
-    def runtime(self, minutes: int) -> str:
-        """Time limit that grows with each attempt, as Snakemake evaluates it."""
-        return _growing(minutes, self.limit_min)
+    def runtime(self, minutes: int, per: int | None = None) -> str:
+        """Time limit that grows with each attempt and by a minute for each `per` MB of input, in the same way."""
+        return _growing(minutes, self.limit_min, per)
 
     def at_most(self, number: int, limit: int | None) -> int:
         return number if limit is None else min(number, limit)
@@ -54,7 +54,7 @@ class ProfileValues:
     """Of plan."""
     stages: Place
     vectors: Place
-    """Of embed and evaluate, which use one GPU."""
+    """Of embed, predict and evaluate, which use one GPU."""
     vectors_gpu: Mapping[str, str | int]
     """Their keys for it; comments if `vectors` has no partition."""
     status_command: str
@@ -95,11 +95,12 @@ def _stays(text: str) -> bool:
         return False
 
 
-def _growing(base: int, limit: int | None) -> str:
-    """`base` times the attempt, which exceeds `limit` in no attempt."""
-    if limit is None or base * (1 + RETRIES) <= limit:
-        return f"{base} * attempt"
-    return str(limit) if limit <= base else f"min({base} * attempt, {limit})"
+def _growing(base: int, limit: int | None, per: int | None) -> str:
+    """`base` and a part of the input's size, times the attempt, which exceeds `limit` in no attempt."""
+    sized = base if per is None else f"int({base} + input.size_mb / {per})"
+    if limit is None or (per is None and base * (1 + RETRIES) <= limit):
+        return f"{sized} * attempt"
+    return str(limit) if limit <= base else f"min({sized} * attempt, {limit})"
 
 
 def _key(name: str, value: str | int, example: str) -> str:

@@ -3,7 +3,8 @@
 What a stage has not written yet is None or empty, and the page says so; a damaged file is an error.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,6 +12,7 @@ from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.evaluate.umap_table import read_umap
 from cellmill.files import read_json
+from cellmill.registry import in_one_line
 from cellmill.runs.metrics import read_lines
 from cellmill.runs.verdict import Outcome
 
@@ -32,6 +34,19 @@ class ReportedRun:
         """obs columns whose labels the run was trained with."""
         written = ((self.evaluation or {}).get("model"), self.model, self.record)
         return next((of["supervised_by"] for of in written if of and "supervised_by" in of), [])
+
+
+FILES = {
+    "plan": "plan.json",
+    "status": "train/status.json",
+    "record": "train/run.json",
+    "model": "model/config.json",
+    "evaluation": "evaluate/metrics.json",
+    "cost": "train/cost.json",
+    "lines": "train/metrics.jsonl",
+    "umap": "evaluate/umap.tsv",
+}
+"""File of each field of a run."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +82,35 @@ def read_corpus(folder: Path) -> ReportedCorpus:
     _require(folder, "corpus")
     vocabulary = folder / "vocabulary.tsv"
     n_genes = Vocabulary.read(vocabulary).n_genes if vocabulary.exists() else None
-    datasets = [read_json(path) for path in sorted((folder / "cells").glob("*.json"))]
+    datasets = [_mapping(path) for path in sorted((folder / "cells").glob("*.json"))]
     return ReportedCorpus(folder.resolve().name, datasets, _optional(folder / "shards" / "manifest.json"), n_genes)
+
+
+def damaged_file(
+    runs: Iterable[tuple[Path, ReportedRun]],
+    corpora: Iterable[tuple[Path, ReportedCorpus]],
+    show: Callable[[list[Any], list[Any]], Any],
+) -> Path | None:
+    """The file of the folders that makes `show`, of runs and corpora, fail by itself; None if there is none."""
+    for folder, run in runs:
+        nothing = ReportedRun(run.name, None, None, None, None, None)
+        for name, file in FILES.items():
+            if _fails(show, [replace(nothing, **{name: getattr(run, name)})], []):
+                return folder / file
+    for folder, corpus in corpora:
+        if _fails(show, [], [replace(corpus, manifest=None)]):
+            return folder / "cells"
+        if _fails(show, [], [replace(corpus, datasets=[])]):
+            return folder / "shards" / "manifest.json"
+    return None
+
+
+def _fails(show: Callable[[list[Any], list[Any]], Any], runs: list[Any], corpora: list[Any]) -> bool:
+    try:
+        show(runs, corpora)
+    except Exception:
+        return True
+    return False
 
 
 def largest_memory(lines: list[dict[str, Any]]) -> tuple[float, int] | None:
@@ -95,7 +137,11 @@ def losses(evaluation: dict[str, Any] | None) -> list[str]:
 
 def _evaluation(path: Path) -> dict[str, Any] | None:
     metrics = _optional(path)
-    if any(_earlier(dataset) for dataset in (metrics or {}).get("datasets", {}).values()):
+    try:
+        earlier = any(_earlier(dataset) for dataset in (metrics or {}).get("datasets", {}).values())
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: not as evaluate writes it ({in_one_line(error)}); run evaluate again") from None
+    if earlier:
         raise DataError(f"{path}: written by an earlier version of cellmill; run evaluate again")
     return metrics
 
@@ -107,7 +153,14 @@ def _earlier(dataset: dict[str, Any]) -> bool:
 
 
 def _optional(path: Path) -> dict[str, Any] | None:
-    return read_json(path) if path.exists() else None
+    return _mapping(path) if path.exists() else None
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: expected a mapping, got {type(value).__name__}; make it again")
+    return value
 
 
 def _require(folder: Path, kind: str) -> None:

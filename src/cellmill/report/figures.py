@@ -23,7 +23,7 @@ PALETTE = (
 """Twenty colours, distinguishable on light and dark background; they repeat from the twenty-first class on."""
 
 _INK, _GRID = "#010203", "#010204"  # placeholders for CSS colours, which matplotlib cannot express
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "cellmill",
     "font.family": "sans-serif",

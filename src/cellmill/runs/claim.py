@@ -55,6 +55,7 @@ class Claim:
     def release(self) -> None:
         """Let the next job have the folder at once."""
         with suppress(OSError):
+            self.file.parent.stat()  # a deleted run is not made again
             write_json(self.file, {"job": self.job, "released": True})
 
 

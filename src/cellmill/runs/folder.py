@@ -63,6 +63,10 @@ class Checkpoint:
         rank, world = share
         for name, expected in list(manifest["files"].items())[rank::world]:
             file = self.path / name
+            if not isinstance(expected, dict) or not {"bytes", "sha256"} <= expected.keys():
+                raise DataError(
+                    f"{self.path / 'manifest.json'}: {name}: no size and SHA-256; the checkpoint is damaged"
+                )
             if not file.is_file():
                 raise DataError(f"{file}: missing; the checkpoint is damaged")
             if file.stat().st_size != expected["bytes"]:

@@ -1,10 +1,11 @@
 """Identity of a run: the options that define its numbers, its data and its initial weights.
 
-A run whose options changed starts afresh and the earlier training is set aside; so does a finished run whose data
-changed. An *unfinished* run whose data changed is refused, because nothing says that the change was intended. Options
-that affect only speed or frequency (layout, token budget, checkpoints, logging) may change between resumes.
+A run whose options or data changed is another run, and is refused in a folder that holds the earlier one; only its
+length may change (`runs/earlier.py`). Options that affect only speed or frequency (layout, token budget, checkpoints,
+logging) are no part of it and may change between resumes.
 """
 
+import re
 from typing import Any
 
 from cellmill.config.family import WEIGHTS_FORMAT
@@ -12,6 +13,8 @@ from cellmill.config.load import stored_options
 from cellmill.config.options import TrainOptions
 from cellmill.errors import ConfigError
 
+LENGTH = frozenset({"train.steps", "train.epochs"})
+"""Keys whose change leaves the steps taken so far as they are."""
 FREE_SECTIONS = {"parallel", "track"}
 FREE = {
     "stream": {"io_threads"},
@@ -22,13 +25,15 @@ FREE = {
 }
 
 
-def identity(options: TrainOptions, init_from: str | None) -> dict[str, Any]:
+def identity(options: TrainOptions, init_from: str | None, gene_vectors: str | None = None) -> dict[str, Any]:
     """Return the options that define a run's numbers, as {section.key: value}.
 
     Parameters
     ----------
     init_from
         SHA-256 of the initial weights; None for random ones.
+    gene_vectors
+        SHA-256 of the file `model.gene_vectors`, in whose place it stands; None without one.
     """
     values = {
         f"{section}.{key}": value
@@ -37,11 +42,13 @@ def identity(options: TrainOptions, init_from: str | None) -> dict[str, Any]:
         for key, value in keys.items()
         if key not in FREE.get(section, ())
     }
+    if gene_vectors is not None:
+        values["model.gene_vectors"] = gene_vectors
     return values | {"init_from": init_from, "weights_format": WEIGHTS_FORMAT}
 
 
-def changed_keys(stored: dict[str, Any], now: dict[str, Any], source: str) -> list[str]:
-    """Return `key before -> now` for each option that differs from those stored in `source`.
+def changed_keys(stored: dict[str, Any], now: dict[str, Any], source: str) -> dict[str, str]:
+    """Return {section.key: `before -> now`}, sorted, of the options that differ from those stored in `source`.
 
     The stored options are validated by this version first, so an option added since then has its default and is no
     change. Raises ConfigError if they are not valid any more.
@@ -61,13 +68,20 @@ def changed_keys(stored: dict[str, Any], now: dict[str, Any], source: str) -> li
         raise ConfigError(
             f"{error} (the options that this folder was trained with; install what they name, or move the folder away)"
         ) from None
-    before = identity(options, stored["identity"]["init_from"])
+    given = stored["identity"]
+    before = identity(options, given["init_from"], given.get("model.gene_vectors"))
     before["weights_format"] = stored["identity"].get("weights_format", 1)
-    return [
-        f"{key} {before.get(key)} -> {now.get(key)}"
+    return {
+        key: f"{_short(before.get(key))} -> {_short(now.get(key))}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key)
-    ]
+    }
+
+
+def _short(value: Any) -> str:
+    """A value in a message; of a digest the first characters."""
+    text = str(value)
+    return text[:12] if re.fullmatch("[0-9a-f]{64}", text) else text
 
 
 def check_data(folder: str, before: str, now: str) -> None:
@@ -75,5 +89,5 @@ def check_data(folder: str, before: str, now: str) -> None:
     if before != now:
         raise ConfigError(
             f"{folder}: its checkpoints were trained on data {before[:12]}, the shards are now {now[:12]}; "
-            "restore the shards, or move this folder away to train on the new ones"
+            "restore the shards, or train on the new ones with `cellmill train --restart`, which sets these aside"
         )

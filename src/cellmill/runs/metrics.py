@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cellmill.files import write_text
+from cellmill.files import require_file, write_text
 
 TAIL_BYTES = 1 << 16  # end of a curve or a log, enough for status and attach
 COLLAPSED = 1.5  # `effective_rank` below which the embedding is nearly one direction
@@ -21,13 +21,16 @@ def cut_back(path: Path, step: int) -> None:
 
 
 def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
-    """Complete lines in order; empty if there is no file.
+    """Complete lines in order; empty if there is no file. Lines that are not of a step are left out.
 
     Parameters
     ----------
     last_bytes
         Read no more than the end of the file.
     """
+    if not path.exists():
+        return []
+    require_file(path)
     try:
         with open(path, "rb") as file:
             start = 0 if last_bytes is None else max(0, file.seek(0, 2) - last_bytes)
@@ -41,7 +44,7 @@ def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]
     for text in texts:
         try:
             line = json.loads(text)
-        except ValueError:  # truncated by a kill, or being written
+        except (ValueError, RecursionError):  # truncated by a kill, being written, or damaged
             continue
         if isinstance(line, dict) and isinstance(line.get("step"), int):
             lines.append(line)

@@ -1,6 +1,5 @@
 """Progress and speed of a run, from its files."""
 
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,6 @@ def progress_of(train: Path) -> dict[str, Any]:
         saved = checkpoints[-1].state()
         progress = {**progress, "steps": saved["steps"], **saved["progress"]}
     return progress
-
-
-def step_seconds(train: Path, lines: list[dict[str, Any]]) -> float | None:
-    """Seconds per step over the last lines, without validation and checkpoints; None if unknown."""
-    rates = [line["cells_per_s"] for line in lines if line.get("cells_per_s")][-10:]
-    cells = cells_per_step(train)
-    return cells / statistics.median(rates) if rates and cells else None
 
 
 def cells_per_step(train: Path) -> float | None:

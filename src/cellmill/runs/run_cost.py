@@ -36,6 +36,8 @@ def accounted(train: Path, machine: Machine) -> Iterator[None]:
 def write_cost(train: Path, show: bool = True) -> None:
     """Write cost.json in `train`, and print it in one sentence. Never raises: a failure is a warning."""
     try:
+        if not train.is_dir():  # deleted: it is not made again
+            return
         value = cost(train, training_seconds(train), time.time())
         if value is None:
             return

@@ -9,23 +9,25 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
+import torch
 
 from cellmill.config import check_options
 from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.config.finetune import MethodConfig
-from cellmill.config.load import upgrade_options
-from cellmill.config.options import ConsolidateOptions
+from cellmill.config.load import stored_options, upgrade_options
+from cellmill.config.options import ConsolidateOptions, TrainOptions
+from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
-from cellmill.files import sha256_file, write_json, write_text
+from cellmill.evaluate.predict import calibration_of, classification_of
+from cellmill.files import read_json, sha256_file, write_json, write_text
 from cellmill.finetune.method import load_method
 from cellmill.models.build import build
-from cellmill.models.export import spec_of, write_tensors
+from cellmill.models.export import fill_buffers, spec_of, write_tensors
 from cellmill.models.family import Model
 from cellmill.parallel.materialize import named_tensors
 from cellmill.runs.folder import Checkpoint, TrainFolder
-from cellmill.train.checkpoint import CheckpointReader
+from cellmill.train.checkpoint import CheckpointReader, load_tensors
 
 PREFIX = "model."
 
@@ -34,6 +36,9 @@ def run(*, options: ConsolidateOptions, train: Path, vocabulary: Path, out: Path
     """Export the best or last checkpoint of the training folder `train` to the folder `out`."""
     checkpoint = _choose(TrainFolder(train), options.consolidate.checkpoint)
     state = checkpoint.state()
+    if not isinstance(state, dict) or (lacking := sorted({"identity", "options", "progress"} - state.keys())):
+        problem = f"{lacking[0]} is missing" if isinstance(state, dict) else "expected a mapping"
+        raise DataError(f"{checkpoint.path / 'state.json'}: {problem}; train it again")
     if (version := state["identity"].get("weights_format", 1)) != WEIGHTS_FORMAT:
         raise DataError(
             f"{checkpoint.path}: expected weights of format {WEIGHTS_FORMAT}, got {version}; train it again"
@@ -48,6 +53,9 @@ def run(*, options: ConsolidateOptions, train: Path, vocabulary: Path, out: Path
     method = load_method(check_options(MethodConfig, state["options"].get("finetune", {}), f"{checkpoint.path}"))
     model = build(spec, method.transform).to_empty(device="cpu")
     _load(checkpoint, model)
+    adapter = method.adapter(model)
+    if adapter is not None:  # merging writes into what it has
+        adapter = adapter[0], {name: tensor.clone() for name, tensor in adapter[1].items()}
     method.merge(model)
     tensors = model.state_dict()
     if differing := sorted(tensors.keys() ^ build(spec).state_dict().keys()):
@@ -55,10 +63,25 @@ def run(*, options: ConsolidateOptions, train: Path, vocabulary: Path, out: Path
     (out / "config.json").unlink(missing_ok=True)
     write_tensors(out / "model.safetensors", tensors)
     genes.write(out / "vocabulary.tsv")
+    _write_adapter(out / "adapter", adapter, state.get("init_from"))
     config = _config(state, genes) | {"weights_sha256": sha256_file(out / "model.safetensors")}
+    config |= _classifier(model, genes, state, train)
     write_text(out / "README.md", model_card(config, sum(p.numel() for p in model.parameters())))
     write_json(out / "config.json", config)
     print(f"{out}: step {config['step']}, {len(tensors)} tensors", flush=True)
+
+
+def _write_adapter(
+    folder: Path, adapter: tuple[dict[str, Any], dict[str, torch.Tensor]] | None, init_from: str | None
+) -> None:
+    """Write the adapter as the package peft reads it, its configuration last; without one remove an earlier one."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).unlink(missing_ok=True)
+    if adapter is not None:
+        write_tensors(folder / "adapter_model.safetensors", adapter[1])
+        write_json(folder / "adapter_config.json", {"base_model_name_or_path": init_from} | adapter[0])
+    elif folder.exists() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def _choose(folder: TrainFolder, which: str) -> Checkpoint:
@@ -71,8 +94,8 @@ def _choose(folder: TrainFolder, which: str) -> Checkpoint:
 def _load(checkpoint: Checkpoint, model: Model) -> None:
     """Load parameters and persistent buffers into `model`, on the CPU."""
     tensors = {PREFIX + name: tensor.detach() for name, tensor in named_tensors(model, persistent=True)}
-    reader = CheckpointReader(checkpoint.path)
-    saved = {name for name in reader.read_metadata().state_dict_metadata if name.startswith(PREFIX)}
+    metadata = CheckpointReader(checkpoint.path).read_metadata()
+    saved = {name for name in metadata.state_dict_metadata if name.startswith(PREFIX)}
     if differing := sorted(saved ^ tensors.keys()):
         raise DataError(
             f"{checkpoint.path}: expected the tensors of its options' model, which differ in {differing[0]} "
@@ -80,11 +103,12 @@ def _load(checkpoint: Checkpoint, model: Model) -> None:
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is intended
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        load_tensors(checkpoint.path, tensors, no_dist=True)
 
 
 def _config(state: dict[str, Any], genes: Vocabulary) -> dict[str, Any]:
     options, progress = upgrade_options(state["options"]), state["progress"]
+    weighted = options.get("stream", {}).get("weight_by")
     return {
         "format": WEIGHTS_FORMAT,
         "family": options["model"]["family"],
@@ -96,11 +120,56 @@ def _config(state: dict[str, Any], genes: Vocabulary) -> dict[str, Any]:
         "fingerprint": state["fingerprint"],
         "init_from": state.get("init_from"),
         "supervised_by": state.get("supervised_by", []),
+        **({"weighted_by": weighted} if weighted is not None else {}),
         "step": progress["step"],
         "val_loss": progress["val_loss"],
         "seed": options["train"]["seed"],
         **({"levels": state["levels"]} if "levels" in state else {}),
     }
+
+
+def _classifier(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) -> dict[str, Any]:
+    """Labels and calibration of a model that predicts labels, for config.json; empty for others."""
+    objective = classification_of(model.objective)
+    if objective is None:
+        return {}
+    options = stored_options(state["options"], f"{train}: its checkpoint")
+    fill_buffers(model, options.train.seed, genes)
+    shards = _shards(train, options, state["fingerprint"])
+    calibration = None if shards is None else calibration_of(model.eval(), options, shards)
+    if calibration is None:
+        print(f"warning: {train}: no labelled validation cells: probabilities are not calibrated", flush=True)
+    else:
+        print(_calibration_line(vars(calibration)), flush=True)
+    known = {"label_column": objective.config.label_column, "labels": objective.labels}
+    return {"classifier": known | {"calibration": calibration and calibration.to_json()}}
+
+
+def _shards(train: Path, options: TrainOptions, fingerprint: str) -> Path | None:
+    """Manifest of the shards that a run was trained on; None if they are gone, or others by now."""
+    record = train / "run.json"
+    path = Path(read_json(record)["manifest"]) if record.exists() else None
+    if path is None or not path.exists():
+        return None
+    return path if Manifest.read(path).fingerprint_with(options.read_columns()) == fingerprint else None
+
+
+def _calibration_line(calibration: dict[str, Any]) -> str:
+    return (
+        f"accuracy {calibration['accuracy']:.3f} on {calibration['n_cells']:,} validation cells, calibration error "
+        f"{calibration['calibration_error']:.3f} with temperature {calibration['temperature']:.2f} "
+        f"({calibration['calibration_error_uncalibrated']:.3f} without)"
+    )
+
+
+def _label_rows(config: dict[str, Any]) -> str:
+    """Rows of the card of a model that predicts labels; empty for others."""
+    if (classifier := config.get("classifier")) is None:
+        return ""
+    calibration = classifier["calibration"]
+    line = "not calibrated: no validation cells" if calibration is None else _calibration_line(calibration)
+    predicts = f"{len(classifier['labels'])} labels of obs column {classifier['label_column']}"
+    return f"| predicts | {predicts} |\n| labels | {line} |\n"
 
 
 def _is_short(value: Any) -> bool:
@@ -120,6 +189,12 @@ def _objective(options: dict[str, Any]) -> str:
         return f"{options['name']} of {'; '.join(parts)}"
     listed = _listed(options, "name")
     return f"{options['name']}: {listed}" if listed else str(options["name"])
+
+
+def _weights(config: dict[str, Any]) -> str:
+    """The obs column by whose values cells were read more or less often, for the card."""
+    weighted = config.get("weighted_by")
+    return f"; cells of rare values of obs column {weighted} were read more often" if weighted else ""
 
 
 def model_card(config: dict[str, Any], parameters: int) -> str:
@@ -147,11 +222,11 @@ tags: [{", ".join([*tags, "supervised"] if labels else tags)}]
 | supervised | {supervised} |
 | tokens | {config["tokens"]["tokenizer"]}, at most {config["tokens"]["max_tokens"]} a cell |
 | vocabulary | {config["n_genes"]:,} genes, digest `{config["vocabulary_digest"][:16]}` |
-| training data | fingerprint `{config["fingerprint"][:16]}` |
+| training data | fingerprint `{config["fingerprint"][:16]}`{_weights(config)} |
 | first weights | {config["init_from"] or "fresh"} |
 | step | {config["step"]:,} |
 | validation loss | {loss} |
-
+{_label_rows(config)}
 Made by cellmill. {goes_in}
 
     cellmill embed --model . --input cells.h5ad --out embedded.h5ad

@@ -1,31 +1,77 @@
 """embed: embeddings of the cells of any dataset, from the exported model alone."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from cellmill.config.options import EmbedOptions
-from cellmill.data.fasta import open_dataset
-from cellmill.errors import DataError
-from cellmill.evaluate.embed import embed_cells, load_for_inference, write_embedding
+from cellmill.config.run import Embed
+from cellmill.data.dataset_file import local_input, open_dataset
+from cellmill.data.h5_file import check_h5ad
+from cellmill.errors import ConfigError, DataError
+from cellmill.evaluate.embed import Embedding, embed_cells, load_for_inference
+from cellmill.evaluate.embedding_file import append_embedding, write_embedding
+from cellmill.evaluate.gene_coverage import FEW
 from cellmill.files import sha256_file
 
 
-def run(*, options: EmbedOptions, model: Path, input: Path, counts: str, out: Path) -> None:
-    """Write obs and embeddings of the cells of `input`, preprocessed or raw, to `out` (.h5ad)."""
-    network, vocabulary, tokens, _ = load_for_inference(model)
-    with open_dataset(input, counts) as reader:
-        embedding = embed_cells(reader, network, vocabulary, tokens, options.embed.token_budget)
-        if embedding.coverage_frac < (least := options.embed.min_coverage_frac):
-            raise DataError(
-                f"{input}: {embedding.coverage_frac:.1%} of its counts fall on genes that the model knows, "
-                f"embed.min_coverage_frac is {least:g}; use a model of these genes, or lower the threshold"
-            )
-        about = {
-            "model_digest": sha256_file(model / "model.safetensors"),
-            "vocabulary_digest": vocabulary.digest,
-            "coverage_frac": embedding.coverage_frac,
-            "n_without_genes": embedding.n_without_genes,
-        }
-        write_embedding(out, reader.obs, embedding.vectors, about)
-    print(f"{input.stem}: {reader.n_obs:,} cells, {embedding.coverage_frac:.1%} of counts on known genes -> {out}")
+def run(*, options: EmbedOptions, model: Path, input: Path | str, counts: str, out: Path, append: bool = False) -> None:
+    """Write embeddings of the cells of `input`, preprocessed or raw, to `out` (.h5ad). `input` may be a URL.
+
+    With them are obs and nothing else, or, with `append`, everything in the .h5ad `input`, which `out` may be.
+    """
+    path = checked_input(input, out, append)
+    network, vocabulary, tokens, config = load_for_inference(model)
+    section = options.embed
+    with open_dataset(path, counts) as reader:
+        embedding = embed_cells(reader, network, vocabulary, tokens, section.token_budget, precision=section.precision)
+        check_coverage(path, embedding, section)
+        reader.warn_if_rounded()
+        obs = reader.obs
+    about = {
+        "model_digest": sha256_file(model / "model.safetensors"),
+        "vocabulary_digest": vocabulary.digest,
+        "supervised_by": ", ".join(config.get("supervised_by", [])),  # obs columns whose labels it was trained with
+        "precision": section.precision,
+        "coverage_frac": embedding.coverage_frac,
+        "n_without_genes": embedding.n_without_genes,
+        "genes": asdict(embedding.genes) | {"absent": list(embedding.genes.absent)},
+    }
+    if append:
+        append_embedding(path, out, embedding.vectors, about)
+    else:
+        write_embedding(out, obs, embedding.vectors, about)
+    print(f"{path.stem}: {len(obs):,} cells, {embedding.coverage_frac:.1%} of counts on known genes -> {out}")
+    warn_of_few_genes(path, embedding)
+
+
+def checked_input(input: Path | str, out: Path, append: bool) -> Path:
+    """Return where `input` is on this machine. Raises ConfigError if `out` cannot be written, or nothing appended."""
+    check_h5ad(out, "--out")
+    path = local_input(input)
+    if not append and out.resolve() == path.resolve():
+        raise ConfigError(f"--out {out} is --input; add --append to keep all that is in it")
+    if append and path.suffix != ".h5ad":
+        raise ConfigError(f"--append adds to an .h5ad, {input} is none; leave --append out")
+    return path
+
+
+def check_coverage(path: Path, embedding: Embedding, section: Embed) -> None:
+    """Raise DataError when too little of the file is known to the model, or of the model's genes in the file."""
+    if embedding.coverage_frac < (least := section.min_coverage_frac):
+        raise DataError(
+            f"{path}: {embedding.coverage_frac:.1%} of its counts fall on genes that the model knows, "
+            f"embed.min_coverage_frac is {least:g}; use a model of these genes, or lower the threshold"
+        )
+    if embedding.genes.expressed_frac < (least := section.min_expressed_frac):
+        raise DataError(
+            f"{path}: it measures {embedding.genes}; embed.min_expressed_frac is {least:g}; use a model of these "
+            "genes, or lower the threshold"
+        )
+
+
+def warn_of_few_genes(path: Path, embedding: Embedding) -> None:
+    """Print what limits the use of the vectors."""
+    if embedding.genes.expressed_frac < FEW:
+        print(f"{path.stem}: warning: it measures {embedding.genes}: compare its vectors with each other only")
     if n := embedding.n_without_genes:
-        print(f"{input.stem}: {n:,} cells have no gene that the model knows: their rows are NaN")
+        print(f"{path.stem}: {n:,} cells have no gene that the model knows: their rows are NaN")

@@ -6,10 +6,12 @@ metrics.json, written last:
     fingerprint of the training shards
     options     as resolved
     datasets    by name, the stem of the cells file:
-        n_cells, n_scored, cells (heldout or all), n_without_genes, in_corpus
-        roles   obs column by role, for instance label
+        n_cells, n_scored, cells (heldout or all), n_without_genes, genes (of the model, measured), in_corpus,
+        n_copies (not trained on by their names, but equal to cells that were: not held out)
+        roles   obs column by role, for instance label, `label 2`
         supervised  in words, for a model that was trained with labels; else null
-        tasks   by name: rows, metric, verdicts, sentences, figures, skipped, differences (evaluate.task.TaskResult)
+        tasks   by name, `NAME of LABEL` for further labels: rows, metric, verdicts, sentences, figures,
+                skipped, differences (evaluate.task.TaskResult)
 
 umap.tsv beside it has dataset, obs_name, label, x, y and heldout (1 or 0) of each drawn cell.
 """
@@ -17,6 +19,7 @@ umap.tsv beside it has dataset, obs_name, label, x, y and heldout (1 or 0) of ea
 import json
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +27,18 @@ import numpy as np
 
 from cellmill.config.evaluate import Evaluate
 from cellmill.config.options import EvaluateOptions
-from cellmill.data.counts_reader import CountsReader, open_counts
+from cellmill.data.counts_reader import CountsReader
+from cellmill.data.dataset_file import local_input, open_dataset
+from cellmill.data.genes import match_columns
 from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.evaluate.baseline_cache import BaselineCache
-from cellmill.evaluate.embed import load_for_inference, read_embedding
+from cellmill.evaluate.embed import load_for_inference
+from cellmill.evaluate.embedding_file import read_embedding
+from cellmill.evaluate.gene_coverage import gene_coverage
 from cellmill.evaluate.projection import umap_rows
-from cellmill.evaluate.task import Context, EvaluatedModel, Task, named_supervised, read_roles
-from cellmill.evaluate.training_cells import held_out, seen_cells
+from cellmill.evaluate.task import Context, EvaluatedModel, Task, named_roles, named_supervised, read_roles
+from cellmill.evaluate.training_cells import copies, held_out, seen_cells
 from cellmill.evaluate.umap_table import write_umap
 from cellmill.files import sha256_file, write_json
 from cellmill.registry import in_one_line
@@ -42,7 +49,7 @@ def run(
     options: EvaluateOptions,
     model: Path,
     manifest: Path,
-    cells: list[Path],
+    cells: Sequence[Path | str],
     embeddings: list[Path],
     labels: list[str],
     out: Path,
@@ -51,24 +58,29 @@ def run(
 ) -> None:
     """Write metrics.json to `out` and umap.tsv beside it.
 
-    `labels` are the obs column of each dataset, '-' for none. `ancestors` are manifests of the runs that the initial
-    weights came from: their training cells are not held out either. `baselines` is a folder for predictions of
-    baselines, shared by the runs of a corpus.
+    `cells` are paths or URLs, `labels` the obs column of each dataset, several separated by |, '-' for none.
+    `ancestors` are manifests of the runs that the initial weights came from: their training cells are not held out
+    either. `baselines` is a folder for predictions of baselines, shared by the runs of a corpus.
     """
-    names = _dataset_names(cells, embeddings, labels)
+    paths = [local_input(given) for given in cells]
+    names = _dataset_names(paths, embeddings, labels)
     section = options.evaluate
     shards = Manifest.read(manifest)
     evaluated = _load(model, manifest, shards, section)
     digest = sha256_file(model / "model.safetensors")
     tasks: dict[str, Task] = {name: config.load()(config) for name, config in section.tasks.items()}
-    seen = seen_cells([shards, *map(Manifest.read, ancestors)], names)
+    manifests = [shards, *map(Manifest.read, ancestors)]
+    seen = seen_cells(manifests, names)
     datasets: dict[str, Any] = {}
     points: list[tuple[Any, ...]] = []
-    for name, path, embedding, label in zip(names, cells, embeddings, labels):
-        with open_counts(path) as reader:
-            vectors = read_embedding(embedding, reader.obs.index, digest)
-            roles = read_roles(reader, {"label": None if label == "-" else label})
-            unseen = held_out(reader.obs.index, seen[name])
+    for name, path, embedding, label in zip(names, paths, embeddings, labels):
+        with open_dataset(path) as reader:
+            vectors = read_embedding(embedding, reader.obs.index, digest, evaluated.network.vector_width)
+            columns = [] if label == "-" else label.split("|")
+            roles = read_roles(reader, named_roles(reader.obs, columns))
+            unnamed = held_out(reader.obs.index, seen[name])
+            unseen = unnamed & ~copies(reader, manifests)
+            n_copies = _told_copies(name, unnamed & ~unseen)
             scored = _scored(reader, unseen, section)
             embedded = np.isfinite(vectors).all(axis=1)
             cache = BaselineCache(None if baselines is None else baselines / f"{name}.npz")
@@ -78,10 +90,12 @@ def run(
                 "n_scored": int(context.scored.sum()),
                 "cells": section.cells,
                 "n_without_genes": int((scored & ~embedded).sum()),
+                "genes": asdict(gene_coverage(match_columns(reader, evaluated.vocabulary), evaluated.vocabulary)),
                 "in_corpus": bool(seen[name]),
-                "roles": {role: str(column.name) for role, column in roles.items()},
+                "n_copies": n_copies,
+                "roles": {role: str(column.name) for role, column in roles.items() if column.name != role},
                 "supervised": context.supervised,
-                "tasks": _run_tasks(tasks, context),
+                "tasks": _run_tasks(tasks, context) | _run_on_other_labels(tasks, context, columns[1:]),
             }
             cache.save()
             points += umap_rows(name, reader.obs.index, vectors, roles.get("label"), unseen, section.seed)
@@ -104,6 +118,18 @@ def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
         entry = results[task_name] = _run_task(task, task_name, context)
         for line in entry["sentences"] if entry["skipped"] is None else [f"skipped: {entry['skipped']}"]:
             print(f"{name}: {task_name}: {line}", flush=True)
+    return results
+
+
+def _run_on_other_labels(tasks: dict[str, Task], context: Context, labels: list[str]) -> dict[str, Any]:
+    """Entries of the tasks that read a label, for each label after the first."""
+    results: dict[str, Any] = {}
+    for number, label in enumerate(labels, start=2):
+        other = replace(context, roles={**context.roles, "label": context.roles[f"label {number}"]})
+        reading = {
+            f"{name} of {label}": task for name, task in tasks.items() if context.options.tasks[name].reads_label
+        }
+        results |= _run_tasks(reading, other)
     return results
 
 
@@ -143,6 +169,14 @@ def _load(model: Path, manifest: Path, shards: Manifest, options: Evaluate) -> E
             "pass the manifest of the shards that the model was trained on"
         )
     return EvaluatedModel(network, config, vocabulary, tokens, shards, options.seed)
+
+
+def _told_copies(name: str, copied: np.ndarray) -> int:
+    """Number of the cells that are copies of training cells under another name, which is printed."""
+    n = int(copied.sum())
+    if n:
+        print(f"{name}: {n:,} cells are equal to training or validation cells of other names: not held out", flush=True)
+    return n
 
 
 def _scored(reader: CountsReader, unseen: np.ndarray, options: Evaluate) -> np.ndarray:

@@ -11,6 +11,7 @@ import numpy as np
 from cellmill.config.checks import check_nodes, check_rows
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
+from cellmill.data.cell_tokens import token_numbers
 from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError
 from cellmill.files import write_json
@@ -44,18 +45,20 @@ def run(
     device = device.lower()
     if manifest is None:
         corpus, fingerprint = _assumed(options, cells, genes), None
-        detected = corpus.lengths
+        detected = kept = corpus.lengths
     else:
         shards = Manifest.read(manifest)
         check_rows(options.tokens, shards.ordered, str(manifest))
-        columns = options.obs_columns()
-        check_levels(options, levels := shards.levels(columns), shards.splits["train"].n_obs)
+        columns = options.read_columns()
+        check_levels(options, shards.levels(columns), shards.splits["train"].n_obs)
         detected, fingerprint = detected_genes(shards), shards.fingerprint_with(columns)
+        numbers = token_numbers(options.tokens, detected, shards.n_genes)
+        kept = numbers.detected
         corpus = Cells(
-            np.minimum(detected, options.tokens.max_tokens),
+            numbers.all,
             shards.n_genes,
             validation=shards.splits["val"].n_obs,
-            levels=levels,
+            levels=shards.levels(options.obs_columns()),
         )
     if suggest:
         suggestions = layout_search.suggest(options, corpus, machine, device)
@@ -71,7 +74,7 @@ def run(
     plan = describe(options, corpus, hardware, cost(options, corpus, hardware, known, memory)) | {
         "largest_micro_batch": largest_micro_batch(options, corpus, hardware),
         "genes_per_cell": float(detected.mean()),
-        "cut_cells_frac": float((detected > corpus.lengths).mean()),
+        "cut_cells_frac": float((detected > kept).mean()),
         "fingerprint": fingerprint,
     }
     if out is not None:

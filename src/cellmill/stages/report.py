@@ -1,14 +1,27 @@
 """report: one self-contained page over all runs and corpora."""
 
+from functools import partial
 from pathlib import Path
 
 from cellmill.config.options import ReportOptions
+from cellmill.errors import DataError, UserError
 from cellmill.files import write_text
-from cellmill.report.collect import read_corpus, read_run
+from cellmill.registry import in_one_line
+from cellmill.report.collect import damaged_file, read_corpus, read_run
 from cellmill.report.page import render
 
 
 def run(*, options: ReportOptions, runs: list[Path], corpora: list[Path], out: Path) -> None:
     """Write the page over the folders `runs` and `corpora` to `out` (index.html)."""
-    write_text(out, render(options.report.title, [*map(read_run, runs)], [*map(read_corpus, corpora)]))
+    show = partial(render, options.report.title)
+    reported, described = [*map(read_run, runs)], [*map(read_corpus, corpora)]
+    try:
+        page = show(reported, described)
+    except UserError:
+        raise
+    except Exception as error:
+        if (file := damaged_file(zip(runs, reported), zip(corpora, described), show)) is None:
+            raise
+        raise DataError(f"{file}: damaged, or of another version ({in_one_line(error)}); make it again") from error
+    write_text(out, page)
     print(f"report of {', '.join(path.resolve().name for path in runs)} -> {out}")

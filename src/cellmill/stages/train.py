@@ -7,7 +7,6 @@ processes run `train/worker.py`.
 import os
 import platform
 import shutil
-import sys
 import tempfile
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -20,16 +19,27 @@ from cellmill.config.machine import Machine
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.options import TrainOptions
 from cellmill.data.manifest import Manifest
+from cellmill.data.shuffle import epoch_of
 from cellmill.errors import Stopped, UserError
 from cellmill.files import read_json, sha256_file, write_json
 from cellmill.launch.allocation import run_allocation
 from cellmill.launch.job import Job
 from cellmill.launch.local import run_local
 from cellmill.launch.slurm import RunFiles, SlurmLauncher
-from cellmill.planner.train_inputs import check_levels, check_vocabulary, check_weights
+from cellmill.models.model_config import read_model_config
+from cellmill.planner.train_inputs import (
+    check_levels,
+    check_vocabulary,
+    check_weights,
+    fitted,
+    vectors_digest,
+    with_counts,
+)
+from cellmill.runs.earlier import Wanted, is_done
 from cellmill.runs.folder import TrainFolder
+from cellmill.runs.folder_watch import FolderWatch
 from cellmill.runs.identity import changed_keys, check_data, identity
-from cellmill.runs.progress import status
+from cellmill.runs.progress import training_seconds
 from cellmill.runs.run_cost import accounted, write_cost
 
 
@@ -41,24 +51,31 @@ def run(
     out: Path,
     init_from: Path | None,
     machine: Machine,
+    restart: bool = False,
 ) -> None:
-    """Train in `out` until its status.json says done.
+    """Train in `out` until its status.json says done; `restart` sets a training of other options or data aside.
 
     Raises Stopped if a signal ended it with its state saved, UserError if a process failed.
     """
     shards = Manifest.read(manifest)
-    columns = options.obs_columns()
-    check_levels(options, shards.levels(columns), shards.splits["train"].n_obs)
+    columns = options.read_columns()
+    n_cells = shards.splits["train"].n_obs
+    check_levels(options, shards.levels(columns), n_cells)
     fingerprint = shards.fingerprint_with(columns)
-    check_nodes(options, machine.node_counts, machine.nproc_per_node, shards.splits["train"].n_obs)
+    check_nodes(options, machine.node_counts, machine.nproc_per_node, n_cells)
     check_vocabulary(vocabulary, shards)
+    options = with_counts(fitted(options, vocabulary), shards)
     if init_from is not None:
         check_weights(options, init_from)
+    vectors = vectors_digest(options, init_from)
     folder = TrainFolder(out)
+    steps = options.train.total_steps(epoch_of(options, n_cells).steps_per_epoch)
     with folder.locked(follows=machine.launcher == "slurm") as lock:
         record: dict[str, Any] = {
             "options": options.model_dump(mode="json"),
-            "identity": identity(options, None if init_from is None else sha256_file(init_from / "model.safetensors")),
+            "identity": identity(
+                options, None if init_from is None else sha256_file(init_from / "model.safetensors"), vectors
+            ),
             "fingerprint": fingerprint,
             "manifest": str(manifest),
             "vocabulary": str(vocabulary),
@@ -70,12 +87,12 @@ def run(
         }
         launcher = _slurm_launcher(folder, machine)
         if launcher is None or not _is_living(launcher, folder, record):
-            if _is_done(folder, record["identity"], fingerprint):
+            if is_done(folder, Wanted(record["identity"], fingerprint, steps), restart):
                 write_cost(folder.path, show=False)  # its launcher may have been killed before it could
                 print(f"{out}: this run is already done", flush=True)
                 return
             write_json(folder.path / "run.json", record)
-            if folder.state() == "done":  # of a training set aside, or without its checkpoints
+            if folder.state() == "done":  # of a shorter run, of a training set aside, or without its checkpoints
                 (folder.path / "state.json").unlink()
         with accounted(folder.path, machine):
             if launcher is not None and machine.launcher == "slurm":
@@ -86,7 +103,7 @@ def run(
 
 def supervised_by(objective: ObjectiveConfig, init_from: Path | None) -> list[str]:
     """Return the obs columns whose labels the run reads, and those that its first weights were trained with."""
-    earlier = [] if init_from is None else read_json(init_from / "config.json").get("supervised_by", [])
+    earlier = [] if init_from is None else read_model_config(init_from / "config.json").get("supervised_by", [])
     return sorted({*objective.supervised_by, *earlier})
 
 
@@ -110,7 +127,9 @@ def _slurm_launcher(folder: TrainFolder, machine: Machine) -> SlurmLauncher | No
     had_jobs = (folder.path / "jobs").exists() and shutil.which("squeue") is not None
     if machine.launcher != "slurm" and not had_jobs:
         return None
-    return SlurmLauncher(folder.path, machine, RunFiles(folder.state, folder.saved_step))
+    return SlurmLauncher(
+        folder.path, machine, RunFiles(folder.state, folder.saved_step, partial(training_seconds, folder.path))
+    )
 
 
 def _is_living(launcher: SlurmLauncher, folder: TrainFolder, record: dict[str, Any]) -> bool:
@@ -128,7 +147,8 @@ def _is_living(launcher: SlurmLauncher, folder: TrainFolder, record: dict[str, A
     before = read_json(folder.path / "run.json")
     if changes := changed_keys(before, record["identity"], str(folder.path / "run.json")):
         raise UserError(
-            f"{folder.path}: job {job.job_id} is training with another configuration ({'; '.join(changes)}); end it "
+            f"{folder.path}: job {job.job_id} is training with another configuration "
+            f"({'; '.join(f'{key} {change}' for key, change in changes.items())}); end it "
             f"with `scancel {job.job_id}`, or change the configuration back"
         )
     check_data(str(folder.path), before["fingerprint"], record["fingerprint"])
@@ -137,40 +157,15 @@ def _is_living(launcher: SlurmLauncher, folder: TrainFolder, record: dict[str, A
 
 def _run_here(folder: TrainFolder, machine: Machine, lock: int) -> None:
     """Train on this machine, or in the allocation this process is in."""
+    watch = FolderWatch(folder.path)
     with tempfile.TemporaryDirectory(prefix="cellmill-") as scratch:  # the run's own disk may be full
         if machine.launcher == "allocation":
-            code, error = run_allocation(partial(_job, folder, machine), machine, folder.path, lock)
+            code, error = run_allocation(partial(_job, folder, machine), machine, folder.path, lock, watch.check)
         else:
             error = Path(scratch) / "error.txt"
-            code = run_local(_job(folder, machine, Path(scratch)), keep_open=lock)
+            code = run_local(_job(folder, machine, Path(scratch)), keep_open=lock, check=watch.check)
+        watch.wait()
         _check_end(folder, code, error)
-
-
-def _is_done(folder: TrainFolder, now: dict[str, Any], fingerprint: str) -> bool:
-    """True if nothing is left to do. Sets the files of another configuration aside, refuses those of other data."""
-    checkpoint, damaged = folder.newest_whole(contents=False)
-    if checkpoint is not None and checkpoint.state()["progress"]["step"] >= checkpoint.state()["steps"]:
-        checkpoint, damaged = folder.newest_whole()  # hashed in full: nothing reads it again before it counts as done
-    for line in damaged:
-        print(f"warning: {line}; going on from the one before it", file=sys.stderr, flush=True)
-    if checkpoint is None:
-        return False
-    state = checkpoint.state()
-    if changes := changed_keys(state, now, str(checkpoint.path / "state.json")):
-        aside = folder.set_aside()
-        print(f"the configuration changed ({'; '.join(changes)}): the earlier training is now in {aside}", flush=True)
-        return False
-    finished = state["progress"]["step"] >= state["steps"]
-    if finished and state["fingerprint"] != fingerprint:
-        print(f"the data changed: the finished training is now in {folder.set_aside()}", flush=True)
-        return False
-    check_data(str(folder.path), state["fingerprint"], fingerprint)
-    if not finished:
-        (folder.path / "status.json").unlink(missing_ok=True)
-        return False
-    if not (folder.path / "status.json").exists():
-        write_json(folder.path / "status.json", status("done", state))
-    return True
 
 
 def environment() -> dict[str, str]:

@@ -8,6 +8,6 @@ from cellmill.data.corpus import build_vocabulary
 
 def run(*, options: VocabularyOptions, cells: list[Path], out: Path) -> None:
     """Read preprocessed .h5ad files; write the vocabulary to `out` (.tsv)."""
-    vocabulary = build_vocabulary(cells, options.vocabulary.min_cells, options.vocabulary.max_genes)
+    vocabulary = build_vocabulary(cells, options.vocabulary)
     vocabulary.write(out)
     print(f"{vocabulary.n_genes:,} genes, digest {vocabulary.digest[:12]} -> {out}")

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -56,8 +55,7 @@ class ConsoleTracker:
     """
 
     def start(self, config: dict[str, Any], resume_step: int) -> None:
-        self.steps, self.resume_step = config["steps"], resume_step
-        self.started = time.perf_counter()
+        self.steps = config["steps"]
         self.terminal = sys.stdout.isatty()
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
@@ -68,11 +66,9 @@ class ConsoleTracker:
         if "skipped" in scalars:
             self._print(f"{head}  skipped: {scalars['skipped']}; {scalars['skipped_steps']} steps so far")
             return
-        elapsed_s = time.perf_counter() - self.started
-        left_s = elapsed_s / max(1, step - self.resume_step) * (self.steps - step)
         text = (
             f"{head}  loss {scalars['loss']:.4f}  lr {scalars['lr']:.2e}  {scalars['cells_per_s']:.0f} cells/s  "
-            f"waiting for data {scalars['data_wait_frac']:.0%}  left {_clock(left_s)}"
+            f"waiting for data {scalars['data_wait_frac']:.0%}  left {_clock(scalars['left_s'])}"
         )
         if not self.terminal:
             self._print(text)

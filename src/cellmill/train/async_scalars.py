@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 
@@ -27,7 +28,7 @@ class AsyncScalars:
         return scalars
 
 
-def to_device(scalars: Sequence[float], device: torch.device) -> torch.Tensor:
+def to_device(scalars: Sequence[float] | np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy to `device` as float64, without blocking the host."""
     tensor = torch.tensor(scalars, dtype=torch.float64)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

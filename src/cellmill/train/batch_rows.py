@@ -22,9 +22,8 @@ from cellmill.models.family import Model
 from cellmill.models.objective import Objective
 from cellmill.models.row_share import RowShare
 from cellmill.parallel.mesh import Mesh
-from cellmill.parallel.pipeline import PipelineModel
 from cellmill.parallel.pipeline_stages import PipelineStages
-from cellmill.parallel.step import ParallelModel
+from cellmill.parallel.step import StepModel
 
 Rows = tuple[torch.Tensor, ...]
 """Rows of a micro-batch in each table."""
@@ -32,7 +31,7 @@ Rows = tuple[torch.Tensor, ...]
 
 def with_shares(
     model: Model | PipelineStages,
-    parallel_model: ParallelModel | PipelineModel,
+    parallel_model: StepModel,
     prepared: list[Any],
     mesh: Mesh,
     global_batch: int,
@@ -72,9 +71,7 @@ def shares_of(
     return list(zip(*parts))
 
 
-def _kept_rows(
-    model: Model | PipelineStages, parallel_model: ParallelModel | PipelineModel, prepared: list[Any]
-) -> list[Rows]:
+def _kept_rows(model: Model | PipelineStages, parallel_model: StepModel, prepared: list[Any]) -> list[Rows]:
     """Rows of each micro-batch; none but on the last pipeline stage."""
     last: Any = model.last if isinstance(model, PipelineStages) else model
     kept: list[Rows] = []

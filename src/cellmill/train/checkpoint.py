@@ -1,7 +1,8 @@
 """Sharded checkpoints by torch.distributed.checkpoint (DCP): saved in the background, loaded in any layout.
 
 Only tensors go through DCP; progress and identity are JSON beside them. DCP's `.metadata` is a pickle, so it is read
-with an unpickler that allows only DCP's own classes: a planted pickle is refused, not run.
+with an unpickler that allows only DCP's own classes for tensors: a planted pickle is refused, not run, and so is any
+other kind of value, which DCP would unpickle without such a limit.
 """
 
 import io
@@ -9,13 +10,14 @@ import pickle
 import threading
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
@@ -31,7 +33,6 @@ from cellmill.train.optimizer import state_of
 DCP_CLASSES = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
-        "BytesStorageMetadata",
         "ChunkStorageMetadata",
         "Metadata",
         "MetadataIndex",
@@ -58,19 +59,51 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """Reader of a checkpoint folder whose pickled metadata may only hold DCP's own classes."""
+    """Reader of a checkpoint folder whose pickled metadata may only hold DCP's own classes; it is unpickled once."""
+
+    _metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the checkpoint's index. Raises DataError when it holds other classes or is not readable."""
+        if self._metadata is None:
+            self._metadata = self._unpickled()
+        if self._metadata.storage_meta is None:
+            self._metadata.storage_meta = StorageMeta()
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+    def _unpickled(self) -> Metadata:
         path = Path(self.path) / ".metadata"
         try:
             metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-        except (pickle.UnpicklingError, EOFError, OSError, AttributeError, ValueError) as error:
-            raise DataError(f"{path}: not a checkpoint's metadata ({error}); nothing was loaded") from None
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+            _check_metadata(metadata)
+        except Exception as error:  # damaged bytes raise almost anything
+            line = " ".join(str(error).split())[:200] or type(error).__name__
+            raise DataError(f"{path}: not a checkpoint's metadata ({line}); nothing was loaded") from None
+        return cast(Metadata, metadata)
+
+
+def _check_metadata(metadata: Any) -> None:
+    """Raise ValueError unless `metadata` is of tensors, each in a file beside it."""
+    tensors = metadata.state_dict_metadata.items() if isinstance(metadata, Metadata) else [(None, None)]
+    if not all(isinstance(name, str) and isinstance(of, TensorStorageMetadata) for name, of in tensors):
+        raise ValueError("it is not of tensors")
+    files = {part.relative_path for part in metadata.storage_data.values()}
+    if any(Path(file).name != file for file in files):
+        raise ValueError("it names files elsewhere")
+
+
+def load_tensors(path: Path, tensors: dict[str, Any], **options: Any) -> None:
+    """Fill `tensors` from the checkpoint in the folder `path`; `options` are those of `dcp.load`.
+
+    Collective, unless `options` have `no_dist`. Raises DataError when it cannot be read.
+    """
+    reader = CheckpointReader(path)
+    reader.read_metadata()  # its error is clearer than DCP's
+    try:
+        dcp.load(tensors, storage_reader=reader, **options)
+    except CheckpointException as error:
+        raise DataError(f"{path}: cannot be loaded ({_reason(error)}); the checkpoint is damaged") from error
 
 
 class _DigestingWriter(dcp.FileSystemWriter):
@@ -123,15 +156,16 @@ class Checkpoints:
             self._staging.state_dict_cache = {
                 part: {name: tensor.clone() for name, tensor in own.items()} for part, own in tensors.items()
             }
-        self._writing = dcp.async_save(
+        saving = dcp.async_save(
             tensors,
             # the tensors are on the CPU already
             storage_writer=_DigestingWriter(path, sync_files=True, per_thread_copy_ahead=0),
             process_group=self._group,
             async_stager=self._staging,
         )
+        self._writing = cast(Future[Any], saving)  # other stagers return two futures
         if dist.get_rank() == 0:
-            self._finishing = threading.Thread(target=self._finish, args=(path, self._writing), name="checkpoint")
+            self._finishing = threading.Thread(target=self._finish, args=(path, saving), name="checkpoint")
             self._finishing.start()
         self.saved_step = step
 
@@ -177,12 +211,7 @@ class Checkpoints:
 
     def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Load the tensors of `checkpoint` into the model and its optimizer, whatever the layouts of both."""
-        CheckpointReader(checkpoint.path).read_metadata()  # its error is clearer than DCP's
-        dcp.load(
-            tensors_of(model, optimizer),
-            storage_reader=CheckpointReader(checkpoint.path),
-            process_group=self._group,
-        )
+        load_tensors(checkpoint.path, tensors_of(model, optimizer), process_group=self._group)
         _fill_tied_copies(model, optimizer)
         self.saved_step = checkpoint.step
 

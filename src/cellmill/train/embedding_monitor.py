@@ -34,9 +34,8 @@ class EmbeddingMonitor:
         levels: Mapping[str, Sequence[str]] = MappingProxyType({}),
         batch_column: str | None = None,
     ) -> None:
-        staged = isinstance(model, PipelineStages)
-        part: Any = model.parts[0] if staged else model
-        self.last: Any = model.last if staged else model
+        part: Any = model.parts[0] if isinstance(model, PipelineStages) else model
+        self.last: Any = model.last if isinstance(model, PipelineStages) else model
         self.model = part
         self.width: int = part.vector_width if part.vector_width <= MAX_WIDTH else 0
         self.column = None if batch_column is None else [*levels].index(batch_column)

@@ -37,7 +37,7 @@ def error_line(error: BaseException, folder: Path) -> str | None:
 def process_group_line(error: BaseException) -> str:
     """Return the line about a collective that failed: rank, collective, message and the settings of the network."""
     text = " ".join(str(error).split())[:200] or type(error).__name__
-    names = sorted(name for name in os.environ if name.startswith(("NCCL_", "GLOO_")) or name == "MASTER_ADDR")
+    names = sorted(name for name in os.environ if name.startswith(("NCCL_", "GLOO_")))
     settings = ", ".join(f"{name}={os.environ[name]}" for name in names)
     return (
         f"{_who()}: {_collective(error) or 'a collective'} failed: {text} ({settings or 'no setting of the network'})"

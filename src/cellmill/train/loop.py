@@ -25,9 +25,8 @@ from cellmill.models.batch import TensorBatch, on_device, padded, to_tensors
 from cellmill.models.family import Model
 from cellmill.parallel.clip import clip_grad_norm
 from cellmill.parallel.mesh import Mesh
-from cellmill.parallel.pipeline import PipelineModel
 from cellmill.parallel.pipeline_stages import PipelineStages
-from cellmill.parallel.step import ParallelModel
+from cellmill.parallel.step import StepModel
 from cellmill.planner.size import ModelSize
 from cellmill.track.tracker import Tracker
 from cellmill.train.async_scalars import AsyncScalars, to_device
@@ -39,7 +38,8 @@ from cellmill.train.loss_parts import LossParts
 from cellmill.train.schedule import learning_rate
 from cellmill.train.step_guard import LossScale, Suspects, name_cells, step_if
 from cellmill.train.stop import StopFlag
-from cellmill.train.telemetry import Meter, StepProfile, memory_line, own_memory
+from cellmill.train.telemetry import Meter, StepProfile, TimeLeft, memory_line, own_memory
+from cellmill.train.unfreezing import Unfreezing
 
 VALIDATION = -1  # the step that keys the masks of validation: the same each time, and never those of training
 
@@ -91,7 +91,7 @@ class Trainer:
     """A training and its parts. Collective: every rank makes one and calls `run`."""
 
     model: Model | PipelineStages
-    parallel_model: ParallelModel | PipelineModel
+    parallel_model: StepModel
     optimizer: torch.optim.Optimizer
     mesh: Mesh
     device: torch.device
@@ -111,10 +111,13 @@ class Trainer:
     profile: StepProfile | None = None
     batch_column: str | None = None
     """Column of the levels of validation cells whose share of the embedding is logged."""
+    unfreezing: Unfreezing | None = None
+    """Parameters that begin to train after the first step."""
 
     def run(self) -> bool:
         """Train to the last step. Returns True when done, False when stopped by a signal; both save the state."""
         self._clock = self._saved_at = time.perf_counter()
+        self._left = TimeLeft(self.steps, self.progress.step, self._clock)
         if self._validation_is_due():
             self._pause(save=False, validate=True)
         batches = iter(self.train_stream)
@@ -162,11 +165,13 @@ class Trainer:
             loss = self.loss_parts.total(losses)
             if scale is not None:
                 scale.unscale(self.model)
+            if self.unfreezing is not None:
+                self.unfreezing.drop_gradients(self.model, step)
         with self._part("clip", "the gradient norm"):
             norm = clip_grad_norm(self.model, self.train.clip_norm, self.mesh.pp)
         with self._part("report", "the sum of losses"):
             own = [self.stop.received is not None, self._due(), *self._work(micro_batches)]
-            memory = own_memory(self.mesh) if self._is_logged(step + 1) else []
+            memory = own_memory(self.mesh) if self._is_logged(step + 1) else np.empty(0)
             checked = torch.stack([loss, (~norm.isfinite()).to(loss)])
             numbers = [checked, to_device(own, self.device), self.loss_parts.of(losses)]
             values = self.mesh.sum(torch.cat([*numbers, to_device(memory, self.device)]))
@@ -239,7 +244,8 @@ class Trainer:
         if self._is_logged(report.step):
             line = {"step": report.step, "loss": loss, "lr": report.lr, "grad_norm": norm}
             line |= self.loss_parts.line("loss", losses) | {"skipped_steps": self.progress.skipped_steps} | scaled
-            self._log(line | self.meter.read(report.ended) | memory_line(self.device.type, memory))
+            line |= self.meter.read(report.ended) | self._left.line(report.step, report.ended)
+            self._log(line | memory_line(self.device.type, memory))
         return stop > 0, due > 0
 
     def _skipped(self, report: StepReport, loss: float, norm: float, scaled: dict[str, float]) -> None:
@@ -276,6 +282,7 @@ class Trainer:
             self.checkpoints.save(self.model, self.optimizer, step, state)
             self._saved_at = time.perf_counter()
         self.meter.read(time.perf_counter())  # validation and checkpoint copies do not count as training
+        self._left.pause(time.perf_counter() - now)
 
     def _validation_is_due(self) -> bool:
         # a validation skipped by a stop is made up for on resume, so that the curve is that of an uninterrupted run

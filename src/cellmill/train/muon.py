@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from cellmill.parallel.mesh import mesh_of
+from cellmill.parallel.torch_private import flatten_axes
 
 MOMENTUM = 0.95
 SCALE = 0.2
@@ -137,6 +138,8 @@ class Muon(torch.optim.AdamW):
             nesterov.append(MOMENTUM * moments[-1] + _local(gradient))
         updates, skipped = shared.orthogonalised(nesterov), self.found_inf
         for matrix, moment, update in zip(shared.matrices, moments, updates):
+            if matrix.grad is None:  # as AdamW: it does not train in this step
+                continue
             own, kept = _local(matrix), _local(self.state[matrix]["momentum"])
             scale = group["lr"] * SCALE * max(matrix.shape) ** 0.5
             stepped = own * (1 - group["lr"] * group["weight_decay"]) - scale * update
@@ -154,7 +157,7 @@ def _share(matrices: list[torch.Tensor]) -> _Shared:
     if not axes:
         return _Shared(matrices)
     # the same name as in `build_mesh`, where every rank made it
-    group = (mesh[axes[0]] if len(axes) == 1 else mesh[tuple(axes)]._flatten("shard_tp")).get_group()
+    group = (mesh[axes[0]] if len(axes) == 1 else flatten_axes(mesh[tuple(axes)], "shard_tp")).get_group()
     ranks = dist.get_world_size(group)
     own = torch.tensor([_block(matrix) for matrix in matrices], device=_local(matrices[0]).device)
     everyone = [torch.empty_like(own) for _ in range(ranks)]

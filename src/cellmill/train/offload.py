@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from cellmill.parallel.torch_private import version_of
 from cellmill.train.async_scalars import AsyncScalars
 
 
@@ -117,7 +118,7 @@ def _local(tensor: torch.Tensor | None) -> torch.Tensor:
 def _version_of(parameter: torch.Tensor) -> tuple[int, int]:
     """Return a value that changes when the parameter is written in place or moved."""
     own = _local(parameter)
-    return own.data_ptr(), own._version
+    return own.data_ptr(), version_of(own)
 
 
 def _needs_copy(shard: torch.Tensor) -> bool:

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from cellmill.parallel.gather_json import gather_json
+from cellmill.parallel.torch_private import AsyncCollectiveTensor, scale_all, update_loss_scale
 
 INITIAL_SCALE = 2.0**16
 GROWTH_STEPS = 2000
@@ -73,7 +73,7 @@ class LossScale:
                 shard = _shard(parameter.grad)
                 shards.setdefault(shard.device, []).append(shard)
         for device, group in shards.items():
-            torch._foreach_mul_(group, inverse.to(device))
+            scale_all(group, inverse.to(device))
 
     def adapt(self, applied: torch.Tensor) -> torch.Tensor:
         """Update the scale after a step; `applied` is a bool scalar, equal on all ranks.
@@ -81,7 +81,7 @@ class LossScale:
         Returns a copy of the scale of the next step.
         """
         overflowed = (~applied).to(self.value)
-        torch._amp_update_scale_(self.value, self.good_steps, overflowed, 2.0, 0.5, GROWTH_STEPS)
+        update_loss_scale(self.value, self.good_steps, overflowed, GROWTH_STEPS)
         return self.value.clone()
 
     def read(self) -> tuple[float, int]:

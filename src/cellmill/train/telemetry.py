@@ -5,16 +5,20 @@ so they have different keys, `allocated_gb` and `resident_gb`, each with its pea
 """
 
 import resource
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from cellmill.parallel.mesh import Mesh
+from cellmill.parallel.torch_private import record_memory, write_memory_record
 
 PROFILED_RANKS = 8
 """Ranks below this write a trace, some MB each: a node, or the stages of a pipeline."""
@@ -52,6 +56,35 @@ class Meter:
         return line
 
 
+@dataclass
+class TimeLeft:
+    """Estimate of the seconds that a run has left: the steps that remain, at the median pace of the last ten logged
+    windows, and with the mean pause per step so far, for validation and checkpoints."""
+
+    steps: int
+    first: int
+    """Step at which this process began."""
+    since: float
+    """Time of the last line, or of the begin."""
+
+    def __post_init__(self) -> None:
+        self.last, self.paused_s, self.window_paused_s = self.first, 0.0, 0.0
+        self.paces: deque[float] = deque(maxlen=10)
+
+    def pause(self, seconds: float) -> None:
+        """Count a pause between two steps."""
+        self.paused_s += seconds
+        self.window_paused_s += seconds
+
+    def line(self, step: int, now: float) -> dict[str, float]:
+        """Key of metrics.jsonl for `step`, which ended at `now`."""
+        if step > self.last:
+            self.paces.append(max(0.0, now - self.since - self.window_paused_s) / (step - self.last))
+        self.last, self.since, self.window_paused_s = step, now, 0.0
+        each_s = statistics.median(self.paces or [0.0]) + self.paused_s / max(1, step - self.first)
+        return {"left_s": round((self.steps - step) * each_s, 1)}
+
+
 def memory_bytes(device: torch.device) -> tuple[int, int]:
     """Return peak and current memory of this process."""
     if device.type == "cuda":
@@ -62,22 +95,20 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     return max(peak, current), current
 
 
-def own_memory(mesh: Mesh) -> list[float]:
-    """Return (2 * ranks) bytes: peak and current memory of this rank at its position, zeros elsewhere.
+def own_memory(mesh: Mesh) -> np.ndarray:
+    """Return (2 * ranks,) float64, bytes: peak and current memory of this rank at its position, zeros elsewhere.
 
     Meant for `mesh.sum`, after which every rank has all; scaled, since the sum counts model-parallel peers once.
     """
-    of_ranks = [0.0] * (2 * dist.get_world_size())
-    position = 2 * dist.get_rank()
-    scaled = [float(mesh.model_parallel_size * n_bytes) for n_bytes in memory_bytes(mesh.device)]
-    of_ranks[position : position + 2] = scaled
-    return of_ranks
+    of_ranks = np.zeros((dist.get_world_size(), 2))
+    of_ranks[dist.get_rank()] = memory_bytes(mesh.device)
+    return mesh.model_parallel_size * of_ranks.ravel()
 
 
 def memory_line(device_type: str, of_ranks: list[float]) -> dict[str, list[float]]:
     """Return the memory keys of metrics.jsonl from the summed `own_memory`, rounded to a MB."""
     name = "allocated" if device_type == "cuda" else "resident"
-    peaks, currents = ([round(n_bytes / 1e9, 3) for n_bytes in of_ranks[first::2]] for first in (0, 1))
+    peaks, currents = (np.array(of_ranks).reshape(-1, 2).T / 1e9).round(3).tolist()
     return {f"peak_{name}_gb": peaks, f"{name}_gb": currents}
 
 
@@ -113,13 +144,13 @@ class StepProfile:
         self._running.export_chrome_trace(str(self.folder / f"rank-{self.rank}.trace.json.gz"))
         self._running = None
         if self.cuda:
-            torch.cuda.memory._dump_snapshot(str(self.folder / f"rank-{self.rank}.memory.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            write_memory_record(str(self.folder / f"rank-{self.rank}.memory.pickle"))
+            record_memory(None)
 
     def _begin(self) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.cuda:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-            torch.cuda.memory._record_memory_history(max_entries=100_000)
+            record_memory(100_000)
         self._running = torch.profiler.profile(activities=activities, record_shapes=True)
         self._running.start()

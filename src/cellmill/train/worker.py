@@ -3,6 +3,7 @@
 Started by torchrun with the folder of the run, whose run.json has everything else, and a file for the error line.
 """
 
+import importlib
 import os
 import sys
 import traceback
@@ -28,18 +29,21 @@ from cellmill.data.stream import CellStream
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import UserError
 from cellmill.files import read_json
-from cellmill.finetune.method import check_trains, load_method
+from cellmill.finetune.method import check_trains, load_method, method_for, trained_names
 from cellmill.launch.processes import die_with_parent
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors
 from cellmill.models.family import Model
+from cellmill.models.gene_vectors import TABLE
+from cellmill.models.vector_file import read_gene_vectors
 from cellmill.parallel.apply import parallelize
 from cellmill.parallel.materialize import materialize, plain_name
-from cellmill.parallel.mesh import Mesh, build_mesh, set_timeouts
-from cellmill.parallel.pipeline import PipelineModel
+from cellmill.parallel.mesh import Mesh, build_mesh
 from cellmill.parallel.pipeline_stages import PipelineStages
 from cellmill.parallel.stage_assignment import stages_of
-from cellmill.parallel.step import ParallelModel
+from cellmill.parallel.step import ParallelModel, StepModel
+from cellmill.parallel.tf32 import set_tf32
+from cellmill.parallel.torch_private import set_group_timeouts
 from cellmill.planner.devices import peak_flops
 from cellmill.planner.size import measure
 from cellmill.runs.folder import TrainFolder
@@ -53,6 +57,7 @@ from cellmill.train.optimizer import build_optimizer
 from cellmill.train.resume import resume, write_state
 from cellmill.train.stop import StopFlag
 from cellmill.train.telemetry import Meter, StepProfile
+from cellmill.train.unfreezing import Unfreezing
 from cellmill.train.verify_shards import verify_shards
 
 Levels = Mapping[str, Sequence[str]]
@@ -73,15 +78,15 @@ def main(path: Path, error_file: Path) -> None:
     levels = manifest.levels(options.obs_columns())
     verify_shards(manifest, device)
     model = build_model(options, vocabulary, record["init_from"], mesh, device, levels)
-    parallel_model = build_parallel_model(model, options.parallel, mesh)
-    extras = load_method(options.finetune).group
-    optimizer = build_optimizer(model, options.train, options.parallel.cpu_offload, extras)
+    parallel_model = build_step_model(model, options.parallel, mesh)
+    method = method_for(options.finetune, ModelSpec.of(options, vocabulary.n_genes, levels))
+    optimizer = build_optimizer(model, options.train, options.parallel.cpu_offload, method.group)
     train_stream, val_stream = build_streams(options, Path(record["manifest"]), mesh)
     steps = options.train.total_steps(train_stream.steps_per_epoch)
 
     checkpoints = Checkpoints(folder, options.train.keep_checkpoints)
     watch.saving = checkpoints.is_writing
-    set_timeouts(_timeout(options.train.timeout_s))
+    set_group_timeouts(_timeout(options.train.timeout_s))
     progress = resume(folder, checkpoints, model, optimizer, train_stream)
     saved_with = {
         "identity": record["identity"],
@@ -108,13 +113,14 @@ def main(path: Path, error_file: Path) -> None:
         val_stream=val_stream,
         checkpoints=checkpoints,
         trackers=open_trackers(folder, options.track, saved_with, progress.step),
-        meter=Meter(_peak(device, options.parallel.precision), dist.get_world_size()),
+        meter=Meter(_peak(device, options.parallel), dist.get_world_size()),
         stop=stop,
         progress=progress,
         saved_with=saved_with,
         watch=watch,
         profile=open_profile(folder, options.train, device),
         batch_column=batch_column(options, manifest),
+        unfreezing=Unfreezing(model, method.first_step),
     )
     write_state(folder, "running", progress, saved_with)
     try:
@@ -143,6 +149,7 @@ def _join(parallel: Parallel, timeout_s: float) -> torch.device:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+        set_tf32(parallel.tf32, device)
         # the norm of offloaded gradients is reduced on the CPU
         backend = "cpu:gloo,cuda:nccl" if parallel.cpu_offload == "full" else "nccl"
         dist.init_process_group(backend, device_id=device, timeout=timeout)
@@ -174,11 +181,27 @@ def build_model(
     parts = {
         stage: _build_part(ModelSpec.of(options, vocabulary.n_genes, levels), options, stage, mesh) for stage in stages
     }
+    given = _given_tensors(options, vocabulary)
     parameter_device = torch.device("cpu") if parallel.cpu_offload == "full" else device
     for part in parts.values():
-        tensors = initial_tensors(part, options.train.seed, weights, vocabulary)
+        tensors = initial_tensors(part, options.train.seed, weights, vocabulary, given=given)
         materialize(part, parameter_device, tensors, buffer_device=device)
     return parts[0] if parallel.pp == 1 else PipelineStages(parts, parallel.stages)
+
+
+def _given_tensors(options: TrainOptions, vocabulary: Vocabulary) -> dict[str, torch.Tensor]:
+    """Return tensors that files give, by parameter: the gene vectors of `model.gene_vectors`."""
+    path, dim = (getattr(options.model, name, None) for name in ("gene_vectors", "gene_vector_dim"))
+    if path is None or dim is None:
+        return {}
+    vectors = read_gene_vectors(Path(path), vocabulary, dim)
+    if dist.get_rank() == 0:
+        print(
+            f"gene vectors from {path}, which has {vectors.n_found:,} of {vocabulary.n_genes:,} genes; the others have "
+            "their learned embedding alone",
+            flush=True,
+        )
+    return {TABLE: vectors.table}
 
 
 def _build_part(spec: ModelSpec, options: TrainOptions, stage: int, mesh: Mesh) -> Model:
@@ -186,16 +209,17 @@ def _build_part(spec: ModelSpec, options: TrainOptions, stage: int, mesh: Mesh) 
     method = load_method(options.finetune)
     model = build(spec, method.transform)
     check_trains(method, (plain_name(name) for name, _ in model.named_parameters()))
-    parallelize(model, options.parallel, mesh, stage=stage, trains=method.trains)
+    parallelize(model, options.parallel, mesh, stage=stage, trains=trained_names(method, model))
     return model
 
 
-def build_parallel_model(
-    model: Model | PipelineStages, parallel: Parallel, mesh: Mesh
-) -> ParallelModel | PipelineModel:
-    """Return the step interface of the laid-out model."""
-    kind = PipelineModel if isinstance(model, PipelineStages) else ParallelModel
-    return kind(model, parallel, mesh)
+def build_step_model(model: Model | PipelineStages, parallel: Parallel, mesh: Mesh) -> StepModel:
+    """Return the step of the laid-out model."""
+    if isinstance(model, PipelineStages):
+        # torch's pipelining imports its compiler: a fifth of the CPU time in which a process starts
+        step: StepModel = importlib.import_module("cellmill.parallel.pipeline").PipelineModel(model, parallel, mesh)
+        return step
+    return ParallelModel(model, parallel, mesh)
 
 
 def build_streams(options: TrainOptions, manifest: Path, mesh: Mesh) -> tuple[CellStream, CellStream | None]:
@@ -249,8 +273,8 @@ def open_profile(folder: TrainFolder, train: Train, device: torch.device) -> Ste
     return StepProfile(folder.path / "profile", first, last, dist.get_rank(), device)
 
 
-def _peak(device: torch.device, precision: str) -> float | None:
-    return peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+def _peak(device: torch.device, parallel: Parallel) -> float | None:
+    return peak_flops(torch.cuda.get_device_name(device), parallel) if device.type == "cuda" else None
 
 
 if __name__ == "__main__":

@@ -1,23 +1,52 @@
-"""A gene's value is the quantile bin of its count."""
+"""A gene's value is the bin of its count: by quantiles of the cell, or by edges that all cells share."""
 
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from cellmill.config.tokens import BinnedTokens
+from cellmill.data.count_matrix import counts_per_10k
 from cellmill.data.tokenizers.first_genes import FirstGenes
 from cellmill.data.tokens import Prefixes
+from cellmill.errors import ConfigError
 
 _MAX_TABLE = 1 << 24  # entries of a table over counts; cells with larger counts are binned one by one
 
 
 class BinnedTokenizer(FirstGenes):
-    """Values are quantile bins from 1, int32."""
+    """Values are bins from 1, int32."""
 
     dtype, needs_counts = np.dtype(np.int32), True
 
+    def __init__(self, options: BinnedTokens) -> None:
+        super().__init__(options)
+        self._edges = shared_edges(options)
+
     def _values(self, kept: Prefixes, counts: Any, starts: np.ndarray) -> np.ndarray:
-        return kept.of(_bins(counts, starts, self._options.bins))
+        if self._edges is None:
+            return kept.of(_bins(counts, starts, self._options.bins))
+        values = counts_per_10k(counts, starts, np.float32)
+        return shared_bins(kept.of(np.log1p(values, out=values)), self._edges)
+
+
+def shared_edges(options: BinnedTokens) -> np.ndarray | None:
+    """Inner edges, `(bins - 1,)`, of bins of log(1 + counts per 10,000); None where each cell has its own.
+
+    Raises ConfigError where they are not fitted.
+    """
+    if options.binning == "quantile_cell":
+        return None
+    if options.binning == "uniform":
+        return np.linspace(0, options.max_value, options.bins + 1)[1:-1]
+    if options.edges is None:
+        raise ConfigError("tokens.binning quantile_corpus: no edges are fitted; give them as tokens.edges")
+    return np.array(options.edges)
+
+
+def shared_bins(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Bin from 1, int32, of each value: a value at an edge is in the bin above it."""
+    return (1 + np.searchsorted(edges, values, side="right")).astype(np.int32)
 
 
 def bin_counts(counts: np.ndarray, bins: int) -> np.ndarray:

@@ -85,14 +85,13 @@ def predict_folds(
 
     Each class of `labels` has at least `folds` cells.
     """
+    cache = BaselineCache() if baselines is None else baselines
     predictions = Predictions(labels, seeds)
     for repetition in range(seeds):
         splitter = StratifiedKFold(folds, shuffle=True, random_state=seed + repetition)
         for train, test in splitter.split(np.zeros(len(labels)), labels):
-            made = {**features, **_components(features[ALL_GENES], train, components)}
-            fitted = fit_all(
-                {kind: values[train] for kind, values in made.items()}, labels[train], neighbors, baselines
-            )
+            made = {**features, **_components(features[ALL_GENES], train, components, cache)}
+            fitted = fit_all({kind: values[train] for kind, values in made.items()}, labels[train], neighbors, cache)
             for name, classifier in fitted.items():
                 values = made[name.partition(" + ")[0]][test]
                 predictions.record("", name, repetition, test, classifier.predict(values))
@@ -101,12 +100,14 @@ def predict_folds(
     return predictions
 
 
-def _components(genes: Any, train: np.ndarray, components: int) -> dict[str, np.ndarray]:
+def _components(genes: Any, train: np.ndarray, components: int, cache: BaselineCache) -> dict[str, np.ndarray]:
     """Principal components fitted on `train`, of all cells; none where cells or genes are too few."""
     n = min(components, len(train) - 1, genes.shape[1] - 1)
     if n < 1:
         return {}
-    return {f"PCA{components}": PCA(n, svd_solver="arpack", random_state=0).fit(genes[train]).transform(genes)}
+    pca = PCA(n, svd_solver="arpack", random_state=0)
+    about = f"{pca!r} fitted on {train.tolist()}"
+    return {f"PCA{components}": cache.features(about, genes, lambda: pca.fit(genes[train]).transform(genes))}
 
 
 def judge(columns: list[ScoreColumn]) -> list[Verdict]:

@@ -14,7 +14,7 @@ from cellmill.config.objective import ObjectiveConfig
 from cellmill.data.genes import match_columns
 from cellmill.data.tokens import split_batch
 from cellmill.errors import ConfigError
-from cellmill.evaluate.embed import ROW_BLOCK, levels_of, tokens_of
+from cellmill.evaluate.embed import ROW_BLOCK, inference, levels_of, tokens_of
 from cellmill.evaluate.task import TOKEN_BUDGET, Context, EvaluatedModel, TaskResult
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import build
@@ -65,12 +65,17 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
     mask = np.isin(np.arange(reader.n_obs), cells)
     device, columns = next(network.parameters()).device, match_columns(reader, model.vocabulary)
     totals, batches = np.zeros(2, np.int64), []
-    with torch.inference_mode():
+    with inference(device, context.options.precision):
         keys, counted = {"seed": context.options.seed, "step": 0}, network.objective.config.needs_counts
         rows = reader.rows(ROW_BLOCK)
         levels = levels_of(reader, network)
         for block in tokens_of(rows, columns, model.vocabulary, model.tokens, mask, totals, counted, levels):
             for part in split_batch(block, TOKEN_BUDGET):
                 prepared = on_device(network.prepare(network.view(to_tensors(part), **keys), **keys), device)
-                batches.append([tensor.cpu().numpy() for tensor in network.objective.observe(network, prepared)])
+                batches.append([_array(tensor) for tensor in network.objective.observe(network, prepared)])
     return [np.concatenate(arrays) for arrays in zip(*batches)]
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor for numpy, which has no bfloat16."""
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()

@@ -5,7 +5,7 @@ The state of a token is a function of the tokens up to it. Values are therefore 
 encoder, since the cell's mean tells of later values; and a cell that is generated needs its depth, which says how many
 genes are still to come.
 
-Legend: T tokens of the batch, C cells, H hidden.
+Legend: T tokens of the batch, C cells, V tokens of the vocabulary, H hidden.
 """
 
 import math
@@ -31,6 +31,10 @@ class AutoregressiveModel(CellEncoder):
 
     plan = replace(EncoderModel.plan, begin=("gene_embedding", "value_embedding", "rank_embedding"))
     gene_rows = frozenset({"gene_embedding.weight"})
+    start: nn.Parameter
+    """(H,): the state before the first gene, attached by `next_gene`."""
+    gene_bias: nn.Parameter
+    """(V,): bias of the logits of genes, attached by `next_gene`."""
 
     def __init__(self, config: AutoregressiveConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
         super().__init__(objective)
@@ -43,13 +47,14 @@ class AutoregressiveModel(CellEncoder):
         self.value_embedding = value_embedding(tokens, hidden) if has_values else None
         self.rank_embedding = nn.Embedding(tokens.max_tokens.bit_length(), hidden)
         self.enter, self.enter_keys = Entry(), Entry()
-        self.blocks = nn.ModuleList(
+        blocks = [
             Block(hidden, config.heads, config.ffn_width, config.dropout, index, causal=True)
             for index in range(config.layers)
-        )
-        for block in self.blocks:
+        ]
+        for block in blocks:
             with_std(block.out, STD / math.sqrt(2 * config.layers))
             with_std(block.down, STD / math.sqrt(2 * config.layers))
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(hidden)
         self.attach_heads(n_tokens)
 

@@ -33,9 +33,7 @@ class BertModel(PostNormEncoder):
     def inputs(self, prepared: EncoderBatch, at: torch.Tensor | slice = slice(None)) -> torch.Tensor:
         """(T, H), or (N, H) for the tokens `at`: the normed sum of gene and place."""
         genes, places = prepared.genes[at], self._places(prepared)[at]
-        return self.embedding_norm(  # type: ignore[no-any-return]
-            self.embedded_genes(genes) + F.embedding(places, self.place_embedding.weight)
-        )
+        return self.embedding_norm(self.embedded_genes(genes) + F.embedding(places, self.place_embedding.weight))
 
     def _places(self, prepared: EncoderBatch) -> torch.Tensor:
         """(T,) int64: place of each token in its cell, <cls> and <eos> counted."""

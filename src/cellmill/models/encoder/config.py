@@ -4,12 +4,13 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from cellmill.config.gene_vectors import GeneVectorsConfig
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.tokens import Tokens
 from cellmill.config.transformer import TransformerConfig
 
 
-class EncoderConfig(TransformerConfig):
+class EncoderConfig(GeneVectorsConfig, TransformerConfig):
     """Architecture of the encoder."""
 
     implementation: ClassVar[str] = "cellmill.models.encoder.model:EncoderModel"

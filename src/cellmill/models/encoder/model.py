@@ -7,6 +7,7 @@ Legend: T tokens of the batch, N targets, H hidden.
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from cellmill.models.encoder.config import EncoderConfig
 from cellmill.models.encoder.pooling import attended_state, first_state, first_tokens, mean_state
 from cellmill.models.encoder_batch import EncoderBatch
 from cellmill.models.family import ParallelPlan
+from cellmill.models.gene_vectors import GeneVectors, attach_gene_vectors
 from cellmill.models.initial import STD, Fill, normal, with_std, zeros
 from cellmill.models.objective import Objective
 from cellmill.parallel.cpu_matmul import Linear
@@ -49,6 +51,7 @@ class EncoderModel(CellEncoder):
         begin=("gene_embedding", "value_embedding", "hidden_value", "cell_token"),
     )
     gene_rows = frozenset({"gene_embedding.weight"})
+    gene_vectors: GeneVectors | None
 
     def __init__(self, config: EncoderConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
         super().__init__(objective)
@@ -63,14 +66,14 @@ class EncoderModel(CellEncoder):
             self.plan = replace(self.plan, begin=(*self.plan.begin, "covariates"))
             rows = {f"covariates.tables.{at}.weight": name for at, name in enumerate(tokens.covariates)}
             self.level_rows = {**self.level_rows, **rows}
+        attach_gene_vectors(self, config, n_tokens)
         self.enter, self.enter_keys = Entry(), Entry()
         into_residual = STD / math.sqrt(2 * max(config.layers, 1))
-        self.blocks = nn.ModuleList(
-            Block(hidden, config.heads, config.ffn_width, config.dropout, index) for index in range(config.layers)
-        )
-        for block in self.blocks:
+        blocks = [Block(hidden, config.heads, config.ffn_width, config.dropout, at) for at in range(config.layers)]
+        for block in blocks:
             with_std(block.out, into_residual)
             with_std(block.down, into_residual)
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(hidden)
         self.pooling = config.pooling
         if self.pooling == "cls":
@@ -120,7 +123,10 @@ class EncoderModel(CellEncoder):
 
     def inputs(self, prepared: EncoderBatch, at: torch.Tensor | slice = ALL) -> torch.Tensor:
         """(T, H), or (N, H) for the tokens `at`; hidden values have a learned embedding."""
-        genes = embed_tokens(prepared.genes[at], self.gene_embedding.weight)
+        tokens = prepared.genes[at]
+        genes = embed_tokens(tokens, self.gene_embedding.weight)
+        if self.gene_vectors is not None:
+            genes = genes + self.gene_vectors(partial(embed_tokens, tokens)).to(genes.dtype)
         values = prepared.values[at]
         if values.is_floating_point():
             # in log(1 + counts per 10,000) of detected genes, sequencing depth is the strongest signal: values are

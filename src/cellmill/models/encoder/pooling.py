@@ -6,6 +6,7 @@ Legend: T tokens of the batch, C cells, H hidden.
 import torch
 
 from cellmill.models.encoder_batch import EncoderBatch
+from cellmill.parallel.segments import segment_sum
 
 
 def first_tokens(prepared: EncoderBatch) -> torch.Tensor:
@@ -16,13 +17,11 @@ def first_tokens(prepared: EncoderBatch) -> torch.Tensor:
 
 def mean_state(states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
     """(T, H) -> (C, H) float32: mean over the tokens of genes; zeros for a cell without any."""
-    lengths, states = prepared.cu_seqlens.diff(), states.float()
-    sums = torch.zeros(len(lengths), states.shape[1], device=states.device)
+    lengths, states, cells = prepared.cu_seqlens.diff(), states.float(), (prepared.cell, prepared.cu_seqlens)
     if prepared.covariate_rows is not None:
         of_gene = prepared.covariate_rows == 0
-        lengths = torch.zeros(len(lengths), device=states.device).index_add(0, prepared.cell, of_gene.float())
-        states = states * of_gene[:, None]
-    return sums.index_add(0, prepared.cell, states) / lengths.clamp(min=1)[:, None]
+        lengths, states = segment_sum(of_gene.float(), *cells), states * of_gene[:, None]
+    return segment_sum(states, *cells) / lengths.clamp(min=1)[:, None]
 
 
 def first_state(states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
@@ -35,11 +34,11 @@ def attended_state(states: torch.Tensor, prepared: EncoderBatch, query: torch.Te
 
     The products are divided by the square root of H. Zeros for a cell without tokens.
     """
-    states, cell, cells = states.float(), prepared.cell, len(prepared.lengths)
+    states, cell = states.float(), prepared.cell
     scores = states @ query.float() * states.shape[1] ** -0.5
-    largest = torch.full((cells,), -torch.inf, device=scores.device)
+    largest = torch.full((len(prepared.lengths),), -torch.inf, device=scores.device)
     largest = largest.scatter_reduce(0, cell, scores.detach(), "amax")  # cancels: no gradient
     weights = (scores - largest[cell]).exp()
-    totals = torch.zeros(cells, device=scores.device).index_add(0, cell, weights)
-    sums = torch.zeros(cells, states.shape[1], device=states.device).index_add(0, cell, weights[:, None] * states)
+    totals = segment_sum(weights, cell, prepared.cu_seqlens)
+    sums = segment_sum(weights[:, None] * states, cell, prepared.cu_seqlens)
     return sums / totals.clamp(min=1e-30)[:, None]

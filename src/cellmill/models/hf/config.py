@@ -135,12 +135,14 @@ def model_folder(path: str, revision: str | None) -> Path:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"path: {path} does not exist; expected a folder that transformers has saved")
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"path: {path} does not exist; expected a folder that transformers has saved") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"path: {path} is not JSON ({error})") from None
+    if not isinstance(read, dict):
+        raise ValueError(f"path: {path}: expected a mapping, got {type(read).__name__}")
     if "auto_map" in read:
         raise ValueError(f"path: {path} asks for remote code (auto_map), which is never run; choose another model")
     return {name: value for name, value in read.items() if name not in IGNORED}

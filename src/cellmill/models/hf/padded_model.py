@@ -30,6 +30,7 @@ from cellmill.models.hf.config import HfConfig
 from cellmill.models.hf.weights import FolderWeights, fill_of, values_of_buffers
 from cellmill.models.initial import Fill
 from cellmill.models.objective import Objective
+from cellmill.parallel.segments import segment_sum
 
 UNUSED = ("pooler", "contact_head")
 """Modules beside the blocks that no objective reads; DistributedDataParallel refuses parameters without a gradient."""
@@ -68,6 +69,8 @@ class HfModel(CellEncoder):
     """See the module."""
 
     plan = ParallelPlan(blocks="blocks")
+    token_ids: torch.Tensor
+    """(tokens,) int64: transformers' id of each token of the corpus."""
 
     def __init__(self, config: HfConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
         super().__init__(objective)
@@ -126,8 +129,7 @@ class HfModel(CellEncoder):
     def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """(T, H) -> (cells, H) float32: means; zeros for a cell without tokens."""
         lengths = prepared.cu_seqlens.diff()
-        sums = torch.zeros(len(lengths), states.shape[1], device=states.device)
-        return sums.index_add(0, prepared.cell, states.float()) / lengths.clamp(min=1)[:, None]
+        return segment_sum(states.float(), prepared.cell, prepared.cu_seqlens) / lengths.clamp(min=1)[:, None]
 
     def _enter(self, prepared: EncoderBatch) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         with suppress(_Reached):
@@ -158,9 +160,9 @@ class HfModel(CellEncoder):
         ids[cell, place] = self.token_ids[prepared.genes]
         ends = torch.zeros(rows, dtype=torch.int64, device=device)
         ends[: len(lengths)] = prepared.cu_seqlens.diff() + int(before)
-        if before:
+        if self.begin_id is not None:
             ids[:, 0] = self.begin_id
-        if after:
+        if self.end_id is not None:
             ids[torch.arange(rows, device=device), ends.clamp(max=longest - 1)] = self.end_id
         given: dict[str, Any] = {"input_ids": ids}
         if ids.is_meta and self.is_causal:
@@ -179,13 +181,13 @@ class HfModel(CellEncoder):
         buffers = values_of_buffers(AutoModel, self.body.config)
         for prefix, module in self.named_modules():
             if prefix.split(".")[0] in ("body", "blocks"):
-                module.initial_value = self._rule(prefix, module, std, folder, buffers)  # type: ignore[assignment]
+                module.initial_value = self._rule(prefix, module, std, folder, buffers)
         self.pretrained = None if self.has_own_ids else folder  # a head over other tokens would fit no answer
         if self.pretrained is not None and hasattr(self, "gene_bias") and hasattr(self.body.config, "layer_norm_eps"):
             for path in ("head.0", "head.2"):
                 module = self.get_submodule(path)
                 module.initial_value = self.pretrained.rule_of_head(path, module)  # type: ignore[assignment]
-            self.get_submodule("head.2").eps = self.body.config.layer_norm_eps  # type: ignore[assignment]
+            self.get_submodule("head.2").eps = self.body.config.layer_norm_eps
 
     def _rule(
         self, prefix: str, module: nn.Module, std: float, folder: FolderWeights | None, buffers: dict[str, torch.Tensor]

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from cellmill.errors import DataError
-from cellmill.files import read_json
+from cellmill.files import read_json, require_file
 from cellmill.models.hf.config import HfConfig, model_folder
 from cellmill.models.initial import STD, Fill, normal, ones, zeros
 
@@ -51,8 +51,8 @@ def values_of_buffers(auto: Any, config: Any) -> dict[str, torch.Tensor]:
 def _parameters_on_meta() -> Iterator[None]:
     register = nn.Module.register_parameter
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(module, name, None if parameter is None else nn.Parameter(parameter.to("meta")))
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, None if param is None else nn.Parameter(param.to("meta")))
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
     try:
@@ -121,6 +121,7 @@ class FolderWeights:
     def read(self, stored: str) -> torch.Tensor:
         """The tensor with this name in the folder, float32."""
         path = self._files[stored]
+        require_file(path)
         try:
             with safe_open(path, framework="pt") as file:
                 return file.get_tensor(stored).float()
@@ -131,7 +132,7 @@ class FolderWeights:
     def _files(self) -> dict[str, Path]:
         """The file of each tensor."""
         if (index := self.folder / INDEX).is_file():
-            return {name: self.folder / file for name, file in read_json(index)["weight_map"].items()}
+            return self._indexed(index)
         path = self.folder / WEIGHTS
         if path.is_file():
             try:
@@ -145,6 +146,13 @@ class FolderWeights:
                 "transformers: AutoModelForMaskedLM.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             )
         raise DataError(f"{self.folder}: no {WEIGHTS}; set model.weights to random, or download the folder again")
+
+    def _indexed(self, index: Path) -> dict[str, Path]:
+        tree = read_json(index)
+        files = tree.get("weight_map") if isinstance(tree, dict) else None
+        if not isinstance(files, dict) or not all(Path(str(file)).name == file for file in files.values()):
+            raise DataError(f"{index}: expected weight_map, names of files by tensor; download the folder again")
+        return {name: self.folder / file for name, file in files.items()}
 
     @cached_property
     def head(self) -> dict[str, str]:

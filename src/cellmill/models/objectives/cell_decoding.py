@@ -172,7 +172,7 @@ class CellDecoding(Objective):
 
     def _vectors(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
         """(C, H)."""
-        return model.cell_vectors(states, prepared)[prepared.cells].to(states.dtype)  # type: ignore[no-any-return]
+        return model.cell_vectors(states, prepared)[prepared.cells].to(states.dtype)
 
     def _decoded(self, model: Any, vectors: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
         """(C, D): last layer of the decoder."""

@@ -11,13 +11,37 @@ from cellmill.config.tokens import Tokens
 class MaskedObjectiveConfig(ObjectiveConfig):
     """Options that both masked objectives share."""
 
+    reads_zeros: ClassVar[bool] = True
+
     mask_frac: float = Field(0.15, gt=0, lt=1, description="Fraction of a cell's tokens that is masked, at least one.")
+    random_frac: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Fraction of the masked tokens that show random content in training instead of none: a random gene "
+        "of the vocabulary, or the value of a random visible gene of the cell. BERT has 0.1; 0 hides all.",
+    )
+    keep_frac: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Fraction of the masked tokens that show their own content in training (BERT 0.1).",
+    )
     cell_loss_weight: float = Field(
         1.0,
         ge=0,
         description="Weight of a second loss: predict the masked tokens from the cell embedding and the visible half "
         "of each token (scGPT's GEPC). 0 turns it off.",
     )
+
+    @model_validator(mode="after")
+    def _some_are_hidden(self) -> Self:
+        if self.random_frac + self.keep_frac >= 1:
+            raise ValueError(
+                f"random_frac + keep_frac = {self.random_frac + self.keep_frac:g} hides none of the masked tokens; "
+                "lower one of them"
+            )
+        return self
 
     @property
     def reads_cells(self) -> bool:  # type: ignore[override]
@@ -33,9 +57,10 @@ class MaskedValueConfig(MaskedObjectiveConfig):
     name: Literal["masked_value"] = Field("masked_value", description="Predict the values of masked tokens.")
     renormalize: bool = Field(
         False,
-        description="Recompute the values of visible tokens from their counts alone. Otherwise they tell how many of "
-        "the cell's counts are hidden: counts per 10,000 of the visible tokens lack what the masked ones have. The "
-        "values to predict stay those of the whole cell. Recommended; off is what earlier runs were trained with.",
+        description="Set it to yes in new runs: values of visible tokens are made from visible counts alone. Without "
+        "it they leak the answer: a whole cell's values sum to 10,000 counts, so those of the visible tokens tell the "
+        "sum of the hidden ones, and bins shift with hidden counts. The values to predict stay those of the whole "
+        "cell. The default is what earlier runs were trained with, which another default would make other runs.",
     )
 
     @property

@@ -4,6 +4,10 @@ The loss is cross-entropy for bins and squared error for continuous values. Gene
 cells differ in a gene, so predicting each gene's mean already looks good. Values are therefore judged by R² *over the
 gene mean*, 1 - SSE(model) / SSE(gene mean), and by the correlation after subtracting the gene mean from both.
 
+A value is made from a cell's library size, the sum of all its counts, hidden ones included. With one hidden token the
+visible values tell its value exactly, with many their sum. `renormalize` makes the values that the model sees from
+visible counts alone; without it, R² and correlation include what leaks this way.
+
 Legend: N targets, H hidden.
 """
 
@@ -36,7 +40,7 @@ class MaskedValue(MaskedObjective):
     def attach_output(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         """Add `value_out`, and `hidden_value`, the embedding of a hidden value."""
         model.hidden_value = nn.Parameter(torch.empty(model.width))
-        model.value_out = nn.Linear(model.width, self.tokens.n_values - 1 if self._is_class else 1)  # bins count from 1
+        model.value_out = nn.Linear(model.width, self.tokens.n_values - self._first_bin if self._is_class else 1)
         return ("value_out",)
 
     def initial_value(self, name: str) -> Fill | None:
@@ -47,7 +51,7 @@ class MaskedValue(MaskedObjective):
         """Return cross-entropy of bins, or the squared error of values, summed."""
         predicted = self.predict(model, states, prepared)
         if self._is_class:
-            return F.cross_entropy(predicted, prepared.answers - 1, reduction="sum")  # bins count from 1
+            return F.cross_entropy(predicted, prepared.answers - self._first_bin, reduction="sum")
         return (predicted - prepared.answers).square().sum()
 
     def predict(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
@@ -59,7 +63,7 @@ class MaskedValue(MaskedObjective):
         """Return vocabulary row, true value and predicted value of each target; for bins the expected bin."""
         predicted = self.predict(model, model.head(model.states(prepared)[prepared.targets]), prepared)
         if predicted.ndim == 2:
-            bins = torch.arange(1, predicted.shape[1] + 1, device=predicted.device, dtype=torch.float32)
+            bins = torch.arange(predicted.shape[1], device=predicted.device, dtype=torch.float32) + self._first_bin
             predicted = predicted.softmax(1) @ bins
         return prepared.genes[prepared.targets] - len(SPECIAL), prepared.answers, predicted
 
@@ -85,6 +89,11 @@ class MaskedValue(MaskedObjective):
         if r2 is None:
             return figures, []
         return figures, [compare("prediction of masked values", "the gene's training mean", "R²", r2)]
+
+    @property
+    def _first_bin(self) -> int:
+        """Bins count from 1; 0 is that of genes without counts."""
+        return 0 if self.tokens.zero_frac else 1
 
     @property
     def _is_class(self) -> bool:

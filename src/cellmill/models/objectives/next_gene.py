@@ -112,13 +112,13 @@ class NextGene(Objective):
     def end_logits(self, model: Any, before: torch.Tensor) -> torch.Tensor:
         """(N, H) -> (N,) float32: logit of the cell ending there."""
         # starts near the chance of an end, one in many tokens: from 0, a bias would learn it in thousands of steps
-        return model.end(before).float().squeeze(-1) - math.log(self.tokens.max_tokens)  # type: ignore[no-any-return]
+        return model.end(before).float().squeeze(-1) - math.log(self.tokens.max_tokens)
 
     def values(self, model: Any, before: torch.Tensor, genes: torch.Tensor) -> torch.Tensor:
         """(N, H) states and (N,) next genes -> float32 values (N,), or logits of bins (N, bins)."""
         queries = torch.cat([before, embed_tokens(genes, model.gene_embedding.weight).to(before.dtype)], dim=-1)
         out = model.value_out(model.value_head(queries)).float()
-        return out if self._is_class else out.squeeze(-1)  # type: ignore[no-any-return]
+        return out if self._is_class else out.squeeze(-1)
 
     def observe(self, model: Any, prepared: NextGeneBatch) -> tuple[torch.Tensor, ...]:
         """Return vocabulary row, place, top-1 correctness and cross-entropy of each gene; then value and prediction.
@@ -217,4 +217,4 @@ def _most_frequent(order: np.ndarray, cell: np.ndarray, places: np.ndarray) -> n
     free_until = place_of[order]  # the gene is a candidate up to its own place
     # candidates at a place are never fewer than at a later one: the first whose place is not yet past
     highest = np.maximum.accumulate(free_until)
-    return order[np.searchsorted(highest, places)]  # type: ignore[no-any-return]
+    return order[np.searchsorted(highest, places)]

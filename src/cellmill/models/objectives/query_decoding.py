@@ -35,6 +35,7 @@ from cellmill.models.objective import GeneStatistics, Objective
 from cellmill.models.objectives.asked_genes import AskedBatch, draw_asked
 from cellmill.models.objectives.config import QueryDecodingConfig
 from cellmill.parallel.cpu_matmul import Linear
+from cellmill.parallel.segments import rows_at
 from cellmill.parallel.vocab_parallel import embed_tokens
 from cellmill.runs.verdict import Verdict, compare
 
@@ -105,11 +106,11 @@ class QueryDecoding(Objective):
     def answers(self, model: Any, states: torch.Tensor, prepared: QueryBatch) -> torch.Tensor:
         """Return the predicted value of each query, (N,) float32."""
         cells = model.query_cell(model.cell_vectors(states, prepared).to(states.dtype))
-        x = cells[prepared.query_cell] * embed_tokens(prepared.query_genes, model.query_genes.weight)
+        x = rows_at(cells, prepared.query_cell) * embed_tokens(prepared.query_genes, model.query_genes.weight)
         for layer in model.query_layers:
             x = layer.inner(x, None)
         means = embed_tokens(prepared.query_genes, model.query_bias.weight)
-        return (model.query_out(model.query_norm(x)).float() + means.float()).squeeze(1)  # type: ignore[no-any-return]
+        return (model.query_out(model.query_norm(x)).float() + means.float()).squeeze(1)
 
     def observe(self, model: Any, prepared: QueryBatch) -> tuple[torch.Tensor, ...]:
         """Return vocabulary row, true value, predicted value and weight of each query."""

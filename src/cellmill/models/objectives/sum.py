@@ -88,6 +88,8 @@ class Sum(Objective):
     def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> SumBatch:
         """Prepare every part; what the model is given is that of the part that hides tokens."""
         first, parts = first_views(batch), list(self.each.values())
+        for part in parts:
+            part.training = self.training
         prepared = [part.prepare(batch if part.config.draws_view else first, seed=seed, step=step) for part in parts]
         hiding = [own for own, part in zip(prepared, parts) if part.config.hides_tokens]
         given = (hiding or prepared)[0]
@@ -149,7 +151,7 @@ def _loaded(config: ObjectiveConfig, tokens: Tokens) -> Objective:
 
 def _attributes(model: Any) -> Mapping[str, Any]:
     """Modules and parameters that are attributes of the model."""
-    return {**model._modules, **model._parameters}
+    return {**dict(model.named_children()), **dict(model.named_parameters(recurse=False))}
 
 
 def _completed(hiding: Any, drawn: Any) -> Any:

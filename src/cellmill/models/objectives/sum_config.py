@@ -1,5 +1,6 @@
 """Options of the objective `sum`: several objectives at once, each with a weight. Torch-free."""
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -81,6 +82,14 @@ class SumConfig(ObjectiveConfig):
     def supervised_by(self) -> tuple[str, ...]:
         """Labels that any part reads."""
         return tuple(dict.fromkeys(column for part in self.each() for column in part.supervised_by))
+
+    def counted_columns(self) -> tuple[str, ...]:
+        """Columns of every part."""
+        return tuple(dict.fromkeys(column for part in self.each() for column in part.counted_columns()))
+
+    def fitted(self, cells: Mapping[str, Mapping[str, int]]) -> Self:
+        """Return the options with every part fitted."""
+        return self.model_copy(update={"parts": {name: part.fitted(cells) for name, part in self.parts.items()}})
 
     def check_tokens(self, tokens: Tokens) -> None:
         """Refuse tokens that a part cannot use."""

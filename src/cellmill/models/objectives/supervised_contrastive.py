@@ -27,6 +27,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from cellmill.data.obs_levels import MISSING
 from cellmill.models.batch import TensorBatch
 from cellmill.models.encoder_batch import EncoderBatch, whole
 from cellmill.models.objective import GeneStatistics, Objective
@@ -66,8 +67,9 @@ class SupervisedContrastive(Objective):
         """Find the cells with a label."""
         assert batch.levels is not None, "the batch has no levels"
         labels = batch.levels[:, [*self.levels].index(self.config.label_column)]
-        cells = ((labels > 0) & (batch.cu_seqlens.diff() > 0)).nonzero().flatten()
-        of_labels = {"cells": cells, "labels": labels[cells], "n_targets": torch.tensor(len(cells))}
+        known = labels <= sum(level != MISSING for level in self.levels[self.config.label_column])  # it is the last
+        cells = ((labels > 0) & known & (batch.cu_seqlens.diff() > 0)).nonzero().flatten()
+        of_labels: dict[str, Any] = {"cells": cells, "labels": labels[cells], "n_targets": torch.tensor(len(cells))}
         return LabelledBatch(**vars(whole(batch, (seed, step))), **of_labels)
 
     def loss(self, model: Any, states: torch.Tensor, prepared: LabelledBatch) -> torch.Tensor:

@@ -17,7 +17,7 @@ A view is a function of (seed, step, cell, place in the cell): equal in every la
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,7 +100,8 @@ def first_views(batch: TensorBatch) -> TensorBatch:
     )
 
 
-class CellCounts(NamedTuple):
+@dataclass(frozen=True)
+class CellCounts:
     """Counts of cells, in the order of the cells, (n,) int64 each; those that are 0 are no tokens."""
 
     cell: torch.Tensor

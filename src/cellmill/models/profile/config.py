@@ -5,9 +5,10 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from cellmill.config.family import FamilyConfig
+from cellmill.config.gene_vectors import GeneVectorsConfig
 
 
-class ProfileConfig(FamilyConfig):
+class ProfileConfig(GeneVectorsConfig, FamilyConfig):
     """Architecture of the profile encoder."""
 
     implementation: ClassVar[str] = "cellmill.models.profile.perceptron:ProfileModel"

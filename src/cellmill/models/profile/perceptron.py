@@ -6,6 +6,8 @@ the residual stream are cells, not tokens: a cell costs the same whatever its de
 Legend: T tokens of the batch, C cells, H hidden.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -14,6 +16,7 @@ from cellmill.models.cell_encoder import CellEncoder
 from cellmill.models.encoder_batch import EncoderBatch
 from cellmill.models.family import ParallelPlan
 from cellmill.models.feed_forward import FeedForward
+from cellmill.models.gene_vectors import GeneVectors, attach_gene_vectors
 from cellmill.models.objective import Objective
 from cellmill.models.profile.config import ProfileConfig
 from cellmill.parallel.vocab_parallel import embed_bags
@@ -29,12 +32,14 @@ class ProfileModel(CellEncoder):
         begin=("gene_embedding",),
     )
     gene_rows = frozenset({"gene_embedding.weight"})
+    gene_vectors: GeneVectors | None
 
     def __init__(self, config: ProfileConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
         super().__init__(objective)
         self.width = hidden = config.hidden
         n_tokens = n_genes + len(SPECIAL)
         self.gene_embedding = nn.Embedding(n_tokens, hidden)
+        attach_gene_vectors(self, config, n_tokens)
         self.blocks = nn.ModuleList(
             FeedForward(hidden, config.ffn_width, config.dropout, index) for index in range(config.layers)
         )
@@ -43,7 +48,9 @@ class ProfileModel(CellEncoder):
 
     def begin(self, prepared: EncoderBatch) -> torch.Tensor:
         """(C, H): the values times the gene embeddings, summed over each cell."""
-        return embed_bags(prepared.genes, prepared.values, prepared.cu_seqlens, self.gene_embedding.weight)
+        sums = partial(embed_bags, prepared.genes, prepared.values, prepared.cu_seqlens)
+        x = sums(self.gene_embedding.weight)
+        return x if self.gene_vectors is None else x + self.gene_vectors(sums).to(x.dtype)
 
     def through(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """(C, H) -> (C, H)."""

@@ -21,7 +21,7 @@ from cellmill.config.load import check_options
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.post_norm import PostNormConfig
 from cellmill.config.tokens import SPECIAL, Tokens
-from cellmill.data.genes import gene_symbols
+from cellmill.data.gene_tables import gene_symbols
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import sha256_file

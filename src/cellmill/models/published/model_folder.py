@@ -13,6 +13,7 @@ from cellmill.files import sha256_file, write_json, write_text
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors, write_tensors
 from cellmill.models.published.tensors import read_mapping
+from cellmill.parallel.materialize import named_tensors
 
 IMPORTED = "imported"
 """In place of the fingerprint of training data."""
@@ -29,15 +30,16 @@ def write_model(
     """
     _refuse_other_files(out)
     model = build(spec)
+    for name, empty in named_tensors(model):  # before any is made: a damaged configuration may ask for any size
+        if name in tensors and tensors[name].shape != empty.shape:
+            raise DataError(
+                f"{source['weights']}: expected a tensor of shape {tuple(empty.shape)} for {name}, got "
+                f"{tuple(tensors[name].shape)}; its configuration is another model's"
+            )
     written, untrained = {}, []
     for name, initial in initial_tensors(model, 0, None, genes):
         if name not in tensors:
             untrained.append(name)
-        elif tensors[name].shape != initial.shape:
-            raise DataError(
-                f"{source['weights']}: expected a tensor of shape {tuple(initial.shape)} for {name}, got "
-                f"{tuple(tensors[name].shape)}; its configuration is another model's"
-            )
         written[name] = tensors.get(name, initial).float().contiguous()
         if not written[name].isfinite().all():
             raise DataError(f"{source['weights']}: {name} has values that are not finite; copy the file again")

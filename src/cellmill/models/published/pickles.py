@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from cellmill.errors import DataError
+from cellmill.files import require_file
 
 
 class _Dtype:
@@ -57,6 +58,7 @@ class _Unpickler(pickle.Unpickler):
 
 def read_numbers(path: Path) -> dict[str, int | float]:
     """Return the dictionary in a pickle, of texts to numbers. Raises DataError for anything else in it."""
+    require_file(path)
     try:
         with path.open("rb") as file:
             value = _Unpickler(file).load()

@@ -44,11 +44,11 @@ class ScgptModel(PostNormEncoder):
         """(T, H), or (N, H) for the tokens `at`; hidden values have a learned embedding."""
         genes = prepared.genes[at]
         values = torch.where(genes < 0, self.config.cls_value, prepared.values[at].float())
-        embedded = self.value_out_norm(self.value_in(values[:, None].to(self.value_in[0].weight.dtype)))
+        embedded = self.value_out_norm(self.value_in(values[:, None].to(next(self.value_in.parameters()).dtype)))
         if hasattr(self, "hidden_value"):
             hidden = self.hidden_value.to(embedded.dtype)
             embedded = torch.where(prepared.value_hidden[at][:, None], hidden, embedded)
-        return self.gene_norm(self.embedded_genes(genes)) + embedded  # type: ignore[no-any-return]
+        return self.gene_norm(self.embedded_genes(genes)) + embedded
 
     def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """(T, H) -> (cells, H) float32, of length 1."""

@@ -1,0 +1,213 @@
+"""Fine-tuning methods against training from scratch, frozen vectors and all-genes regression, by labels per class.
+
+    python benchmarks/finetune.py FOLDER/pbmc68k.h5ad [--label bulk_labels] [--pretrain FILE …] [--shots 5 20 all]
+        [--seeds 3] [--epochs 40] [--steps 200] [--cores 2] [--out FOLDER]
+
+A stratified part of the cells is the test; no model sees them. Of the other cells, `shots` of each class keep their
+label, drawn anew for each seed, the same for all rows of the table; classes of fewer cells keep all. The model is
+pretrained with cell_decoding on these cells without labels, and on the files of `--pretrain`, once. A run for every
+method, number of labels and seed is given to Snakemake, whose rule predict labels the test cells, so a table that was
+interrupted goes on where it stopped. Every run makes the same number of optimizer steps, and its last checkpoint is
+judged: there is no validation, as labels are few. Regression is logistic, on log1p of counts per 10,000 of all genes,
+and on the pretrained model's vectors, both standardised and as they are, the better one by test accuracy, which
+flatters them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+import yaml
+from sklearn.metrics import f1_score
+
+from cellmill.evaluate.classifiers import classifiers, fit
+
+ROOT = Path(__file__).resolve().parents[1]
+TEST_FRAC = 0.3
+FULL = {"method": "full", "trunk_lr_frac": 0.1, "layer_decay": 0.8}
+METHODS: dict[str, dict[str, Any]] = {
+    "from scratch": {"init_from": None},
+    "head_only": {"finetune": {"method": "head_only"}, "train": {"lr": 1e-2}},
+    "partial": {"finetune": {"method": "partial", "last_blocks": 1, "trunk_lr_frac": 0.1}},
+    "lora": {"finetune": {"method": "lora", "trunk_lr_frac": 0.5}},
+    "full": {"finetune": FULL},
+    "full, gradual": {"finetune": FULL | {"head_steps": 40, "block_steps": 20}},
+}
+REGRESSIONS = ("frozen vectors, logistic regression", "all genes, logistic regression")
+Score = tuple[float, float]
+"""Accuracy and macro-F1."""
+
+
+def run_name(method: str, shots: str, seed: int) -> str:
+    """Name of a run."""
+    return f"{method.replace(', ', '-').replace(' ', '-')}.{shots}.{seed}"
+
+
+def draw(labels: pd.Series, shots: str, seed: int) -> pd.Series:
+    """The labels with those of all but `shots` cells of each class removed."""
+    if shots == "all":
+        return labels
+    order = np.random.default_rng([seed, 1]).permutation(len(labels))
+    rank = labels.iloc[order].groupby(labels.iloc[order], observed=True).cumcount().reindex(labels.index)
+    return labels.where(rank < int(shots))
+
+
+def split(source: Path, label: str, shots: list[str], seeds: int, folder: Path) -> None:
+    """Write train.h5ad, with a column of labels for each number of labels and seed, and test.h5ad."""
+    adata = ad.read_h5ad(source)
+    adata.obs_names_make_unique()
+    labels = adata.obs[label].astype(object)
+    adata = adata[labels.notna().to_numpy()].copy()
+    labels = adata.obs[label].astype(str)
+    order = np.random.default_rng(0).permutation(adata.n_obs)
+    place = labels.iloc[order].groupby(labels.iloc[order]).cumcount().reindex(labels.index)
+    is_test = (place < TEST_FRAC * labels.map(labels.value_counts())).to_numpy()
+    train, test = adata[~is_test].copy(), adata[is_test].copy()
+    test.obs = pd.DataFrame({"true": labels[is_test]})
+    known = labels[~is_test]
+    drawn = {f"label_{k}_{seed}": draw(known, k, seed) for k in shots for seed in range(seeds)}
+    train.obs = pd.DataFrame({name: column.astype("category") for name, column in drawn.items()}, index=known.index)
+    folder.mkdir(parents=True, exist_ok=True)
+    train.write_h5ad(folder / "train.h5ad")
+    test.write_h5ad(folder / "test.h5ad")
+
+
+def write_config(folder: Path, given: argparse.Namespace) -> list[str]:
+    """Write config/; returns the files that Snakemake has to make."""
+    files = {"train": folder / "train.h5ad", "test": folder / "test.h5ad"}
+    files |= {f"other{i}": path.resolve() for i, path in enumerate(given.pretrain)}
+    (folder / "config").mkdir(exist_ok=True)
+    rows = [f"{name}\t{path}\n" for name, path in files.items()]
+    (folder / "config" / "datasets.tsv").write_text("dataset\tpath\n" + "".join(rows))
+    table = {"table": "config/datasets.tsv"}
+    runs: dict[str, Any] = {"pretrained": {"corpus": "wide", "train": {"epochs": given.epochs, "lr": 3e-3}}}
+    for k in given.shots:
+        for seed in range(given.seeds):
+            objective = {"name": "classification", "label_column": f"label_{k}_{seed}"}
+            for method, options in METHODS.items():
+                own = {"corpus": "labelled", "objective": objective, "init_from": "pretrained"} | options
+                own["train"] = {"steps": given.steps, "lr": 1e-3, "seed": seed} | options.get("train", {})
+                runs[run_name(method, k, seed)] = own
+    tree = {
+        "corpora": {
+            "wide": table | {"datasets": [name for name in files if name != "test"]},
+            "labelled": table | {"datasets": ["train"]},
+        },
+        "preprocess": {"min_genes": 0, "min_cells": 1, "max_mito_frac": 1},
+        "shard": {"val_frac": 0.0, "test_frac": 0.0},
+        "tokens": {"tokenizer": "continuous", "max_tokens": 512},
+        "model": {"family": "encoder", "hidden": 64, "layers": 2, "heads": 4},
+        "parallel": {"precision": "32-true"},  # a CPU emulates bfloat16
+        "train": {"global_batch": 32, "token_budget": 32768, "warmup_steps": 20, "checkpoint_every_steps": 10**6},
+        "consolidate": {"checkpoint": "last"},
+        "embed": {"min_coverage_frac": 0, "min_expressed_frac": 0},
+        "runs": runs,
+    }
+    (folder / "config" / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+    targets = [f"results/runs/{name}/predictions/test.h5ad" for name in runs if name != "pretrained"]
+    return [*targets, *(f"results/runs/pretrained/embeddings/{name}.h5ad" for name in ("train", "test"))]
+
+
+def predicted(folder: Path, run: str, truth: pd.Series) -> Score:
+    """Score of a run's labels of the test cells; a cell that got none is wrong."""
+    obs = ad.read_h5ad(folder / "results" / "runs" / run / "predictions" / "test.h5ad").obs
+    return score(truth, obs["cellmill_label"].astype(object).reindex(truth.index).fillna("none").astype(str))
+
+
+def regressed(train: Any, test: Any, labels: pd.Series, truth: pd.Series) -> Score:
+    """Score of the better logistic regression on features of the train and test cells."""
+    known, scores = labels.notna().to_numpy(), []
+    for name, classifier in classifiers(1, sp.issparse(train)).items():
+        if name.startswith("logistic"):
+            fit(classifier, train[known], labels[known].astype(str).to_numpy())
+            scores.append(score(truth, classifier.predict(test)))
+    return max(scores)
+
+
+def score(truth: pd.Series, labels: Any) -> Score:
+    """Accuracy and macro-F1."""
+    return float(np.mean(truth.to_numpy() == np.asarray(labels))), float(f1_score(truth, labels, average="macro"))
+
+
+def features(folder: Path, kind: str) -> list[Any]:
+    """Features of the train and the test cells, in the order of their files."""
+    found = []
+    for name in ("train", "test"):
+        adata = ad.read_h5ad(folder / f"{name}.h5ad")
+        if kind == REGRESSIONS[0]:
+            embedded = ad.read_h5ad(folder / "results" / "runs" / "pretrained" / "embeddings" / f"{name}.h5ad")
+            rows = embedded.obs_names.get_indexer(adata.obs_names)
+            assert (rows >= 0).all(), "cells were dropped by preprocess"
+            found.append(np.nan_to_num(np.asarray(embedded.obsm["X_cellmill"])[rows]))
+            continue
+        counts = sp.csr_matrix(adata.X, dtype=np.float64)
+        scaled = sp.diags(1e4 / np.maximum(np.asarray(counts.sum(1)).ravel(), 1)) @ counts
+        found.append(scaled.log1p().tocsr())
+    return found
+
+
+def lines(folder: Path, given: argparse.Namespace) -> list[str]:
+    """Rows of the table: mean and standard deviation over seeds of accuracy, and mean macro-F1."""
+    truth = ad.read_h5ad(folder / "test.h5ad").obs["true"].astype(str)
+    columns = ad.read_h5ad(folder / "train.h5ad").obs
+    made = {kind: features(folder, kind) for kind in REGRESSIONS}
+    rows = [
+        "| | " + " | ".join(f"{k} labels a class" for k in given.shots) + " |",
+        "|---" * (1 + len(given.shots)) + "|",
+    ]
+    for name in (*METHODS, *REGRESSIONS):
+        cells = []
+        for k in given.shots:
+            scores = [
+                regressed(*made[name], columns[f"label_{k}_{seed}"], truth)
+                if name in REGRESSIONS
+                else predicted(folder, run_name(name, k, seed), truth)
+                for seed in range(given.seeds)
+            ]
+            accuracy, f1 = np.array(scores).T
+            spread = f" ± {accuracy.std(ddof=1):.3f}" if given.seeds > 1 else ""
+            cells.append(f"{accuracy.mean():.3f}{spread} / {f1.mean():.3f}")
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return [f"{len(columns):,} training cells, {len(truth):,} test cells; accuracy / macro-F1", "", *rows]
+
+
+def main() -> None:
+    """Write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("source", type=Path, help=".h5ad with counts in X")
+    parser.add_argument("--label", default="bulk_labels")
+    parser.add_argument("--pretrain", type=Path, nargs="*", default=[], help="more .h5ad files, without labels")
+    parser.add_argument("--shots", nargs="+", default=["5", "20", "all"])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=40, help="of the pretraining")
+    parser.add_argument("--steps", type=int, default=200, help="of each run with labels")
+    parser.add_argument("--cores", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="folder to work in (default: a temporary one)")
+    given = parser.parse_args()
+    folder = (given.out or Path(tempfile.mkdtemp(prefix="finetune-"))).resolve()
+    if not (folder / "test.h5ad").exists():
+        split(given.source, given.label, given.shots, given.seeds, folder)
+    targets = write_config(folder, given)
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--quiet", "all"]
+    command += ["--cores", str(given.cores), "--scheduler", "greedy", "--set-threads", "train=1", "plan=1", "embed=1"]
+    command += ["predict=1", "--set-resources", "train:nproc_per_node=1", "train:cpus_per_task=1", "--"]
+    log, environment = folder / "snakemake.log", os.environ | {"OMP_NUM_THREADS": "1"}
+    with open(log, "w") as file:
+        done = subprocess.run([*command, *targets], cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    if done.returncode:
+        sys.exit(f"the workflow failed; see {log}")
+    print("\n".join(lines(folder, given)))
+
+
+if __name__ == "__main__":
+    main()

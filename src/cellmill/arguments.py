@@ -1,0 +1,257 @@
+"""Arguments of every sub-command of `cellmill`."""
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from cellmill import __version__
+from cellmill.config.corpus import ObsColumns
+from cellmill.config.input_url import input_path
+from cellmill.config.machine import Machine
+
+CONFIG = Path("config/config.yaml")
+_INPUT = "an .h5ad, .zarr, 10x .h5, .loom, a folder with matrix.mtx, a FASTA file, or the URL of one"
+_PLANNED = ("nodes", "nproc_per_node")  # options of the machine that plan reads too
+
+
+def new_parser(description: str) -> argparse.ArgumentParser:
+    """The parser of `cellmill`; `stage` is the sub-command."""
+    top = argparse.ArgumentParser(prog="cellmill", description=description)
+    top.add_argument("--version", action="version", version=f"cellmill {__version__}")
+    stages = top.add_subparsers(dest="stage", required=True, metavar="STAGE")
+    for add in (
+        _add_data,
+        _add_corpus,
+        _add_training,
+        _add_model,
+        _add_import,
+        _add_machine_commands,
+        _add_run_commands,
+    ):
+        add(stages)
+    return top
+
+
+def _add_data(stages: Any) -> None:
+    demo = stages.add_parser("demo", help="write the demo data: 700 real PBMC")
+    demo.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
+
+    simulate = stages.add_parser("simulate", help="write simulated cells, or proteins")
+    simulate.add_argument("--out", type=Path, required=True, help="the .h5ad to write, or a .fasta for proteins")
+    _add(simulate, "--cells", 2000, "cells, or proteins")
+    _add(simulate, "--genes", 2000, "genes, the first protein-coding of the human table")
+    _add(simulate, "--types", 8, "cell types, the leaves of a tree, or protein families")
+    _add(simulate, "--batches", 2, "technical batches")
+    _add(simulate, "--perturbations", 0, "perturbed genes, in addition to the control")
+    _add(simulate, "--seed", 0, "random seed")
+
+
+def _add_corpus(stages: Any) -> None:
+    fetch = _command(stages, "fetch", "copy the input of a dataset from a URL into the cache")
+    fetch.add_argument("--input", required=True, help="URL of a file or folder: s3://, gs://, az://, https://, …")
+    fetch.add_argument("--cache", type=Path, help="folder (default: CELLMILL_CACHE, else ~/.cache/cellmill)")
+    fetch.add_argument("--out", type=Path, required=True, help="the .fetched.json to write: path, SHA-256 and size")
+
+    preprocess = _stage(stages, "preprocess", "read, filter and annotate the counts of one dataset", "corpus")
+    preprocess.add_argument("--input", type=input_path, required=True, help=_INPUT)
+    _add(preprocess, "--counts", "X", "matrix of the counts: X, raw, the name of a layer, or a genome of a 10x file")
+    preprocess.add_argument("--dataset", required=True, help="name of the dataset")
+    for name, field in ObsColumns.model_fields.items():
+        preprocess.add_argument(f"--{name}", help=str(field.description).replace("%", "%%"))
+    preprocess.add_argument("--round-counts", action="store_true", help="round fractional counts")
+    preprocess.add_argument("--source", default="", help="origin of the data, for the report")
+    preprocess.add_argument("--licence", default="", help="licence of the data, for the report")
+    preprocess.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
+    preprocess.add_argument("--report", type=Path, required=True, help="the QC report (.json) to write")
+
+    vocabulary = _stage(stages, "vocabulary", "collect the genes of a corpus and their medians", "corpus")
+    vocabulary.add_argument("--cells", type=Path, nargs="+", required=True, help="preprocessed .h5ad files")
+    vocabulary.add_argument("--out", type=Path, required=True, help="vocabulary.tsv")
+
+    divide = _stage(stages, "divide", "plan shards that several jobs write", "corpus")
+    part = _stage(stages, "shard_part", "write a part of the shards", "corpus")
+    part.add_argument("--part", required=True, help="which of how many, such as 3-of-8")
+    shard = _stage(stages, "shard", "write train, val and test shards", "corpus")
+    for stage, out in (
+        (divide, "plan.json, in a folder beside the manifest"),
+        (part, "file that tells that the part is done, in the folder of the plan"),
+        (shard, "manifest.json; shards go beside it"),
+    ):
+        stage.add_argument("--cells", type=Path, nargs="+", required=True, help="preprocessed .h5ad files")
+        stage.add_argument("--vocabulary", type=Path, required=True)
+        stage.add_argument("--out", type=Path, required=True, help=out)
+
+
+def _add_training(stages: Any) -> None:
+    plan = _stage(stages, "plan", "estimate memory and time of a run before it is submitted", "run")
+    plan.add_argument("--manifest", type=Path, help="manifest.json of the shards; without it a corpus is assumed")
+    plan.add_argument("--out", type=Path, help="plan.json to write (default: none)")
+    add_machine(plan, _PLANNED)
+    _add(plan, "--device", "cpu", "device of each process, such as h100")
+    plan.add_argument("--suggest", action="store_true", help="print the best layouts instead of the plan")
+    _add(plan, "--cells", 1_000_000, "number of cells assumed without a manifest", type=_count)
+    _add(plan, "--genes", 20_000, "number of genes assumed without a manifest", type=_count)
+
+    train = _stage(stages, "train", "train a run, or resume it", "run")
+    train.add_argument("--manifest", type=Path, required=True, help="manifest.json of the shards")
+    train.add_argument("--vocabulary", type=Path, required=True)
+    train.add_argument("--out", type=Path, required=True, help="folder for checkpoints, metrics.jsonl, status.json")
+    train.add_argument("--init-from", type=Path, help="folder of an exported model with the initial weights")
+    restart = "set a training of other options or data in the folder aside and start afresh"
+    train.add_argument("--restart", action="store_true", help=restart)
+    add_machine(train, _PLANNED)
+    group = train.add_argument_group("machine", "`set-resources: train:` of the profile, one flag per key")
+    add_machine(group, [name for name in Machine.model_fields if name not in _PLANNED])
+
+    consolidate = _stage(stages, "consolidate", "export a checkpoint as a self-contained model", "run")
+    consolidate.add_argument("--train", type=Path, required=True, help="folder of the training run")
+    consolidate.add_argument("--vocabulary", type=Path, required=True)
+    consolidate.add_argument("--out", type=Path, required=True, help="folder of the exported model")
+
+
+def _add_model(stages: Any) -> None:
+    embed = _stage(stages, "embed", "embed the cells of a dataset with an exported model", "run")
+    embed.add_argument("--model", type=Path, required=True, help="folder of an exported model")
+    embed.add_argument("--input", type=input_path, required=True, help=f"preprocessed or raw: {_INPUT}")
+    _add(embed, "--counts", "X", "matrix of the counts: X, raw, the name of a layer, or a genome of a 10x file")
+    embed.add_argument("--out", type=Path, required=True, help="the .h5ad to write, with obsm['X_cellmill']")
+    help_append = "write all of the .h5ad --input too, which --out may be, instead of obs alone"
+    embed.add_argument("--append", action="store_true", help=help_append)
+
+    predict = _stage(stages, "predict", "label the cells of a dataset with an exported classifier", "run")
+    predict.add_argument("--model", type=Path, required=True, help="folder of an exported model")
+    predict.add_argument("--input", type=input_path, required=True, help=f"preprocessed or raw counts: {_INPUT}")
+    _add(predict, "--counts", "X", "matrix of the counts: X, raw, the name of a layer, or a genome of a 10x file")
+    predict.add_argument("--out", type=Path, required=True, help="the .h5ad to write, with obs['cellmill_label']")
+    predict.add_argument("--append", action="store_true", help=help_append)
+
+    evaluate = _stage(stages, "evaluate", "evaluate embeddings on held-out cells next to baselines", "run")
+    evaluate.add_argument("--model", type=Path, required=True, help="folder of the exported model")
+    evaluate.add_argument("--manifest", type=Path, required=True, help="manifest.json of the shards it was trained on")
+    ancestors = "manifests of the runs its initial weights came from"
+    evaluate.add_argument("--ancestors", type=Path, nargs="*", default=[], help=ancestors)
+    evaluate.add_argument("--baselines", type=Path, help="folder that keeps predictions of baselines for other runs")
+    evaluate.add_argument("--cells", type=input_path, nargs="+", required=True, help=f"preprocessed: {_INPUT}")
+    embeddings = "one per file of --cells, in the same order"
+    evaluate.add_argument("--embeddings", type=Path, nargs="+", required=True, help=embeddings)
+    evaluate.add_argument(
+        "--labels", nargs="+", required=True, help="obs columns per file, separated by |; '-' for none"
+    )
+    evaluate.add_argument("--out", type=Path, required=True, help="metrics.json")
+
+    generate = _command(stages, "generate", "draw cells from an exported model of family autoregressive")
+    generate.add_argument("--model", type=Path, required=True, help="folder of an exported model")
+    generate.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
+    _add(generate, "--cells", 100, "cells")
+    _add(generate, "--prompt", "", "first genes of every cell, ids or symbols separated by commas")
+    _add(generate, "--temperature", 1.0, "divides the logits; 0 takes the likeliest gene")
+    _add(generate, "--top-k", 0, "draw from this many likeliest genes; 0 draws from all")
+    _add(generate, "--max-genes", 0, "most genes of a cell; 0 is tokens.max_tokens of the model")
+    _add(generate, "--seed", 0, "random seed")
+    _add(generate, "--batch-cells", 64, "cells drawn together; changes no cell")
+
+    report = _stage(stages, "report", "write one page over all runs", None)
+    report.add_argument("--runs", type=Path, nargs="+", required=True, help="folders of runs")
+    report.add_argument("--corpora", type=Path, nargs="+", required=True, help="folders of corpora")
+    report.add_argument("--out", type=Path, required=True, help="index.html")
+
+
+def _add_import(stages: Any) -> None:
+    kinds = _command(stages, "import", "read published weights into a model folder").add_subparsers(
+        dest="kind", required=True, metavar="MODEL"
+    )
+    for name, text in {"geneformer": "Geneformer V1 or V2", "scgpt": "pretrained scGPT"}.items():
+        parser = _command(kinds, name, text)
+        parser.add_argument("folder", type=Path, help="folder of the published files")
+        parser.add_argument("--out", type=Path, required=True, help="model folder to write")
+        if name == "scgpt":
+            _add(parser, "--organism", "human", "organism of the gene symbols", choices=["human", "mouse"])
+            _add(parser, "--max-tokens", 1200, "most tokens of a cell, <cls> counted", type=_count)
+            continue
+        pooling = "vector of a cell (default: cls with a token <cls>, as in V2, else mean)"
+        parser.add_argument("--pooling", choices=["mean", "cls"], help=pooling)
+        _add(parser, "--embed-layer", -1, "layer that is pooled: 0 is the last, -1 the one before")
+
+
+def _add_machine_commands(stages: Any) -> None:
+    _add_profiles(stages)
+    about = "Check a profile's machine against the configuration, SLURM and its nodes."
+    text = "check the machine before a big run is submitted"
+    preflight = stages.add_parser("preflight", help=text, description=about)
+    preflight.add_argument("--profile", required=True, help="name of the profile, or the path of its folder or file")
+    _add(preflight, "--config", CONFIG, "configuration")
+    preflight.add_argument("--no-job", action="store_true", help="do not submit a test job")
+    _add(preflight, "--wait-min", 30.0, "minutes the test job may wait in the queue")
+    _add(preflight, "--out", Path("results/preflight"), "folder shared with the nodes for NAME.json and the job")
+
+
+def _add_profiles(stages: Any) -> None:
+    kinds = _command(stages, "profiles", "write a profile for this cluster, or link the profiles for Snakemake")
+    kinds = kinds.add_subparsers(dest="what", required=True, metavar="WHAT")
+    install = _command(kinds, "install", "link the profiles into Snakemake's profile folder")
+    _add(install, "--from", Path("profiles"), "folder of profiles", dest="source")
+
+    new = _command(kinds, "new", "write a profile for a partition, from what SLURM says of it")
+    new.add_argument("name", metavar="NAME", help="name of the profile")
+    new.add_argument("--partition", default="", help="partition of the training (default: the most GPUs per node)")
+    new.add_argument("--nodes", default="", help="number of nodes, or a range such as 2-4 (default: 1)")
+    new.add_argument("--gpus", type=int, help="GPUs and processes per node; 0 for CPU cores (default: all of a node)")
+    new.add_argument("--account", default="", help="account to charge (default: yours, if it is one or has a default)")
+    new.add_argument("--qos", default="", help="quality of service (default: one that the partition asks for)")
+    _add(new, "--into", Path("profiles"), "folder of profiles")
+
+
+def _add_run_commands(stages: Any) -> None:
+    """Commands for runs that are queued, running or finished."""
+    texts = {
+        "status": "show the state of each run",
+        "attach": "follow the log of a run's job until it ends",
+        "cancel": "stop a run and save its state",
+        "logs": "print the log of a run",
+    }
+    for name, text in texts.items():
+        parser = _command(stages, name, text)
+        if name == "status":
+            parser.add_argument("runs", nargs="*", metavar="RUN", help="names of runs (default: all)")
+        else:
+            parser.add_argument("run", metavar="RUN", help="name of the run")
+        _add(parser, "--results", Path("results"), "folder of results")
+        if name == "logs":
+            parser.add_argument("--follow", action="store_true", help="follow it until the run ends")
+
+
+def _stage(stages: Any, name: str, text: str, owner: str | None) -> Any:
+    parser = _command(stages, name, text)
+    _add(parser, "--config", CONFIG, "configuration")
+    if owner is not None:
+        parser.add_argument(f"--{owner}", dest="name", help=f"name of the {owner}; required if there are several")
+    parser.add_argument("--options", help="sections of the stage as JSON, or a file of it, instead of --config")
+    return parser
+
+
+def _command(stages: Any, name: str, text: str) -> Any:
+    return stages.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+
+
+def _add(parser: Any, flag: str, default: Any, text: str, **more: Any) -> None:
+    """Add an option whose default gives its type and is part of its help."""
+    text = f"{text} (default: {'none' if default == '' else default})".replace("%", "%%")
+    parser.add_argument(flag, **{"type": type(default), "default": default, "help": text} | more)
+
+
+def add_machine(parser: Any, names: Iterable[str]) -> None:
+    """Add options of the machine."""
+    for name in names:
+        field = Machine.model_fields[name]
+        _add(parser, f"--{name.replace('_', '-')}", field.default, str(field.description), type=str)
+
+
+def _count(text: str) -> int:
+    try:
+        number = int(float(text))
+    except (ValueError, OverflowError):
+        number = 0
+    if not 1 <= number <= 10**12:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to 10^12, got {text!r}")
+    return number

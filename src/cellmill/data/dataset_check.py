@@ -1,0 +1,107 @@
+"""Columns that the configuration names, looked for in the files of the table before anything runs.
+
+Only names are read, and the categories of a control's column: milliseconds per .h5ad file. Other files, and those that
+are damaged or not made yet, are left to stage preprocess, which checks all of it again before it reads counts.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from cellmill.config.corpus import IS_CONTROL, Dataset
+from cellmill.config.workflow import CorpusConfig, Workflow
+from cellmill.data.obs_levels import DATASET
+from cellmill.errors import ConfigError, DataError, did_you_mean
+
+
+def check_datasets(pipeline: Workflow) -> None:
+    """Raise ConfigError or DataError for the first column that no file has, of all datasets that the workflow reads."""
+    for name, corpus in pipeline.corpora.items():
+        table = pipeline.datasets(name)
+        runs = [run for run, options in pipeline.runs.items() if options.corpus == name]
+        evaluated = [dataset for run in runs for dataset in pipeline.evaluated_on(run)]
+        columns: dict[str, set[str]] = {}
+        for dataset in dict.fromkeys([*pipeline.trained_on(name), *evaluated]):
+            path = Path(table[dataset].path)
+            if path.suffix == ".h5ad" and (file := _opened(path)) is not None:
+                with file:
+                    columns[dataset] = _check_file(file, corpus.table, table[dataset], corpus)
+        trained = [columns[dataset] for dataset in pipeline.trained_on(name) if dataset in columns]
+        if len(trained) == len(pipeline.trained_on(name)):
+            _check_options(pipeline, name, trained)
+
+
+def _opened(path: Path) -> h5py.File | None:
+    """The file; None if it is missing or damaged, which is the business of the stage that reads it."""
+    try:
+        return h5py.File(path, "r")
+    except OSError:
+        return None
+
+
+def _check_file(file: h5py.File, table: str, dataset: Dataset, corpus: CorpusConfig) -> set[str]:
+    """Check one file, and return the obs columns that its preprocessed cells will have."""
+    path = Path(dataset.path)
+    where = f"{table}: dataset {dataset.dataset}: {path}"
+    obs = file.get("obs")
+    if not isinstance(obs, h5py.Group):
+        return set()  # stage preprocess says what it is
+    _check_counts(where, file, dataset.counts)
+    known = [str(name) for name in obs.attrs.get("column-order", [])]
+    for column, owner in dataset.asked_for.items():
+        if column not in known:
+            raise DataError(f"{where} has no obs column {column!r} ({owner}); {did_you_mean(column, known)}")
+    kept = corpus.preprocess.keep_obs
+    for column in kept or ():
+        if column not in known:
+            raise DataError(f"{path}: no obs column {column!r} (preprocess.keep_obs); {did_you_mean(column, known)}")
+    if dataset.control is not None and dataset.controlled is not None:
+        _check_control(where, obs, dataset.roles[dataset.controlled], dataset.control)
+    made = {*dataset.roles, *({IS_CONTROL} if dataset.control else ())}
+    own = {*known} if kept is None else {*kept, *dataset.labels}
+    renamed = {f"{role}_original" for role in made & own if dataset.roles.get(role) != role}
+    return own | made | renamed
+
+
+def _check_counts(where: str, file: h5py.File, counts: str) -> None:
+    layers = file.get("layers")
+    known = [name for name, at in (("X", "X"), ("raw", "raw/X")) if at in file]
+    known += [*layers] if isinstance(layers, h5py.Group) else []
+    if counts not in known:
+        raise DataError(f"{where} has no matrix {counts!r} (counts); {did_you_mean(counts, known)}")
+
+
+def _check_control(where: str, obs: h5py.Group, column: str, control: str) -> None:
+    node: Any = obs[column]
+    if not isinstance(node, h5py.Group) or "categories" not in node:
+        return  # text in full, which takes as long as the stage
+    values = [value.decode() if isinstance(value, bytes) else str(value) for value in node["categories"][:]]
+    if control not in values:
+        raise DataError(
+            f"{where} has no {control!r} (control) in obs column {column!r}; {did_you_mean(control, values)}"
+        )
+
+
+def _check_options(pipeline: Workflow, name: str, columns: list[set[str]]) -> None:
+    """Refuse a split or a run of corpus `name` by an obs column that its shards will not have."""
+    split_by = pipeline.corpora[name].shard.split_by
+    every, some = {DATASET} | set.intersection(*columns), {DATASET, f"{DATASET}_original"} | set.union(*columns)
+    if split_by is not None and split_by not in every:
+        raise ConfigError(
+            f"corpora.{name}.shard.split_by: not all datasets have an obs column {split_by!r}; "
+            f"{did_you_mean(split_by, sorted(every))}"
+        )
+    for run, options in pipeline.runs.items():
+        if options.corpus == name:
+            _check_run(f"runs.{run}", options.obs_columns(), some)
+
+
+def _check_run(run: str, read: dict[str, str], known: Iterable[str]) -> None:
+    for column, option in read.items():
+        if column not in known:
+            raise ConfigError(
+                f"{run}.{option}: no dataset of its corpus has an obs column {column!r}; "
+                f"{did_you_mean(column, sorted(known))}"
+            )

@@ -1,0 +1,1 @@
+"""Formats of counts: one module per format behind one contract (`cellmill.data.inputs.source`)."""

@@ -1,0 +1,120 @@
+"""10x Genomics .h5 files, as Cell Ranger writes them: version 3 (group `matrix`) and 2 (a group per genome).
+
+Both store genes x cells compressed by cell. Genes are named by id, which is unique; `var` has `symbol`, and in version
+3 `feature_types` and `genome`. `counts` is X, or the name of a genome to read its genes alone.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from cellmill.data.inputs.source import CountSource, StoredMatrix
+from cellmill.data.inputs.sparse import CsrMatrix
+from cellmill.data.inputs.values import MAX_LENGTH, WHOLE, is_array, require_kind
+from cellmill.errors import DataError, did_you_mean
+
+_V2 = ("barcodes", "genes", "gene_names", "data", "indices", "indptr", "shape")
+
+
+def is_tenx(file: Any) -> bool:
+    """True if an open HDF5 file has the groups of version 3 or 2."""
+    return _is_v3(file) or bool(_genomes(file))
+
+
+def open_tenx(path: Path, file: Any, counts: str) -> CountSource:
+    """The matrix of an open HDF5 file, with all genes (`X`) or those of the genome `counts`."""
+    return _open_v3(path, file["matrix"], counts) if _is_v3(file) else _open_v2(path, file, counts)
+
+
+class GenesOf:
+    """Some genes of a matrix."""
+
+    def __init__(self, matrix: StoredMatrix, columns: np.ndarray):
+        self._matrix, self._columns = matrix, columns
+        self.shape = (matrix.shape[0], len(columns))
+
+    def blocks(self, block: int) -> Iterator[sp.csr_matrix]:
+        """As `StoredMatrix.blocks`."""
+        return (part[:, self._columns] for part in self._matrix.blocks(block))
+
+    def close(self) -> None:
+        self._matrix.close()
+
+
+def _is_v3(file: Any) -> bool:
+    matrix = file.get("matrix")
+    return matrix is not None and not is_array(matrix) and "features" in matrix
+
+
+def _genomes(file: Any) -> list[str]:
+    """Groups of a file of version 2."""
+    groups = {name: file.get(name) for name in file}
+    return [n for n, g in groups.items() if g is not None and not is_array(g) and all(key in g for key in _V2)]
+
+
+def _open_v3(path: Path, group: Any, counts: str) -> CountSource:
+    matrix, barcodes = _matrix_of(path, group)
+    features = group["features"]
+    ids = read_texts(path, features.get("id"), "features/id", matrix.shape[1])
+    columns = {"symbol": "name", "feature_types": "feature_type", "genome": "genome"}
+    var = pd.DataFrame(index=pd.Index(ids, dtype=object))
+    for column, name in columns.items():
+        if name in features:
+            var[column] = read_texts(path, features[name], f"features/{name}", len(ids))
+    genomes = sorted(set(var["genome"]) - {""}) if "genome" in var else []
+    if len(genomes) > 1:
+        var = _without_genome(var)
+    if counts == "X":
+        return CountSource(path, counts, matrix, barcodes, var, genomes if len(genomes) > 1 else [])
+    _require_genome(path, counts, ["X", *genomes])
+    chosen = np.flatnonzero(var["genome"] == counts)
+    return CountSource(path, counts, GenesOf(matrix, chosen), barcodes, var.iloc[chosen])
+
+
+def _open_v2(path: Path, file: Any, counts: str) -> CountSource:
+    genomes = _genomes(file)
+    if counts == "X" and len(genomes) > 1:
+        raise DataError(f"{path}: has {len(genomes)} genomes; set the dataset's `counts` to {' or '.join(genomes)}")
+    genome = genomes[0] if counts == "X" else counts
+    _require_genome(path, genome, genomes)
+    group = file[genome]
+    matrix, barcodes = _matrix_of(path, group)
+    ids = read_texts(path, group["genes"], "genes", matrix.shape[1])
+    names = read_texts(path, group["gene_names"], "gene_names", len(ids))
+    return CountSource(path, counts, matrix, barcodes, pd.DataFrame({"symbol": names}, index=ids))
+
+
+def _require_genome(path: Path, genome: str, known: list[str]) -> None:
+    if genome not in known:
+        raise DataError(f"{path}: no matrix {genome!r} (the dataset's `counts`); {did_you_mean(genome, known)}")
+
+
+def _matrix_of(path: Path, group: Any) -> tuple[CsrMatrix, pd.DataFrame]:
+    """Matrix and obs. The file's shape is genes x cells, so its columns are our rows."""
+    shape = np.asarray(require_kind(path, "shape", group.get("shape"), WHOLE)[:2]).tolist()
+    if len(shape) != 2 or not all(0 <= n <= MAX_LENGTH for n in shape):
+        raise DataError(f"{path}: damaged: expected a shape of genes and cells, got {shape}")
+    barcodes = read_texts(path, group.get("barcodes"), "barcodes", shape[1])
+    matrix = CsrMatrix(path, "matrix", group, (shape[1], shape[0]))
+    return matrix, pd.DataFrame(index=pd.Index(barcodes, dtype=object))
+
+
+def _without_genome(var: pd.DataFrame) -> pd.DataFrame:
+    """Ids and symbols without the genome that Cell Ranger puts before them where there are several."""
+
+    def cut(texts: Any) -> list[str]:
+        return [t.removeprefix(g).lstrip("_") if g else t for t, g in zip(texts, var["genome"])]
+
+    return var.assign(**{"symbol": cut(var["symbol"])} if "symbol" in var else {}).set_axis(cut(var.index), axis=0)
+
+
+def read_texts(path: Path, array: Any, name: str, length: int) -> list[str]:
+    """Values of a text array as str. Raises DataError unless it has `length` of them."""
+    if not is_array(array) or array.shape != (length,):
+        shape = array.shape if is_array(array) else None
+        raise DataError(f"{path}: damaged: expected {length:,} {name}, got {'none' if shape is None else shape}")
+    return [value.decode() if isinstance(value, bytes) else str(value) for value in array[()].tolist()]

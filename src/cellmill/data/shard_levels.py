@@ -1,0 +1,37 @@
+"""Levels of the cells of a shard of an earlier version, which has no index beside it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from cellmill.data.h5_file import one_line, open_h5
+from cellmill.data.manifest import REMEDY
+from cellmill.data.obs_levels import level_numbers
+from cellmill.errors import DataError
+
+
+def read_shard(path: Path, levels: Mapping[str, Sequence[str]]) -> np.ndarray:
+    """Numbers of the shard's cells, `(cells, columns)` int32. Raises DataError when its obs cannot be read."""
+    try:
+        with open_h5(path, REMEDY) as file:
+            columns = [level_numbers(*_codes(file["obs"][name]), known) for name, known in levels.items()]
+    except (LookupError, TypeError, ValueError, OSError, RuntimeError) as error:
+        raise DataError(f"{path}: its obs columns cannot be read: {one_line(error)}; {REMEDY}") from None
+    if unknown := [name for name, numbers in zip(levels, columns) if not numbers.all()]:
+        raise DataError(f"{path}: obs column {unknown[0]!r} has values that the manifest does not list; {REMEDY}")
+    return np.stack(columns, axis=1)
+
+
+def _codes(column: h5py.Group | h5py.Dataset) -> tuple[np.ndarray, Iterable[Any]]:
+    """Return code of each cell, -1 for a missing value, and the values that codes stand for."""
+    if isinstance(column, h5py.Group):  # anndata's categorical; other groups have no codes
+        if column["codes"].dtype.kind not in "iu":
+            raise TypeError(f"{column.name}/codes are not whole numbers")
+        return column["codes"][:].astype(np.int64), column["categories"].asstr()[:] if len(column["categories"]) else ()
+    values, codes = np.unique(column[:], return_inverse=True)
+    if values.dtype.kind == "f":
+        codes = np.where(np.isnan(values)[codes], -1, codes)
+    return codes, values

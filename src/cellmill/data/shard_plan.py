@@ -1,0 +1,309 @@
+"""The plan of a corpus's shards: split, shard and place of every cell, before any shard is written.
+
+One pass over the datasets keeps a few numbers per cell: nonzeros and largest count among the vocabulary's genes, and a
+hash of its content. From these follow the splits and the order on disk, and with them everything but the shards
+themselves. The plan lies in a folder, so that shards can be written in parts, by one process or by several jobs, and
+after a kill by the next:
+
+    plan.json      written last; its key tells the inputs that it was made from
+    SPLIT.npy      a row per cell in the order on disk: dataset, row, nnz, largest
+    obs/           obs of all cells (`joint_obs`)
+
+The arrays that are read beside the manifest (`shard_index`) are written with it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from cellmill.config.corpus import Shard as ShardOptions
+from cellmill.data.count_matrix import select_columns
+from cellmill.data.counts_reader import CountsReader, open_counts
+from cellmill.data.index_writer import write_levels, write_split_index
+from cellmill.data.joint_obs import ColumnFacts, JointObs, ObsColumn, columns_of, facts_of
+from cellmill.data.manifest import IndexEntry
+from cellmill.data.obs_levels import DATASET
+from cellmill.data.shard_index import hash_order, open_array
+from cellmill.data.shuffle import SHARDS, permutation
+from cellmill.data.split import SPLITS, hash_cells, hash_genes, places, require_column, split_by_content, split_by_value
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import DataError
+from cellmill.files import digest, fsync, read_json, write_json
+
+BLOCK = 1024  # cells read, ordered and written at a time
+CELL = np.dtype([("dataset", "<i4"), ("row", "<i8"), ("nnz", "<i4"), ("largest", "<u4")])
+FORMAT = 1
+FOLDER = "parts"  # of the plan, beside the manifest
+AGAIN = "make the plan again (the `divide` stage)"
+
+
+@dataclass(frozen=True)
+class ShardPlace:
+    """A shard to be written: cells `first:last` of the split."""
+
+    split: str
+    number: int  # in its split
+    first: int
+    last: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.split}-{self.number:05d}.h5ad"
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Contents of the plan's folder."""
+
+    folder: Path
+    key: str
+    datasets: list[str]
+    ordered: bool  # rows are sequences
+    cells_per_shard: int
+    n_obs: dict[str, int]  # by split
+    index: dict[str, dict[str, IndexEntry]]  # by split
+    left_out: dict[str, int]
+    duplicates: dict[str, int]
+    across_splits: int  # cells of which another split has an equal one
+    columns: list[ObsColumn]
+    obs_levels: dict[str, dict[str, Any]]
+
+    @cached_property
+    def obs(self) -> JointObs:
+        return JointObs(self.folder / "obs", self.datasets, self.columns)
+
+    def shards(self) -> list[ShardPlace]:
+        """All shards of all splits, in order."""
+        size = self.cells_per_shard
+        return [
+            ShardPlace(split, number, first, min(first + size, n_obs))
+            for split, n_obs in self.n_obs.items()
+            for number, first in enumerate(range(0, n_obs, size))
+        ]
+
+    def cells(self, shard: ShardPlace) -> np.ndarray:
+        """Cells of a shard in order, of dtype `CELL`."""
+        return self._of_split(shard.split)[shard.first : shard.last]
+
+    def _of_split(self, split: str) -> np.ndarray:
+        return open_array(self.folder / f"{split}.npy", (self.n_obs[split],), CELL, AGAIN)
+
+    def write(self) -> None:
+        """Write plan.json, which makes the plan complete."""
+        fields = {name: value for name, value in self.__dict__.items() if name not in ("folder", "columns", "index")}
+        index = {split: {kind: asdict(entry) for kind, entry in own.items()} for split, own in self.index.items()}
+        tree = fields | {"columns": [asdict(column) for column in self.columns], "index": index}
+        write_json(self.folder / "plan.json", tree)
+
+    @classmethod
+    def read(cls, folder: Path, key: str) -> ShardPlan | None:
+        """Plan of the inputs that `key` tells; None if there is none, or it is of others."""
+        try:
+            tree = read_json(folder / "plan.json")
+            if tree["key"] != key:
+                return None
+            columns = [ObsColumn(**column) for column in tree.pop("columns")]
+            index = {
+                split: {kind: IndexEntry(**entry) for kind, entry in own.items()}
+                for split, own in tree.pop("index").items()
+            }
+            return cls(folder=folder, columns=columns, index=index, **tree)
+        except (DataError, KeyError, TypeError):
+            return None
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """Numbers of each cell of a dataset."""
+
+    facts: dict[str, ColumnFacts]
+    values: np.ndarray | None  # of the column that splits, as text
+    hashes: np.ndarray
+    nnz: np.ndarray  # nonzeros among the vocabulary's genes
+    largest: np.ndarray  # largest count among them
+    ordered: bool
+
+
+def remove_plan(folder: Path) -> None:
+    """Remove a plan, first of all plan.json: a killed removal must not leave what passes for a whole plan."""
+    if folder.is_dir():
+        (folder / "plan.json").unlink(missing_ok=True)
+        fsync(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, manifest: Path) -> ShardPlan:
+    """Plan the shards of a corpus, or find the plan that an earlier process made of the same inputs.
+
+    `cells` are preprocessed .h5ad files; the stem of each is the name of its dataset. Writes the plan's folder and the
+    arrays of the index beside `manifest`, which is removed first, so that nobody reads a mixture. Raises DataError when
+    a name occurs twice, a column is missing, a split is empty, or no cell has a gene of the vocabulary.
+    """
+    cells = sorted(cells, key=lambda path: path.stem)
+    names, folder = [path.stem for path in cells], manifest.parent / FOLDER
+    if len(set(names)) < len(names):
+        raise DataError(f"{cells[0].parent}: two datasets have the same file name; rename one, it names the dataset")
+    for path in cells:
+        if not path.is_file():
+            raise DataError(f"{path}: no such file")
+    key = _key(cells, vocabulary, options)
+    if (plan := ShardPlan.read(folder, key)) is not None:
+        manifest.unlink(missing_ok=True)
+        return plan
+    gene_hashes = hash_genes(vocabulary.gene_ids)
+    scans = [_scan(path, vocabulary, gene_hashes, options.split_by) for path in cells]
+    corpus, hashes, split = _divide(cells, scans, options)
+    repeated, across_splits = _duplicates(hashes, split)
+    duplicates = np.bincount(corpus["dataset"][repeated], minlength=len(cells)).tolist()
+    if options.duplicates == "drop":
+        corpus, hashes, split = (array[~repeated] for array in (corpus, hashes, split))
+        across_splits = 0
+    manifest.unlink(missing_ok=True)
+    remove_plan(folder)
+    obs = JointObs(folder / "obs", names, columns_of([scan.facts for scan in scans]))
+    kept = _write_obs(obs, cells, scans, corpus)
+    chosen, index = {}, {}
+    for number, name in enumerate(SPLITS):
+        order = np.flatnonzero(split == number)
+        order = order[permutation(len(order), options.seed, SHARDS, number)]
+        chosen[name] = corpus[order]
+        np.save(folder / f"{name}.npy", chosen[name])
+        index[name] = write_split_index(
+            manifest.parent, name, chosen[name]["nnz"], hashes[order], options.cells_per_shard
+        )
+    sizes = [len(scan.nnz) for scan in scans]
+    plan = ShardPlan(
+        folder=folder,
+        key=key,
+        datasets=names,
+        ordered=any(scan.ordered for scan in scans),
+        cells_per_shard=options.cells_per_shard,
+        n_obs={name: len(own) for name, own in chosen.items()},
+        index=index,
+        left_out={name: int((scan.nnz == 0).sum()) for name, scan in zip(names, scans)},
+        duplicates={name: n for name, n in zip(names, duplicates) if n},
+        across_splits=across_splits,
+        columns=obs.columns,
+        obs_levels=write_levels(manifest.parent, obs, kept, sizes, chosen, index),
+    )
+    for path in folder.rglob("*.npy"):
+        fsync(path)  # before plan.json, which says that they are complete
+    plan.write()
+    return plan
+
+
+def find_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, folder: Path) -> ShardPlan:
+    """The plan that `make_plan` wrote in `folder`. Raises DataError when there is none of these inputs."""
+    plan = ShardPlan.read(folder, _key(cells, vocabulary, options))
+    if plan is None:
+        raise DataError(f"{folder}: no plan of these cells and options; run the `divide` stage first")
+    return plan
+
+
+def _key(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions) -> str:
+    """Digest of all that a plan follows from; of the cells files name, size and time."""
+    stamps = {path.stem: [path.stat().st_size, path.stat().st_mtime_ns] for path in cells}
+    given = options.model_dump(mode="json", exclude={"jobs"})
+    return digest({"format": FORMAT, "cells": stamps, "vocabulary": vocabulary.digest, "shard": given})
+
+
+def _scan(path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarray, split_by: str | None) -> _Scan:
+    hashes, nnz, largest = [], [], []
+    with open_counts(path) as reader:
+        target = vocabulary.rows_of(reader.var_names)
+        for block in reader.rows(BLOCK):
+            counts = select_genes(block, target, vocabulary.n_genes, reader.ordered)
+            # a sequence is its residues at their places, a cell its genes with their counts
+            values = places(counts.indptr) if reader.ordered else counts.data
+            hashes.append(hash_cells(counts.indptr, counts.indices, values, gene_hashes))
+            nnz.append(np.diff(counts.indptr))
+            largest.append(np.ones(len(nnz[-1])) if reader.ordered else counts.max(axis=1).toarray().ravel())
+        return _Scan(
+            facts_of(reader.obs),
+            None if split_by is None else _values(reader, split_by),
+            np.concatenate(hashes),
+            np.concatenate(nnz),
+            np.concatenate(largest),
+            reader.ordered,
+        )
+
+
+def select_genes(block: sp.csr_matrix, target: np.ndarray, n_genes: int, ordered: bool) -> sp.csr_matrix:
+    """`block` over the vocabulary's genes, summed; of sequences nothing is summed or lost."""
+    if not ordered:
+        return select_columns(block, target, n_genes)
+    if (target < 0).any():
+        raise DataError("the vocabulary lacks residues; make it from these datasets (the `vocabulary` stage)")
+    return sp.csr_matrix((block.data, target[block.indices], block.indptr), shape=(block.shape[0], n_genes))
+
+
+def _values(reader: CountsReader, column: str) -> np.ndarray:
+    """Values of an obs column as text; for `dataset`, the dataset's name."""
+    if column == DATASET:
+        return np.full(reader.n_obs, reader.path.stem, object)
+    require_column(column, reader.obs.columns, str(reader.path))
+    codes, values = pd.factorize(reader.obs[column])
+    if (codes < 0).any():
+        raise DataError(
+            f"{reader.path}: {int((codes < 0).sum()):,} cells have no {column!r} (shard.split_by), so no split; "
+            "fill in the column, or split by another"
+        )
+    return pd.Series(values).astype(object).astype(str).to_numpy(object)[codes]
+
+
+def _divide(cells: list[Path], scans: list[_Scan], options: ShardOptions) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cells with a gene of the vocabulary, by dataset, of dtype `CELL`; their hashes and splits."""
+    sizes = [len(scan.nnz) for scan in scans]
+    corpus = np.empty(sum(sizes), CELL)
+    corpus["dataset"] = np.repeat(np.arange(len(scans)), sizes)
+    corpus["row"] = np.concatenate([np.arange(size) for size in sizes])
+    corpus["nnz"] = np.concatenate([scan.nnz for scan in scans])
+    corpus["largest"] = np.concatenate([scan.largest for scan in scans])
+    keep = corpus["nnz"] > 0
+    if not keep.any():
+        raise DataError(
+            f"{cells[0]}: none of {len(keep):,} cells of the corpus has a gene of the vocabulary; "
+            "give the vocabulary made from these datasets"
+        )
+    hashes = np.concatenate([scan.hashes for scan in scans])[keep]
+    if options.split_by is None:
+        split = split_by_content(hashes[:, 0], options.seed, options.val_frac, options.test_frac)
+    else:
+        values = np.concatenate([scan.values for scan in scans if scan.values is not None])[keep]
+        split = split_by_value(values, options.split_by, options.seed, options.val_frac, options.test_frac)
+    return corpus[keep], hashes, split
+
+
+def _duplicates(hashes: np.ndarray, split: np.ndarray) -> tuple[np.ndarray, int]:
+    """Mask of the cells equal to an earlier one, and the number of cells of which another split has an equal one."""
+    order = hash_order(hashes)
+    ordered = hashes[order]
+    equal = (ordered[1:] == ordered[:-1]).all(axis=1)
+    repeated = np.zeros(len(hashes), bool)
+    repeated[order[1:][equal]] = True
+    first = np.flatnonzero(np.concatenate([[True], ~equal]))  # of each group of equal cells
+    of_group = split[order]
+    mixed = np.maximum.reduceat(of_group, first) != np.minimum.reduceat(of_group, first)
+    sizes = np.diff(np.concatenate([first, [len(hashes)]]))
+    return repeated, int(sizes[mixed].sum())
+
+
+def _write_obs(obs: JointObs, cells: list[Path], scans: list[_Scan], corpus: np.ndarray) -> list[np.ndarray]:
+    """Write the obs of every dataset, one in memory at a time; return the rows of each that shards have."""
+    ends = np.searchsorted(corpus["dataset"], np.arange(len(cells) + 1))
+    kept = [np.ascontiguousarray(corpus["row"][first:last]) for first, last in pairwise(ends.tolist())]
+    for number, (path, scan, rows) in enumerate(zip(cells, scans, kept)):
+        mask = np.zeros(len(scan.nnz), bool)
+        mask[rows] = True
+        with open_counts(path) as reader:
+            obs.write(number, reader.obs, mask)
+    return kept

@@ -1,0 +1,82 @@
+"""Calibration of a classifier on cells that it was not trained on: temperature, its error, and accuracy by threshold.
+
+The temperature divides all logits, so it changes no cell's likeliest label (Guo et al. 2017, section 4.2). It is that
+with the smallest cross-entropy. The calibration error is the expected one of the same paper, section 3: the mean, over
+bins of equal width, of the distance between probability and accuracy, weighted by cells.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.optimize import minimize_scalar
+from scipy.special import log_softmax, softmax
+
+BINS = 15
+"""Bins of the calibration error."""
+STEPS = 100
+"""Thresholds of the table: 0, 1 / STEPS, ..."""
+LARGEST = 100.0
+"""Largest temperature, and inverse of the smallest: cells that are all told apart would have none."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Result of `calibrate`."""
+
+    temperature: float
+    n_cells: int
+    accuracy: float
+    calibration_error: float
+    calibration_error_uncalibrated: float
+    """With temperature 1."""
+    accuracy_above: list[float | None]
+    """Accuracy of the cells whose highest probability is at least i / STEPS, for i from 0; None for no cell."""
+    labelled_above: list[float]
+    """Share of these cells."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return dict(vars(self))
+
+
+def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
+    """Return the calibration of logits, (cells, labels) float, on cells of these labels, (cells,) int from 0."""
+    logits = logits.astype(np.float64)
+    temperature = fit_temperature(logits, labels)
+    highest, right = _highest(logits / temperature, labels)
+    above = highest[:, None] >= np.arange(STEPS) / STEPS
+    accuracy = [float(right[chosen].mean()) if chosen.any() else None for chosen in above.T]
+    return Calibration(
+        temperature=temperature,
+        n_cells=len(labels),
+        accuracy=float(right.mean()),
+        calibration_error=calibration_error(highest, right),
+        calibration_error_uncalibrated=calibration_error(*_highest(logits, labels)),
+        accuracy_above=accuracy,
+        labelled_above=above.mean(axis=0).tolist(),
+    )
+
+
+def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
+    """Return the temperature with the smallest cross-entropy, between 1 / LARGEST and LARGEST."""
+
+    def loss(log_temperature: float) -> float:
+        scaled = log_softmax(logits / np.exp(log_temperature), axis=1)
+        return -float(scaled[np.arange(len(labels)), labels].mean())
+
+    bound = float(np.log(LARGEST))
+    return float(np.exp(minimize_scalar(loss, bounds=(-bound, bound), method="bounded").x))
+
+
+def calibration_error(highest: np.ndarray, right: np.ndarray) -> float:
+    """Return the expected calibration error of cells with these highest probabilities, (cells,), right or wrong."""
+    bins = np.minimum((highest * BINS).astype(np.int64), BINS - 1)
+    gaps = np.bincount(bins, weights=right - highest, minlength=BINS)
+    return float(np.abs(gaps).sum() / len(highest))
+
+
+def _highest(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return each cell's highest probability, and whether its label is right, 0 or 1."""
+    probabilities = softmax(logits, axis=1)
+    return probabilities.max(axis=1), (probabilities.argmax(axis=1) == labels).astype(np.float64)

@@ -1,0 +1,132 @@
+"""lora: low-rank adapters of the linear layers of the blocks train, and the heads; all else is frozen.
+
+A layer W x + c becomes W x + c + (alpha / rank) B A x, where A is drawn and B begins as zeros, so the first step starts
+from the model as it was. The merged layer has the weight W + (alpha / rank) B A. There is no dropout of x: rows between
+layers have no keys, so it would not be the same in every layout.
+
+Source: Hu et al. 2022 (LoRA). `adapter` has the names of the package peft, version 0.10 and later.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from cellmill.config.finetune import LoraConfig
+from cellmill.errors import ConfigError, did_you_mean
+from cellmill.finetune.depth import Depth
+from cellmill.finetune.method import Method
+from cellmill.models.family import Model
+from cellmill.models.initial import with_std
+from cellmill.parallel.cpu_matmul import Linear
+from cellmill.parallel.tensor_parallel import Style
+
+STYLES: dict[Style, tuple[Style, Style, Style]] = {
+    "columns": ("columns", "norm", "columns"),
+    "rows": ("rows", "rows", "norm"),
+    "norm": ("norm", "norm", "norm"),
+}
+"""Tensor-parallel styles of base, A and B of a layer with a style."""
+
+
+class AdaptedLinear(nn.Module):
+    """base(x) + scale * b(a(x)); `b` begins as zeros."""
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
+        super().__init__()
+        self.base, self.scale = base, scale
+        self.a = with_std(Linear(base.in_features, rank, bias=False), base.in_features**-0.5)
+        self.b = with_std(Linear(rank, base.out_features, bias=False), 0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) -> (..., out)."""
+        out: torch.Tensor = self.base(x) + self.scale * self.b(self.a(x))
+        return out
+
+
+class Lora(Method):
+    """See the module."""
+
+    config: LoraConfig
+    depth: Depth
+    paths: list[str]
+    """Of the adapted layers, in the whole model."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of both adapter layers."""
+        return self.config.alpha / self.config.rank
+
+    def transform(self, model: Model) -> None:
+        """Wrap the layers, and name their parts in the model's plan."""
+        self.depth = Depth.of(model)
+        blocks = model.get_submodule(model.plan.blocks)
+        layers = self._layers(blocks)
+        self.paths = [f"{model.plan.blocks}.{i}.{layer}" for i, _ in blocks.named_children() for layer in layers]
+        for path in self.paths:
+            base: Any = model.get_submodule(path)
+            model.set_submodule(path, AdaptedLinear(base, self.config.rank, self.scale))
+        styles = dict(model.plan.tensor)
+        for path in (f"{model.plan.blocks}.*.{layer}" for layer in layers):
+            if (style := styles.pop(path, None)) is not None:
+                styles |= zip((f"{path}.base", f"{path}.a", f"{path}.b"), STYLES[style])
+        model.plan = replace(model.plan, tensor=styles)
+
+    def _layers(self, blocks: nn.Module) -> list[str]:
+        """Paths of the layers to adapt in a block. Raises ConfigError for a target that no layer is called."""
+        first = next(iter(blocks.children()), None)
+        if first is None:
+            raise ConfigError("finetune.method lora: the model has no blocks whose layers it could adapt; set another")
+        known = [path for path, module in first.named_modules() if isinstance(module, nn.Linear)]
+        if not known:
+            raise ConfigError("finetune.method lora: the model's blocks have no linear layers to adapt; set another")
+        names = dict.fromkeys(path.split(".")[-1] for path in known)
+        for target in self.config.targets or ():
+            if target not in names and target not in known:
+                raise ConfigError(f"finetune.targets: no linear layer {target!r}; {did_you_mean(target, names)}")
+        chosen = self.config.targets
+        return [path for path in known if chosen is None or path in chosen or path.split(".")[-1] in chosen]
+
+    def trains(self, name: str) -> bool:
+        """Return whether a parameter belongs to an adapter or to a head."""
+        return self.depth.is_head(name) or self._is_adapter(name)
+
+    def group(self, name: str) -> dict[str, float]:
+        """Give adapters a rate of their own and no weight decay."""
+        return {"lr_scale": self.config.trunk_lr_frac, "weight_decay": 0.0} if self._is_adapter(name) else {}
+
+    def _is_adapter(self, name: str) -> bool:
+        path, _, part = name.removesuffix(".weight").rpartition(".")
+        return part in ("a", "b") and path in self.paths
+
+    @torch.no_grad()
+    def merge(self, model: Model) -> None:
+        """Add each adapter's product to its layer, in float32."""
+        for path in self.paths:
+            adapted: Any = model.get_submodule(path)
+            adapted.base.weight += self.scale * adapted.b.weight @ adapted.a.weight
+            model.set_submodule(path, adapted.base)
+
+    def adapter(self, model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Return adapter_config.json and the tensors of adapter_model.safetensors, with the trained heads."""
+        tensors = {}
+        for path in self.paths:
+            adapted: Any = model.get_submodule(path)
+            tensors[f"{path}.lora_A.weight"] = adapted.a.weight
+            tensors[f"{path}.lora_B.weight"] = adapted.b.weight
+        tensors |= {name: p for name, p in model.named_parameters() if self.depth.is_head(name)}
+        heads = sorted(self.depth.heads)
+        config = {
+            "peft_type": "LORA",
+            "task_type": None,
+            "r": self.config.rank,
+            "lora_alpha": self.config.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "target_modules": self.paths,
+            "modules_to_save": [name for name in heads if isinstance(getattr(model, name), nn.Module)] or None,
+        }
+        return config, {f"base_model.model.{name}": p.detach().contiguous() for name, p in tensors.items()}

@@ -1,0 +1,100 @@
+"""The torchrun agent of a node, with a rendezvous that is closed to other users: `launch/rendezvous.py`.
+
+    python -m cellmill.launch.agent [options of torchrun] --module MODULE [arguments]
+
+Alone in this room it imports torch: nodes alone run it.
+"""
+
+import os
+import resource
+import socket
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.run import main
+
+from cellmill.launch.rendezvous import LOOPBACK, Gate, Relay, Rendezvous
+
+BACKEND = "cellmill"
+_STORES = 5  # tries to close a store before a stranger connects
+TIMEOUT = timedelta(minutes=10)  # until all agents have started, as torchrun's static rendezvous
+
+
+class ClosedRendezvous(RendezvousHandler):
+    """A rendezvous of a fixed set of nodes at a store on the first one."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self.rendezvous, self._run_id = Rendezvous.from_environment(), parameters.run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        _allow_many_connections()
+        if self.rendezvous.node == 0:
+            store, gate = self._closed_store()
+            port = Relay(self.rendezvous, gate).start()
+        else:
+            port = Relay(self.rendezvous, None).start()
+            store = TCPStore(LOOPBACK, port, is_master=False, timeout=TIMEOUT)
+        place = self.rendezvous
+        address = RendezvousStoreInfo(LOOPBACK, port)
+        return RendezvousInfo(PrefixStore(self._run_id, store), place.node, place.nodes, address)
+
+    def _closed_store(self) -> tuple[TCPStore, Gate]:
+        """A new store; another one if a stranger came in before it was closed."""
+        for left in reversed(range(_STORES)):
+            self._listener = socket.create_server((LOOPBACK, 0), backlog=1024)
+            gate = Gate(self._listener)
+            store = TCPStore(
+                LOOPBACK,
+                gate.port,
+                is_master=True,
+                timeout=TIMEOUT,
+                wait_for_workers=False,
+                master_listen_fd=os.dup(self._listener.fileno()),
+            )
+            try:
+                gate.close()
+                break
+            except PermissionError:
+                if not left:
+                    raise
+        return store, gate
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """The set of nodes is fixed."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _allow_many_connections() -> None:
+    """Each process of the job takes several file descriptors on the first node; the usual soft limit is 1,024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+if __name__ == "__main__":
+    rendezvous_handler_registry.register(BACKEND, ClosedRendezvous)
+    main()

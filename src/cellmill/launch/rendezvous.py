@@ -1,0 +1,290 @@
+"""The way to the store in which the processes of a job find each other, closed to everybody else.
+
+torch's store has no authentication: who reaches its port lists and overwrites all keys, which ends the run. Here the
+store listens on the loopback of the first node, and takes only connections that its own process makes. Each node has a
+relay, to which its processes connect as if it were the store:
+
+    process -> relay of its node      on the loopback; the kernel says which user connects
+            -> entrance, first node   on all interfaces; both sides prove that they know the secret of this start
+            -> store
+
+The secret is made for each start and travels in files and environments that other users cannot read; ports derive from
+it, so none of it stands in a command line. What has passed is not encrypted.
+"""
+
+import asyncio
+import ctypes
+import hmac
+import ipaddress
+import json
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+VARIABLE = "CELLMILL_RENDEZVOUS"
+LOOPBACK = "127.0.0.1"
+HANDSHAKE_S = 10.0
+_NONCE, _PROOF = 32, 32  # bytes
+_SO_ATTACH_FILTER = 26
+_RETRY_S = 0.2
+Endpoint = tuple[str, int]
+"""Address and port of one end of a connection."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """What an agent has to know to meet the others of its start."""
+
+    secret: str
+    node: int
+    nodes: int
+    host: str
+    """The first node."""
+
+    @classmethod
+    def from_environment(cls) -> "Rendezvous":
+        return cls(**json.loads(os.environ[VARIABLE]))
+
+    def environment(self) -> dict[str, str]:
+        """Variables for the agent; only processes of the same user can read them."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
+    @property
+    def ports(self) -> list[int]:
+        """Ports of the entrance, in the order of choice: the first that is free on the first node.
+
+        Below Linux's ephemeral ports, so that no outgoing connection occupies them.
+        """
+        digest = self.proof("ports")
+        return [20_000 + int.from_bytes(digest[i : i + 2]) % 12_000 for i in range(0, 16, 2)]
+
+    def proof(self, *parts: str | bytes) -> bytes:
+        """SHA-256 HMAC of `parts` under the secret."""
+        message = b"\0".join(part.encode() if isinstance(part, str) else part for part in parts)
+        return hmac.digest(self.secret.encode(), message, "sha256")
+
+
+def secret_of_start(secret: str, start: str) -> str:
+    """The secret of one start of a job, from that of the job."""
+    return hmac.digest(secret.encode(), start.encode(), "sha256").hex()
+
+
+class Gate:
+    """Decides who may connect to a listening TCP socket of this process, on the loopback.
+
+    A filter of the kernel (classic BPF, which needs no privilege) drops the packets that ask for a connection, but for
+    those from one port: that of the connection that is being made.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self.port = listener.getsockname()[1]
+
+    def close(self) -> None:
+        """Let nobody in. Raises PermissionError if somebody else is in already."""
+        self._admit(0)
+        if any(user != os.getuid() for user in users_connected_to((LOOPBACK, self.port))):
+            raise PermissionError("another user has connected to the store of this job")
+
+    async def connect(self) -> socket.socket:
+        """A new connection; call it from one coroutine at a time."""
+        ours = socket.socket()
+        ours.setblocking(False)
+        ours.bind((LOOPBACK, 0))  # nobody else can send from this port while it is ours
+        self._admit(ours.getsockname()[1])
+        try:
+            await asyncio.get_running_loop().sock_connect(ours, (LOOPBACK, self.port))
+        finally:
+            self._admit(0)
+        return ours
+
+    def _admit(self, port: int) -> None:
+        """Drop packets with SYN and without ACK that are not from `port` (the data start at the TCP header)."""
+        load_flags, mask, load_port = (0x30, 0, 0, 13), (0x54, 0, 0, 0x12), (0x28, 0, 0, 0)
+        asks, is_admitted = (0x15, 0, 2, 0x02), (0x15, 0, 1, port)  # skip 2 and 1 instructions if not equal
+        accept, drop = (0x06, 0, 0, 0xFFFFFFFF), (0x06, 0, 0, 0)
+        program = [load_flags, mask, asks, load_port, is_admitted, accept, drop]
+        code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+        kept = ctypes.create_string_buffer(code, len(code))
+        address = struct.pack("HL", len(program), ctypes.addressof(kept))
+        self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, address)
+
+
+class Relay:
+    """This node's way to the store, in a thread of the agent.
+
+    Parameters
+    ----------
+    store
+        The gate of the store, on the first node; None on the others.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, store: Gate | None) -> None:
+        self.rendezvous, self.store = rendezvous, store
+        self.port = 0
+        self._error: OSError | None = None
+        self._started = threading.Event()
+        self._admitting = asyncio.Lock()
+
+    def start(self) -> int:
+        """Port of the relay on the loopback. Raises OSError if the entrance finds no free port."""
+        threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True, name="rendezvous").start()
+        self._started.wait()
+        if self._error is not None:
+            raise self._error
+        return self.port
+
+    async def _run(self) -> None:
+        try:
+            own = await asyncio.start_server(self._serve(self._for_own_process), LOOPBACK, 0, backlog=1024)
+            self.port = own.sockets[0].getsockname()[1]
+            entrance = [await self._entrance()] if self.store is not None and self.rendezvous.nodes > 1 else []
+        except OSError as error:
+            self._error = error
+            return
+        finally:
+            self._started.set()
+        await asyncio.gather(*(server.serve_forever() for server in [own, *entrance]))
+
+    async def _entrance(self) -> asyncio.Server:
+        # None: all interfaces of both protocols, where IPv6 is not switched off
+        hosts = [LOOPBACK] if self.rendezvous.host == LOOPBACK else [None, "0.0.0.0"]
+        for port, host in product(self.rendezvous.ports, hosts):
+            with suppress(OSError):
+                return await asyncio.start_server(self._serve(self._for_node), host, port, backlog=1024)
+        raise OSError(f"no port of {self.rendezvous.ports} is free on this node")
+
+    def _serve(
+        self, upstream: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[socket.socket | None]]
+    ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+        """Join a connection with what `upstream` connects it to; drop it if that is None."""
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
+                if (other := await upstream(reader, writer)) is not None:
+                    far_reader, far_writer = await asyncio.open_connection(sock=other)
+                    await _first_of(_copy(reader, far_writer), _copy(far_reader, writer))
+                    far_writer.close()
+            writer.close()
+
+        return serve
+
+    async def _for_own_process(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> socket.socket | None:
+        if user_of_connection(writer.get_extra_info("peername"), (LOOPBACK, self.port)) != os.getuid():
+            return None
+        return await self._to_first_node() if self.store is None else await self._to_store()
+
+    async def _for_node(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> socket.socket | None:
+        """Both prove that they know the secret, over nonces of both and the port, so that nobody can pass it on."""
+        port, nonce = str(writer.get_extra_info("sockname")[1]), secrets.token_bytes(_NONCE)
+        writer.write(nonce)
+        answer = await asyncio.wait_for(reader.readexactly(_NONCE + _PROOF), HANDSHAKE_S)
+        theirs, proof = answer[:_NONCE], answer[_NONCE:]
+        if not hmac.compare_digest(proof, self.rendezvous.proof("node", port, nonce, theirs)):
+            return None
+        writer.write(self.rendezvous.proof("entrance", port, nonce, theirs))
+        return await self._to_store()
+
+    async def _to_store(self) -> socket.socket:
+        assert self.store is not None
+        async with self._admitting:
+            return await self.store.connect()
+
+    async def _to_first_node(self) -> socket.socket:
+        """A connection through the entrance, as soon as it is there: agents start in any order."""
+        while True:
+            for port in self.rendezvous.ports:
+                with suppress(OSError, TimeoutError):
+                    if (made := await asyncio.wait_for(self._knock(port), HANDSHAKE_S)) is not None:
+                        return made
+            await asyncio.sleep(_RETRY_S)
+
+    async def _knock(self, port: int) -> socket.socket | None:
+        """A connection through the entrance at `port`; None if something else listens there."""
+        loop = asyncio.get_running_loop()
+        family, kind, protocol, _, address = (
+            await loop.getaddrinfo(self.rendezvous.host, port, type=socket.SOCK_STREAM)
+        )[0]  # fmt: skip
+        made = socket.socket(family, kind, protocol)
+        made.setblocking(False)
+        try:
+            await loop.sock_connect(made, address)
+            theirs, ours = await _receive(made, _NONCE), secrets.token_bytes(_NONCE)
+            await loop.sock_sendall(made, ours + self.rendezvous.proof("node", str(port), theirs, ours))
+            expected = self.rendezvous.proof("entrance", str(port), theirs, ours)
+            if hmac.compare_digest(await _receive(made, _PROOF), expected):
+                return made
+        except BaseException:
+            made.close()
+            raise
+        made.close()
+        return None
+
+
+async def _receive(source: socket.socket, size: int) -> bytes:
+    got = b""
+    while len(got) < size:
+        part = await asyncio.get_running_loop().sock_recv(source, size - len(got))
+        if not part:
+            raise ConnectionResetError("closed")
+        got += part
+    return got
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await reader.read(65_536):
+            writer.write(data)
+            await writer.drain()
+
+
+async def _first_of(*copies: Awaitable[None]) -> None:
+    """Wait for one of them, then end the others."""
+    tasks = [asyncio.ensure_future(copy) for copy in copies]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def user_of_connection(local: Endpoint, remote: Endpoint) -> int | None:
+    """User of the process at the end `local` of a TCP connection of this machine; None if there is none (any more).
+
+    Addresses count as well as ports: the same port of another address of the loopback may be anybody's.
+    """
+    return next((user for *ends, user in _connections() if ends == [tuple(local), tuple(remote)]), None)
+
+
+def users_connected_to(remote: Endpoint) -> list[int]:
+    """Users of the local processes that are connected to `remote`."""
+    return [user for _, end, user in _connections() if end == remote]
+
+
+def _connections() -> list[tuple[Endpoint, Endpoint, int]]:
+    """(local end, remote end, user) of the established TCP connections of this machine."""
+    found = []
+    for file in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(FileNotFoundError):  # no IPv6
+            for line in Path(file).read_text().splitlines()[1:]:
+                local, remote, state, user = (line.split()[column] for column in (1, 2, 3, 7))
+                if state == "01":
+                    found.append((_endpoint(local), _endpoint(remote), int(user)))
+    return found
+
+
+def _endpoint(text: str) -> Endpoint:
+    """Address and port, of which the kernel writes words of the address as numbers of this machine."""
+    address, _, port = text.partition(":")
+    words = [struct.pack("=I", int(address[at : at + 8], 16)) for at in range(0, len(address), 8)]
+    ip = ipaddress.ip_address(b"".join(words))
+    return str(getattr(ip, "ipv4_mapped", None) or ip), int(port, 16)

@@ -1,0 +1,119 @@
+"""Private names of torch that cellmill uses: the first file to read when a new version of torch fails.
+
+Public torch has no equal of these. Each has its reason and the tests that fail without it. `tools/house.py` refuses
+private names of other packages everywhere else.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+# shapes that DTensor infers with it are not counted by the planner: tests/unit/test_size.py
+from torch._subclasses import FakeTensor as FakeTensor
+from torch.distributed import distributed_c10d
+
+# a gradient that is still being reduced: tests/distributed/test_loss_scale.py
+from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
+
+# recomputation of a module that keeps its names: tests/distributed/test_layouts.py
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl as CheckpointImpl
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+
+# process group of the planner, which sends nothing: tests/unit/test_size.py
+from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
+
+# the planner sees every operation and its tensors: tests/unit/test_size.py
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
+
+HAS_ONEDNN_LINEAR = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+"""True if this build of torch has `linear_onednn`."""
+
+
+def linear_onednn(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """(M, K), (N, K) and (N,) -> (M, N) by oneDNN, for which torch has no switch: tests/unit/test_cpu_matmul.py."""
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+    return out
+
+
+def softmax_backward(grad: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the scores, over the last dim, in one pass: tests/unit/test_attention.py."""
+    return torch._softmax_backward_data(grad, weights, -1, weights.dtype)
+
+
+def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    """(B, h, n, d) each -> (B, h, n, d) by this kernel, whatever torch would choose: tests/unit/test_size.py."""
+    out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=is_causal)[0]
+    return out
+
+
+def flatten_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return all axes of `mesh` as one axis `name`, always the same one: tests/distributed/test_layouts.py.
+
+    Collective: every rank.
+    """
+    return mesh._flatten(name)
+
+
+def set_group_timeouts(timeout: timedelta) -> None:
+    """Set the timeout of every process group of this rank: tests/distributed/test_layouts.py.
+
+    Groups of a mesh start with torch's default, and their list is private. torch 2.14 made the function public.
+    """
+    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    for group in list(distributed_c10d._world.pg_map):
+        if isinstance(group, dist.ProcessGroup):
+            set_timeout(timeout, group)
+
+
+def scale_all(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply all tensors of a device in place, in one kernel: tests/distributed/test_loss_scale.py."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def update_loss_scale(scale: torch.Tensor, good_steps: torch.Tensor, overflowed: torch.Tensor, interval: int) -> None:
+    """Double or halve the scale in place; the host waits for nothing: tests/distributed/test_loss_scale.py."""
+    torch._amp_update_scale_(scale, good_steps, overflowed, 2.0, 0.5, interval)
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Return True for a buffer that checkpoints keep: tests/distributed/test_buffers.py."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the number of writes in place: tests/distributed/test_offload.py."""
+    return tensor._version
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return the identity of a storage, also without memory, where `data_ptr` is 0: tests/unit/test_size.py."""
+    return storage._cdata
+
+
+def operator_name(operator: Any) -> str:
+    """Return the name of an operator, such as aten::mm, or "" for a function: tests/distributed/test_layouts.py."""
+    schema = getattr(operator, "_schema", None)
+    return "" if schema is None else schema.name
+
+
+def overload_packet(operator: Any) -> Any:
+    """Return the key of an operator in `flop_registry`: tests/unit/test_size.py."""
+    return operator._overloadpacket
+
+
+def record_memory(max_entries: int | None) -> None:
+    """Record allocations on a GPU, or with None stop. Documented by torch in spite of its name; no test has a GPU."""
+    if max_entries is None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    else:
+        torch.cuda.memory._record_memory_history(max_entries=max_entries)
+
+
+def write_memory_record(path: str) -> None:
+    """Write the recorded allocations, for pytorch.org/memory_viz. As `record_memory`."""
+    torch.cuda.memory._dump_snapshot(path)

@@ -1,0 +1,109 @@
+"""The training that a folder already holds: done, to go on, or refused because it is not the one that was asked for.
+
+Nobody's training of days begins afresh unasked. Another length goes on from the newest checkpoint, with the schedule of
+the new length; any other change is refused until `--restart` says that the earlier training may be set aside.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from cellmill.errors import ConfigError
+from cellmill.files import write_json
+from cellmill.runs.folder import Checkpoint, TrainFolder
+from cellmill.runs.identity import LENGTH, changed_keys, check_data
+from cellmill.runs.progress import status
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The training that was asked for."""
+
+    identity: dict[str, Any]
+    """From `runs.identity.identity`."""
+    fingerprint: str
+    """Of the shards."""
+    steps: int
+    """Optimizer steps of the whole run."""
+
+
+def is_done(folder: TrainFolder, wanted: Wanted, restart: bool = False) -> bool:
+    """Return whether nothing is left to do in `folder`; False also if it holds no checkpoint.
+
+    Raises ConfigError if the folder holds another training, unless `restart` is set, which sets that one aside. The
+    same training is never set aside, so that a command with `restart` can be repeated until it is done.
+    """
+    checkpoint = _newest(folder, wanted.steps)
+    if checkpoint is None:
+        return False
+    state = checkpoint.state()
+    changes = changed_keys(state, wanted.identity, str(checkpoint.path / "state.json"))
+    if restart:
+        if _set_aside(folder, state, changes, wanted):
+            return False
+        changes = {}
+    _check_same(folder, checkpoint.step, changes)
+    check_data(str(folder.path), state["fingerprint"], wanted.fingerprint)
+    _check_length(folder, checkpoint.step, state["steps"], wanted.steps)
+    if checkpoint.step >= wanted.steps:
+        if not (folder.path / "status.json").exists():
+            write_json(folder.path / "status.json", status("done", state))
+        return True
+    (folder.path / "status.json").unlink(missing_ok=True)
+    if state["steps"] != wanted.steps:
+        print(
+            f"{folder.path}: going on from step {checkpoint.step} of {state['steps']}, now {wanted.steps}: from here "
+            "the learning rate is that of a run of the new length",
+            flush=True,
+        )
+    return False
+
+
+def _newest(folder: TrainFolder, steps: int) -> Checkpoint | None:
+    """Return the newest undamaged checkpoint, and warn of newer ones that are damaged."""
+    checkpoint, damaged = folder.newest_whole(contents=False)
+    if checkpoint is not None and checkpoint.step >= steps:
+        checkpoint, damaged = folder.newest_whole()  # hashed in full: nothing reads it again before it counts as done
+    for line in damaged:
+        print(f"warning: {line}; going on from the one before it", file=sys.stderr, flush=True)
+    return checkpoint
+
+
+def _set_aside(folder: TrainFolder, state: dict[str, Any], changes: dict[str, str], wanted: Wanted) -> bool:
+    """Set a training aside that differs from the one that was asked for; return whether it did."""
+    different = _listed(changes)
+    if state["fingerprint"] != wanted.fingerprint:
+        different.append(f"data {state['fingerprint'][:12]} -> {wanted.fingerprint[:12]}")
+    if not different:
+        print(f"{folder.path}: --restart changes nothing, its training has this configuration; it goes on", flush=True)
+        return False
+    print(f"restart ({'; '.join(different)}): the earlier training is now in {folder.set_aside()}", flush=True)
+    return True
+
+
+def _check_same(folder: TrainFolder, step: int, changes: dict[str, str]) -> None:
+    """Raise ConfigError for a change of more than the length."""
+    if changes.keys() - LENGTH:
+        raise ConfigError(
+            f"{folder.path}: it holds a training of {step} steps with another configuration "
+            f"({'; '.join(_listed(changes))}); change it back, or set that training aside and start afresh with "
+            f"{_restart(folder)}"
+        )
+
+
+def _check_length(folder: TrainFolder, step: int, before: int, now: int) -> None:
+    """Raise ConfigError for a run that would have to end before the step that it has reached."""
+    if now != before and now <= step:
+        raise ConfigError(
+            f"{folder.path}: it holds a training of {step} steps, and {before} steps in all were lowered to {now}; set "
+            f"train.steps above {step}, or set that training aside and start afresh with {_restart(folder)}"
+        )
+
+
+def _restart(folder: TrainFolder) -> str:
+    run = folder.path.resolve().parent.name
+    return f"`cellmill train --restart` (of a workflow: `snakemake --config restart={run}`)"
+
+
+def _listed(changes: dict[str, str]) -> list[str]:
+    return [f"{key} {change}" for key, change in changes.items()]

@@ -1,0 +1,95 @@
+"""First weights of each rank, with a count of the bytes that it reads of another model's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from cellmill.config.options import TrainOptions
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.files import write_json
+from cellmill.models import initial, weights_file
+from cellmill.models.build import ModelSpec, build
+from cellmill.models.export import initial_tensors, write_tensors
+from cellmill.parallel.materialize import named_tensors
+from cellmill.parallel.mesh import build_mesh
+from cellmill.train.worker import build_model
+
+
+def vocabulary_of(numbers: range) -> Vocabulary:
+    ids = [f"ENSG{number:011d}" for number in numbers]
+    return Vocabulary(ids, ids, np.ones(len(ids), np.int64), np.ones(len(ids), np.float32))
+
+
+OURS, THEIRS = vocabulary_of(range(61)), vocabulary_of(range(70, 9, -1))
+
+
+def export(options: dict[str, Any], folder: Path) -> None:
+    """Write a model over THEIRS to `folder`, whose head for genes is left out."""
+    network = build(ModelSpec.of(TrainOptions.model_validate(options), THEIRS.n_genes))
+    tensors = dict(initial_tensors(network, 5, None, THEIRS))
+    write_tensors(folder / "model.safetensors", {name: t for name, t in tensors.items() if name != "gene_bias"})
+    THEIRS.write(folder / "vocabulary.tsv")
+    write_json(folder / "config.json", {})
+
+
+class _Counting:
+    """A .safetensors file, or a tensor in it, that adds the bytes of each read to `reads`."""
+
+    def __init__(self, real: Any, reads: list[int]) -> None:
+        self.real, self.reads = real, reads
+
+    def get_slice(self, name: str) -> _Counting:
+        return _Counting(self.real.get_slice(name), self.reads)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        tensor: torch.Tensor = self.real[index]
+        self.reads.append(tensor.nbytes)
+        return tensor
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("keys", "get_shape"):
+            raise AssertionError(f"{name} was not expected to be read")
+        return getattr(self.real, name)
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Bytes of each read of a .safetensors file; random values are made in small pieces."""
+    reads: list[int] = []
+    piece = initial.PIECE
+    weights_file.safe_open = lambda path, framework: _Counting(safe_open(path, framework), reads)  # type: ignore[assignment]
+    initial.PIECE = 64
+    try:
+        yield reads
+    finally:
+        weights_file.safe_open, initial.PIECE = safe_open, piece  # type: ignore[assignment]
+
+
+def first_weights(options: dict[str, Any], folder: str | None) -> dict[str, Any]:
+    """Names of tensors that differ from those of a whole model, and bytes: read, kept by this rank, of all."""
+    parsed, device = TrainOptions.model_validate(options), torch.device("cpu")
+    mesh = build_mesh(parsed.parallel, int(os.environ["LOCAL_WORLD_SIZE"]), "cpu")
+    source = None if folder is None else Path(folder)
+    whole = dict(initial_tensors(build(ModelSpec.of(parsed, OURS.n_genes)), parsed.train.seed, source, OURS))
+    with counted() as reads:
+        model = build_model(parsed, OURS, folder, mesh, device)
+    differing, kept = [], 0
+    for name, tensor in named_tensors(model):
+        own, expected = tensor.detach(), whole[name]
+        if isinstance(tensor, DTensor):
+            own = tensor.to_local().detach()
+            placed = distribute_tensor(expected, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            expected = placed.to_local()
+        kept += own.nbytes
+        differing += [] if torch.equal(own, expected) else [name]
+    of_model = sum(tensor.nbytes for tensor in whole.values())
+    return {"differing": differing, "read": sum(reads), "kept": kept, "all": of_model}

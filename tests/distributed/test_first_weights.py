@@ -1,0 +1,37 @@
+"""Each rank reads of `init_from` what it keeps, and starts from the values that a whole model has, in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.conftest import options
+from tests.distributed.first_weights import export
+from tests.distributed.pool import Pool
+from tests.distributed.test_layouts import BOTH_CUT, LAYOUTS, PIPELINED
+
+CUT = ["FULL_SHARD", "HYBRID_SHARD", "tp 4", BOTH_CUT, "pp 2"]
+
+
+def _options(layout: str) -> dict[str, Any]:
+    return options((LAYOUTS | PIPELINED)[layout], model={"objective": "masked_gene"})
+
+
+@pytest.mark.parametrize("layout", CUT)
+def test_a_rank_reads_its_own_part_and_gets_the_values_of_a_whole_model(
+    pool: Pool, tmp_path: Path, layout: str
+) -> None:
+    export(_options(layout), tmp_path)
+    found = pool.run("first_weights.first_weights", options=_options(layout), folder=str(tmp_path))
+    for rank in found:
+        assert rank["differing"] == []
+        assert 0.6 * rank["kept"] < rank["read"] <= rank["kept"]
+    if layout == "FULL_SHARD":
+        assert sum(rank["read"] for rank in found) <= found[0]["all"], "the ranks together read the model once"
+
+
+def test_random_values_of_a_part_are_those_of_the_whole(pool: Pool) -> None:
+    found = pool.run("first_weights.first_weights", options=_options(BOTH_CUT), folder=None)
+    assert [(rank["differing"], rank["read"]) for rank in found] == [([], 0)] * 4

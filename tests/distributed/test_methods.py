@@ -1,0 +1,188 @@
+"""Fine-tuning methods: what trains, from which step on and how fast, and the same in every layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cellmill import registry
+from cellmill.errors import ConfigError
+from cellmill.train.muon import Muon
+from tests.distributed import adapted, cases
+from tests.distributed.conftest import options
+from tests.distributed.pool import Pool
+from tests.distributed.test_layouts import BOTH_CUT, LAYOUTS
+
+STEPS, LAYERS = 4, 4
+LINEAR = ("qkv", "out", "up", "down")
+METHODS: dict[str, dict[str, Any]] = {
+    "gradual": {"method": "full", "trunk_lr_frac": 0.5, "layer_decay": 0.5, "head_steps": 1, "block_steps": 1},
+    "partial": {"method": "partial", "last_blocks": 2, "trunk_lr_frac": 0.1},
+    "head_only": {"method": "head_only"},
+    "lora": {"method": "lora", "rank": 4, "alpha": 12},
+}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("gradual", LAYOUTS["ddp"]),
+    ("gradual", LAYOUTS[BOTH_CUT]),
+    ("gradual", {"pp": 2, "sharding_strategy": "FULL_SHARD"}),
+    ("partial", LAYOUTS["HYBRID_SHARD"] | {"activation_checkpointing": "selective"}),
+    ("partial", {"pp": 2, "schedule": "ZBV", "tp": 2}),
+    ("lora", LAYOUTS[BOTH_CUT]),
+]
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unregistered() -> Iterator[None]:
+    """`adapted.tuned` registers a method of its own."""
+    yield
+    del registry.BUILT_IN["method"]["low_rank"]
+
+
+def run(method: str, parallel: dict[str, Any] | None = None) -> dict[str, Any]:
+    train = {"steps": STEPS, "schedule": "constant", "checkpoint_every_steps": 2}
+    return options(parallel, finetune=dict(METHODS[method]), model={"layers": LAYERS}, train=train)
+
+
+@pytest.fixture(scope="module")
+def references(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    return {
+        method: adapted.tuned(corpus, run(method), str(tmp_path_factory.mktemp("one")), STEPS) for method in METHODS
+    }
+
+
+def moved(found: Found) -> set[str]:
+    return {name for name, before in found["before"].items() if found["after"][name] != before}
+
+
+def of_blocks(names: set[str], *blocks: int) -> set[str]:
+    return {name for name in names if name.startswith(tuple(f"blocks.{i}." for i in blocks))}
+
+
+def heads(names: set[str]) -> set[str]:
+    return {name for name in names if name.startswith(("head.", "cell_head.", "value_out."))}
+
+
+def rates(found: Found) -> dict[str, float]:
+    return {name: lr for names, _, lr in found["groups"] for name in names}
+
+
+def test_heads_alone_move_and_nothing_else_has_a_state(references: dict[str, Found]) -> None:
+    found = references["head_only"]
+    expected = heads(set(found["before"]))
+    assert expected
+    assert moved(found) == found["states"] == found["with gradient"] == expected
+    assert set(rates(found).values()) == {1e-3}
+
+
+def test_the_last_blocks_and_the_norm_behind_them_move_at_their_rate(references: dict[str, Found]) -> None:
+    found = references["partial"]
+    every = set(found["before"])
+    trunk = of_blocks(every, 2, 3) | {"norm.weight", "norm.bias"}
+    assert moved(found) == found["states"] == trunk | heads(every)
+    assert rates(found) == pytest.approx(dict.fromkeys(trunk, 1e-4) | dict.fromkeys(heads(every), 1e-3))
+
+
+def test_blocks_begin_one_after_the_other_at_rates_that_fall_with_depth(references: dict[str, Found]) -> None:
+    found = references["gradual"]
+    every = set(found["before"])
+    # heads in step 0, block 3 and the norm in 1, block 2 in 2, block 1 in 3; block 0 and embeddings would in 4 and 5
+    assert moved(found) == heads(every) | of_blocks(every, 1, 2, 3) | {"norm.weight", "norm.bias"}
+    assert found["with gradient"] == every
+    known = rates(found)
+    for block in range(LAYERS):
+        assert {known[name] for name in of_blocks(every, block)} == {1e-3 * 0.5 * 0.5 ** (LAYERS - 1 - block)}
+    assert known["gene_embedding.weight"] == 1e-3 * 0.5 * 0.5**LAYERS
+    assert known["norm.weight"] == 1e-3 * 0.5
+    assert {known[name] for name in heads(every)} == {1e-3}
+
+
+def test_adapters_of_all_linear_layers_and_heads_move_without_decay(references: dict[str, Found]) -> None:
+    found = references["lora"]
+    every = set(found["before"])
+    adapters = {f"blocks.{i}.{layer}.{part}.weight" for i in range(LAYERS) for layer in LINEAR for part in "ab"}
+    assert adapters <= every
+    assert moved(found) == found["states"] == adapters | heads(every)
+    assert rates(found) == pytest.approx(dict.fromkeys(adapters, 1e-4) | dict.fromkeys(heads(every), 1e-3))
+    assert {decay for names, decay, _ in found["groups"] if names & adapters} == {0.0}
+
+
+def test_an_export_is_merged_and_its_adapter_alone_gives_the_same_model(
+    alone: None, corpus: str, tmp_path: Path
+) -> None:
+    given = run("lora")
+    given["finetune"] |= {"targets": ["qkv", "down"]}
+    found = adapted.tuned(corpus, given, str(tmp_path / "train"), STEPS)
+    merged = cases.exported(corpus, tmp_path / "train", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "adapter" / "adapter_config.json").read_text())
+    saved = load_file(tmp_path / "model" / "adapter" / "adapter_model.safetensors")
+    tensors = {name.removeprefix("base_model.model."): tensor for name, tensor in saved.items()}
+    assert config["peft_type"] == "LORA"
+    assert (config["r"], config["lora_alpha"]) == (4, 12)
+    assert config["target_modules"] == [f"blocks.{i}.{layer}" for i in range(LAYERS) for layer in ("qkv", "down")]
+    base = {name: np.frombuffer(content, np.float32) for name, content in found["before"].items()}
+    for name, tensor in merged.items():
+        expected = torch.from_numpy(base[name].copy()).reshape(tensor.shape)
+        path = name.removesuffix(".weight")
+        if path in config["target_modules"]:
+            a, b = tensors.pop(f"{path}.lora_A.weight"), tensors.pop(f"{path}.lora_B.weight")
+            assert (len(a), b.shape[1]) == (4, 4)
+            assert b.any()
+            expected = expected + 3.0 * b @ a
+        elif name.split(".")[0] in config["modules_to_save"]:
+            expected = tensors.pop(name)
+        torch.testing.assert_close(tensor, expected, atol=1e-7, rtol=1e-6)
+    assert not tensors
+
+
+def test_an_unknown_target_is_refused(alone: None, corpus: str, tmp_path: Path) -> None:
+    given = run("lora")
+    given["finetune"] |= {"targets": ["qvk"]}
+    with pytest.raises(ConfigError, match=r"finetune\.targets: no linear layer 'qvk'; did you mean .*qkv"):
+        cases.trainer(corpus, given, str(tmp_path), STEPS)
+
+
+@pytest.mark.parametrize(("method", "layout"), CASES, ids=str)
+def test_a_method_trains_as_in_one_process(
+    pool: Pool, corpus: str, references: dict[str, Found], tmp_path: Path, method: str, layout: dict[str, Any]
+) -> None:
+    expected = references[method]
+    ranks = pool.run("adapted.tuned", corpus=corpus, options=run(method, layout), folder=str(tmp_path), steps=STEPS)
+    for rank in ranks:
+        np.testing.assert_allclose(np.array(rank["curve"]), np.array(expected["curve"]), atol=5e-6, rtol=5e-6)
+        assert moved(rank) == moved(expected) & rank["before"].keys()
+        assert rates(rank) == {name: lr for name, lr in rates(expected).items() if name in rank["before"]}
+    assert set().union(*(rank["before"] for rank in ranks)) == expected["before"].keys()
+
+
+def test_a_run_that_unfreezes_goes_on_where_it_stopped(
+    references: dict[str, Found], alone: None, corpus: str, tmp_path: Path
+) -> None:
+    expected = references["gradual"]
+    given = {"corpus": corpus, "options": run("gradual"), "folder": str(tmp_path)}
+    first, second = adapted.tuned(steps=2, **given), adapted.tuned(steps=STEPS, load=True, **given)
+    assert first["curve"] + second["curve"] == expected["curve"]
+    assert second["after"] == expected["after"]
+
+
+def test_muon_leaves_a_matrix_without_a_gradient_as_it_is() -> None:
+    matrices = [torch.nn.Parameter(torch.eye(3)) for _ in range(2)]
+    matrices[0].grad = torch.ones(3, 3)
+    Muon([{"params": matrices, "weight_decay": 0.5, "matrices": True}], 0.1, (0.9, 0.95)).step()
+    assert torch.equal(matrices[1], torch.eye(3))
+    assert not torch.equal(matrices[0], torch.eye(3))
+
+
+def test_a_method_without_anything_to_train_at_first_is_refused(alone: None, corpus: str, tmp_path: Path) -> None:
+    given = run("gradual") | {"objective": {"name": "supervised_contrastive", "label_column": "cell_type"}}
+    with pytest.raises(
+        ConfigError, match="trains no parameter of this model in its first 1 steps: the objective has no"
+    ):
+        cases.trainer(corpus, given, str(tmp_path), STEPS)

@@ -1,0 +1,206 @@
+"""Mutated inputs of every format: each is read, or refused in one line, in bounded time and memory.
+
+    python -m tests.unit.fuzzed_inputs --files 2000 --seed 7
+
+A file is a pure function of seed and number, and read in a process of its own: a crash of a library is seen too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import h5py
+import numpy as np
+import pandas as pd
+import scipy.io
+import scipy.sparse as sp
+
+from cellmill.data.counts_reader import open_counts
+from cellmill.errors import UserError
+
+TIMEOUT_S = 30
+MEMORY = 6 << 30  # bytes of address space, of which libraries take more than one GB
+ODD = (-1, 0, 3, 10**6, 2**31, 2**62, 1.5, float("nan"), "text", b"\xff", [], [1, 2, 3], [[1, 2], [3, 4]])
+
+
+def write_bases(folder: Path) -> None:
+    """One small input of each format."""
+    random = np.random.default_rng(0)
+    counts = sp.csr_matrix(random.poisson(1.0, (23, 11)).astype(np.float32))
+    obs = pd.DataFrame({"kind": pd.Categorical(["a", "b"] * 11 + ["a"]), "depth": np.arange(23.0)})
+    obs.index, var = [f"c{i}" for i in range(23)], pd.DataFrame(index=[f"g{j}" for j in range(11)])
+    for name, matrix in {"csr": counts, "csc": sp.csc_matrix(counts), "dense": counts.toarray()}.items():
+        cells = ad.AnnData(matrix, obs, var)
+        cells.write_h5ad(folder / f"{name}.h5ad", compression="gzip" if name == "csr" else None)
+        for version in (2, 3):
+            with ad.settings.override(zarr_write_format=version):
+                cells.write_zarr(folder / f"{name}{version}.zarr")
+    with h5py.File(folder / "tenx.h5", "w") as file:
+        for name in ("data", "indices", "indptr"):
+            file[f"matrix/{name}"] = getattr(counts.astype(np.int32), name)
+        file["matrix/shape"], file["matrix/barcodes"] = counts.shape[::-1], np.array(obs.index, "S")
+        for name in ("id", "name", "feature_type", "genome"):
+            file[f"matrix/features/{name}"] = np.array(var.index, "S")
+    with h5py.File(folder / "cells.loom", "w") as file:
+        file["matrix"] = counts.toarray().T
+        file["row_attrs/Gene"], file["col_attrs/CellID"] = np.array(var.index, "S"), np.array(obs.index, "S")
+    market = folder / "market"
+    market.mkdir()
+    scipy.io.mmwrite(market / "matrix.mtx", counts.T.astype(int), field="integer")
+    (market / "features.tsv").write_text("".join(f"{gene}\n" for gene in var.index))
+    (market / "barcodes.tsv").write_text("".join(f"{cell}\n" for cell in obs.index))
+
+
+def mutate(path: Path, random: np.random.Generator) -> str:
+    """Damage an input in place; return what was done."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    file = files[int(random.integers(len(files)))]
+    kinds: list[Callable[[Path, np.random.Generator], str]] = [_flip, _cut, _flip]
+    if h5py.is_hdf5(file):
+        kinds += [_change_h5] * 9
+    if file.suffix == ".json" or file.name.startswith(".z"):
+        kinds += [_change_json] * 9
+    return f"{file.name}: {kinds[int(random.integers(len(kinds)))](file, random)}"
+
+
+def _flip(file: Path, random: np.random.Generator) -> str:
+    content = bytearray(file.read_bytes() or b"x")
+    places = random.integers(0, len(content), int(random.integers(1, 12)))
+    for place in places.tolist():
+        content[place] = int(random.integers(256))
+    file.write_bytes(content)
+    return f"bytes {sorted(places.tolist())}"
+
+
+def _cut(file: Path, random: np.random.Generator) -> str:
+    content = file.read_bytes()
+    stop = int(random.integers(len(content) + 1))
+    file.write_bytes(content[:stop] + bytes(int(random.integers(2)) * (len(content) - stop)))
+    return f"after {stop}"
+
+
+def _change_json(file: Path, random: np.random.Generator) -> str:
+    value = json.loads(file.read_text())
+    places: list[tuple[Any, Any]] = []
+
+    def collect(item: Any) -> None:
+        for key in item if isinstance(item, dict) else range(len(item)) if isinstance(item, list) else ():
+            places.append((item, key))
+            collect(item[key])
+
+    collect(value)
+    if not places:
+        return "nothing"
+    owner, key = places[int(random.integers(len(places)))]
+    odd = ODD[int(random.integers(len(ODD)))]
+    owner[key] = None if isinstance(odd, bytes) else odd
+    file.write_text(json.dumps(value))
+    return f"{key} = {owner[key]!r}"
+
+
+def _change_h5(file: Path, random: np.random.Generator) -> str:
+    with h5py.File(file, "a") as opened:
+        names: list[str] = []
+        opened.visit(names.append)
+        name = names[int(random.integers(len(names)))]
+        kind = int(random.integers(6))
+        odd = ODD[int(random.integers(len(ODD)))]
+        if kind == 0:
+            del opened[name]
+            return f"no {name}"
+        if kind == 1 and len(opened[name].attrs):
+            keys = sorted(opened[name].attrs)
+            key = keys[int(random.integers(len(keys)))]
+            opened[name].attrs[key] = odd
+            return f"{name} @{key} = {odd!r}"
+        if kind == 2 and isinstance(opened[name], h5py.Dataset) and opened[name].ndim:
+            stored = opened[name]
+            flat = stored[()].reshape(-1)
+            if flat.dtype.kind in "iuf":
+                flat[int(random.integers(len(flat)))] = random.choice([0, 1, 100, 127, 11, 23])
+                stored[...] = flat.reshape(stored.shape)
+                return f"a value of {name}"
+        attributes = dict(opened[name].attrs)
+        del opened[name]
+        if kind == 3:
+            opened[name] = h5py.SoftLink(f"/{name}")
+            return f"{name} is a loop"
+        if kind == 4:
+            opened.create_dataset(name, (int(random.choice([10**6, 10**12])),), "i4", chunks=(4096,))
+        else:
+            opened[name] = odd
+        opened[name].attrs.update(attributes)
+        return f"{name} = {odd!r}" if kind == 5 else f"{name} is huge"
+
+
+def read_whole(path: Path) -> None:
+    """Read an input. Exit code 0 if it is read or refused in one line, else 1 with the reason on stderr."""
+    signal.alarm(TIMEOUT_S)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    try:
+        with open_counts(path) as reader:
+            for block in reader.rows(7):
+                assert block.has_canonical_format
+    except UserError as error:
+        if "\n" in str(error):
+            raise AssertionError("more than one line") from error
+
+
+def in_process(work: Callable[[], object]) -> int:
+    """Exit status of `work` in a process of its own; a signal is negative."""
+    sys.stdout.flush()
+    if (child := os.fork()) == 0:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def main() -> int:
+    """Read `--files` mutated inputs; exit 1 if one ends in anything but success or a line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--files", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        bases, work = Path(folder, "bases"), Path(folder, "work")
+        bases.mkdir()
+        assert in_process(lambda: write_bases(bases)) == 0
+        names = sorted(bases.iterdir())
+        for number in range(options.files):
+            random = np.random.Generator(np.random.Philox(key=[options.seed, number]))
+            base = names[number % len(names)]
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir()
+            path = work / base.name
+            shutil.copytree(base, path) if base.is_dir() else shutil.copy(base, path)
+            done = mutate(path, random)
+            if (status := in_process(lambda path=path: read_whole(path))) != 0:  # type: ignore[misc]
+                failed += 1
+                print(f"seed {options.seed} file {number}: {base.name}, {done}: exit {status}", file=sys.stderr)
+    print(f"{options.files - failed} of {options.files} are read or refused in one line")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

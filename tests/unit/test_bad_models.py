@@ -1,0 +1,161 @@
+"""Exported models whose files are not as written are refused in one line, at once and in little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from exported import export_model
+from limits import limited
+from safetensors.torch import load_file, save_file
+from small_corpus import genes_named, vocabulary_of
+
+from cellmill.errors import UserError
+from cellmill.files import sha256_file
+from cellmill.models.export import load_model
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported")
+    vocabulary_of(genes_named(30)).write(folder / "genes.tsv")
+    return export_model(folder / "model", folder / "genes.tsv")
+
+
+@pytest.fixture
+def model(exported: Path, tmp_path: Path) -> Path:
+    """A copy of the model to damage."""
+    return Path(shutil.copytree(exported, tmp_path / "model"))
+
+
+def error_of(model: Path) -> str:
+    with limited(), pytest.raises(UserError) as error:
+        load_model(model)
+    line = str(error.value)
+    assert "\n" not in line
+    assert len(line) < 600
+    return line
+
+
+@pytest.mark.parametrize("value", [10**9, 10**6, 10**30, -1, 0, 2.5, float("nan"), float("inf"), "many", None, [1], {}])
+@pytest.mark.parametrize(
+    "key", ["model.hidden", "model.layers", "model.heads", "tokens.max_tokens", "model.ffn_hidden"]
+)
+def test_sizes_of_another_model_are_refused_before_memory_is_taken(model: Path, key: str, value: Any) -> None:
+    section, name = key.split(".")
+    config = json.loads((model / "config.json").read_text())
+    config[section][name] = value
+    (model / "config.json").write_text(json.dumps(config))
+    # the number of tokens and a feed-forward layer of the usual width are no part of the weights
+    if (name == "max_tokens" and value in (10**9, 10**6, 10**30)) or (name == "ffn_hidden" and value is None):
+        with limited():
+            load_model(model)
+        return
+    assert name in (line := error_of(model)) or "expected" in line
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"levels": 3}, "levels: expected lists of strings by column, got 3"),
+        ({"levels": {"donor": "abc"}}, "levels: expected lists of strings by column"),
+        ({"supervised_by": [1]}, "supervised_by: expected a list of strings"),
+        ({"tokens": []}, "tokens: expected a mapping"),
+        ({"model": {"family": []}}, "family"),
+        ({"weights_sha256": 5}, "weights_sha256: expected a string"),
+        ({"format": [2]}, r"expected a model of format 2, got \[2\]"),
+        ({"objective": {"name": "none"}}, "none"),
+    ],
+)
+def test_other_values_in_config_json_are_named(model: Path, change: dict[str, Any], message: str) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UserError, match=rf"config\.json: .*{message}"):
+        load_model(model)
+
+
+@pytest.mark.parametrize("text", ["[" * 10_000 + "]" * 10_000, '{"a":' * 10_000 + "1" + "}" * 10_000, "", "\0", "[]"])
+def test_a_config_json_of_something_else_is_refused(model: Path, text: str) -> None:
+    (model / "config.json").write_text(text)
+    assert str(model / "config.json") in error_of(model)
+
+
+def lying_header(path: Path, **changes: Any) -> None:
+    """Change the entry of one tensor in the header of a .safetensors file."""
+    content = path.read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + size])
+    header["norm.weight"] |= changes
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
+
+
+def changed_tensor(path: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    tensors = load_file(path)
+    save_file(tensors | {"norm.weight": change(tensors["norm.weight"])}, path)
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "a shape that is huge": lambda path: lying_header(path, shape=[2**40]),
+    "a shape that overflows": lambda path: lying_header(path, shape=[2**62, 2**62]),
+    "a negative shape": lambda path: lying_header(path, shape=[-1]),
+    "offsets beyond the end": lambda path: lying_header(path, data_offsets=[0, 2**50]),
+    "offsets of another tensor": lambda path: lying_header(path, data_offsets=[0, 64]),
+    "an unknown type": lambda path: lying_header(path, dtype="F128"),
+    "a long header": lambda path: path.write_bytes(struct.pack("<Q", 2**60) + path.read_bytes()[8:]),
+    "a deep header": lambda path: path.write_bytes(struct.pack("<Q", 20_000) + b"[" * 20_000),
+    "half precision": lambda path: changed_tensor(path, torch.Tensor.half),
+    "double precision": lambda path: changed_tensor(path, torch.Tensor.double),
+    "whole numbers": lambda path: changed_tensor(path, torch.Tensor.int),
+    "no number": lambda path: changed_tensor(path, lambda norm: norm * np.nan),
+    "infinity": lambda path: changed_tensor(path, lambda norm: norm / 0),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_weights_that_are_not_as_exported_are_refused_though_their_digest_is_right(model: Path, damage: str) -> None:
+    DAMAGES[damage](model / WEIGHTS)
+    config = json.loads((model / "config.json").read_text())
+    config["weights_sha256"] = sha256_file(model / WEIGHTS)
+    (model / "config.json").write_text(json.dumps(config))
+    line = error_of(model)
+    assert line.startswith(f"{model / WEIGHTS}: ")
+    assert line.endswith("; export the model again (consolidate)")
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        here = os.getcwd()
+        os.chdir(path.parent)  # the whole path may be too long for a socket
+        try:
+            made.bind(path.name)
+        finally:
+            os.chdir(here)
+
+
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "a FIFO": os.mkfifo,
+    "a socket": make_socket,
+    "a folder": Path.mkdir,
+    "a loop": lambda path: path.symlink_to(path),
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["config.json", "vocabulary.tsv", WEIGHTS])
+def test_what_is_no_file_is_named_and_not_waited_for(model: Path, name: str, kind: str) -> None:
+    (model / name).unlink()
+    KINDS[kind](model / name)
+    assert error_of(model).startswith(f"{model / name}: ")

@@ -1,0 +1,369 @@
+"""Manifests and shards with random damage are refused in one line, or read with the right numbers.
+
+`CELLMILL_FUZZ=N` makes N mutations instead of MUTATIONS of each kind and seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+from limits import limited
+from small_corpus import genes_named, random_counts, vocabulary_of, write_dataset
+
+from cellmill.config.corpus import Shard
+from cellmill.config.run import Stream
+from cellmill.config.tokens import Tokens
+from cellmill.data.counts_reader import open_counts
+from cellmill.data.manifest import Manifest, verify
+from cellmill.data.shard_file import open_shards
+from cellmill.data.shard_writer import write_shards
+from cellmill.data.stream import CellStream
+from cellmill.errors import DataError, UserError
+from cellmill.evaluate.training_cells import copies, read_training_counts, seen_cells
+from cellmill.files import digest, sha256_file
+
+MUTATIONS = int(os.environ.get("CELLMILL_FUZZ", "30"))
+DEEP = "deep nesting"  # replaced in the text, as json.dumps cannot write it
+VALUES = (
+    *(None, True, -1, 0, 1, 2**31, 2**40, 2**63, 10**400, 1.5, float("nan"), float("inf"), "", "x", "\0", "\ud800"),
+    *("../train-00000.h5ad", "/dev/zero", "..", "train-00001.h5ad", "a/b", "uint8", "float32", [], {}, [[]], DEEP),
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the shards of 260 cells."""
+    folder, ids = tmp_path_factory.mktemp("corpus"), genes_named(40)
+    donors = pd.Categorical([f"d{i % 5}" for i in range(260)])
+    cells = write_dataset(folder / "cells" / "one.h5ad", random_counts(260, 40), ids, {"donor": donors})
+    options = Shard(val_frac=0.2, test_frac=0.2, cells_per_shard=64)
+    shards = write_shards([cells], vocabulary_of(ids), options, folder / "shards" / "manifest.json").path.parent
+    shutil.copy(cells, shards / "cells.h5ad")
+    return shards
+
+
+def read_all(folder: Path) -> str:
+    """Digest of all that a training and an evaluation read."""
+    manifest = Manifest.read(folder / "manifest.json")
+    open_shards(manifest, "train")
+    verify(manifest)  # as a training begins
+    options = {"lanes": 4, "block_cells": 16, "window_blocks": 2, "io_threads": 1}
+    hashed = hashlib.sha256()
+    splits: tuple[Literal["train"], Literal["val"]] = ("train", "val")
+    for split in splits:
+        stream = CellStream(
+            manifest.path,
+            split,
+            Tokens.model_validate({"tokenizer": "continuous", "max_tokens": 16}),
+            Stream.model_validate(options),
+            global_batch=16,
+            token_budget=200,
+            rank=0,
+            world=1,
+            seed=0,
+            shuffle=False,
+            columns={"donor": "tokens.covariates"},
+        )
+        for batches in stream:
+            for batch in batches:
+                assert batch.levels is not None
+                for part in (batch.genes, batch.values, batch.cu_seqlens, batch.cells, batch.levels):
+                    hashed.update(np.ascontiguousarray(part).tobytes())
+        stream.close()
+    hashed.update(json.dumps(sorted(seen_cells([manifest], ["one"])["one"])).encode())
+    hashed.update(read_training_counts(manifest, 1000).toarray().tobytes())
+    with open_counts(folder / "cells.h5ad") as reader:
+        hashed.update(copies(reader, [manifest]).tobytes())
+    return hashed.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def right(corpus: Path) -> str:
+    return read_all(corpus)
+
+
+def check(folder: Path, right: str | None, what: str) -> bool:
+    """True if the folder is refused, in one line; else it is read as `right`, or without `right` in any way."""
+    with limited():
+        try:
+            got = read_all(folder)
+        except UserError as error:
+            line = str(error)
+            assert "\n" not in line, what
+            assert 0 < len(line) < 1000, what
+            assert str(folder) in line, what
+            return True
+        except Exception as error:
+            raise AssertionError(what) from error
+    assert right in (None, got), what
+    return False
+
+
+def places(tree: Any) -> list[tuple[Any, Any]]:
+    """(container, key) of every value in a tree."""
+    keys = list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else []
+    return [place for key in keys for place in [(tree, key), *places(tree[key])]]
+
+
+def sign(tree: dict[str, Any]) -> None:
+    """Give a manifest the fingerprint and checksum of its entries, where they have one."""
+    try:
+        splits = {
+            name: [[shard["n_obs"], shard["nnz"], shard["content"]] for shard in split["shards"]]
+            for name, split in tree["splits"].items()
+        }
+        fields = {key: tree[key] for key in ("format", "vocabulary", "seed", "split")}
+        tree["fingerprint"] = digest(fields | {"splits": splits})
+        tree["checksum"] = digest({name: value for name, value in tree.items() if name != "checksum"})
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return
+
+
+def mutated_manifest(text: str, rng: random.Random) -> tuple[str, str]:
+    """A manifest with one change, and what was changed."""
+    kind = rng.choice(["value", "value", "value", "value", "lost", "twice", "cut", "byte"])
+    if kind == "cut":
+        at = rng.randrange(len(text))
+        return text[:at], f"cut at {at}"
+    if kind == "byte":
+        at, new = rng.randrange(len(text)), chr(rng.randrange(1, 256))
+        return text[:at] + new + text[at + 1 :], f"character {at} is {new!r}"
+    tree = json.loads(text)
+    container, key = rng.choice(places(tree))
+    signed = rng.random() < 0.5
+    value = rng.choice(VALUES)
+    if kind == "lost":
+        del container[key]
+    else:
+        container[key] = value
+    if signed:
+        sign(tree)
+    changed = json.dumps(tree)
+    if kind == "twice" and isinstance(container, dict):
+        changed = text.replace(f"{json.dumps(key)}:", f"{json.dumps(key)}: {json.dumps(value)}, {json.dumps(key)}:", 1)
+    return changed.replace(json.dumps(DEEP), "[" * 10_000 + "]" * 10_000), f"{kind} {key!r}: {value!r}, {signed=}"
+
+
+def seeds() -> list[int]:
+    return [1, random.SystemRandom().randrange(10**9)]
+
+
+@pytest.mark.parametrize("which", ["fixed", "random"])
+def test_a_mutated_manifest_is_refused_or_read_right(corpus: Path, right: str, tmp_path: Path, which: str) -> None:
+    seed = seeds()[which == "random"]
+    print(f"seed {seed}")
+    folder, rng = tmp_path / "shards", random.Random(seed)
+    shutil.copytree(corpus, folder)
+    text = (corpus / "manifest.json").read_text()
+    for number in range(MUTATIONS):
+        changed, what = mutated_manifest(text, rng)
+        (folder / "manifest.json").write_text(changed)
+        # a vocabulary of other genes, or another seed, with the fingerprint to match, is another corpus
+        check(folder, None if "signed=True" in what else right, f"seed {seed}, mutation {number}: {what}")
+
+
+def set_attribute(name: str, value: Any) -> Callable[[h5py.File], None]:
+    return lambda file: file["X"].attrs.__setitem__(name, value)
+
+
+def set_values(name: str, at: Any, value: int) -> Callable[[h5py.File], None]:
+    return lambda file: file[name].__setitem__(at, value)
+
+
+def replace(name: str, **new: Any) -> Callable[[h5py.File], None]:
+    def change(file: h5py.File) -> None:
+        del file[name]
+        if new:
+            file.create_dataset(name, **new)
+
+    return change
+
+
+H5_CHANGES = {
+    "shape attribute of text": set_attribute("shape", "x"),
+    "shape attribute of infinity": set_attribute("shape", [np.inf, 40.0]),
+    "shape attribute of one number": set_attribute("shape", [3]),
+    "shape attribute of huge numbers": set_attribute("shape", [2**62, 2**62]),
+    "negative shape": set_attribute("shape", [-1, 40]),
+    "indices above": set_values("X/indices", slice(None), 10**9),
+    "indices below": set_values("X/indices", 3, -5),
+    "indptr falls": set_values("X/indptr", 5, 0),
+    "indptr is negative": set_values("X/indptr", 5, -(2**31)),
+    "counts change": set_values("X/data", 7, 65535),
+    "codes above": set_values("obs/donor/codes", 0, 100),
+    "no indptr": replace("X/indptr"),
+    "no X": replace("X"),
+    "X is an array": replace("X", data=np.ones((3, 3))),
+    "indptr of text": replace("X/indptr", data=np.array([b"a"] * 65)),
+    "indptr of floats": replace("X/indptr", data=np.full(65, np.nan)),
+    "huge indptr": replace("X/indptr", shape=2**40, chunks=2**20, dtype="i8"),
+    "huge indices": replace("X/indices", shape=2**40, dtype="i4"),
+    "indices in a table": replace("X/indices", data=np.zeros((4, 4), np.int32)),
+    "scalar data": replace("X/data", data=np.uint16(3)),
+    "codes of floats": replace("obs/donor/codes", data=np.full(64, np.nan)),
+    "no names of cells": replace("obs/_index"),
+    "short names of cells": replace("obs/_index", data=["a"]),
+    "obs is an array": replace("obs", data=[1]),
+}
+FILE_CHANGES: dict[str, Callable[[Path], Any]] = {
+    "a folder": Path.mkdir,
+    "a FIFO": os.mkfifo,
+    "a loop": lambda path: path.symlink_to(path),
+    "empty": Path.touch,
+    "gone": lambda path: None,
+}
+
+
+def sign_file(folder: Path, name: str) -> None:
+    """Give the manifest the SHA-256 of a changed file, as if it had been written like this."""
+    tree = json.loads((folder / "manifest.json").read_text())
+    for split in tree["splits"].values():
+        for file in (*split["shards"], *split.get("index", {}).values()):
+            if file["name"] == name:
+                file["sha256"] = sha256_file(folder / name)
+    if "checksum" in tree:
+        sign(tree)
+    (folder / "manifest.json").write_text(json.dumps(tree))
+
+
+def make_earlier(folder: Path) -> None:
+    """Make the manifest one of 0.1.0, whose shards are opened with HDF5."""
+    tree = json.loads((folder / "manifest.json").read_text())
+    del tree["checksum"]
+    for split in tree["splits"].values():
+        del split["index"]
+        for shard in split["shards"]:
+            del shard["genes_at"], shard["counts_at"]
+    (folder / "manifest.json").write_text(json.dumps(tree))
+
+
+@pytest.mark.parametrize(
+    ("signed", "earlier"), [(False, False), (True, False), (True, True)], ids=["unsigned", "signed", "earlier"]
+)
+def test_a_shard_with_other_parts_is_refused(
+    corpus: Path, right: str, tmp_path: Path, signed: bool, earlier: bool
+) -> None:
+    for what in (*H5_CHANGES, *(() if signed else FILE_CHANGES)):
+        folder = tmp_path / what
+        shutil.copytree(corpus, folder)
+        if earlier:
+            make_earlier(folder)
+        shard = folder / "train-00000.h5ad"
+        if what in H5_CHANGES:
+            with h5py.File(shard, "a") as file:
+                H5_CHANGES[what](file)
+        else:
+            shard.unlink()
+            FILE_CHANGES[what](shard)
+        if signed:
+            sign_file(folder, shard.name)
+        check(folder, None if signed else right, what)
+        shutil.rmtree(folder)
+
+
+def numbers(at: Any, value: Any) -> Callable[[Path], None]:
+    """Change numbers of an array of the index."""
+
+    def change(path: Path) -> None:
+        array = np.load(path)
+        array[at] = value
+        np.save(path, array)
+
+    return change
+
+
+def claim(shape: tuple[int, ...], dtype: str) -> Callable[[Path], None]:
+    """Give an array of the index the header of another."""
+
+    def change(path: Path) -> None:
+        with open(path, "wb") as file:
+            np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
+            file.write(bytes(4096))
+
+    return change
+
+
+def instead(change: Callable[[Path], Any]) -> Callable[[Path], None]:
+    """Put something else in the place of a file."""
+
+    def changed(path: Path) -> None:
+        path.unlink()
+        change(path)
+
+    return changed
+
+
+INDEX_CHANGES: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "an offset falls": ("offsets", numbers(5, 0)),
+    "an offset is negative": ("offsets", numbers(5, -(2**31))),
+    "an offset is beyond its shard": ("offsets", numbers(5, 2**31 - 1)),
+    "offsets end beyond their shard": ("offsets", numbers(64, 2**31 - 1)),
+    "offsets do not begin at 0": ("offsets", numbers(0, 1)),
+    "offsets of one shard for another": ("offsets", numbers(slice(0, 130), np.arange(130))),
+    "a huge array": ("offsets", claim((2**45,), "<i4")),
+    "an array of another size": ("offsets", claim((3,), "<i4")),
+    "an array of floats": ("offsets", claim((162,), "<f4")),
+    "an array of objects": ("offsets", claim((162,), "|O")),
+    "an impossible dtype": ("offsets", claim((162,), "<q9")),
+    "a level that is none": ("levels", numbers((1, 3), 0)),
+    "a level above": ("levels", numbers((1, 3), 6)),
+    "levels far above": ("levels", numbers(..., 65535)),
+    "hashes of zeros": ("hashes", numbers(..., 0)),
+    "hashes that fall": ("hashes", lambda path: np.save(path, np.ascontiguousarray(np.load(path)[:, ::-1]))),
+    "an archive": ("hashes", lambda path: path.write_bytes(b"PK\3\4" + bytes(100))),
+    **{f"{what} of hashes": ("hashes", instead(change)) for what, change in FILE_CHANGES.items()},
+}
+
+
+@pytest.mark.parametrize("signed", [False, True], ids=["unsigned", "signed"])
+def test_an_index_of_other_numbers_is_refused(corpus: Path, right: str, tmp_path: Path, signed: bool) -> None:
+    for what, (kind, change) in INDEX_CHANGES.items():
+        folder = tmp_path / what
+        shutil.copytree(corpus, folder)
+        path = folder / f"train-{kind}.npy"
+        change(path)
+        if signed and path.is_file():
+            sign_file(folder, path.name)
+        # of hashes any number is possible: with others, cells are found or missed as copies
+        assert check(folder, None if signed else right, what) or what in ("hashes of zeros", "hashes that fall"), what
+
+
+@pytest.mark.parametrize("which", ["fixed", "random"])
+def test_a_shard_with_random_bytes_is_refused(corpus: Path, right: str, tmp_path: Path, which: str) -> None:
+    seed = seeds()[which == "random"]
+    print(f"seed {seed}")
+    folder, rng = tmp_path / "shards", random.Random(seed)
+    shutil.copytree(corpus, folder)
+    shard = folder / "train-00001.h5ad"
+    content = shard.read_bytes()
+    for number in range(MUTATIONS):
+        changed = bytearray(content)
+        places = [rng.randrange(rng.choice([100, 3000, len(content)])) for _ in range(rng.choice([1, 1, 4, 30]))]
+        for at in places:
+            changed[at] = rng.choice([0, 255, rng.randrange(256)])
+        shard.write_bytes(changed[: rng.randrange(len(changed))] if rng.random() < 0.1 else changed)
+        what = f"seed {seed}, mutation {number}: bytes {places}"
+        check(folder, right, what)
+
+
+def test_one_changed_byte_is_found_by_an_evaluation_after_a_training(corpus: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    shutil.copytree(corpus, folder)
+    manifest = Manifest.read(folder / "manifest.json")
+    seen = seen_cells([manifest], ["one"])["one"]
+    assert len(seen) > 100
+    with h5py.File(folder / "train-00000.h5ad", "a") as file:
+        file["obs/_index"][0] = "one:cell99999"
+    with pytest.raises(DataError, match=r"train-00000\.h5ad: expected sha256 \w+ as in the manifest, got"):
+        seen_cells([manifest], ["one"])

@@ -1,0 +1,168 @@
+"""Labels from vectors: the loss, its weights, cells without a label, rows of the head, and calibration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from cellmill.config.corpus import Shard
+from cellmill.config.family import FamilyConfig
+from cellmill.config.load import check_options
+from cellmill.config.objective import ObjectiveConfig
+from cellmill.config.options import TrainOptions
+from cellmill.config.tokens import ContinuousTokens
+from cellmill.data.shard_writer import write_shards
+from cellmill.data.tokens import tokenized
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import ConfigError
+from cellmill.evaluate.calibration import STEPS, calibrate, calibration_error
+from cellmill.evaluate.predict import logits_of
+from cellmill.models.batch import to_tensors
+from cellmill.models.build import build
+from cellmill.models.export import initial_tensors, write_tensors
+from cellmill.models.family import Model
+from cellmill.parallel.materialize import materialize
+from cellmill.planner.train_inputs import check_levels, with_counts
+from cellmill.stages import predict
+from tests.models import config_json, spec
+from tests.unit.exported import export_model
+from tests.unit.small_corpus import genes_named, random_counts, vocabulary_of, write_dataset
+
+GENES, LEVELS = 12, {"batch": ("1", "2"), "kind": ("b", "m", "t", "<missing>")}
+LABELS = [1, 3, 0, 2, 4, 3]  # numbers of levels: 0 is unknown, 4 missing
+TOKENS = ContinuousTokens.model_validate({"tokenizer": "continuous", "max_tokens": 8})
+CLASSIFY: dict[str, Any] = {"objective": "classification", "label_column": "kind"}
+
+
+def _model(levels: dict[str, tuple[str, ...]] = LEVELS, seed: int = 0, **options: Any) -> Model:
+    given = spec(GENES, TOKENS, levels, family="profile", hidden=8, layers=1, **(CLASSIFY | options))
+    model = build(given)
+    materialize(model, torch.device("cpu"), initial_tensors(model, seed, None, vocabulary_of(genes_named(GENES))))
+    return model
+
+
+def _batch() -> Any:
+    rng = np.random.default_rng(0)
+    genes = np.concatenate([np.sort(rng.permutation(GENES)[:4]) for _ in LABELS]).astype(np.int32)
+    counts = rng.integers(1, 9, len(genes)).astype(np.uint32)
+    starts = np.arange(len(LABELS) + 1, dtype=np.int64) * 4
+    numbers = np.array([[1, label] for label in LABELS], np.int32)
+    cells = np.arange(len(LABELS))
+    return to_tensors(tokenized(TOKENS.load()(TOKENS), genes, counts, starts, cells, None, numbers))
+
+
+def test_the_loss_is_the_weighted_cross_entropy_of_labelled_cells_and_validation_has_no_weights() -> None:
+    model, batch = _model(class_weights={"m": 0.5, "t": 2.0}), _batch()
+    labelled = [0, 1, 3, 5]
+    expected = torch.tensor([LABELS[i] - 1 for i in labelled])
+    vectors = model.embed(batch)[labelled]
+    logits = F.linear(vectors, model.label_head.out.weight, model.label_head.out.bias)[:, :3]
+    for training, weights in ((True, [1, 2, 0.5, 2]), (False, [1, 1, 1, 1])):
+        prepared = model.train(training).prepare(model.view(batch, seed=0, step=0), seed=0, step=0)
+        assert prepared.n_targets == 4
+        loss = F.cross_entropy(logits, expected, reduction="none") @ torch.tensor(weights, dtype=torch.float32)
+        torch.testing.assert_close(model(prepared), loss)
+    labels, observed = model.objective.observe(model, prepared)
+    torch.testing.assert_close(torch.from_numpy(logits_of(model, vectors.detach().numpy())), observed)
+    figures, verdicts = model.objective.judge(labels.numpy(), observed.detach().numpy(), train=None)  # type: ignore[arg-type]
+    assert figures["cross_entropy"] == pytest.approx(F.cross_entropy(logits, expected).item(), rel=1e-5)
+    assert figures["cross_entropy_frequencies"] == pytest.approx(-(0.5 * np.log(0.5) + 0.5 * np.log(0.25)))
+    assert verdicts[0].against == "the frequencies of labels"
+
+
+def test_a_batch_without_labels_has_loss_and_gradients_of_zero() -> None:
+    model, batch = _model(), _batch()
+    batch.levels[:, 1] = 0
+    loss = model(model.prepare(model.view(batch, seed=0, step=0), seed=0, step=0))
+    loss.backward()
+    assert loss == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_balanced_weights_are_numbers_of_the_training_cells_and_average_one(tmp_path: Path) -> None:
+    donors = np.where(np.arange(90) % 5 == 0, np.nan, np.arange(90) % 3 % 2)
+    path = write_dataset(tmp_path / "one.h5ad", random_counts(90, 40), genes_named(40), {"donor": donors})
+    options_of_shards = Shard(val_frac=0.2, test_frac=0.2, cells_per_shard=64)
+    manifest = write_shards([path], vocabulary_of(genes_named(40)), options_of_shards, tmp_path / "s" / "manifest.json")
+    given = {"name": "classification", "label_column": "donor", "class_weights": "balanced"}
+    for objective in (given, {"name": "sum", "parts": {"classification": given | {"weight": 2.0}}}):
+        sections = {name: {} for name in ("stream", "parallel")} | {"train": {"steps": 1}}
+        sections |= {"model": {"family": "profile"}, "tokens": {"tokenizer": "continuous"}, "objective": objective}
+        options = with_counts(check_options(TrainOptions, sections, "test"), manifest)
+        (part,) = options.objective.each()
+        weights: dict[str, float] = part.class_weights  # type: ignore[attr-defined]
+        shards = [manifest.shard_path(shard) for shard in manifest.splits["train"].shards]
+
+        column = np.concatenate([ad.read_h5ad(path).obs["donor"].astype(float) for path in shards])
+        column = column[~np.isnan(column)]
+        sizes = {str(int(value)): int((column == value).sum()) for value in np.unique(column)}
+        assert weights == pytest.approx({name: len(column) / (len(sizes) * n) for name, n in sizes.items()})
+        assert sum(weights[name] * n for name, n in sizes.items()) == pytest.approx(len(column))
+
+
+def test_one_label_and_cells_without_are_refused() -> None:
+    sections = {name: {} for name in ("stream", "parallel")} | {"train": {"steps": 1}, "model": {"family": "profile"}}
+    sections |= {"tokens": {"tokenizer": "continuous"}, "objective": {"name": "classification", "label_column": "kind"}}
+    options = check_options(TrainOptions, sections, "test")
+    check_levels(options, {"kind": ("a", "b", "<missing>")}, 100)
+    with pytest.raises(ConfigError, match=r"objective\.label_column kind: all labelled cells of the corpus have"):
+        check_levels(options, {"kind": ("a", "<missing>")}, 100)
+
+
+def test_rows_of_the_head_go_to_the_labels_of_their_names(tmp_path: Path) -> None:
+    genes = tmp_path / "vocabulary.tsv"
+    vocabulary_of(genes_named(GENES)).write(genes)
+    first = _model()
+    folder = tmp_path / "model"
+
+    write_tensors(folder / "model.safetensors", first.state_dict())
+    Vocabulary.read(genes).write(folder / "vocabulary.tsv")
+    (folder / "config.json").write_text(config_json(levels=LEVELS))
+    other = {"batch": ("1", "2"), "kind": ("a", "t", "b")}
+    second = build(spec(GENES, TOKENS, other, family="profile", hidden=8, layers=1, **CLASSIFY))
+    values = dict(initial_tensors(second, 5, folder, Vocabulary.read(genes)))
+    theirs = first.state_dict()["label_head.out.weight"]
+    assert torch.equal(values["label_head.out.weight"][1:], theirs[[2, 0]])
+    fresh = dict(initial_tensors(second, 5, None, Vocabulary.read(genes)))
+    assert torch.equal(values["label_head.out.weight"][0], fresh["label_head.out.weight"][0])
+
+
+def test_calibration_finds_the_temperature_of_simulated_logits() -> None:
+    rng = np.random.default_rng(0)
+    true = rng.normal(0, 2, (20_000, 4))
+    draws = np.exp(true - np.log(np.exp(true).sum(1, keepdims=True))).cumsum(1)
+    labels = np.minimum((draws < rng.random((20_000, 1))).sum(1), 3)
+    found = calibrate((true * 2.5).astype(np.float32), labels)
+    assert found.temperature == pytest.approx(2.5, rel=0.05)
+    assert found.calibration_error < 0.015 < 0.1 < found.calibration_error_uncalibrated
+    assert found.accuracy_above[0] == found.accuracy
+    assert found.labelled_above[0] == 1
+    assert len(found.accuracy_above) == STEPS
+    assert found.accuracy_above[90] > 0.9 > found.accuracy  # type: ignore[operator]
+
+
+def test_the_calibration_error_is_the_mean_gap_of_bins() -> None:
+    highest, right = np.array([0.55, 0.59, 0.95, 0.99]), np.array([1.0, 0.0, 1.0, 1.0])
+    assert calibration_error(highest, right) == pytest.approx((abs(1.14 - 1) + abs(1.94 - 2)) / 4)
+
+
+def test_labels_of_another_block_than_the_vector_and_models_without_labels_are_refused(tmp_path: Path) -> None:
+    family = FamilyConfig.model_validate({"family": "bert", "embed_layer": -1})
+    objective = ObjectiveConfig.model_validate({"name": "classification", "label_column": "a"})
+    with pytest.raises(ValueError, match="set embed_layer to 0"):
+        family.check_with(objective, TOKENS)
+    path = write_dataset(tmp_path / "a.h5ad", random_counts(5, GENES), genes_named(GENES))
+    genes = tmp_path / "vocabulary.tsv"
+    vocabulary_of(genes_named(GENES)).write(genes)
+    model = export_model(tmp_path / "model", genes)
+    options = check_options(predict.PredictOptions, {"embed": {}, "predict": {}}, "test")
+    with pytest.raises(ConfigError, match="it predicts no labels; export a run with objective classification"):
+        predict.run(options=options, model=model, input=path, counts="X", out=tmp_path / "out.h5ad")
+    assert json.loads((model / "config.json").read_text()).get("classifier") is None

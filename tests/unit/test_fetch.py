@@ -1,0 +1,188 @@
+"""Inputs at a URL: fetched once by many, whole or not at all, checked, and without credentials in any message."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+
+import fsspec
+import pytest
+import scipy.sparse as sp
+
+from cellmill.cli import main
+from cellmill.config.corpus import read_datasets
+from cellmill.data.counts_reader import open_counts
+from cellmill.data.dataset_file import local_input, origin_of
+from cellmill.data.fetch import fetch
+from cellmill.errors import ConfigError, DataError
+from cellmill.runs import claim
+from tests.unit.test_inputs import h5ad, in_zarr, read
+
+
+class Server(ThreadingHTTPServer):
+    """Files by path; `asked` has every request, `slow_s` delays an answer, `missing` bytes are not sent."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.files, self.asked, self.slow_s, self.missing = files, list[str](), 0.0, 0
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/{name}"
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        content = self.server.files.get(self.path.partition("?")[0][1:])
+        time.sleep(self.server.slow_s)
+        self.send_response(404 if content is None else 200)
+        self.send_header("Content-Length", str(len(content or b"")))
+        self.end_headers()
+        self.wfile.write((content or b"")[: len(content or b"") - self.server.missing])
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def content(counts: sp.csr_matrix, tmp_path: Path) -> bytes:
+    return h5ad(counts, tmp_path / "plain.h5ad").read_bytes()
+
+
+@pytest.fixture
+def server(content: bytes) -> Iterator[Server]:
+    with Server({"cells.h5ad": content}) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+
+
+def test_a_url_of_each_protocol_is_read_as_the_file(
+    counts: sp.csr_matrix, content: bytes, server: Server, tmp_path: Path
+) -> None:
+    with fsspec.open("memory://bucket/cells.h5ad", "wb") as file:
+        file.write(content)
+    stored = in_zarr(sp.csr_matrix, 3)(counts, tmp_path)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(stored), "/bucket/", recursive=True)
+    cache = tmp_path / "cache"
+    for url in (
+        server.url("cells.h5ad"),
+        "memory://bucket/cells.h5ad",
+        f"file://{tmp_path}/plain.h5ad",
+        "memory://bucket/cells.zarr",
+        f"file://{stored}",
+    ):
+        path = local_input(url, cache)
+        assert (read(path) != counts).nnz == 0, url
+        found = fetch(url, cache)
+        assert {"sha256": found.sha256, "bytes": found.n_bytes} == {
+            key: value for key, value in origin_of(path).items() if key != "file"
+        }
+    assert origin_of(tmp_path / "plain.h5ad")["sha256"] == hashlib.sha256(content).hexdigest()
+    assert server.asked == ["/cells.h5ad"]
+
+
+def test_many_jobs_that_ask_at_once_fetch_once(server: Server, content: bytes, tmp_path: Path) -> None:
+    server.slow_s = 0.5
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda _: fetch(server.url("cells.h5ad"), tmp_path), range(6)))
+    assert server.asked == ["/cells.h5ad"]
+    assert len({one.path for one in found}) == 1
+    assert found[0].path.read_bytes() == content
+
+
+def test_a_fetch_that_was_killed_is_taken_over_and_leaves_nothing(
+    server: Server, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = fetch(server.url("cells.h5ad"), tmp_path).path
+    folder = first.parent
+    for file in (first, folder / "fetched.json"):
+        file.unlink()
+    (folder / ".cells.0badc0de.incomplete.h5ad").write_bytes(content[:1000])
+    dead = folder / "claims" / "00000009.json"
+    dead.write_text(json.dumps({"job": "a dead one", "released": False}))
+    os.utime(dead, (time.time() - 3000,) * 2)
+    assert fetch(server.url("cells.h5ad"), tmp_path).path.read_bytes() == content
+    assert sorted(file.name for file in folder.iterdir()) == ["cells.h5ad", "claims", "fetched.json"]
+    first.write_bytes(content[:1000])  # and a copy that was cut is not the file
+    assert fetch(server.url("cells.h5ad"), tmp_path).path.read_bytes() == content
+    assert claim.lives(folder, "a dead one") is None
+
+
+def test_what_cannot_be_fetched_whole_is_one_line_and_leaves_no_file(
+    server: Server, content: bytes, tmp_path: Path
+) -> None:
+    def message(url: str) -> str:
+        with pytest.raises((DataError, ConfigError)) as error:
+            fetch(url, tmp_path / "cache")
+        left = [file for file in (tmp_path / "cache").rglob("*.h5ad*") if file.is_file()]
+        assert left == []
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    url = server.url("cells.h5ad")
+    none = server.url("none.h5ad")
+    assert message(none) == f"{none}: cannot be fetched: HTTPError: HTTP Error 404: Not Found"
+    server.missing = 100
+    assert f"{url}: cannot be fetched: " in message(url)
+    server.missing = 0
+    wanted = "0" * 64
+    got = hashlib.sha256(content).hexdigest()
+    assert message(f"{url}#sha256={wanted}") == f"{url}: expected sha256 {wanted}, got {got}"
+    assert "expected #sha256= and 64 hexadecimal digits" in message(f"{url}#sha256=12")
+    assert message("memory://bucket/none.h5ad").endswith("none.h5ad: no such file")
+    assert message("gss://bucket/x.h5ad") == "gss://bucket/x.h5ad: unknown protocol 'gss'; did you mean 'gs'?"
+    if find_spec("s3fs") is None:
+        assert message("s3://bucket/x.h5ad") == (
+            "s3://bucket/x.h5ad: a package for s3:// is missing: pip install 'cellmill[s3]'"
+        )
+    assert fetch(f"{url}#sha256={got}", tmp_path / "other").path.read_bytes() == content
+
+
+def test_no_message_has_credentials(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for url in (
+        "https://ann:hunter2@example.org/cells.h5ad",
+        "https://example.org/cells.h5ad?X-Amz-Signature=hunter2&part=1",
+        "https://example.org/cells.h5ad?sig=hunter2",
+    ):
+        out = tmp_path / "cells.fetched.json"
+        assert main(["fetch", "--input", url, "--out", str(out), "--cache", str(tmp_path)]) == 2
+        printed = capsys.readouterr().err
+        assert "https://example.org/cells.h5ad: has credentials (" in printed
+        assert "hunter2" not in printed
+        table = tmp_path / "datasets.tsv"
+        table.write_text(f"dataset\tpath\nx\t{url}\n")
+        with pytest.raises(ConfigError, match="has credentials") as error:
+            read_datasets(table)
+        assert "hunter2" not in str(error.value)
+    with pytest.raises(DataError) as failed:
+        fetch(server.url("none.h5ad?part=hunter2"), tmp_path)
+    assert "hunter2" not in str(failed.value)
+
+
+def test_a_record_names_the_copy_and_fetches_it_again(
+    server: Server, counts: sp.csr_matrix, content: bytes, tmp_path: Path
+) -> None:
+    record, cache = tmp_path / "cells.fetched.json", tmp_path / "cache"
+    assert main(["fetch", "--input", server.url("cells.h5ad"), "--out", str(record), "--cache", str(cache)]) == 0
+    path = local_input(record, cache)
+    with open_counts(path) as reader:
+        assert reader.n_obs == counts.shape[0]
+    path.unlink()
+    assert local_input(record, cache).read_bytes() == content
+    path.unlink()
+    server.files["cells.h5ad"] = content[:-1]
+    with pytest.raises(DataError, match="is another file than when"):
+        local_input(record, cache)

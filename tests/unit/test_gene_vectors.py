@@ -1,0 +1,217 @@
+"""Given gene vectors: what is read of a file, what a model makes of them, and what an export carries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from cellmill.config.family import FamilyConfig
+from cellmill.config.options import TrainOptions
+from cellmill.config.tokens import Tokens
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import ConfigError, DataError
+from cellmill.files import read_json, sha256_file, write_json
+from cellmill.finetune.method import load_method, trained_names
+from cellmill.models.batch import to_tensors
+from cellmill.models.build import build
+from cellmill.models.export import initial_tensors, load_model, write_tensors
+from cellmill.models.gene_vectors import TABLE
+from cellmill.models.vector_file import read_gene_vectors
+from cellmill.parallel.apply import freeze
+from cellmill.parallel.materialize import materialize
+from cellmill.planner.size import measure
+from cellmill.planner.train_inputs import vectors_digest
+from cellmill.runs.identity import changed_keys, identity
+from tests.models import spec
+from tests.unit.exported import export_model
+from tests.unit.test_masked_model import _batch
+
+N_GENES, DIM = 60, 5
+GENES = [f"ENSG{i:011d}" for i in range(N_GENES)]
+SYMBOLS = [f"g{i}" for i in range(N_GENES)]
+VOCABULARY = Vocabulary(GENES, SYMBOLS, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
+SIZES: dict[str, Any] = {"hidden": 16, "layers": 1, "gene_vector_dim": DIM}
+MODELS = {"encoder": {"family": "encoder", "heads": 2}, "profile": {"family": "profile", "objective": "cell_decoding"}}
+
+
+def vectors_of(n: int = 45, dim: int = DIM) -> np.ndarray:
+    return np.random.default_rng(0).normal(3, 2, (n, dim)).astype(np.float32)
+
+
+def write_npy(path: Path, names: list[str], vectors: Any) -> Path:
+    np.save(path, vectors, allow_pickle=True)
+    path.with_suffix(".genes.txt").write_text("".join(f"{name}\n" for name in names))
+    return path
+
+
+def write_safetensors(path: Path, names: list[str], vectors: np.ndarray) -> Path:
+    save_file({name: torch.from_numpy(vector.copy()) for name, vector in zip(names, vectors)}, path)
+    return path
+
+
+@pytest.mark.parametrize("write", [write_npy, write_safetensors])
+def test_vectors_are_found_by_id_or_symbol_and_scaled_by_one_number(write: Any, tmp_path: Path) -> None:
+    names = [*GENES[30:], *SYMBOLS[5:15], "unknown", "ENSG99", *["other" + str(i) for i in range(3)]]
+    given = vectors_of(len(names))
+    suffix = ".npy" if write is write_npy else ".safetensors"
+    found = read_gene_vectors(write(tmp_path / f"vectors{suffix}", names, given), VOCABULARY, DIM)
+    assert (found.n_found, found.table.shape, found.table.dtype) == (40, (N_GENES + 2, DIM), torch.float32)
+    assert not found.table[:7].any()
+    assert not found.table[17:32].any()
+    expected = given[:40] / np.sqrt(np.square(given[:40].astype(np.float64)).mean())
+    np.testing.assert_allclose(found.table[32:], expected[:30], rtol=1e-5)
+    np.testing.assert_allclose(found.table[7:17], expected[30:], rtol=1e-5)
+
+
+def test_an_id_goes_before_a_symbol(tmp_path: Path) -> None:
+    path = write_npy(tmp_path / "a.npy", [SYMBOLS[0], GENES[0]], np.array([[1.0], [3.0]]))
+    assert read_gene_vectors(path, VOCABULARY, 1).table[2:].tolist() == [[1.0]] + [[0.0]] * 59
+    both = write_npy(tmp_path / "b.npy", [SYMBOLS[0], GENES[0], GENES[1]], np.array([[1.0], [3.0], [3.0]]))
+    assert read_gene_vectors(both, VOCABULARY, 1).table[2:4].tolist() == [[1.0], [1.0]]
+
+
+WRONG: dict[str, tuple[str, str]] = {
+    "another length": ("numbers", r"model.gene_vector_dim is 5, the vectors of \S+ have 6 numbers; set it to 6$"),
+    "a pickle": ("pickle", r"a.npy: cannot be read: Object arrays cannot be loaded when allow_pickle=False$"),
+    "one number a gene": ("flat", r"expected an array of \(genes, numbers\) of floats, got \(45,\) of torch.float32$"),
+    "whole numbers": ("integers", r"expected an array of \(genes, numbers\) of floats, got \(45, 5\) of torch.int64$"),
+    "names of others": ("strangers", r"none of its 45 names is an Ensembl id or symbol of the vocabulary; the first"),
+    "fewer names": ("short", r"a.genes.txt: 44 names for the 45 vectors of a.npy$"),
+    "a name twice": ("twice", r"a.npy: 'ENSG00000000000' names two vectors; leave one out$"),
+    "not finite": ("nan", r"the vector of ENSG00000000003 has a value that is not finite$"),
+    "cut": ("cut", r"a.npy: cannot be read: "),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_file_that_cannot_be_used_is_one_line(case: str, tmp_path: Path) -> None:
+    kind, message = WRONG[case]
+    names, vectors = GENES[:45], vectors_of()
+    if kind == "nan":
+        vectors[3, 2] = np.nan
+    changed: dict[str, Any] = {
+        "numbers": vectors_of(45, 6),
+        "pickle": np.array([{"harm": 1}] * 45),
+        "flat": vectors[:, 0],
+        "integers": vectors_of().astype(np.int64),
+    }
+    named = {"strangers": [f"x{i}" for i in range(45)], "short": names[:44], "twice": [*names[:44], names[0]]}
+    path = write_npy(tmp_path / "a.npy", named.get(kind, names), changed.get(kind, vectors))
+    if kind == "cut":
+        path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises((ConfigError, DataError), match=message) as caught:
+        read_gene_vectors(path, VOCABULARY, DIM)
+    assert "\n" not in str(caught.value)
+
+
+def test_tensors_of_several_lengths_and_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3), "b": torch.zeros(4)}, tmp_path / "a.safetensors")
+    with pytest.raises(DataError, match=r"expected a vector per gene, all of one length, got shapes \(3,\) of a, "):
+        read_gene_vectors(tmp_path / "a.safetensors", VOCABULARY, 3)
+    with pytest.raises(ConfigError, match=r"model\.gene_vectors: a\.pt: expected a file \.npy or \.safetensors"):
+        read_gene_vectors(Path("a.pt"), VOCABULARY, 3)
+    np.save(tmp_path / "b.npy", vectors_of())
+    with pytest.raises(DataError, match=r"b\.genes\.txt: no such file; expected the names of the genes of b\.npy"):
+        read_gene_vectors(tmp_path / "b.npy", VOCABULARY, DIM)
+
+
+def model_of(family: str, tmp_path: Path, **options: Any) -> tuple[Any, torch.Tensor]:
+    """A model with vectors of the first 45 genes, laid out as a training lays it out; its table."""
+    given = spec(N_GENES, Tokens.model_validate({"max_tokens": 32}), **(SIZES | MODELS[family] | options))
+    model = build(given)
+    freeze(model, trained_names(load_method(TrainOptions.model_validate(OTHERS).finetune), model))
+    path = write_npy(tmp_path / f"{family}.npy", GENES[:45], vectors_of())
+    table = read_gene_vectors(path, VOCABULARY, DIM).table
+    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, VOCABULARY, given={TABLE: table}))
+    return model, table
+
+
+OTHERS: dict[str, Any] = {"tokens": {}, "stream": {}, "model": {}, "parallel": {}, "train": {"steps": 1}}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_genes_embedding_is_its_own_plus_the_projection_of_its_vector(family: str, tmp_path: Path) -> None:
+    model, table = model_of(family, tmp_path)
+    batch = to_tensors(_batch("continuous"))
+    own, project = model.gene_embedding.weight, model.gene_vectors.project.weight
+    whole = own + table @ project.T
+    assert torch.equal(whole[47:], own[47:]), "no vector: the learned one alone"
+    assert (table @ project.T)[2:47].std().item() == pytest.approx(0.02, rel=0.2), "as large as a learned embedding"
+    with torch.no_grad():
+        ours = model.embed(batch)
+        model.gene_embedding.weight.copy_(whole)
+        model.gene_vectors.project.weight.zero_()
+        torch.testing.assert_close(ours, model.embed(batch), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("family", MODELS)
+def test_vectors_train_only_if_asked_and_their_projection_always(family: str, trained: bool, tmp_path: Path) -> None:
+    model, _ = model_of(family, tmp_path, train_gene_vectors=trained)
+    counted = to_tensors(_batch("continuous"))
+    counts = torch.ones_like(counted.genes) * 5
+    view = model.view(type(counted)(**(vars(counted) | {"counts": counts})), seed=0, step=0)
+    model(model.prepare(view, seed=0, step=0)).backward()
+    weight = model.gene_vectors.table.weight
+    assert weight.requires_grad == trained
+    assert (weight.grad is not None) == trained
+    assert model.gene_vectors.project.weight.grad.any()
+    if trained:
+        assert torch.equal(weight.grad.any(1).nonzero().flatten(), view.genes.unique())
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_planner_counts_the_vectors_and_trains_what_trains(trained: bool) -> None:
+    tokens, options = Tokens.model_validate({"max_tokens": 32}), SIZES | MODELS["encoder"]
+    plain = measure(spec(N_GENES, tokens, **{key: v for key, v in options.items() if key != "gene_vector_dim"}))
+    size = measure(spec(N_GENES, tokens, **options, train_gene_vectors=trained))
+    assert size.parameters - plain.parameters == 62 * DIM + 16 * DIM
+    own = size.begin.trained - size.tied.trained + size.finish.trained
+    before = plain.begin.trained - plain.tied.trained + plain.finish.trained
+    assert own - before == 16 * DIM + (62 * DIM if trained else 0)
+
+
+def test_an_export_carries_the_vectors_and_a_finetune_takes_them_by_gene(tmp_path: Path) -> None:
+    VOCABULARY.write(tmp_path / "genes.tsv")
+    folder = export_model(tmp_path / "model", tmp_path / "genes.tsv", gene_vector_dim=DIM)
+    model, table = model_of("encoder", tmp_path, layers=2)
+    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+    write_tensors(folder / "model.safetensors", tensors)
+    digest = {"weights_sha256": sha256_file(folder / "model.safetensors")}
+    write_json(folder / "config.json", read_json(folder / "config.json") | digest)
+    loaded, _, _ = load_model(folder)
+    assert torch.equal(loaded.state_dict()[TABLE], table)
+    ones = np.ones(41)
+    fewer = Vocabulary(["ENSG99", *GENES[10:50]], ["x", *SYMBOLS[10:50]], ones.astype(int), ones.astype(np.float32))
+    other = build(spec(41, Tokens.model_validate({"max_tokens": 32}), **(SIZES | MODELS["encoder"] | {"layers": 2})))
+    taken = dict(initial_tensors(other, 0, folder, fewer))
+    assert torch.equal(taken[TABLE][3:], table[12:52])
+    assert not taken[TABLE][2].any(), "a gene that the source does not know has no vector"
+
+
+def test_a_run_is_that_of_the_vectors_and_not_of_their_path(tmp_path: Path) -> None:
+    paths = [write_npy(tmp_path / name, GENES[:45], vectors_of()) for name in ("a.npy", "b.npy")]
+    runs = [
+        TrainOptions.model_validate(OTHERS | {"model": {"gene_vectors": str(path), "gene_vector_dim": DIM}})
+        for path in paths
+    ]
+    first, second = (identity(run, None, vectors_digest(run, None)) for run in runs)
+    assert first == second
+    stored = {"options": runs[0].model_dump(mode="json"), "identity": first}
+    assert changed_keys(stored, second, "run.json") == {}
+    write_npy(paths[1], GENES[:45], vectors_of() + 1)
+    changed = changed_keys(stored, identity(runs[1], None, vectors_digest(runs[1], None)), "run.json")
+    assert list(changed) == ["model.gene_vectors"]
+    with pytest.raises(ConfigError, match=r"model\.gene_vector_dim is set, but no vectors; set model\.gene_vectors"):
+        vectors_digest(TrainOptions.model_validate(OTHERS | {"model": {"gene_vector_dim": DIM}}), None)
+    paths[0].unlink()
+    with pytest.raises(ConfigError, match=r"model\.gene_vectors: \S+a\.npy: no such file"):
+        vectors_digest(runs[0], None)
+    with pytest.raises(ValueError, match="gene_vectors requires gene_vector_dim"):
+        FamilyConfig.model_validate({"gene_vectors": "a.npy"})

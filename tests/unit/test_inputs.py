@@ -1,0 +1,497 @@
+"""Input formats: the same cells from every format, filters, links, sizes, damage; and rounded values."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.io
+import scipy.sparse as sp
+import zarr
+
+from cellmill.cli import main
+from cellmill.data.count_matrix import select_columns
+from cellmill.data.counts_reader import open_counts
+from cellmill.data.genes import is_expression
+from cellmill.data.inputs import dense, mtx, row_buckets
+from cellmill.errors import DataError
+
+ROOT = Path(__file__).resolve().parents[2]
+Make = Callable[..., Path]
+CELLS = [f"cell_{i}" for i in range(230)]
+GENES = [f"gene_{j}" for j in range(37)]
+
+
+def read(path: Path, matrix: str = "X", block: int = 50) -> sp.csr_matrix:
+    with open_counts(path, matrix) as reader:
+        return sp.vstack(list(reader.rows(block)), format="csr")
+
+
+def refusal(path: Path, matrix: str = "X") -> str:
+    with pytest.raises(DataError) as error:
+        read(path, matrix)
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def h5ad(matrix: Any, path: Path) -> Path:
+    ad.AnnData(matrix, pd.DataFrame(index=CELLS), pd.DataFrame(index=GENES)).write_h5ad(path)
+    return path
+
+
+def in_zarr(form: Any, version: int) -> Callable[[sp.csr_matrix, Path], Path]:
+    def write(counts: sp.csr_matrix, folder: Path) -> Path:
+        cells = ad.AnnData(form(counts), pd.DataFrame(index=CELLS), pd.DataFrame(index=GENES))
+        with warnings.catch_warnings(), ad.settings.override(zarr_write_format=version):
+            warnings.simplefilter("ignore")
+            cells.write_zarr(folder / "cells.zarr", chunks=(7, 5) if form is sp.csr_matrix.toarray else None)
+        return folder / "cells.zarr"
+
+    return write
+
+
+def zarr_zip(counts: sp.csr_matrix, folder: Path) -> Path:
+    stored = in_zarr(sp.csr_matrix, 3)(counts, folder)
+    with zipfile.ZipFile(folder / "cells.zarr.zip", "w") as archive:
+        for file in sorted(stored.rglob("*")):
+            archive.write(file, file.relative_to(stored).as_posix())
+    shutil.rmtree(stored)
+    return folder / "cells.zarr.zip"
+
+
+def with_filter(**filters: Any) -> Callable[[sp.csr_matrix, Path], Path]:
+    def write(counts: sp.csr_matrix, folder: Path) -> Path:
+        path = h5ad(counts, folder / "filtered.h5ad")
+        with h5py.File(path, "a") as file:
+            for name in ("data", "indices", "indptr"):
+                values = file["X"][name][:]
+                del file["X"][name]
+                file["X"].create_dataset(name, data=values, chunks=(100,), **filters)
+        return path
+
+    return write
+
+
+def big_endian(form: Any) -> Callable[[sp.csr_matrix, Path], Path]:
+    def write(counts: sp.csr_matrix, folder: Path) -> Path:
+        path = h5ad(form(counts), folder / "big.h5ad")
+        with h5py.File(path, "a") as file:
+            names = ["X"] if isinstance(file["X"], h5py.Dataset) else [f"X/{n}" for n in ("data", "indices", "indptr")]
+            for name in names:
+                values, attributes = file[name][()], dict(file[name].attrs)
+                del file[name]
+                file.create_dataset(name, data=values.astype(values.dtype.newbyteorder(">"))).attrs.update(attributes)
+        return path
+
+    return write
+
+
+def legacy(counts: sp.csr_matrix, folder: Path) -> Path:
+    """As anndata 0.6 wrote it."""
+    path = folder / "old.h5ad"
+    with h5py.File(path, "w") as file:
+        for name in ("data", "indices", "indptr"):
+            file[f"X/{name}"] = getattr(counts, name)
+        file["X"].attrs.update({"h5sparse_format": b"csr", "h5sparse_shape": counts.shape})
+        for name, names in (("obs", CELLS), ("var", GENES)):
+            codes = np.arange(len(names), dtype="i1") % 2
+            file[name] = np.array(list(zip(names, codes)), [("index", "S8"), ("half", "i1")])
+        file["uns/half_categories"] = np.array([b"even", b"odd"])
+    return path
+
+
+def tenx_v3(counts: sp.csr_matrix, folder: Path) -> Path:
+    with h5py.File(folder / "filtered_feature_bc_matrix.h5", "w") as file:
+        stored = counts.astype(np.int32)
+        for name in ("data", "indices", "indptr"):
+            file[f"matrix/{name}"] = getattr(stored, name)
+        file["matrix/shape"] = counts.shape[::-1]
+        file["matrix/barcodes"] = np.array(CELLS, "S")
+        kinds = ["Gene Expression", "gene expression", "GENE EXPRESSION", ""] * 9 + ["Antibody Capture"]
+        columns = {"id": GENES, "name": [f"S{j}" for j in range(37)], "feature_type": kinds, "genome": ["GRCh38"] * 37}
+        for name, column in columns.items():
+            file[f"matrix/features/{name}"] = np.array(column, "S")
+    return folder / "filtered_feature_bc_matrix.h5"
+
+
+def tenx_v2(counts: sp.csr_matrix, folder: Path, genome: str = "GRCh38") -> Path:
+    with h5py.File(folder / "filtered_gene_bc_matrices.h5", "a") as file:
+        stored = counts.astype(np.int32)
+        for name in ("data", "indices", "indptr"):
+            file[f"{genome}/{name}"] = getattr(stored, name)
+        file[f"{genome}/shape"] = counts.shape[::-1]
+        file[f"{genome}/barcodes"] = np.array(CELLS, "S")
+        file[f"{genome}/genes"] = np.array(GENES, "S")
+        file[f"{genome}/gene_names"] = np.array(GENES, "S")
+    return folder / "filtered_gene_bc_matrices.h5"
+
+
+def matrix_market(end: str, genes: str, field: str, by_gene: bool) -> Callable[[sp.csr_matrix, Path], Path]:
+    def write(counts: sp.csr_matrix, folder: Path) -> Path:
+        stored = counts.T.tocoo() if by_gene else counts.T.tocsc().tocoo()
+        plain = folder / "sample_matrix.mtx"
+        scipy.io.mmwrite(plain, stored.astype(int if field == "integer" else float), field=field, comment="from a test")
+        (folder / f"sample_{genes}.tsv").write_text("".join(f"{g}\t{g}\tGene Expression\n" for g in GENES))
+        (folder / "sample_barcodes.tsv").write_text("".join(f"{cell}\n" for cell in CELLS))
+        for file in list(folder.glob("sample_*")) if end else []:
+            with gzip.open(f"{file}{end}", "wb") as packed:
+                packed.write(file.read_bytes())
+            file.unlink()
+        return folder
+
+    return write
+
+
+def loom(chunks: Any) -> Callable[[sp.csr_matrix, Path], Path]:
+    def write(counts: sp.csr_matrix, folder: Path) -> Path:
+        with h5py.File(folder / "cells.loom", "w") as file:
+            file.create_dataset("matrix", data=counts.toarray().T, chunks=chunks, compression=chunks and "gzip")
+            file["layers/spliced"] = counts.toarray().T + 1
+            file["row_attrs/Gene"], file["row_attrs/Accession"] = np.array(["G"] * 37, "S"), np.array(GENES, "S")
+            file["col_attrs/CellID"], file["col_attrs/depth"] = np.array(CELLS, "S"), np.arange(230.0)
+            file.create_group("row_graphs")
+        return folder / "cells.loom"
+
+    return write
+
+
+def zstd(counts: sp.csr_matrix, folder: Path) -> Path:
+    hdf5plugin = pytest.importorskip("hdf5plugin", reason="the extra hdf5plugin is not installed")
+    return with_filter(**hdf5plugin.Zstd())(counts, folder)
+
+
+def blosc(counts: sp.csr_matrix, folder: Path) -> Path:
+    hdf5plugin = pytest.importorskip("hdf5plugin", reason="the extra hdf5plugin is not installed")
+    return with_filter(**hdf5plugin.Blosc())(counts, folder)
+
+
+FORMATS: dict[str, Callable[[sp.csr_matrix, Path], Path]] = {
+    "gzip": with_filter(compression="gzip", shuffle=True),
+    "lzf": with_filter(compression="lzf"),
+    "zstd": zstd,
+    "blosc": blosc,
+    "big-endian csr": big_endian(sp.csr_matrix),
+    "big-endian csc": big_endian(sp.csc_matrix),
+    "big-endian dense": big_endian(sp.csr_matrix.toarray),
+    "anndata 0.6": legacy,
+    **{
+        f"zarr {version} {form.__name__}": in_zarr(form, version)
+        for version in (2, 3)
+        for form in (sp.csr_matrix, sp.csc_matrix, sp.csr_matrix.toarray)
+    },
+    "zarr zip": zarr_zip,
+    "10x v3": tenx_v3,
+    "10x v2": tenx_v2,
+    "mtx": matrix_market("", "genes", "integer", by_gene=False),
+    "mtx.gz": matrix_market(".gz", "features", "real", by_gene=True),
+    "loom": loom((8, 8)),
+    "loom of wide chunks": loom((1, 230)),
+    "loom without chunks": loom(None),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_same_cells_are_the_same_blocks_in_every_format(
+    name: str, counts: sp.csr_matrix, tmp_path: Path, make_h5ad: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = FORMATS[name](counts, tmp_path)
+    (tmp_path / "plain").mkdir()
+    monkeypatch.setattr(dense, "_SLAB_BYTES", 3000)  # several slabs, and transposition where chunks are wide
+    monkeypatch.setattr(row_buckets, "_ROWS", 16)
+    monkeypatch.setattr(mtx, "_PIECE", 1000)
+    with open_counts(path) as reader, open_counts(h5ad(counts, tmp_path / "plain" / "raw.h5ad")) as plain:
+        assert reader.var_names == plain.var_names
+        assert reader.obs.index.tolist() == plain.obs.index.tolist()
+        for block in (50, 1, 1000):
+            pairs = list(zip(reader.rows(block), plain.rows(block), strict=True))
+            for got, wanted in pairs:
+                for part in ("data", "indices", "indptr"):
+                    a, b = getattr(got, part), getattr(wanted, part)
+                    assert a.dtype == b.dtype
+                    assert a.tobytes() == b.tobytes()
+
+
+def test_names_types_and_categories_of_genes_and_cells_are_read(counts: sp.csr_matrix, tmp_path: Path) -> None:
+    with open_counts(tenx_v3(counts, tmp_path)) as reader:
+        assert reader.var.symbol.tolist() == [f"S{j}" for j in range(37)]
+        assert is_expression(reader.var).tolist() == [True] * 36 + [False]
+    with open_counts(legacy(counts, tmp_path)) as reader:
+        assert reader.obs.half.tolist()[:3] == ["even", "odd", "even"]
+        assert reader.var.half.dtype == "category"
+    path = loom((8, 8))(counts, tmp_path)
+    assert (read(path, "spliced") != (counts + np.ones(counts.shape)).astype(np.uint32)).sum() == 0
+    with open_counts(path) as reader:
+        assert reader.obs["depth"].tolist()[:2] == [0.0, 1.0]
+        assert reader.var["symbol"].tolist() == ["G"] * 37
+    assert "no layer 'splcied' (the dataset's `counts`); did you mean 'spliced'?" in refusal(path, "splcied")
+
+
+def test_a_10x_file_of_several_genomes_is_read_whole_or_by_genome(counts: sp.csr_matrix, tmp_path: Path) -> None:
+    path = tenx_v3(counts, tmp_path)
+    genomes = ["GRCh38", "mm10"] * 18 + ["GRCh38"]
+    with h5py.File(path, "a") as file:
+        for name, column in {"genome": genomes, "id": [f"{g}_{n}" for g, n in zip(genomes, GENES)]}.items():
+            del file[f"matrix/features/{name}"]
+            file[f"matrix/features/{name}"] = np.array(column, "S")
+    assert (read(path) != counts).nnz == 0
+    assert (read(path, "mm10") != counts[:, 1::2]).nnz == 0
+    with open_counts(path, "GRCh38") as reader:
+        assert reader.var_names == GENES[::2]
+    assert refusal(path, "GRCh37").endswith("no matrix 'GRCh37' (the dataset's `counts`); did you mean 'GRCh38'?")
+    old = tenx_v2(counts, tmp_path)
+    tenx_v2(counts * 2, tmp_path, "mm10")
+    assert (read(old, "mm10") != counts * 2).nnz == 0
+    assert refusal(old) == f"{old}: has 2 genomes; set the dataset's `counts` to GRCh38 or mm10"
+
+
+def test_a_damaged_matrix_market_folder_is_one_line(counts: sp.csr_matrix, tmp_path: Path) -> None:
+    file = matrix_market("", "features", "integer", by_gene=False)(counts, tmp_path) / "sample_matrix.mtx"
+    whole = file.read_text()
+    first = whole.splitlines()[3]
+    cases = {
+        whole.replace(first, "1 2"): "damaged: ",
+        whole.replace(first, "38 1 5"): "damaged: an index is outside 1 to 37",
+        whole.replace(first, "0 1 5"): "damaged: an index is outside 1 to 37",
+        whole.replace(first, "1 1 5.5"): "damaged: ",
+        whole.replace(first, "1 1 5 7"): "damaged: ",
+        whole[:-20]: "damaged: ",
+        "\n".join(whole.splitlines()[:-3]): f"truncated or damaged: {counts.nnz - 3:,} values of {counts.nnz:,}; copy",
+        whole.replace(f"37 230 {counts.nnz}", f"37 230 {10**12}"): f"{counts.nnz:,} values of 1,000,000,000,000",
+        whole.replace("37 230", "230 37"): "it is cells x genes: transpose it",
+        whole.replace("integer", "complex"): "expected '%%MatrixMarket matrix coordinate integer general' (or real)",
+        whole.replace("37 230", "37"): "expected a line of genes, cells and values",
+    }
+    for text, message in cases.items():
+        file.write_text(text)
+        assert message in refusal(tmp_path)
+    (tmp_path / "sample_barcodes.tsv").unlink()
+    assert "no sample_barcodes.tsv; expected it beside sample_matrix.mtx" in refusal(file)
+    shutil.copy(file, tmp_path / "other_matrix.mtx")
+    assert "has 2 matrices (other_matrix.mtx, sample_matrix.mtx)" in refusal(tmp_path)
+
+
+def test_bytes_of_other_files_are_never_counts(counts: sp.csr_matrix, tmp_path: Path) -> None:
+    other, path = h5ad(counts, tmp_path / "other.h5ad"), tmp_path / "linked.h5ad"
+    h5ad(counts, path)
+    with h5py.File(path, "a") as file:
+        del file["X/data"]
+        file["X/data"] = h5py.ExternalLink(str(other), "/X/data")
+    assert refusal(path) == (f"{path}: X/data is a link into {str(other)!r}; expected a file that holds its own data")
+    size = counts.nnz * 4
+    layout = h5py.VirtualLayout((counts.nnz,), "f4")
+    layout[:] = h5py.VirtualSource(str(other), "X/data", (counts.nnz,))
+    for name, make in {
+        "raw": lambda x: x.create_dataset("data", (counts.nnz,), "f4", external=[(str(other), 0, size)]),
+        "virtual": lambda x: x.create_virtual_dataset("data", layout),
+    }.items():
+        h5ad(counts, path)
+        with h5py.File(path, "a") as file:
+            del file["X/data"]
+            make(file["X"])
+        assert "X/data is stored in another file" in refusal(path), name
+
+
+def test_arrays_of_odd_form_are_one_line(counts: sp.csr_matrix, tmp_path: Path) -> None:
+    def spoiled(change: Callable[[h5py.File], None]) -> str:
+        path = h5ad(counts, tmp_path / "odd.h5ad")
+        with h5py.File(path, "a") as file:
+            change(file)
+        return refusal(path).removeprefix(f"{path}: ")
+
+    def replaced(name: str, value: Any) -> Callable[[h5py.File], None]:
+        def change(file: h5py.File) -> None:
+            del file[name]
+            if value is not None:
+                file[name] = value
+
+        return change
+
+    def shaped(value: Any) -> Callable[[h5py.File], None]:
+        def change(file: h5py.File) -> None:
+            del file["X"].attrs["shape"]
+            if value is not None:
+                file["X"].attrs["shape"] = value
+
+        return change
+
+    for value in (None, 5, [1, 2, 3], "wide", [2.5, 1.0], [[1, 2], [3, 4]]):
+        assert spoiled(shaped(value)).startswith("X is damaged: expected a shape of two whole numbers, got ")
+    assert "is outside 0 to" in spoiled(shaped([-1, 37]))
+    assert spoiled(shaped([10**12, 37])).startswith("X is damaged: shape (1000000000000, 37) is outside 0 to")
+    for name in ("data", "indices", "indptr"):
+        assert spoiled(replaced(f"X/{name}", 3)).startswith(f"X/{name} is damaged: expected 1 dimensions, got shape ()")
+        assert "expected 1 dimensions" in spoiled(replaced(f"X/{name}", counts.toarray()))
+        assert f"X/{name} expected " in spoiled(replaced(f"X/{name}", np.array([b"text"] * 3)))
+        assert spoiled(replaced(f"X/{name}", None)) == f"X/{name} is missing"
+        assert spoiled(replaced(f"X/{name}", h5py.SoftLink(f"/X/{name}"))).startswith("damaged: ")
+    assert spoiled(replaced("X/indptr", np.arange(5.0))) == "X/indptr expected whole numbers, got float64"
+
+    def huge(file: h5py.File) -> None:
+        for name in ("data", "indices"):
+            del file[f"X/{name}"]
+            file["X"].create_dataset(name, (10**12,), "f4" if name == "data" else "i4", chunks=(1 << 16,))
+        del file["X/indptr"]
+        file["X/indptr"] = np.array([0] + [10**12] * 230)
+
+    assert "is damaged: it declares 4,000,000,000,000 bytes in shape (1000000000000,) and stores 0" in spoiled(huge)
+
+    def loop(file: h5py.File) -> None:
+        del file["obs"]
+        file["obs"] = file["/"]
+
+    assert "cannot be read" in spoiled(loop)
+
+
+def test_special_files_are_refused(counts: sp.csr_matrix, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.h5ad")
+    assert refusal(tmp_path / "pipe.h5ad") == f"{tmp_path}/pipe.h5ad: not a file"
+    assert refusal(Path("/dev/zero")) == "/dev/zero: not a file"
+    stored = in_zarr(sp.csr_matrix, 3)(counts, tmp_path)
+    os.mkfifo(stored / "pipe")
+    assert "no regular file" in refusal(stored)
+    (stored / "pipe").unlink()
+    (stored / "link").symlink_to("/etc/hostname")
+    assert "a link; expected regular files alone" in refusal(stored)
+    folder = tmp_path / "mtx"
+    folder.mkdir()
+    os.mkfifo(folder / "matrix.mtx")
+    (folder / "features.tsv").write_text("a\n")
+    (folder / "barcodes.tsv").write_text("b\n")
+    assert refusal(folder) == f"{folder}/matrix.mtx: not a file"
+
+
+def test_a_zarr_of_pickles_or_of_declared_size_is_refused(counts: sp.csr_matrix, tmp_path: Path) -> None:
+    stored = in_zarr(sp.csr_matrix, 2)(counts, tmp_path)
+    group = zarr.open_group(stored, mode="a", use_consolidated=False)
+    del group["X/data"]
+    group.create_array("X/data", shape=(10**12,), chunks=(1 << 16,), dtype="f4")
+    (stored / ".zmetadata").unlink()
+    assert "X/data is damaged: it declares 4,000,000,000,000 bytes in chunks of 262,144, and stores" in refusal(stored)
+    shutil.rmtree(stored / "X" / "data")
+    group.create_array("X/data", data=counts.data)
+    for name, key, value in (("indptr", "compressor", {"id": "pickle"}), ("indices", "filters", [{"id": "pickle"}])):
+        metadata = stored / "X" / name / ".zarray"
+        whole = metadata.read_text()
+        metadata.write_text(json.dumps(json.loads(whole) | {key: value}))
+        assert "pickle" in refusal(stored)
+        metadata.write_text(whole)
+
+
+def test_a_missing_filter_is_named_with_the_extra(counts: sp.csr_matrix, tmp_path: Path) -> None:
+    if importlib.util.find_spec("hdf5plugin") is not None:
+        pytest.skip("hdf5plugin is installed, so no filter is missing")
+    path = h5ad(counts, tmp_path / "zstd.h5ad")
+    with h5py.File(path, "a") as file:
+        del file["X/data"]
+        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        properties.set_chunk((100,))
+        properties.set_filter(32015, h5py.h5z.FLAG_OPTIONAL, ())
+        space = h5py.h5s.create_simple((counts.nnz,))
+        h5py.h5d.create(file["X"].id, b"data", h5py.h5t.IEEE_F32LE, space, properties)
+    assert refusal(path) == (
+        f"{path}: X/data is compressed with filter zstd, which is not installed: pip install 'cellmill[hdf5plugin]', "
+        "or write the file with compression='gzip'"
+    )
+
+
+def test_a_fraction_is_shown_with_all_its_digits(tmp_path: Path, make_h5ad: Make) -> None:
+    cases = ((1.0000001, "f4", "1.0000001"), (1 + 1e-12, "f8", "1.000000000001"), (1234567.5, "f8", "1234567.5"))
+    for value, dtype, text in cases:
+        path = make_h5ad(np.array([[value, 1], [1, 1]], dtype))
+        assert f"does not hold counts: {text} (cell 'cell_0', gene 'gene_0') is fractional" in refusal(path)
+
+
+def test_repeated_entries_are_summed_without_a_wrap(make_h5ad: Make) -> None:
+    path = make_h5ad(sp.csr_matrix(np.ones((2, 4), np.uint32)))
+    with h5py.File(path, "a") as file:
+        file["X/indices"][:] = [1, 1, 2, 3, 0, 1, 2, 3]
+        file["X/data"][:2] = [2**32 - 1, 2]
+    assert "X: entries of one cell and gene sum to 4,294,967,297; the limit is 4,294,967,295" in refusal(path)
+    for form in (sp.csr_matrix, sp.csc_matrix):  # in the dtype of the file the sum would be 44
+        path = make_h5ad(form(np.full((2, 2), 150, np.uint8)))
+        with h5py.File(path, "a") as file:
+            file["X/indices"][:2] = [1, 1]
+        assert read(path).sum() == 600
+
+
+def test_columns_of_one_gene_are_summed_without_a_wrap() -> None:
+    block, target = sp.csr_matrix(np.array([[2**32 - 1, 1]], np.uint32)), np.zeros(2, np.int32)
+    with pytest.raises(DataError, match="columns of one gene sum to 4,294,967,296; the limit is 4,294,967,295"):
+        select_columns(block, target, 1)
+    block.data[0] -= 1
+    summed = select_columns(block, target, 1)
+    assert summed.dtype == np.uint32
+    assert summed.toarray().tolist() == [[2**32 - 1]]
+
+
+def test_a_zarr_folder_is_preprocessed_as_the_h5ad(simulated: Path, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ad.read_h5ad(simulated).write_zarr(tmp_path / "simulated.zarr")
+    made = []
+    for path in (simulated, tmp_path / "simulated.zarr"):
+        out, report = tmp_path / f"{path.suffix[1:]}.out.h5ad", tmp_path / f"{path.suffix[1:]}.json"
+        command = ["preprocess", "--input", str(path), "--dataset", "s", "--out", str(out), "--report", str(report)]
+        assert main([*command, "--options", '{"preprocess": {"min_genes": 10}}']) == 0
+        made.append((ad.read_h5ad(out), json.loads(report.read_text())))
+    (a, first), (b, second) = made
+    assert (a.X != b.X).nnz == 0
+    pd.testing.assert_frame_equal(a.obs, b.obs)
+    assert second["source"]["file"] == "simulated.zarr"
+    assert {k: v for k, v in first.items() if k != "source"} == {k: v for k, v in second.items() if k != "source"}
+
+
+def depths(n_cells: int, seed: int) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    rates = random.gamma(0.3, 1, (1, 400)) * random.lognormal(0, 0.5, (n_cells, 1)) * 3
+    return random.poisson(rates)
+
+
+@pytest.mark.parametrize(
+    ("change", "sign"),
+    [
+        (lambda c: c, None),
+        (lambda c: c[:10], None),
+        (lambda c: np.rint(c / c.sum(1, keepdims=True) * 1e4), "of cells have no gene with a count of 1"),
+        (lambda c: np.rint(c / c.sum(1, keepdims=True) * np.median(c.sum(1))), "the sums of 90% of cells lie between"),
+        (lambda c: 2 * c, "100% of cells have no gene with a count of 1"),
+    ],
+)
+def test_normalised_values_that_were_rounded_are_warned_of(
+    change: Callable[[np.ndarray], np.ndarray], sign: str | None, make_h5ad: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_h5ad(sp.csr_matrix(change(depths(100, 0)).astype(np.float32)))
+    with open_counts(path) as reader:
+        for _ in reader.rows():
+            pass
+        reader.warn_if_rounded()
+    printed = capsys.readouterr().err
+    if sign is None:
+        assert printed == ""
+    else:
+        assert printed.startswith(f"warning: {path}: X may hold normalised values that were rounded: ")
+        assert sign in printed
+        assert printed.count("\n") == 1
+
+
+def test_mutated_inputs_are_read_or_refused_in_one_line() -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.unit.fuzzed_inputs", "--files", "60"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "60 of 60 are read or refused in one line\n"

@@ -1,0 +1,255 @@
+"""Columns of the table of datasets: filters as pandas evaluates them, roles, and refusals before counts are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+
+from cellmill.cli import main
+from cellmill.config import load_config
+from cellmill.config.corpus import Dataset, ObsColumns, Preprocess
+from cellmill.config.obs_filter import parse_filter
+from cellmill.data.counts_reader import CountsReader, open_counts
+from cellmill.data.dataset_check import check_datasets
+from cellmill.data.obs_columns import choose_obs
+from cellmill.errors import DataError, UserError
+
+Make = Callable[..., Path]
+N = 40
+
+
+@pytest.fixture
+def obs() -> pd.DataFrame:
+    random = np.random.default_rng(3)
+    frame = pd.DataFrame(
+        {
+            "assay": pd.Categorical(random.choice(["10x 3' v3", "10x 3' v2", "Smart-seq2 & co"], N)),
+            "is_primary_data": random.random(N) < 0.7,
+            "in text": pd.Categorical(random.random(N) < 0.5),
+            "age": random.integers(10, 90, N),
+            "guide": pd.Categorical(random.choice(["NT", "TP53", "MYC"], N)),
+            "batch": random.choice(["x", "y"], N),
+            "lane": random.integers(1, 4, N),
+            "nM": random.choice(["0", "10", "2.5"], N),
+        },
+        index=[f"cell_{i}" for i in range(N)],
+    )
+    frame.loc["cell_0", "assay"] = None
+    return frame
+
+
+@pytest.fixture
+def raw(make_h5ad: Make, obs: pd.DataFrame) -> Path:
+    matrix = np.random.default_rng(0).poisson(3, (N, 4)).astype(np.float32) + 1
+    return make_h5ad(sp.csr_matrix(matrix), genes=["TP53", "MYC", "BRCA2", "DPM1"], obs=obs)
+
+
+FILTERS = [
+    """is_primary_data and assay == "10x 3' v3" """,
+    """assay in ["10x 3' v2", 'Smart-seq2 & co'] | age > 60""",
+    "20 <= age < 50 and not is_primary_data",
+    "`in text` & ~(lane == 2)",
+    "assay == assay and lane not in (1, 3)",
+    "age != lane and batch != 'x'",
+]
+
+
+@pytest.mark.parametrize("condition", FILTERS)
+def test_a_filter_keeps_the_cells_that_pandas_query_keeps(raw: Path, obs: pd.DataFrame, condition: str) -> None:
+    with open_counts(raw) as reader:
+        keep = choose_obs(reader, None, ObsColumns(filter=condition)).keep
+    obs["in text"] = obs["in text"].astype(bool)
+    wanted = obs.query(condition.replace("(1, 3)", "[1, 3]").strip(), engine="python").index
+    assert 0 < len(wanted) < N
+    assert list(obs.index[keep]) == list(wanted)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "@pd.io.common.os.system('touch /tmp/x')",
+        "age.__class__.__init__.__globals__['sys']",
+        "__import__('os').system('true')",
+        "assay.str.contains('10x')",
+        "age[0] == 1",
+        "age == (lambda: 1)()",
+        "age == [x for x in age]",
+        "age ** 2 == 4",
+        "(x := age) == 1",
+        "assay == f'{age}'",
+        "assay == '`'",
+        "1 == 1 if age else 2 == 2",
+        "age; lane",
+        "(" * 5_000 + "age" + ")" * 5_000 + " == 1",
+        "not " * 5_000 + "age",
+        "",
+    ],
+)
+def test_a_filter_that_is_more_than_comparisons_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(ValueError, match=r"expected|nested too deeply") as caught:
+        parse_filter(text)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+WRONG: dict[str, tuple[dict[str, str], str]] = {
+    "a label": ({"label": "gide"}, "no obs column 'gide' (the dataset's label); did you mean 'guide'?"),
+    "one of two labels": (
+        {"label": "guide | asay"},
+        "no obs column 'asay' (the dataset's label); did you mean 'assay'?",
+    ),
+    "a role": (
+        {"donor": "patient"},
+        "no obs column 'patient' (the dataset's donor); there are: assay, is_primary_data",
+    ),
+    "a filter": ({"filter": "assy == 'a'"}, "no obs column 'assy' (the dataset's filter); did you mean 'assay'?"),
+    "a value": (
+        {"filter": "assay == '10x 3 v3'"},
+        "filter \"assay == '10x 3 v3'\" keeps none of 40 cells: "
+        "assay is \"10x 3' v2\", \"10x 3' v3\", 'Smart-seq2 & co'",
+    ),
+    "no condition": ({"filter": "age"}, "filter 'age' is no condition: age is int64; compare it with a value"),
+    "types": ({"filter": "guide > 3"}, "filter 'guide > 3': "),
+    "a control": (
+        {"perturbation": "guide", "control": "nt"},
+        "no cell has 'nt' (the dataset's control) in obs column 'guide'; there are: MYC, NT, TP53",
+    ),
+    "a dose": ({"dose": "assay"}, "obs column 'assay' (the dataset's dose) expected numbers, got "),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_column_is_named_before_counts_are_read(raw: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns, message = WRONG[case]
+    monkeypatch.setattr(CountsReader, "rows", lambda *_: pytest.fail("counts were read"))
+    with open_counts(raw) as reader, pytest.raises(DataError) as caught:
+        choose_obs(reader, None, ObsColumns.model_validate(columns))
+    assert str(caught.value).startswith(f"{raw}: {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_roles_are_columns_of_preprocessed_cells_and_of_shards(raw: Path, obs: pd.DataFrame, tmp_path: Path) -> None:
+    table = "dataset\tpath\tlabel\tfilter\tbatch\tperturbation\tcontrol\tdose\n"
+    (tmp_path / "t.tsv").write_text(f"{table}one\t{raw}\tassay|in text\tage > 20\tlane\tguide\tNT\tnM\n")
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"corpora: {{c: {{table: {tmp_path}/t.tsv}}}}\nruns: {{r: {{corpus: c}}}}\ntrain: {{steps: 1}}\n"
+        "preprocess: {min_genes: 1, max_mito_frac: 1, keep_obs: [age]}\nshard: {split_by: batch}\n"
+    )
+    row = load_config(config).datasets("c")["one"]
+    flags = [
+        f"--{name}={value}" for name, value in row.model_dump(include=set(ObsColumns.model_fields)).items() if value
+    ]
+    cells, genes, manifest = tmp_path / "one.h5ad", tmp_path / "v.tsv", tmp_path / "shards" / "manifest.json"
+    files = ["--input", str(raw), "--dataset", "one", "--out", str(cells), "--report", str(tmp_path / "one.json")]
+    assert main(["preprocess", "--config", str(config), *files, *flags]) == 0
+    assert main(["vocabulary", "--config", str(config), "--cells", str(cells), "--out", str(genes)]) == 0
+    shard = ["--cells", str(cells), "--vocabulary", str(genes), "--out", str(manifest)]
+    assert main(["shard", "--config", str(config), *shard]) == 0
+    wanted = obs[obs["age"] > 20]
+    got = ad.read_h5ad(cells).obs
+    assert list(got) == ["age", "assay", "in text", "batch", "perturbation", "dose", "is_control"]
+    assert list(got.index) == list(wanted.index)
+    assert got["batch"].tolist() == wanted["lane"].tolist()
+    assert got["perturbation"].tolist() == wanted["guide"].tolist()
+    assert got["dose"].tolist() == [float(value) for value in wanted["nM"]]
+    assert got["is_control"].tolist() == (wanted["guide"] == "NT").tolist()
+    parts = [ad.read_h5ad(path).obs for path in sorted(manifest.parent.glob("*.h5ad"))]
+    assert sorted(name for part in parts for name in part.index) == sorted(f"one:{name}" for name in wanted.index)
+    lanes = [set(part["batch"]) for part in parts]
+    assert sum(map(len, lanes)) == wanted["lane"].nunique()  # each lane in one split
+    joined = pd.concat(parts)
+    assert joined["is_control"].tolist() == (joined["perturbation"] == "NT").tolist()
+
+
+def test_a_column_with_the_name_of_a_role_is_kept_under_another(raw: Path, obs: pd.DataFrame) -> None:
+    with open_counts(raw) as reader:
+        frame = choose_obs(reader, None, ObsColumns(batch="lane")).obs
+        same = choose_obs(reader, None, ObsColumns(batch="batch")).obs
+    assert frame["batch_original"].tolist() == obs["batch"].tolist()
+    assert frame["batch"].tolist() == frame["lane"].tolist() == obs["lane"].tolist()
+    assert list(same) == list(obs)
+    with open_counts(raw) as reader, pytest.raises(DataError, match="label 'batch' is also a role, which the table"):
+        choose_obs(reader, None, ObsColumns(batch="lane", label="batch"))
+
+
+def test_a_dataset_has_options_of_its_own() -> None:
+    corpus = Preprocess(min_genes=200, organism="human", keep_obs=["a"])
+    row = Dataset.model_validate(
+        {"dataset": "d", "path": "p", "organism": "none", "min_genes": "20", "max_mito_frac": "1"}
+    )
+    assert row.preprocess(corpus) == Preprocess(min_genes=20, organism=None, max_mito_frac=1, keep_obs=["a"])
+    assert Dataset(dataset="d", path="p").preprocess(corpus) == corpus
+    with pytest.raises(ValueError, match="control is a value of the perturbation or the condition"):
+        ObsColumns(control="NT")
+
+
+CHECKED: dict[str, tuple[str, str, str]] = {
+    "label": ("label\ncel_type", "", "t.tsv: dataset one: {raw} has no obs column 'cel_type' (label)"),
+    "filter": ("filter\nasay == 'a'", "", "t.tsv: dataset one: {raw} has no obs column 'asay' (filter)"),
+    "counts": ("counts\nspliced", "", "t.tsv: dataset one: {raw} has no matrix 'spliced' (counts)"),
+    "control": (
+        "perturbation\tcontrol\nguide\tNo",
+        "",
+        "t.tsv: dataset one: {raw} has no 'No' (control) in obs column 'guide'",
+    ),
+    "keep_obs": ("label\nguide", "preprocess: {keep_obs: [aged]}", "{raw}: no obs column 'aged' (preprocess.keep_obs)"),
+    "split": ("label\nguide", "shard: {split_by: donor}", "corpora.c.shard.split_by: not all datasets have an obs"),
+    "covariate": (
+        "donor\nlane",
+        "tokens: {covariates: [donors]}",
+        "runs.r.tokens.covariates: no dataset of its corpus has an obs column 'donors'; did you mean 'donor'?",
+    ),
+    "nothing": ("donor\tlabel\nlane\tguide", "shard: {split_by: donor}", ""),
+}
+
+
+@pytest.mark.parametrize("case", CHECKED)
+def test_columns_are_looked_for_before_anything_runs(
+    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    columns, options, message = CHECKED[case]
+    header, values = columns.split("\n")
+    monkeypatch.chdir(tmp_path)
+    Path("t.tsv").write_text(f"dataset\tpath\t{header}\none\t{raw}\t{values}\n")
+    Path("c.yaml").write_text(
+        f"corpora: {{c: {{table: t.tsv}}}}\nruns: {{r: {{corpus: c}}}}\ntrain: {{steps: 1}}\n{options}\n"
+    )
+    pipeline = load_config(Path("c.yaml"))
+    if not message:
+        check_datasets(pipeline)
+        return
+    with pytest.raises(UserError) as caught:
+        check_datasets(pipeline)
+    assert str(caught.value).startswith(message.format(raw=raw))
+    Path("t.tsv").write_text(f"dataset\tpath\t{header}\none\tnot-made-yet.h5ad\t{values}\n")
+    check_datasets(pipeline)  # left to stage preprocess
+
+
+def test_fractional_counts_are_rounded_when_asked_and_normalised_ones_are_not(make_h5ad: Make, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    estimated = np.round(random.poisson(20, (30, 6)) + random.normal(0, 0.2, (30, 6)), 3).clip(0)
+    logged = np.log1p(estimated)
+    shares = (estimated * (1e4 / estimated.sum(axis=1, keepdims=True))).astype(np.float64)
+    with open_counts(make_h5ad(sp.csr_matrix(estimated), "rsem.h5ad")) as reader:
+        reader.round_counts = True
+        got = sp.vstack(list(reader.rows(7))).toarray()
+    assert (got == np.rint(estimated)).all()
+    for matrix, looks in ((logged, "log-transformed"), (shares, "normalised: all cells have one sum")):
+        with open_counts(make_h5ad(sp.csr_matrix(matrix), f"{looks[:3]}.h5ad")) as reader:
+            reader.round_counts = True
+            with pytest.raises(DataError, match=f"is for counts: it looks {looks}"):
+                list(reader.rows())
+    with open_counts(tmp_path / "rsem.h5ad") as reader, pytest.raises(DataError, match="is fractional"):
+        list(reader.rows())
+
+
+def test_options_of_columns_name_the_way_out() -> None:
+    with pytest.raises(ValueError, match="orthologs is read with reference_organism alone"):
+        Preprocess(orthologs="x.tsv")

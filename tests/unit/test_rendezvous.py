@@ -1,0 +1,167 @@
+"""The store of a job is reached by its own processes alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from cellmill.launch.rendezvous import LOOPBACK, Gate, Relay, Rendezvous, secret_of_start, user_of_connection
+
+NOBODY = 65534
+STILL_OPEN = b"it waits for more"
+
+
+def answer(port: int, said: bytes, skip: int = 0) -> bytes:
+    """Bytes that a listener on the loopback answers after its first `skip` bytes; none if it hangs up."""
+    with socket.create_connection((LOOPBACK, port), timeout=3) as connection:
+        assert len(connection.recv(skip) if skip else b"") == skip
+        try:
+            connection.sendall(said)
+            return connection.recv(1000)
+        except ConnectionError:
+            return b""
+        except TimeoutError:
+            return STILL_OPEN
+
+
+def as_user(user: int, ask: Callable[[], bytes]) -> bytes:
+    """The answer that a process of `user` gets."""
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        try:
+            os.setuid(user)
+            os.write(writing, ask())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with open(reading, "rb") as pipe:
+        return pipe.read()
+
+
+@dataclass
+class Nodes:
+    """The store on a first node, and the way to it from there and from a second node."""
+
+    rendezvous: Rendezvous
+    gate: Gate
+    first: Relay
+    second: Relay
+
+    def client(self, relay: Relay) -> TCPStore:
+        return TCPStore(LOOPBACK, relay.port, is_master=False, timeout=timedelta(seconds=60))
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    listener = socket.create_server((LOOPBACK, 0))
+    gate, rendezvous = Gate(listener), Rendezvous(secrets.token_hex(32), 0, 2, LOOPBACK)
+    store = TCPStore(
+        LOOPBACK, gate.port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+    )
+    gate.close()
+    store.set("key", "ours")
+    with socket.create_server((LOOPBACK, rendezvous.ports[0])):  # the entrance takes the next
+        first = Relay(rendezvous, gate)
+        first.start()
+        second = Relay(replace(rendezvous, node=1), None)
+        second.start()
+        yield Nodes(rendezvous, gate, first, second)
+
+
+def test_processes_of_both_nodes_share_one_store(nodes: Nodes) -> None:
+    ours, theirs = nodes.client(nodes.first), nodes.client(nodes.second)
+    large = secrets.token_bytes(3_000_000).hex()
+    theirs.set("large", large)
+    assert ours.get("large").decode() == large
+    with ThreadPoolExecutor(64) as pool:
+        added = pool.map(lambda i: nodes.client((nodes.first, nodes.second)[i % 2]).add("n", 1), range(200))
+    assert sorted(added) == list(range(1, 201))
+
+
+def test_the_store_takes_no_connection_but_those_of_the_relay(nodes: Nodes) -> None:
+    with pytest.raises(TimeoutError):
+        socket.create_connection((LOOPBACK, nodes.gate.port), timeout=1)
+    assert nodes.client(nodes.first).get("key") == b"ours"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_another_user_of_the_node_is_turned_away(nodes: Nodes) -> None:
+    assert as_user(0, lambda: answer(nodes.first.port, b"\0")) == STILL_OPEN
+    assert as_user(NOBODY, lambda: answer(nodes.first.port, b"\0")) == b""
+    assert nodes.client(nodes.first).get("key") == b"ours"
+
+
+def test_the_entrance_opens_to_the_secret_alone(nodes: Nodes) -> None:
+    stranger = Relay(replace(nodes.rendezvous, secret="guessed"), None)
+    assert asyncio.run(nodes.second._knock(nodes.rendezvous.ports[1])) is not None
+    with pytest.raises(ConnectionResetError):
+        asyncio.run(stranger._knock(nodes.rendezvous.ports[1]))
+    for said in (secrets.token_bytes(64), secrets.token_bytes(10_000)):
+        assert answer(nodes.rendezvous.ports[1], said, skip=32) == b"", "a nonce, and nothing of the store"
+    assert nodes.client(nodes.second).get("key") == b"ours"
+
+
+def test_a_node_does_not_take_another_listener_for_the_entrance() -> None:
+    """Who cannot prove that he knows the secret gets no data of the job."""
+    place = Rendezvous(secrets.token_hex(32), 1, 2, LOOPBACK)
+    with socket.create_server((LOOPBACK, place.ports[0])) as impostor, ThreadPoolExecutor(1) as pool:
+
+        def pretend() -> bytes:
+            caller, _ = impostor.accept()
+            with caller:
+                caller.sendall(secrets.token_bytes(32))
+                asked = caller.recv(64)
+                caller.sendall(secrets.token_bytes(32))
+                return asked + caller.recv(1000)
+
+        heard = pool.submit(pretend)
+        assert asyncio.run(Relay(place, None)._knock(place.ports[0])) is None
+        assert len(heard.result()) == 64
+
+
+def test_each_start_has_its_own_secret_and_ports() -> None:
+    starts = [Rendezvous(secret_of_start("of the job", f"{requeue}-0"), 0, 2, "n1") for requeue in range(50)]
+    assert len({start.secret for start in starts}) == 50
+    assert len({start.ports[0] for start in starts}) > 45
+    assert "of the job" not in starts[0].secret
+
+
+def test_the_kernel_names_the_user_of_a_connection() -> None:
+    with socket.create_server((LOOPBACK, 0)) as listener, socket.create_connection(listener.getsockname()) as made:
+        ours, theirs = made.getsockname(), listener.getsockname()
+        assert user_of_connection(ours, theirs) == os.getuid()
+        assert user_of_connection(theirs, (LOOPBACK, ours[1] + 1)) is None
+        # the same port of another address of the loopback is another connection, which ends soon
+        with socket.socket() as other:
+            other.bind(("127.0.0.2", ours[1]))
+            other.connect(theirs)
+            assert user_of_connection(other.getsockname(), theirs) == os.getuid()
+            other.shutdown(socket.SHUT_WR)
+            assert user_of_connection(other.getsockname(), theirs) is None
+
+
+def test_the_handshake_cannot_be_passed_on(nodes: Nodes) -> None:
+    """Who has no secret, but stands between a node and the entrance, gets no connection."""
+    with socket.create_server((LOOPBACK, 0)) as between, ThreadPoolExecutor(1) as pool:
+
+        def pass_on() -> None:
+            caller, _ = between.accept()
+            with caller, socket.create_connection((LOOPBACK, nodes.rendezvous.ports[1])) as entrance:
+                caller.sendall(entrance.recv(32))
+                entrance.sendall(caller.recv(64))
+                caller.sendall(entrance.recv(32))
+
+        passed = pool.submit(pass_on)
+        with pytest.raises(ConnectionResetError):
+            asyncio.run(nodes.second._knock(between.getsockname()[1]))
+        passed.result()

@@ -1,0 +1,175 @@
+"""Weighted reading: exact repeats in each epoch, the same for any number of ranks and after a resume."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import pytest
+from small_corpus import genes_named, random_counts, vocabulary_of, write_dataset
+
+from cellmill.config.corpus import Shard
+from cellmill.config.run import Stream as StreamOptions
+from cellmill.config.tokens import ContinuousTokens
+from cellmill.data.manifest import Manifest
+from cellmill.data.obs_levels import read_level_numbers
+from cellmill.data.repeats import Repeats, weights
+from cellmill.data.shard_writer import write_shards
+from cellmill.data.shuffle import Epoch, EpochLayout
+from cellmill.data.stream import CellStream
+from cellmill.errors import ConfigError, DataError
+
+CELLS = 533
+WEIGHTED = {"weight_by": "kind", "max_repeats": 6.0}
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    folder, ids = tmp_path_factory.mktemp("repeats"), genes_named(40)
+    kinds = np.random.default_rng(0).choice(["a", "b", "c", "d"], CELLS, p=[0.7, 0.2, 0.08, 0.02])
+    path = write_dataset(folder / "one.h5ad", random_counts(CELLS, 40), ids, {"kind": kinds})
+    options = Shard(val_frac=0, test_frac=0, cells_per_shard=100)
+    return write_shards([path], vocabulary_of(ids), options, folder / "shards" / "manifest.json")
+
+
+def repeats_of(manifest: Manifest, stream: StreamOptions) -> Repeats:
+    numbers = read_level_numbers(manifest, "train", manifest.levels({"kind": "a test"}))
+    return Repeats.of(numbers[:][:, 0], stream)
+
+
+def stream_of(manifest: Manifest, rank: int = 0, world: int = 1, lanes: int = 4, **changes: Any) -> CellStream:
+    order = {"lanes": lanes, "block_cells": 4, "window_blocks": 3, "io_threads": 2}
+    options = StreamOptions.model_validate(order | WEIGHTED | changes)
+    given: dict[str, Any] = {"global_batch": 32, "token_budget": 400, "rank": rank, "world": world, "seed": 3}
+    return CellStream(manifest.path, "train", ContinuousTokens(max_tokens=12), options, **given)
+
+
+def taken(stream: CellStream, steps: int) -> list[list[int]]:
+    """Cells of each step."""
+    try:
+        return [[int(cell) for batch in step for cell in batch.cells] for step in islice(stream, steps)]
+    finally:
+        stream.close()
+
+
+@pytest.mark.parametrize("lanes", [1, 4, 8])
+@pytest.mark.parametrize("equal_steps", [False, True])
+def test_each_epoch_has_exactly_its_repeats(manifest: Manifest, lanes: int, equal_steps: bool) -> None:
+    stream = stream_of(manifest, lanes=lanes, equal_steps=equal_steps)
+    repeats, steps = repeats_of(manifest, StreamOptions.model_validate(WEIGHTED)), stream.steps_per_epoch
+    assert steps == stream_of(manifest, lanes=lanes, weight_by=None, equal_steps=equal_steps).steps_per_epoch
+    seen = taken(stream, 3 * steps)
+    epochs = [Counter(cell for step in seen[e * steps : (e + 1) * steps] for cell in step) for e in range(3)]
+    for epoch, found in enumerate(epochs):
+        expected = repeats.counts(3, epoch, epoch * steps)
+        assert [found[cell] for cell in range(CELLS)] == expected.tolist()
+        assert expected.sum() == CELLS
+    assert epochs[0] != epochs[1]
+
+
+def test_repeats_of_a_level_are_its_weight_and_differ_by_one_cell(manifest: Manifest) -> None:
+    repeats = repeats_of(manifest, StreamOptions.model_validate(WEIGHTED | {"weight_exponent": 1}))
+    sizes = np.bincount(repeats.levels, minlength=5)
+    assert sizes[0] == 0
+    counts, own = repeats.counts(0, 0, 0), weights(sizes, 1.0, 6.0)
+    assert own[sizes.argmin() if sizes.min() else 4] == 6.0, "the rarest is capped"
+    for level in range(1, 5):
+        of_level = counts[repeats.levels == level]
+        assert of_level.max() - of_level.min() <= 1
+        assert abs(of_level.sum() - sizes[level] * own[level]) <= 1
+    # below the cap every level is read equally often
+    free = [int(counts[repeats.levels == level].sum()) for level in range(1, 5) if own[level] < 6]
+    assert len(free) >= 2
+    assert max(free) - min(free) <= 1
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0])
+def test_weights_are_those_of_the_formula(exponent: float) -> None:
+    sizes = np.array([700, 0, 200, 80, 20, 1])
+    for most in (1.0, 2.5, 1000.0):
+        found = weights(sizes, exponent, most)
+        assert (found * sizes).sum() == pytest.approx(sizes.sum())
+        assert found[sizes > 0].max() <= most
+        free = (found < most) & (sizes > 0)
+        scaled = found[free] * sizes[free] ** exponent
+        assert scaled.max(initial=0) == pytest.approx(scaled.min(initial=np.inf) if free.any() else 0)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_global_batch_is_the_same_cells_for_every_number_of_ranks(manifest: Manifest, world: int) -> None:
+    steps = 2 * stream_of(manifest).steps_per_epoch
+    alone = taken(stream_of(manifest), steps)
+    ranks = [taken(stream_of(manifest, rank, world), steps) for rank in range(world)]
+    assert [sorted(step) for step in alone] == [sorted(chain(*parts)) for parts in zip(*ranks)]
+
+
+@pytest.mark.parametrize("done", [1, 9, 17, 25])
+def test_a_run_goes_on_at_any_step_in_another_number_of_ranks(manifest: Manifest, done: int) -> None:
+    first = stream_of(manifest)
+    whole = taken(stream_of(manifest), done + 12)
+    assert taken(first, done) == whole[:done]
+    rest = []
+    for rank in range(2):
+        stream = stream_of(manifest, rank, 2)
+        stream.load_state_dict(first.state_dict())
+        rest.append(taken(stream, 12))
+    assert [sorted(chain(*parts)) for parts in zip(*rest)] == [sorted(step) for step in whole[done:]]
+
+
+def test_weights_warm_up_over_steps_from_each_cell_once(manifest: Manifest) -> None:
+    stream = stream_of(manifest, weight_warmup_steps=34)
+    steps, repeats = stream.steps_per_epoch, repeats_of(manifest, StreamOptions.model_validate(WEIGHTED))
+    assert steps == 17
+    seen = taken(stream, 3 * steps)
+    epochs = [Counter(chain(*seen[e * steps : (e + 1) * steps])) for e in range(3)]
+    assert epochs[0] == Counter(range(CELLS))
+    assert [epochs[2][cell] for cell in range(CELLS)] == repeats.counts(3, 2, 2 * steps).tolist()
+    half = [Counter(repeats.levels[list(epoch.elements())].tolist()) for epoch in epochs]
+    for level in range(1, 5):
+        assert half[1][level] == pytest.approx((half[0][level] + half[2][level]) / 2, abs=1)
+
+
+def test_copies_of_a_cell_are_spread_over_the_epoch(manifest: Manifest) -> None:
+    seen = taken(stream_of(manifest), 17)
+    places: dict[int, list[int]] = {}
+    for step, cells in enumerate(seen):
+        for cell in cells:
+            places.setdefault(cell, []).append(step)
+    gaps = [gap for steps in places.values() if len(steps) > 3 for gap in np.diff(sorted(steps))]
+    assert len(gaps) > 50
+    assert np.mean(gaps) > 2  # of 17 steps with up to 6 copies; next to each other they would have gaps of 0
+
+
+def test_without_weights_the_order_is_that_of_earlier_versions() -> None:
+    digest = hashlib.sha256()
+    for shards, lanes, equal in (((100, 37, 64), 4, False), ((500,), 8, True)):
+        layout = EpochLayout(shards, lanes, 8, 3, 16, seed=5, shuffle=True, equal_steps=equal)
+        for epoch in (0, 3):
+            order = Epoch(layout, epoch)
+            for lane in range(lanes):
+                for window in range(len(order.borders[lane]) - 1):
+                    runs = order.window_runs(lane, window)
+                    for part in (runs.shard, runs.first, runs.n, order.window_order(lane, window)):
+                        digest.update(part.astype("<i8").tobytes())
+    assert digest.hexdigest() == "67ee7b613c1469aa0d8de8663255442df6cbf9131efa6cc11fbfa4cfe1a572ad"
+
+
+def test_weights_are_part_of_the_order_and_of_the_data(manifest: Manifest) -> None:
+    stream, plain = stream_of(manifest), stream_of(manifest, weight_by=None)
+    state = plain.state_dict()
+    assert state["fingerprint"] == manifest.fingerprint
+    assert "weight_by" not in state
+    with pytest.raises(DataError, match="expected shards of fingerprint"):
+        stream.load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"stream\.max_repeats is 6\.0, but 2\.0 in the checkpoint"):
+        stream.load_state_dict(stream.state_dict() | {"max_repeats": 2.0})
+    for each in (stream, plain):
+        each.close()
+
+
+def test_a_column_that_is_not_there_is_named_with_its_option(manifest: Manifest) -> None:
+    with pytest.raises(DataError, match=r"no obs column 'kidn' \(stream\.weight_by\); did you mean 'kind'"):
+        stream_of(manifest, weight_by="kidn")

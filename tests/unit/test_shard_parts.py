@@ -1,0 +1,285 @@
+"""Shards are the same from any number of jobs and after kills; their index says what they hold; copies are found."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+from small_corpus import genes_named, random_counts, vocabulary_of, write_corpus, write_dataset
+
+from cellmill.config.corpus import Shard
+from cellmill.config.options import ShardOptions
+from cellmill.config.run import Stream
+from cellmill.config.tokens import Tokens
+from cellmill.data import shard_plan, shard_writer
+from cellmill.data.counts_reader import open_counts
+from cellmill.data.level_table import MAX_LEVELS
+from cellmill.data.manifest import Manifest, verify
+from cellmill.data.open_files import OpenFiles
+from cellmill.data.shard_file import open_rows, open_shards
+from cellmill.data.shard_index import open_index
+from cellmill.data.shard_plan import FOLDER, make_plan
+from cellmill.data.shard_writer import write_part, write_shards
+from cellmill.data.split import hash_cells, hash_genes
+from cellmill.data.stream import CellStream
+from cellmill.errors import DataError
+from cellmill.evaluate.training_cells import cell_hashes, copies
+from cellmill.stages import divide, shard, shard_part
+from tests.unit.test_shards import two_datasets, without_index
+
+OPTIONS = Shard(cells_per_shard=64, val_frac=0.2, test_frac=0.2, seed=3)
+# of `two_datasets` in version 0.1.0, by seed of the shards, and for one split by dataset
+FINGERPRINTS = {
+    3: "2317f8daca1dcf92387566de61ea1b6164167265c65066fb68c08e9ceadff449",
+    0: "25662687cbeb066779796e20b82547a50fcc4700eb6336ab49e850d5a51b0900",
+    None: "91c8e99371e2ea644296eb9a882bc20b461371ded2fd59a31969f2e0de7d5373",
+}
+
+
+def files_of(manifest: Manifest) -> dict[str, str]:
+    verify(manifest)
+    return {file.name: file.sha256 for split in manifest.splits.values() for file in split.files}
+
+
+def test_shards_are_those_of_the_first_version(tmp_path: Path) -> None:
+    paths, _, ids = two_datasets(tmp_path)
+    by_dataset = Shard(split_by="dataset", val_frac=0, test_frac=0.3)
+    for seed, options in ((3, OPTIONS), (0, Shard()), (None, by_dataset)):
+        made = write_shards(paths, vocabulary_of(ids), options, tmp_path / str(seed) / "manifest.json")
+        assert made.fingerprint == FINGERPRINTS[seed]
+
+
+def test_any_number_of_jobs_writes_the_same_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths, _, ids = two_datasets(tmp_path)
+    genes = tmp_path / "vocabulary.tsv"
+    vocabulary_of(ids).write(genes)
+    alone = tmp_path / "alone" / "manifest.json"
+    given: dict[str, Any] = {"cells": paths, "vocabulary": genes}
+    shard.run(options=ShardOptions(shard=OPTIONS), **given, out=alone)
+    for jobs in (2, 7):  # there are six shards: one job has none
+        options = ShardOptions(shard=OPTIONS.model_copy(update={"jobs": jobs}))
+        out = tmp_path / str(jobs) / "manifest.json"
+        divide.run(options=options, **given, out=out.parent / FOLDER / "plan.json")
+        for part in reversed(range(jobs)):
+            done = out.parent / FOLDER / f"{part + 1}-of-{jobs}.json"
+            shard_part.run(options=options, **given, part=f"{part + 1}-of-{jobs}", out=done)
+        shard.run(options=options, **given, out=out)
+        assert files_of(Manifest.read(out)) == files_of(Manifest.read(alone))
+        assert out.read_text() == alone.read_text()
+        assert not (out.parent / FOLDER).exists()
+    with pytest.raises(DataError, match=r"no plan of these cells and options.*run the `divide` stage"):
+        shard_part.run(options=options, **given, part="1-of-7", out=out.parent / FOLDER / "1-of-7.json")
+
+
+def test_the_next_process_keeps_what_a_killed_one_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, _, ids = two_datasets(tmp_path)
+    vocabulary, out = vocabulary_of(ids), tmp_path / "shards" / "manifest.json"
+    expected = files_of(write_shards(paths, vocabulary, OPTIONS, tmp_path / "other" / "manifest.json"))
+
+    def killed(path: Path, *_: object, **__: object) -> None:
+        if path.name.startswith(".train-00001"):
+            shutil.copy(path, path.with_name(path.name.replace(".incomplete", "x.incomplete")))  # nobody tidies up
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(shard_writer, "_narrow_indptr", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_shards(paths, vocabulary, OPTIONS, out)
+    monkeypatch.undo()
+    assert list(out.parent.glob(".train-00001.*incomplete*"))
+    assert not out.exists()
+    # the shard before the kill was written without the last step: another content under its name is not kept
+    damaged, kept = out.parent / "train-00000.h5ad", out.parent / "train-00002.h5ad"
+    plan = make_plan(paths, vocabulary, OPTIONS, out)
+    write_part(plan, paths, vocabulary, out.parent, part=2, parts=len(plan.shards()))
+    before = kept.stat()
+    damaged.write_bytes(b"damaged")
+    again = write_shards(paths, vocabulary, OPTIONS, out)
+    assert files_of(again) == expected
+    assert (kept.stat().st_ino, kept.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert not list(out.parent.glob(".*incomplete*"))
+
+
+def test_a_plan_of_other_cells_or_options_is_not_used(tmp_path: Path) -> None:
+    paths, _, ids = two_datasets(tmp_path)
+    vocabulary, out = vocabulary_of(ids), tmp_path / "shards" / "manifest.json"
+    plan = make_plan(paths, vocabulary, OPTIONS, out)
+    write_part(plan, paths, vocabulary, out.parent)
+    assert make_plan(paths, vocabulary, OPTIONS.model_copy(update={"jobs": 9}), out) == plan
+    other = make_plan(paths, vocabulary, OPTIONS.model_copy(update={"seed": 0}), out)
+    assert other.key != plan.key
+    assert write_shards(paths, vocabulary, OPTIONS, out).fingerprint == FINGERPRINTS[3]
+    plan = make_plan(paths, vocabulary, OPTIONS, out)
+    os.utime(paths[0])
+    assert make_plan(paths, vocabulary, OPTIONS, out).key != plan.key
+
+
+def test_the_index_says_what_the_shards_hold(tmp_path: Path) -> None:
+    paths, _, ids = two_datasets(tmp_path)
+    vocabulary = vocabulary_of(ids)
+    manifest = write_shards(paths, vocabulary, OPTIONS, tmp_path / "shards" / "manifest.json")
+    for split, entry in manifest.splits.items():
+        for shard_entry, rows in zip(entry.shards, open_shards(manifest, split)):
+            read = open_rows(manifest.shard_path(shard_entry), OpenFiles())
+            np.testing.assert_array_equal(rows.indptr, read.indptr)
+            assert (rows.offsets, rows.n_vars, rows.dtype) == (read.offsets, read.n_vars, read.dtype)
+        cells = [ad.read_h5ad(manifest.shard_path(shard_entry)).X for shard_entry in entry.shards]
+        x = sp.vstack(cells, format="csr")
+        hashes = hash_cells(x.indptr, x.indices, x.data, hash_genes(ids))
+        stored = open_index(manifest, split, "hashes")
+        assert stored is not None
+        assert sorted(hashes.tolist()) == stored.T.tolist()
+    earlier = without_index(manifest)
+    np.testing.assert_array_equal(cell_hashes(earlier, split, hash_genes(ids)), stored)
+    damaged = manifest.path.with_name("train-offsets.npy")
+    damaged.write_bytes(damaged.read_bytes()[:-4])
+    with pytest.raises(DataError, match=r"train-offsets\.npy: damaged: .*make the shards again"):
+        open_shards(manifest, "train")
+    with pytest.raises(DataError, match=r"train-offsets\.npy: expected sha256"):
+        verify(manifest)
+
+
+def stream_of(manifest: Manifest, rank: int = 0) -> CellStream:
+    tokens, stream = Tokens.model_validate({"max_tokens": 9}), Stream(lanes=4, block_cells=4, window_blocks=2)
+    return CellStream(
+        manifest.path, "train", tokens, stream, global_batch=16, token_budget=90, rank=rank, world=2, seed=0
+    )
+
+
+def batches_of(stream: CellStream) -> list[tuple[list[int], list[int]]]:
+    steps = zip(range(stream.steps_per_epoch), stream)
+    return [(batch.cells.tolist(), batch.genes.tolist()) for _, step in steps for batch in step]
+
+
+def test_a_stream_opens_only_what_it_reads_and_is_that_of_shards_without_index(tmp_path: Path) -> None:
+    manifest = write_corpus(tmp_path, 400, cells_per_shard=64)
+    streams = [stream_of(manifest, rank) for rank in range(2)]
+    assert all(not len(shard_rows._files) for stream in streams for shard_rows in stream._shards)
+    found = [batches_of(stream) for stream in streams]
+    without_index(manifest)
+    assert found == [batches_of(stream_of(manifest, rank)) for rank in range(2)]
+
+
+def test_a_missing_or_short_shard_is_named_when_it_is_read(tmp_path: Path) -> None:
+    manifest = write_corpus(tmp_path, 400)
+    gone, short = open_shards(manifest, "train")[:2]
+    gone.path.unlink()
+    with pytest.raises(DataError, match=r"train-00000\.h5ad: no such file; make the shards again"):
+        gone.read_genes(0, [np.empty(4, np.int32)])
+    os.truncate(short.path, 5000)
+    with pytest.raises(DataError, match=r"train-00001\.h5ad: truncated: 5,000 of at least [0-9,]+ bytes"):
+        short.read_counts(0, [np.empty(4, np.uint16)])
+
+
+def open_in(folder: Path) -> list[str]:
+    """Files of a folder that this process has open."""
+    paths = map("/proc/self/fd/{}".format, os.listdir("/proc/self/fd"))  # one of them listed them, and is gone
+    return [path for path in paths if os.path.lexists(path) and os.readlink(path).startswith(str(folder))]
+
+
+def test_few_files_are_open_at_once_however_many_are_read(tmp_path: Path) -> None:
+    paths = [tmp_path / str(i) for i in range(40)]
+    for i, path in enumerate(paths):
+        path.write_bytes(bytes([i]) * 8)
+    files = OpenFiles(most=5)
+
+    def read(number: int) -> bool:
+        with files.reading(paths[number]) as descriptor:
+            return os.pread(descriptor, 8, 0) == bytes([number]) * 8
+
+    order = np.random.default_rng(0).integers(len(paths), size=2000).tolist()
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(read, order))
+    assert 5 <= len(files) == len(open_in(tmp_path)) <= 5 + 4
+    for path in paths:
+        files.close(path)
+    assert not open_in(tmp_path)
+
+
+def with_copies(folder: Path) -> tuple[list[Path], list[str]]:
+    """Two datasets: the second has 30 cells of the first in other columns, the first has 5 of its own twice."""
+    ids, counts = genes_named(40), random_counts(200, 40)
+    first = sp.vstack([counts, counts[:5]], format="csr")
+    order = np.random.default_rng(0).permutation(40)
+    second = sp.vstack([counts[50:80], random_counts(70, 40, seed=9)], format="csr")[:, order].tocsr()
+    second.sort_indices()
+    one = write_dataset(folder / "one.h5ad", first, ids, {"batch": ["x"] * 205})
+    return [one, write_dataset(folder / "two.h5ad", second, [ids[i] for i in order], {"batch": ["y"] * 100})], ids
+
+
+def test_equal_cells_are_counted_or_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths, ids = with_copies(tmp_path)
+    vocabulary_of(ids).write(genes := tmp_path / "vocabulary.tsv")
+    sizes, names = {}, {}
+    for duplicates in ("keep", "drop"):
+        options = OPTIONS.model_copy(update={"duplicates": duplicates})
+        out = tmp_path / duplicates / "manifest.json"
+        shard.run(options=ShardOptions(shard=options), cells=paths, vocabulary=genes, out=out)
+        manifest = Manifest.read(out)
+        assert manifest.duplicates == {"one": 5, "two": 30}
+        sizes[duplicates] = sum(split.n_obs for split in manifest.splits.values())
+        shards = [manifest.shard_path(entry) for split in manifest.splits.values() for entry in split.shards]
+        names[duplicates] = {name for path in shards for name in ad.read_h5ad(path).obs_names}
+    assert sizes == {"keep": 305, "drop": 270}
+    gone = {f"one:cell{200 + i}" for i in range(5)} | {f"two:cell{i}" for i in range(30)}
+    assert names["keep"] - names["drop"] == gone
+    told = capsys.readouterr().out
+    assert (
+        "35 cells are equal to an earlier one (one: 5, two: 30): kept; shard.duplicates: drop leaves them out" in told
+    )
+    assert "35 cells are equal to an earlier one (one: 5, two: 30): dropped" in told
+
+
+def test_copies_of_training_cells_are_found_in_every_dataset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths, ids = with_copies(tmp_path)
+    vocabulary_of(ids).write(genes := tmp_path / "vocabulary.tsv")
+    options = ShardOptions(shard=Shard(split_by="batch", val_frac=0, test_frac=0.5))
+    shard.run(options=options, cells=paths, vocabulary=genes, out=tmp_path / "shards" / "manifest.json")
+    manifest = Manifest.read(tmp_path / "shards" / "manifest.json")
+    assert "60 cells have an equal one in another split" in capsys.readouterr().out
+    trained = json.loads(json.dumps(ad.read_h5ad(manifest.path.with_name("train-00000.h5ad")).obs["batch"].iloc[0]))
+    other = paths[1] if trained == "x" else paths[0]
+    rows = np.arange(100) < 30 if trained == "x" else (np.arange(205) >= 50) & (np.arange(205) < 80)
+    for given in (manifest, without_index(manifest)):
+        with open_counts(other) as reader:
+            np.testing.assert_array_equal(copies(reader, [given, given]), rows)
+
+
+def test_shards_have_only_their_own_values_of_a_column_of_very_many(tmp_path: Path) -> None:
+    n, ids = MAX_LEVELS + 100, genes_named(4)
+    counts = sp.csr_matrix(np.arange(1, 4 * n + 1, dtype=np.uint32).reshape(n, 4))
+    obs = {"barcode": [f"é{i}" for i in range(n)], "plate": pd.Categorical([f"p{i % 3}" for i in range(n)])}
+    path = write_dataset(tmp_path / "a.h5ad", counts, ids, obs)
+    options = Shard(cells_per_shard=2048, val_frac=0, test_frac=0)
+    manifest = write_shards([path], vocabulary_of(ids), options, tmp_path / "shards" / "manifest.json")
+    for entry in manifest.splits["train"].shards:
+        cells = ad.read_h5ad(manifest.shard_path(entry)).obs
+        number = np.array([int(name.removeprefix("a:cell")) for name in cells.index])
+        assert cells["barcode"].tolist() == [f"é{i}" for i in number]
+        assert len(cells["barcode"].cat.categories) == entry.n_obs
+        assert cells["plate"].tolist() == [f"p{i % 3}" for i in number]
+    assert set(manifest.obs_levels) == {"dataset", "plate"}
+
+
+def test_a_plan_whose_removal_was_killed_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(folder: Path, **_: Any) -> None:
+        next(folder.glob("*.npy")).unlink()
+        raise KeyboardInterrupt
+
+    expected = write_corpus(tmp_path / "whole", 200).fingerprint
+    monkeypatch.setattr(shard_plan.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_corpus(tmp_path / "killed", 200)
+    monkeypatch.undo()
+    (tmp_path / "killed" / "shards" / "manifest.json").unlink()  # as Snakemake does for a job that was not finished
+    assert write_corpus(tmp_path / "killed", 200).fingerprint == expected

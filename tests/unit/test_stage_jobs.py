@@ -1,0 +1,72 @@
+"""Stages in SLURM's queue: whose they are, and why they wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cellmill.cli import main
+from cellmill.launch.stage_jobs import StageJob, StageWatch, stage_jobs, waiting_lines
+from cellmill.runs.job_states import JobState
+
+
+@pytest.fixture
+def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A function that puts a squeue with these lines, and nothing else, on PATH."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    (tmp_path / "bin").mkdir()
+
+    def answers(*lines: str) -> None:
+        text = "".join(f"{line}\n" for line in lines)
+        (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\n/bin/cat <<'END'\n{text}END\n")
+        (tmp_path / "bin" / "squeue").chmod(0o755)
+
+    return answers
+
+
+def test_status_names_the_stages_of_this_workflow_that_wait(
+    tmp_path: Path, squeue: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "results" / "runs").mkdir(parents=True)
+    (tmp_path / ".snakemake").mkdir()
+    here, elsewhere = tmp_path, tmp_path / "bin"
+    squeue(
+        f"7|PENDING|PartitionTimeLimit|1:30:00|1|rule_embed_wildcards_one_sim|{here}",
+        f"8|PENDING|PartitionTimeLimit|1:30:00|1|rule_embed_wildcards_two_sim|{here}",
+        f"9|PENDING|Priority|30:00|1|rule_vocabulary|{here}",
+        f"10|RUNNING|None|30:00|1|rule_shard_wildcards_sim|{here}",
+        f"11|PENDING|Priority|30:00|1|rule_shard_wildcards_sim|{elsewhere}",
+        f"12|PENDING|Resources|30:00|2|(null)|{here}",
+    )
+    (tmp_path / "results" / "runs" / "one" / "train").mkdir(parents=True)
+    assert main(["status", "--results", str(tmp_path / "results")]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "stage embed: 2 jobs (7, 8): PENDING (PartitionTimeLimit): limit 1:30:00 is more than the partition allows: "
+        "lower it in the profile",
+        "stage vocabulary: job 9: PENDING (Priority)",
+    ]
+    assert [job.stage for job in stage_jobs(tmp_path)] == ["embed", "embed", "vocabulary", "shard"]
+
+
+def test_a_reason_is_told_once_and_again_when_it_comes_back(tmp_path: Path) -> None:
+    told: list[str] = []
+    watch = StageWatch(tmp_path, told.append)
+
+    def jobs(*waiting: tuple[str, str]) -> list[StageJob]:
+        return [StageJob(job_id, "embed", JobState("PENDING", why), "30:00", "1") for job_id, why in waiting]
+
+    watch.look(jobs(("7", "Priority")))
+    assert told == [], "a job that has just been submitted"
+    watch.look(jobs(("7", "Priority"), ("8", "Priority")))
+    assert told == ["stage embed: job 7: PENDING (Priority)"]
+    watch.look(jobs(("7", "Priority"), ("8", "Priority")))
+    watch.look(jobs(("7", "Priority"), ("8", "AssocGrpGRES")))
+    assert told[1:] == ["stage embed: job 8: PENDING (AssocGrpGRES)"]
+    watch.look([])
+    watch.look(jobs(("9", "Priority")))
+    watch.look(jobs(("9", "Priority")))
+    assert told[2:] == ["stage embed: job 9: PENDING (Priority)"]
+    many = jobs(*((str(number), "Resources") for number in range(20, 29)))
+    assert waiting_lines(many) == ["stage embed: 9 jobs (20, 21, 22, 23, 24, …): PENDING (Resources)"]

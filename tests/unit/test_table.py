@@ -1,0 +1,105 @@
+"""The table of datasets and configuration files: nothing vanishes, nothing ends in a traceback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cellmill.cli import main
+from cellmill.config.corpus import read_datasets
+from cellmill.config.table import check_name
+from cellmill.errors import ConfigError
+
+ROW = "dataset\tpath\tlabel\n"
+
+
+def test_a_table_of_excel_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "t.tsv"
+    path.write_bytes('\ufeffdataset\tpath\tfilter\tsource\r\na\tb.h5ad\t"x == ""10x"""\t7" chip\r\n\r\n'.encode())
+    (row,) = read_datasets(path).values()
+    assert (row.dataset, row.filter, row.source) == ("a", 'x == "10x"', '7" chip')
+
+
+TABLES = {
+    "a quote over two rows": (f'{ROW}a\tb\t"c\nd\te\tf\ng\th\ti"\n', 'line 2: a cell begins with " and does not end'),
+    "text after a quote": (f'{ROW}a\tb\t"c"d\n', 'line 2: a cell begins with " and does not end with it'),
+    "a cell of 200 kB": (f"{ROW}a\tb\t{'c' * 200_000}\n", "line 2: a cell of more than 131,072 characters; shorten it"),
+    "a path of 100 kB": (f"{ROW}a\t{'{' * 100_000}\t\n", "line 2: path: string should match pattern"),
+    "a column twice": ("dataset\tpath\tpath\na\tb\tc\n", "two columns are called 'path'; remove one"),
+    "an empty file": ("", "no datasets; add a row per .h5ad file"),
+    "null": (f"{ROW}null\tb\n", "line 2: dataset: the name null is nothing in YAML, so no option could give it"),
+    "007": (f"{ROW}007\tb\n", "line 2: dataset: the name 007 is 7 in YAML, so no option could give it"),
+    "a long name": (
+        f"{ROW}{'a' * 300}\tb\n",
+        "line 2: dataset: expected a name of at most 100 characters, got 300: aaa",
+    ),
+    "a filter": ("dataset\tpath\tfilter\na\tb\tx.y\n", "line 2: filter: has 'x.y'; expected comparisons"),
+    "a number": ("dataset\tpath\tmin_genes\na\tb\tmany\n", "line 2: min_genes: input should be a valid integer"),
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_a_wrong_table_is_one_line(tmp_path: Path, case: str) -> None:
+    text, message = TABLES[case]
+    path = tmp_path / "t.tsv"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        read_datasets(path)
+    assert str(caught.value).startswith((f"{path}, {message}", f"{path}: {message}"))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+BASE = "corpora: {c: {}}\ntrain: {steps: 1}\n"
+CONFIGS = {
+    "a run called null": (
+        f"{BASE}runs: {{null: {{corpus: c}}}}",
+        "runs: YAML reads a name as None; add a letter to it",
+    ),
+    "a run called 007": (f"{BASE}runs: {{007: {{corpus: c}}}}", "runs: YAML reads a name as 7; add a letter to it"),
+    "null in quotes": (f"{BASE}runs: {{'null': {{corpus: c}}}}", "runs: the name null is nothing in YAML"),
+    "a long name": (f"{BASE}runs: {{{'r' * 300}: {{corpus: c}}}}", "runs: expected a name of at most 100 characters"),
+    "a key twice": (f"{BASE}runs: {{r: {{corpus: c}}}}\ntrain: {{}}", "line 4: key 'train' is there twice; remove one"),
+    "a key twice inside": (f"{BASE}runs:\n  r: {{}}\n  r: {{corpus: c}}", "line 5: key 'r' is there twice; remove one"),
+    "deep lists": (f"runs: {'[' * 10_000}", "not valid YAML: nested too deeply"),
+    "deep mappings": (f"runs: {'{a: ' * 10_000}", "not valid YAML: nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_wrong_configuration_is_one_line_and_exit_code_2(
+    tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, message = CONFIGS[case]
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    assert main(["plan", "--config", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"cellmill plan: {path}: {message}")
+    assert error.count("\n") == 1
+    assert len(error) < 500
+
+
+@pytest.mark.parametrize("depth", [10_000, 100_000])
+def test_deep_options_are_one_line_and_exit_code_2(
+    tmp_path: Path, depth: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deep = '{"preprocess": ' + "[" * depth + "]" * depth + "}"
+    path = tmp_path / "options.json"
+    path.write_text(deep)
+    files = ["--dataset", "d", "--input", "i", "--out", "o", "--report", "r"]
+    for options, name in ((deep, "--options"), (str(path), str(path))):
+        assert main(["preprocess", *files, "--options", options]) == 2
+        assert capsys.readouterr().err == f"cellmill preprocess: {name}: not valid JSON (nested too deeply)\n"
+
+
+def test_keys_that_are_merged_may_repeat(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("a: &a {x: 1}\nb: {<<: *a, x: 2}\n")
+    assert main(["plan", "--config", str(path)]) == 2  # for its keys, not for x
+
+
+@pytest.mark.parametrize("name", ["pbmc68k", "1k", "2024-run", "e5", "a.b_c"])
+def test_usual_names_are_names(name: str) -> None:
+    assert check_name(name) == name
