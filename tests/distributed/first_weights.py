@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.config.options import TrainOptions
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.files import write_json
@@ -34,11 +35,14 @@ OURS, THEIRS = vocabulary_of(range(61)), vocabulary_of(range(70, 9, -1))
 
 def export(options: dict[str, Any], folder: Path) -> None:
     """Write a model over THEIRS to `folder`, whose head for genes is left out."""
-    network = build(ModelSpec.of(TrainOptions.model_validate(options), THEIRS.n_genes))
+    parsed = TrainOptions.model_validate(options)
+    network = build(ModelSpec.of(parsed, THEIRS.n_genes))
     tensors = dict(initial_tensors(network, 5, None, THEIRS))
     write_tensors(folder / "model.safetensors", {name: t for name, t in tensors.items() if name != "gene_bias"})
     THEIRS.write(folder / "vocabulary.tsv")
-    write_json(folder / "config.json", {})
+    sections = parsed.model_dump(mode="json", include={"model", "tokens", "objective"})
+    texts = {"family": parsed.model.family, "vocabulary_digest": THEIRS.digest, "weights_sha256": ""}
+    write_json(folder / "config.json", {"format": WEIGHTS_FORMAT, **texts, **sections})
 
 
 class _Counting:

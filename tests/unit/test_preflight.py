@@ -921,10 +921,11 @@ def test_each_stage_is_checked_against_its_partition(
         "no  stage consolidate: partition: there is no 'cpus'; set-resources: consolidate: slurm_partition: one of "
         "cpu, gpu, new, short",
         "no  stage embed: time limit: gpu allows 2880 min, requested: 4320; set-resources: embed: runtime: 2880",
-        "ok  stage predict: fits cpu, 240 min, 16000 MB, 4 CPUs",
+        "no  stage predict: memory: 1 node of cpu has 16000 MB, requested: 32000; set-resources: predict: "
+        "mem_mb: 16000",
         "ok  stage evaluate: fits gpu, 60 min, 32000 MB, 8 CPUs, GPUs a100:1",
     ]
-    assert (code, last) == (2, "cellmill preflight: no go: 5 reasons")
+    assert (code, last) == (2, "cellmill preflight: no go: 6 reasons")
     commands(sbatch=("sbatch: error: Batch job submission failed: Invalid account\n", 1))
     _, lines, _ = preflight(capsys, "profiles/one", "--no-job")
     assert (
