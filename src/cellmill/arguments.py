@@ -151,9 +151,15 @@ def _add_model(stages: Any) -> None:
     _add(generate, "--seed", 0, "random seed")
     _add(generate, "--batch-cells", 64, "cells drawn together; changes no cell")
 
+    sweep = _command(stages, "sweep", "put the results of a sweep's runs side by side")
+    sweep.add_argument("--values", type=Path, required=True, help="JSON file: values by axis of each run")
+    sweep.add_argument("--runs", type=Path, required=True, help="folder of all runs")
+    sweep.add_argument("--out", type=Path, required=True, help="results.csv; curves.json is written beside it")
+
     report = _stage(stages, "report", "write one page over all runs", None)
     report.add_argument("--runs", type=Path, nargs="+", required=True, help="folders of runs")
     report.add_argument("--corpora", type=Path, nargs="+", required=True, help="folders of corpora")
+    report.add_argument("--sweeps", type=Path, nargs="*", default=[], help="files curves.json of sweeps")
     report.add_argument("--out", type=Path, required=True, help="index.html")
 
 

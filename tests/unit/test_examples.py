@@ -14,6 +14,7 @@ import yaml
 
 from cellmill.cli import main
 from cellmill.config.load import load_config
+from cellmill.config.sweep import expand
 from tests.distributed.pool import Pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +24,12 @@ STEPS = {"steps": 2, "epochs": None, "global_batch": 16, "token_budget": 2048, "
 
 
 def _runs() -> list[Any]:
-    runs = {path: yaml.safe_load(path.read_text(encoding="utf-8"))["runs"] for path in FILES}
+    """Every run of every file; of a sweep, the first and the last."""
+    trees = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in FILES}
+    runs = {path: list(tree.get("runs", {})) for path, tree in trees.items()}
+    for path, tree in trees.items():
+        for of_sweep in expand(tree.get("sweep", {}), {})[1].values():
+            runs[path] += [next(iter(of_sweep)), list(of_sweep)[-1]]
     return [pytest.param(path, run, id=f"{path.stem}-{run}") for path, names in runs.items() for run in names]
 
 

@@ -358,3 +358,22 @@ def test_lanes_differ_by_one_cell_at_most_and_windows_lose_none() -> None:
                     width = int(epoch.borders[lane][window + 1] - epoch.borders[lane][window])
                     assert int(epoch.window_runs(lane, window).n.sum()) == width
                     assert sorted(epoch.window_order(lane, window)) == list(range(width))
+
+
+def test_a_fraction_of_the_cells_is_a_part_of_every_larger_one(manifest: Manifest) -> None:
+    seen = []
+    for fraction, n in ((0.1, 53), (0.5, 266), (1.0, CELLS)):
+        streams = [stream_of(manifest, rank, 2, options={"train_frac": fraction}) for rank in range(2)]
+        assert streams[0].n_cells == n
+        rows = [take(stream, 2 * stream.steps_per_epoch) for stream in streams]
+        counts = Counter(cell for row in rows for step in row for cell in cells_of(step))
+        assert set(counts.values()) == {2}
+        seen.append({*counts})
+        assert len(counts) == n
+    assert seen[0] < seen[1] < seen[2]
+
+
+def test_a_fraction_of_the_cells_belongs_to_the_order(manifest: Manifest) -> None:
+    state = stream_of(manifest, options={"train_frac": 0.5}).state_dict()
+    with pytest.raises(ConfigError, match=r"stream\.train_frac is 1\.0, but 0.5 in the checkpoint"):
+        stream_of(manifest).load_state_dict(state)

@@ -33,6 +33,7 @@ try:
         read_yaml(path)  # refuses a key that is there twice, of which Snakemake has taken the last
     pipeline = check_config(config, " + ".join(os.path.relpath(path) for path in workflow.configfiles))
     datasets = {corpus: pipeline.datasets(corpus) for corpus in pipeline.corpora}
+    swept = pipeline.swept()  # values by axis of each run of each sweep
     # Defaults of the rules train and plan, so that `--set-resources train:nodes=2`, which replaces the profile's
     # set-resources, changes that one value and not the launcher.
     machines = machines_of_command(sys.argv[1:]) if workflow.is_main_process else CommandMachines()
@@ -55,6 +56,7 @@ wildcard_constraints:
     corpus="|".join(map(re.escape, pipeline.corpora)),
     run="|".join(map(re.escape, pipeline.runs)),
     part=r"\d+-of-\d+",
+    sweep="|".join(map(re.escape, swept)) or "a^",  # nothing, without sweeps
     dataset="|".join(sorted({re.escape(name) for table in datasets.values() for name in table})),
 
 
@@ -73,19 +75,29 @@ def section_of(stage, wildcards):
 def options_file(stage):
     """Function of a job: the file with its options, which the command reads: an error prints the command twice.
 
-    It is no reason to rerun, as it depends on resources; `options` is. Another content is another file, so that a job
-    that waits in a queue reads what it was submitted with.
+    It is no reason to rerun, as it depends on resources; `options` is.
     """
 
     def file(wildcards, resources):
-        name = wildcards.get("run") or wildcards.get("corpus")
-        section = section_of(stage, wildcards)
-        path = Path("results/options", stage, f"{f'{name}.' if name else ''}{digest(section)[:12]}.json")
-        if workflow.executor_plugin is not None and not workflow.dryrun and not path.exists():
-            write_json(path, section)
-        return str(path)
+        return written(stage, wildcards.get("run") or wildcards.get("corpus"), section_of(stage, wildcards))
 
     return file
+
+
+def swept_file(wildcards, resources):
+    """The file with the values of a sweep's runs; as `options_file`."""
+    return written("sweep", wildcards.sweep, swept[wildcards.sweep])
+
+
+def written(stage, name, tree):
+    """Path of a file of `tree`, which is written when jobs run.
+
+    Another content is another file, so that a job that waits in a queue reads what it was submitted with.
+    """
+    path = Path("results/options", stage, f"{f'{name}.' if name else ''}{digest(tree)[:12]}.json")
+    if workflow.executor_plugin is not None and not workflow.dryrun and not path.exists():
+        write_json(path, tree)
+    return str(path)
 
 
 # the machine of a training: a resource of the rule for each option

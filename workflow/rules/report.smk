@@ -1,8 +1,31 @@
-# One HTML page over all runs.
+# Tables of sweeps, and one HTML page over all runs.
 
 
 localrules:
-    report,  # takes a second on small files
+    sweep,  # both take seconds on small files
+    report,
+
+
+rule sweep:
+    input:
+        plans=lambda wildcards: expand("results/runs/{run}/plan.json", run=swept[wildcards.sweep]),
+        trained=lambda wildcards: expand("results/runs/{run}/train/status.json", run=swept[wildcards.sweep]),
+        metrics=lambda wildcards: expand("results/runs/{run}/evaluate/metrics.json", run=swept[wildcards.sweep]),
+    output:
+        table="results/sweeps/{sweep}/results.csv",
+        curves="results/sweeps/{sweep}/curves.json",
+    log:
+        "logs/sweep/{sweep}.log",
+    benchmark:
+        "results/benchmarks/sweep/{sweep}.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    params:
+        values=lambda wildcards: json.dumps(swept[wildcards.sweep]),
+        values_file=swept_file,
+    shell:
+        "cellmill sweep --values {params.values_file:q} --runs results/runs --out {output.table:q}"
+        " 2>&1 | tee -i {log:q}"
 
 
 rule report:
@@ -12,6 +35,7 @@ rule report:
         models=expand("results/runs/{run}/model/config.json", run=pipeline.runs),
         metrics=expand("results/runs/{run}/evaluate/metrics.json", run=pipeline.runs),
         manifests=expand("results/corpora/{corpus}/shards/manifest.json", corpus=reported_corpora()),
+        sweeps=expand("results/sweeps/{sweep}/curves.json", sweep=swept),
     output:
         report("results/report/index.html", caption="../report/report.rst", category="Report"),
     log:
@@ -25,6 +49,7 @@ rule report:
         options_file=options_file("report"),
         runs=expand("results/runs/{run}", run=pipeline.runs),
         corpora=expand("results/corpora/{corpus}", corpus=reported_corpora()),
+        sweeps=["--sweeps", *expand("results/sweeps/{sweep}/curves.json", sweep=swept)] if swept else [],
     shell:
         "cellmill report --options {params.options_file:q} --runs {params.runs:q} --corpora {params.corpora:q}"
-        " --out {output:q} 2>&1 | tee -i {log:q}"
+        " {params.sweeps:q} --out {output:q} 2>&1 | tee -i {log:q}"

@@ -44,6 +44,11 @@ def check_together(options: TrainOptions) -> None:
             f"parallel.cpu_offload {options.parallel.cpu_offload} requires train.optimizer adamw, got "
             f"{options.train.optimizer}; set cpu_offload to null, or optimizer to adamw"
         )
+    if options.stream.train_frac < 1 and options.stream.weight_by is not None:
+        raise ConfigError(
+            f"stream.train_frac {options.stream.train_frac:g} cannot be combined with stream.weight_by; set train_frac "
+            "to 1, or weight_by to null"
+        )
     check_budget(options.tokens.max_tokens, options.train.token_budget)
     check_batch(options.train.global_batch, options.stream.lanes)
 

@@ -19,6 +19,7 @@ from cellmill.config.load import top_level
 from cellmill.config.options import OPTIONS
 from cellmill.config.plugin import Plugin
 from cellmill.config.section import part_of
+from cellmill.config.sweep import Sweep
 from cellmill.config.workflow import Workflow, entries_of, keys_of, sections_of
 from cellmill.files import write_text
 
@@ -73,6 +74,7 @@ def readme(workflow: type[Workflow] = Workflow) -> str:
         lines += [f"## {name}", "", f"By name. {_summary(owner)}"]
         lines += [f"Each may also have the sections {', '.join(f'`{section}`' for section in sections)}.", ""]
         lines += _table(owner, skip=sections)
+    lines += _section("sweep", Sweep, "By name.")
     lines += ["## At the top of the file", "", "Keys of the whole workflow.", ""]
     lines += _table(workflow, skip=[*sections_of(workflow), *entries_of(workflow)])
     lines += ["## The table of datasets", "", f"Tab-separated, with a header. {_summary(Dataset)}", ""]
@@ -169,7 +171,7 @@ def schema(workflow: type[Workflow] = Workflow) -> dict[str, Any]:
         "properties": _as_written(
             {**sections, **{name: properties[name] for name in (*keys_of(workflow), *entries_of(workflow))}}
         ),
-        "required": list(entries_of(workflow)),
+        "required": ["corpora"],  # runs may all be of sweeps
         "additionalProperties": False,
         "$defs": _as_written(definitions),
     }

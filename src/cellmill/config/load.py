@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from cellmill.config.options import TrainOptions
 from cellmill.config.section import Section, error_line, explain, unknown_key
+from cellmill.config.sweep import expand
 from cellmill.config.table import check_name
 from cellmill.config.workflow import Workflow, entries_of, keys_of, sections_of
 from cellmill.config.yaml_text import read_yaml
@@ -32,6 +33,7 @@ def load_config(path: Path) -> Workflow:
 def check_config(tree: Any, source: str = "config/config.yaml", workflow: type[Workflow] = Workflow) -> Workflow:
     """Configuration of a tree of dicts, as Snakemake loads it. Raises ConfigError naming the key in `source`."""
     try:
+        tree = with_sweeps(tree)
         checked = workflow.model_validate(with_defaults(tree, workflow))
     except ValidationError as error:
         where, message = explain(error, workflow)
@@ -73,6 +75,14 @@ def top_level(workflow: type[Workflow] = Workflow) -> dict[str, type[Section] | 
     owners = entries_of(workflow)
     inherited = {name: section for owner in owners.values() for name, section in sections_of(owner).items()}
     return {**inherited, **sections_of(workflow), **dict.fromkeys([*keys_of(workflow), *owners])}
+
+
+def with_sweeps(tree: Any) -> Any:
+    """The tree with the runs of its sweeps among the others."""
+    if not isinstance(tree, dict) or tree.get("sweep") is None:
+        return tree
+    own = _mapping(tree.get("runs"), "runs")
+    return {**tree, "runs": {**own, **expand(tree["sweep"], own)[0]}}
 
 
 def with_defaults(tree: Any, workflow: type[Workflow] = Workflow) -> dict[str, Any]:

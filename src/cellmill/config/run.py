@@ -24,6 +24,13 @@ class Stream(Section):
         "Otherwise the last step of an epoch has what is left, which may be a handful of cells. The number of steps is "
         "the same. Recommended for new runs; off is what earlier runs were trained with.",
     )
+    train_frac: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Fraction of the training cells that the run reads, drawn evenly over the corpus; a smaller "
+        "fraction is part of a larger one, and the validation and test cells are the same for all.",
+    )
     weight_by: str | None = Field(
         None,
         description="obs column, such as a label, or `dataset`, whose rare values are read more often and frequent "
@@ -46,6 +53,10 @@ class Stream(Section):
         "first step. 0 begins with their own.",
     )
     io_threads: int = Field(4, ge=1, description="Threads that read blocks.")
+
+    def train_cells(self, n: int) -> int:
+        """Number of the corpus's `n` training cells that the run reads: the first ones, as shards are shuffled."""
+        return max(1, round(self.train_frac * n)) if n else 0
 
     def weights_column(self) -> dict[str, str]:
         """obs column by which cells are weighted, and the option that names it; empty without weights."""

@@ -4,7 +4,7 @@ Snakemake's YAML loads `3e-4` as text, so numbers are accepted as text, and "nul
 not accepted as a number.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
@@ -93,5 +93,5 @@ def part_of(annotation: Any) -> Any:
 
 def _model_at(model: Any, where: list[str]) -> Any:
     for part in where:
-        model = get_args(model)[1] if get_origin(model) is dict else model.model_fields[part].annotation
+        model = get_args(model)[1] if get_origin(model) in (dict, Mapping) else model.model_fields[part].annotation
     return model

@@ -27,6 +27,7 @@ from cellmill.config.options import (
 from cellmill.config.plugin import validated
 from cellmill.config.run import Report
 from cellmill.config.section import EachOnce, Section, part_of
+from cellmill.config.sweep import Sweep, expand
 from cellmill.errors import ConfigError, did_you_mean
 
 
@@ -71,6 +72,11 @@ class Workflow(Section):
     report: Report
     corpora: dict[str, CorpusConfig] = Field(min_length=1)
     runs: dict[str, RunConfig] = Field(min_length=1)
+    sweep: Mapping[str, Sweep] = Field(
+        default_factory=dict,
+        description="Sweeps by name: runs as the product of values of some options. A run's name has those values. "
+        "`snakemake results/sweeps/NAME/results.csv` makes all runs of one.",
+    )
     private: bool = Field(
         False,
         description="Everything the workflow writes is for its user alone (umask 077); files that exist stay as they "
@@ -101,6 +107,11 @@ class Workflow(Section):
                     raise ValueError(f"runs.{name}.init_from: a circle: {' -> '.join([*chain, parent])}")
                 chain.append(parent)
         return self
+
+    def swept(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Values by axis of each run of each sweep."""
+        written = {name: sweep.model_dump() for name, sweep in self.sweep.items()}
+        return expand(written, {})[1]
 
     def datasets(self, corpus: str) -> dict[str, Dataset]:
         """Every dataset of the corpus's table, including those the corpus does not train on."""

@@ -36,6 +36,7 @@ _STREAM_ORDER = (
     "window_blocks",
     "equal_steps",
 )  # options that, with seed and batch, define the order
+_PART = "train_frac"  # as well, if not all cells are read
 _WEIGHTS = ("weight_by", "weight_exponent", "max_repeats", "weight_warmup_steps")  # as well, with weights
 
 
@@ -45,11 +46,11 @@ class CellStream:
     `rank` and `world` are data-parallel; tensor- and pipeline-parallel peers share them. `global_batch`, the cells per
     optimizer step over all ranks, is a multiple of `stream.lanes`. A micro-batch has at most `token_budget` tokens.
     Each step has at least `min_microbatches` of them and a multiple of `microbatch_multiple`; if either is not 1, they
-    are of even sizes, for pipeline parallel. Endless with `shuffle`; else one epoch in disk order. Only the first
-    `max_cells` cells of the split are used; None takes all. `counted` batches have the counts of their tokens, and
-    batches with `columns` (obs columns, and the option that asks for each) the levels of their cells; `levels` are
-    these columns' levels. Raises DataError when manifest or shards are missing, damaged or do not match, or the split
-    has no cells.
+    are of even sizes, for pipeline parallel. Endless with `shuffle`, over `stream.train_frac` of the cells; else one
+    epoch in disk order. Only the first `max_cells` cells of the split are used; None takes all. `counted` batches have
+    the counts of their tokens, and batches with `columns` (obs columns, and the option that asks for each) the levels
+    of their cells; `levels` are these columns' levels. Raises DataError when manifest or shards are missing, damaged or
+    do not match, or the split has no cells.
     """
 
     def __init__(
@@ -82,6 +83,8 @@ class CellStream:
         order = {name: getattr(stream, name) for name in _STREAM_ORDER}
         weighted = stream.weights_column() if shuffle else {}
         weights = {name: getattr(stream, name) for name in _WEIGHTS} if weighted else {}
+        if shuffle and stream.train_frac < 1:
+            max_cells, weights = stream.train_cells(entry.n_obs), weights | {_PART: stream.train_frac}
         repeats = None
         if weighted:
             repeats = Repeats.of(read_level_numbers(opened, split, opened.levels(weighted))[:][:, 0], stream)
@@ -145,8 +148,9 @@ class CellStream:
                 f"expected shards of fingerprint {state['fingerprint']}, as in the checkpoint, got {self.fingerprint}: "
                 "restore the shards it was trained on, or start a new run"
             )
-        for name in ("seed", *_STREAM_ORDER, *_WEIGHTS, "global_batch"):
-            before, now = state.get(name), self._order.get(name)
+        for name in ("seed", *_STREAM_ORDER, *_WEIGHTS, _PART, "global_batch"):
+            every = 1.0 if name == _PART else None
+            before, now = state.get(name, every), self._order.get(name, every)
             if before != now:
                 section = "train" if name in ("seed", "global_batch") else "stream"
                 raise ConfigError(

@@ -86,6 +86,14 @@ def read_corpus(folder: Path) -> ReportedCorpus:
     return ReportedCorpus(folder.resolve().name, datasets, _optional(folder / "shards" / "manifest.json"), n_genes)
 
 
+def read_sweep(path: Path) -> dict[str, Any]:
+    """curves.json of a sweep. Raises DataError if it is not as `sweep` writes it."""
+    sweep = _mapping(path)
+    if not isinstance(sweep.get("curves"), list) or not {"name", "n_runs", "axes"} <= {*sweep}:
+        raise DataError(f"{path}: not as sweep writes it; make it again")
+    return sweep
+
+
 def damaged_file(
     runs: Iterable[tuple[Path, ReportedRun]],
     corpora: Iterable[tuple[Path, ReportedCorpus]],

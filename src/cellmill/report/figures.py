@@ -98,6 +98,27 @@ def dots(points: Sequence[tuple[str, float, float, bool]], metric: str) -> Marku
         return _svg(figure)
 
 
+def sizes_curve(curve: Mapping[str, Any]) -> Markup:
+    """Mean and sd by size, a line for each of `curve.lines`; the law dashed, the best baseline dotted."""
+    with mpl.rc_context(_STYLE):
+        figure, axes = _axes(5.4, 2.9)
+        for number, line in enumerate(curve["lines"]):
+            sizes, means = ([point[key] for point in line["points"]] for key in ("size", "mean"))
+            spread = [point["sd"] or 0.0 for point in line["points"]]
+            axes.errorbar(sizes, means, yerr=spread, color=colour(number), lw=1.4, marker="o", ms=4)
+            if (law := line.get("law")) is not None:
+                x = np.geomspace(min(sizes), max(sizes), 50)
+                y = law["floor"] + law["factor"] * x ** -law["exponent"]
+                axes.plot(x, y, color=colour(number), lw=1, ls="--")
+        if curve["baseline"] is not None:
+            axes.axhline(curve["baseline"]["value"], color=PALETTE[7], lw=1.2, ls=":")
+        if all(point["size"] > 0 for line in curve["lines"] for point in line["points"]):
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(lambda x, _: f"{x:,g}")
+        axes.set(xlabel=curve["quantity"].replace("_", " "), ylabel=curve["metric"].replace("_", " "))
+        return _svg(figure)
+
+
 def scatter(x: np.ndarray, y: np.ndarray, classes: np.ndarray) -> Markup:
     """Cells at UMAP coordinates, as one bitmap; class i has colour i of PALETTE, -1 is no class."""
     with mpl.rc_context(_STYLE | {"axes.grid": False}):

@@ -1,7 +1,7 @@
 """The HTML page and its tables, rendered from what stages wrote: computes no result, loads nothing from elsewhere."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,9 @@ MEASURES = {"n_genes": "genes per cell", "n_counts": "counts per cell", "mito_fr
 MEASURES |= {"n_residues": "residues per sequence"}
 
 
-def render(title: str, runs: list[ReportedRun], corpora: list[ReportedCorpus]) -> str:
+def render(
+    title: str, runs: list[ReportedRun], corpora: list[ReportedCorpus], sweeps: Sequence[Mapping[str, Any]] = ()
+) -> str:
     """The page as HTML, with user text escaped. Raises DataError when two runs or corpora share a name."""
     for kind, names in (("runs", [r.name for r in runs]), ("corpora", [c.name for c in corpora])):
         if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -43,6 +45,7 @@ def render(title: str, runs: list[ReportedRun], corpora: list[ReportedCorpus]) -
         version=__version__,
         runs=runs,
         corpora=corpora,
+        sweeps=sweeps,
         comparisons=compare_runs(runs),
         supervised={r.name: r.supervised_by for r in runs},
         losses={r.name: losses(r.evaluation) for r in runs},

@@ -50,8 +50,9 @@ def run(
         shards = Manifest.read(manifest)
         check_rows(options.tokens, shards.ordered, str(manifest))
         columns = options.read_columns()
-        check_levels(options, shards.levels(columns), shards.splits["train"].n_obs)
-        detected, fingerprint = detected_genes(shards), shards.fingerprint_with(columns)
+        n_cells = options.stream.train_cells(shards.splits["train"].n_obs)
+        check_levels(options, shards.levels(columns), n_cells)
+        detected, fingerprint = detected_genes(shards)[:n_cells], shards.fingerprint_with(columns)
         numbers = token_numbers(options.tokens, detected, shards.n_genes)
         kept = numbers.detected
         corpus = Cells(

@@ -1,5 +1,6 @@
 """report: one self-contained page over all runs and corpora."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -7,13 +8,15 @@ from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError, UserError
 from cellmill.files import write_text
 from cellmill.registry import in_one_line
-from cellmill.report.collect import damaged_file, read_corpus, read_run
+from cellmill.report.collect import damaged_file, read_corpus, read_run, read_sweep
 from cellmill.report.page import render
 
 
-def run(*, options: ReportOptions, runs: list[Path], corpora: list[Path], out: Path) -> None:
-    """Write the page over the folders `runs` and `corpora` to `out` (index.html)."""
-    show = partial(render, options.report.title)
+def run(
+    *, options: ReportOptions, runs: list[Path], corpora: list[Path], out: Path, sweeps: Sequence[Path] = ()
+) -> None:
+    """Write the page over the folders `runs` and `corpora` to `out` (index.html), with the curves of `sweeps`."""
+    show = partial(render, options.report.title, sweeps=[read_sweep(path) for path in sweeps])
     reported, described = [*map(read_run, runs)], [*map(read_corpus, corpora)]
     try:
         page = show(reported, described)

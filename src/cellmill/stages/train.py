@@ -59,7 +59,7 @@ def run(
     """
     shards = Manifest.read(manifest)
     columns = options.read_columns()
-    n_cells = shards.splits["train"].n_obs
+    n_cells = options.stream.train_cells(shards.splits["train"].n_obs)
     check_levels(options, shards.levels(columns), n_cells)
     fingerprint = shards.fingerprint_with(columns)
     check_nodes(options, machine.node_counts, machine.nproc_per_node, n_cells)

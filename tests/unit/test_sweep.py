@@ -1,0 +1,76 @@
+"""Sweeps are the product of their values, each run as if it were written out."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from cellmill.config.load import check_config
+from cellmill.config.sweep import expand
+from cellmill.errors import ConfigError
+
+BASE: dict[str, Any] = {
+    "corpora": {"demo": {"table": "config/datasets.tsv"}},
+    "train": {"epochs": 2, "global_batch": 32},
+}
+SWEEP: dict[str, Any] = {
+    "run": {"corpus": "demo", "train": {"lr": 0.01}},
+    "over": {
+        "stream.train_frac": [0.1, 1],
+        "layout": {"ddp": {"parallel.strategy": "ddp"}, "pp": {"parallel.pp": 2, "model.family": "encoder"}},
+        "train.seed": [0, 1],
+    },
+}
+
+
+def test_a_sweep_is_its_runs_written_out() -> None:
+    written = {
+        f"size-train_frac{frac}-{layout}-seed{seed}": {
+            "corpus": "demo",
+            "train": {"lr": 0.01, "seed": seed},
+            "stream": {"train_frac": frac},
+            **options,
+        }
+        for frac in (0.1, 1)
+        for layout, options in (
+            ("ddp", {"parallel": {"strategy": "ddp"}}),
+            ("pp", {"parallel": {"pp": 2}, "model": {"family": "encoder"}}),
+        )
+        for seed in (0, 1)
+    }
+    before = deepcopy(SWEEP)
+    swept = check_config({**BASE, "sweep": {"size": SWEEP}, "runs": {"own": {"corpus": "demo"}}})
+    assert swept.runs == check_config({**BASE, "runs": {"own": {"corpus": "demo"}, **written}}).runs
+    assert before == SWEEP
+    values = swept.swept()["size"]
+    assert list(values) == list(written)
+    assert values["size-train_frac0.1-pp-seed1"] == {"stream.train_frac": 0.1, "layout": "pp", "train.seed": 1}
+    assert len(check_config({**BASE, "sweep": {"size": SWEEP}}).runs) == 8  # no `runs` beside it
+
+
+@pytest.mark.parametrize(
+    ("sweep", "message"),
+    [
+        ({"over": {"train.seed": [0]}}, "sweep.a.run: is missing"),
+        ({"run": {"corpus": "demo"}, "over": {"train.seed": 3}}, "sweep.a.over.train.seed: expected a list of values"),
+        ({"run": {"corpus": "demo"}, "over": {"train.seed": [3, 3]}}, "sweep.a.over.train.seed: 3 is there twice"),
+        ({"run": {"corpus": "demo"}, "over": {"model": [{"hidden": 3}]}}, "has no name; write it as"),
+        ({"run": {"corpus": "demo"}, "over": {"init_from": ["./x"]}}, "names a folder; use letters, .*; name its"),
+        (
+            {"run": {"corpus": "demo"}, "over": {"train.sed": [0]}},
+            "runs.a-sed0.train: unknown key 'sed'; did you mean .*seed",
+        ),
+        ({"run": {"corpus": "demo"}, "over": {f"train.{k}": list(range(99)) for k in "abc"}}, "970,299 runs; leave"),
+        ({"run": {"corpus": "demo"}, "over": {"train.seed": [0]}, "x": 1}, "sweep.a: unknown key 'x'"),
+    ],
+)
+def test_what_is_wrong_is_named(sweep: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_config({**BASE, "sweep": {"a": sweep}})
+
+
+def test_a_run_of_the_same_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sweep\.a: two runs are called a-seed0"):
+        expand({"a": {"run": {"corpus": "demo"}, "over": {"train.seed": [0]}}}, {"a-seed0": {}})

@@ -1,0 +1,84 @@
+"""Results of a sweep: curves over sizes, and the law only where the data support one."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cellmill.cli import main
+from cellmill.report.power_law import Law, fit_law
+
+SIZES = (100, 300, 1000, 3000)
+VALUES = {f"s-{n}-{seed}": {"stream.train_frac": n / 3000, "train.seed": seed} for n in SIZES for seed in (0, 1)}
+
+
+def write_runs(folder: Path) -> None:
+    for name, values in VALUES.items():
+        n, seed = round(3000 * values["stream.train_frac"]), values["train.seed"]
+        loss = 1.5 + 40 * n**-0.5 + (0.002 if seed else -0.002)
+        rows = [
+            {"name": "embedding + kNN", "kind": "model", "macro_f1_mean": 0.5 + 0.1 * seed, "macro_f1_sd": 0.1},
+            {"name": "PCA50 + kNN", "kind": "baseline", "macro_f1_mean": 0.7, "macro_f1_sd": 0.1},
+        ]
+        probe = {"rows": rows, "metric": "macro_f1", "verdicts": [], "sentences": [], "figures": {}, "skipped": None}
+        files = {
+            "plan.json": {"parameters": 7, "cells": n, "steps": 5, "cells_seen": 160},
+            "train/status.json": {"best_val_loss": loss},
+            "evaluate/metrics.json": {"datasets": {"pbmc": {"tasks": {"probe": probe}}}},
+        }
+        for path, content in files.items():
+            (folder / name / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name / path).write_text(json.dumps(content))
+
+
+def test_runs_of_a_sweep_are_one_table_and_curves_over_cells(tmp_path: Path) -> None:
+    write_runs(tmp_path / "runs")
+    (tmp_path / "values.json").write_text(json.dumps(VALUES))
+    out = tmp_path / "sweeps" / "s" / "results.csv"
+    assert main(f"sweep --values {tmp_path}/values.json --runs {tmp_path}/runs --out {out}".split()) == 0
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    assert len(rows) == 8 * 3
+    assert rows[1] | {"run": "", "value": ""} == {
+        "run": "",
+        "stream.train_frac": str(100 / 3000),
+        "train.seed": "0",
+        "parameters": "7",
+        "cells": "100",
+        "steps": "5",
+        "cells_seen": "160",
+        "gpu_hours": "",
+        "cpu_core_hours": "",
+        "dataset": "pbmc",
+        "task": "probe",
+        "name": "embedding + kNN",
+        "kind": "model",
+        "metric": "macro_f1",
+        "value": "",
+        "sd": "0.1",
+    }
+    loss, probe = json.loads((out.parent / "curves.json").read_text())["curves"]
+    assert (probe["quantity"], probe["baseline"]) == ("cells", {"name": "PCA50 + kNN", "value": pytest.approx(0.7)})
+    (line,) = probe["lines"]
+    assert [point["size"] for point in line["points"]] == list(SIZES)
+    assert [(p["mean"], p["sd"], p["n"]) for p in line["points"]] == [
+        (pytest.approx(0.55), pytest.approx(0.0707, abs=1e-4), 2)
+    ] * 4
+    law = loss["lines"][0]["law"]
+    assert law["low"] < 0.5 < law["high"]
+    assert law["floor"] == pytest.approx(1.5, abs=0.05)
+
+
+def test_a_law_is_fitted_only_where_the_data_support_one() -> None:
+    sizes, noise = np.repeat([100, 300, 1000, 3000, 10_000], 2), np.random.default_rng(0).normal(0, 0.003, 10)
+    law = fit_law(sizes, (1.2 + 30 * sizes**-0.45) * np.exp(noise))
+    assert isinstance(law, Law)
+    assert law.low <= 0.45 + 0.005
+    assert law.high >= 0.45 - 0.005
+    assert law.floor == pytest.approx(1.2, abs=0.03)
+    assert "the exponent is not determined: 95 % interval 0.00 to" in str(fit_law(sizes, 2 + noise))
+    assert fit_law(sizes[:6], 2 + noise[:6]) == "3 sizes; a law with a floor needs 4"
+    assert fit_law(sizes, noise) == "losses or sizes that are not positive"
