@@ -2,8 +2,8 @@
 
 By default the tokens of a cell are its first genes in rank order. Where a cell has more than fit, `truncation: random`
 draws them, and `truncation: variable` takes those that vary most over the corpus. `zero_frac` adds genes without
-counts. Values are those of the whole cell in each case. Draws are keyed by seed, epoch, the cell's counts and the gene: the
-same in every layout and file, and anew each epoch of a training.
+counts. Values are those of the whole cell in each case. Draws are keyed by seed, epoch, the cell's counts and the gene:
+the same in every layout and file, and anew each epoch of a training.
 """
 
 from dataclasses import dataclass
