@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from small_corpus import genes_named, random_counts, vocabulary_of, write_corpus
+from small_corpus import genes_named, random_counts, vocabulary_of, write_corpus, write_dataset
 
 from cellmill.config.checks import check_together
+from cellmill.config.corpus import Shard
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import Stream as StreamOptions
-from cellmill.config.tokens import Tokens
+from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.data.cell_tokens import CellTokenizer, token_numbers
 from cellmill.data.gene_ranking import inverse_medians, rank_order_rows
 from cellmill.data.genes import GeneColumns
+from cellmill.data.shard_writer import write_shards
 from cellmill.data.stream import CellStream
 from cellmill.data.tokens import Batch
-from cellmill.errors import ConfigError
+from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.embed import tokens_of
 from cellmill.models.batch import to_tensors
 from tests.models import model_on_cpu
@@ -32,7 +35,10 @@ KINDS = [
     {"tokenizer": "binned", "bins": 7, "truncation": "random", "zero_frac": 0.5},
     {"tokenizer": "binned", "binning": "uniform", "zero_frac": 0.1},
     {"tokenizer": "rank", "truncation": "random"},
+    {"tokenizer": "rank", "truncation": "variable"},
+    {"tokenizer": "binned", "bins": 7, "truncation": "variable", "zero_frac": 0.25},
 ]
+VARIABILITY = np.random.default_rng(3).permutation(GENES).astype(np.int32)
 every_kind = pytest.mark.parametrize("options", KINDS, ids=str)
 
 
@@ -47,7 +53,7 @@ def cells_of(n: int = CELLS, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def made(options: dict[str, Any], epoch: int = 0, seed: int = 0, max_tokens: int = 40) -> Batch:
-    tokenizer = CellTokenizer(Tokens.model_validate(options | {"max_tokens": max_tokens}), GENES, seed)
+    tokenizer = CellTokenizer(Tokens.model_validate(options | {"max_tokens": max_tokens}), GENES, seed, VARIABILITY)
     genes, counts, starts = cells_of()
     return tokenizer.batch(genes, counts, starts, np.arange(CELLS), counted=True, epoch=epoch)
 
@@ -79,8 +85,11 @@ def test_values_and_counts_are_those_of_the_whole_cell_and_zeros_have_none(optio
             assert values == list(range(len(genes)))
         else:
             assert values[:detected] == [all_values[place] for place in places]
-        if options.get("truncation") != "random":
+        if "truncation" not in options:
             assert places == list(range(detected))
+        if options.get("truncation") == "variable":
+            most = sorted(all_genes, key=lambda gene: VARIABILITY[gene - len(SPECIAL)])[:detected]
+            assert {*genes[:detected]} == {*most}
     lengths = np.diff(cells_of()[2])
     expected = token_numbers(Tokens.model_validate(options | {"max_tokens": 40}), lengths, GENES).all
     assert np.diff(batch.cu_seqlens).tolist() == expected.tolist()
@@ -130,6 +139,29 @@ def test_the_stream_draws_by_epoch_and_the_same_for_any_number_of_ranks(tmp_path
         assert alone[epoch] == ranks[0][epoch] | ranks[1][epoch]
         assert len(alone[epoch]) == 90
     assert sum(alone[0][cell] == alone[1][cell] for cell in range(90)) < 30
+
+
+def test_variable_genes_are_of_the_vocabulary_for_shards_and_files_and_refused_without(tmp_path: Path) -> None:
+    ids, counts = genes_named(GENES), random_counts(30, GENES)
+    vocabulary = replace(vocabulary_of(ids), variability=VARIABILITY)
+    path = write_dataset(tmp_path / "one.h5ad", counts, ids)
+    shard = Shard(val_frac=0, test_frac=0)
+    with_order = write_shards([path], vocabulary, shard, tmp_path / "with" / "manifest.json")
+    without = write_shards([path], vocabulary_of(ids), shard, tmp_path / "without" / "manifest.json")
+    assert "variability" not in without.vocabulary
+    tokens = Tokens.model_validate({"truncation": "variable", "max_tokens": 20})
+    given: dict[str, Any] = {"global_batch": 8, "token_budget": 2000, "rank": 0, "world": 1, "seed": 0}
+
+    def stream(manifest: Path) -> CellStream:
+        return CellStream(manifest, "train", tokens, StreamOptions(lanes=1), shuffle=False, **given)
+
+    streamed = [genes for step in stream(with_order.path) for batch in step for genes in by_cell(batch, batch.genes)]
+    every, totals = np.arange(GENES, dtype=np.int32), np.zeros(2, np.int64)
+    columns = GeneColumns(every, np.ones(GENES, bool), False)
+    [batch] = tokens_of([counts], columns, vocabulary, tokens, np.ones(30, bool), totals)
+    assert sorted(streamed) == sorted(by_cell(batch, batch.genes))
+    with pytest.raises(DataError, match=r"tokens\.truncation variable: the vocabulary has no order of genes"):
+        stream(without.path)
 
 
 def test_an_embedded_cell_has_the_same_tokens_in_any_file(tmp_path: Path) -> None:

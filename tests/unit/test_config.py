@@ -167,6 +167,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "runs.demo.tokens: its bins are fitted to the corpus; set vocabulary.quantiles of corpus pbmc to yes, or give "
         "tokens.edges",
     ),
+    "variable genes of a corpus without their order": (
+        {"tokens": {"truncation": "variable"}},
+        "runs.demo.tokens.truncation: variable requires the order of genes by variability; set "
+        "vocabulary.variability of corpus pbmc to yes",
+    ),
     "misspelt section": ({"trian": {}}, "unknown key 'trian'; did you mean 'train'?"),
     "unknown section": ({"zzz": {}}, f"unknown key 'zzz'; there are: {', '.join(top_level())}"),
     "misspelt key": ({"train": {"lrr": 1}}, "train: unknown key 'lrr'; did you mean 'lr'?"),

@@ -15,6 +15,7 @@ import scipy.sparse as sp
 from cellmill.config.corpus import VocabularyConfig
 from cellmill.data import corpus as module
 from cellmill.data.corpus import build_vocabulary
+from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 
 Make = Callable[..., Path]
@@ -59,6 +60,30 @@ def test_variable_genes_are_those_of_scanpy_over_files_and_blocks(
     options = VocabularyConfig.model_validate({"select": flavor, "max_genes": n})
     assert set(build_vocabulary(parts, options).gene_ids) == wanted
     assert wanted != set(build_vocabulary(parts, VocabularyConfig(max_genes=n)).gene_ids)
+
+
+@pytest.mark.parametrize("select", ["detected", "seurat", "seurat_v3"])
+def test_the_order_by_variability_is_that_in_which_variable_genes_are_selected(
+    parts: list[Path], select: str, tmp_path: Path
+) -> None:
+    options = {"select": select, "max_genes": 200, "variability": True}
+    if select == "seurat_v3":
+        pytest.importorskip("skmisc")
+    path = tmp_path / "vocabulary.tsv"
+    build_vocabulary(parts, VocabularyConfig.model_validate({**options, "quantiles": True})).write(path)
+    got = Vocabulary.read(path)
+    assert got.variability is not None
+    assert got.quantiles is not None
+    flavor = "seurat" if select == "detected" else select
+    order = [got.gene_ids[row] for row in np.argsort(got.variability)]
+    some = build_vocabulary(parts, VocabularyConfig.model_validate({"select": flavor, "max_genes": 60})).gene_ids
+    kept = some if select != "detected" else {*some} & {*got.gene_ids}
+    assert {*order[: len(kept)]} == {*kept}
+    assert len(kept) > 5
+    text = path.read_text()
+    path.write_text(text.replace("#variability\t", "#variability\t0\t"))
+    with pytest.raises(DataError, match=r"line 204: expected #variability and a place for each gene"):
+        Vocabulary.read(path)
 
 
 @pytest.mark.parametrize("flavor", ["seurat", "seurat_v3"])

@@ -41,7 +41,7 @@ CORPUS = {
         "min_cells": 120,
         "keep_obs": ["batch"],
     },
-    "vocabulary": {"min_cells": 120, "max_genes": 20, "select": "seurat", "quantiles": True},
+    "vocabulary": {"min_cells": 120, "max_genes": 20, "select": "seurat", "quantiles": True, "variability": True},
     "shard": {"cells_per_shard": 64, "split_by": "batch", "val_frac": 0.1, "test_frac": 0.4, "seed": 1},
 }
 PLAN = {

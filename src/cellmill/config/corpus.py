@@ -82,6 +82,11 @@ class VocabularyConfig(Section):
         description="Keep the quantiles of all values of the corpus, per mille, for runs with tokens.binning "
         "quantile_corpus. They are within 0.5 % of the exact counts per 10,000.",
     )
+    variability: bool = Field(
+        False,
+        description="Keep the order of the genes by their variability over the corpus, for runs with tokens.truncation "
+        "variable: by flavor seurat_v3 if that is `select`, else by seurat.",
+    )
     genes: str | None = Field(
         None,
         description="File with one Ensembl id or current symbol a line; other genes are left out. null keeps all.",

@@ -33,10 +33,11 @@ class Tokens(Plugin):
         ge=1,
         description="Most tokens of a cell; `truncation` says which are cut; of a sequence, its end.",
     )
-    truncation: Literal["top", "random"] = Field(
+    truncation: Literal["top", "random", "variable"] = Field(
         "top",
         description="Genes that a cell with more than max_tokens keeps. top: those of the highest rank value. random: "
-        "a draw, anew each epoch of a training, and always the same of a cell's counts in validation and embedding.",
+        "a draw, anew each epoch of a training, and always the same of a cell's counts in validation and embedding. "
+        "variable: those that vary most over the corpus, which requires vocabulary.variability.",
     )
     zero_frac: float = Field(
         0.0,

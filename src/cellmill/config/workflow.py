@@ -93,6 +93,11 @@ class Workflow(Section):
                     f"runs.{name}.tokens: its bins are fitted to the corpus; set vocabulary.quantiles of corpus "
                     f"{run.corpus} to yes, or give tokens.edges"
                 )
+            if run.tokens.truncation == "variable" and not self.corpora[run.corpus].vocabulary.variability:
+                raise ValueError(
+                    f"runs.{name}.tokens.truncation: variable requires the order of genes by variability; set "
+                    f"vocabulary.variability of corpus {run.corpus} to yes"
+                )
             chain = [name]
             while (parent := self.runs[chain[-1]].init_from) is not None:
                 if parent not in self.runs:

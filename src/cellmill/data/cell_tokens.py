@@ -1,8 +1,9 @@
 """Tokens of cells as a run reads them: its tokenizer, and its choice among the genes of a cell.
 
-By default the tokens of a cell are its first genes in rank order. `truncation: random` draws them where a cell has more
-than fit, and `zero_frac` adds genes without counts. Values are those of the whole cell in each case. Draws are keyed by
-seed, epoch, the cell's counts and the gene: the same in every layout and file, and anew each epoch of a training.
+By default the tokens of a cell are its first genes in rank order. Where a cell has more than fit, `truncation: random`
+draws them, and `truncation: variable` takes those that vary most over the corpus. `zero_frac` adds genes without
+counts. Values are those of the whole cell in each case. Draws are keyed by seed, epoch, the cell's counts and the gene:
+the same in every layout and file, and anew each epoch of a training.
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.data.split import places, splitmix64
 from cellmill.data.tokens import Batch, Prefixes, Tokenizer
+from cellmill.errors import DataError
 
 WHOLE = 2**31 - 1  # above the genes of any cell
 _ZEROS = np.uint64(0x5A45524F)  # part of the keys of genes without counts
@@ -43,9 +45,18 @@ def token_numbers(tokens: Tokens, detected: np.ndarray, n_genes: int) -> TokenNu
 
 
 class CellTokenizer:
-    """A run's tokenizer and its choice of genes, over a vocabulary of `n_genes`."""
+    """A run's tokenizer and its choice of genes, over a vocabulary of `n_genes`.
 
-    def __init__(self, tokens: Tokens, n_genes: int, seed: int = 0) -> None:
+    `variability` is the vocabulary's. Raises DataError if it has none and the options need it.
+    """
+
+    def __init__(self, tokens: Tokens, n_genes: int, seed: int = 0, variability: np.ndarray | None = None) -> None:
+        if tokens.truncation == "variable" and variability is None:
+            raise DataError(
+                "tokens.truncation variable: the vocabulary has no order of genes by variability; set "
+                "vocabulary.variability to yes and make vocabulary and shards again"
+            )
+        self._variability = variability
         self._tokens, self._n_genes, self._seed = tokens, n_genes, seed
         self._chooses = tokens.truncation != "top" or tokens.zero_frac > 0
         given = tokens.model_copy(update={"max_tokens": WHOLE}) if self._chooses else tokens
@@ -105,16 +116,21 @@ class CellTokenizer:
         return splitmix64((total[starts[1:]] - total[starts[:-1]]) ^ run)
 
     def _kept(self, genes: np.ndarray, starts: np.ndarray, n_kept: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Indices of the kept ones of `genes`, in their order: the first of each cell, or random ones."""
+        """Indices of the kept ones of `genes`, in their order: the first of each cell, random or variable ones."""
         lengths = np.diff(starts)
         if self._tokens.truncation == "top":
             return np.flatnonzero(places(starts) < np.repeat(n_kept, lengths))
         keep = np.ones(len(genes), bool)
         for cell in np.flatnonzero(lengths > n_kept).tolist():
             start, stop = int(starts[cell]), int(starts[cell + 1])
-            drawn = splitmix64(keys[cell] ^ genes[start:stop].astype(np.uint64))
+            own = genes[start:stop]
+            if self._tokens.truncation == "variable":
+                assert self._variability is not None
+                first = self._variability[own]
+            else:
+                first = splitmix64(keys[cell] ^ own.astype(np.uint64))
             keep[start:stop] = False
-            keep[start + np.argpartition(drawn, n_kept[cell] - 1)[: n_kept[cell]]] = True
+            keep[start + np.argpartition(first, n_kept[cell] - 1)[: n_kept[cell]]] = True
         return np.flatnonzero(keep)
 
 

@@ -20,6 +20,7 @@ from cellmill.data.sequences import sequence_vocabulary
 from cellmill.data.variable_genes import (
     Moments,
     highest,
+    places_by_score,
     standardised_dispersion,
     standardised_variance,
     variance_trend,
@@ -91,11 +92,12 @@ def build_vocabulary(paths: Iterable[Path], options: VocabularyConfig | None = N
     gene_ids = sorted(symbols)
     allowed = allowed_genes(gene_ids, options)
     medians, moments = Medians(len(gene_ids)), Moments(len(gene_ids))
+    measured = options.variability or options.select != "detected"
     for genes, block in _blocks(paths, gene_ids):
         per_10k = counts_per_10k(block.data, block.indptr)
         medians.add(genes, per_10k)
-        if options.select != "detected":
-            moments.add(genes, per_10k if options.select == "seurat" else block.data, block.shape[0])
+        if measured:
+            moments.add(genes, block.data if options.select == "seurat_v3" else per_10k, block.shape[0])
     n_cells = medians.counts()
     keep = np.flatnonzero(allowed & (n_cells >= max(options.min_cells, 1)))
     if not len(keep):
@@ -104,17 +106,19 @@ def build_vocabulary(paths: Iterable[Path], options: VocabularyConfig | None = N
             f"no gene is left for the vocabulary: none of {int(allowed.sum()):,} is detected in {options.min_cells:,} "
             f"cells, at most in {most:,}; lower vocabulary.min_cells"
         )
+    scores = n_cells[keep].astype(float)
+    if options.select == "seurat_v3":
+        scores = _standardised_variance(paths, gene_ids, keep, moments)
+    elif measured:
+        scores = standardised_dispersion(moments.at(keep))
+    variability = scores if options.variability else None
     if options.max_genes is not None:
-        if options.select == "detected":
-            scores = n_cells[keep].astype(float)
-        elif options.select == "seurat":
-            scores = standardised_dispersion(moments.at(keep))
-        else:
-            scores = _standardised_variance(paths, gene_ids, keep, moments)
-        keep = keep[highest(scores, options.max_genes)]
+        chosen = highest(n_cells[keep].astype(float) if options.select == "detected" else scores, options.max_genes)
+        keep, variability = keep[chosen], None if variability is None else variability[chosen]
     ids = [gene_ids[row] for row in keep]
     fitted = medians.quantiles(keep) if options.quantiles else None
-    return Vocabulary(ids, [symbols[gene] for gene in ids], n_cells[keep], medians.medians()[keep], fitted)
+    places = None if variability is None else places_by_score(variability)
+    return Vocabulary(ids, [symbols[gene] for gene in ids], n_cells[keep], medians.medians()[keep], fitted, places)
 
 
 def _blocks(paths: list[Path], gene_ids: list[str]) -> Iterator[tuple[np.ndarray, sp.csr_matrix]]:

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from cellmill.data.manifest_check import check_manifest
 from cellmill.data.split import SPLITS
 from cellmill.errors import DataError, did_you_mean
@@ -60,7 +62,8 @@ class Manifest:
 
     path: Path
     fingerprint: str  # digest of cells, order, split and vocabulary; not of paths or library versions
-    vocabulary: dict[str, Any]  # `digest`, `n_genes`, and `medians_digest`, of the medians used for the rank order
+    vocabulary: dict[str, Any]
+    """`digest`, `n_genes`, and `medians_digest`, of the medians used for the rank order; `variability` if kept."""
     seed: int
     split: dict[str, Any]  # `by`, `val_frac`, `test_frac`
     obs_columns: list[str]
@@ -76,6 +79,12 @@ class Manifest:
     @property
     def n_genes(self) -> int:
         return int(self.vocabulary["n_genes"])
+
+    @property
+    def variability(self) -> np.ndarray | None:
+        """`Vocabulary.variability` of the shards' vocabulary."""
+        places = self.vocabulary.get("variability")
+        return None if places is None else np.array(places, np.int32)
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cellmill.config.section import error_line, explain
 from cellmill.data.split import SPLITS
+from cellmill.data.vocabulary import as_places
 
 Count = Annotated[int, Field(ge=0, lt=2**40)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -48,6 +49,7 @@ class _Split(_Part):
 class _Vocabulary(_Part):
     digest: Digest
     n_genes: Annotated[int, Field(ge=1, lt=2**31)]
+    variability: list[int] | None = None
 
 
 class _Levels(_Part):
@@ -76,6 +78,8 @@ def check_manifest(tree: Mapping[str, Any]) -> None:
         checked = _Manifest.model_validate(tree)
     except ValidationError as error:
         raise ValueError(error_line(*explain(error, _Manifest))[:200]) from None
+    if checked.vocabulary.variability is not None:
+        as_places(checked.vocabulary.variability, checked.vocabulary.n_genes)
     splits = checked.splits
     if missing := [name for name in SPLITS if name not in splits]:
         raise ValueError(f"splits.{missing[0]}: is missing")

@@ -78,11 +78,12 @@ def write_manifest(plan: ShardPlan, vocabulary: Vocabulary, options: ShardOption
         name: SplitEntry(plan.n_obs[name], sum(shard.nnz for shard in shards), tuple(shards), plan.index[name])
         for name, shards in entries.items()
     }
+    places = {} if vocabulary.variability is None else {"variability": vocabulary.variability.tolist()}
     medians = hashlib.sha256(vocabulary.medians.astype("<f4").tobytes()).hexdigest()
     manifest = Manifest(
         path=out,
         fingerprint="",
-        vocabulary={"digest": vocabulary.digest, "n_genes": vocabulary.n_genes, "medians_digest": medians},
+        vocabulary={"digest": vocabulary.digest, "n_genes": vocabulary.n_genes, "medians_digest": medians} | places,
         seed=options.seed,
         split={"by": options.split_by, "val_frac": options.val_frac, "test_frac": options.test_frac},
         obs_columns=plan.obs.column_names,

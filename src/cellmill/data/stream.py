@@ -103,7 +103,7 @@ class CellStream:
         assert self.n_cells >= world or not shuffle, f"{self.n_cells} cells for {world} ranks"
         self._budget, self._rank, self._world = token_budget, rank, world
         self._min_microbatches, self._microbatch_multiple = min_microbatches, microbatch_multiple
-        self._tokenizer = CellTokenizer(tokens, opened.n_genes, seed if shuffle else 0)
+        self._tokenizer = CellTokenizer(tokens, opened.n_genes, seed if shuffle else 0, opened.variability)
         self._numbers = read_level_numbers(opened, split, self.levels) if columns else None
         lanes = list(range(rank, stream.lanes, world))
         self._counted = counted

@@ -88,8 +88,18 @@ def standardised_variance(counts: Moments, clipped: Moments, trend: Trend) -> np
 
 def highest(scores: np.ndarray, n: int) -> np.ndarray:
     """Places of the `n` highest scores, ascending; of equal ones the first, and NaN last."""
-    order = np.argsort(-np.nan_to_num(scores, nan=-np.inf, posinf=np.inf), kind="stable")
-    return np.sort(order[:n])
+    return np.sort(_descending(scores)[:n])
+
+
+def places_by_score(scores: np.ndarray) -> np.ndarray:
+    """Place of each gene from 0, the highest score; of equal scores the first gene's first, and NaN last; int32."""
+    places = np.empty(len(scores), np.int32)
+    places[_descending(scores)] = np.arange(len(scores), dtype=np.int32)
+    return places
+
+
+def _descending(scores: np.ndarray) -> np.ndarray:
+    return np.argsort(-np.nan_to_num(scores, nan=-np.inf, posinf=np.inf), kind="stable")
 
 
 def _loess() -> Any:

@@ -6,7 +6,8 @@ cells in which it is detected: the scale of rank values (Geneformer, Theodoris e
 the vocabulary from cells.
 
 A last line that begins with `#quantiles`, where the corpus asks for it, has the quantiles of all nonzero values of the
-corpus, at equal steps of probability, for tokenizers whose bins are fitted (`BinnedTokens.binning`).
+corpus, at equal steps of probability, for tokenizers whose bins are fitted (`BinnedTokens.binning`). A line before it
+that begins with `#variability` has the place of each gene by its variability, for `tokens.truncation: variable`.
 """
 
 import hashlib
@@ -24,6 +25,7 @@ from cellmill.files import require_file, write_text
 
 COLUMNS = ("token_id", "gene_id", "symbol", "n_cells", "median")
 QUANTILES = "#quantiles"  # first field of the line
+VARIABILITY = "#variability"
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +37,7 @@ class Vocabulary:
     n_cells: np.ndarray  # number of cells of the corpus in which each gene is detected; int64
     medians: np.ndarray  # median counts per 10,000 over the cells in which a gene is detected; float32
     quantiles: np.ndarray | None = None  # of all nonzero log(1 + counts per 10,000), ascending; float32
+    variability: np.ndarray | None = None  # place of each gene from 0, the most variable one; int32
 
     @property
     def n_genes(self) -> int:
@@ -68,6 +71,7 @@ class Vocabulary:
         if lines.pop() != "" or not lines or tuple(lines[0].split("\t")) != COLUMNS:
             raise DataError(f"{path}: not a complete vocabulary: expected columns {', '.join(COLUMNS)}")
         quantiles = _quantiles(path, lines.pop()) if lines[-1].startswith(QUANTILES) else None
+        variability = _places(path, lines) if lines[-1].startswith(VARIABILITY) else None
         gene_ids, symbols, n_cells, medians = [], [], [], []
         for token, line in enumerate(lines[1:]):
             cells = line.split("\t")
@@ -86,7 +90,8 @@ class Vocabulary:
             except ValueError:
                 fields = SPECIAL[token] if special else "gene id, symbol, n_cells, median"
                 raise DataError(f"{path}, line {token + 2}: expected token {token}: {fields}") from None
-        vocabulary = cls(gene_ids, symbols, np.array(n_cells, np.int64), np.array(medians, np.float32), quantiles)
+        numbers = np.array(n_cells, np.int64), np.array(medians, np.float32)
+        vocabulary = cls(gene_ids, symbols, *numbers, quantiles, variability)
         if len(lines) - 1 <= len(SPECIAL) or len(vocabulary._rows) != len(gene_ids):
             raise DataError(f"{path}: not a vocabulary: no genes, or a duplicate")
         if not (np.isfinite(vocabulary.medians) & (vocabulary.medians > 0)).all():
@@ -102,6 +107,8 @@ class Vocabulary:
         rows: list[tuple[str, ...]] = [COLUMNS, *((str(token), name, "", "", "") for token, name in enumerate(SPECIAL))]
         for row, (gene, symbol, count) in enumerate(zip(self.gene_ids, self.symbols, self.n_cells)):
             rows.append((str(row + len(SPECIAL)), gene, symbol, str(int(count)), _text_of(self.medians[row])))
+        if self.variability is not None:
+            rows.append((VARIABILITY, *map(str, self.variability.tolist())))
         if self.quantiles is not None:
             rows.append((QUANTILES, *map(_text_of, self.quantiles)))
         return "".join("\t".join(row) + "\n" for row in rows)
@@ -120,3 +127,20 @@ def _quantiles(path: Path, line: str) -> np.ndarray:
     if len(quantiles) < 2 or not np.isfinite(quantiles).all() or (np.diff(quantiles) < 0).any():
         raise DataError(f"{path}, last line: expected {QUANTILES} and at least two ascending numbers")
     return quantiles
+
+
+def _places(path: Path, lines: list[str]) -> np.ndarray:
+    """Places by variability, of the last of `lines`, which is taken out. Raises DataError."""
+    line, n_genes = lines.pop(), len(lines) - 1 - len(SPECIAL)
+    try:
+        return as_places(line.split("\t")[1:], n_genes)
+    except ValueError:
+        raise DataError(f"{path}, line {len(lines) + 1}: expected {VARIABILITY} and a place for each gene") from None
+
+
+def as_places(numbers: Sequence[str | int], n_genes: int) -> np.ndarray:
+    """Places from 0 of `n_genes` genes, int32. Raises ValueError unless each occurs once."""
+    places = np.array([int(number) for number in numbers if len(str(number)) < 10], np.int32)
+    if len(numbers) != n_genes or not np.array_equal(np.sort(places), np.arange(n_genes)):
+        raise ValueError(f"expected the places 0 to {n_genes - 1:,}, each once")
+    return places

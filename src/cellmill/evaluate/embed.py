@@ -68,7 +68,7 @@ def tokens_of(
     `levels` are those of all rows, for batches with levels.
     """
     inverse, first = inverse_medians(vocabulary.medians), 0
-    tokenizer = CellTokenizer(tokens, vocabulary.n_genes)
+    tokenizer = CellTokenizer(tokens, vocabulary.n_genes, variability=vocabulary.variability)
     for raw in rows:
         rows = np.flatnonzero(chosen[first : first + raw.shape[0]])
         cells, first = rows + first, first + raw.shape[0]

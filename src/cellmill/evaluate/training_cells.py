@@ -37,7 +37,7 @@ def read_gene_statistics(manifest: Manifest, tokens: Tokens, max_cells: int = MA
     """Statistics over the first `max_cells` cells of the training shards."""
     n_genes, n_cells = manifest.n_genes, 0
     total, by_rank = np.zeros(n_genes), np.zeros((tokens.max_tokens.bit_length(), n_genes), np.int64)
-    tokenizer = CellTokenizer(tokens, n_genes)
+    tokenizer = CellTokenizer(tokens, n_genes, variability=manifest.variability)
     for genes, counts, starts in _blocks(manifest, "train", max_cells):
         made = tokenizer.batch(genes, counts, starts, np.arange(len(starts) - 1))
         values, cu_seqlens = made.values, made.cu_seqlens
