@@ -45,6 +45,7 @@ from cellmill.train.optimizer import build_optimizer
 from cellmill.train.stop import StopFlag
 from cellmill.train.telemetry import Meter
 from cellmill.train.unfreezing import Unfreezing
+from cellmill.train.weight_average import WeightAverage
 from cellmill.train.worker import batch_column, build_model, build_step_model, build_streams, open_profile
 
 DEVICE = torch.device("cpu")
@@ -82,6 +83,8 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
     train_stream, val_stream = build_streams(parsed, manifest.path, mesh)
     lines = Lines()
     method = method_for(parsed.finetune, ModelSpec.of(parsed, vocabulary.n_genes, levels))
+    decay = parsed.train.ema_decay
+    average = None if decay is None else WeightAverage(model, decay)
     made = Trainer(
         model=model,
         parallel_model=build_step_model(model, parsed.parallel, mesh),
@@ -93,7 +96,7 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
         size=measure(ModelSpec.of(parsed, vocabulary.n_genes, levels)),
         train_stream=train_stream,
         val_stream=val_stream,
-        checkpoints=Checkpoints(TrainFolder(Path(folder)), parsed.train.keep_checkpoints),
+        checkpoints=Checkpoints(TrainFolder(Path(folder)), parsed.train.keep_checkpoints, average),
         trackers=[lines],
         meter=Meter(None, dist.get_world_size()),
         stop=_NoSignal(),
@@ -107,6 +110,7 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
         },
         batch_column=batch_column(parsed, manifest),
         unfreezing=Unfreezing(model, method.first_step),
+        average=average,
     )
     return made, lines
 
@@ -121,9 +125,11 @@ def go_on(made: Trainer, folder: str) -> None:
     made.train_stream.load_state_dict(made.train_stream.state_dict() | {"epoch": epoch, "step": step})
 
 
-def logged(corpus: str, options: dict[str, Any], folder: str, steps: int) -> list[dict[str, float]]:
-    """Every logged line of a training, without what depends on the machine."""
+def logged(corpus: str, options: dict[str, Any], folder: str, steps: int, load: bool = False) -> list[dict[str, float]]:
+    """Every logged line of a training, without what depends on the machine; with `load`, going on in `folder`."""
     made, lines = trainer(corpus, options, folder, steps)
+    if load:
+        go_on(made, folder)
     made.run()
     for stream in (made.train_stream, made.val_stream):
         if stream is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -155,3 +156,13 @@ def test_offloaded_parts_are_in_host_memory_and_not_on_the_device() -> None:
         offloaded = _model(4, cpu_offload="optimizer", **strategy)
         assert host_bytes(offloaded) == pytest.approx(2 * plain.optimizer, abs=16)
         assert host_bytes(_model(4, **strategy)) == 0
+
+
+def test_the_average_of_the_weights_is_where_the_weights_are() -> None:
+    for how in (None, "optimizer", "full"):
+        without = _model(4, sharding_strategy="FULL_SHARD", cpu_offload=how)
+        model, share = replace(without, keeps_average=True), 4 * -(-without.counts(0).trained // 4)
+        device, host = (0, share) if how == "full" else (share, 0)
+        memory = peak_memory(model, SHORT, 1)
+        assert (memory.average, memory.total - peak_memory(without, SHORT, 1).total) == (device, device)
+        assert host_bytes(model) - host_bytes(without) == pytest.approx(host, abs=16)

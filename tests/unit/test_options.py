@@ -60,7 +60,7 @@ PLAN = {
         "activation_checkpointing": "full",
         "cpu_offload": "optimizer",
     },
-    "train": {"steps": 7, "global_batch": 32, "token_budget": 32},
+    "train": {"steps": 7, "global_batch": 32, "token_budget": 32, "ema_decay": 0.9},
     "plan": {"memory_gb": 9, "memory_frac": 0.5, "mfu_frac": 0.1, "intra_node_gbs": 1, "inter_node_gbs": 1},
 }
 NEEDS = {

@@ -122,6 +122,14 @@ class Train(Section):
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW decay rate of the first moment.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW decay rate of the second moment.")
     clip_norm: float | None = Field(1.0, gt=0, description="Maximum global gradient norm; null disables clipping.")
+    ema_decay: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Decay of an exponential moving average of the trained weights in a step; after t steps at most "
+        "(1 + t) / (10 + t). Validation, and so the best checkpoint, and the exported model are of the average. null "
+        "keeps none.",
+    )
     max_bad_steps: int = Field(
         5,
         ge=1,

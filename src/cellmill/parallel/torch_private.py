@@ -75,6 +75,11 @@ def scale_all(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def move_all(tensors: list[torch.Tensor], targets: list[torch.Tensor], share: float) -> None:
+    """Move tensors of a device by a share of the way to others, in place: tests/distributed/test_average.py."""
+    torch._foreach_lerp_(tensors, targets, share)
+
+
 def update_loss_scale(scale: torch.Tensor, good_steps: torch.Tensor, overflowed: torch.Tensor, interval: int) -> None:
     """Double or halve the scale in place; the host waits for nothing: tests/distributed/test_loss_scale.py."""
     torch._amp_update_scale_(scale, good_steps, overflowed, 2.0, 0.5, interval)

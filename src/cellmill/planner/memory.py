@@ -21,6 +21,7 @@ class Memory:
     parameters: int = 0  # this rank's shard, and all buffers
     gradients: int = 0  # this rank's shard, those accumulated over micro-batches, and those being computed
     optimizer: int = 0  # both moments of AdamW
+    average: int = 0  # of the trained weights, with train.ema_decay
     gathered: int = 0  # full weights gathered for a forward or backward pass, or cast to 16 bits
     communication: int = 0  # gradients in a reduce-scatter
     pipeline: int = 0  # receive buffers of a pipeline for all micro-batches of a step
@@ -33,13 +34,14 @@ class Memory:
 
 
 def host_bytes(model: PlannedModel) -> int:
-    """Pinned host memory of one process for `parallel.cpu_offload`: weights, gradients and two moments.
+    """Pinned host memory of one process for `parallel.cpu_offload`: weights, gradients, two moments and an average.
 
-    With "optimizer" the first two are copies. On a CPU device nothing is offloaded.
+    With "optimizer" the first two are copies, and an average is on the device. On a CPU device nothing is offloaded.
     """
     if model.parallel.cpu_offload is None:
         return 0
-    elements = max(own.parameters + 3 * own.trained for own in map(model.counts, range(model.layout.pp)))
+    copies = 3 + (model.keeps_average and model.parallel.cpu_offload == "full")
+    elements = max(own.parameters + copies * own.trained for own in map(model.counts, range(model.layout.pp)))
     return FLOAT32 * -(-elements // model.shards)
 
 
@@ -66,6 +68,7 @@ def _moments(model: PlannedModel, rank: int, tokens: int, micro_batches: int) ->
     constant = {
         "parameters": FLOAT32 * (size.buffers + (0 if offload == "full" else -(-own.parameters // model.shards))),
         "optimizer": 0 if offload else 2 * FLOAT32 * trained_shard,
+        "average": FLOAT32 * trained_shard if model.keeps_average and offload != "full" else 0,
         "pipeline": round(element * received) if parallel.pp > 1 else 0,
     }
     activation = AUTOCAST_ACTIVATION if parallel.half_precision and not model.is_sharded else element

@@ -71,6 +71,7 @@ class PlannedModel:
     parallel: Parallel
     layout: Layout
     local_world: int  # processes per node
+    keeps_average: bool = False  # of the trained weights
 
     @classmethod
     def of(
@@ -85,7 +86,8 @@ class PlannedModel:
         parallel = options.parallel
         spec = ModelSpec.of(options, n_genes, levels)
         size = measure(spec, parallel.tp, parallel.sequence_parallel, options.finetune)
-        return cls(size, parallel, layout(parallel, world, local_world), local_world)
+        sizes, keeps_average = layout(parallel, world, local_world), options.train.ema_decay is not None
+        return cls(size, parallel, sizes, local_world, keeps_average)
 
     @property
     def element_bytes(self) -> int:

@@ -30,6 +30,8 @@ from cellmill.runs.folder import Checkpoint, TrainFolder
 from cellmill.train.checkpoint import CheckpointReader, load_tensors
 
 PREFIX = "model."
+AVERAGE = "average."
+"""Prefix of the average of trained weights, which is exported in their place."""
 
 
 def run(*, options: ConsolidateOptions, train: Path, vocabulary: Path, out: Path) -> None:
@@ -93,14 +95,18 @@ def _choose(folder: TrainFolder, which: str) -> Checkpoint:
 
 def _load(checkpoint: Checkpoint, model: Model) -> None:
     """Load parameters and persistent buffers into `model`, on the CPU."""
-    tensors = {PREFIX + name: tensor.detach() for name, tensor in named_tensors(model, persistent=True)}
-    metadata = CheckpointReader(checkpoint.path).read_metadata()
-    saved = {name for name in metadata.state_dict_metadata if name.startswith(PREFIX)}
+    own = {name: tensor.detach() for name, tensor in named_tensors(model, persistent=True)}
+    tensors = {PREFIX + name: tensor for name, tensor in own.items()}
+    names = CheckpointReader(checkpoint.path).read_metadata().state_dict_metadata
+    saved = {name for name in names if name.startswith(PREFIX)}
     if differing := sorted(saved ^ tensors.keys()):
         raise DataError(
             f"{checkpoint.path}: expected the tensors of its options' model, which differ in {differing[0]} "
             f"({len(differing)} in all); train it again"
         )
+    averaged = [name for name in own if AVERAGE + name in names]
+    tensors = {name: tensor for name, tensor in tensors.items() if name.removeprefix(PREFIX) not in averaged}
+    tensors |= {AVERAGE + name: own[name] for name in averaged}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is intended
         load_tensors(checkpoint.path, tensors, no_dist=True)
@@ -123,6 +129,7 @@ def _config(state: dict[str, Any], genes: Vocabulary) -> dict[str, Any]:
         **({"weighted_by": weighted} if weighted is not None else {}),
         "step": progress["step"],
         "val_loss": progress["val_loss"],
+        **({"ema_decay": decay} if (decay := options["train"].get("ema_decay")) is not None else {}),
         "seed": options["train"]["seed"],
         **({"levels": state["levels"]} if "levels" in state else {}),
     }
@@ -204,6 +211,7 @@ def model_card(config: dict[str, Any], parameters: int) -> str:
     if config["tokens"]["tokenizer"] == "sequence":
         goes_in = "Tokens are residues; a FASTA file of proteins goes in."
     loss = "not validated" if config["val_loss"] is None else f"{config['val_loss']:.4f}"
+    averaged = f", weights averaged with decay {config['ema_decay']:g}" if "ema_decay" in config else ""
     shape, family = _listed(model, "family"), config["family"]
     tags, labels = ["single-cell", "transcriptomics", config["family"]], config["supervised_by"]
     supervised = f"by labels of obs column {', '.join(labels)}" if labels else "no: trained without labels"
@@ -224,7 +232,7 @@ tags: [{", ".join([*tags, "supervised"] if labels else tags)}]
 | vocabulary | {config["n_genes"]:,} genes, digest `{config["vocabulary_digest"][:16]}` |
 | training data | fingerprint `{config["fingerprint"][:16]}`{_weights(config)} |
 | first weights | {config["init_from"] or "fresh"} |
-| step | {config["step"]:,} |
+| step | {config["step"]:,}{averaged} |
 | validation loss | {loss} |
 {_label_rows(config)}
 Made by cellmill. {goes_in}

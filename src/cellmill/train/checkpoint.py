@@ -29,6 +29,7 @@ from cellmill.parallel.gather_json import gather_json
 from cellmill.parallel.materialize import named_tensors
 from cellmill.runs.folder import DIGEST, Checkpoint, TrainFolder
 from cellmill.train.optimizer import state_of
+from cellmill.train.weight_average import WeightAverage
 
 DCP_CLASSES = {
     ("torch.distributed.checkpoint.metadata", name)
@@ -127,10 +128,12 @@ class Checkpoints:
         Folder of the run.
     keep
         Number of newest checkpoints to keep, besides the best.
+    average
+        Average of the weights, to save and load with them.
     """
 
-    def __init__(self, folder: TrainFolder, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: TrainFolder, keep: int, average: WeightAverage | None = None) -> None:
+        self.folder, self.keep, self.average = folder, keep, average
         # its own gloo group: a background save must not interleave with the collectives of training
         self._group = dist.new_group(backend="gloo")
         # the copy's memory is reused for the whole run: allocating it anew was most of the stall of a save
@@ -150,7 +153,7 @@ class Checkpoints:
             path = self.folder.begin(step)
             write_json(path / "state.json", state)
         dist.barrier(self._group)
-        tensors = tensors_of(model, optimizer)
+        tensors = tensors_of(model, optimizer, self.average)
         if self._staging.state_dict_cache is None and not torch.accelerator.is_available():
             # torch would pin it, which needs an accelerator
             self._staging.state_dict_cache = {
@@ -211,8 +214,10 @@ class Checkpoints:
 
     def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Load the tensors of `checkpoint` into the model and its optimizer, whatever the layouts of both."""
-        load_tensors(checkpoint.path, tensors_of(model, optimizer), process_group=self._group)
+        load_tensors(checkpoint.path, tensors_of(model, optimizer, self.average), process_group=self._group)
         _fill_tied_copies(model, optimizer)
+        if self.average is not None:
+            self.average.fill_tied_copies()
         self.saved_step = checkpoint.step
 
     def _finish(self, path: Path, writing: Future[Any]) -> None:
@@ -223,8 +228,10 @@ class Checkpoints:
             self._error = self._error or error
 
 
-def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the tensors of a checkpoint, not copied: parameters, persistent buffers and the optimizer's states.
+def tensors_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None = None
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the tensors of a checkpoint, not copied: parameters, persistent buffers, optimizer states, the average.
 
     States that do not exist yet are made as zeros. Other optimizer options (lr, betas) come from the configuration.
     """
@@ -237,7 +244,8 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
         if id(parameter) in trained
         for key, value in state_of(optimizer, parameter).items()
     }
-    return {"model": {name: tensor.detach() for name, tensor in own.items()}, "optimizer": states}
+    tensors = {"model": {name: tensor.detach() for name, tensor in own.items()}, "optimizer": states}
+    return tensors if average is None else tensors | {"average": average.tensors()}
 
 
 def _fill_tied_copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

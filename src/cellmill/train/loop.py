@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ from cellmill.train.step_guard import LossScale, Suspects, name_cells, step_if
 from cellmill.train.stop import StopFlag
 from cellmill.train.telemetry import Meter, StepProfile, TimeLeft, memory_line, own_memory
 from cellmill.train.unfreezing import Unfreezing
+from cellmill.train.weight_average import WeightAverage
 
 VALIDATION = -1  # the step that keys the masks of validation: the same each time, and never those of training
 
@@ -113,6 +114,8 @@ class Trainer:
     """Column of the levels of validation cells whose share of the embedding is logged."""
     unfreezing: Unfreezing | None = None
     """Parameters that begin to train after the first step."""
+    average: WeightAverage | None = None
+    """Average of the weights, which validation takes."""
 
     def run(self) -> bool:
         """Train to the last step. Returns True when done, False when stopped by a signal; both save the state."""
@@ -178,6 +181,8 @@ class Trainer:
         with record_function("optimizer"):
             applied = values[0].isfinite() & (values[1] == 0)
             step_if(applied, self.optimizer)
+            if self.average is not None:
+                self.average.update(step)
             following = torch.zeros_like(loss) if scale is None else scale.adapt(applied)
             scalars = AsyncScalars(torch.cat([torch.stack([norm.detach().to(loss), following.to(loss)]), values]))
             self.optimizer.zero_grad(set_to_none=True)
@@ -294,19 +299,9 @@ class Trainer:
     def _validate(self, stream: CellStream | None) -> bool:
         """Log the mean loss over validation cells, with the same masks each time. Returns whether it is the best."""
         assert stream is not None
-        self.parallel_model.eval()
-        totals: Any = 0  # sums of losses, then targets: (2,) or (2, parts)
         monitor = EmbeddingMonitor(self.model, stream.levels, self.batch_column)
-        for micro_batches in stream:
-            self.watch.at(f"the validation after step {self.progress.step}")
-            batches = [to_tensors(batch) for batch in micro_batches]
-            prepared = self._prepare(batches, VALIDATION)
-            if self.model.objective.validates_rows:
-                prepared = self._with_shares(prepared)
-            with monitor.watching(batches):
-                loss_sum = self.parallel_model.loss(prepared)
-            totals = totals + torch.stack([loss_sum, torch.stack([p.n_targets for p in prepared]).sum(0).double()])
-        self.parallel_model.train()
+        with nullcontext() if self.average is None else self.average.in_model():
+            totals = self._validation_sums(stream, monitor)
         loss_sum, targets = self.mesh.sum(totals)
         losses = loss_sum / self.loss_parts.targets(targets)
         loss, self.progress.val_step = self.loss_parts.total(losses).item(), self.progress.step
@@ -322,6 +317,22 @@ class Trainer:
             return False
         self.progress.best_val_loss, self.progress.best_step = self.progress.val_loss, self.progress.step
         return True
+
+    def _validation_sums(self, stream: CellStream, monitor: EmbeddingMonitor) -> torch.Tensor:
+        """Return this rank's sums of losses, then of targets, over validation cells: (2,) or (2, parts)."""
+        self.parallel_model.eval()
+        totals: Any = 0
+        for micro_batches in stream:
+            self.watch.at(f"the validation after step {self.progress.step}")
+            batches = [to_tensors(batch) for batch in micro_batches]
+            prepared = self._prepare(batches, VALIDATION)
+            if self.model.objective.validates_rows:
+                prepared = self._with_shares(prepared)
+            with monitor.watching(batches):
+                loss_sum = self.parallel_model.loss(prepared)
+            totals = totals + torch.stack([loss_sum, torch.stack([p.n_targets for p in prepared]).sum(0).double()])
+        self.parallel_model.train()
+        return cast(torch.Tensor, totals)
 
     def _log(self, line: dict[str, Any]) -> None:
         scalars = {name: value for name, value in line.items() if name != "step"}

@@ -59,6 +59,7 @@ from cellmill.train.stop import StopFlag
 from cellmill.train.telemetry import Meter, StepProfile
 from cellmill.train.unfreezing import Unfreezing
 from cellmill.train.verify_shards import verify_shards
+from cellmill.train.weight_average import WeightAverage
 
 Levels = Mapping[str, Sequence[str]]
 
@@ -84,7 +85,9 @@ def main(path: Path, error_file: Path) -> None:
     train_stream, val_stream = build_streams(options, Path(record["manifest"]), mesh)
     steps = options.train.total_steps(train_stream.steps_per_epoch)
 
-    checkpoints = Checkpoints(folder, options.train.keep_checkpoints)
+    decay = options.train.ema_decay
+    average = None if decay is None else WeightAverage(model, decay)
+    checkpoints = Checkpoints(folder, options.train.keep_checkpoints, average)
     watch.saving = checkpoints.is_writing
     set_group_timeouts(_timeout(options.train.timeout_s))
     progress = resume(folder, checkpoints, model, optimizer, train_stream)
@@ -121,6 +124,7 @@ def main(path: Path, error_file: Path) -> None:
         profile=open_profile(folder, options.train, device),
         batch_column=batch_column(options, manifest),
         unfreezing=Unfreezing(model, method.first_step),
+        average=average,
     )
     write_state(folder, "running", progress, saved_with)
     try:
