@@ -140,7 +140,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
     def _elsewhere(self) -> str:
         if not self._source.others:
             return "the file has no other matrix; use a file with raw counts"
-        return f"raw counts may be in {' or '.join(self._source.others)}: set the dataset's `counts`"
+        return f"raw counts may be in {' or '.join(self._source.others)}: set {self._source.option}"
 
 
 def _digits(value: np.generic) -> str:

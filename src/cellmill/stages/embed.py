@@ -4,13 +4,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cellmill.config.options import EmbedOptions
-from cellmill.config.run import Embed
 from cellmill.data.dataset_file import local_input, open_dataset
 from cellmill.data.h5_file import check_h5ad
-from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.embed import Embedding, embed_cells, load_for_inference
+from cellmill.errors import ConfigError
+from cellmill.evaluate.embed import embed_cells, load_for_inference
+from cellmill.evaluate.embedding_checks import check_coverage, limits_of
 from cellmill.evaluate.embedding_file import append_embedding, write_embedding
-from cellmill.evaluate.gene_coverage import FEW
 from cellmill.files import sha256_file
 
 
@@ -41,7 +40,8 @@ def run(*, options: EmbedOptions, model: Path, input: Path | str, counts: str, o
     else:
         write_embedding(out, obs, embedding.vectors, about)
     print(f"{path.stem}: {len(obs):,} cells, {embedding.coverage_frac:.1%} of counts on known genes -> {out}")
-    warn_of_few_genes(path, embedding)
+    for line in limits_of(embedding):
+        print(f"{path.stem}: {line}")
 
 
 def checked_input(input: Path | str, out: Path, append: bool) -> Path:
@@ -53,25 +53,3 @@ def checked_input(input: Path | str, out: Path, append: bool) -> Path:
     if append and path.suffix != ".h5ad":
         raise ConfigError(f"--append adds to an .h5ad, {input} is none; leave --append out")
     return path
-
-
-def check_coverage(path: Path, embedding: Embedding, section: Embed) -> None:
-    """Raise DataError when too little of the file is known to the model, or of the model's genes in the file."""
-    if embedding.coverage_frac < (least := section.min_coverage_frac):
-        raise DataError(
-            f"{path}: {embedding.coverage_frac:.1%} of its counts fall on genes that the model knows, "
-            f"embed.min_coverage_frac is {least:g}; use a model of these genes, or lower the threshold"
-        )
-    if embedding.genes.expressed_frac < (least := section.min_expressed_frac):
-        raise DataError(
-            f"{path}: it measures {embedding.genes}; embed.min_expressed_frac is {least:g}; use a model of these "
-            "genes, or lower the threshold"
-        )
-
-
-def warn_of_few_genes(path: Path, embedding: Embedding) -> None:
-    """Print what limits the use of the vectors."""
-    if embedding.genes.expressed_frac < FEW:
-        print(f"{path.stem}: warning: it measures {embedding.genes}: compare its vectors with each other only")
-    if n := embedding.n_without_genes:
-        print(f"{path.stem}: {n:,} cells have no gene that the model knows: their rows are NaN")

@@ -6,10 +6,11 @@ from cellmill.config.options import PredictOptions
 from cellmill.data.dataset_file import open_dataset
 from cellmill.errors import ConfigError
 from cellmill.evaluate.embed import embed_cells, load_for_inference
+from cellmill.evaluate.embedding_checks import check_coverage, limits_of
 from cellmill.evaluate.predict import predict, threshold
 from cellmill.evaluate.prediction_file import append_prediction, write_prediction
 from cellmill.files import sha256_file
-from cellmill.stages.embed import check_coverage, checked_input, warn_of_few_genes
+from cellmill.stages.embed import checked_input
 
 
 def run(
@@ -48,4 +49,5 @@ def run(
     print(f"{path.stem}: {len(obs):,} cells labelled by {classifier['label_column']}, {known} -> {out}")
     if not calibration:
         print(f"{path.stem}: warning: probabilities are not calibrated: the run had no labelled validation cells")
-    warn_of_few_genes(path, embedding)
+    for line in limits_of(embedding):
+        print(f"{path.stem}: {line}")

@@ -1,0 +1,32 @@
+"""Checks of an embedding before it is used: what the model knows of the cells, and what limits the vectors."""
+
+from pathlib import Path
+
+from cellmill.config.run import Embed
+from cellmill.errors import DataError
+from cellmill.evaluate.embed import Embedding
+from cellmill.evaluate.gene_coverage import FEW
+
+
+def check_coverage(path: Path, embedding: Embedding, section: Embed) -> None:
+    """Raise DataError when too little of the file is known to the model, or of the model's genes in the file."""
+    if embedding.coverage_frac < (least := section.min_coverage_frac):
+        raise DataError(
+            f"{path}: {embedding.coverage_frac:.1%} of its counts fall on genes that the model knows, "
+            f"embed.min_coverage_frac is {least:g}; use a model of these genes, or lower the threshold"
+        )
+    if embedding.genes.expressed_frac < (least := section.min_expressed_frac):
+        raise DataError(
+            f"{path}: it measures {embedding.genes}; embed.min_expressed_frac is {least:g}; use a model of these "
+            "genes, or lower the threshold"
+        )
+
+
+def limits_of(embedding: Embedding) -> list[str]:
+    """Lines on what limits the use of the vectors."""
+    lines = []
+    if embedding.genes.expressed_frac < FEW:
+        lines.append(f"warning: it measures {embedding.genes}: compare its vectors with each other only")
+    if n := embedding.n_without_genes:
+        lines.append(f"{n:,} cells have no gene that the model knows: their rows are NaN")
+    return lines

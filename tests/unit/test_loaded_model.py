@@ -1,0 +1,106 @@
+"""A model in Python gives the vectors and labels that the commands write, whatever the batch and order of the cells."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+import cellmill
+from cellmill.config.options import EmbedOptions, PredictOptions
+from cellmill.errors import ConfigError, DataError
+from cellmill.stages import embed, predict
+from tests.unit.exported import export_model, make_corpus
+
+
+@pytest.fixture(scope="module")
+def raw(simulated: Path) -> ad.AnnData:
+    return ad.read_h5ad(simulated)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> Path:
+    corpus = make_corpus(tmp_path_factory.mktemp("corpus"), simulated)
+    return export_model(tmp_path_factory.mktemp("model"), corpus["vocabulary"])
+
+
+def test_vectors_are_those_of_the_command_in_any_batch_and_order(
+    tmp_path: Path, simulated: Path, raw: ad.AnnData, folder: Path
+) -> None:
+    out = tmp_path / "out.h5ad"
+    options = EmbedOptions.model_validate({"embed": {}})
+    embed.run(options=options, model=folder, input=simulated, counts="X", out=out)
+    expected = np.asarray(ad.read_h5ad(out).obsm["X_cellmill"])
+    model = cellmill.load(str(folder))
+    assert (model.embed(raw) == expected).all()
+    order = np.random.default_rng(0).permutation(raw.n_obs)
+    for some in (order, order[:1], order[3:10]):
+        assert np.abs(model.embed(raw[some]) - expected[some]).max() < 5e-6  # a view, not a copy
+    assert np.abs(model.embed(raw, token_budget=100) - expected).max() < 5e-6
+
+
+def test_every_kind_of_matrix_gives_the_same_vectors(raw: ad.AnnData, folder: Path) -> None:
+    model, some = cellmill.load(folder), raw[:40].copy()
+    expected = model.embed(some)
+    dense = np.asarray(some.X.todense())
+    log = np.log1p(dense)
+    for matrix in (dense, np.asfortranarray(dense), sp.csc_matrix(dense), sp.coo_array(dense).tocsr()):
+        assert (model.embed(ad.AnnData(matrix, var=some.var)) == expected).all()
+    normalised = ad.AnnData(log, var=some.var, layers={"counts": dense})
+    assert (model.embed(normalised, "counts") == expected).all()
+    normalised.raw = ad.AnnData(dense, var=some.var)
+    narrow = normalised[:, :50]
+    assert (model.embed(narrow, "raw") == expected).all()  # raw has genes of its own
+    with pytest.raises(DataError, match=r"looks log-transformed; raw counts may be in raw or counts: set argument"):
+        model.embed(normalised)
+    with pytest.raises(DataError, match=r"^adata: no count \(`counts`\); did you mean 'counts'"):
+        model.embed(normalised, "count")
+
+
+def test_a_backed_or_ambiguous_adata_is_named(tmp_path: Path, simulated: Path, raw: ad.AnnData, folder: Path) -> None:
+    model = cellmill.load(folder)
+    backed = ad.read_h5ad(simulated, backed="r")
+    with pytest.raises(DataError, match=r"simulated\.h5ad; pass adata\.to_memory\(\), or embed the file"):
+        model.embed(backed)
+    backed.file.close()
+    twice = raw[:3].copy()
+    twice.var_names = ["ENSG1", *raw.var_names[1:-1], "ENSG1"]
+    with pytest.raises(DataError, match=r"^mine: var names are not unique: 'ENSG1' .* call adata\.var_names_make"):
+        model.embed(twice, dataset="mine")
+    few = raw[:3, :20].copy()
+    with pytest.warns(UserWarning, match=r"^adata: it measures 20 of the model's"):
+        model.embed(few, min_coverage_frac=0)
+    with pytest.raises(DataError, match=r"embed\.min_expressed_frac is 0\.9"):
+        model.embed(few, min_coverage_frac=0, min_expressed_frac=0.9)
+    with pytest.raises(ConfigError, match="it predicts no labels"):
+        model.predict(raw)
+
+
+def test_labels_are_those_of_the_command(tmp_path: Path, simulated: Path, folder: Path) -> None:
+    cells, levels = simulated, {"cell_type": ("a", "b", "c", "<missing>")}
+    classify: dict[str, Any] = {"objective": "classification", "label_column": "cell_type", "levels": levels}
+    folder = export_model(tmp_path / "model", folder / "vocabulary.tsv", seed=1, **classify)
+    config = json.loads((folder / "config.json").read_text())
+    classifier = {"label_column": "cell_type", "labels": ["a", "b", "c"], "calibration": None}
+    (folder / "config.json").write_text(json.dumps(config | {"levels": levels, "classifier": classifier}))
+    section: dict[str, Any] = {"min_probability": 0.45}
+    options = PredictOptions.model_validate({"embed": {}, "predict": section})
+    predict.run(options=options, model=folder, input=cells, counts="X", out=tmp_path / "out.h5ad")
+    written = ad.read_h5ad(tmp_path / "out.h5ad")
+    made = cellmill.load(folder).predict(ad.read_h5ad(cells), **section)
+    assert list(made.labels) == list(written.obs["cellmill_label"])
+    assert 0 < made.n_unknown < len(made.labels)
+    assert (made.probabilities == np.asarray(written.obsm["cellmill_probabilities"])).all()
+
+
+def test_importing_the_package_loads_neither_torch_nor_numpy() -> None:
+    code = "import cellmill, sys; print(cellmill.load.__name__, {'torch', 'numpy', 'anndata'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "load set()\n"
