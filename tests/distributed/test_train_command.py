@@ -125,6 +125,22 @@ def test_a_finished_run_says_so_and_exits_0(corpus: str, one: Path) -> None:
     assert (one / "status.json").read_bytes() == before
 
 
+def test_a_run_that_copies_its_shards_to_the_node_has_the_same_curve_and_leaves_no_copy(
+    corpus: str, one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
+    # other steps would be another run: `stage_to` alone differs from the run in `one`
+    copied = options(train={"steps": STEPS}, stream={"stage_to": "$NODE_DISK"})
+    done = train(corpus, tmp_path / "train", copied)
+    assert done.returncode == 0, done.stderr
+    assert f"shards, 0.00 GB, to {tmp_path / 'disk'} in" in done.stdout
+    assert "warning" not in done.stderr
+    assert losses(tmp_path / "train") == losses(one)
+    assert list((tmp_path / "disk").iterdir()) == []
+    identities = [json.loads((out / "run.json").read_text())["identity"] for out in (one, tmp_path / "train")]
+    assert identities[0] == identities[1]
+
+
 def test_a_run_stored_before_an_option_was_added_is_done_and_not_set_aside(
     corpus: str, one: Path, tmp_path: Path
 ) -> None:

@@ -114,6 +114,8 @@ ELSEWHERE = {
     "tokens.covariates": "unit/test_covariates.py",
     "tokens.covariate_unknown_frac": "unit/test_covariates.py",
     "stream.io_threads": "unit/test_stream.py",
+    "stream.stage_to": "unit/test_local_copies.py",
+    "stream.stage_limit_gb": "unit/test_local_copies.py",
     "stream.weight_by": "unit/test_repeats.py",
     "stream.weight_exponent": "unit/test_repeats.py",
     "stream.max_repeats": "unit/test_repeats.py",

@@ -52,7 +52,24 @@ class Stream(Section):
         description="Steps over which weights go linearly from equal to their own; each epoch has the weights of its "
         "first step. 0 begins with their own.",
     )
-    io_threads: int = Field(4, ge=1, description="Threads that read blocks.")
+    io_threads: int = Field(
+        4,
+        ge=1,
+        description="Threads that read blocks: the reads that a process has in flight. A read is of block_cells cells.",
+    )
+    stage_to: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder on each node's own disk, such as $TMPDIR or $SLURM_TMPDIR, to which one process per node "
+        "copies the shards that the node reads while the training runs. A shard is read from the shared folder until "
+        "its copy is complete and has the manifest's SHA-256. A failure is one warning; copies are removed at the end. "
+        "null reads the shared folder. Variables are those of the node.",
+    )
+    stage_limit_gb: float | None = Field(
+        None,
+        gt=0,
+        description="Most GB of shards that a node copies; null, and any more, leaves 5 % of its disk free.",
+    )
 
     def train_cells(self, n: int) -> int:
         """Number of the corpus's `n` training cells that the run reads: the first ones, as shards are shuffled."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
+from cellmill.data.local_copies import LocalCopies
+
 MOST_OPEN = 256
 """Files open at once: a quarter of the usual limit of a process. A window of a lane reads from 128 at most."""
 
@@ -24,11 +26,11 @@ class _Open:
 class OpenFiles:
     """Descriptors of the files used last; others are closed, and opened again when they are needed. Thread-safe.
 
-    More than `most` are open only while as many threads read.
+    More than `most` are open only while as many threads read. `copies` are those that may be read instead.
     """
 
-    def __init__(self, most: int = MOST_OPEN):
-        self._most = most
+    def __init__(self, most: int = MOST_OPEN, copies: LocalCopies | None = None):
+        self._most, self.copies = most, copies
         self._open: OrderedDict[Path, _Open] = OrderedDict()
         self._lock = Lock()
 

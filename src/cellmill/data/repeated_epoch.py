@@ -8,6 +8,8 @@ contiguous parts that differ by one cell at most, and a window has as many cells
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from cellmill.data.random_words import permutation
@@ -76,6 +78,26 @@ class RepeatedEpoch:
         begins = np.flatnonzero(np.append(True, (np.diff(cells) != 1) | (np.diff(shard) != 0)))
         shard = shard[begins]
         return Runs(shard, cells[begins] - self._first_cell[shard], np.diff(np.append(begins, len(cells))))
+
+
+def shards_read(layout: EpochLayout, lanes: list[int], step: int, stop: int) -> np.ndarray:
+    """Mask, `(shards,)` bool, of the shards that `lanes` read in steps `step` to `stop`, counted over all epochs.
+
+    A layout that does not shuffle reads its one epoch, whatever the steps.
+    """
+    read, per_epoch = np.zeros(len(layout.shard_cells), bool), layout.steps_per_epoch
+    if not layout.shuffle:
+        step, stop = 0, per_epoch
+    for epoch in range(step // per_epoch, -(-stop // per_epoch)):
+        order = epoch_order(layout, epoch)
+        first, last = (layout.lanes_before(min(max(at - epoch * per_epoch, 0), per_epoch)) for at in (step, stop))
+        for lane in lanes:
+            for window, (low, high) in enumerate(pairwise(order.borders[lane].tolist())):
+                if high > first[lane] and low < last[lane]:
+                    read[order.window_runs(lane, window).shard] = True
+            if read.all():
+                return read
+    return read
 
 
 def epoch_order(layout: EpochLayout, epoch: int) -> Epoch | RepeatedEpoch:

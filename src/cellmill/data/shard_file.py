@@ -18,6 +18,7 @@ import h5py
 import numpy as np
 
 from cellmill.data.h5_file import one_line, open_h5
+from cellmill.data.local_copies import LocalCopies
 from cellmill.data.manifest import REMEDY, Manifest, ShardEntry
 from cellmill.data.open_files import OpenFiles
 from cellmill.data.shard_index import OFFSETS, open_index
@@ -76,16 +77,27 @@ class RowFile:
         self._read(0, [])
 
     def _read(self, offset: int, buffers: Sequence[Any]) -> None:
+        copies = self._files.copies
+        if copies is not None and (copy := copies.of(self.path)) is not None:
+            try:
+                with self._files.reading(copy) as descriptor:
+                    self._read_all(descriptor, offset, buffers)
+                return
+            except (OSError, DataError) as error:
+                copies.give_up(error, self.path)
         try:
             with self._files.reading(self.path) as descriptor:
                 if not self._checked:
                     self._check_size(descriptor)
-                for first in range(0, len(buffers), IOV_MAX):
-                    offset += self._read_some(descriptor, offset, buffers[first : first + IOV_MAX])
+                self._read_all(descriptor, offset, buffers)
         except FileNotFoundError:
             raise DataError(f"{self.path}: no such file; {REMEDY}") from None
         except OSError as error:
             raise DataError(f"{self.path}: cannot be read: {one_line(error)}; {REMEDY}") from None
+
+    def _read_all(self, descriptor: int, offset: int, buffers: Sequence[Any]) -> None:
+        for first in range(0, len(buffers), IOV_MAX):
+            offset += self._read_some(descriptor, offset, buffers[first : first + IOV_MAX])
 
     def _read_some(self, descriptor: int, offset: int, buffers: Sequence[Any]) -> int:
         n_bytes = sum(buffer.nbytes for buffer in buffers)
@@ -172,12 +184,12 @@ def _check_ends(rows: RowFile, ends: list[tuple[np.ndarray, np.ndarray]]) -> Non
             raise DataError(f"{rows.path}: damaged: HDF5 and a read by offset differ; {REMEDY}")
 
 
-def open_shards(manifest: Manifest, split: str) -> list[RowFile]:
+def open_shards(manifest: Manifest, split: str, copies: LocalCopies | None = None) -> list[RowFile]:
     """Shards of a split, each opened when it is first read; at once if the manifest has no offsets.
 
-    Raises DataError naming what differs from the manifest.
+    A shard of which `copies` has a copy is read there. Raises DataError naming what differs from the manifest.
     """
-    entry, files = manifest.entry(split), OpenFiles()
+    entry, files = manifest.entry(split), OpenFiles(copies=copies)
     indptr = open_index(manifest, split, OFFSETS)
     if indptr is None:
         return [_open_shard(manifest, shard, files) for shard in entry.shards]

@@ -7,7 +7,7 @@ integers, counted in batches handed out; resuming seeks and replays nothing.
 
 import queue
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -20,9 +20,11 @@ from cellmill.config.checks import check_batch, check_budget, check_lanes, check
 from cellmill.config.run import Stream as StreamOptions
 from cellmill.config.tokens import Tokens
 from cellmill.data.cell_tokens import CellTokenizer
+from cellmill.data.local_copies import LocalCopies
 from cellmill.data.manifest import Manifest
 from cellmill.data.obs_levels import read_level_numbers
 from cellmill.data.prefetch import Prefetch, PrefetchedStep
+from cellmill.data.repeated_epoch import shards_read
 from cellmill.data.repeats import Repeats
 from cellmill.data.shard_file import cell_names, open_shards
 from cellmill.data.shuffle import EpochLayout
@@ -49,8 +51,8 @@ class CellStream:
     are of even sizes, for pipeline parallel. Endless with `shuffle`, over `stream.train_frac` of the cells; else one
     epoch in disk order. Only the first `max_cells` cells of the split are used; None takes all. `counted` batches have
     the counts of their tokens, and batches with `columns` (obs columns, and the option that asks for each) the levels
-    of their cells; `levels` are these columns' levels. Raises DataError when manifest or shards are missing, damaged or
-    do not match, or the split has no cells.
+    of their cells; `levels` are these columns' levels. Shards are read from `copies` once these are complete. Raises
+    DataError when manifest or shards are missing, damaged or do not match, or the split has no cells.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class CellStream:
         max_cells: int | None = None,
         counted: bool = False,
         columns: Mapping[str, str] = MappingProxyType({}),
+        copies: LocalCopies | None = None,
     ):
         check_lanes(stream.lanes, global_batch, world)
         check_batch(global_batch, stream.lanes)
@@ -78,7 +81,9 @@ class CellStream:
         opened = Manifest.read(manifest)
         check_rows(tokens, opened.ordered, str(manifest))
         entry = opened.entry(split)
-        self._shards = open_shards(opened, split)  # checks the manifest's numbers before memory is taken for them
+        self._shards = open_shards(
+            opened, split, copies
+        )  # checks the manifest's numbers before memory is taken for them
         sizes = tuple(shard.n_obs for shard in entry.shards)
         order = {name: getattr(stream, name) for name in _STREAM_ORDER}
         weighted = stream.weights_column() if shuffle else {}
@@ -109,6 +114,7 @@ class CellStream:
         self._counted = counted
         max_genes = self._tokenizer.max_genes(counted)
         self._rows = Prefetch(self._shards, self._layout, lanes, max_genes=max_genes, io_threads=stream.io_threads)
+        self._sha256 = {opened.shard_path(shard): shard.sha256 for shard in entry.shards}
         self._order = {"seed": seed, **order, **weights, "global_batch": global_batch}
         self._epoch = self._step = 0
         self._ahead: _Ahead | None = None
@@ -159,6 +165,12 @@ class CellStream:
                 )
         self._stop_ahead()
         self._epoch, self._step = int(state["epoch"]), int(state["step"])
+
+    def shards_read(self, ranks: Collection[int], step: int, stop: int) -> dict[Path, str]:
+        """SHA-256 of the shards, by path, that `ranks` read in steps `step` to `stop`, counted over all epochs."""
+        lanes = [lane for lane in range(self._layout.lanes) if lane % self._world in ranks]
+        read = shards_read(self._layout, lanes, step, stop)
+        return {path: sha256 for path, sha256, is_read in zip(self._sha256, self._sha256.values(), read) if is_read}
 
     def names(self, cells: np.ndarray) -> list[str]:
         """`dataset:name (file row)` of cells by id, read from the shards; for error messages."""

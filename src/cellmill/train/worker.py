@@ -23,6 +23,7 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Parallel, min_microbatches
 from cellmill.config.run import Train
 from cellmill.config.track import Track
+from cellmill.data.local_copies import LocalCopies
 from cellmill.data.manifest import Manifest
 from cellmill.data.obs_levels import DATASET
 from cellmill.data.stream import CellStream
@@ -55,6 +56,7 @@ from cellmill.train.hang_watch import START_FACTOR, HangWatch
 from cellmill.train.loop import Trainer
 from cellmill.train.optimizer import build_optimizer
 from cellmill.train.resume import resume, write_state
+from cellmill.train.staging import Staging
 from cellmill.train.stop import StopFlag
 from cellmill.train.telemetry import Meter, StepProfile
 from cellmill.train.unfreezing import Unfreezing
@@ -82,7 +84,8 @@ def main(path: Path, error_file: Path) -> None:
     parallel_model = build_step_model(model, options.parallel, mesh)
     method = method_for(options.finetune, ModelSpec.of(options, vocabulary.n_genes, levels))
     optimizer = build_optimizer(model, options.train, options.parallel.cpu_offload, method.group)
-    train_stream, val_stream = build_streams(options, Path(record["manifest"]), mesh)
+    staging = Staging(options.stream, mesh)
+    train_stream, val_stream = build_streams(options, Path(record["manifest"]), mesh, staging.copies)
     steps = options.train.total_steps(train_stream.steps_per_epoch)
 
     decay = options.train.ema_decay
@@ -91,6 +94,7 @@ def main(path: Path, error_file: Path) -> None:
     watch.saving = checkpoints.is_writing
     set_group_timeouts(_timeout(options.train.timeout_s))
     progress = resume(folder, checkpoints, model, optimizer, train_stream)
+    staging.start([train_stream, val_stream], progress.step, steps)
     saved_with = {
         "identity": record["identity"],
         "fingerprint": record["fingerprint"],
@@ -143,6 +147,7 @@ def main(path: Path, error_file: Path) -> None:
     for tracker in trainer.trackers:
         tracker.finish("done" if done else "stopped")
     dist.barrier()  # no rank leaves while another still needs it
+    staging.close()
     watch.close()
 
 
@@ -226,7 +231,9 @@ def build_step_model(model: Model | PipelineStages, parallel: Parallel, mesh: Me
     return ParallelModel(model, parallel, mesh)
 
 
-def build_streams(options: TrainOptions, manifest: Path, mesh: Mesh) -> tuple[CellStream, CellStream | None]:
+def build_streams(
+    options: TrainOptions, manifest: Path, mesh: Mesh, copies: LocalCopies | None = None
+) -> tuple[CellStream, CellStream | None]:
     """Return the endless stream of training cells, and that of validation cells, None if there are none."""
     shared: dict[str, Any] = {
         "tokens": options.tokens,
@@ -239,6 +246,7 @@ def build_streams(options: TrainOptions, manifest: Path, mesh: Mesh) -> tuple[Ce
         "microbatch_multiple": options.parallel.pp,
         "seed": options.train.seed,
         "counted": options.objective.needs_counts,
+        "copies": copies,
     }
     columns, opened = options.obs_columns(), Manifest.read(manifest)
     train = CellStream(manifest, "train", columns=columns, **shared)

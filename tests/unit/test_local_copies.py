@@ -1,0 +1,169 @@
+"""Copies of shards on a node's own disk: the same batches whatever happens to them, and nothing left behind."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_corpus import write_corpus
+
+from cellmill.config.run import Stream as StreamOptions
+from cellmill.config.tokens import ContinuousTokens
+from cellmill.data.copy_shards import CopyTask, remove_abandoned
+from cellmill.data.local_copies import LOCK, PREFIX, LocalCopies
+from cellmill.data.manifest import Manifest
+from cellmill.data.stream import CellStream
+
+OPTIONS = StreamOptions(lanes=4, block_cells=4, window_blocks=3, io_threads=2)
+STEPS = 30  # of 17 an epoch
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Manifest:
+    return write_corpus(tmp_path, 533)  # six shards
+
+
+def stream_of(manifest: Manifest, folder: Path | None, rank: int = 0, world: int = 1) -> CellStream:
+    tokens, copies = ContinuousTokens(max_tokens=12), None if folder is None else LocalCopies(folder)
+    sizes: dict[str, Any] = {"global_batch": 32, "token_budget": 400, "seed": 0}
+    return CellStream(manifest.path, "train", tokens, OPTIONS, rank=rank, world=world, copies=copies, **sizes)
+
+
+def digests(stream: CellStream, steps: int = STEPS) -> list[bytes]:
+    try:
+        return [b"".join(b.genes.tobytes() + b.values.tobytes() for b in step) for step in islice(stream, steps)]
+    finally:
+        stream.close()
+
+
+def copier(manifest: Manifest, folder: Path, limit: float | None = None, largest: int | None = None) -> Any:
+    """The process that copies, which may write files of `largest` bytes."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cellmill.data.copy_shards"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: largest and resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest)),
+    )
+    shards = {str(manifest.shard_path(shard)): shard.sha256 for shard in manifest.splits["train"].shards}
+    assert process.stdin is not None
+    process.stdin.write(CopyTask(str(folder), shards, limit).line())
+    process.stdin.flush()
+    return process
+
+
+def line_of(stream: Any) -> str:
+    return stream.readline().decode().strip()
+
+
+def end(process: Any) -> None:
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def test_reads_go_to_the_copies_once_they_are_complete_with_the_same_batches(
+    manifest: Manifest, tmp_path: Path
+) -> None:
+    expected, folder = digests(stream_of(manifest, None)), tmp_path / "disk" / f"{PREFIX}1"
+    stream = stream_of(manifest, folder)
+    batches = iter(stream)
+    for _ in range(3):  # from the shared folder
+        next(batches)
+    process = copier(manifest, folder)
+    assert "copied 6 of 6 shards" in line_of(process.stdout)
+    process.send_signal(signal.SIGTERM)  # SLURM's, to all processes of a job: the training still has to save
+    for shard in manifest.path.parent.glob("train-*.h5ad"):
+        shard.write_bytes(b"gone")
+    assert digests(stream) == expected[3:] + digests(stream_of(manifest, folder), STEPS + 3)[STEPS:]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    end(process)
+    assert list(folder.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("failure", ["full disk", "damaged copy", "folder is a file", "killed", "limit"])
+def test_a_failure_is_one_line_and_the_batches_are_the_same(manifest: Manifest, tmp_path: Path, failure: str) -> None:
+    expected, folder = digests(stream_of(manifest, None)), tmp_path / "disk" / f"{PREFIX}1"
+    size = manifest.shard_path(manifest.splits["train"].shards[0]).stat().st_size
+    stream, limits, said = stream_of(manifest, folder), {}, ""
+    if failure == "full disk":
+        limits, said = {"largest": size - 1}, "File too large; shards without a copy are read from the shared folder"
+    elif failure == "limit":
+        limits, said = {"limit": 2.5 * size}, "copied 2 of 6 shards"
+    elif failure == "folder is a file":
+        folder.parent.write_text("")
+        said = "File exists; shards without a copy are read from the shared folder"
+    elif failure == "damaged copy":  # the digest is that of other bytes
+        entry = manifest.splits["train"].shards[2]
+        object.__setattr__(entry, "sha256", "0" * 64)
+        said = "expected sha256 000000000000 as in the manifest, got "
+    process = copier(manifest, folder, **limits)
+    if failure == "killed":
+        while not list(folder.glob("train-*")):
+            time.sleep(0.001)
+        process.kill()
+        process.wait()
+        (folder / ".train-00005.h5ad.incomplete").write_bytes(b"half")
+    else:
+        line = line_of(process.stdout if failure == "limit" else process.stderr)
+        assert said in line
+        assert line.startswith("warning: ") == (failure != "limit")
+        expected_copies = {"limit": 2, "damaged copy": 2}.get(failure, 0)
+        assert len(list(folder.glob("*.h5ad"))) == expected_copies
+    assert digests(stream) == expected
+    if failure == "killed":
+        remove_abandoned(folder.parent)
+    else:
+        rest = process.communicate(timeout=60)
+        assert (rest, process.returncode) == ((b"", b""), 0), "a second line"
+    assert not folder.exists()
+
+
+def test_copies_lost_while_they_are_read_are_one_warning_and_the_same_batches(
+    manifest: Manifest, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = digests(stream_of(manifest, None))
+    folder = tmp_path / "disk"
+    shutil.copytree(manifest.path.parent, folder)
+    stream = stream_of(manifest, folder)
+    batches = iter(stream)
+    next(batches)
+    for copy in folder.glob("train-*.h5ad"):
+        os.truncate(copy, 5000)
+    assert digests(stream) == [*expected[1:], *digests(stream_of(manifest, None), STEPS + 1)[STEPS:]]
+    warning = capfd.readouterr().err.splitlines()
+    assert len(warning) == 1
+    assert "a copy cannot be read (" in warning[0]
+    assert f"are read from {manifest.path.parent}" in warning[0]
+
+
+def test_folders_of_ended_processes_alone_are_removed(tmp_path: Path) -> None:
+    for name in (f"{PREFIX}ended", f"{PREFIX}living", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / LOCK).touch()
+    with open(tmp_path / f"{PREFIX}living" / LOCK) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        remove_abandoned(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {f"{PREFIX}living", "other"}
+
+
+@pytest.mark.parametrize("first", [0, 20])
+def test_the_shards_of_a_node_are_those_that_its_ranks_read(manifest: Manifest, first: int) -> None:
+    stream = stream_of(manifest, None, rank=1, world=4)
+    stream.load_state_dict(stream.state_dict() | {"epoch": first // 17, "step": first % 17})
+    named = [path.name for path in stream.shards_read({1}, first, first + 2)]
+    cells = [int(cell) for step in islice(stream, 2) for batch in step for cell in batch.cells]
+    stream.close()
+    names = [shard.name for shard in manifest.splits["train"].shards]
+    assert {names[cell // 100] for cell in cells} <= set(named)  # the window's other cells are read too
+    assert len(stream.shards_read({1}, 0, 1)) < len(names)
+    assert [path.name for path in stream.shards_read({0, 1, 2, 3}, 0, 17)] == names
