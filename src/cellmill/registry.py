@@ -42,6 +42,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "probe": "cellmill.config.evaluate:ProbeConfig",
         "reconstruct": "cellmill.config.evaluate:ReconstructConfig",
         "few_shot": "cellmill.config.evaluate:FewShotConfig",
+        "leave_out": "cellmill.config.evaluate:LeaveOutConfig",
         "low_depth": "cellmill.config.evaluate:LowDepthConfig",
         "missing_genes": "cellmill.config.evaluate:MissingGenesConfig",
     },

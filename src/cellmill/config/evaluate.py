@@ -61,6 +61,24 @@ class FewShotConfig(TaskConfig):
     neighbors: int = Field(5, ge=1, description="k of the kNN classifier, at most the number of training cells.")
 
 
+class LeaveOutConfig(TaskConfig):
+    """Classifiers of the label for donors or batches left out of their training; skipped without a label."""
+
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.leave_out:LeaveOut"
+    reads_label: ClassVar[bool] = True
+
+    name: Literal["leave_out"] = Field("leave_out", description="Name of the task.")
+    roles: Annotated[list[Literal["donor", "batch"]], EachOnce] = Field(
+        ["donor", "batch"],
+        min_length=1,
+        description="Roles whose values are left out whole; of those, the ones that the dataset has.",
+    )
+    most_folds: int = Field(
+        10, ge=2, description="One value after another is left out, or of more values, so many groups of them."
+    )
+    neighbors: int = Field(15, ge=1, description="k of the kNN classifier.")
+
+
 class DegradedConfig(TaskConfig):
     """Options of tasks that classify cells which lost something."""
 

@@ -12,7 +12,7 @@ A score of a repetition is that of all its held-out cells together. Paired diffe
 intervals, are explained in `evaluate.paired`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -85,18 +85,34 @@ def predict_folds(
 
     Each class of `labels` has at least `folds` cells.
     """
+    splits = (
+        (repetition, train, test)
+        for repetition in range(seeds)
+        for train, test in StratifiedKFold(folds, shuffle=True, random_state=seed + repetition).split(labels, labels)
+    )
+    return predict_splits(features, labels, splits, seeds, neighbors, components, baselines)
+
+
+def predict_splits(
+    features: Mapping[str, Any],
+    labels: np.ndarray,
+    splits: Iterable[tuple[int, np.ndarray, np.ndarray]],
+    repetitions: int,
+    neighbors: int,
+    components: int = 50,
+    baselines: BaselineCache | None = None,
+) -> Predictions:
+    """As `predict_folds`, for any splits: repetition, indices of training cells and of test cells."""
     cache = BaselineCache() if baselines is None else baselines
-    predictions = Predictions(labels, seeds)
-    for repetition in range(seeds):
-        splitter = StratifiedKFold(folds, shuffle=True, random_state=seed + repetition)
-        for train, test in splitter.split(np.zeros(len(labels)), labels):
-            made = {**features, **_components(features[ALL_GENES], train, components, cache)}
-            fitted = fit_all({kind: values[train] for kind, values in made.items()}, labels[train], neighbors, cache)
-            for name, classifier in fitted.items():
-                values = made[name.partition(" + ")[0]][test]
-                predictions.record("", name, repetition, test, classifier.predict(values))
-            frequent = DummyClassifier(strategy="most_frequent").fit(train, labels[train]).predict(test)
-            predictions.record("", MAJORITY, repetition, test, frequent)
+    predictions = Predictions(labels, repetitions)
+    for repetition, train, test in splits:
+        made = {**features, **_components(features[ALL_GENES], train, components, cache)}
+        fitted = fit_all({kind: values[train] for kind, values in made.items()}, labels[train], neighbors, cache)
+        for name, classifier in fitted.items():
+            values = made[name.partition(" + ")[0]][test]
+            predictions.record("", name, repetition, test, classifier.predict(values))
+        frequent = DummyClassifier(strategy="most_frequent").fit(train, labels[train]).predict(test)
+        predictions.record("", MAJORITY, repetition, test, frequent)
     return predictions
 
 
