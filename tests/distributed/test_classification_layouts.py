@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +65,26 @@ def test_losses_and_validation_are_those_of_one_process(
 
 
 @pytest.fixture(scope="module")
-def model(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An export of 60 steps."""
-    folder, out = tmp_path_factory.mktemp("train"), tmp_path_factory.mktemp("model")
+def trained(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training of 60 steps."""
+    folder = tmp_path_factory.mktemp("train")
     train = {"steps": 60, "lr": 1e-2, "global_batch": 32, "token_budget": 8192, "clip_norm": None}
     given = options(train=train) | {"objective": LABEL, "model": {"family": "profile", "hidden": 16, "layers": 1}}
     cases.logged(corpus, given, str(folder), 60)
-    (folder / "run.json").write_text(json.dumps({"manifest": f"{corpus}/shards/manifest.json"}))
-    cases.exported(corpus, folder, out)
+    return folder
+
+
+def _exported(trained: Path, corpus: str, manifest: str, out: Path) -> Path:
+    (trained / "run.json").write_text(json.dumps({"manifest": manifest}))
+    cases.exported(corpus, trained, out)
     return out
+
+
+@pytest.fixture(scope="module")
+def model(trained: Path, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export; its training was started in a folder above, with a relative path of the shards."""
+    relative = os.path.relpath(f"{corpus}/shards/manifest.json", trained.parent)
+    return _exported(trained, corpus, relative, tmp_path_factory.mktemp("model"))
 
 
 def _predict(model: Path, source: Path, out: Path, section: dict[str, Any], *more: str) -> ad.AnnData:
@@ -97,6 +109,16 @@ def test_an_export_predicts_labels_with_the_temperature_of_its_validation_cells(
     np.testing.assert_allclose(probabilities.sum(1), 1, atol=1e-5)
     np.testing.assert_array_equal(probabilities.max(1), found.obs["cellmill_probability"])
     assert found.uns["cellmill_prediction"]["temperature"] == calibration["temperature"]
+
+
+def test_shards_that_are_not_found_are_the_reason_of_probabilities_without_calibration(
+    trained: Path, corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = _exported(trained, corpus, "gone/manifest.json", tmp_path / "model")
+    assert "| labels | not calibrated: gone/manifest.json was not found |\n" in (model / "README.md").read_text()
+    _predict(model, Path(corpus) / "raw.h5ad", tmp_path / "out.h5ad", {})
+    told = "warning: probabilities are not calibrated: gone/manifest.json was not found\n"
+    assert capsys.readouterr().out.count(told) >= 1
 
 
 def test_cells_below_the_threshold_are_unknown_and_the_rest_of_a_file_stays(

@@ -45,7 +45,21 @@ def test_of_many_jobs_at_once_one_has_the_folder(tmp_path: Path) -> None:
 def test_a_job_that_ended_leaves_the_folder_at_once(tmp_path: Path) -> None:
     claim(tmp_path, "1").release()
     assert claim(tmp_path, "2", wait=never).job == "2"
-    assert len(list((tmp_path / "claims").iterdir())) == 1
+
+
+def test_a_number_that_newer_claims_have_passed_is_not_taken_again(tmp_path: Path) -> None:
+    first = claim(tmp_path, "1")
+
+    def meanwhile(seconds: float) -> None:
+        """Two other jobs claim the folder after job 2 has looked; the second trains."""
+        if not first.file.with_name("00000002.json").exists():
+            first.release()
+            claim(tmp_path, "3", wait=never).release()
+            claim(tmp_path, "4", wait=never)
+        os.utime(max((tmp_path / "claims").glob("[0-9]*.json")))
+
+    with pytest.raises(Claimed, match=r"job 4 is training in .*; job 2 ends"):
+        claim(tmp_path, "2", wait=meanwhile)
 
 
 def test_a_job_that_was_killed_is_waited_for_until_its_lease_ends(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError
 from cellmill.evaluate.calibration import STEPS, calibrate, calibration_error
 from cellmill.evaluate.predict import logits_of
-from cellmill.models.batch import to_tensors
+from cellmill.models.batch import to_tensors, with_genes
 from cellmill.models.build import build
+from cellmill.models.end_tokens import with_ends
 from cellmill.models.export import initial_tensors, write_tensors
 from cellmill.models.family import Model
 from cellmill.parallel.materialize import materialize
@@ -42,7 +44,8 @@ CLASSIFY: dict[str, Any] = {"objective": "classification", "label_column": "kind
 
 
 def _model(levels: dict[str, tuple[str, ...]] = LEVELS, seed: int = 0, **options: Any) -> Model:
-    given = spec(GENES, TOKENS, levels, family="profile", hidden=8, layers=1, **(CLASSIFY | options))
+    shape = {"family": "profile", "hidden": 8, "layers": 1}
+    given = spec(GENES, TOKENS, levels, **(shape | CLASSIFY | options))
     model = build(given)
     materialize(model, torch.device("cpu"), initial_tensors(model, seed, None, vocabulary_of(genes_named(GENES))))
     return model
@@ -114,6 +117,25 @@ def test_one_label_and_cells_without_are_refused() -> None:
     check_levels(options, {"kind": ("a", "b", "<missing>")}, 100)
     with pytest.raises(ConfigError, match=r"objective\.label_column kind: all labelled cells of the corpus have"):
         check_levels(options, {"kind": ("a", "<missing>")}, 100)
+    weights = {"class_weights": {"B cell": 2.0, "T cels": 3.0}}
+    parts = {"classification": {"label_column": "kind"} | weights}
+    for objective in (sections["objective"] | weights, {"name": "sum", "parts": parts}):
+        given = check_options(TrainOptions, sections | {"objective": objective}, "test")
+        with pytest.raises(ConfigError) as error:
+            check_levels(given, {"kind": ("B cell", "T cell", "<missing>")}, 100)
+        assert str(error.value) == (
+            "objective.class_weights: no cell of the corpus has kind 'T cels'; did you mean 'T cell'?"
+        )
+
+
+def test_a_cell_without_genes_takes_no_part_though_it_has_tokens_of_its_own() -> None:
+    model, batch = _model(family="encoder", heads=2, pooling="cls"), _batch()
+    lengths = torch.tensor([4, 0, 4, 4, 4, 8], dtype=torch.int32)
+    batch = replace(batch, cu_seqlens=F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), lengths=lengths.tolist())
+    view = model.view(batch, seed=0, step=0)
+    assert min(view.lengths) > 0
+    assert model.prepare(view, seed=0, step=0).cells.tolist() == [0, 3, 5]
+    assert with_genes(with_ends(batch, 2)).tolist() == [True, False, True, True, True, True]
 
 
 def test_rows_of_the_head_go_to_the_labels_of_their_names(tmp_path: Path) -> None:
@@ -132,6 +154,13 @@ def test_rows_of_the_head_go_to_the_labels_of_their_names(tmp_path: Path) -> Non
     assert torch.equal(values["label_head.out.weight"][1:], theirs[[2, 0]])
     fresh = dict(initial_tensors(second, 5, None, Vocabulary.read(genes)))
     assert torch.equal(values["label_head.out.weight"][0], fresh["label_head.out.weight"][0])
+    third = build(spec(GENES, TOKENS, other, family="profile", hidden=8, layers=1, head_hidden=4, **CLASSIFY))
+    with pytest.raises(ConfigError) as error:
+        dict(initial_tensors(third, 5, folder, Vocabulary.read(genes)))
+    assert str(error.value) == (
+        f"init_from: expected label_head.out.weight of shape (4,), got (8,) in {folder}; give this run the same model "
+        "and objective sections"
+    )
 
 
 def test_calibration_finds_the_temperature_of_simulated_logits() -> None:

@@ -21,6 +21,7 @@ from cellmill.config.tokens import RESIDUES, SPECIAL, Tokens  # noqa: E402
 from cellmill.data.tokens import Batch, empty_batch  # noqa: E402
 from cellmill.data.vocabulary import Vocabulary  # noqa: E402
 from cellmill.errors import ConfigError, DataError  # noqa: E402
+from cellmill.finetune.depth import Depth  # noqa: E402
 from cellmill.models.batch import to_tensors  # noqa: E402
 from cellmill.models.build import ModelSpec, build  # noqa: E402
 from cellmill.models.export import initial_tensors  # noqa: E402
@@ -41,6 +42,13 @@ TYPES: dict[str, dict[str, Any]] = {
 }
 TOKENS = {"tokenizer": "sequence", "max_tokens": 100}
 MASKED = {"name": "masked_gene", "cell_loss_weight": 0}
+BEHIND: dict[str, set[str]] = {
+    "esm": {"body.encoder.emb_layer_norm_after.weight", "body.encoder.emb_layer_norm_after.bias"},
+    "gpt2": {"body.ln_f.weight", "body.ln_f.bias"},
+    "llama": {"body.norm.weight"},
+    "qwen3": {"body.norm.weight"},
+}
+"""Parameters behind the blocks; the blocks of the other types end with a norm of their own."""
 SEQUENCES = ("MQIFVKTLTG", "GIVEQCCTSICSLYQLENYCN", "MKU")
 VOCABULARY = Vocabulary(list(RESIDUES), list(RESIDUES), np.ones(len(RESIDUES), np.int64), np.ones(len(RESIDUES)))
 
@@ -118,6 +126,11 @@ def test_every_type_trains_is_measured_and_is_that_of_transformers(kind: str) ->
     assert losses[0].item() == losses[1].item(), "a draw is not keyed"
     losses[0].backward()
     assert all(parameter.grad is not None for parameter in network.parameters())
+    depth = Depth.of(network)
+    trunk = [name for name, _ in network.named_parameters() if not depth.is_head(name)]
+    levels = {name: depth.level(name) for name in trunk if not name.startswith("blocks.")}
+    assert {name for name, level in levels.items() if level == 2} == BEHIND.get(kind, set())
+    assert {*levels.values()} <= {0, 2}
     network.zero_grad()
     empty = network(network.prepare(to_tensors(empty_batch(np.dtype(np.int32))), seed=0, step=0))
     empty.backward()

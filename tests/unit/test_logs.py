@@ -174,12 +174,12 @@ def test_slurm_is_asked_less_often_the_longer_a_job_is_followed(
     now, asked = [1000.0], []
 
     class Running(Queue):
-        def state(self, job_id: str) -> JobState:
+        def state(self, job_id: str, name: str) -> JobState:
             asked.append(now[0])
             return JobState("RUNNING", nodes="node1")
 
     monkeypatch.setattr("cellmill.launch.follow.time", SimpleNamespace(monotonic=lambda: now[0]))
-    follower = JobFollower("41", Running(0), Tail(tmp_path / "log"), slowest_poll_s=10)
+    follower = JobFollower("41", "a", Running(0), Tail(tmp_path / "log"), slowest_poll_s=10)
     for _ in range(500):
         assert follower.alive()
         now[0] += 1
@@ -233,7 +233,9 @@ def test_a_job_is_cancelled_and_its_end_waited_for(results: Path, capsys: pytest
         "cancelling job 41\njob 41 may save for 120 s; interrupt again to end it at once\n"
         "cancelled job 41; saved at step 100; train goes on from there\n"
     )
-    assert (results.parent / "scancelled").read_text() == "--signal=USR2 41\n41\n"
+    assert (results.parent / "scancelled").read_text() == (
+        f"--name={record.name} --signal=USR2 41\n--name={record.name} 41\n"
+    )
     written = json.loads((record.path / "job.json").read_text())
     assert (written["state"], written["ended_at"] is not None) == ("CANCELLED", True)
 

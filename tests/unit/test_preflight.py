@@ -96,6 +96,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
         scancel="",
         sacct="",
         sacctmgr="lab||normal,long\nlab2||short\n",
+        which="",  # Snakemake looks for a shell by it when a process evaluates its first expression
     )
     said = "sbatch: Job 7 to start at 2031-02-03T04:05:06 using 4 processors on nodes n[1-2] in partition gpu"
     (folder / "sbatch").write_text(f'#!/bin/sh\necho "{said}" >&2\n')
@@ -909,7 +910,7 @@ def test_each_stage_is_checked_against_its_partition(
 ) -> None:
     Path("profiles/one").mkdir(parents=True)
     Path("profiles/one/config.yaml").write_text(STAGES)
-    commands(which="")  # Snakemake looks for a shell when it evaluates its first expression
+    commands()
     code, lines, last = preflight(capsys, "profiles/one", "--no-job")
     assert [line for line in lines if "stage" in line] == [
         "?   stage preprocess: attempt 3, memory: 1 node of cpu has 16000 MB, requested: 18000; set-resources: "

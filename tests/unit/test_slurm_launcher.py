@@ -17,7 +17,7 @@ import pytest
 from cellmill.config.machine import Machine
 from cellmill.errors import Stopped, UserError
 from cellmill.launch import queue as queue_module
-from cellmill.launch.follow import BEGINS, Tail
+from cellmill.launch.follow import BEGINS, JobFollower, Tail
 from cellmill.launch.job import Job
 from cellmill.launch.slurm import RunFiles, SlurmLauncher
 from cellmill.launch.submit import submitting
@@ -163,6 +163,29 @@ def test_a_job_for_another_machine_is_followed_with_a_warning(
     ) in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("first", [[], [NONE, NONE]], ids=["listed", "not listed at first"])
+def test_the_allocation_of_a_launcher_that_was_killed_is_neither_followed_nor_cancelled(
+    scripted: Scripted, capsys: pytest.CaptureFixture[str], first: list[Any]
+) -> None:
+    folder, name = Jobs(scripted.train).new()
+    JobRecord.of(scripted.machine, folder, "7", name).now("RUNNING")  # as launcher allocation leaves it
+    salloc = [0, "7|RUNNING|None|node1|interactive\n", ""]
+    done = [0, f"{salloc[1]}8|COMPLETED|None|node1|{{name}}\n", ""]
+    scripted.answers(
+        squeue=[*first, salloc, salloc, salloc, done, salloc],
+        sbatch=[[0, "Submitted batch job 8\n", ""]],
+        scancel=[NONE],
+    )
+    scripted.states = ["running", "done"] if first else ["done"]
+    scripted.run()
+    assert "job 7: RUNNING" not in capsys.readouterr().out
+    assert len(scripted.calls("sbatch")) == 1
+    left = JobFollower("7", name, queue_module.Queue(0), Tail(folder / "log"))
+    left.cancel()  # such as by Ctrl-C just then
+    assert scripted.calls("scancel") == [f"scancel --name={name} 7"]
+    assert [record.job_id for record in Jobs(scripted.train).all() if record.ended_at is None] == []
+
+
 @pytest.mark.parametrize("all_results", [False, True])
 def test_a_deleted_folder_is_named_its_job_cancelled_and_nothing_made_again(
     scripted: Scripted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], all_results: bool
@@ -183,7 +206,7 @@ def test_a_deleted_folder_is_named_its_job_cancelled_and_nothing_made_again(
         scripted.run()
     told = f"{scripted.train}: the run's folder was deleted; job 7, which can save nothing, was cancelled"
     assert str(error.value) == told
-    assert scripted.calls("scancel") == ["scancel 7"]
+    assert scripted.calls("scancel") == [f"scancel --name={(scripted.fake / 'name').read_text()} 7"]
     assert not folder.exists()
     assert len(scripted.calls("sbatch")) == 1
 
@@ -399,7 +422,7 @@ def test_many_launchers_share_one_query_of_the_queue(scripted: Scripted) -> None
     scripted.answers(squeue=[listed("RUNNING")])
     (scripted.fake / "name").write_text("cellmill-a-0.001")
     queues = [queue_module.Queue(poll_s=60) for _ in range(50)]
-    assert {queue.state("7").name for queue in queues} == {"RUNNING"}
+    assert {queue.state("7", "cellmill-a-0.001").name for queue in queues} == {"RUNNING"}
     assert len(scripted.calls("squeue")) == 1
 
 
@@ -493,8 +516,8 @@ def test_filters_of_slurm_commands_in_the_environment_hide_no_job(
         path.write_text(text.replace("import fcntl", noting(seen), 1))
     scripted.answers(squeue=[listed("RUNNING")], scancel=[[0, "", ""]])
     queue = queue_module.Queue(poll_s=1)
-    assert queue.state("7").name == "RUNNING"
-    queue.cancel("7")
+    assert queue.state("7", "").name == "RUNNING"
+    queue.cancel("7", "")
     assert not re.search("SQUEUE_|SCANCEL_|SACCT_", seen.read_text())
     assert scripted.calls("squeue") == [f"squeue -a -h -t all -u {os.getuid()} -o %i|%T|%r|%N|%j"]
 
@@ -511,7 +534,7 @@ def test_arrays_heterogeneous_jobs_and_states_of_other_jobs_are_passed_over() ->
 def test_launchers_share_a_failed_query_of_the_queue(scripted: Scripted) -> None:
     scripted.answers(squeue=[[1, "", "slurm_load_jobs error: Unable to contact slurm controller"]])
     queues = [queue_module.Queue(poll_s=60) for _ in range(20)]
-    assert {queue.state("7").name for queue in queues} == {"UNKNOWN"}
+    assert {queue.state("7", "").name for queue in queues} == {"UNKNOWN"}
     assert len(scripted.calls("squeue")) == 1
 
 

@@ -126,6 +126,17 @@ def test_a_run_that_starts_from_another_waits_for_its_model(project: Project) ->
     assert jobs == dict.fromkeys(CORPUS, 1) | {"plan": 2, "train": 2, "consolidate": 1}
 
 
+def test_the_file_of_gene_vectors_is_an_input_of_the_training(project: Project) -> None:
+    vectors = {"gene_vectors": "vectors.npy", "gene_vector_dim": 4}
+    config = project.write_config("vectors.yaml", model=vectors)
+    asked = ("--configfile", config, "--", "results/runs/tiny/train/status.json")
+    missing = project.snakemake("-n", *asked)
+    assert missing.returncode != 0
+    assert re.search(r"Missing input files for rule train:.*\bvectors\.npy\b", missing.stdout, re.DOTALL)
+    (project.folder / "vectors.npy").touch()
+    assert project.jobs(*asked) == dict.fromkeys([*CORPUS, "plan", "train"], 1)
+
+
 def test_shards_are_written_by_as_many_jobs_as_asked(project: Project) -> None:
     jobs = project.jobs("results/corpora/sim/shards/manifest.json", "--config", "shard={jobs: 3}")
     assert jobs == dict.fromkeys([*CORPUS, "divide"], 1) | {"shard_part": 3}

@@ -261,6 +261,12 @@ def parent_model(wildcards):
     return [f"{f'results/runs/{parent}/model' if parent in pipeline.runs else Path(parent)}/model.safetensors"]
 
 
+def gene_vectors(wildcards):
+    """File of `model.gene_vectors`, whose path is among the options; empty without one."""
+    path = getattr(pipeline.runs[wildcards.run].model, "gene_vectors", None)
+    return [] if path is None else [path]
+
+
 def parent_argument(wildcards):
     """The same as arguments of `cellmill train`."""
     return [word for path in parent_model(wildcards) for word in ("--init-from", str(Path(path).parent))]

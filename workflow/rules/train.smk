@@ -49,6 +49,7 @@ rule train:
         # plan reruns. A training with the same options ends at once as done.
         plan="results/runs/{run}/plan.json",
         parent=parent_model,
+        vectors=gene_vectors,
     output:
         "results/runs/{run}/train/status.json",
     log:

@@ -62,13 +62,13 @@ def _last_lines(log: Path) -> Tail:
 def _follow_job(train: Path, job: QueuedJob, queue: Queue) -> str:
     """Follow a job to its end; return its final state."""
     jobs = Jobs(train)
-    record = jobs.record(job.job_id)
+    record = jobs.record(job.job_id, job.name)
     folder = record.path if record is not None else jobs.folder(job.name)
     if folder is None:
         raise UserError(f"job {job.job_id} has the name {job.name}, but its folder is missing: there is no log")
     log = folder / f"{job.job_id}_0_log.out"
     say(f"following job {job.job_id}, its log: {log}; Ctrl-C ends only the following")
-    follower = JobFollower(job.job_id, queue, _last_lines(log), slowest_poll_s=SLOWEST_POLL_S)
+    follower = JobFollower(job.job_id, job.name, queue, _last_lines(log), slowest_poll_s=SLOWEST_POLL_S)
     follow(follower.tail, follower.alive)
     return follower.state.name
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from cellmill.commands.results import living_jobs, train_folder
 from cellmill.errors import UserError
 from cellmill.launch.follow import cancel_job, save_job
-from cellmill.launch.queue import Queue
+from cellmill.launch.queue import Queue, QueuedJob
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.job_states import JobState
 from cellmill.runs.jobs import CANCELLED, JobRecord, Jobs
@@ -44,19 +44,19 @@ def _cancel_jobs(train: Path) -> list[str]:
             print(f"cancelling job {job.job_id}", flush=True)
             if (folder := jobs.folder(job.name)) is not None:
                 (folder / CANCELLED).touch()  # so that its launcher submits no other
-            state = _save_and_cancel(job.job_id, jobs.record(job.job_id))
+            state = _save_and_cancel(job, jobs.record(job.job_id, job.name))
             # a launcher that still follows records the end itself
-            record = jobs.record(job.job_id) if _is_released(train, LAUNCHER_S) else None
+            record = jobs.record(job.job_id, job.name) if _is_released(train, LAUNCHER_S) else None
             if record is not None and record.ended_at is None:
                 record.now(state.name, state.reason, ended=True)
             done.append(f"cancelled job {job.job_id}")
     return done
 
 
-def _save_and_cancel(job_id: str, record: JobRecord | None) -> JobState:
+def _save_and_cancel(job: QueuedJob, record: JobRecord | None) -> JobState:
     with suppress(KeyboardInterrupt):
-        save_job(job_id, SAVE_S if record is None else record.save_within_s)
-    return cancel_job(job_id)
+        save_job(job.job_id, job.name, SAVE_S if record is None else record.save_within_s)
+    return cancel_job(job.job_id, job.name)
 
 
 def _is_released(train: Path, within_s: float) -> bool:

@@ -26,7 +26,8 @@ def run(*, run: str, results: Path, follow: bool) -> None:
             attach.follow(Tail(printed), lambda: holder_of(train) is not None)
         elif follow and newest is not None:
             tail, rarely = Tail(newest.log), attach.SLOWEST_POLL_S
-            attach.follow(tail, JobFollower(newest.job_id, Queue(TICK_S), tail, slowest_poll_s=rarely).alive)
+            follower = JobFollower(newest.job_id, newest.name, Queue(TICK_S), tail, slowest_poll_s=rarely)
+            attach.follow(tail, follower.alive)
         elif newest is not None and newest.log.exists():
             Tail(newest.log).read()
         elif printed.exists():  # of a training here or in an allocation, or of the launcher of a waiting job

@@ -130,7 +130,7 @@ def job_of(train: Path, queued: list[QueuedJob] | None, held: bool) -> tuple[str
     for job in queued:
         if job.job_id == newest.job_id:  # of another name: an allocation, which outlives what is started in it
             return job.job_id, job.state if held else JobState(GONE, "the allocation goes on")
-    state = Queue(POLL_S).state(newest.job_id)  # ended while nobody followed it
+    state = Queue(POLL_S).state(newest.job_id, newest.name)  # ended while nobody followed it
     return newest.job_id, recorded if state.name == UNKNOWN else state
 
 

@@ -48,5 +48,9 @@ class ObjectiveConfig(Plugin):
         """Return the options with what they take from the training cells: their number by column and level."""
         return self
 
+    def named_levels(self) -> dict[str, tuple[str, list[str]]]:
+        """Option that names levels of a column, and these levels, by column: each must be there."""
+        return {}
+
     def check_tokens(self, tokens: Tokens) -> None:
         """Raise ValueError when the objective cannot be computed from such tokens."""

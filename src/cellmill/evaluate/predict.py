@@ -1,7 +1,7 @@
 """Labels of cells by the classification head of a model: logits of vectors, calibration, and what is unknown.
 
 config.json of such a model has `classifier`: label_column, labels (in the order of the head's rows) and `calibration`,
-None for a run without labelled validation cells; its keys are those of `evaluate.calibration.Calibration`.
+whose keys are those of `evaluate.calibration.Calibration`. None without, and then `uncalibrated` is the reason.
 """
 
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from cellmill.models.objectives.classification import Classification
 from cellmill.models.objectives.sum import Sum
 
 UNKNOWN = "unknown"
+NO_VALIDATION = "the run had no labelled validation cells"
 CHUNK = 65_536  # cells whose logits are computed at once
 
 
@@ -95,6 +96,11 @@ def calibration_of(model: Model, options: TrainOptions, manifest: Path) -> Calib
     return calibrate(logits_of(model, np.concatenate(vectors)), found) if len(found) else None
 
 
+def uncalibrated(classifier: dict[str, Any]) -> str:
+    """Return why the probabilities of a model are not calibrated."""
+    return str(classifier.get("uncalibrated", NO_VALIDATION))
+
+
 def threshold(section: Predict, classifier: dict[str, Any]) -> float:
     """Return the smallest probability of a label that is given; 0 gives every cell one.
 
@@ -105,7 +111,8 @@ def threshold(section: Predict, classifier: dict[str, Any]) -> float:
     calibration = classifier["calibration"]
     if calibration is None:
         raise ConfigError(
-            "predict.min_accuracy: the model's run had no labelled validation cells; set predict.min_probability"
+            f"predict.min_accuracy: the model is not calibrated ({uncalibrated(classifier)}); set "
+            "predict.min_probability"
         )
     known = [(accuracy, at) for at, accuracy in enumerate(calibration["accuracy_above"]) if accuracy is not None]
     reached = [at for accuracy, at in known if accuracy >= section.min_accuracy]

@@ -13,7 +13,7 @@ class Depth:
     heads: frozenset[str]
     """Modules and parameters of the model that the objective added."""
     behind: frozenset[str]
-    """Modules and parameters of the trunk behind the blocks, such as the last norm."""
+    """Paths of modules and parameters of the trunk behind the blocks, such as the last norm."""
     blocks: str
     n_blocks: int
 
@@ -21,8 +21,7 @@ class Depth:
     def of(cls, model: Model) -> Self:
         """Return the depth of a whole model."""
         plan, heads = model.plan, frozenset(model.heads or ())
-        behind = frozenset(plan.finish) - frozenset(plan.begin) - heads
-        return cls(heads, behind, plan.blocks, len(list(model.get_submodule(plan.blocks).children())))
+        return cls(heads, model.behind_blocks(), plan.blocks, len(list(model.get_submodule(plan.blocks).children())))
 
     def is_head(self, name: str) -> bool:
         """Return whether a parameter belongs to a head."""
@@ -32,4 +31,5 @@ class Depth:
         """Return 0 before the blocks, as for embeddings, i + 1 in block i, and the last block's behind the blocks."""
         if name.startswith(f"{self.blocks}."):
             return 1 + int(name.removeprefix(f"{self.blocks}.").split(".")[0])
-        return self.n_blocks if name.split(".")[0] in self.behind else 0
+        is_behind = any(name == path or name.startswith(f"{path}.") for path in self.behind)
+        return self.n_blocks if is_behind else 0

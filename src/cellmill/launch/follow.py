@@ -99,6 +99,8 @@ class JobFollower:
     """Polls a job, prints each change of its state, and reads its log."""
 
     job_id: str
+    name: str
+    """A job of the same id and another name is not followed, and never cancelled."""
     queue: Queue
     tail: Tail
     record: JobRecord | None = None
@@ -131,14 +133,14 @@ class JobFollower:
 
     def cancel(self, wait: Callable[[float], None] = time.sleep, impatient: Callable[[], bool] = lambda: False) -> None:
         """Cancel the job, wait until it has ended, and record that. Raises UserError if it does not end in time."""
-        self.state = cancel_job(self.job_id, wait, impatient)
+        self.state = cancel_job(self.job_id, self.name, wait, impatient)
         self.note(self.state, ended=True)
 
     def save_and_cancel(self, wait: Callable[[float], None], impatient: Callable[[], bool]) -> None:
         """Cancel the job after it was asked to save; see `save_job`."""
         assert self.record is not None
-        save_job(self.job_id, self.record.save_within_s, wait, impatient)
-        self.state = cancel_job(self.job_id, wait)
+        save_job(self.job_id, self.name, self.record.save_within_s, wait, impatient)
+        self.state = cancel_job(self.job_id, self.name, wait)
         self.note(self.state, ended=True)
 
     def note(self, state: JobState, ended: bool) -> None:
@@ -146,7 +148,7 @@ class JobFollower:
             self.record = self.record.now(state.name, state.reason, ended)
 
     def _poll(self) -> None:
-        state = self.queue.state(self.job_id)
+        state = self.queue.state(self.job_id, self.name)
         if state.name == UNKNOWN:
             self._wait_for_answer(state.reason)
             return
@@ -207,6 +209,7 @@ def pending_hint(reason: str, **request: str) -> str:
 
 def save_job(
     job_id: str,
+    name: str,
     within_s: float,
     wait: Callable[[float], None] = time.sleep,
     impatient: Callable[[], bool] = lambda: False,
@@ -216,22 +219,22 @@ def save_job(
     What scancel leaves it is SLURM's KillWait, 30 s by default, which may be too short for a checkpoint.
     """
     queue = Queue(TICK_S)
-    if queue.state(job_id).name != "RUNNING" or queue.cancel(job_id, signal="USR2"):
+    if queue.state(job_id, name).name != "RUNNING" or queue.cancel(job_id, name, signal="USR2"):
         return
     say(f"job {job_id} may save for {within_s:g} s; interrupt again to end it at once")
     deadline = time.monotonic() + within_s
-    while (state := queue.state(job_id)).alive or state.name == UNKNOWN:
+    while (state := queue.state(job_id, name)).alive or state.name == UNKNOWN:
         if time.monotonic() > deadline or impatient():
             return
         wait(TICK_S)
 
 
 def cancel_job(
-    job_id: str, wait: Callable[[float], None] = time.sleep, impatient: Callable[[], bool] = lambda: False
+    job_id: str, name: str, wait: Callable[[float], None] = time.sleep, impatient: Callable[[], bool] = lambda: False
 ) -> JobState:
-    """Cancel a job and wait until it has ended: scancel only delivers the request. Returns its final state.
+    """Cancel the job of this id and name and wait until it has ended: scancel only delivers the request.
 
-    Raises UserError if it has not ended within `CANCEL_S`.
+    Returns its final state. Raises UserError if it has not ended within `CANCEL_S`.
 
     Parameters
     ----------
@@ -241,15 +244,15 @@ def cancel_job(
         Returns True to stop waiting.
     """
     queue = Queue(TICK_S)
-    complaint, deadline = queue.cancel(job_id), time.monotonic() + CANCEL_S
-    while (state := queue.state(job_id)).alive or state.name == UNKNOWN:
+    complaint, deadline = queue.cancel(job_id, name), time.monotonic() + CANCEL_S
+    while (state := queue.state(job_id, name)).alive or state.name == UNKNOWN:
         if time.monotonic() > deadline or impatient():
             raise UserError(
                 f"job {job_id} was cancelled but has not ended ({complaint or state.name}); `scancel {job_id}` "
                 "asks again"
             )
         if complaint:
-            complaint = queue.cancel(job_id)
+            complaint = queue.cancel(job_id, name)
         wait(TICK_S)
     return state
 

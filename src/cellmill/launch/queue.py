@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cellmill.files import write_json
-from cellmill.runs.job_states import ALIVE, ENDED, GONE, UNKNOWN, JobState
+from cellmill.runs.job_states import ALIVE, ENDED, FOREIGN, GONE, UNKNOWN, JobState
 from cellmill.runs.slurm_command import CommandError, ask, call
 
 _LINE = re.compile(r"(\d+)\|([A-Z_]+)\|([^|]*)\|([^|]*)\|(.*)")
@@ -40,12 +40,15 @@ class Queue:
     def __init__(self, poll_s: float) -> None:
         self.poll_s = poll_s
 
-    def state(self, job_id: str) -> JobState:
+    def state(self, job_id: str, name: str) -> JobState:
+        """The state of the job of this id and name; FOREIGN if the job of this id has another name."""
         try:
-            state = self._find(job_id, self.poll_s) or self._find(job_id, 0)  # a new job is in no earlier answer
+            job = self._find(job_id, self.poll_s) or self._find(job_id, 0)  # a new job is in no earlier answer
         except CommandError as error:
             return JobState(UNKNOWN, str(error))
-        return state or self._from_accounting(job_id)
+        if job is None:
+            return self._from_accounting(job_id)
+        return job.state if job.name == name else JobState(FOREIGN)
 
     def named(self, ours: Callable[[str], bool]) -> list[QueuedJob]:
         """Jobs alive now whose name is one of `ours`. Raises CommandError without a usable answer."""
@@ -55,15 +58,19 @@ class Queue:
                 raise CommandError(job.state.reason)
         return [job for job in jobs if job.state.alive]
 
-    def cancel(self, job_id: str, signal: str = "") -> str:
-        """Cancel a job, or send its tasks a signal; return scancel's error message, or an empty text."""
+    def cancel(self, job_id: str, name: str, signal: str = "") -> str:
+        """Cancel the job of this id and name, or send its tasks a signal.
+
+        Returns scancel's error message, or an empty text. scancel leaves a job of another name alone.
+        """
         try:
-            return call(["scancel", *([f"--signal={signal}"] if signal else []), job_id]).stderr.strip()
+            how = [f"--name={name}", *([f"--signal={signal}"] if signal else [])]
+            return call(["scancel", *how, job_id]).stderr.strip()
         except CommandError as error:
             return str(error)
 
-    def _find(self, job_id: str, max_age_s: float) -> JobState | None:
-        return next((job.state for job in parse(_shared_answer(max_age_s)) if job.job_id == job_id), None)
+    def _find(self, job_id: str, max_age_s: float) -> QueuedJob | None:
+        return next((job for job in parse(_shared_answer(max_age_s)) if job.job_id == job_id), None)
 
     def _from_accounting(self, job_id: str) -> JobState:
         try:

@@ -20,10 +20,12 @@ from cellmill.launch.short_jobs import ShortJobs
 from cellmill.launch.signals import Requests, requests
 from cellmill.launch.slurm_jobs import SlurmJobs
 from cellmill.runs.folder_watch import FolderDeleted, FolderWatch
-from cellmill.runs.job_states import GONE, UNKNOWN, JobState
+from cellmill.runs.job_states import FOREIGN, GONE, UNKNOWN, JobState
 from cellmill.runs.jobs import CANCELLED, JobRecord, Jobs
 
-INFRASTRUCTURE = frozenset({"TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED", "LAUNCH_FAILED", GONE})
+INFRASTRUCTURE = frozenset(
+    {"TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED", "LAUNCH_FAILED", GONE, FOREIGN}
+)
 """End states that are not the training's fault: another job goes on."""
 FRUITLESS_JOBS = 3  # jobs in a row without a new checkpoint after which another would not help
 TOO_SHORT = (
@@ -71,10 +73,10 @@ class SlurmLauncher:
         """The job of this run that SLURM still has, recorded or not."""
         newest = self.slurm.jobs.newest()
         if newest is not None and newest.ended_at is None:
-            state = self.slurm.queue.state(newest.job_id)
+            state = self.slurm.queue.state(newest.job_id, newest.name)
             if state.alive or state.name in (UNKNOWN, GONE):  # who follows it finds out
                 return newest
-            newest.now(state.name, state.reason, ended=True)
+            newest.now(GONE if state.name == FOREIGN else state.name, state.reason, ended=True)
         return self.slurm.find()
 
     def run(self, job: Callable[[Path], Job]) -> None:
@@ -116,7 +118,7 @@ class SlurmLauncher:
 
     def _follow(self, record: JobRecord, requests: Requests) -> JobRecord:
         """Follow a job until it has ended, obeying signals; return its record."""
-        follower = JobFollower(record.job_id, self.slurm.queue, Tail(record.log), record)
+        follower = JobFollower(record.job_id, record.name, self.slurm.queue, Tail(record.log), record)
         while self._is_alive(follower):
             lost = follower.tail.not_launched
             if follower.state.name == "RUNNING" and lost is not None:
@@ -137,7 +139,7 @@ class SlurmLauncher:
         try:
             self.watch.check(f"; job {follower.job_id}, which can save nothing, was cancelled")
         except FolderDeleted:
-            cancel_job(follower.job_id, self.slurm.requests.wait)
+            cancel_job(follower.job_id, follower.name, self.slurm.requests.wait)
             raise
         return follower.alive()
 

@@ -51,7 +51,7 @@ class SlurmJobs:
     def find(self) -> JobRecord | None:
         """The record of the job of this folder that SLURM has; a job without a record gets one."""
         for queued in self.alive():
-            record = self.jobs.record(queued.job_id)
+            record = self.jobs.record(queued.job_id, queued.name)
             if record is not None:
                 return record
             folder = self.jobs.folder(queued.name)

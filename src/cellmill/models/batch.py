@@ -121,6 +121,14 @@ def _copied(value: Any, device: torch.device, copies: dict[int, torch.Tensor]) -
     return value
 
 
+def with_genes(batch: TensorBatch) -> torch.Tensor:
+    """Return (cells,) bool: the cells with a gene, beside tokens of pooling, of obs columns and at their ends."""
+    cell, _ = positions(batch)
+    n_genes = torch.zeros(len(batch.lengths), dtype=torch.int64, device=cell.device)
+    is_gene = (batch.genes >= 0) & (batch.genes != PAD_TOKEN)
+    return n_genes.scatter_reduce(0, cell, is_gene.long(), "amax") > 0
+
+
 def positions(batch: TensorBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (tokens,) int64 each: index of a token's cell in the batch, and the token's place in the cell."""
     counts = batch.cu_seqlens.diff().long()

@@ -190,9 +190,11 @@ class _Source:
             rows = self.gene_rows
         by_row = slice(0 if rows is None else 1, None)
         if theirs[by_row] != empty.shape[by_row]:
+            is_head = name.split(".")[0] in (self.model.heads or ())
+            section = "model and objective sections" if is_head else "model and tokens sections"
             raise ConfigError(
                 f"init_from: expected {name} of shape {tuple(empty.shape[by_row])}, got {tuple(theirs[by_row])} in "
-                f"{self.folder}; give this run the same model and tokens sections"
+                f"{self.folder}; give this run the same {section}"
             )
         if rows is None:
             rows = torch.arange(len(empty) if empty.ndim else 1)

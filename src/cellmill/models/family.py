@@ -71,6 +71,10 @@ class Model(nn.Module):
         self.kept_rows: list[tuple[torch.Tensor, ...]] | None = None
         """If not None, `finish` appends the objective's `rows` of each batch, and returns 0 instead of the loss."""
 
+    def behind_blocks(self) -> frozenset[str]:
+        """Return the paths of the trunk's modules and parameters behind the blocks, such as the last norm."""
+        return frozenset(self.plan.finish) - frozenset(self.plan.begin) - frozenset(self.heads or ())
+
     @property
     def vector_width(self) -> int:
         """Width of a cell's vector; H unless a family narrows it."""

@@ -12,7 +12,7 @@ from cellmill.config.options import TrainOptions
 from cellmill.data.manifest import Manifest
 from cellmill.data.obs_levels import MISSING, read_level_numbers
 from cellmill.data.vocabulary import Vocabulary
-from cellmill.errors import ConfigError, DataError
+from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.files import read_json, sha256_file
 
 
@@ -69,7 +69,10 @@ def with_counts(options: TrainOptions, shards: Manifest) -> TrainOptions:
 
 
 def check_levels(options: TrainOptions, levels: Mapping[str, Sequence[str]], train_cells: int) -> None:
-    """Raise ConfigError for a column in which all cells of the corpus are alike, or a label that few cells share."""
+    """Raise ConfigError for a column in which all cells of the corpus are alike, or a label that few cells share.
+
+    So for a level that an option names, and no cell of the corpus has.
+    """
     for name, option in options.read_columns().items():
         is_label = name in options.objective.supervised_by
         n = len(levels[name]) - (is_label and MISSING in levels[name])
@@ -83,6 +86,13 @@ def check_levels(options: TrainOptions, levels: Mapping[str, Sequence[str]], tra
                 f"{option} {name}: {n:,} values for {train_cells:,} training cells, so most cells have no other of "
                 "their value; choose a column of labels"
             )
+    for part in options.objective.each():
+        for name, (option, named) in part.named_levels().items():
+            known = [level for level in levels[name] if level != MISSING]
+            if unknown := [level for level in named if level not in known]:
+                raise ConfigError(
+                    f"{option}: no cell of the corpus has {name} {unknown[0]!r}; {did_you_mean(unknown[0], known)}"
+                )
 
 
 def check_weights(options: TrainOptions, init_from: Path) -> None:

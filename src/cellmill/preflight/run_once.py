@@ -76,9 +76,9 @@ def _submit_and_follow(
     slurm = SlurmJobs(Jobs(folder), queue, machine, asked, PATIENCE_S)
     for left in slurm.alive():
         say(f"cancelling job {left.job_id}, left by an earlier process")
-        cancel_job(left.job_id)
+        cancel_job(left.job_id, left.name)
     record = slurm.submit(job)
-    follower = JobFollower(record.job_id, queue, Tail(record.log, echo=False), record, PATIENCE_S)
+    follower = JobFollower(record.job_id, record.name, queue, Tail(record.log, echo=False), record, PATIENCE_S)
     return _follow(follower, record, wait_s, asked)
 
 

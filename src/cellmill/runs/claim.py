@@ -2,11 +2,12 @@
 
     FOLDER/claims/00000007.json     the job that claimed it; its modification time is when it last said that it lives
 
-The claim with the highest number counts. It is created with O_EXCL, which is atomic on NFS and Lustre too, where flock
-may be missing or local to a node. Its job renews it every `RENEW_S` and marks it as released when it ends; a job that
-finds another's claim waits until that is renewed, which proves that its job lives, or until it was silent for
-`LEASE_S`, and then creates the next one. A job that was silent for so long itself finds the next claim when it wakes
-up, and ends. Ages are differences of times of the file server, so clocks of nodes do not matter.
+The claim with the highest number counts, and none is ever removed: a job that looked for the newest long ago could take
+a number that others have passed. It is created with O_EXCL, which is atomic on NFS and Lustre too, where flock may be
+missing or local to a node. Its job renews it every `RENEW_S` and marks it as released when it ends; a job that finds
+another's claim waits until that is renewed, which proves that its job lives, or until it was silent for `LEASE_S`, and
+then creates the next one. A job that was silent for so long itself finds the next claim when it wakes up, and ends.
+Ages are differences of times of the file server, so clocks of nodes do not matter.
 """
 
 from __future__ import annotations
@@ -76,9 +77,6 @@ def claim(folder: Path, job: str, wait: Callable[[float], None] = time.sleep) ->
                 json.dump({"job": job, "released": False}, text)
         except FileExistsError:  # another job was faster
             continue
-        for older in claims.glob("[0-9]*.json"):
-            if older.name < own.name:
-                older.unlink(missing_ok=True)
         return Claim(own, job)
 
 

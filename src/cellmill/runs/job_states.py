@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 GONE = "GONE"
 """SLURM no longer knows the job."""
+FOREIGN = "FOREIGN"
+"""SLURM has a job of this id, but of another name: an allocation that a training ran in, or a number given again."""
 UNKNOWN = "UNKNOWN"
 """squeue gave no usable answer."""
 ALIVE = {
@@ -19,7 +21,7 @@ ENDED = {
 
 @dataclass(frozen=True)
 class JobState:
-    """A job's state in SLURM's words (or GONE, or UNKNOWN), why it is pending or unknown, and its nodes."""
+    """A job's state in SLURM's words (or GONE, FOREIGN or UNKNOWN), why it is pending or unknown, and its nodes."""
 
     name: str
     reason: str = ""

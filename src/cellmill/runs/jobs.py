@@ -134,9 +134,9 @@ class Jobs:
         """The last recorded submission; records that came with a copied folder do not count."""
         return next((record for record in reversed(self.all()) if self.owns(record.name)), None)
 
-    def record(self, job_id: str) -> JobRecord | None:
+    def record(self, job_id: str, name: str) -> JobRecord | None:
         """The record of a job; None if it was submitted but not recorded."""
-        return next((record for record in self.all() if record.job_id == job_id), None)
+        return next((record for record in self.all() if (record.job_id, record.name) == (job_id, name)), None)
 
     def may_be_alive(self) -> bool:
         """True if SLURM must be asked: the newest submission has no end on record, or no record."""

@@ -19,7 +19,7 @@ from cellmill.config.options import ConsolidateOptions, TrainOptions
 from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
-from cellmill.evaluate.predict import calibration_of, classification_of
+from cellmill.evaluate.predict import NO_VALIDATION, calibration_of, classification_of
 from cellmill.files import read_json, sha256_file, write_json, write_text
 from cellmill.finetune.method import load_method
 from cellmill.models.build import build
@@ -142,23 +142,31 @@ def _classifier(model: Model, genes: Vocabulary, state: dict[str, Any], train: P
         return {}
     options = stored_options(state["options"], f"{train}: its checkpoint")
     fill_buffers(model, options.train.seed, genes)
-    shards = _shards(train, options, state["fingerprint"])
+    shards, problem = _shards(train, options, state["fingerprint"])
     calibration = None if shards is None else calibration_of(model.eval(), options, shards)
+    known = {"label_column": objective.config.label_column, "labels": objective.labels}
     if calibration is None:
-        print(f"warning: {train}: no labelled validation cells: probabilities are not calibrated", flush=True)
+        known["uncalibrated"] = problem or NO_VALIDATION
+        print(f"warning: {train}: probabilities are not calibrated: {known['uncalibrated']}", flush=True)
     else:
         print(_calibration_line(vars(calibration)), flush=True)
-    known = {"label_column": objective.config.label_column, "labels": objective.labels}
     return {"classifier": known | {"calibration": calibration and calibration.to_json()}}
 
 
-def _shards(train: Path, options: TrainOptions, fingerprint: str) -> Path | None:
-    """Manifest of the shards that a run was trained on; None if they are gone, or others by now."""
+def _shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[Path | None, str]:
+    """Manifest of the shards that a run was trained on; None, and why, if they are gone or others by now.
+
+    A relative path is of the folder that the training was started in, often one above the run's.
+    """
     record = train / "run.json"
-    path = Path(read_json(record)["manifest"]) if record.exists() else None
-    if path is None or not path.exists():
-        return None
-    return path if Manifest.read(path).fingerprint_with(options.read_columns()) == fingerprint else None
+    if not record.exists():
+        return None, f"{record} is missing, which names the shards"
+    path = Path(read_json(record)["manifest"])
+    places = [place for place in (path, *(above / path for above in train.resolve().parents)) if place.exists()]
+    for place in places:
+        if Manifest.read(place).fingerprint_with(options.read_columns()) == fingerprint:
+            return place, ""
+    return None, f"{path} {'is of other shards by now' if places else 'was not found'}"
 
 
 def _calibration_line(calibration: dict[str, Any]) -> str:
@@ -174,7 +182,8 @@ def _label_rows(config: dict[str, Any]) -> str:
     if (classifier := config.get("classifier")) is None:
         return ""
     calibration = classifier["calibration"]
-    line = "not calibrated: no validation cells" if calibration is None else _calibration_line(calibration)
+    problem = classifier.get("uncalibrated", NO_VALIDATION)
+    line = f"not calibrated: {problem}" if calibration is None else _calibration_line(calibration)
     predicts = f"{len(classifier['labels'])} labels of obs column {classifier['label_column']}"
     return f"| predicts | {predicts} |\n| labels | {line} |\n"
 

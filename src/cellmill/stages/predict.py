@@ -7,7 +7,7 @@ from cellmill.data.dataset_file import open_dataset
 from cellmill.errors import ConfigError
 from cellmill.evaluate.embed import embed_cells, load_for_inference
 from cellmill.evaluate.embedding_checks import check_coverage, limits_of
-from cellmill.evaluate.predict import predict, threshold
+from cellmill.evaluate.predict import predict, threshold, uncalibrated
 from cellmill.evaluate.prediction_file import append_prediction, write_prediction
 from cellmill.files import sha256_file
 from cellmill.stages.embed import checked_input
@@ -48,6 +48,6 @@ def run(
     known = f"{prediction.n_unknown:,} below probability {smallest:g} are unknown" if smallest else "none unknown"
     print(f"{path.stem}: {len(obs):,} cells labelled by {classifier['label_column']}, {known} -> {out}")
     if not calibration:
-        print(f"{path.stem}: warning: probabilities are not calibrated: the run had no labelled validation cells")
+        print(f"{path.stem}: warning: probabilities are not calibrated: {uncalibrated(classifier)}")
     for line in limits_of(embedding):
         print(f"{path.stem}: {line}")

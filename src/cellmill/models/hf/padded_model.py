@@ -131,6 +131,23 @@ class HfModel(CellEncoder):
         lengths = prepared.cu_seqlens.diff()
         return segment_sum(states.float(), prepared.cell, prepared.cu_seqlens) / lengths.clamp(min=1)[:, None]
 
+    def behind_blocks(self) -> frozenset[str]:
+        """Modules of transformers' model that its part before the blocks does not call, beside those of `finish`."""
+        called = set[nn.Module]()
+        inside = {path: module for path, module in self.body.named_modules() if [*module.parameters(recurse=False)]}
+        hooks = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in inside.values()]
+        device = next(self.body.parameters()).device
+        given = {"input_ids": torch.full((1, 1), 1, device=device)}
+        if device.type == "meta" and self.is_causal:
+            given["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        with torch.no_grad(), suppress(_Reached):
+            self.body(**given)
+        self.passage.entered = None
+        for hook in hooks:
+            hook.remove()
+        behind = {f"body.{path}" for path, module in inside.items() if module not in called}
+        return super().behind_blocks() | behind
+
     def _enter(self, prepared: EncoderBatch) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         with suppress(_Reached):
             self.body(**self._padded(prepared))

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from cellmill.data.obs_levels import MISSING
-from cellmill.models.batch import TensorBatch
+from cellmill.models.batch import TensorBatch, with_genes
 from cellmill.models.counter_rng import keyed_dropout, keyed_state
 from cellmill.models.encoder_batch import EncoderBatch, whole
 from cellmill.models.initial import with_std
@@ -57,7 +57,7 @@ class LabelledCells(EncoderBatch):
     """Whole cells, and the labels of those that have one."""
 
     cells: torch.Tensor
-    """(C,) int64: indices of the cells of known label with tokens."""
+    """(C,) int64: indices of the cells of known label with genes."""
     labels: torch.Tensor
     """(C,) int64, from 0."""
     weights: torch.Tensor
@@ -91,7 +91,7 @@ class Classification(Objective):
         assert batch.levels is not None, "the batch has no levels"
         labels = batch.levels[:, [*self.levels].index(self.config.label_column)] - 1
         known = (labels >= 0) & (labels < len(self._weights))
-        cells = (known & (batch.cu_seqlens.diff() > 0)).nonzero().flatten()
+        cells = (known & with_genes(batch)).nonzero().flatten()
         weights = torch.tensor(self._weights if self.training else [1.0] * len(self._weights), device=labels.device)
         of_labels: dict[str, Any] = {"cells": cells, "labels": labels[cells], "weights": weights[labels[cells]]}
         keys = (seed, step)

@@ -58,6 +58,11 @@ class ClassificationConfig(ObjectiveConfig):
         """The label."""
         return {self.label_column: "objective.label_column"}
 
+    def named_levels(self) -> dict[str, tuple[str, list[str]]]:
+        """Labels of given weights."""
+        given = self.class_weights if isinstance(self.class_weights, dict) else {}
+        return {self.label_column: ("objective.class_weights", list(given))}
+
     def counted_columns(self) -> tuple[str, ...]:
         """The label, for balanced weights."""
         return (self.label_column,) if self.class_weights == BALANCED else ()

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from cellmill.data.obs_levels import MISSING
-from cellmill.models.batch import TensorBatch
+from cellmill.models.batch import TensorBatch, with_genes
 from cellmill.models.encoder_batch import EncoderBatch, whole
 from cellmill.models.objective import GeneStatistics, Objective
 from cellmill.models.objectives.contrastive_config import SupervisedContrastiveConfig
@@ -68,7 +68,7 @@ class SupervisedContrastive(Objective):
         assert batch.levels is not None, "the batch has no levels"
         labels = batch.levels[:, [*self.levels].index(self.config.label_column)]
         known = labels <= sum(level != MISSING for level in self.levels[self.config.label_column])  # it is the last
-        cells = ((labels > 0) & known & (batch.cu_seqlens.diff() > 0)).nonzero().flatten()
+        cells = ((labels > 0) & known & with_genes(batch)).nonzero().flatten()
         of_labels: dict[str, Any] = {"cells": cells, "labels": labels[cells], "n_targets": torch.tensor(len(cells))}
         return LabelledBatch(**vars(whole(batch, (seed, step))), **of_labels)
 
