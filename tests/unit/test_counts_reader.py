@@ -220,14 +220,7 @@ def test_values_that_are_not_counts_are_refused(
     assert str(error.value) == f"{path}: X does not hold counts: {text}"
 
 
-def test_names_that_are_not_unique_are_refused(make_h5ad: Make) -> None:
-    matrix = np.ones((3, 3), np.float32)
-    path = make_h5ad(matrix, genes=["A", "B", "A"])
-    with pytest.raises(DataError) as error:
-        open_counts(path)
-    assert str(error.value) == (
-        f"{path}: var names are not unique: 'A' occurs 2 times; call var_names_make_unique() and write the file again"
-    )
+def test_cells_whose_names_are_not_unique_are_refused(make_h5ad: Make) -> None:
     path = make_h5ad(np.ones((5, 3), np.float32), obs=pd.DataFrame(index=["x", "x", "x", "y", "y"]))
     with pytest.raises(DataError, match="obs names are not unique: 'x' occurs 3 times and 1 more repeat; call obs_"):
         open_counts(path)

@@ -11,8 +11,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
+from small_corpus import vocabulary_of
 
 from cellmill.config.options import PreprocessOptions
+from cellmill.data.count_matrix import select_columns
+from cellmill.data.counts_reader import open_counts
+from cellmill.data.genes import match_columns
 from cellmill.errors import DataError
 from cellmill.files import read_json, sha256_file
 from cellmill.stages import preprocess as stage
@@ -112,6 +116,25 @@ def test_ids_symbols_and_obs_are_kept(panel: Path, tmp_path: Path) -> None:
     got, _ = run(panel, tmp_path / "out.h5ad", min_counts=12, keep_obs=["label"])
     assert list(got.obs) == ["label"]
     assert set(got.obs["label"].cat.categories) == set(got.obs["label"])
+
+
+def test_columns_of_one_name_are_genes_of_their_ids_or_summed(make_h5ad: Make, tmp_path: Path) -> None:
+    matrix = np.array([[1, 2, 4, 8], [0, 3, 0, 5]], np.float32)
+    names = ["TBCE", "BRCA2", "TBCE", "BRCA2"]
+    ids = ["ENSG00000284770", "", "ENSG00000285053", ""]
+    path = tmp_path / "repeated.h5ad"
+    with pytest.warns(UserWarning, match="Variable names are not unique"):
+        data = ad.AnnData(matrix, pd.DataFrame(index=["a", "b"]), pd.DataFrame({"gene_ids": ids}, index=names))
+    data.write_h5ad(path)
+    made, report = run(path, tmp_path / "out.h5ad", min_genes=0)
+    assert list(made.var_names) == ["ENSG00000139618", "ENSG00000284770", "ENSG00000285053"]
+    assert made.X.toarray().tolist() == [[10, 1, 4], [8, 0, 0]]
+    assert report["coverage"]["summed"] == {"ENSG00000139618": ["BRCA2", "BRCA2"]}
+    vocabulary = vocabulary_of(["ENSG00000139618", "ENSG00000285053"])
+    with open_counts(path) as reader:
+        target = match_columns(reader, vocabulary).target
+        [block] = reader.rows()
+    assert select_columns(block, target, 2).toarray().tolist() == [[10, 4], [8, 0]]
 
 
 def test_a_cell_left_without_genes_is_dropped(make_h5ad: Make, tmp_path: Path) -> None:

@@ -146,6 +146,15 @@ def test_bins_are_fitted_to_the_vocabulary_of_the_run_or_refused(simulated: Path
         fitted(options, path)
 
 
+def test_cells_with_two_columns_of_a_gene_are_to_be_preprocessed(make_h5ad: Make) -> None:
+    path = make_h5ad(np.ones((3, 3), np.float32), genes=["A", "B", "A"])
+    with pytest.raises(DataError) as error:
+        build_vocabulary([path])
+    assert str(error.value) == (
+        f"{path}: var names are not unique: 'A' occurs 2 times; preprocess the file, which sums counts of one gene"
+    )
+
+
 def test_a_damaged_vocabulary_is_named_with_its_line(simulated: Path, tmp_path: Path) -> None:
     path = tmp_path / "v.tsv"
     build_vocabulary([simulated], VocabularyConfig(max_genes=4)).write(path)

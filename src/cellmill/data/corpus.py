@@ -14,7 +14,7 @@ import scipy.sparse as sp
 from cellmill.config.corpus import VocabularyConfig
 from cellmill.config.tokens import SPECIAL
 from cellmill.data.count_matrix import TARGET_SUM, counts_per_10k
-from cellmill.data.counts_reader import open_counts
+from cellmill.data.counts_reader import open_counts, refuse_duplicates
 from cellmill.data.gene_selection import allowed_genes
 from cellmill.data.sequences import sequence_vocabulary
 from cellmill.data.variable_genes import (
@@ -160,6 +160,7 @@ def _union(paths: list[Path]) -> dict[str, str]:
     owners: dict[str, set[Path]] = {}
     for path in paths:
         with open_counts(path) as reader:
+            refuse_duplicates(path, "var", reader.var.index, "preprocess the file, which sums counts of one gene")
             own = reader.var.get("symbol", reader.var.index)
             for gene, symbol in zip(reader.var_names, own):
                 for text in (gene, str(symbol)):

@@ -25,8 +25,9 @@ _LOG_MAX = 15.0  # exp(15) is 3 million: no log-transformed count is larger, few
 class CountsReader(AbstractContextManager["CountsReader"]):
     """Counts of one input; made by `open_counts`, closed by `close` or a `with` block.
 
-    Attributes: `path`, `counts` (X, raw or a layer), `n_obs`, `n_vars`, `obs` and `var` (DataFrames with unique text
-    indices), `var_names`, and `ordered`: rows are sequences, whose columns stand in their own order and may repeat.
+    Attributes: `path`, `counts` (X, raw or a layer), `n_obs`, `n_vars`, `obs` (a DataFrame with a unique text index),
+    `var` (one whose text index may repeat: counts of one gene are summed where genes are matched), `var_names`, and
+    `ordered`: rows are sequences, whose columns stand in their own order and may repeat.
     """
 
     ordered: bool = False
@@ -153,15 +154,14 @@ def open_counts(path: Path | str, counts: str = "X") -> CountsReader:
     """Open the matrix `counts` (`X`, `raw` or the name of a layer; of 10x files a genome) of an input of any format.
 
     Raises DataError when the input is missing, truncated or of no known format, lacks the matrix, has no cells or
-    genes, or has duplicate obs or var names.
+    genes, or has duplicate obs names.
     """
     path = Path(path)
     source = open_source(path, counts)
     try:
         if 0 in source.matrix.shape:
             raise DataError(f"{path}: empty: {len(source.obs)} cells x {len(source.var)} genes")
-        for kind, names in (("obs", source.obs.index), ("var", source.var.index)):
-            refuse_duplicates(path, kind, names, f"call {kind}_names_make_unique() and write the file again")
+        refuse_duplicates(path, "obs", source.obs.index, "call obs_names_make_unique() and write the file again")
         return CountsReader(source)
     except BaseException:
         source.close()
