@@ -14,7 +14,7 @@ from cellmill.data.h5_file import named_errors
 class RowSpill:
     """Blocks of counts of `n_columns` columns; `add` all of them, then read `blocks`. Memory holds one.
 
-    The file is beside `out` and has no name, so a killed process leaves none. OSError names `out` when the disk is full.
+    The file is beside `out` and has no name, so a killed process leaves none. OSError names `out` on a full disk.
     """
 
     def __init__(self, out: Path, n_columns: int) -> None:
