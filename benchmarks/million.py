@@ -1,8 +1,8 @@
 """A corpus that does not fit in memory, from raw files to the first training steps.
 
 Writes files of simulated raw counts, gzipped float32 CSR, and runs `preprocess`, `vocabulary`, `shard` and 50 steps of
-`train` on them as the workflow would. Prints, stage by stage, CPU time, wall time, the peak memory of the largest process
-and the bytes on disk. With a million cells of 1,000 genes it takes 15 GB of disk, which are freed at the end.
+`train` on them as the workflow would. Prints, stage by stage, CPU time, wall time, the peak memory of the largest
+process and the bytes on disk. With a million cells of 1,000 genes it takes 15 GB of disk, which are freed at the end.
 
     python benchmarks/million.py --cells 1000000
 """

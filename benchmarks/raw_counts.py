@@ -19,7 +19,7 @@ CHUNK = 1 << 16  # values
 def write_raw(path: Path, cells: int, detected: int, seed: int) -> None:
     """Write counts of `cells` cells of `TYPES` types; each cell has about `detected` genes, log-normal over cells."""
     rng = np.random.default_rng(seed)
-    genes = list(gene_symbols("human"))[:GENES]
+    genes = np.random.default_rng(0).permutation(list(gene_symbols("human"))[:GENES])  # as 10x, not in order of id
     types = rng.integers(0, TYPES, cells)
     lengths = np.minimum(rng.lognormal(np.log(detected), 0.3, cells).astype(np.int64), GENES // 4)
     gene_of, count_of = gene_tables(), count_table()
@@ -47,7 +47,8 @@ def write_raw(path: Path, cells: int, detected: int, seed: int) -> None:
                 array.resize((start + len(columns),))
             data[start:] = count_of[rng.integers(0, len(count_of), len(columns), np.uint16)]
             indices[start:] = columns
-        matrix["indptr"] = np.concatenate(ends)
+        indptr = np.concatenate(ends)  # of the dtype of indices where it fits, as scipy has them
+        matrix["indptr"] = indptr.astype(np.int32 if indptr[-1] < 2**31 else np.int64)
 
 
 def gene_tables() -> np.ndarray:

@@ -162,6 +162,10 @@ def test_wide_counts_are_kept_in_32_bits(make_h5ad: Make, tmp_path: Path) -> Non
     got, report = run(make_h5ad(matrix, genes=["BRCA2", "FANCD1"]), tmp_path / "out.h5ad")
     assert got.X.toarray().tolist() == [[80_000]]
     assert report["dtype"] == "uint32"
+    # blocks of narrow and of wide counts, in which genes change places
+    matrix = np.array([[1, 2, 65_535], [65_536, 0, 3], [2**32 - 256, 70_000, 5]], np.float32)
+    got, _ = run(make_h5ad(matrix, "three.h5ad", genes=[IDS[0], IDS[5], IDS[2]]), tmp_path / "out.h5ad", row_block=1)
+    assert (got.to_df()[[IDS[0], IDS[5], IDS[2]]].to_numpy() == matrix).all()
 
 
 def test_low_coverage_names_the_other_organism_or_the_names(panel: Path, make_h5ad: Make, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Arithmetic on CSR blocks of counts: selecting columns, row sums, counts per 10,000."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,8 @@ def select_columns(block: sp.csr_matrix, target: np.ndarray, n_columns: int) -> 
     Columns with the same target are summed. The result is canonical.
     """
     columns = target[block.indices]
-    keep = columns >= 0
-    if keep.all():
+    keep = columns >= 0 if (target < 0).any() else None
+    if keep is None or keep.all():
         indptr, data = block.indptr, block.data
     else:
         indptr = np.concatenate([[0], np.cumsum(keep)])[block.indptr]
@@ -27,22 +28,45 @@ def select_columns(block: sp.csr_matrix, target: np.ndarray, n_columns: int) -> 
     return moved if moved.has_canonical_format else sum_repeated(moved, "columns of one gene")
 
 
+def select_rows(block: sp.csr_matrix, keep: np.ndarray) -> sp.csr_matrix:
+    """Rows of `block` where the mask `keep` is True; `block` itself if that is everywhere."""
+    return block if keep.all() else block[np.flatnonzero(keep)]
+
+
 def sum_repeated(block: sp.csr_matrix, what: str) -> sp.csr_matrix:
     """A canonical copy of `block`, of the same dtype, whose repeated entries, which `what` names, are summed.
 
     Raises DataError when a sum of unsigned integers is larger than its dtype.
     """
-    ordered = block.tocsc().tocsr()  # a copy with sorted rows, in less than half the time of scipy's own sort
-    if ordered.has_canonical_format:
-        return ordered
     if block.data.dtype.kind != "u":
+        ordered = block.tocsc().tocsr()  # a copy with sorted rows, in less than half the time of scipy's own sort
         ordered.sum_duplicates()
+        return ordered
+    ordered = _sorted_rows(block)
+    if ordered.has_canonical_format:
         return ordered
     wide = ordered.astype(np.uint64)
     wide.sum_duplicates()
     if len(wide.data) and (largest := int(wide.data.max())) > np.iinfo(block.data.dtype).max:
         raise DataError(f"{what} sum to {largest:,}; the limit is {np.iinfo(block.data.dtype).max:,}")
     return sp.csr_matrix((wide.data.astype(block.data.dtype), wide.indices, wide.indptr), shape=block.shape)
+
+
+def _sorted_rows(block: sp.csr_matrix) -> sp.csr_matrix:
+    """A copy of a block of unsigned integers whose rows are sorted by column, then value.
+
+    Column and value are packed into one integer, of 32 bits where they fit: a quarter of the time of two transpositions.
+    """
+    fits = max(block.shape[1] - 1, int(block.data.max(initial=0))) < 1 << 16
+    word, bits = (np.uint32, 16) if fits else (np.uint64, 32)
+    packed = block.indices.astype(word)
+    packed <<= word(bits)
+    packed |= block.data
+    for start, stop in pairwise(block.indptr.tolist()):
+        packed[start:stop].sort()
+    columns = (packed >> word(bits)).astype(np.int32)
+    packed &= word((1 << bits) - 1)
+    return sp.csr_matrix((packed.astype(block.data.dtype), columns, block.indptr), shape=block.shape)
 
 
 def summed(block: sp.csr_matrix) -> sp.csr_matrix:
@@ -54,8 +78,11 @@ def summed(block: sp.csr_matrix) -> sp.csr_matrix:
 
 def row_sums(block: sp.csr_matrix, values: np.ndarray | None = None) -> np.ndarray:
     """Exact int64 sum of each row of `block`, of its counts or of other `values` at the same positions."""
-    total = np.concatenate([[0], np.cumsum(block.data if values is None else values, dtype=np.int64)])
-    return np.diff(total[block.indptr])
+    sums, filled = np.zeros(block.shape[0], np.int64), np.flatnonzero(np.diff(block.indptr))
+    if len(filled):
+        values = block.data if values is None else values
+        sums[filled] = np.add.reduceat(values, block.indptr[filled], dtype=np.int64)
+    return sums
 
 
 def counts_per_10k(counts: np.ndarray, indptr: np.ndarray, dtype: type[np.floating[Any]] = np.float64) -> np.ndarray:

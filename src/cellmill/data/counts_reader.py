@@ -82,8 +82,10 @@ class CountsReader(AbstractContextManager["CountsReader"]):
             )
 
     def _as_counts(self, matrix: sp.csr_matrix, first: int) -> sp.csr_matrix:
-        values = self._whole_numbers(matrix, first)
-        counts = sp.csr_matrix((values.astype(np.uint32), matrix.indices, matrix.indptr), shape=matrix.shape)
+        values = _exact(matrix.data)
+        if values is None:
+            values = self._whole_numbers(matrix, first).astype(np.uint32)
+        counts = sp.csr_matrix((values, matrix.indices, matrix.indptr), shape=matrix.shape)
         if self.ordered:
             return counts
         if not counts.has_canonical_format:
@@ -142,6 +144,15 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         if not self._source.others:
             return "the file has no other matrix; use a file with raw counts"
         return f"raw counts may be in {' or '.join(self._source.others)}: set {self._source.option}"
+
+
+def _exact(values: np.ndarray) -> np.ndarray | None:
+    """`values` as uint32 if all are float32 or float64 that it holds exactly, else None."""
+    if values.dtype not in (np.float32, np.float64):
+        return None
+    with np.errstate(invalid="ignore"):  # NaN and others out of range become any number, which is another
+        counts = values.astype(np.uint32)
+    return counts if bool((counts.astype(values.dtype) == values).all()) else None
 
 
 def _digits(value: np.generic) -> str:

@@ -1,12 +1,13 @@
-"""Quality control and gene names of one dataset, in two streaming passes over its counts.
+"""Quality control and gene names of one dataset, in one streaming pass over its counts.
 
-The first pass measures every cell and counts the passing cells in which each gene is detected; that fixes which genes
-stay and the number of values, so the second pass can write contiguous arrays. Cells are measured on genes with an
-Ensembl id: those that a model sees.
+The pass measures every cell, spills the rows of those that pass, and counts the cells in which each gene is detected;
+that fixes which genes stay and the number of values, so the rows can be written as contiguous arrays. The input, often
+compressed, is decoded once. Cells are measured on genes with an Ensembl id: those that a model sees.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.corpus import NO_COLUMNS, ObsColumns, Preprocess
-from cellmill.data.count_matrix import row_sums, select_columns
+from cellmill.data.count_matrix import row_sums, select_columns, select_rows
 from cellmill.data.counts_reader import CountsReader
 from cellmill.data.counts_writer import count_dtype, write_cells
 from cellmill.data.gene_tables import ORGANISMS
 from cellmill.data.genes import Coverage, MappedGenes, is_expression, map_genes, map_orthologs
 from cellmill.data.obs_columns import choose_obs
+from cellmill.data.row_spill import RowSpill
 from cellmill.errors import ConfigError, DataError
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
@@ -55,23 +57,24 @@ def preprocess(
     """
     chosen = choose_obs(reader, options.keep_obs, columns)
     genes = name_genes(reader, options)
-    cells = _measure(reader, genes, options, chosen.keep)
-    keep_gene = cells.detected >= max(options.min_cells, 1)
-    nnz = int(cells.detected[keep_gene].sum())
-    if nnz == 0:
-        raise DataError(f"{reader.path}: {_nothing_left(cells, keep_gene, options)}")
-    # by id, as in every vocabulary: later stages then need not sort the genes of a cell
-    order = np.array(sorted(np.flatnonzero(keep_gene), key=genes.gene_ids.__getitem__))
-    ids = pd.Index(np.array(genes.gene_ids, dtype=object)[order], name="gene_id")
-    var = pd.DataFrame({"symbol": np.array(genes.symbols, dtype=object)[order]}, index=ids)
-
-    blocks = _kept_rows(reader, genes, cells, order, options.row_block)
-    write_cells(out, lambda: chosen.kept(cells.reason < 0), var, blocks, nnz, count_dtype(cells.largest))
+    with closing(RowSpill(out, len(genes.gene_ids))) as passing:
+        cells = _measure(reader, genes, options, chosen.keep, passing)
+        keep_gene = cells.detected >= max(options.min_cells, 1)
+        nnz = int(cells.detected[keep_gene].sum())
+        if nnz == 0:
+            raise DataError(f"{reader.path}: {_nothing_left(cells, keep_gene, options)}")
+        ids = pd.Index(np.array(genes.gene_ids, dtype=object)[keep_gene], name="gene_id")
+        var = pd.DataFrame({"symbol": np.array(genes.symbols, dtype=object)[keep_gene]}, index=ids)
+        blocks = _kept_rows(passing, keep_gene, cells)
+        write_cells(out, lambda: chosen.kept(cells.reason < 0), var, blocks, nnz, count_dtype(cells.largest))
     return _report(reader, options, genes, cells, keep_gene)
 
 
 def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
-    """Genes of a dataset, in the order of its var. Raises DataError below `min_coverage_frac`."""
+    """Genes of a dataset, by id as in every vocabulary: later stages then need not sort the genes of a cell.
+
+    Raises DataError below `min_coverage_frac`.
+    """
     expression = is_expression(reader.var)
     rows = np.flatnonzero(expression)
     names, var = [reader.var_names[row] for row in rows], reader.var.iloc[rows]
@@ -92,11 +95,15 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
             first.append(i)
         carriers[gene].append(names[i])
         target[row] = index[gene]
+    ids = list(index)
+    order = np.array(sorted(range(len(ids)), key=ids.__getitem__), np.int32)
+    place = np.append(np.argsort(order), -1).astype(np.int32)  # the last for those without an id
+    first = np.array(first, np.int64)[order].tolist()
     return Genes(
-        gene_ids=list(index),
+        gene_ids=[ids[gene] for gene in order],
         symbols=[mapped.symbols[i] for i in first],
         is_mito=mapped.is_mito[first],
-        target=target,
+        target=place[target],
         coverage=mapped.coverage,
         not_expression=int((~expression).sum()),
         summed={gene: rows for gene, rows in carriers.items() if len(rows) > 1},
@@ -145,7 +152,8 @@ class _Cells:
     largest: int  # largest count of a kept cell
 
 
-def _measure(reader: CountsReader, genes: Genes, options: Preprocess, keep: np.ndarray) -> _Cells:
+def _measure(reader: CountsReader, genes: Genes, options: Preprocess, keep: np.ndarray, passing: RowSpill) -> _Cells:
+    """Measure every cell; add the rows of those that pass to `passing`."""
     size, n = len(genes.gene_ids), reader.n_obs
     cells = _Cells(
         np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n), np.full(n, -1, np.int8), np.zeros(size, np.int64), 0
@@ -155,9 +163,11 @@ def _measure(reader: CountsReader, genes: Genes, options: Preprocess, keep: np.n
         block = select_columns(raw, genes.target, size)
         rows = slice(first, first + block.shape[0])
         n_genes, n_counts = np.diff(block.indptr), row_sums(block)
-        mito = row_sums(block, block.data * genes.is_mito[block.indices])
+        mito = np.flatnonzero(genes.is_mito[block.indices])
+        cell = np.searchsorted(block.indptr, mito, side="right") - 1
+        of_mito = np.bincount(cell, weights=block.data[mito], minlength=block.shape[0])
         cells.n_genes[rows], cells.n_counts[rows] = n_genes, n_counts
-        cells.mito_frac[rows] = mito / np.maximum(n_counts, 1)
+        cells.mito_frac[rows] = of_mito / np.maximum(n_counts, 1)
         checks = (
             ~keep[rows],
             n_counts == 0,
@@ -166,31 +176,25 @@ def _measure(reader: CountsReader, genes: Genes, options: Preprocess, keep: np.n
             cells.mito_frac[rows] > options.max_mito_frac,
         )
         cells.reason[rows] = np.select(checks, np.arange(len(checks)), -1)
-        kept = np.repeat(cells.reason[rows] < 0, n_genes)
-        cells.detected += np.bincount(block.indices[kept], minlength=size)
-        if kept.any():
-            cells.largest = max(cells.largest, int(block.data[kept].max()))
-        first += block.shape[0]
+        block = select_rows(block, cells.reason[rows] < 0)
+        cells.detected += np.bincount(block.indices, minlength=size)
+        cells.largest = max(cells.largest, int(block.data.max(initial=0)))
+        passing.add(block)
+        first += raw.shape[0]
     return cells
 
 
-def _kept_rows(
-    reader: CountsReader, genes: Genes, cells: _Cells, order: np.ndarray, row_block: int
-) -> Iterator[sp.csr_matrix]:
-    """Second pass, genes in `order`. Marks cells that min_cells left without genes in `cells.reason`."""
-    column = np.full(len(genes.gene_ids), -1, np.int32)
-    column[order] = np.arange(len(order))
-    target = np.where(genes.target >= 0, column[genes.target], -1).astype(np.int32)
-    first = 0
-    for raw in reader.rows(row_block):
-        rows = slice(first, first + raw.shape[0])
-        block = select_columns(raw[np.flatnonzero(cells.reason[rows] < 0)], target, len(order))
-        empty = np.diff(block.indptr) == 0
-        if empty.any():
-            cells.reason[np.flatnonzero(cells.reason[rows] < 0)[empty] + first] = DROPPED.index("no gene left")
-            block = block[np.flatnonzero(~empty)]
-        first += raw.shape[0]
-        yield block
+def _kept_rows(passing: RowSpill, keep_gene: np.ndarray, cells: _Cells) -> Iterator[sp.csr_matrix]:
+    """Rows of the kept genes. Marks cells that min_cells left without genes in `cells.reason`."""
+    n_genes = int(keep_gene.sum())
+    target = np.where(keep_gene, np.cumsum(keep_gene) - 1, -1).astype(np.int32)
+    passed, first = np.flatnonzero(cells.reason < 0), 0
+    for spilled in passing.blocks():
+        block = select_columns(spilled, target, n_genes)
+        filled = np.diff(block.indptr) > 0
+        cells.reason[passed[first : first + len(filled)][~filled]] = DROPPED.index("no gene left")
+        first += len(filled)
+        yield select_rows(block, filled)
 
 
 def _tally(cells: _Cells) -> dict[str, int]:
