@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from cellmill.config.family import WEIGHTS_FORMAT
@@ -83,7 +84,14 @@ def first_weights(options: dict[str, Any], folder: str | None) -> dict[str, Any]
     parsed, device = TrainOptions.model_validate(options), torch.device("cpu")
     mesh = build_mesh(parsed.parallel, int(os.environ["LOCAL_WORLD_SIZE"]), "cpu")
     source = None if folder is None else Path(folder)
-    whole = dict(initial_tensors(build(ModelSpec.of(parsed, OURS.n_genes)), parsed.train.seed, source, OURS))
+    network = build(ModelSpec.of(parsed, OURS.n_genes))
+    means = {}
+    if parsed.finetune.new_genes == "mean":
+        tensors = load_file(Path(str(folder)) / "model.safetensors")
+        means = {name: tensors[name][2:].double().mean(0).float() for name in network.gene_rows & tensors.keys()}
+    whole = dict(initial_tensors(network, parsed.train.seed, source, OURS, new_genes=means))
+    if means:  # the first of our genes is none of theirs
+        assert torch.equal(whole["gene_embedding.weight"][2], means["gene_embedding.weight"])
     with counted() as reads:
         model = build_model(parsed, OURS, folder, mesh, device)
     differing, kept = [], 0

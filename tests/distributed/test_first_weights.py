@@ -32,6 +32,18 @@ def test_a_rank_reads_its_own_part_and_gets_the_values_of_a_whole_model(
         assert sum(rank["read"] for rank in found) <= found[0]["all"], "the ranks together read the model once"
 
 
+@pytest.mark.parametrize("layout", ["FULL_SHARD", BOTH_CUT, "pp 2"])
+def test_new_genes_begin_as_the_mean_row_in_every_layout_and_rank_0_alone_reads_for_it(
+    pool: Pool, tmp_path: Path, layout: str
+) -> None:
+    given = _options(layout) | {"finetune": {"new_genes": "mean"}}
+    export(given, tmp_path)
+    found = pool.run("first_weights.first_weights", options=given, folder=str(tmp_path))
+    for rank in found:
+        assert rank["differing"] == []
+    assert all(rank["read"] <= rank["kept"] for rank in found[1:])
+
+
 def test_random_values_of_a_part_are_those_of_the_whole(pool: Pool) -> None:
     found = pool.run("first_weights.first_weights", options=_options(BOTH_CUT), folder=None)
     assert [(rank["differing"], rank["read"]) for rank in found] == [([], 0)] * 4

@@ -174,6 +174,8 @@ ELSEWHERE = {
     "finetune.last_blocks": "distributed/test_methods.py",
     "finetune.rank": "distributed/test_methods.py",
     "finetune.alpha": "distributed/test_methods.py",
+    "finetune.new_genes": "distributed/test_first_weights.py",
+    "finetune.min_known_frac": "unit/test_new_genes.py",
     "finetune.targets": "distributed/test_methods.py",
     "track.to": "unit/test_trackers.py",
     "train.epochs": "unit/test_plan.py",

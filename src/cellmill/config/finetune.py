@@ -18,6 +18,19 @@ class MethodConfig(Plugin):
     default: ClassVar[str | None] = "full"
 
     method: str
+    new_genes: Literal["random", "mean"] = Field(
+        "random",
+        description="First rows, in embeddings and heads, of genes of the corpus that the model of init_from lacks: "
+        "drawn as for a new model, or the mean over the genes that it has. With model.gene_vectors they have their "
+        "own vector besides, if its file has one (the same file as that of the model).",
+    )
+    min_known_frac: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="Smallest share of the genes that a cell of the corpus expresses which the model of init_from must "
+        "have; below it the training is refused.",
+    )
 
 
 class FullConfig(MethodConfig):

@@ -28,6 +28,22 @@ QUANTILES = "#quantiles"  # first field of the line
 VARIABILITY = "#variability"
 
 
+@dataclass(frozen=True)
+class KnownGenes:
+    """Genes of a corpus that a model has."""
+
+    n_known: int
+    n_genes: int
+    expressed_frac: float
+    """Share of a cell's genes that the model has, on average: genes weighted by the cells that express them."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.n_known:,} of {self.n_genes:,} genes, {self.expressed_frac:.1%} of those that a cell of the corpus "
+            "expresses"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
     """Genes in token order; row g is token g + len(SPECIAL). Equal vocabularies have equal digests."""
@@ -55,6 +71,12 @@ class Vocabulary:
     def rows_of(self, gene_ids: Sequence[str]) -> np.ndarray:
         """Row of each gene, int32; -1 for genes not in the vocabulary."""
         return np.array([self._rows.get(gene, -1) for gene in gene_ids], dtype=np.int32)
+
+    def known_by(self, other: "Vocabulary") -> KnownGenes:
+        """Return which of these genes another vocabulary has, found by Ensembl id."""
+        known = other.rows_of(self.gene_ids) >= 0
+        cells = self.n_cells.astype(np.float64) if self.n_cells.any() else np.ones(self.n_genes)
+        return KnownGenes(int(known.sum()), self.n_genes, float(cells[known].sum() / cells.sum()))
 
     def write(self, path: Path) -> None:
         """Write the TSV, atomically."""

@@ -26,6 +26,7 @@ from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.files import atomic_path, sha256_file
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
+from cellmill.models.initial import PIECE
 from cellmill.models.model_config import read_model_config, unusable
 from cellmill.models.weights_file import WEIGHTS, WeightsFile
 from cellmill.parallel.materialize import fill, named_tensors
@@ -133,6 +134,7 @@ def initial_tensors(
     vocabulary: Vocabulary,
     only: Collection[str] | None = None,
     given: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    new_genes: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, CPU tensor) of every parameter and buffer, one at a time; of a DTensor the part of this rank.
 
@@ -140,8 +142,8 @@ def initial_tensors(
     `only`, just these names are yielded. `given` are initial values by name, in place of drawn ones.
     With `init_from`, an exported model, its tensors are used instead, of which each rank reads its part; those with a
     row per gene are matched by Ensembl id, those with a row per level by the level's name, and unknown genes and levels
-    keep their initial values. So do tensors that it lacks (another objective's head). Raises ConfigError if a shared
-    tensor has another shape.
+    keep their initial values; genes get the row in `new_genes` of the tensors that are in it. Tensors that it lacks
+    (another objective's head) keep theirs too. Raises ConfigError if a shared tensor has another shape.
     """
     source = _Source(init_from, model, vocabulary) if init_from is not None else None
     for name, empty in named_tensors(model):
@@ -157,10 +159,22 @@ def initial_tensors(
             else:
                 own = model.initial_part(name, empty, part, generator)
             if source is not None and theirs is not None:
+                if name in new_genes:
+                    own[theirs < 0] = new_genes[name][part[1:]].to(empty.dtype)
                 own[theirs >= 0] = source.read(name, theirs[theirs >= 0], part, empty.dtype)
             yield name, own
         else:
             yield name, source.read(name, theirs, part, empty.dtype)
+
+
+def mean_gene_row(weights: Path, name: str) -> torch.Tensor:
+    """Return the mean over the genes of a tensor with a row per gene, float32; reads a piece at a time."""
+    file = WeightsFile(weights)
+    shape = file.shape(name)
+    total, rows = torch.zeros(shape[1:], dtype=torch.float64), max(1, PIECE // max(1, shape[1:].numel()))
+    for first in range(len(SPECIAL), shape[0], rows):
+        total += file.read(name, (slice(first, min(first + rows, shape[0])),)).double().sum(0)
+    return (total / (shape[0] - len(SPECIAL))).float()
 
 
 class _Source:

@@ -95,6 +95,16 @@ def check_levels(options: TrainOptions, levels: Mapping[str, Sequence[str]], tra
                 )
 
 
+def check_genes(options: TrainOptions, init_from: Path, vocabulary: Path) -> None:
+    """Raise ConfigError if the exported model `init_from` has too few genes of the corpus."""
+    known = Vocabulary.read(vocabulary).known_by(Vocabulary.read(init_from / "vocabulary.tsv"))
+    if known.expressed_frac < (least := options.finetune.min_known_frac):
+        raise ConfigError(
+            f"init_from {init_from}: it has {known}; finetune.min_known_frac is {least:g}; start from a model of these "
+            "genes, or lower it"
+        )
+
+
 def check_weights(options: TrainOptions, init_from: Path) -> None:
     """Raise ConfigError if the exported model `init_from` has another architecture or tokenizer."""
     path = init_from / "config.json"

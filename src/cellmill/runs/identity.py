@@ -17,6 +17,7 @@ LENGTH = frozenset({"train.steps", "train.epochs"})
 """Keys whose change leaves the steps taken so far as they are."""
 FREE_SECTIONS = {"parallel", "track"}
 FREE = {
+    "finetune": {"min_known_frac"},
     "stream": {"io_threads", "stage_to", "stage_limit_gb"},
     "train": {
         *("token_budget", "max_bad_steps", "timeout_s", "val_every_steps", "val_cells", "checkpoint_every_steps"),

@@ -28,6 +28,7 @@ from cellmill.launch.local import run_local
 from cellmill.launch.slurm import RunFiles, SlurmLauncher
 from cellmill.models.model_config import read_model_config
 from cellmill.planner.train_inputs import (
+    check_genes,
     check_levels,
     check_vocabulary,
     check_weights,
@@ -67,6 +68,7 @@ def run(
     options = with_counts(fitted(options, vocabulary), shards)
     if init_from is not None:
         check_weights(options, init_from)
+        check_genes(options, init_from, vocabulary)
     vectors = vectors_digest(options, init_from)
     folder = TrainFolder(out)
     steps = options.train.total_steps(epoch_of(options, n_cells).steps_per_epoch)

@@ -54,6 +54,7 @@ from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.failure import give_up, leave_reason
 from cellmill.train.hang_watch import START_FACTOR, HangWatch
 from cellmill.train.loop import Trainer
+from cellmill.train.new_genes import mean_gene_rows
 from cellmill.train.optimizer import build_optimizer
 from cellmill.train.resume import resume, write_state
 from cellmill.train.staging import Staging
@@ -182,18 +183,20 @@ def build_model(
 ) -> Model | PipelineStages:
     """Return the model with its initial weights, laid out over `mesh`; in a pipeline, the stages of this rank."""
     weights = None if init_from is None else Path(init_from)
-    if weights is not None and dist.get_rank() == 0:
-        known = int((Vocabulary.read(weights / "vocabulary.tsv").rows_of(vocabulary.gene_ids) >= 0).sum())
-        print(f"initial weights from {weights}, which has {known:,} of {vocabulary.n_genes:,} genes", flush=True)
+    spec, mean_rows = ModelSpec.of(options, vocabulary.n_genes, levels), {}
+    if weights is not None:
+        if dist.get_rank() == 0:
+            known = vocabulary.known_by(Vocabulary.read(weights / "vocabulary.tsv"))
+            print(f"initial weights from {weights}, which has {known}", flush=True)
+        if options.finetune.new_genes == "mean":
+            mean_rows = mean_gene_rows(spec, weights, device)
     parallel = options.parallel
     stages = stages_of(mesh.pp.get_local_rank(), parallel)
-    parts = {
-        stage: _build_part(ModelSpec.of(options, vocabulary.n_genes, levels), options, stage, mesh) for stage in stages
-    }
+    parts = {stage: _build_part(spec, options, stage, mesh) for stage in stages}
     given = _given_tensors(options, vocabulary)
     parameter_device = torch.device("cpu") if parallel.cpu_offload == "full" else device
     for part in parts.values():
-        tensors = initial_tensors(part, options.train.seed, weights, vocabulary, given=given)
+        tensors = initial_tensors(part, options.train.seed, weights, vocabulary, given=given, new_genes=mean_rows)
         materialize(part, parameter_device, tensors, buffer_device=device)
     return parts[0] if parallel.pp == 1 else PipelineStages(parts, parallel.stages)
 
