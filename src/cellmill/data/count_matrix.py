@@ -55,7 +55,7 @@ def sum_repeated(block: sp.csr_matrix, what: str) -> sp.csr_matrix:
 def _sorted_rows(block: sp.csr_matrix) -> sp.csr_matrix:
     """A copy of a block of unsigned integers whose rows are sorted by column, then value.
 
-    Column and value are packed into one integer, of 32 bits where they fit: a quarter of the time of two transpositions.
+    Column and value are packed into one integer, of 32 bits where they fit: a quarter of the time of transposing twice.
     """
     fits = max(block.shape[1] - 1, int(block.data.max(initial=0))) < 1 << 16
     word, bits = (np.uint32, 16) if fits else (np.uint64, 32)
