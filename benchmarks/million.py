@@ -53,9 +53,8 @@ class Cost:
         """Print a line of the table."""
         numbers = (cells / self.cpu_s, self.wall_s / 60, self.peak_mb)
         speed, minutes, peak = (f"{number:,.{digits}f}" for number, digits in zip(numbers, (0, 1, 0)))
-        print(
-            f"| {self.stage} | {self.cpu_s:,.0f} | {speed} | {minutes} | {peak} | {self.written_gb:.2f} |", flush=True
-        )
+        fields = self.stage, f"{self.cpu_s:,.0f}", speed, minutes, peak, f"{self.written_gb:.2f}"
+        print("|", " | ".join(fields), "|", flush=True)
 
 
 def main() -> None:

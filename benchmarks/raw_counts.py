@@ -16,7 +16,7 @@ TYPES = 4
 CHUNK = 1 << 16  # values
 
 
-def write_raw(path: Path, cells: int, detected: int, seed: int) -> None:
+def write_raw(path: Path, cells: int, detected: int, seed: int, compressed: bool = True) -> None:
     """Write counts of `cells` cells of `TYPES` types; each cell has about `detected` genes, log-normal over cells."""
     rng = np.random.default_rng(seed)
     genes = np.random.default_rng(0).permutation(list(gene_symbols("human"))[:GENES])  # as 10x, not in order of id
@@ -32,9 +32,9 @@ def write_raw(path: Path, cells: int, detected: int, seed: int) -> None:
         file.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
         matrix = file.create_group("X")
         matrix.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": (cells, GENES)})
-        filters = {"maxshape": (None,), "chunks": (CHUNK,), "compression": "gzip", "compression_opts": 1}
+        filters = {"compression": "gzip", "compression_opts": 1, "shuffle": True} if compressed else {}
         data, indices = (
-            matrix.create_dataset(name, (0,), dtype, shuffle=True, **filters)
+            matrix.create_dataset(name, (0,), dtype, maxshape=(None,), chunks=(CHUNK,), **filters)
             for name, dtype in (("data", np.float32), ("indices", np.int32))
         )
         ends = [np.zeros(1, np.int64)]
