@@ -212,9 +212,11 @@ def _add_run_commands(stages: Any) -> None:
     """Commands for runs that are queued, running or finished."""
     texts = {
         "status": "show the state of each run",
+        "watch": "show a run live: loss, effective rank, throughput, time left",
         "attach": "follow the log of a run's job until it ends",
         "cancel": "stop a run and save its state",
         "logs": "print the log of a run",
+        "follow": "send a run to a tracker, while it trains or afterwards",
     }
     for name, text in texts.items():
         parser = _command(stages, name, text)
@@ -225,6 +227,10 @@ def _add_run_commands(stages: Any) -> None:
         _add(parser, "--results", Path("results"), "folder of results")
         if name == "logs":
             parser.add_argument("--follow", action="store_true", help="follow it until the run ends")
+        if name == "follow":
+            parser.add_argument("--to", required=True, metavar="NAME", help="tracker, as in `track.to`")
+        if name == "watch":
+            _add(parser, "--every-s", 2.0, "seconds between updates", type=_seconds)
 
 
 def _stage(stages: Any, name: str, text: str, owner: str | None) -> Any:
@@ -251,6 +257,16 @@ def add_machine(parser: Any, names: Iterable[str]) -> None:
     for name in names:
         field = Machine.model_fields[name]
         _add(parser, f"--{name.replace('_', '-')}", field.default, str(field.description), type=str)
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0.1 <= number <= 3600:
+        raise argparse.ArgumentTypeError(f"expected seconds from 0.1 to 3600, got {text!r}")
+    return number
 
 
 def _count(text: str) -> int:

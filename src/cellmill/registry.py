@@ -46,7 +46,13 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "low_depth": "cellmill.config.evaluate:LowDepthConfig",
         "missing_genes": "cellmill.config.evaluate:MissingGenesConfig",
     },
-    "tracker": {},
+    "tracker": {
+        "tensorboard": "cellmill.config.track:TensorboardConfig",
+        "mlflow": "cellmill.config.track:MlflowConfig",
+        "wandb": "cellmill.config.track:WandbConfig",
+        "trackio": "cellmill.config.track:TrackioConfig",
+    },
+    "observer": {},
     "method": {
         "full": "cellmill.config.finetune:FullConfig",
         "partial": "cellmill.config.finetune:PartialConfig",

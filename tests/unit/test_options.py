@@ -178,6 +178,7 @@ ELSEWHERE = {
     "finetune.min_known_frac": "unit/test_new_genes.py",
     "finetune.targets": "distributed/test_methods.py",
     "track.to": "unit/test_trackers.py",
+    "track.observers": "unit/test_trackers.py",
     "train.epochs": "unit/test_plan.py",
     "train.keep_checkpoints": "unit/test_train_folder.py",
     "train.max_bad_steps": "distributed/test_bad_steps.py",

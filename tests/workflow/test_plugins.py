@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
         "log_every_steps": 2,
         "val_every_steps": 3,
     },
-    "track": {"to": {"toy_file": {"path": "tracked.jsonl"}}},
+    "track": {"to": {"toy_file": {"path": "tracked.jsonl"}}, "observers": {"toy_steps": {"path": "observed.txt"}}},
     "evaluate": {
         "folds": 3,
         "tasks": {"probe": {"neighbors": 5, "seeds": 2}, "reconstruct": {}, "toy_norm": {"power": 1}},
@@ -107,6 +107,8 @@ def test_plugins_of_every_kind_run_from_cells_to_the_report(project: Project, pl
     assert [line["start"] for line in tracked if "start" in line] == ["toy", "toy"]
     assert [line["finish"] for line in tracked if "finish" in line] == ["done", "done"]
     assert {line["step"] for line in tracked if "step" in line} >= {2, 3, 4, 6}
+    observed = (project.folder / "observed.txt").read_text().splitlines()
+    assert {"step 2", "validation 3", "step 6", "step-00000006"} <= {*observed}
 
     tasks = json.loads((runs / "base" / "evaluate" / "metrics.json").read_text())["datasets"]["sim"]["tasks"]
     assert list(tasks) == ["probe", "reconstruct", "toy_norm"]

@@ -1,9 +1,13 @@
-"""Section `track`: trackers beside metrics.jsonl and the console. Torch-free."""
+"""Section `track`: trackers and observers beside metrics.jsonl and the console. Torch-free.
+
+Keys and passwords of services come from the environment alone: options are written to run.json and to reports.
+"""
 
 from functools import partial
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, SerializeAsAny
+from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator
 
 from cellmill.config.plugin import Plugin, by_name
 from cellmill.config.section import Section
@@ -17,9 +21,71 @@ class TrackerConfig(Plugin):
     name: str
 
 
+class ObserverConfig(Plugin):
+    """Base of every observer's options; the observer itself is a `cellmill.track.observer.Observer`."""
+
+    kind: ClassVar[str] = "observer"
+
+    name: str
+
+
+class TensorboardConfig(TrackerConfig):
+    """Event files in `train/track/tensorboard` of the run, for `tensorboard --logdir results/runs`."""
+
+    implementation: ClassVar[str] = "cellmill.track.to_tensorboard:TensorboardTracker"
+
+    name: Literal["tensorboard"] = Field("tensorboard", description="Name of the tracker.")
+
+
+class MlflowConfig(TrackerConfig):
+    """A run of an MLflow experiment, on a server or in an SQLite file."""
+
+    implementation: ClassVar[str] = "cellmill.track.to_mlflow:MlflowTracker"
+
+    name: Literal["mlflow"] = Field("mlflow", description="Name of the tracker.")
+    uri: str | None = Field(
+        None,
+        description="Server or database, as `sqlite:///mlflow.db`; null is MLFLOW_TRACKING_URI, or MLflow's default.",
+    )
+    experiment: str = Field("cellmill", min_length=1, description="Name of the experiment.")
+
+    @field_validator("uri")
+    @classmethod
+    def _without_password(cls, value: str | None) -> str | None:
+        if value is not None and urlsplit(value).password is not None:
+            raise ValueError("has a password, which run.json would show; set MLFLOW_TRACKING_URI in the environment")
+        return value
+
+
+class WandbConfig(TrackerConfig):
+    """A run of Weights & Biases; the key is WANDB_API_KEY or that of `wandb login`."""
+
+    implementation: ClassVar[str] = "cellmill.track.to_wandb:WandbTracker"
+
+    name: Literal["wandb"] = Field("wandb", description="Name of the tracker.")
+    project: str | None = Field(None, description="Project; null is WANDB_PROJECT, or `cellmill`.")
+    entity: str | None = Field(None, description="User or team; null is WANDB_ENTITY, or your default.")
+    mode: Literal["online", "offline"] | None = Field(
+        None,
+        description="offline: files in `train/track/wandb` of the run, for `wandb sync`. null is WANDB_MODE.",
+    )
+
+
+class TrackioConfig(TrackerConfig):
+    """A run of a trackio project, an SQLite file in TRACKIO_DIR or the user's cache folder."""
+
+    implementation: ClassVar[str] = "cellmill.track.to_trackio:TrackioTracker"
+
+    name: Literal["trackio"] = Field("trackio", description="Name of the tracker.")
+    project: str = Field("cellmill", min_length=1, description="Project.")
+
+
 class Track(Section):
-    """Trackers of a training, beside metrics.jsonl and the console."""
+    """Trackers and observers of a training, beside metrics.jsonl and the console, each in a process of its own."""
 
     to: Annotated[dict[str, SerializeAsAny[TrackerConfig]], BeforeValidator(partial(by_name, TrackerConfig))] = Field(
-        default={}, description="Installed trackers to use, by name, each with its options or null."
+        default={}, description="Trackers to use, by name, each with its options or null."
     )
+    observers: Annotated[
+        dict[str, SerializeAsAny[ObserverConfig]], BeforeValidator(partial(by_name, ObserverConfig))
+    ] = Field(default={}, description="Installed observers to use, by name, each with its options or null.")

@@ -6,6 +6,7 @@
     metrics.jsonl   the loss curve
     checkpoints/step-00000100/    DCP files, state.json, and manifest.json with the size and SHA-256 of every file
     jobs/           submissions to a cluster, see runs/jobs.py
+    track/          what each tracker and observer was sent, see track/sent.py
     superseded-…/   files of an earlier configuration; never deleted here
 
 A checkpoint is written to `….incomplete`, its manifest last, and then renamed. Torch-free, so that a launcher can
@@ -205,7 +206,7 @@ class TrainFolder:
         number = 1 + sum(1 for _ in self.path.glob("superseded-*"))
         aside = self.path / f"superseded-{number:03}"
         aside.mkdir()
-        for name in ("status.json", "state.json", "run.json", "metrics.jsonl", "checkpoints"):
+        for name in ("status.json", "state.json", "run.json", "metrics.jsonl", "checkpoints", "track"):
             if (self.path / name).exists():
                 (self.path / name).rename(aside / name)
         return aside

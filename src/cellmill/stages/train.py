@@ -7,6 +7,7 @@ processes run `train/worker.py`.
 import os
 import platform
 import shutil
+import subprocess
 import tempfile
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -42,6 +43,7 @@ from cellmill.runs.folder_watch import FolderWatch
 from cellmill.runs.identity import changed_keys, check_data, identity
 from cellmill.runs.progress import training_seconds
 from cellmill.runs.run_cost import accounted, write_cost
+from cellmill.track.followers import followed
 
 
 def run(
@@ -96,7 +98,7 @@ def run(
             write_json(folder.path / "run.json", record)
             if folder.state() == "done":  # of a shorter run, of a training set aside, or without its checkpoints
                 (folder.path / "state.json").unlink()
-        with accounted(folder.path, machine):
+        with followed(folder.path, options.track), accounted(folder.path, machine):
             if launcher is not None and machine.launcher == "slurm":
                 launcher.run(partial(_job, folder, machine))
             else:
@@ -178,7 +180,17 @@ def environment() -> dict[str, str]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
-    return versions
+    return versions | code_version()
+
+
+def code_version() -> dict[str, str]:
+    """`commit` of the folder this process is in, `-dirty` with changes of tracked files; empty outside of git."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {"commit": done.stdout.strip()}
 
 
 def _check_end(folder: TrainFolder, code: int, error: Path) -> None:

@@ -1,31 +1,42 @@
-"""Contract of a tracker, which receives the numbers of a training, and the two that every training has."""
+"""Contract of a tracker, which receives the numbers of a training, and the two of the training itself."""
 
 import json
 import sys
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, runtime_checkable
 
 
 class Tracker(Protocol):
-    """Used by rank 0 only. A plug-in is made from its `config.track.TrackerConfig`; see `track.background`."""
+    """A plug-in made from its `config.track.TrackerConfig`, called in a process of its own (`track.followers`)."""
 
     def start(self, config: dict[str, Any], resume_step: int) -> None:
         """Begin, before any other call.
 
-        `config` has `run`, `steps`, `world_size`, `fingerprint`, `options` and what else checkpoints record; JSON-able.
-        `resume_step` is the number of optimizer steps done so far, 0 for a new run. Steps after it that an earlier
-        process logged come again.
+        `config` has `run`, `id` (32 hexadecimal digits: the same for all processes that track this training, and
+        another for any other), `folder` for files of the tracker's own, and what run.json and state.json record:
+        `options`, `identity`, `fingerprint`, `environment`, `steps`, `world_size`; JSON-able. `resume_step` is the
+        newest step that an earlier process sent, 0 without one.
         """
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
-        """Record a line of metrics.jsonl: numbers of a training step, or `val_loss`.
+        """Record a line of metrics.jsonl: numbers of a training step, or `val_loss`. Each line comes once.
 
-        Plug-ins get numbers only: the largest of a list over ranks (memory), and no text (the reason of a skipped
-        step).
+        Numbers only: the largest of a list over ranks (memory), and no text (the reason of a skipped step).
         """
 
     def finish(self, status: str) -> None:
-        """End: `done`, `stopped` (to be resumed) or `failed`. Not called when the process is killed."""
+        """End: `done`, `stopped` (to be resumed) or `failed`. Not called when the process is killed.
+
+        Another process may start again with the same `id`.
+        """
+
+
+@runtime_checkable
+class ArtifactTracker(Protocol):
+    """A tracker that takes files too."""
+
+    def artifact(self, name: str, path: Path) -> None:
+        """Record a file of the run under `name`, before `finish`; again when the file has changed."""
 
 
 class JsonlTracker:

@@ -22,7 +22,6 @@ from cellmill.config.load import stored_options
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Parallel, min_microbatches
 from cellmill.config.run import Train
-from cellmill.config.track import Track
 from cellmill.data.local_copies import LocalCopies
 from cellmill.data.manifest import Manifest
 from cellmill.data.obs_levels import DATASET
@@ -48,7 +47,6 @@ from cellmill.parallel.torch_private import set_group_timeouts
 from cellmill.planner.devices import peak_flops
 from cellmill.planner.size import measure
 from cellmill.runs.folder import TrainFolder
-from cellmill.track.background import BackgroundTrackers
 from cellmill.track.tracker import ConsoleTracker, JsonlTracker, Tracker
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.failure import give_up, leave_reason
@@ -120,7 +118,7 @@ def main(path: Path, error_file: Path) -> None:
         train_stream=train_stream,
         val_stream=val_stream,
         checkpoints=checkpoints,
-        trackers=open_trackers(folder, options.track, saved_with, progress.step),
+        trackers=open_trackers(folder, saved_with, progress.step),
         meter=Meter(_peak(device, options.parallel), dist.get_world_size()),
         stop=stop,
         progress=progress,
@@ -270,11 +268,11 @@ def batch_column(options: TrainOptions, manifest: Manifest) -> str | None:
     return given or (DATASET if several else None)
 
 
-def open_trackers(folder: TrainFolder, track: Track, saved_with: dict[str, Any], resume_step: int) -> list[Tracker]:
-    """Start rank 0's trackers; other ranks have none."""
+def open_trackers(folder: TrainFolder, saved_with: dict[str, Any], resume_step: int) -> list[Tracker]:
+    """Start rank 0's metrics.jsonl and console, which other ranks have none of; others follow metrics.jsonl."""
     if dist.get_rank() != 0:
         return []
-    trackers: list[Tracker] = [JsonlTracker(folder.metrics), ConsoleTracker(), BackgroundTrackers(track.to)]
+    trackers: list[Tracker] = [JsonlTracker(folder.metrics), ConsoleTracker()]
     for tracker in trackers:
         tracker.start({"run": folder.path.resolve().parent.name, **saved_with}, resume_step)
     return trackers

@@ -11,7 +11,7 @@ from cellmill.config.family import FamilyConfig
 from cellmill.config.finetune import MethodConfig
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.tokens import Tokens
-from cellmill.config.track import TrackerConfig
+from cellmill.config.track import ObserverConfig, TrackerConfig
 
 
 class ToyFamily(FamilyConfig):
@@ -75,6 +75,15 @@ class ToyFile(TrackerConfig):
     implementation: ClassVar[str] = "cellmill_toy.tracker:File"
 
     name: Literal["toy_file"] = Field("toy_file", description="Name of the tracker.")
+    path: str = Field(description="File to append to.")
+
+
+class ToySteps(ObserverConfig):
+    """Write what an observer sees to a file."""
+
+    implementation: ClassVar[str] = "cellmill_toy.observer:Steps"
+
+    name: Literal["toy_steps"] = Field("toy_steps", description="Name of the observer.")
     path: str = Field(description="File to append to.")
 
 

@@ -1,0 +1,126 @@
+"""Trackers with the real packages: what each has of a run that was stopped and resumed is read back."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cellmill.config.track import Track
+from cellmill.runs.metrics import cut_back
+from cellmill.track.follower import Follower
+from tests.unit.tracked import tracked_run
+
+LOSSES = [(1, 1.0), (2, 0.5), (3, 0.25), (4, 0.125)]
+
+
+def package(name: str, extra: str) -> Any:
+    return pytest.importorskip(name, reason=f"{name} is not installed: pip install 'cellmill[{extra}]'")
+
+
+def send(folder: Path, name: str, **options: Any) -> Path:
+    """Send a training that was stopped after step 3, went on from step 2 and is done; return its training folder."""
+    train = tracked_run(folder)
+    tracker = Track.model_validate({"to": {name: options}}).to[name]
+    for lines, status in ((LOSSES[:3], "stopped"), (LOSSES[2:], "done")):
+        with open(train / "metrics.jsonl", "a") as file:
+            for step, loss in lines:
+                file.write(json.dumps({"step": step, "loss": loss, "resident_gb": [1.0, 4.0, 2.0]}) + "\n")
+            if status == "done":
+                file.write(json.dumps({"step": 4, "val_loss": 0.75}) + "\n")
+        Follower(train, tracker).follow(lambda status=status: status)
+        if status == "stopped":
+            cut_back(train / "metrics.jsonl", 2)
+    return train
+
+
+def test_tensorboard_has_what_was_written(tmp_path: Path) -> None:
+    package("tensorboard", "tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train = send(tmp_path, "tensorboard")
+    read = EventAccumulator(str(train / "track" / "tensorboard"), {"tensors": 0}).Reload()
+    assert [(event.step, event.value) for event in read.Scalars("loss")] == LOSSES
+    assert [(event.step, event.value) for event in read.Scalars("val_loss")] == [(4, 0.75)]
+    assert {event.value for event in read.Scalars("resident_gb")} == {4.0}
+    texts = {tag: read.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in read.Tags()["tensors"]}
+    assert json.loads(texts["config"].strip("`json\n"))["fingerprint"] == "f" * 64
+    assert '"commit"' in texts["train/run.json"]
+    assert texts["status"] == "done"
+
+
+def test_mlflow_has_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = package("mlflow", "mlflow")
+    package("alembic", "mlflow")
+    monkeypatch.chdir(tmp_path)  # for files, which MLflow keeps in mlruns
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    train = send(tmp_path, "mlflow", uri=uri, experiment="cells")
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    [run] = client.search_runs([client.get_experiment_by_name("cells").experiment_id])
+    assert [(line.step, line.value) for line in client.get_metric_history(run.info.run_id, "loss")] == LOSSES
+    assert [(line.step, line.value) for line in client.get_metric_history(run.info.run_id, "val_loss")] == [(4, 0.75)]
+    assert (run.info.run_name, run.info.status) == ("one", "FINISHED")
+    assert {"train.lr": "0.001", "steps": "20"}.items() <= run.data.params.items()
+    assert {"fingerprint": "f" * 64, "mlflow.source.git.commit": "c" * 40}.items() <= run.data.tags.items()
+    kept = Path(client.download_artifacts(run.info.run_id, "train"))
+    assert {path.name for path in kept.iterdir()} == {"run.json", "metrics.jsonl"}
+    assert (kept / "metrics.jsonl").read_text() == (train / "metrics.jsonl").read_text()
+
+
+def test_wandb_has_what_was_written(tmp_path: Path) -> None:
+    package("wandb", "wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    train = send(tmp_path, "wandb", mode="offline")
+    files = sorted((train / "track" / "wandb" / "wandb").glob("offline-run-*/*.wandb"))
+    records = [Record.FromString(data) for file in files for data in leveldb_records(file)]
+    runs = [record.run for record in records if record.HasField("run")]
+    assert {(run.run_id, run.display_name, run.project) for run in runs} == {(file_id(train), "one", "cellmill")}
+    rows = [{"/".join(i.nested_key) or i.key: i.value_json for i in r.history.item} for r in records]
+    logged = [{key: json.loads(value) for key, value in row.items()} for row in rows if row]
+    assert [(row["step"], row["loss"]) for row in logged if "loss" in row] == LOSSES
+    assert [(row["step"], row["val_loss"]) for row in logged if "val_loss" in row] == [(4, 0.75)]
+    config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
+    assert (config["commit"], config["options"]["train"]["lr"]) == ("c" * 40, 1e-3)
+    kept = [record.artifact for record in records if record.HasField("artifact")]
+    kept += [r.request.log_artifact.artifact for r in records if r.request.HasField("log_artifact")]
+    names = {entry.path for artifact in kept for entry in artifact.manifest.contents}
+    assert names == {"train/run.json", "train/metrics.jsonl"}
+
+
+def file_id(train: Path) -> str:
+    """Id of the run at its tracker."""
+    [record] = (train / "track").glob("*/sent.json")
+    return str(json.loads(record.read_text())["id"])
+
+
+def leveldb_records(path: Path) -> Iterator[bytes]:
+    """Records of a .wandb file: LevelDB's log format behind a header of 7 bytes."""
+    data, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # full, last
+            yield whole
+            whole = b""
+
+
+def test_trackio_has_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    trackio = package("trackio", "trackio")
+    train = send(tmp_path, "trackio", project="cells")
+    [run] = trackio.Api().runs("cells")
+    rows = trackio.SQLiteStorage.get_logs("cells", run.name)
+    assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == LOSSES
+    assert [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row] == [(4, 0.75)]
+    assert run.name == f"one-{file_id(train)[:8]}"
+    assert run.config["options"]["train"]["lr"] == 1e-3
+    assert run.config["fingerprint"] == "f" * 64
