@@ -66,7 +66,8 @@ def preprocess(
     var = pd.DataFrame({"symbol": np.array(genes.symbols, dtype=object)[order]}, index=ids)
 
     blocks = _kept_rows(reader, genes, cells, order, options.row_block)
-    write_cells(out, lambda: chosen.kept(cells.reason < 0), var, blocks, nnz, count_dtype(cells.largest))
+    dtype = count_dtype(cells.largest)
+    write_cells(out, lambda: chosen.kept(cells.reason < 0), var, blocks, nnz, dtype, compression=options.compression)
     return _report(reader, options, genes, cells, keep_gene)
 
 
