@@ -103,6 +103,7 @@ ELSEWHERE = {
     "vocabulary.protein_coding": "unit/test_gene_selection.py",
     "preprocess.min_coverage_frac": "unit/test_preprocess.py",
     "preprocess.row_block": "unit/test_preprocess.py",
+    "preprocess.compression": "unit/test_compressed_rows.py",
     "shard.duplicates": "unit/test_shard_parts.py",
     "shard.jobs": "unit/test_shard_parts.py",
     "tokens.truncation": "unit/test_cell_tokens.py",

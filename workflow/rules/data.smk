@@ -92,8 +92,8 @@ rule vocabulary:
     container:
         "envs/cellmill.sif"
     resources:
-        mem_mb=sized(4000, 50),
-        runtime=sized(60, 1500),
+        mem_mb=sized(4000, 12),
+        runtime=sized(60, 300),
     params:
         options=options("vocabulary"),
         options_file=options_file("vocabulary"),
@@ -119,8 +119,8 @@ rule divide:
     container:
         "envs/cellmill.sif"
     resources:
-        mem_mb=sized(16000, 50),
-        runtime=sized(240, 600),
+        mem_mb=sized(16000, 12),
+        runtime=sized(240, 120),
     params:
         options=options("divide"),
         options_file=options_file("divide"),
@@ -145,8 +145,8 @@ rule shard_part:
     container:
         "envs/cellmill.sif"
     resources:
-        mem_mb=sized(16000, 50),
-        runtime=sized(240, 600),
+        mem_mb=sized(16000, 12),
+        runtime=sized(240, 120),
     params:
         options=options("shard_part"),
         options_file=options_file("shard_part"),
@@ -171,8 +171,8 @@ rule shard:
     container:
         "envs/cellmill.sif"
     resources:
-        mem_mb=sized(16000, 50),
-        runtime=sized(240, 600),
+        mem_mb=sized(16000, 12),
+        runtime=sized(240, 120),
     params:
         options=options("shard"),
         options_file=options_file("shard"),

@@ -24,7 +24,7 @@ def is_fasta(path: Path) -> bool:
 
 
 class Preprocess(Section):
-    """Quality control and gene names of one dataset; of a FASTA file min_counts, keep_obs and row_block are read."""
+    """Quality control and gene names of a dataset; of FASTA, min_counts, keep_obs, row_block, compression are read."""
 
     organism: Literal["human", "mouse"] | None = Field(
         "human", description="Gene table that maps symbols to Ensembl ids; null uses var_names as ids."
@@ -59,6 +59,11 @@ class Preprocess(Section):
     )
     keep_obs: list[str] | None = Field(None, description="obs columns to keep; null keeps all.")
     row_block: int = Field(4096, ge=1, description="Cells in memory at a time.")
+    compression: Literal["gzip"] | None = Field(
+        "gzip",
+        description="Compression of the written cells, which any AnnData reader opens. null takes about four times the "
+        "disk and less CPU time (benchmarks/README.md); shards are the same.",
+    )
 
     @model_validator(mode="after")
     def _orthologs_are_read(self) -> Self:

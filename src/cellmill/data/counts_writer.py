@@ -1,11 +1,11 @@
-"""Writing cells as .h5ad with contiguous, unfiltered, aligned CSR, so that a row is one pread.
+"""Writing cells as .h5ad with contiguous, unfiltered, aligned CSR, so that a row is one pread, or compressed.
 
 anndata's own writer chunks sparse arrays.
 """
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import h5py
 import numpy as np
@@ -13,7 +13,7 @@ import pandas as pd
 import scipy.sparse as sp
 from anndata.io import write_elem
 
-from cellmill.data.h5_file import NewH5File, create_h5
+from cellmill.data.h5_file import ALIGNMENT, NewH5File, create_h5
 
 
 def count_dtype(largest: int) -> np.dtype[Any]:
@@ -29,19 +29,21 @@ def write_cells(
     nnz: int | None,
     dtype: np.dtype[Any],
     ordered: bool = False,
+    compression: Literal["gzip"] | None = None,
 ) -> None:
-    """Write an .h5ad whose X is CSR: `dtype` data, int32 indices, int64 indptr, unfiltered, little-endian.
+    """Write an .h5ad whose X is CSR: `dtype` data, int32 indices, int64 indptr, little-endian.
 
     `obs` may be a function, called after the last block: for when only the blocks tell which cells remain. `blocks` are
     rows of X in order, columns in any order within a row; one is held in memory at a time. With `nnz`, the number of
-    values in all blocks, arrays are contiguous and aligned to 4,096 bytes; without it they grow in chunks.
+    values in all blocks, arrays are contiguous, unfiltered and aligned to 4,096 bytes; without it they grow in chunks.
+    With `compression` they are in chunks of 4,096 values, shuffled and compressed at level 1 (`compressed_rows`).
     `ordered` says that rows are sequences. Raises OSError naming `path` when the disk is full; `path` is then left as
     it was.
     """
-    with create_h5(path) as file:
+    with create_h5(path, 1 if compression else ALIGNMENT) as file:  # padding would be half of a compressed chunk
         file.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
         group = file.create_group("X")
-        indptr = _write_values(file, group, blocks, nnz, np.dtype(dtype))
+        indptr = _write_values(file, group, blocks, _layout(nnz, compression), np.dtype(dtype))
         group.create_dataset("indptr", data=indptr)
         shape = np.array([len(indptr) - 1, len(var)], np.int64)
         group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape})
@@ -55,17 +57,16 @@ def write_cells(
 
 
 def _write_values(
-    file: NewH5File, group: h5py.Group, blocks: Iterable[sp.csr_matrix], nnz: int | None, dtype: np.dtype[Any]
+    file: NewH5File, group: h5py.Group, blocks: Iterable[sp.csr_matrix], layout: dict[str, Any], dtype: np.dtype[Any]
 ) -> np.ndarray:
     """Write `data` and `indices` of `group`; return indptr."""
-    layout = {"shape": (nnz,)} if nnz is not None else {"shape": (0,), "maxshape": (None,), "chunks": (1 << 18,)}
     data = group.create_dataset("data", dtype=dtype.newbyteorder("<"), **layout)
     indices = group.create_dataset("indices", dtype="<i4", **layout)
     start, indptr = 0, [np.zeros(1, np.int64)]
     for block in blocks:
         assert not block.nnz or block.data.max() <= np.iinfo(dtype).max, f"a count is too large for {dtype}"
         stop = start + block.nnz
-        if nnz is None:
+        if "maxshape" in layout:
             data.resize((stop,))
             indices.resize((stop,))
         if block.nnz:
@@ -74,5 +75,15 @@ def _write_values(
             file.raise_if_failed()
         indptr.append(start + block.indptr[1:].astype(np.int64))
         start = stop
-    assert nnz is None or start == nnz, f"expected {nnz} values, got {start}"
+    assert start == len(data), f"expected {len(data)} values, got {start}"
     return np.concatenate(indptr)
+
+
+def _layout(nnz: int | None, compression: Literal["gzip"] | None) -> dict[str, Any]:
+    """Arguments of h5py for an array of `nnz` values; None is for one that grows."""
+    if nnz is None:
+        return {"shape": (0,), "maxshape": (None,), "chunks": (1 << 18,)}
+    if compression is None:
+        return {"shape": (nnz,)}
+    # larger chunks are a tenth smaller, but a row is then read with many others
+    return {"shape": (nnz,), "chunks": (min(nnz, 4096),), "compression": "gzip", "compression_opts": 1, "shuffle": True}

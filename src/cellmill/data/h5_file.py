@@ -45,10 +45,10 @@ def check_h5ad(out: Path, option: str) -> None:
 
 
 class NewH5File(h5py.File):
-    """HDF5 file being written or changed; arrays are aligned to 4,096 bytes."""
+    """HDF5 file being written or changed."""
 
-    def __init__(self, disk: _Disk, mode: Literal["w", "r+"]) -> None:
-        super().__init__(disk, mode, alignment_threshold=ALIGNMENT, alignment_interval=ALIGNMENT)
+    def __init__(self, disk: _Disk, mode: Literal["w", "r+"], alignment: int) -> None:
+        super().__init__(disk, mode, alignment_threshold=alignment, alignment_interval=alignment)
         self._disk = disk
 
     def raise_if_failed(self) -> None:
@@ -57,12 +57,14 @@ class NewH5File(h5py.File):
 
 
 @contextmanager
-def create_h5(path: Path) -> Iterator[NewH5File]:
+def create_h5(path: Path, alignment: int = ALIGNMENT) -> Iterator[NewH5File]:
     """New HDF5 file that replaces `path` when the block ends without an error.
+
+    Arrays and chunks of at least `alignment` bytes begin at a multiple of it.
 
     Raises OSError naming `path` when the disk is full.
     """
-    with named_errors(path), atomic_path(path) as temporary, _written(temporary, "w") as file:
+    with named_errors(path), atomic_path(path) as temporary, _written(temporary, "w", alignment) as file:
         yield file
 
 
@@ -79,11 +81,11 @@ def change_h5(path: Path, source: Path) -> Iterator[NewH5File]:
 
 
 @contextmanager
-def _written(temporary: Path, mode: Literal["w", "r+"]) -> Iterator[NewH5File]:
+def _written(temporary: Path, mode: Literal["w", "r+"], alignment: int = ALIGNMENT) -> Iterator[NewH5File]:
     """HDF5 file in `temporary`, which the caller syncs."""
     with _Disk(temporary, "r+") as disk:
         try:
-            with NewH5File(disk, mode) as file:
+            with NewH5File(disk, mode, alignment) as file:
                 yield file
         except (OSError, RuntimeError) as error:
             raise disk.error or error from None

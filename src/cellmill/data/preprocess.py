@@ -66,7 +66,10 @@ def preprocess(
         ids = pd.Index(np.array(genes.gene_ids, dtype=object)[keep_gene], name="gene_id")
         var = pd.DataFrame({"symbol": np.array(genes.symbols, dtype=object)[keep_gene]}, index=ids)
         blocks = _kept_rows(passing, keep_gene, cells)
-        write_cells(out, lambda: chosen.kept(cells.reason < 0), var, blocks, nnz, count_dtype(cells.largest))
+        dtype = count_dtype(cells.largest)
+        write_cells(
+            out, lambda: chosen.kept(cells.reason < 0), var, blocks, nnz, dtype, compression=options.compression
+        )
     return _report(reader, options, genes, cells, keep_gene)
 
 

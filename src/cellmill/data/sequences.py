@@ -41,7 +41,7 @@ def preprocess_sequences(
         raise DataError(f"{reader.path}: none of {reader.n_obs:,} sequences is left: {dropped}; lower min_counts")
     nnz = int(lengths[kept].sum())
     blocks = _kept_rows(reader, kept, options.row_block)
-    write_cells(out, chosen.kept(kept), reader.var, blocks, nnz, count_dtype(1), ordered=True)
+    write_cells(out, chosen.kept(kept), reader.var, blocks, nnz, count_dtype(1), True, options.compression)
     return _report(reader, options, lengths, kept, dropped)
 
 

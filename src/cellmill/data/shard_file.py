@@ -132,7 +132,7 @@ def open_rows(path: Path, files: OpenFiles) -> RowFile:
             if x.attrs.get("encoding-type") != "csr_matrix":
                 raise DataError(f"{path}: X is not a csr_matrix; {REMEDY}")
             n_obs, n_vars = (int(n) for n in x.attrs["shape"])
-            indptr = _read_indptr(path, x["indptr"], n_obs)
+            indptr = read_indptr(path, x["indptr"], n_obs)
             offsets = offset_of(path, x["indices"], ("<i4",)), offset_of(path, x["data"], ("<u2", "<u4"))
             dtype: np.dtype[Any] = x["data"].dtype
             nnz = len(x["indices"])
@@ -166,7 +166,8 @@ def offset_of(path: Path, dataset: h5py.Dataset, dtypes: tuple[str, ...]) -> int
     return offset or 0
 
 
-def _read_indptr(path: Path, dataset: h5py.Dataset, n_obs: int) -> np.ndarray:
+def read_indptr(path: Path, dataset: h5py.Dataset, n_obs: int) -> np.ndarray:
+    """Offsets of the rows of X, int64. Raises DataError when they are not of `n_obs` cells."""
     # before memory is taken for it: a damaged header may claim any size
     too_large = dataset.nbytes > path.stat().st_size
     if dataset.shape != (n_obs + 1,) or dataset.dtype.kind not in "iu" or too_large:

@@ -21,12 +21,13 @@ import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.corpus import Shard as ShardOptions
+from cellmill.data.compressed_rows import open_cells
 from cellmill.data.counts_writer import count_dtype, write_cells
 from cellmill.data.gene_ranking import inverse_medians, rank_order_rows
 from cellmill.data.h5_file import open_h5
 from cellmill.data.manifest import Manifest, ShardEntry, SplitEntry
 from cellmill.data.open_files import OpenFiles
-from cellmill.data.shard_file import RowFile, offset_of, open_rows, read_gene_ids
+from cellmill.data.shard_file import RowFile, offset_of, read_gene_ids
 from cellmill.data.shard_plan import BLOCK, ShardPlace, ShardPlan, make_plan, remove_plan, select_genes
 from cellmill.data.split import SPLITS
 from cellmill.data.vocabulary import Vocabulary
@@ -60,7 +61,7 @@ def write_part(
     places = plan.shards()[part::parts]
     missing = [place for place in places if _finished(plan, place, folder) is None]
     if missing:
-        writer = _Writer(plan, [open_rows(paths[name], files) for name in plan.datasets], vocabulary, folder)
+        writer = _Writer(plan, [open_cells(paths[name], files) for name in plan.datasets], vocabulary, folder)
         for place in missing:
             writer.write(place)
     return len(places)
