@@ -5,7 +5,6 @@ a plain model. `config.json` is written last: its existence means that the rest 
 """
 
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +100,7 @@ def _load(checkpoint: Checkpoint, model: Model) -> None:
             f"{checkpoint.path}: expected the tensors of its options' model, which differ in {differing[0]} "
             f"({len(differing)} in all); train it again"
         )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is intended
-        load_tensors(checkpoint.path, tensors, no_dist=True)
+    load_tensors(checkpoint.path, tensors)
 
 
 def _config(state: dict[str, Any], genes: Vocabulary) -> dict[str, Any]:
