@@ -7,8 +7,11 @@ behind. The part that nothing hides is the copy of weights and optimizer state, 
 then it is copied, written, synced and hashed. Beside it each process writes as many bytes into one file, and syncs it.
 Resume is the check of all hashes and the load, with files that are no longer in the page cache.
 
+`index`: one process, the index of a checkpoint that 128 ranks have saved and DCP's own, read for one rank's part.
+
     python benchmarks/checkpoint.py stall [--steps 3] [--saves 3] [--cells 4] [--threads 1] [--device cpu]
     python benchmarks/checkpoint.py write [--saves 3] [--layers 12] [--folder .]
+    python benchmarks/checkpoint.py index [--saves 3] [--folder .]
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import statistics
 import tempfile
 import time
@@ -26,6 +30,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 from train_step import GENES, commit, machine, synchronize
@@ -44,7 +56,8 @@ from cellmill.parallel.clip import clip_grad_norm
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel
 from cellmill.runs.folder import TrainFolder
-from cellmill.train.checkpoint import Checkpoints, tensors_of
+from cellmill.train.checkpoint import CheckpointReader, Checkpoints, tensors_of
+from cellmill.train.checkpoint_index import INDEX, write_index
 from cellmill.train.optimizer import build_optimizer
 
 LENGTH = 512
@@ -52,6 +65,7 @@ TRAIN = Train(steps=1)
 
 
 WORLDS = (1, 2, 4)
+TENSORS, RANKS = 900, 128  # of part index
 
 
 def spec(layers: int) -> ModelSpec:
@@ -61,7 +75,7 @@ def spec(layers: int) -> ModelSpec:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("part", choices=("stall", "write"))
+    parser.add_argument("part", choices=("stall", "write", "index"))
     parser.add_argument("--steps", type=int, default=3, help="plain steps, and steps after each save")
     parser.add_argument("--saves", type=int, default=3, help="at least two")
     parser.add_argument("--cells", type=int, default=4, help=f"cells of a step, of {LENGTH} genes each")
@@ -71,7 +85,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(), help="on the file system to measure")
     arguments = parser.parse_args()
     arguments.folder = arguments.folder.resolve()
-    stall(arguments) if arguments.part == "stall" else write(arguments)
+    {"stall": stall, "write": write, "index": index}[arguments.part](arguments)
 
 
 def stall(arguments: argparse.Namespace) -> None:
@@ -233,6 +247,35 @@ def plain_write(path: Path, n_bytes: int) -> float:
     seconds = time.perf_counter() - began
     path.unlink()
     return seconds
+
+
+def index(arguments: argparse.Namespace) -> None:
+    """Print the CPU seconds in which one rank of 128 reads where its part of 900 tensors lies; medians."""
+    metadata, own = Metadata({}, storage_data={}), torch.empty(8, 1024, device="meta")
+    names = [f"optimizer.state.blocks.{n // 9}.part{n % 9}.weight.exp_avg" for n in range(TENSORS)]
+    for number, name in enumerate(names):
+        parts = [ChunkStorageMetadata(torch.Size([8 * rank, 0]), own.shape) for rank in range(RANKS)]
+        size = torch.Size([8 * RANKS, 1024])
+        metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(own.dtype), size, parts)
+        for rank, part in enumerate(parts):
+            place = _StorageInfo(f"__{rank}_0.distcp", number * own.nbytes, own.nbytes)
+            metadata.storage_data[MetadataIndex(name, part.offsets, rank)] = place
+    print_machine(torch.device("cpu"))
+    print("\n| | MB | CPU seconds of a rank |\n|---|---:|---:|")
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        for file in (Path(folder, ".metadata"), Path(folder, INDEX)):
+            if file.name == INDEX:
+                write_index(Path(folder), metadata)
+            else:
+                file.write_bytes(pickle.dumps(metadata))
+            took = []
+            for _ in range(arguments.saves):
+                began = time.process_time()
+                # a whole tensor of this size has the place of the first rank's part
+                read = CheckpointReader(Path(folder), dict.fromkeys(names, own)).read_metadata()
+                took.append(time.process_time() - began)
+                assert len(read.state_dict_metadata) == TENSORS
+            print(f"| `{file.name}` | {file.stat().st_size / 1e6:.1f} | {statistics.median(took):.2f} |", flush=True)
 
 
 def drop_from_cache(files: list[Path]) -> None:

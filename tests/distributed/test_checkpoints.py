@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -94,6 +96,7 @@ def test_a_planted_pickle_in_the_metadata_is_refused_and_not_run(half: Path, tmp
             return (eval, (f"open({str(trace)!r}, 'w').close()",))
 
     shutil.copytree(half / "checkpoints" / "step-00000004", tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "index.json").unlink()  # as earlier versions wrote it
     (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps(Planted()))
     with pytest.raises(DataError, match=r"builtins\.eval is not allowed in checkpoint metadata"):
         CheckpointReader(tmp_path / "checkpoint").read_metadata()
@@ -111,13 +114,14 @@ def test_a_planted_pickle_in_the_place_of_a_tensor_is_not_run(tmp_path: Path) ->
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.save({"model": {"weight": Planted()}}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
-        with pytest.raises(DataError, match=r"BytesStorageMetadata is not allowed in checkpoint metadata"):
-            load_tensors(tmp_path / "checkpoint", {"model": {"weight": torch.zeros(3)}}, no_dist=True)
+    with pytest.raises(DataError, match=r"BytesStorageMetadata is not allowed in checkpoint metadata"):
+        load_tensors(tmp_path / "checkpoint", {"model": {"weight": torch.zeros(3)}})
     assert not trace.exists()
 
 
 def test_a_value_that_is_no_tensor_is_refused_and_not_unpickled(half: Path, tmp_path: Path) -> None:
     shutil.copytree(half / "checkpoints" / "step-00000004", tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "index.json").unlink()  # as earlier versions wrote it
     metadata = CheckpointReader(tmp_path / "checkpoint").read_metadata()
     metadata.state_dict_metadata["model.norm.weight"] = BytesStorageMetadata()
     (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -125,14 +129,54 @@ def test_a_value_that_is_no_tensor_is_refused_and_not_unpickled(half: Path, tmp_
         CheckpointReader(tmp_path / "checkpoint").read_metadata()
 
 
-def test_metadata_is_read_once(alone: None, half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_is_read_once_and_no_pickle(alone: None, half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[Path] = []
-    read_bytes = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: reads.append(path) or read_bytes(path))
+    for name in ("read_bytes", "read_text"):
+        read = getattr(Path, name)
+        monkeypatch.setattr(Path, name, lambda path, read=read, **k: reads.append(path) or read(path, **k))
     model, checkpoint = torch.nn.Linear(1, 1), TrainFolder(half).checkpoints()[0]
     with pytest.raises(DataError, match=r"step-00000004: cannot be loaded \(.*Missing key"):
         Checkpoints(TrainFolder(half), 1).load(checkpoint, model, torch.optim.AdamW(model.parameters()))
-    assert [path.name for path in reads] == [".metadata"]
+    assert [path.name for path in reads] == ["index.json"]
+
+
+def test_the_index_has_what_the_pickle_has_and_of_it_a_rank_takes_its_own_part(half: Path, tmp_path: Path) -> None:
+    shutil.copytree(half / "checkpoints" / "step-00000004", tmp_path / "checkpoint")
+    whole = CheckpointReader(tmp_path / "checkpoint").read_metadata()
+    (tmp_path / "checkpoint" / "index.json").rename(tmp_path / "index.json")
+    pickled = CheckpointReader(tmp_path / "checkpoint").read_metadata()
+    assert {at: vars(place) for at, place in whole.storage_data.items()} == {
+        at: {"transform_descriptors": None} | vars(place) for at, place in pickled.storage_data.items()
+    }
+    for name, of in pickled.state_dict_metadata.items():
+        found = whole.state_dict_metadata[name]
+        assert (found.size, found.chunks) == (of.size, of.chunks)
+        assert found.properties.dtype == of.properties.dtype
+    (tmp_path / "index.json").rename(tmp_path / "checkpoint" / "index.json")
+    name = next(name for name, of in whole.state_dict_metadata.items() if len(of.chunks) > 1)
+    first = whole.state_dict_metadata[name].chunks[0]
+    asked = {name: torch.zeros(first.sizes)}  # of a whole tensor's place, as far as its first part
+    own = CheckpointReader(tmp_path / "checkpoint", asked).read_metadata()
+    assert [*own.state_dict_metadata] == [name]
+    assert own.state_dict_metadata[name].chunks == [first]
+    assert [at.offset for at in own.storage_data] == [first.offsets]
+
+
+OF_A = {"dtype": "float32", "size": [2], "offsets": [0], "sizes": [2], "file": [0]}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "not valid JSON"),
+        ('{"files": ["../a"], "tensors": {}}', "not a checkpoint's index (ValueError: '../a' is elsewhere)"),
+        (json.dumps({"files": ["b"], "tensors": {"a": OF_A}}), "not a checkpoint's index (KeyError: 'start')"),
+    ],
+)
+def test_a_damaged_index_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(DataError, match=re.escape(f"{tmp_path / 'index.json'}: {reason}")):
+        load_tensors(tmp_path, {"a": torch.zeros(2)})
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])

@@ -12,7 +12,7 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Layout, Parallel, layout
 from cellmill.errors import ConfigError
 from cellmill.models.encoder.config import EncoderConfig
-from cellmill.planner.devices import DEVICES, device_named, peak_flops
+from cellmill.planner.devices import DEVICES, device_named, known_device, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -239,6 +239,10 @@ def test_devices_are_known_by_profile_name_and_by_product_name() -> None:
     assert peak_flops("NVIDIA A100-SXM4-80GB", Parallel()) == 19.5e12
     assert peak_flops("NVIDIA A100-SXM4-80GB", tf32) == 156e12
     assert peak_flops("something else", bf16) is None
+    assert peak_flops("NVIDIA RTX A1000", bf16) is None
+    names = {"A100-SXM4-40GB": "a100-40gb", "a100_80g": "a100-80gb", "a100_3g.20gb": "a100", "V100-16GB": "v100-16gb"}
+    assert {name: known_device(name) for name in names} == names
+    assert [DEVICES[name].memory_gb for name in ("a100-40gb", "a100", "v100-16gb")] == [40, 80, 16]
     with pytest.raises(ConfigError) as error:
         device_named("h1000")
     assert str(error.value) == (f"unknown device 'h1000'; set the profile's device to one of: {', '.join(DEVICES)}")

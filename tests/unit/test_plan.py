@@ -158,6 +158,11 @@ def test_the_plan_is_printed_as_a_table(corpus: Manifest, tmp_path: Path, capsys
     ]
     assert lines[4] == "processes   4 x h100, HYBRID_SHARD (1 replicas of 4 shards), 32-true"
     assert "of 72 GB per process: parameters" in lines[5]
+    for device in ("a100", "a100-40gb"):
+        _plan(corpus, tmp_path, device=device)
+    printed = capsys.readouterr().out
+    assert printed.count("assumed     a100 has 80 GB here; set device to a100-40gb if it has less\n") == 1
+    assert "of 36 GB per process: parameters" in printed
 
 
 def test_tensor_parallel_ranks_share_the_cells_of_their_group(

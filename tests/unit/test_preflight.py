@@ -700,6 +700,12 @@ def test_gpus_are_counted_and_compared_with_the_plan() -> None:
     assert text(judge_gpus(machine, "h100", nodes)) == [
         "?   GPUs: 4 x NVIDIA A100-SXM4-80GB on n1, n2, but the plan assumes h100; set-resources: plan: device"
     ]
+    small = [node("n1", gpus=["NVIDIA A100-PCIE-40GB"] * 4)]
+    assert text(judge_gpus(machine, "a100", small)) == [
+        "?   GPUs: 4 x NVIDIA A100-PCIE-40GB on n1, but the plan assumes a100 with 80 GB; set-resources: plan: "
+        "device: a100-40gb"
+    ]
+    assert text(judge_gpus(machine, "a100-40gb", small)) == ["ok  GPUs: 4 x NVIDIA A100-PCIE-40GB on n1"]
     assert text(judge_gpus(machine, "a100", [node("n1"), node("n2", gpus=["NVIDIA H100"] * 4)])) == [
         "?   GPUs: 4 x NVIDIA A100-SXM4-80GB and NVIDIA H100 on n1, n2: the slowest sets the pace; set-resources: "
         "train: constraint or gpus_per_node: one type"

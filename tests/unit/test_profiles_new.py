@@ -166,6 +166,9 @@ def test_options_choose(cluster: Callable[..., None], words: list[str], wanted: 
     assert tree["slurm-status-command"] == "squeue"
 
 
+ONE_A100 = {"gpu": 1, "gpu_model": "a100", "tasks_per_gpu": 0}
+
+
 def site(gres: str, features: str = "(null)", name: str = "p", memory: int = 64000, limit: str = "20:00") -> str:
     return f"n1|{name}*|up|{limit}|idle|16|{memory}|{gres}|{features}\n"
 
@@ -186,8 +189,10 @@ def site(gres: str, features: str = "(null)", name: str = "p", memory: int = 640
             CONFIG,
             {"gpus_per_node": "nvidia_a100-sxm4-80gb:2", "nproc_per_node": 2},
             {"gpu": 1, "tasks_per_gpu": 0},
-            "a100",
+            "a100-80gb",
         ),
+        (site("gpu:a100:2", "ib_40g,gpu_40gb"), CONFIG, {}, ONE_A100, "a100-40gb"),
+        (site("gpu:a100:2", "ib_40g"), CONFIG, {}, ONE_A100, "a100?"),
         (site("gpu:2", "ib,h200"), CONFIG, {"gpus_per_node": "2"}, {"gpu": 1, "tasks_per_gpu": 0}, "h200"),
         (
             site("gpu:rtx_a1000"),
@@ -206,7 +211,7 @@ def site(gres: str, features: str = "(null)", name: str = "p", memory: int = 640
         ),
         (site("N/A", name="null", limit="1:00"), CONFIG, {"slurm_partition": "null", "save_within_s": 15}, {}, "cpu"),
     ],
-    ids=["gres only", "hyphen", "no type", "unknown type", "Python names", "no GPUs"],
+    ids=["gres only", "hyphen", "of 40 GB", "of unknown GB", "no type", "unknown type", "Python names", "no GPUs"],
 )
 def test_odd_sites(
     cluster: Callable[..., None], sinfo: str, config: str, train: dict[str, Any], embed: dict[str, Any], device: str
@@ -216,7 +221,9 @@ def test_odd_sites(
     assert {key: getattr(machine, key) for key in train} == train
     assert {key: value for key, value in tree["set-resources"]["embed"].items() if key in OF_A_GPU} == embed
     assert tree["set-resources"]["plan"] == {"device": device.rstrip("?")}
-    assert ("# device of each process; its memory and peak FLOPs are looked up; assumed: " in text) == ("?" in device)
+    line = next(line for line in text.splitlines() if line.strip().startswith("device:"))
+    assert ("assumed: " in line) == ("?" in device)
+    assert ("a100 has 80 GB here; set device to a100-40gb if it has less" in line) == ("?" in device)
 
 
 def test_no_attempt_of_a_stage_exceeds_the_limits_of_its_partition(cluster: Callable[..., None]) -> None:

@@ -5,7 +5,8 @@ Links are those of the vendors' own servers, per device and direction: NVLink or
 H100, H200 and B200 8 x 400, MI300X platforms 8 x 400, L40S servers 2 x 200 for 4.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 from cellmill.config.parallel import Parallel
 from cellmill.errors import ConfigError
@@ -30,10 +31,16 @@ class Device:
         return self.tf32_flops or self.fp32_flops if parallel.tf32 else self.fp32_flops
 
 
+_V100 = Device(32, 125e12, 15.7e12, 150, 6.25, has_bf16=False)
+_A100 = Device(80, 312e12, 19.5e12, 300, 25, tf32_flops=156e12)
 DEVICES = {
     "cpu": Device(None, None, None, None, None),
-    "v100": Device(32, 125e12, 15.7e12, 150, 6.25, has_bf16=False),
-    "a100": Device(80, 312e12, 19.5e12, 300, 25, tf32_flops=156e12),
+    "v100": _V100,
+    "v100-16gb": replace(_V100, memory_gb=16),
+    "v100-32gb": _V100,
+    "a100": _A100,
+    "a100-40gb": replace(_A100, memory_gb=40),
+    "a100-80gb": _A100,
     "l40s": Device(48, 362e12, 91.6e12, 32, 12.5, tf32_flops=183e12),
     "h100": Device(80, 989e12, 67e12, 450, 50, tf32_flops=494e12),
     "h200": Device(141, 989e12, 67e12, 450, 50, tf32_flops=494e12),
@@ -49,6 +56,27 @@ def device_named(name: str) -> Device:
     return DEVICES[name]
 
 
+def known_device(product: str) -> str:
+    """Return the device of a product: h100 of nvidia_h100_80gb_hbm3, a100-40gb of A100-SXM4-40GB; "" for none."""
+    words = product.lower()
+    named = (name for name in DEVICES if "-" not in name and re.search(rf"(?<![a-z0-9]){name}(?!\d)", words))
+    device, memory = next(named, ""), re.search(r"(?<![\d.])(\d+)gb?(?![a-z0-9])", words)
+    sized = f"{device}-{memory[1]}gb" if memory else ""
+    return sized if sized in DEVICES else device
+
+
+def sizes_of(name: str) -> list[str]:
+    """Return the devices of different memory that `name`, which says no memory, may stand for; mostly none."""
+    return [sized for sized in DEVICES if sized.startswith(f"{name}-")]
+
+
+def assumption(name: str) -> str:
+    """Return the memory that is assumed of a device that is made with another too; empty for others."""
+    memory_gb = DEVICES[name].memory_gb
+    others = [sized for sized in sizes_of(name) if DEVICES[sized].memory_gb != memory_gb]
+    return f"{name} has {memory_gb:g} GB here; set device to {' or '.join(others)} if it has less" if others else ""
+
+
 def check_precision(parallel: Parallel, name: str, device: Device) -> None:
     """Raise ConfigError if the device does not support the number format."""
     if parallel.precision == "bf16-mixed" and not device.has_bf16:
@@ -59,7 +87,5 @@ def check_precision(parallel: Parallel, name: str, device: Device) -> None:
 
 def peak_flops(product: str, parallel: Parallel) -> float | None:
     """Return FLOP/s of a product such as "NVIDIA H100 80GB HBM3"; None if its name contains no known device."""
-    for name, device in DEVICES.items():
-        if name in product.lower():
-            return device.flops(parallel)
-    return None
+    known = known_device(product)
+    return DEVICES[known].flops(parallel) if known else None

@@ -6,7 +6,8 @@ from typing import Any
 from cellmill.config.options import PlanOptions
 from cellmill.planner.communication import link_bytes
 from cellmill.planner.cost import Cost
-from cellmill.planner.fit import Hardware, amount
+from cellmill.planner.devices import assumption, device_named
+from cellmill.planner.fit import GB, Hardware, amount
 from cellmill.planner.memory import host_bytes
 from cellmill.planner.planned_model import idle_frac
 from cellmill.planner.work import Cells
@@ -77,6 +78,7 @@ def table(plan: dict[str, Any]) -> str:
         f"process, {plan['flops_per_step']:.3g} FLOPs",
         "processes": f"{plan['world_size']} x {plan['device']}, {layout_words(sizes)}, {sizes['precision']}",
         "memory": f"{amount(memory['total_bytes'])} of {amount(memory['limit_bytes'])} per process: {parts}{host}",
+        **({"assumed": assumed} if (assumed := _assumed(plan)) else {}),
         "micro-batch": f"at most {plan['micro_batch_tokens']:,} tokens; {plan['largest_micro_batch']:,} would fit "
         "(train.token_budget)",
         "traffic": f"{amount(link['intra_node'])} inside the node and {amount(link['inter_node'])} to other nodes, per "
@@ -104,6 +106,13 @@ def table(plan: dict[str, Any]) -> str:
     if plan["warmup_steps"] >= plan["steps"]:
         rows["warning"] = f"train.warmup_steps {plan['warmup_steps']} leaves no step at the peak learning rate"
     return "\n".join(f"{name:<12}{value}" for name, value in rows.items())
+
+
+def _assumed(plan: dict[str, Any]) -> str:
+    """Return the memory that is assumed of a device that is made with others too, unless the plan was given one."""
+    memory_gb = device_named(plan["device"]).memory_gb
+    is_its_own = memory_gb is not None and plan["memory"]["device_bytes"] == round(memory_gb * GB)
+    return assumption(plan["device"]) if is_its_own else ""
 
 
 def layout_words(sizes: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from cellmill import __version__
 from cellmill.config.machine import Machine
 from cellmill.launch.nodelist import expand
+from cellmill.planner.devices import DEVICES, known_device, sizes_of
 from cellmill.preflight.check import TRAIN, Check, doubt, judged, no, ok
 from cellmill.preflight.run_once import End
 from cellmill.preflight.site_checks import gpu_request
@@ -167,8 +168,12 @@ def judge_gpus(machine: Machine, device: str, nodes: list[dict[str, Any]]) -> Ch
     figure = f"{min(len(node['gpus']) for node in nodes)} x {' and '.join(products)} on {_names(nodes)}"
     if len(products) > 1:
         return doubt("GPUs", f"{figure}: the slowest sets the pace", f"{TRAIN} constraint or gpus_per_node: one type")
-    if device not in products[0].lower():
+    product = known_device(products[0])
+    if device.partition("-")[0] not in products[0].lower():
         return doubt("GPUs", f"{figure}, but the plan assumes {device}", "set-resources: plan: device")
+    if product in sizes_of(device.partition("-")[0]) and DEVICES[product].memory_gb != DEVICES[device].memory_gb:
+        assumed = f"{device} with {DEVICES[device].memory_gb:g} GB"
+        return doubt("GPUs", f"{figure}, but the plan assumes {assumed}", f"set-resources: plan: device: {product}")
     return ok("GPUs", figure)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cellmill.errors import UserError
-from cellmill.planner.devices import DEVICES
+from cellmill.planner.devices import DEVICES, known_device
 from cellmill.preflight.site_checks import gpus_text
 from cellmill.preflight.slurm_facts import SlurmFacts, up
 from cellmill.preflight.slurm_site import Node, Partition
@@ -128,12 +128,6 @@ def _merits(offer: Offer) -> dict[str, int]:
         "longest time limit": _limit(offer.partition),
         "most nodes": len(offer.nodes),
     }
-
-
-def known_device(name: str) -> str:
-    """The planner's device in a product's name: h100 in nvidia_h100_80gb_hbm3, none in rtx_a1000; "" for none."""
-    found = (device for device in DEVICES if re.search(rf"(?<![a-z0-9]){device}(?!\d)", name.lower()))
-    return next(found, "")
 
 
 def _speed(kind: str) -> float:

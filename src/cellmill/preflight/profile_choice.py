@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from cellmill.config.load import check_options
 from cellmill.config.machine import Machine
+from cellmill.planner.devices import assumption, known_device, sizes_of
 from cellmill.preflight.partition_choice import (
     DAY_MIN,
     Offer,
     Request,
     choose_for_stages,
     choose_training,
-    known_device,
 )
 from cellmill.preflight.profile_writer import Place, ProfileValues
 from cellmill.preflight.slurm_facts import SlurmFacts, up
@@ -243,6 +243,14 @@ def _device(offer: Offer) -> Reasoned:
     for name, source in ((offer.kind, "type"), *((feature, "feature") for feature in features)):
         if known := known_device(name):
             slice_ = "; a slice has less memory than it assumes" if offer.sliced else ""
-            return Reasoned(known, f"{source} {name} of the nodes (sinfo){slice_}")
+            # such as gpu_40gb beside a100; 40g may be the network's
+            told = [feature for feature in features if "gb" in feature.lower() and sizes_of(known)]
+            sized = {known_device(f"{known} {feature}"): f" and feature {feature}" for feature in told}
+            sized.pop(known, None)
+            if len(sized) == 1 and not offer.sliced:
+                ((known, more),) = sized.items()
+                return Reasoned(known, f"{source} {name}{more} of the nodes (sinfo)")
+            assumed = "" if offer.sliced or not assumption(known) else f"; assumed: {assumption(known)}"
+            return Reasoned(known, f"{source} {name} of the nodes (sinfo){slice_}{assumed}")
     called = f"GPU type {offer.kind} (sinfo)" if offer.kind else "GPUs without a type (sinfo)"
-    return Reasoned(ASSUMED, f"assumed: the planner does not know {called}")
+    return Reasoned(ASSUMED, f"assumed: the planner does not know {called}; {assumption(ASSUMED)}")

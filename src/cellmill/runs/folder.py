@@ -4,7 +4,7 @@
     state.json      running, stopped or done, and the step: rewritten during training
     run.json        resolved options, digests and environment of the latest start
     metrics.jsonl   the loss curve
-    checkpoints/step-00000100/    DCP files, state.json, and manifest.json with the size and SHA-256 of every file
+    checkpoints/step-00000100/    DCP files, index.json, state.json; manifest.json has the size and SHA-256 of all
     jobs/           submissions to a cluster, see runs/jobs.py
     track/          what each tracker and observer was sent, see track/sent.py
     superseded-…/   files of an earlier configuration; never deleted here
@@ -29,7 +29,7 @@ from cellmill.runs.lock import locked, user_name
 INCOMPLETE = ".incomplete"
 DAMAGED = ".damaged"
 DIGEST = ".sha256"  # of a file that its rank has hashed
-SMALL = ("state.json", ".metadata")  # hashed even if hashing the tensors would take too long
+SMALL = ("state.json", "index.json", ".metadata")  # hashed even if hashing the tensors would take too long
 
 
 @dataclass(frozen=True)

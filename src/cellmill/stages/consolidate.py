@@ -5,7 +5,6 @@ a plain model. `config.json` is written last: its existence means that the rest 
 """
 
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +106,7 @@ def _load(checkpoint: Checkpoint, model: Model) -> None:
     averaged = [name for name in own if AVERAGE + name in names]
     tensors = {name: tensor for name, tensor in tensors.items() if name.removeprefix(PREFIX) not in averaged}
     tensors |= {AVERAGE + name: own[name] for name in averaged}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is intended
-        load_tensors(checkpoint.path, tensors, no_dist=True)
+    load_tensors(checkpoint.path, tensors)
 
 
 def _config(state: dict[str, Any], genes: Vocabulary) -> dict[str, Any]:

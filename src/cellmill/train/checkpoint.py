@@ -1,13 +1,16 @@
 """Sharded checkpoints by torch.distributed.checkpoint (DCP): saved in the background, loaded in any layout.
 
-Only tensors go through DCP; progress and identity are JSON beside them. DCP's `.metadata` is a pickle, so it is read
-with an unpickler that allows only DCP's own classes for tensors: a planted pickle is refused, not run, and so is any
-other kind of value, which DCP would unpickle without such a limit.
+Only tensors go through DCP; progress and identity are JSON beside them, and so is the index of the tensors' parts
+(`checkpoint_index`). Checkpoints of earlier versions have DCP's `.metadata` alone, a pickle, so it is read with an
+unpickler that allows only DCP's own classes for tensors: a planted pickle is refused, not run, and so is any other kind
+of value, which DCP would unpickle without such a limit.
 """
 
 import io
 import pickle
 import threading
+import warnings
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +31,7 @@ from cellmill.parallel.fsdp import reshard
 from cellmill.parallel.gather_json import gather_json
 from cellmill.parallel.materialize import named_tensors
 from cellmill.runs.folder import DIGEST, Checkpoint, TrainFolder
+from cellmill.train.checkpoint_index import read_index, write_index
 from cellmill.train.optimizer import state_of
 from cellmill.train.weight_average import WeightAverage
 
@@ -60,14 +64,24 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """Reader of a checkpoint folder whose pickled metadata may only hold DCP's own classes; it is unpickled once."""
+    """Reader of a checkpoint folder that reads its index once; without one, pickled metadata of DCP's own classes.
+
+    Parameters
+    ----------
+    tensors
+        The tensors to be loaded: of the index only what they need is kept. None for all of it.
+    """
 
     _metadata: Metadata | None = None
+
+    def __init__(self, path: Path, tensors: Mapping[str, Any] | None = None) -> None:
+        super().__init__(path)
+        self._tensors = tensors
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the checkpoint's index. Raises DataError when it holds other classes or is not readable."""
         if self._metadata is None:
-            self._metadata = self._unpickled()
+            self._metadata = read_index(Path(self.path), self._tensors) or self._unpickled()
         if self._metadata.storage_meta is None:
             self._metadata.storage_meta = StorageMeta()
         self._metadata.storage_meta.load_id = self.load_id
@@ -94,21 +108,26 @@ def _check_metadata(metadata: Any) -> None:
         raise ValueError("it names files elsewhere")
 
 
-def load_tensors(path: Path, tensors: dict[str, Any], **options: Any) -> None:
-    """Fill `tensors` from the checkpoint in the folder `path`; `options` are those of `dcp.load`.
+def load_tensors(path: Path, tensors: dict[str, Any]) -> None:
+    """Fill `tensors`, of DTensors this rank's parts, from the checkpoint in the folder `path`.
 
-    Collective, unless `options` have `no_dist`. Raises DataError when it cannot be read.
+    No communication: each rank plans its own reads. Raises DataError when it cannot be read.
     """
-    reader = CheckpointReader(path)
+    reader = CheckpointReader(path, tensors)
     reader.read_metadata()  # its error is clearer than DCP's
     try:
-        dcp.load(tensors, storage_reader=reader, **options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is intended
+            dcp.load(tensors, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
         raise DataError(f"{path}: cannot be loaded ({_reason(error)}); the checkpoint is damaged") from error
 
 
 class _DigestingWriter(dcp.FileSystemWriter):
-    """Writer of a rank's files that leaves the SHA-256 of each beside it: no rank has to read another's to hash it."""
+    """Writer of a rank's files that leaves the SHA-256 of each beside it: no rank has to read another's to hash it.
+
+    Rank 0 writes the index.
+    """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Write this rank's files and their digests."""
@@ -117,6 +136,11 @@ class _DigestingWriter(dcp.FileSystemWriter):
             file = Path(self.path) / name
             write_text(file.with_name(file.name + DIGEST), sha256_file(file))
         return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write DCP's metadata, for other readers, and the index."""
+        super().finish(metadata, results)
+        write_index(Path(self.path), metadata)
 
 
 class Checkpoints:
@@ -214,7 +238,13 @@ class Checkpoints:
 
     def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Load the tensors of `checkpoint` into the model and its optimizer, whatever the layouts of both."""
-        load_tensors(checkpoint.path, tensors_of(model, optimizer, self.average), process_group=self._group)
+        problem = None
+        try:
+            load_tensors(checkpoint.path, tensors_of(model, optimizer, self.average))
+        except DataError as error:
+            problem = str(error)
+        if problems := [line for line in gather_json(problem, torch.device("cpu"), self._group) if line]:
+            raise DataError(problems[0])
         _fill_tied_copies(model, optimizer)
         if self.average is not None:
             self.average.fill_tied_copies()
