@@ -1,8 +1,8 @@
 """Cells of the data engine per CPU-second and second, warm and cold, beside other loaders over the same cells.
 
 Every loader is a process of its own; they take turns, an epoch each, so that a busy machine slows all alike.
-CPU-seconds are those of all threads; medians. A warm epoch follows one that is not counted, and what the
-process prepares for the next epoch belongs to it. Before a cold epoch the files are dropped from the page cache, and the
+CPU-seconds are of all threads; medians. A warm epoch follows one that is not counted, and what the process
+prepares for the next epoch belongs to it. Before a cold epoch the files are dropped from the page cache, and the
 loader is opened anew, which counts. Peers (`loader_peers.py`) are left out where they cannot be imported.
 
     python benchmarks/loader.py --repeats 5
