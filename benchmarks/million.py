@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from loader import commit, machine
+from origin import commit, machine
 from raw_counts import GENES, used, write_raw
 
 CONFIG = """

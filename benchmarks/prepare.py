@@ -21,8 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from loader import commit, machine
 from million import MEASURE, UNIT
+from origin import commit, machine
 from raw_counts import GENES, used, write_raw
 
 from cellmill.config.options import PreprocessOptions, ShardOptions, VocabularyOptions

@@ -1,0 +1,63 @@
+"""Cells that the loaders of `loader.py` read, as preprocessed cells and as shards."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from cellmill.config.corpus import Shard
+from cellmill.data.counts_writer import write_cells
+from cellmill.data.shard_writer import write_shards
+from cellmill.data.vocabulary import Vocabulary
+
+GENES, MEAN_NONZEROS, SD_NONZEROS = 20_000, 2_040, 400
+BLOCK_CELLS, WINDOW_BLOCKS = 64, 128
+MAX_TOKENS = 2_048
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What the loaders read."""
+
+    cells: Path
+    manifest: Path
+    vocabulary: Vocabulary
+    n_cells: int
+
+
+def make_corpus(folder: Path, n_cells: int) -> Corpus:
+    """Simulated cells with log-normal expression, as preprocessed cells and as shards; made once for a folder."""
+    ids = [f"ENSG{gene:011d}" for gene in range(GENES)]
+    medians = np.random.default_rng(1).lognormal(0, 0.5, GENES).astype(np.float32)
+    vocabulary = Vocabulary(ids, ids, np.full(GENES, n_cells), medians)
+    corpus = Corpus(
+        folder / f"cells-{n_cells}.h5ad", folder / f"shards-{n_cells}" / "manifest.json", vocabulary, n_cells
+    )
+    if not corpus.manifest.exists():
+        blocks = list(simulate(n_cells))
+        obs, var = pd.DataFrame(index=[f"cell{i}" for i in range(n_cells)]), pd.DataFrame({"symbol": ids}, index=ids)
+        write_cells(corpus.cells, obs, var, blocks, sum(block.nnz for block in blocks), np.dtype("<u2"))
+        write_shards([corpus.cells], vocabulary, Shard(val_frac=0, test_frac=0), corpus.manifest)
+    return corpus
+
+
+def simulate(n_cells: int, block: int = 512) -> Iterator[sp.csr_matrix]:
+    rng = np.random.default_rng(0)
+    scale = 1 / rng.lognormal(0, 1, GENES)
+    for first in range(0, n_cells, block):
+        sizes = np.clip(rng.normal(MEAN_NONZEROS, SD_NONZEROS, min(block, n_cells - first)), 600, 4_000).astype(int)
+        # the genes that would come first in a race with their rates: sampling by weight without replacement
+        genes = [np.sort(np.argpartition(rng.exponential(size=GENES) * scale, size)[:size]) for size in sizes]
+        indptr = np.concatenate([[0], np.cumsum(sizes)])
+        counts = rng.geometric(0.45, indptr[-1]).astype(np.uint16)
+        yield sp.csr_matrix((counts, np.concatenate(genes).astype(np.int32), indptr), shape=(len(sizes), GENES))
+
+
+def shuffled_cells(corpus: Corpus) -> ad.AnnData:
+    """All cells in memory in random order, as a preshuffling writer would store them."""
+    cells = ad.read_h5ad(corpus.cells)
+    return cells[np.random.default_rng(0).permutation(corpus.n_cells)].copy()
