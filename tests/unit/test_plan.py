@@ -142,7 +142,7 @@ def test_bf16_has_a_peak_of_its_own_and_a_cpu_has_none(corpus: Manifest, tmp_pat
 
 
 def test_the_plan_is_printed_as_a_table(corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _plan(corpus, tmp_path, device="h100", nproc=4, train={"warmup_steps": 2})
+    _plan(corpus, tmp_path, device="h100", nproc=4, train={"warmup_steps": 2, "lr": 2e-3})
     lines = capsys.readouterr().out.splitlines()
     assert [line[:12].rstrip() for line in lines] == [
         "parameters",
@@ -189,6 +189,17 @@ def test_cut_cells_and_a_warm_up_of_the_whole_run_are_reported(
     lines = capsys.readouterr().out.splitlines()
     assert f"2 tokens each of {detected.mean():,.0f} genes: tokens.max_tokens cuts" in lines[1]
     assert lines[-1] == "warning     train.warmup_steps 20 leaves no step at the peak learning rate"
+
+
+def test_the_default_rate_is_scaled_to_another_batch_as_a_hint(
+    corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = _plan(corpus, tmp_path, train={"global_batch": 16, "warmup_steps": 2})
+    assert planned["scaled_lr"] == pytest.approx([2.5e-4, 6.25e-5])
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "hint        train.lr 0.001 is the default, for train.global_batch 256; scaled to 16 it is 0.00025 (square "
+        "root, usual for AdamW) or 6.3e-05 (linear)"
+    )
 
 
 def test_processes_share_the_memory_of_a_machine(corpus: Manifest, tmp_path: Path) -> None:

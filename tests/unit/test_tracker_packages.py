@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from cellmill.config.track import Track
 from cellmill.runs.metrics import cut_back
 from cellmill.track.follower import Follower
 from tests.unit.tracked import tracked_run
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "config" / "examples" / "tracking-mlflow.yaml"
 LOSSES = [(1, 1.0), (2, 0.5), (3, 0.25), (4, 0.125)]
 
 
@@ -54,18 +56,21 @@ def test_tensorboard_has_what_was_written(tmp_path: Path) -> None:
 
 
 def test_mlflow_has_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the options of the example."""
     mlflow = package("mlflow", "mlflow")
     package("alembic", "mlflow")
-    monkeypatch.chdir(tmp_path)  # for files, which MLflow keeps in mlruns
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    train = send(tmp_path, "mlflow", uri=uri, experiment="cells")
+    options = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))["track"]["to"]["mlflow"]
+    monkeypatch.chdir(tmp_path)
+    train = send(tmp_path, "mlflow", **options)
+    uri = f"sqlite:///{tmp_path}/results/mlflow.db"
     client = mlflow.MlflowClient(tracking_uri=uri)
-    [run] = client.search_runs([client.get_experiment_by_name("cells").experiment_id])
+    [run] = client.search_runs([client.get_experiment_by_name("pbmc").experiment_id])
     assert [(line.step, line.value) for line in client.get_metric_history(run.info.run_id, "loss")] == LOSSES
     assert [(line.step, line.value) for line in client.get_metric_history(run.info.run_id, "val_loss")] == [(4, 0.75)]
     assert (run.info.run_name, run.info.status) == ("one", "FINISHED")
     assert {"train.lr": "0.001", "steps": "20"}.items() <= run.data.params.items()
     assert {"fingerprint": "f" * 64, "mlflow.source.git.commit": "c" * 40}.items() <= run.data.tags.items()
+    assert (tmp_path / "results" / "mlartifacts").is_dir()
     kept = Path(client.download_artifacts(run.info.run_id, "train"))
     assert {path.name for path in kept.iterdir()} == {"run.json", "metrics.jsonl"}
     assert (kept / "metrics.jsonl").read_text() == (train / "metrics.jsonl").read_text()

@@ -1,9 +1,11 @@
 """A plan as the content of plan.json and as a printed table."""
 
+import math
 from dataclasses import asdict
 from typing import Any
 
 from cellmill.config.options import PlanOptions
+from cellmill.config.run import Train
 from cellmill.planner.communication import link_bytes
 from cellmill.planner.cost import Cost
 from cellmill.planner.devices import assumption, device_named
@@ -59,7 +61,24 @@ def describe(options: PlanOptions, cells: Cells, hardware: Hardware, cost: Cost)
         "layout": options.parallel.model_dump(mode="json") | asdict(cost.model.layout),
         "mfu_frac": options.plan.mfu_frac,
         "warmup_steps": options.train.warmup_steps,
+        "global_batch": options.train.global_batch,
+        "scaled_lr": scaled_lr(options.train),
     }
+
+
+def scaled_lr(train: Train) -> list[float] | None:
+    """The default `lr` scaled from the default `global_batch` to that of the run: by the square root of their ratio, as
+    for Adam (Malladi et al. 2022), and in proportion, as for SGD (Goyal et al. 2017). None with the
+    default batch, or with an `lr` of the run's own.
+    """
+    ratio = train.global_batch / default_of("global_batch")
+    if train.lr != default_of("lr") or ratio == 1:
+        return None
+    return [train.lr * math.sqrt(ratio), train.lr * ratio]
+
+
+def default_of(option: str) -> float:
+    return float(Train.model_fields[option].default)
 
 
 def table(plan: dict[str, Any]) -> str:
@@ -103,6 +122,13 @@ def table(plan: dict[str, Any]) -> str:
             rows["validation"] += f", {plan['validation_frac']:.0%} of the hours"
             if plan["validation_frac"] > LARGE_FRAC:
                 rows["validation"] += ": lower train.val_cells or raise train.val_every_steps"
+    if plan["scaled_lr"] is not None:
+        root, linear = plan["scaled_lr"]
+        rows["hint"] = (
+            f"train.lr {default_of('lr'):g} is the default, for train.global_batch {default_of('global_batch'):g}; "
+            f"scaled to {plan['global_batch']:,} it is {root:.2g} "
+            f"(square root, usual for AdamW) or {linear:.2g} (linear)"
+        )
     if plan["warmup_steps"] >= plan["steps"]:
         rows["warning"] = f"train.warmup_steps {plan['warmup_steps']} leaves no step at the peak learning rate"
     return "\n".join(f"{name:<12}{value}" for name, value in rows.items())

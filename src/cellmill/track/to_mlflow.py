@@ -16,6 +16,7 @@ from cellmill.track.run_options import digests, flat
 TAG = "cellmill.id"
 LONGEST_PARAM = 500
 BATCH = 100  # most parameters of a request
+SQLITE = "sqlite:///"
 STATUS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
@@ -25,10 +26,11 @@ class MlflowTracker:
     def __init__(self, options: MlflowConfig) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         self._client, self._experiment = MlflowClient(tracking_uri=options.uri), options.experiment
+        self._files = _folder_of_files(options.uri)
 
     def start(self, config: dict[str, Any], resume_step: int) -> None:
         experiment = self._client.get_experiment_by_name(self._experiment)
-        name = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
+        name = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment, self._files)
         runs = self._client.search_runs([name], f"tags.`{TAG}` = '{config['id']}'")
         run = runs[0] if runs else self._new(name, config)
         self._run = run.info.run_id
@@ -56,6 +58,13 @@ class MlflowTracker:
         for batch in _batches(params):  # of the first start: MLflow lets none change
             self._client.log_batch(run.info.run_id, params=batch)
         return run
+
+
+def _folder_of_files(uri: str | None) -> str | None:
+    """Folder beside an SQLite file; None leaves it to MLflow, which would take the working directory."""
+    if uri is None or not uri.startswith(SQLITE):
+        return None
+    return str(Path(uri.removeprefix(SQLITE)).resolve().parent / "mlartifacts")
 
 
 def _batches(params: Iterable[Param]) -> Iterator[list[Param]]:

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.profiler import record_function
 
 from cellmill.config.run import Train
@@ -33,6 +34,7 @@ from cellmill.train.async_scalars import AsyncScalars, to_device
 from cellmill.train.batch_rows import with_shares
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.embedding_monitor import EmbeddingMonitor
+from cellmill.train.gpu_use import gpu_line, own_gpu
 from cellmill.train.hang_watch import HangWatch
 from cellmill.train.loss_parts import LossParts
 from cellmill.train.schedule import learning_rate
@@ -72,7 +74,7 @@ class StepReport:
 
     `scalars` are [gradient norm, loss scale of the next step or 0, loss, ranks whose gradient norm is not finite, ranks
     asked to stop, checkpoint due, cells, tokens, FLOPs], summed over ranks from the loss on, followed by the losses of
-    an objective's parts, and the memory of each rank where the step is logged.
+    an objective's parts, and where the step is logged the memory of each rank, and readings of its GPU.
     """
 
     step: int
@@ -174,10 +176,12 @@ class Trainer:
             norm = clip_grad_norm(self.model, self.train.clip_norm, self.mesh.pp)
         with self._part("report", "the sum of losses"):
             own = [self.stop.received is not None, self._due(), *self._work(micro_batches)]
-            memory = own_memory(self.mesh) if self._is_logged(step + 1) else np.empty(0)
+            memory, gpu = np.empty(0), np.empty(0)
+            if self._is_logged(step + 1):
+                memory, gpu = own_memory(self.mesh), own_gpu(self.mesh)
             checked = torch.stack([loss, (~norm.isfinite()).to(loss)])
             numbers = [checked, to_device(own, self.device), self.loss_parts.of(losses)]
-            values = self.mesh.sum(torch.cat([*numbers, to_device(memory, self.device)]))
+            values = self.mesh.sum(torch.cat([*numbers, to_device(np.concatenate([memory, gpu]), self.device)]))
         with record_function("optimizer"):
             applied = values[0].isfinite() & (values[1] == 0)
             step_if(applied, self.optimizer)
@@ -250,7 +254,8 @@ class Trainer:
             line = {"step": report.step, "loss": loss, "lr": report.lr, "grad_norm": norm}
             line |= self.loss_parts.line("loss", losses) | {"skipped_steps": self.progress.skipped_steps} | scaled
             line |= self.meter.read(report.ended) | self._left.line(report.step, report.ended)
-            self._log(line | memory_line(self.device.type, memory))
+            ranks = 2 * dist.get_world_size()
+            self._log(line | memory_line(self.device.type, memory[:ranks]) | gpu_line(memory[ranks:]))
         return stop > 0, due > 0
 
     def _skipped(self, report: StepReport, loss: float, norm: float, scaled: dict[str, float]) -> None:

@@ -1,0 +1,101 @@
+"""cellmill watch: a run from its files alone, piped, on narrow terminals, and when folders come and go."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cellmill.cli import main
+from cellmill.commands.watch import Screen, WatchedRun, bars
+from cellmill.errors import UserError
+from cellmill.runs.folder import TrainFolder
+from tests.unit.tracked import tracked_run
+
+LINE = {"loss": 0.5, "lr": 1e-3, "cells_per_s": 1234.5, "data_wait_frac": 0.25, "left_s": 7200.0, "skipped_steps": 2}
+CURVE = "step 10/20 (50%)  loss 0.5  lr 1.00e-03  validation 0.75 at step 10  effective rank 12.3  2 steps skipped"
+
+
+@pytest.fixture(autouse=True)
+def without_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def append(train: Path, *lines: dict[str, Any]) -> None:
+    with open(train / "metrics.jsonl", "a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_run_is_waited_for_shown_one_line_per_news_and_left_when_it_is_done(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cellmill.cli", "watch", "one", "--results", "results", "--every-s", "0.1"]
+    watching = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert watching.stdout is not None
+    assert watching.stdout.readline() == "one: not begun\n"
+    train = tracked_run(tmp_path / "made")
+    with TrainFolder(train).locked():
+        append(train, {"step": 10} | LINE, {"step": 10, "val_loss": 0.75, "effective_rank": 12.34})
+        (tmp_path / "made" / "results").rename(tmp_path / "results")
+        running = f"one: running  {CURVE}  1,234 cells/s  waiting for data 25%  left 2.0 h\n"
+        assert watching.stdout.readline() == running
+        (tmp_path / "results" / "runs" / "one" / "train" / "status.json").write_text("{}")
+        assert watching.stdout.readline() == f"one: done  {CURVE}\n"
+    assert watching.wait(10) == 0
+    assert watching.stdout.read() == ""
+
+
+def test_a_resumed_run_is_shown_from_its_checkpoint_on_and_a_deleted_one_is_said(tmp_path: Path) -> None:
+    train = tracked_run(tmp_path)
+    watched = WatchedRun("one", train)
+    append(train, *({"step": step, "loss": 1 / step} for step in range(1, 7)))
+    watched.update()
+    assert watched.losses() == [1 / step for step in range(1, 7)]
+    (train / "metrics.jsonl").rename(train / "before")
+    append(train, {"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}, {"step": 2, "skipped": "loss nan"})
+    watched.update()
+    assert watched.losses() == [1.0, 0.5]
+    assert watched.pieces("stopped") == ["one: stopped", "step 2/20 (10%)", "loss 0.5"]
+    shutil.rmtree(train)
+    with pytest.raises(UserError, match="the run's folder was deleted"):
+        watched.update()
+
+
+def test_a_finished_run_is_shown_once_and_a_path_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = tracked_run(tmp_path)
+    append(train, {"step": 10} | LINE)
+    (train / "status.json").write_text("{}")
+    assert main(["watch", "one", "--results", str(tmp_path / "results")]) == 0
+    assert capsys.readouterr().out == "one: done  step 10/20 (50%)  loss 0.5  lr 1.00e-03  2 steps skipped\n"
+    assert main(["watch", "../one"]) == 2
+    assert capsys.readouterr().err == "cellmill watch: '../one': expected the name of a run, got a path\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [200, 40, 12, 1])
+def test_no_line_is_wider_than_the_terminal_and_the_block_is_drawn_in_place(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    pieces, losses = CURVE.split("  "), [2.0, float("nan"), *(1 / step for step in range(1, 400))]
+    screen = Screen(terminal := Terminal())
+    screen.show(pieces, losses)
+    first = terminal.getvalue()
+    screen.show(pieces, losses)
+    lines = first.splitlines()
+    assert all(len(line) < max(columns, 2) for line in lines)
+    assert len(lines) == {200: 2, 40: 4, 12: 7, 1: 7}[columns]
+    assert terminal.getvalue() == first + f"\x1b[{len(lines)}A\x1b[J" + first
+    assert columns < 3 or (lines[-1][0], lines[-1][-1]) == ("█", "▁")
+
+
+def test_the_curve_is_drawn_for_any_number_of_losses() -> None:
+    assert [bars(losses, 4) for losses in ([], [1.0], [1.0, 1.0], [3.0, 2.0, 1.0, 0.0, 0.0])] == ["", "▁", "▁▁", "█▆▃▁"]
