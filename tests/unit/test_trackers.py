@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import time
@@ -162,7 +163,7 @@ def _followers(train: Path) -> list[str]:
 def test_a_run_is_sent_after_the_fact_and_what_was_written_since(
     train: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(os.environ["PYTHONPATH"].split(os.pathsep)[0])
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     options(train, tracker_a={})
     append(train, 1, 2, 3)
     (train / "state.json").write_text(json.dumps({"state": "done", "steps": 3, "world_size": 1}))
