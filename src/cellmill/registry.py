@@ -51,6 +51,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "mlflow": "cellmill.config.track:MlflowConfig",
         "wandb": "cellmill.config.track:WandbConfig",
         "trackio": "cellmill.config.track:TrackioConfig",
+        "comet": "cellmill.config.track:CometConfig",
     },
     "observer": {},
     "method": {

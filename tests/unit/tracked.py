@@ -13,7 +13,7 @@ from cellmill.config.options import TrainOptions
 
 NAMES = ("tracker_a", "tracker_b", "tracker_c", "tracker_d", "tracker_e", "observer_a")
 PACKAGE = """
-import json, os, signal, time
+import json, os, signal, sys, time
 from typing import ClassVar, Literal
 
 from cellmill.config.track import ObserverConfig, TrackerConfig
@@ -38,7 +38,7 @@ class Toy:
         self.path, self.does = options.path, options.does
 
     def _call(self, *call):
-        print("a word of the library")
+        print("a word of the library", sys.stdin.read())
         with open(self.path, "a") as file:
             print(json.dumps(call), file=file)
         if self.does == "raise":

@@ -80,6 +80,19 @@ class TrackioConfig(TrackerConfig):
     project: str = Field("cellmill", min_length=1, description="Project.")
 
 
+class CometConfig(TrackerConfig):
+    """An experiment of Comet; the key is COMET_API_KEY or that of `comet login`."""
+
+    implementation: ClassVar[str] = "cellmill.track.to_comet:CometTracker"
+
+    name: Literal["comet"] = Field("comet", description="Name of the tracker.")
+    project: str | None = Field(None, description="Project; null is COMET_PROJECT_NAME, or Comet's default.")
+    workspace: str | None = Field(None, description="Workspace; null is COMET_WORKSPACE, or your default.")
+    mode: Literal["online", "offline"] = Field(
+        "online", description="offline: zip files in `train/track/comet` of the run, for `comet upload`."
+    )
+
+
 class Track(Section):
     """Trackers and observers of a training, beside metrics.jsonl and the console, each in a process of its own."""
 

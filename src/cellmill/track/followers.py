@@ -114,7 +114,8 @@ def _fork(train: Path, options: Plugin) -> _Child:
 def _follow(train: Path, options: Plugin, asked: int) -> NoReturn:
     """Follow in a child process, and end it."""
     die_with_parent(signal.SIGKILL)
-    code, log = FINISHED, os.open(os.devnull, os.O_WRONLY)
+    code, log = FINISHED, os.open(os.devnull, os.O_RDWR)
+    os.dup2(log, 0)  # a library that asks for a key would read the status, which is the supervisor's
     try:
         follower = Follower(train, options)
         sys.stderr = os.fdopen(os.dup(2), "w")  # not inherited by what the library starts

@@ -3,12 +3,14 @@
 import os
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run
+from mlflow.exceptions import MlflowException
 
 from cellmill.config.track import MlflowConfig
 from cellmill.track.run_options import digests, flat
@@ -29,8 +31,7 @@ class MlflowTracker:
         self._files = _folder_of_files(options.uri)
 
     def start(self, config: dict[str, Any], resume_step: int) -> None:
-        experiment = self._client.get_experiment_by_name(self._experiment)
-        name = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment, self._files)
+        name = self._experiment_id()
         runs = self._client.search_runs([name], f"tags.`{TAG}` = '{config['id']}'")
         run = runs[0] if runs else self._new(name, config)
         self._run = run.info.run_id
@@ -46,6 +47,11 @@ class MlflowTracker:
 
     def finish(self, status: str) -> None:
         self._client.set_terminated(self._run, STATUS[status])
+
+    def _experiment_id(self) -> str:
+        with suppress(MlflowException):  # it exists, or another run makes it at this moment
+            return str(self._client.create_experiment(self._experiment, self._files))
+        return str(self._client.get_experiment_by_name(self._experiment).experiment_id)
 
     def _new(self, experiment: str, config: dict[str, Any]) -> Run:
         of_run = digests(config)

@@ -48,3 +48,4 @@ class WandbTracker:
             self._run.log_artifact(files)
         self._run.summary["status"] = status
         self._run.finish(exit_code=int(status == "failed"))
+        wandb.teardown()  # waits for wandb's own process, which may still write
