@@ -29,14 +29,15 @@ def write_cells(
     nnz: int | None,
     dtype: np.dtype[Any],
     ordered: bool = False,
+    ranked: bool = False,
 ) -> None:
     """Write an .h5ad whose X is CSR: `dtype` data, int32 indices, int64 indptr, unfiltered, little-endian.
 
     `obs` may be a function, called after the last block: for when only the blocks tell which cells remain. `blocks` are
     rows of X in order, columns in any order within a row; one is held in memory at a time. With `nnz`, the number of
     values in all blocks, arrays are contiguous and aligned to 4,096 bytes; without it they grow in chunks.
-    `ordered` says that rows are sequences. Raises OSError naming `path` when the disk is full; `path` is then left as
-    it was.
+    `ordered` says that rows are sequences, and `ranked` that these are genes in rank order. Raises OSError naming
+    `path` when the disk is full; `path` is then left as it was.
     """
     with create_h5(path) as file:
         file.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
@@ -51,7 +52,8 @@ def write_cells(
         write_elem(file, "var", var)
         for name in ("layers", "obsm", "obsp", "varm", "varp"):
             write_elem(file, name, {})
-        write_elem(file, "uns", {"cellmill": {"ordered": True}} if ordered else {})
+        kinds = {name: True for name, holds in (("ordered", ordered), ("ranked", ranked)) if holds}
+        write_elem(file, "uns", {"cellmill": kinds} if kinds else {})
 
 
 def _write_values(
