@@ -19,7 +19,9 @@ soma = pytest.importorskip("tiledbsoma", reason="the extra soma is not installed
 
 @pytest.fixture(scope="module")
 def cells() -> ad.AnnData:
-    counts = sp.csr_matrix(np.random.default_rng(0).poisson(0.6, (23, 9)).astype(np.float32))
+    dense = np.random.default_rng(0).poisson(0.6, (23, 9)).astype(np.float32)
+    dense[5:10] = 0  # a block without counts
+    counts = sp.csr_matrix(dense)
     labels = pd.Categorical(["T", "B", None][number % 3] for number in range(23))
     obs = pd.DataFrame({"cell_type": labels, "is_primary_data": np.arange(23) % 2 == 0}, index=map(str, range(23)))
     symbols = [f"SYMBOL{number}" for number in range(9)]

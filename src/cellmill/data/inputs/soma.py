@@ -82,6 +82,9 @@ class SomaMatrix:
             cells = self._cells[first : first + block]
             with reading(self._name):
                 parts = list(self._array.read((cells, slice(None))).tables())
+                if not parts:
+                    yield sp.csr_matrix((len(cells), self.shape[1]), dtype=np.float32)
+                    continue
                 rows, columns, values = (
                     np.concatenate([part.column(name).to_numpy() for part in parts])
                     for name in ("soma_dim_0", "soma_dim_1", "soma_data")
