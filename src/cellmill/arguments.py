@@ -11,7 +11,7 @@ from cellmill.config.input_url import input_path
 from cellmill.config.machine import Machine
 
 CONFIG = Path("config/config.yaml")
-_INPUT = "an .h5ad, .zarr, 10x .h5, .loom, a folder with matrix.mtx, a FASTA file, or the URL of one"
+_INPUT = "an .h5ad, .zarr, 10x .h5, .loom, a folder with matrix.mtx, a SOMA experiment, a FASTA file, or a URL"
 _PLANNED = ("nodes", "nproc_per_node")  # options of the machine that plan reads too
 
 
@@ -26,6 +26,7 @@ def new_parser(description: str) -> argparse.ArgumentParser:
         _add_training,
         _add_model,
         _add_import,
+        _add_convert,
         _add_machine_commands,
         _add_run_commands,
     ):
@@ -178,6 +179,26 @@ def _add_import(stages: Any) -> None:
         pooling = "vector of a cell (default: cls with a token <cls>, as in V2, else mean)"
         parser.add_argument("--pooling", choices=["mean", "cls"], help=pooling)
         _add(parser, "--embed-layer", -1, "layer that is pooled: 0 is the last, -1 the one before")
+
+
+def _add_convert(stages: Any) -> None:
+    kinds = _command(stages, "convert", "write cells of other tools as .h5ad").add_subparsers(
+        dest="kind", required=True, metavar="FORMAT"
+    )
+    ranks = _command(kinds, "geneformer", "token dataset of Geneformer: genes in rank order, without counts")
+    ranks.add_argument("input", type=Path, help="folder that datasets.save_to_disk wrote")
+    text = "folder with token_dictionary*.pkl and gene_median_dictionary*.pkl, with which the cells were tokenized"
+    ranks.add_argument("--dictionaries", type=Path, required=True, help=text)
+    shards = _command(kinds, "scmodelforge", "shards of scModelForge: counts")
+    shards.add_argument("input", type=Path, help="folder with manifest.json and shard_000")
+    shards.add_argument("--genes", type=Path, required=True, help="the gene vocabulary of the shards, a JSON file")
+    cells = _command(kinds, "census", "cells of a SOMA experiment, such as one of CELLxGENE Census, by query")
+    cells.add_argument("input", help="folder or URI of the experiment, such as …/soma/census_data/homo_sapiens")
+    text = "SOMA's condition on obs, such as: tissue == 'lung' and is_primary_data == True (default: all cells)"
+    cells.add_argument("--filter", dest="value_filter", help=text)
+    _add(cells, "--counts", "X", "layer of the counts; X is raw")
+    for parser in (ranks, shards, cells):
+        parser.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
 
 
 def _add_machine_commands(stages: Any) -> None:

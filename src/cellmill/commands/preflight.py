@@ -229,7 +229,8 @@ def _check_dataset(dataset: Dataset, options: Preprocess, vocabulary: Vocabulary
         with open_dataset(path, dataset.counts) as reader:
             choose_obs(reader, options.keep_obs, dataset)
             if reader.ordered:
-                return ok(f"sequences of {dataset.dataset}", f"{reader.n_obs:,} records")
+                kind, rows = ("ranks", "cells") if reader.ranked else ("sequences", "records")
+                return ok(f"{kind} of {dataset.dataset}", f"{reader.n_obs:,} {rows}")
             genes = name_genes(reader, dataset.preprocess(options))
     except UserError as error:
         return no(what, str(error))

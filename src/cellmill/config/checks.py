@@ -5,6 +5,7 @@ call them again with what they were given. All raise ConfigError.
 """
 
 import math
+from typing import Protocol
 
 from cellmill.config.family import FamilyConfig
 from cellmill.config.objective import ObjectiveConfig
@@ -111,11 +112,38 @@ def _lanes_for(lanes: int, global_batch: int, dp: int) -> str:
     return f"stream.lanes {dp} with train.global_batch {max(1, round(global_batch / dp)) * dp}"
 
 
-def check_rows(tokens: Tokens, ordered: bool, source: str) -> None:
-    """Refuse a tokenizer of cells for sequences, and the other way round."""
-    if tokens.sequences == ordered:
+class Rows(Protocol):
+    """Kind of the rows of a file or of shards."""
+
+    @property
+    def ordered(self) -> bool:
+        """Sequences, or genes in rank order."""
+
+    @property
+    def ranked(self) -> bool:
+        """Genes in rank order, without counts."""
+
+
+def check_rows(tokens: Tokens, rows: Rows, source: str, counted: bool = False) -> None:
+    """Refuse a tokenizer of cells for sequences, and the other way round; for ranks one that needs counts.
+
+    `counted` says that the objective needs counts.
+    """
+    if rows.ranked:
+        choose = None if tokens.value_kind in ("none", "place") and not tokens.sequences else "rank"
+        if choose is not None:
+            raise ConfigError(
+                f"{source}: its cells are ranks without counts, tokens.tokenizer is {tokens.tokenizer}; set {choose}"
+            )
+        if counted:
+            raise ConfigError(
+                f"{source}: its cells are ranks without counts, which the objective needs; set objective.name to "
+                "masked_gene or next_gene"
+            )
         return
-    have, choose = ("sequences", "sequence") if ordered else ("cells", "one of cells, such as rank")
+    if tokens.sequences == rows.ordered:
+        return
+    have, choose = ("sequences", "sequence") if rows.ordered else ("cells", "one of cells, such as rank")
     raise ConfigError(f"{source}: it has {have}, tokens.tokenizer is {tokens.tokenizer}; set {choose}")
 
 

@@ -213,9 +213,9 @@ class Dataset(ObsColumns):
     dataset: str = Field(description="Name, used in file names.")
     path: str = Field(
         pattern=r"^[^{}<>\r\n]+$",  # Snakemake reads braces and angles in an input as wildcards
-        description="Input: .h5ad, .zarr, 10x .h5, .loom, a folder with matrix.mtx, or a FASTA file of proteins "
-        "(.fasta, .fa, .faa, also .gz); a path, absolute or relative to Snakemake's working directory, or a URL; "
-        "without braces and < >.",
+        description="Input: .h5ad, .zarr, 10x .h5, .loom, a folder with matrix.mtx, a SOMA experiment, or a FASTA "
+        "file of proteins (.fasta, .fa, .faa, also .gz); a path, absolute or relative to Snakemake's working "
+        "directory, or a URL; without braces and < >.",
     )
     counts: str = Field(
         "X", description="Matrix with raw counts: X, raw, the name of a layer, or a genome of a 10x file."

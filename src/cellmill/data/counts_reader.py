@@ -27,17 +27,19 @@ class CountsReader(AbstractContextManager["CountsReader"]):
 
     Attributes: `path`, `counts` (X, raw or a layer), `n_obs`, `n_vars`, `obs` (a DataFrame with a unique text index),
     `var` (one whose text index may repeat: counts of one gene are summed where genes are matched), `var_names`, and
-    `ordered`: rows are sequences, whose columns stand in their own order and may repeat.
+    `ordered`: rows are sequences, whose columns stand in their own order and may repeat, or, if `ranked` too, genes in
+    rank order, without counts.
     """
 
     ordered: bool = False
+    ranked: bool = False
     round_counts: bool = False  # set before `rows`: fractional values become the nearest whole number
 
     def __init__(self, source: CountSource):
         self.path, self.counts, self.obs, self.var = source.path, source.counts, source.obs, source.var
         self.var_names: list[str] = list(self.var.index)
         self.n_obs, self.n_vars = len(self.obs), len(self.var)
-        self.ordered = source.ordered
+        self.ordered, self.ranked = source.ordered, source.ranked
         self._source = source
         self._rounded = RoundedCounts()
 

@@ -30,6 +30,7 @@ def write_cells(
     dtype: np.dtype[Any],
     ordered: bool = False,
     compression: Literal["gzip"] | None = None,
+    ranked: bool = False,
 ) -> None:
     """Write an .h5ad whose X is CSR: `dtype` data, int32 indices, int64 indptr, little-endian.
 
@@ -37,8 +38,8 @@ def write_cells(
     rows of X in order, columns in any order within a row; one is held in memory at a time. With `nnz`, the number of
     values in all blocks, arrays are contiguous, unfiltered and aligned to 4,096 bytes; without it they grow in chunks.
     With `compression` they are in chunks of 4,096 values, shuffled and compressed at level 1 (`compressed_rows`).
-    `ordered` says that rows are sequences. Raises OSError naming `path` when the disk is full; `path` is then left as
-    it was.
+    `ordered` says that rows are sequences, and `ranked` that these are genes in rank order. Raises OSError naming
+    `path` when the disk is full; `path` is then left as it was.
     """
     with create_h5(path, 1 if compression else ALIGNMENT) as file:  # padding would be half of a compressed chunk
         file.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
@@ -53,7 +54,8 @@ def write_cells(
         write_elem(file, "var", var)
         for name in ("layers", "obsm", "obsp", "varm", "varp"):
             write_elem(file, name, {})
-        write_elem(file, "uns", {"cellmill": {"ordered": True}} if ordered else {})
+        kinds = {name: True for name, holds in (("ordered", ordered), ("ranked", ranked)) if holds}
+        write_elem(file, "uns", {"cellmill": kinds} if kinds else {})
 
 
 def _write_values(

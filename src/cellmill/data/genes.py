@@ -163,6 +163,11 @@ def _match_residues(reader: CountsReader, vocabulary: Vocabulary) -> np.ndarray:
     rows = vocabulary.rows_of(reader.var_names)
     if (rows < 0).any():
         missing = reader.var_names[int((rows < 0).argmax())]
+        if reader.ranked:
+            raise DataError(
+                f"{reader.path}: it has genes in rank order, and the model does not know {missing!r}; use a model of "
+                "the same token dictionary"
+            )
         raise DataError(
             f"{reader.path}: it has sequences, and the model knows no residue {missing!r}: its first gene is "
             f"{vocabulary.gene_ids[0]!r}; use a model of sequences"

@@ -20,7 +20,7 @@ from cellmill.registry import in_one_line
 
 FORMAT = 1
 REMEDY = "make the shards again (the `shard` stage)"
-_ADDED = ("obs_levels", "ordered", "duplicates", "across_splits")  # since 0.1.0
+_ADDED = ("obs_levels", "ordered", "duplicates", "across_splits", "ranked")  # since 0.1.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Manifest:
     ordered: bool = False  # rows are sequences
     duplicates: dict[str, int] = field(default_factory=dict)
     """By dataset, number of cells equal to an earlier one of the corpus, kept or dropped (`shard.duplicates`)."""
+    ranked: bool = False  # rows are genes in rank order, without counts; `ordered` as well
     across_splits: int = 0  # number of cells of which another split has an equal one
 
     @property

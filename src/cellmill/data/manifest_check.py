@@ -67,6 +67,7 @@ class _Manifest(_Part):
     splits: dict[str, _Split]
     obs_levels: dict[str, _Levels] = {}
     ordered: bool = False
+    ranked: bool = False
     duplicates: dict[str, Count] = {}
     across_splits: Count = 0
     checksum: Digest | None = None

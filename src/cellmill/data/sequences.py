@@ -2,6 +2,9 @@
 
 A sequence is treated as a cell whose genes are its residues in their order. It has no counts, medians or Ensembl ids,
 so quality control is its length (`preprocess.min_counts`) and identity: of equal sequences of a file the first stays.
+
+Cells of which only the rank order of their genes is known are rows of the same kind (`ranked`): their genes have ids,
+and medians by which counts of other files are ranked.
 """
 
 import hashlib
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.corpus import NO_COLUMNS, ObsColumns, Preprocess
@@ -23,6 +27,8 @@ from cellmill.errors import DataError
 
 DROPPED = ("filter", "no residues", "min_counts", "duplicate")
 """Reasons to drop a sequence; the first that holds counts."""
+RANKED = ("filter", "no genes", "min_genes", "duplicate")
+"""The same of a cell of ranks."""
 _KEPT = -1
 
 
@@ -36,23 +42,27 @@ def preprocess_sequences(
     chosen = choose_obs(reader, options.keep_obs, columns)
     lengths, reason = _measure(reader, options, chosen.keep)
     kept = reason == _KEPT
-    dropped = {name: int((reason == number).sum()) for number, name in enumerate(DROPPED)}
+    names = RANKED if reader.ranked else DROPPED
+    dropped = {name: int((reason == number).sum()) for number, name in enumerate(names)}
     if not kept.any():
-        raise DataError(f"{reader.path}: none of {reader.n_obs:,} sequences is left: {dropped}; lower min_counts")
+        what = "cells" if reader.ranked else "sequences"
+        raise DataError(f"{reader.path}: none of {reader.n_obs:,} {what} is left: {dropped}; lower {names[2]}")
     nnz = int(lengths[kept].sum())
     blocks = _kept_rows(reader, kept, options.row_block)
-    write_cells(out, chosen.kept(kept), reader.var, blocks, nnz, count_dtype(1), True, options.compression)
+    about = {"ordered": True, "ranked": reader.ranked, "compression": options.compression}
+    write_cells(out, chosen.kept(kept), reader.var, blocks, nnz, count_dtype(1), **about)
     return _report(reader, options, lengths, kept, dropped)
 
 
 def _measure(reader: CountsReader, options: Preprocess, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Length of each sequence, and why it is dropped: index into DROPPED, or -1."""
     lengths, reasons, seen = list[int](), list[int](), set[bytes]()
+    least = options.min_genes if reader.ranked else options.min_counts
     for block in reader.rows(options.row_block):
         for start, stop in pairwise(block.indptr.tolist()):
             # 16 bytes a sequence: a collision among a billion has a probability of 10^-21
-            key = hashlib.blake2b(block.indices[start:stop].astype(np.uint8).tobytes(), digest_size=16).digest()
-            checks = (not keep[len(reasons)], start == stop, stop - start < options.min_counts, key in seen)
+            key = hashlib.blake2b(block.indices[start:stop].astype("<i4").tobytes(), digest_size=16).digest()
+            checks = (not keep[len(reasons)], start == stop, stop - start < least, key in seen)
             lengths.append(stop - start)
             reasons.append(checks.index(True) if any(checks) else _KEPT)
             if not any(checks):
@@ -70,7 +80,7 @@ def _kept_rows(reader: CountsReader, kept: np.ndarray, row_block: int) -> Iterat
 def _report(
     reader: CountsReader, options: Preprocess, lengths: np.ndarray, kept: np.ndarray, dropped: dict[str, int]
 ) -> dict[str, Any]:
-    n = reader.n_vars
+    n, measure = reader.n_vars, "n_genes" if reader.ranked else "n_residues"
     quantiles = {name: np.quantile(part, QUANTILES).tolist() for name, part in _sides(lengths, kept)}
     return {
         "cells": {"in": reader.n_obs, "out": int(kept.sum()), "dropped": dropped},
@@ -78,8 +88,8 @@ def _report(
         "coverage": {"frac": 1.0, "n_genes": n},
         "nnz": int(lengths[kept].sum()),
         "dtype": count_dtype(1).name,
-        "quantiles": {"n_residues": quantiles, "at": list(QUANTILES)},
-        "histograms": {"n_residues": histogram(lengths, kept, logarithmic=True)},
+        "quantiles": {measure: quantiles, "at": list(QUANTILES)},
+        "histograms": {measure: histogram(lengths, kept, logarithmic=True)},
         "options": options.model_dump(mode="json"),
     }
 
@@ -89,15 +99,24 @@ def _sides(values: np.ndarray, kept: np.ndarray) -> list[tuple[str, np.ndarray]]
 
 
 def sequence_vocabulary(paths: list[Path]) -> Vocabulary:
-    """All residues, also those in no sequence, with the number of sequences that have each. Medians are 1."""
+    """All residues, also those in no sequence, with the number of sequences that have each. Medians are 1.
+
+    Of ranked cells all genes of the file, with its symbols and medians, which all files share.
+    """
     n_cells, residues = np.zeros(0, np.int64), [""]
+    symbols, medians, ranked = [""], np.ones(0, np.float32), False
     for path in paths:
         with open_counts(path) as reader:
+            own = reader.var.get("median", pd.Series(1.0, reader.var.index)).to_numpy(np.float32)
             if not n_cells.size:
                 n_cells, residues = np.zeros(reader.n_vars, np.int64), reader.var_names
+                symbols, medians = [str(name) for name in reader.var.get("symbol", reader.var.index)], own
+            ranked |= reader.ranked
+            if ranked and (reader.var_names != residues or not np.array_equal(own, medians)):
+                raise DataError(f"{path}: its genes or medians are not those of {paths[0]}; convert both alike")
             if reader.var_names != residues:
                 raise DataError(f"{path}: expected residues {''.join(residues)}, got {''.join(reader.var_names)}")
             for block in reader.rows():
                 pairs = np.repeat(np.arange(block.shape[0]), np.diff(block.indptr)) * reader.n_vars + block.indices
                 n_cells += np.bincount(np.unique(pairs) % reader.n_vars, minlength=reader.n_vars)
-    return Vocabulary(residues, list(residues), n_cells, np.ones(len(residues), np.float32))
+    return Vocabulary(residues, symbols, n_cells, medians)

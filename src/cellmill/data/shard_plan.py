@@ -76,6 +76,7 @@ class ShardPlan:
     across_splits: int  # cells of which another split has an equal one
     columns: list[ObsColumn]
     obs_levels: dict[str, dict[str, Any]]
+    ranked: bool = False  # rows are genes in rank order; `ordered` as well
 
     @cached_property
     def obs(self) -> JointObs:
@@ -131,6 +132,7 @@ class _Scan:
     nnz: np.ndarray  # nonzeros among the vocabulary's genes
     largest: np.ndarray  # largest count among them
     ordered: bool
+    ranked: bool
 
 
 def remove_plan(folder: Path) -> None:
@@ -194,6 +196,7 @@ def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, 
         across_splits=across_splits,
         columns=obs.columns,
         obs_levels=write_levels(manifest.parent, obs, kept, sizes, chosen, index),
+        ranked=any(scan.ranked for scan in scans),
     )
     for path in folder.rglob("*.npy"):
         fsync(path)  # before plan.json, which says that they are complete
@@ -234,6 +237,7 @@ def _scan(path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarray, split_by:
             np.concatenate(nnz),
             np.concatenate(largest),
             reader.ordered,
+            reader.ranked,
         )
 
 
@@ -242,7 +246,7 @@ def select_genes(block: sp.csr_matrix, target: np.ndarray, n_genes: int, ordered
     if not ordered:
         return select_columns(block, target, n_genes)
     if (target < 0).any():
-        raise DataError("the vocabulary lacks residues; make it from these datasets (the `vocabulary` stage)")
+        raise DataError("the vocabulary lacks residues or ranked genes; make it from these datasets (`vocabulary`)")
     return sp.csr_matrix((block.data, target[block.indices], block.indptr), shape=(block.shape[0], n_genes))
 
 

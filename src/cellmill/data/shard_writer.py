@@ -94,6 +94,7 @@ def write_manifest(plan: ShardPlan, vocabulary: Vocabulary, options: ShardOption
         ordered=plan.ordered,
         duplicates=plan.duplicates,
         across_splits=plan.across_splits,
+        ranked=plan.ranked,
     )
     manifest = replace(manifest, fingerprint=manifest.expected_fingerprint())
     _remove_others(manifest)
@@ -159,7 +160,9 @@ class _Writer:
                 yield block
 
         with atomic_path(path) as temporary:
-            write_cells(temporary, obs, self._var, blocks(), nnz, dtype, ordered=self._plan.ordered)
+            write_cells(
+                temporary, obs, self._var, blocks(), nnz, dtype, ordered=self._plan.ordered, ranked=self._plan.ranked
+            )
             _narrow_indptr(temporary)
         with open_h5(path) as file:
             at = [

@@ -79,7 +79,7 @@ class CellStream:
         check_batch(global_batch, stream.lanes)
         check_budget(tokens.max_tokens, token_budget)
         opened = Manifest.read(manifest)
-        check_rows(tokens, opened.ordered, str(manifest))
+        check_rows(tokens, opened, str(manifest), counted)
         entry = opened.entry(split)
         self._shards = open_shards(
             opened, split, copies

@@ -37,7 +37,8 @@ def classify_degraded(
     Repeats draw both folds and what is lost again.
     """
     if context.reader.ordered:
-        return TaskResult(skipped="sequences have no counts or genes to lose")
+        kind = "ranks have no counts" if context.reader.ranked else "sequences have no counts or genes"
+        return TaskResult(skipped=f"{kind} to lose")
     options = context.options
     chosen = labelled_cells(context, task, options.folds, "evaluate.folds", MAX_CELLS)
     if isinstance(chosen, TaskResult):

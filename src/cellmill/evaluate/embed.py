@@ -108,7 +108,7 @@ def embed_cells(
 ) -> Embedding:
     """Embeddings of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, in file order."""
     chosen = np.ones(reader.n_obs, dtype=bool) if chosen is None else chosen
-    check_rows(tokens, reader.ordered, str(reader.path))
+    check_rows(tokens, reader, str(reader.path))
     columns, totals = match_columns(reader, vocabulary), np.zeros(2, np.int64)
     levels = levels_of(reader, model)
     batches = tokens_of(reader.rows(ROW_BLOCK), columns, vocabulary, tokens, chosen, totals, levels=levels)

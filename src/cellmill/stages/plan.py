@@ -48,7 +48,7 @@ def run(
         detected = kept = corpus.lengths
     else:
         shards = Manifest.read(manifest)
-        check_rows(options.tokens, shards.ordered, str(manifest))
+        check_rows(options.tokens, shards, str(manifest), options.objective.needs_counts)
         columns = options.read_columns()
         n_cells = options.stream.train_cells(shards.splits["train"].n_obs)
         check_levels(options, shards.levels(columns), n_cells)

@@ -17,7 +17,8 @@ from cellmill.data.inputs.sparse import CscMatrix, CsrMatrix
 from cellmill.data.inputs.values import MAX_LENGTH, is_array
 from cellmill.errors import DataError, did_you_mean
 
-ORDERED = "uns/cellmill/ordered"  # in a file whose rows of X are sequences
+ORDERED = "uns/cellmill/ordered"  # in a file whose rows of X are sequences, or genes in rank order
+RANKED = "uns/cellmill/ranked"  # in one whose rows are genes in rank order, without counts
 _RAW = ("raw/X", "raw/var"), ("raw.X", "raw.var")  # before anndata 0.7: names with dots
 
 
@@ -40,7 +41,7 @@ def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
         kind = "csc" if isinstance(matrix, CscMatrix) else "dense"
         raise DataError(f"{path}: X has sequences, stored as {kind}: their order is lost; preprocess again")
     others = [name for name in _names(file) if name != counts]
-    return CountSource(path, counts, matrix, obs, var, others, ordered)
+    return CountSource(path, counts, matrix, obs, var, others, ordered, ranked=ordered and RANKED in file)
 
 
 def _find(path: Path, file: Any, counts: str) -> tuple[Any, str]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from cellmill.data.inputs.hdf5 import open_hdf5
 from cellmill.data.inputs.mtx import is_mtx, open_mtx
+from cellmill.data.inputs.soma import is_soma, open_soma
 from cellmill.data.inputs.source import CountSource
 from cellmill.data.inputs.zarr_store import is_zarr, open_zarr
 from cellmill.errors import DataError
@@ -22,6 +23,7 @@ class Format(NamedTuple):
 FORMATS = (
     Format("Zarr", is_zarr, open_zarr),
     Format("Matrix Market", is_mtx, open_mtx),
+    Format("SOMA", is_soma, open_soma),
     Format("HDF5", lambda path: not path.is_dir(), open_hdf5),  # last: any other file, told by what it contains
 )
 
@@ -34,4 +36,4 @@ def open_source(path: Path, counts: str) -> CountSource:
     for form in FORMATS:
         if form.is_format(path):
             return form.open(path, counts)
-    raise DataError(f"{path}: not a file; of folders, Zarr and Matrix Market (matrix.mtx) are read")
+    raise DataError(f"{path}: not a file; of folders, Zarr and Matrix Market (matrix.mtx) are read, and SOMA")

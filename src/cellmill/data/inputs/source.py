@@ -47,6 +47,7 @@ class CountSource:
     others: list[str] = field(default_factory=list)  # further values of `counts` that the input has
     ordered: bool = False  # rows are sequences: order and repeats of their columns count
     option: str = "the dataset's `counts`"  # where a user says which matrix
+    ranked: bool = False  # rows are genes in rank order, without counts; `ordered` as well
     close_file: Callable[[], None] = lambda: None
 
     def close(self) -> None:

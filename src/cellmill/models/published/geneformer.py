@@ -51,11 +51,10 @@ def import_geneformer(
     """
     config_path = folder / "config.json"
     config = _checked(config_path, read_mapping(config_path))
-    tokens, medians = (_dictionary(folder, name) for name in ("token_dictionary", "gene_median_dictionary"))
+    tokens, genes = read_dictionaries(folder)
     ends = "cls_eos" if "<cls>" in tokens and "<eos>" in tokens else "none"
     if pooling == "cls" and ends == "none":
         raise ConfigError(f"--pooling cls: {folder} has no token <cls>; use mean")
-    genes = _vocabulary(folder, tokens, medians)
     path, theirs = read_weights(folder, "model.safetensors", "pytorch_model.bin")
     model = _family(config, ends, pooling or ("mean" if ends == "none" else "cls"), embed_layer)
     longest = config["max_position_embeddings"] - model.n_ends
@@ -110,6 +109,12 @@ def _checked(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     if wrong := [name for name in sizes if not isinstance(config[name], int) or config[name] < 1]:
         raise DataError(f"{path}: {wrong[0]}: expected a number above 0, got {config[wrong[0]]!r}")
     return config
+
+
+def read_dictionaries(folder: Path) -> tuple[dict[str, Any], Vocabulary]:
+    """Tokens by name, and the genes that have a token and a median. Raises DataError."""
+    tokens, medians = (_dictionary(folder, name) for name in ("token_dictionary", "gene_median_dictionary"))
+    return tokens, _vocabulary(folder, tokens, medians)
 
 
 def _dictionary(folder: Path, name: str) -> dict[str, int | float]:

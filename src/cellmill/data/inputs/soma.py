@@ -1,0 +1,138 @@
+"""SOMA experiments, such as CELLxGENE Census has one of each organism: local folders, and queries of any URI.
+
+A cell is a row of obs, a gene a row of a measurement's var, both numbered by `soma_joinid`; `counts` is X (the layer
+`raw`) or the name of a layer. Counts are read a block of cells at a time. An experiment whose parts are elsewhere is
+refused.
+"""
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from cellmill.data.arrow import as_obs
+from cellmill.data.h5_file import one_line
+from cellmill.data.inputs.source import CountSource, reading
+from cellmill.errors import ConfigError, DataError, did_you_mean
+
+_MARK = "__tiledb_group.tdb"
+_ROWS = "soma_joinid"
+_CELLS = ("obs_id", "observation_joinid")
+_GENES = ("feature_id", "var_id")
+_PUBLIC = "s3://cellxgene-census-public-us-west-2/"
+_PUBLIC_CONFIG = {"vfs.s3.region": "us-west-2", "vfs.s3.no_sign_request": "true"}
+
+
+def is_soma(path: Path) -> bool:
+    """True for a folder of TileDB."""
+    return path.is_dir() and ((path / _MARK).exists() or (path / "__group").is_dir())
+
+
+def open_soma(path: Path, counts: str) -> CountSource:
+    """Open all cells of the experiment in a local folder. Raises DataError."""
+    return open_query(path.absolute().as_uri(), path, counts)
+
+
+def open_query(uri: str, name: Path, counts: str, value_filter: str | None = None) -> CountSource:
+    """Open the cells of the experiment at `uri`, of those that fulfil a filter of SOMA, such as `tissue == 'lung'`.
+
+    `name` stands for the input in messages. Raises DataError when it is no experiment, the filter is none or keeps no
+    cell, and ConfigError without tiledbsoma.
+    """
+    soma = _tiledbsoma()
+    with reading(name):
+        context = soma.SOMATileDBContext(tiledb_config=_PUBLIC_CONFIG if uri.startswith(_PUBLIC) else {})
+        experiment = soma.open(uri, context=context)
+        try:
+            if not isinstance(experiment, soma.Experiment):
+                raise DataError(f"{name}: not an experiment; of a Census give soma/census_data/homo_sapiens")
+            measurement = _chosen(name, experiment.ms, "RNA", "measurement")
+            layer = "raw" if counts == "X" else counts
+            array = _chosen(name, measurement.X, layer, "layer", counts == "X")
+            for part in (experiment.obs, measurement.var, array):
+                if not part.uri.startswith(experiment.uri.rstrip("/") + "/"):
+                    raise DataError(f"{name}: {part.uri} is elsewhere; expected an experiment that holds its own data")
+            obs, var = _cells(name, experiment.obs, value_filter), _table(measurement.var)
+            if not len(obs):
+                raise DataError(f"{name}: no cell fulfils the filter {value_filter!r}")
+            matrix = SomaMatrix(name, array, obs[_ROWS].to_numpy(), var[_ROWS].to_numpy())
+            others = [other for other in measurement.X if other != layer]
+            source = CountSource(name, counts, matrix, _named(obs, _CELLS), _named(var, _GENES), others)
+        except BaseException:
+            experiment.close()
+            raise
+    source.close_file = experiment.close
+    return source
+
+
+class SomaMatrix:
+    """Sparse array of an experiment; `cells` and `genes` are the numbers of the rows and columns to read, ascending."""
+
+    def __init__(self, name: Path, array: Any, cells: np.ndarray, genes: np.ndarray) -> None:
+        self._name, self._array, self._cells, self._genes = name, array, cells, genes
+        self.shape = (len(cells), len(genes))
+
+    def blocks(self, block: int) -> Iterator[sp.csr_matrix]:
+        """As `StoredMatrix.blocks`."""
+        for first in range(0, len(self._cells), block):
+            cells = self._cells[first : first + block]
+            with reading(self._name):
+                parts = list(self._array.read((cells, slice(None))).tables())
+                if not parts:
+                    yield sp.csr_matrix((len(cells), self.shape[1]), dtype=np.float32)
+                    continue
+                rows, columns, values = (
+                    np.concatenate([part.column(name).to_numpy() for part in parts])
+                    for name in ("soma_dim_0", "soma_dim_1", "soma_data")
+                )
+                at = [np.searchsorted(known, found) for known, found in ((cells, rows), (self._genes, columns))]
+                if (self._genes[np.minimum(at[1], len(self._genes) - 1)] != columns).any():
+                    raise DataError(f"{self._name}: damaged: a count of a gene that var does not have")
+                yield sp.csr_matrix((values, (at[0], at[1])), shape=(len(cells), self.shape[1]))
+
+    def close(self) -> None:
+        """Do nothing: there are no temporary files."""
+
+
+def _tiledbsoma() -> Any:
+    try:
+        return importlib.import_module("tiledbsoma")
+    except ImportError:
+        raise ConfigError("a SOMA experiment requires tiledbsoma: pip install 'cellmill[soma]'") from None
+
+
+def _chosen(name: Path, collection: Any, wanted: str, kind: str, only: bool = True) -> Any:
+    """Item `wanted` of a collection; if `only`, the one that there is."""
+    known = sorted(collection)
+    if wanted in known:
+        return collection[wanted]
+    if only and len(known) == 1:
+        return collection[known[0]]
+    raise DataError(f"{name}: no {kind} {wanted!r}; {did_you_mean(wanted, known)}")
+
+
+def _cells(name: Path, frame: Any, value_filter: str | None) -> pd.DataFrame:
+    if value_filter is None:
+        return _table(frame)
+    try:
+        return _table(frame, value_filter)
+    except Exception as error:  # tiledbsoma raises errors of many kinds, some with a traceback in their text
+        words = one_line(error).split(" At: ")[0].removeprefix("SOMAError: ").strip("' ")
+        raise DataError(f"{name}: filter {value_filter!r}: {words}") from None
+
+
+def _table(frame: Any, value_filter: str | None = None) -> pd.DataFrame:
+    table = frame.read(value_filter=value_filter).concat().to_pandas()
+    return table.sort_values(_ROWS, ignore_index=True)
+
+
+def _named(table: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
+    """Columns of `table`, indexed by the first of `names` that it has, else by number."""
+    index = next((name for name in names if name in table), _ROWS)
+    kept = table.drop(columns=[index, *({_ROWS} - {index})])
+    symbols = {"symbol": kept["feature_name"]} if "feature_name" in kept else {}
+    return as_obs(kept.assign(**symbols), table[index].astype(str).tolist())

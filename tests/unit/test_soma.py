@@ -1,0 +1,89 @@
+"""SOMA experiments, as CELLxGENE Census has them: the same cells as from an .h5ad, by query and in chunks."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+
+from cellmill.cli import main
+from cellmill.data.counts_reader import open_counts
+
+soma = pytest.importorskip("tiledbsoma", reason="the extra soma is not installed")
+
+
+@pytest.fixture(scope="module")
+def cells() -> ad.AnnData:
+    dense = np.random.default_rng(0).poisson(0.6, (23, 9)).astype(np.float32)
+    dense[5:10] = 0  # a block without counts
+    counts = sp.csr_matrix(dense)
+    labels = pd.Categorical(["T", "B", None][number % 3] for number in range(23))
+    obs = pd.DataFrame({"cell_type": labels, "is_primary_data": np.arange(23) % 2 == 0}, index=map(str, range(23)))
+    symbols = [f"SYMBOL{number}" for number in range(9)]
+    var = pd.DataFrame({"feature_id": [f"ENSG{n:011d}" for n in range(9)], "feature_name": symbols}, index=symbols)
+    return ad.AnnData(counts, obs, var)
+
+
+@pytest.fixture(scope="module")
+def experiment(cells: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("soma") / "experiment"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        io = pytest.importorskip("tiledbsoma.io")
+        io.from_anndata(str(path), cells, "RNA", X_layer_name="raw")
+    return path
+
+
+def test_a_local_experiment_is_read_in_chunks_as_the_cells_it_was_made_of(cells: ad.AnnData, experiment: Path) -> None:
+    with open_counts(experiment) as reader:
+        blocks = list(reader.rows(5))
+        assert [block.shape[0] for block in blocks] == [5, 5, 5, 5, 3]
+        assert (sp.vstack(blocks).toarray() == cells.X.toarray()).all()
+        assert list(reader.obs.index) == list(cells.obs_names)
+        assert reader.var_names == list(cells.var["feature_id"])
+        assert list(reader.var["symbol"]) == list(cells.var["feature_name"])
+        assert reader.obs["is_primary_data"].dtype == bool
+        assert reader.obs["cell_type"].isna().sum() == 7
+
+
+def test_a_query_reads_the_cells_of_its_filter_alone(cells: ad.AnnData, experiment: Path, tmp_path: Path) -> None:
+    out = tmp_path / "T.h5ad"
+    words = ["convert", "census", experiment.as_uri(), "--filter", "cell_type == 'T' and is_primary_data == True"]
+    assert main([*words, "--out", str(out)]) == 0
+    wanted = cells[(cells.obs["cell_type"] == "T").to_numpy() & cells.obs["is_primary_data"].to_numpy()]
+    made = ad.read_h5ad(out)
+    assert list(made.obs_names) == list(wanted.obs_names)
+    assert (made.X.toarray() == wanted.X.toarray()).all()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--filter", "cell_type == 'X'"], "no cell fulfils the filter \"cell_type == 'X'\""),
+        (["--filter", "cell_tpye == 'T'"], "filter \"cell_tpye == 'T'\": Column cell_tpye does not exist in schema"),
+        (["--counts", "rw"], "no layer 'rw'; did you mean 'raw'?"),
+    ],
+)
+def test_a_query_that_reads_nothing_is_one_line(
+    more: list[str], message: str, experiment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "cells.h5ad"
+    assert main(["convert", "census", str(experiment), *more, "--out", str(out)]) == 2
+    text = capsys.readouterr().err
+    assert message in text
+    assert text.count("\n") == 1
+    assert not out.exists()
+
+
+def test_an_experiment_whose_parts_are_elsewhere_is_refused(experiment: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    with soma.Experiment.create(other.as_uri()) as made, soma.open(experiment.as_uri()) as own:
+        made.set("obs", own.obs)
+        made.set("ms", own.ms)
+    with pytest.raises(Exception, match=r"experiment/obs is elsewhere; expected an experiment that holds its own data"):
+        open_counts(other)
