@@ -26,6 +26,7 @@ def new_parser(description: str) -> argparse.ArgumentParser:
         _add_training,
         _add_model,
         _add_import,
+        _add_archive,
         _add_machine_commands,
         _add_run_commands,
     ):
@@ -172,6 +173,16 @@ def _add_import(stages: Any) -> None:
         pooling = "vector of a cell (default: cls with a token <cls>, as in V2, else mean)"
         parser.add_argument("--pooling", choices=["mean", "cls"], help=pooling)
         _add(parser, "--embed-layer", -1, "layer that is pooled: 0 is the last, -1 the one before")
+
+
+def _add_archive(stages: Any) -> None:
+    archive = _command(stages, "archive", "write the shards of a corpus in a fraction of their size")
+    archive.add_argument("--manifest", type=Path, required=True, help="manifest.json of the shards")
+    archive.add_argument("--out", type=Path, required=True, help="folder to write")
+
+    unarchive = _command(stages, "unarchive", "restore archived shards, byte for byte")
+    unarchive.add_argument("--archive", type=Path, required=True, help="folder that archive wrote")
+    unarchive.add_argument("--out", type=Path, required=True, help="folder for the shards and manifest.json")
 
 
 def _add_machine_commands(stages: Any) -> None:
