@@ -184,6 +184,12 @@ def _add_archive(stages: Any) -> None:
     unarchive.add_argument("--archive", type=Path, required=True, help="folder that archive wrote")
     unarchive.add_argument("--out", type=Path, required=True, help="folder for the shards and manifest.json")
 
+    planned = _command(stages, "plan_corpus", "estimate jobs, hours, memory and disk of making a corpus")
+    _add(planned, "--config", CONFIG, "configuration")
+    planned.add_argument("--corpus", required=True, help="name of the corpus")
+    planned.add_argument("--cells", type=_count, help="cells in all (default: those of the table's files)")
+    _add(planned, "--genes-per-cell", 2_000, "detected genes of a cell, on average", type=_count)
+
 
 def _add_machine_commands(stages: Any) -> None:
     _add_profiles(stages)

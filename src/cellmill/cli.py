@@ -20,17 +20,10 @@ from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 from cellmill.files import read_json, special_kind
 
-COMMANDS = (
-    "profiles",
-    "preflight",
-    "status",
-    "attach",
-    "cancel",
-    "logs",
-    "import",
-    "archive",
-    "unarchive",
-)  # others are stages
+COMMANDS = (  # others are stages
+    *("profiles", "preflight", "status", "attach", "cancel", "logs", "import", "archive", "unarchive"),
+    "plan_corpus",
+)
 MODULES = {"import": "import_model"}  # where the command's name is a keyword of Python
 
 

@@ -1,4 +1,4 @@
-"""Shards as an archive of about an eighth of float32, from which they are restored byte for byte.
+"""Shards as an archive of about a seventh of float32, from which they are restored byte for byte.
 
 Genes in rank order hardly compress. So the genes of a cell are sorted, and stored as the gaps between them; the rank
 order follows from counts and medians. A file becomes a zip with the same name and `.zip`:
