@@ -27,6 +27,7 @@ def new_parser(description: str) -> argparse.ArgumentParser:
         _add_model,
         _add_import,
         _add_convert,
+        _add_archive,
         _add_machine_commands,
         _add_run_commands,
     ):
@@ -199,6 +200,22 @@ def _add_convert(stages: Any) -> None:
     _add(cells, "--counts", "X", "layer of the counts; X is raw")
     for parser in (ranks, shards, cells):
         parser.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
+
+
+def _add_archive(stages: Any) -> None:
+    archive = _command(stages, "archive", "write the shards of a corpus in a fraction of their size")
+    archive.add_argument("--manifest", type=Path, required=True, help="manifest.json of the shards")
+    archive.add_argument("--out", type=Path, required=True, help="folder to write")
+
+    unarchive = _command(stages, "unarchive", "restore archived shards, byte for byte")
+    unarchive.add_argument("--archive", type=Path, required=True, help="folder that archive wrote")
+    unarchive.add_argument("--out", type=Path, required=True, help="folder for the shards and manifest.json")
+
+    planned = _command(stages, "plan_corpus", "estimate jobs, hours, memory and disk of making a corpus")
+    _add(planned, "--config", CONFIG, "configuration")
+    planned.add_argument("--corpus", required=True, help="name of the corpus")
+    planned.add_argument("--cells", type=_count, help="cells in all (default: those of the table's files)")
+    _add(planned, "--genes-per-cell", 2_000, "detected genes of a cell, on average", type=_count)
 
 
 def _add_machine_commands(stages: Any) -> None:

@@ -21,7 +21,8 @@ from cellmill.errors import UserError
 from cellmill.files import read_json, special_kind
 
 RUN_COMMANDS = ("status", "watch", "attach", "cancel", "logs", "follow")
-COMMANDS = ("profiles", "preflight", "import", "convert", *RUN_COMMANDS)  # others are stages
+FILE_COMMANDS = ("import", "convert", "archive", "unarchive", "plan_corpus")
+COMMANDS = ("profiles", "preflight", *FILE_COMMANDS, *RUN_COMMANDS)  # others are stages
 MODULES = {"import": "import_model"}  # where the command's name is a keyword of Python
 
 

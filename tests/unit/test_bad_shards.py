@@ -30,7 +30,7 @@ from cellmill.data.shard_file import open_shards
 from cellmill.data.shard_writer import write_shards
 from cellmill.data.stream import CellStream
 from cellmill.errors import DataError, UserError
-from cellmill.evaluate.training_cells import copies, read_training_counts, seen_cells
+from cellmill.evaluate.training_cells import TrainedContents, read_training_counts, seen_cells
 from cellmill.files import digest, sha256_file
 
 MUTATIONS = int(os.environ.get("CELLMILL_FUZZ", "30"))
@@ -84,7 +84,7 @@ def read_all(folder: Path) -> str:
     hashed.update(json.dumps(sorted(seen_cells([manifest], ["one"])["one"])).encode())
     hashed.update(read_training_counts(manifest, 1000).toarray().tobytes())
     with open_counts(folder / "cells.h5ad") as reader:
-        hashed.update(copies(reader, [manifest]).tobytes())
+        hashed.update(TrainedContents([manifest]).copies(reader, np.ones(reader.n_obs, bool)).tobytes())
     return hashed.hexdigest()
 
 

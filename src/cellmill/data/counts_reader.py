@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -41,6 +42,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         self.n_obs, self.n_vars = len(self.obs), len(self.var)
         self.ordered, self.ranked = source.ordered, source.ranked
         self._source = source
+        self.matches: dict[tuple[str, ...], Any] = {}  # of `genes.match_columns`, by the ids of the vocabulary
         self._rounded = RoundedCounts()
 
     def __exit__(self, *_: object) -> None:

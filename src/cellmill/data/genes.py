@@ -129,6 +129,14 @@ def match_columns(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
 
     Takes the reading that matches most genes. Raises DataError when none matches any.
     """
+    genes = tuple(vocabulary.gene_ids)
+    if genes not in reader.matches:  # several parts of an evaluation ask
+        reader.matches[genes] = _matched(reader, vocabulary)
+    columns: GeneColumns = reader.matches[genes]
+    return columns
+
+
+def _matched(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
     measured = is_expression(reader.var)
     if reader.ordered:
         return GeneColumns(_match_residues(reader, vocabulary), measured, ordered=True)

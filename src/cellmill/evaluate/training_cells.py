@@ -6,6 +6,8 @@ may be equal by chance; they are not held out either.
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import pandas as pd
@@ -106,26 +108,48 @@ def seen_cells(manifests: Iterable[Manifest], datasets: Iterable[str]) -> dict[s
     return seen
 
 
-def copies(reader: CountsReader, manifests: Iterable[Manifest]) -> np.ndarray:
-    """Mask, bool `(n_obs,)`, of cells with the counts of a training or validation cell of any name."""
-    found = np.zeros(reader.n_obs, bool)
-    for manifest in {manifest.fingerprint: manifest for manifest in manifests}.values():
+@dataclass(frozen=True)
+class _Corpus:
+    """Genes of a corpus, and the hashes of its training and validation cells."""
+
+    gene_ids: list[str]
+    gene_hashes: np.ndarray
+    cells: list[np.ndarray]  # of each split `(2, cells)` uint64, ascending
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Self:
         trained = [split for split in READ if manifest.splits[split].n_obs]
         gene_ids = read_gene_ids(manifest.shard_path(manifest.splits[trained[0]].shards[0]))
-        gene_hashes = hash_genes(gene_ids)
-        try:
-            target = match_columns(reader, _vocabulary_of(gene_ids)).target
-        except DataError:
-            continue  # no gene in common: no copies
-        known, first = [cell_hashes(manifest, split, gene_hashes) for split in trained], 0
-        for raw in reader.rows(_HASHED_ROWS):
-            block = select_genes(raw, target, len(gene_ids), reader.ordered)
-            values = places(block.indptr) if reader.ordered else block.data
-            hashes = hash_cells(block.indptr, block.indices, values, gene_hashes)
-            for ordered in known:
-                found[first : first + len(hashes)] |= are_in(hashes, ordered)
-            first += len(hashes)
-    return found
+        hashes = hash_genes(gene_ids)
+        return cls(gene_ids, hashes, [cell_hashes(manifest, split, hashes) for split in trained])
+
+
+class TrainedContents:
+    """Contents of the training and validation cells of corpora; of shards of earlier versions they are hashed once."""
+
+    def __init__(self, manifests: Iterable[Manifest]):
+        self._corpora = [_Corpus.of(m) for m in {manifest.fingerprint: manifest for manifest in manifests}.values()]
+
+    def copies(self, reader: CountsReader, among: np.ndarray) -> np.ndarray:
+        """Mask, bool `(n_obs,)`, of the cells of mask `among` with the counts of a trained cell of any name."""
+        found = np.zeros(reader.n_obs, bool)
+        for corpus in self._corpora if among.any() else ():
+            try:
+                target = match_columns(reader, _vocabulary_of(corpus.gene_ids)).target
+            except DataError:
+                continue  # no gene in common: no copies
+            last = 0
+            for raw in reader.rows(_HASHED_ROWS):
+                first, last = last, last + raw.shape[0]
+                rows = np.flatnonzero(among[first:last])
+                if not len(rows):
+                    continue
+                block = select_genes(raw[rows], target, len(corpus.gene_ids), reader.ordered)
+                values = places(block.indptr) if reader.ordered else block.data
+                hashes = hash_cells(block.indptr, block.indices, values, corpus.gene_hashes)
+                for known in corpus.cells:
+                    found[first + rows] |= are_in(hashes, known)
+        return found
 
 
 def _vocabulary_of(gene_ids: list[str]) -> Vocabulary:

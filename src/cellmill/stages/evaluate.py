@@ -38,7 +38,7 @@ from cellmill.evaluate.embedding_file import read_embedding
 from cellmill.evaluate.gene_coverage import gene_coverage
 from cellmill.evaluate.projection import umap_rows
 from cellmill.evaluate.task import Context, EvaluatedModel, Task, named_roles, named_supervised, read_roles
-from cellmill.evaluate.training_cells import copies, held_out, seen_cells
+from cellmill.evaluate.training_cells import TrainedContents, held_out, seen_cells
 from cellmill.evaluate.umap_table import write_umap
 from cellmill.files import sha256_file, write_json
 from cellmill.registry import in_one_line
@@ -70,7 +70,7 @@ def run(
     digest = sha256_file(model / "model.safetensors")
     tasks: dict[str, Task] = {name: config.load()(config) for name, config in section.tasks.items()}
     manifests = [shards, *map(Manifest.read, ancestors)]
-    seen = seen_cells(manifests, names)
+    seen, contents = seen_cells(manifests, names), TrainedContents(manifests)
     datasets: dict[str, Any] = {}
     points: list[tuple[Any, ...]] = []
     for name, path, embedding, label in zip(names, paths, embeddings, labels):
@@ -79,7 +79,7 @@ def run(
             columns = [] if label == "-" else label.split("|")
             roles = read_roles(reader, named_roles(reader.obs, columns))
             unnamed = held_out(reader.obs.index, seen[name])
-            unseen = unnamed & ~copies(reader, manifests)
+            unseen = unnamed & ~contents.copies(reader, unnamed)
             n_copies = _told_copies(name, unnamed & ~unseen)
             scored = _scored(reader, unseen, section)
             embedded = np.isfinite(vectors).all(axis=1)
