@@ -16,11 +16,20 @@ SPLITS = ("train", "val", "test")
 
 def splitmix64(values: np.ndarray) -> np.ndarray:
     """Bijective mix of uint64 (Steele, Lea and Flood 2014, finalizer of SplittableRandom)."""
-    with np.errstate(over="ignore"):
-        z = values + np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
+    mixed = values.copy()
+    _mix(mixed)
+    return mixed
+
+
+def _mix(values: np.ndarray) -> None:
+    """`splitmix64` in place, which takes half of the time."""
+    shifted = np.empty_like(values)
+    values += np.uint64(0x9E3779B97F4A7C15)
+    for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        np.right_shift(values, np.uint64(bits), out=shifted)
+        values ^= shifted
+        if factor > 1:
+            values *= np.uint64(factor)
 
 
 def hash_text(text: str, seed: int = 0) -> int:
@@ -36,6 +45,7 @@ def hash_genes(gene_ids: Iterable[str]) -> np.ndarray:
 
 _SMALL_COUNTS = splitmix64(np.arange(1 << 16, dtype=np.uint64))  # looked up in a third of the time
 _SECOND = np.uint64(0x243F6A8885A308D3)  # key of the second half of a cell's hash: digits of pi
+_HASHED = 32  # cells at a time, whose numbers fit into a core's cache: a third less time than with 1,024
 
 
 def hash_cells(starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_hashes: np.ndarray) -> np.ndarray:
@@ -45,15 +55,22 @@ def hash_cells(starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_h
     decides the split. Equal hashes are equal cells: among a billion different ones two collide with probability 10^-21.
     """
     small = not len(counts) or counts.max() < len(_SMALL_COUNTS)
-    pairs = splitmix64(gene_hashes[genes] ^ (_SMALL_COUNTS[counts] if small else splitmix64(counts.astype(np.uint64))))
-    return np.stack([_sums(starts, pairs), _sums(starts, splitmix64(pairs ^ _SECOND))], axis=1)
-
-
-def _sums(starts: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Mixed sum of the values of each cell modulo 2**64, so that their order does not matter."""
-    total = np.zeros(len(values) + 1, np.uint64)
-    np.cumsum(values, out=total[1:])  # overflow is fine, as differences are taken
-    return splitmix64(total[starts[1:]] - total[starts[:-1]])
+    sums = np.zeros((len(starts) - 1, 2), np.uint64)
+    for first in range(0, len(sums), _HASHED):
+        cells = slice(first, first + _HASHED)
+        lengths = np.diff(starts[first : first + _HASHED + 1])
+        nonzeros = slice(starts[first], starts[first] + lengths.sum())
+        of_counts = counts[nonzeros]
+        pairs = gene_hashes[genes[nonzeros]]
+        pairs ^= _SMALL_COUNTS[of_counts] if small else splitmix64(of_counts.astype(np.uint64))
+        _mix(pairs)
+        filled = np.flatnonzero(lengths)
+        at = (starts[cells] - starts[first])[filled]
+        sums[cells][filled, 0] = np.add.reduceat(pairs, at) if len(filled) else 0
+        pairs ^= _SECOND
+        _mix(pairs)
+        sums[cells][filled, 1] = np.add.reduceat(pairs, at) if len(filled) else 0
+    return splitmix64(sums)  # sums modulo 2**64: the order of a cell's pairs does not matter
 
 
 def places(starts: np.ndarray) -> np.ndarray:
