@@ -51,7 +51,7 @@ def run(
         check_rows(options.tokens, shards.ordered, str(manifest))
         columns = options.read_columns()
         check_levels(options, shards.levels(columns), shards.splits["train"].n_obs)
-        detected, fingerprint = detected_genes(shards), shards.fingerprint_with(columns)
+        detected, fingerprint = detected_genes(shards), shards.fingerprint_with(columns, options.number_columns())
         numbers = token_numbers(options.tokens, detected, shards.n_genes)
         kept = numbers.detected
         corpus = Cells(
