@@ -29,6 +29,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "masked_gene": "cellmill.models.objectives.config:MaskedGeneConfig",
         "supervised_contrastive": "cellmill.models.objectives.contrastive_config:SupervisedContrastiveConfig",
         "classification": "cellmill.models.objectives.classification_config:ClassificationConfig",
+        "regression": "cellmill.models.objectives.regression_config:RegressionConfig",
         "sum": "cellmill.models.objectives.sum_config:SumConfig",
         "next_gene": "cellmill.models.objectives.config:NextGeneConfig",
     },

@@ -26,10 +26,11 @@ from cellmill.data.stream import CellStream
 from cellmill.data.tokens import Batch
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import UserError
-from cellmill.finetune.method import method_for
+from cellmill.finetune.group_rates import group_rates
+from cellmill.finetune.method import load_method
 from cellmill.models import attention
 from cellmill.models.batch import to_tensors
-from cellmill.models.build import ModelSpec
+from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import load_model
 from cellmill.parallel import chunked_loss, compile_blocks, cpu_matmul, cross_entropy
 from cellmill.parallel.gather_json import gather_json
@@ -40,10 +41,11 @@ from cellmill.parallel.vocab_parallel import embed_tokens
 from cellmill.planner.size import measure
 from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import Checkpoints
-from cellmill.train.loop import Progress, Trainer
+from cellmill.train.loop import Trainer
 from cellmill.train.optimizer import build_optimizer
 from cellmill.train.stop import StopFlag
 from cellmill.train.telemetry import Meter
+from cellmill.train.training_progress import Progress
 from cellmill.train.unfreezing import Unfreezing
 from cellmill.train.weight_average import WeightAverage
 from cellmill.train.worker import batch_column, build_model, build_step_model, build_streams, open_profile
@@ -82,7 +84,8 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
     model = build_model(parsed, vocabulary, None, mesh, DEVICE, levels)
     train_stream, val_stream = build_streams(parsed, manifest.path, mesh)
     lines = Lines()
-    method = method_for(parsed.finetune, ModelSpec.of(parsed, vocabulary.n_genes, levels))
+    method = load_method(parsed.finetune)
+    rates = group_rates(method, build(ModelSpec.of(parsed, vocabulary.n_genes, levels), method.transform))
     decay = parsed.train.ema_decay
     average = None if decay is None else WeightAverage(model, decay)
     made = Trainer(
@@ -110,6 +113,7 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
         },
         batch_column=batch_column(parsed, manifest),
         unfreezing=Unfreezing(model, method.first_step),
+        rates=rates,
         average=average,
     )
     return made, lines
@@ -134,8 +138,8 @@ def logged(corpus: str, options: dict[str, Any], folder: str, steps: int, load: 
     for stream in (made.train_stream, made.val_stream):
         if stream is not None:
             stream.close()
-    kept = ("step", "loss", "grad_norm", "lr", "val_loss", "cells", "tokens")
-    parts = ("loss_", "val_loss_")  # and the name of an objective's part
+    kept = ("step", "loss", "grad_norm", "lr", "cells", "tokens")
+    parts = ("loss_", "lr_", "val_")  # the name of an objective's part, or of a figure
     return [{key: line[key] for key in line if key in kept or key.startswith(parts)} for line in lines.lines]
 
 

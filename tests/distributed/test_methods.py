@@ -101,6 +101,12 @@ def test_blocks_begin_one_after_the_other_at_rates_that_fall_with_depth(referenc
         assert {known[name] for name in of_blocks(every, block)} == {1e-3 * 0.5 * 0.5 ** (LAYERS - 1 - block)}
     assert known["gene_embedding.weight"] == 1e-3 * 0.5 * 0.5**LAYERS
     assert known["norm.weight"] == 1e-3 * 0.5
+    blocks = {f"lr_block_{block}": 1e-3 * 0.5 * 0.5 ** (LAYERS - 1 - block) for block in range(LAYERS)}
+    for step, line in enumerate(found["rates"], start=1):  # 0 until they begin
+        warm = min(1, step / 2)
+        begun = {"lr_heads"} | {f"lr_block_{LAYERS - 1 - below}" for below in range(step - 1)}
+        expected = {"lr_heads": 1e-3, "lr_embeddings": 1e-3 * 0.5 * 0.5**LAYERS, **blocks}
+        assert line == pytest.approx({key: warm * lr if key in begun else 0 for key, lr in expected.items()})
     assert {known[name] for name in heads(every)} == {1e-3}
 
 
@@ -111,6 +117,8 @@ def test_adapters_of_all_linear_layers_and_heads_move_without_decay(references: 
     assert adapters <= every
     assert moved(found) == found["states"] == adapters | heads(every)
     assert rates(found) == pytest.approx(dict.fromkeys(adapters, 1e-4) | dict.fromkeys(heads(every), 1e-3))
+    assert found["rates"][-1] == pytest.approx({"lr_heads": 1e-3, "lr_trunk": 1e-4})
+    assert not any(references["head_only"]["rates"])
     assert {decay for names, decay, _ in found["groups"] if names & adapters} == {0.0}
 
 

@@ -34,11 +34,11 @@ def wanted(steps: int, data: str = "aaaa", **train: Any) -> Wanted:
     return Wanted(identity(options(**given), None), data, steps)
 
 
-def trained(path: Path, step: int) -> TrainFolder:
-    """A run of 10 steps that has a checkpoint at `step`."""
+def trained(path: Path, step: int, **progress: int) -> TrainFolder:
+    """A run of 10 steps that has a checkpoint at `step`, with more of its progress."""
     folder = TrainFolder(path / "run" / "train")
     saved = folder.begin(step)
-    progress = {"step": step, "best_step": step}
+    progress = {"step": step, "best_step": step, **progress}
     state = {"progress": progress, "steps": 10, "world_size": 1, "fingerprint": "aaaa"}
     stored = {"options": options().model_dump(mode="json"), "identity": identity(options(), None)}
     write_json(saved / "state.json", state | stored)
@@ -60,6 +60,20 @@ def test_another_length_goes_on_and_a_finished_run_is_not_done_any_more(
     )
     assert not (folder.path / "status.json").exists()
     assert folder.saved_step() == step
+
+
+def test_a_run_that_ended_early_is_done_at_any_length_until_its_patience_is_raised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = trained(tmp_path, 6, stale_validations=3)
+    for steps in (10, 20):
+        assert is_done(folder, wanted(steps, early_stop_patience=3))
+    assert "ended early at step 6, after 3 validations without an improvement; raise train.early_stop_patience (3)" in (
+        capsys.readouterr().out
+    )
+    assert json.loads((folder.path / "status.json").read_text())["state"] == "done"
+    assert not is_done(folder, wanted(10, early_stop_patience=4))
+    assert not (folder.path / "status.json").exists()
 
 
 def test_the_same_number_of_steps_written_as_epochs_is_the_same_run(

@@ -35,6 +35,14 @@ class ObjectiveConfig(Plugin):
         """obs columns whose levels batches carry for it, and the option that names each."""
         return {}
 
+    def number_columns(self) -> dict[str, str]:
+        """obs columns whose numbers batches carry for it, and the option that names each."""
+        return {}
+
+    def standardised(self, moments: Mapping[str, tuple[float, float]]) -> Self:
+        """Return the options with what they take from the training cells: mean and standard deviation by column."""
+        return self
+
     @property
     def supervised_by(self) -> tuple[str, ...]:
         """obs columns whose labels the loss reads: a run that has any is named supervised in cards and tables."""

@@ -54,6 +54,10 @@ class TrainOptions(Section):
         covariates = dict.fromkeys(self.tokens.covariates, "tokens.covariates")
         return dict(sorted((covariates | self.objective.obs_columns()).items()))
 
+    def number_columns(self) -> dict[str, str]:
+        """obs columns whose numbers batches carry, in the order of the batches, and the option that names each."""
+        return dict(sorted(self.objective.number_columns().items()))
+
     def read_columns(self) -> dict[str, str]:
         """obs columns that the run depends on: those of batches, and that of `stream.weight_by`."""
         return dict(sorted((self.stream.weights_column() | self.obs_columns()).items()))

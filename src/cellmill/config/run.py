@@ -161,6 +161,22 @@ class Train(Section):
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of weights, shuffling, masks and dropout.")
     val_every_steps: int = Field(200, ge=1, description="Steps between validations; the last step always validates.")
     val_cells: int | None = Field(None, ge=1, description="Validation cells used; null uses all.")
+    best_metric: str = Field(
+        "val_loss",
+        description="Validation metric that chooses the best checkpoint and stops early, by its name in metrics.jsonl: "
+        "val_loss, val_accuracy of classification, val_pearson of regression, effective_rank, depth_r2 or batch_r2; of "
+        "a part of objective sum val_loss_PART, val_accuracy_PART or val_pearson_PART.",
+    )
+    best_mode: Literal["min", "max"] = Field("min", description="Whether a smaller or a larger best_metric is better.")
+    early_stop_patience: int | None = Field(
+        None,
+        ge=1,
+        description="Validations in a row without an improvement of best_metric after which the run is done; may be "
+        "raised later, and the run goes on. null trains to the last step.",
+    )
+    early_stop_min_delta: float = Field(
+        0.0, ge=0, description="An improvement is more than this; the best checkpoint is the best all the same."
+    )
     checkpoint_every_steps: int = Field(500, ge=1, description="Steps between checkpoints.")
     checkpoint_every_min: float | None = Field(
         None, gt=0, description="Minutes between additional checkpoints; null has none."
@@ -204,7 +220,7 @@ class Consolidate(Section):
     """Export of a checkpoint."""
 
     checkpoint: Literal["best", "last"] = Field(
-        "best", description="Checkpoint with the lowest validation loss, or the last one."
+        "best", description="Checkpoint with the best train.best_metric, or the last one."
     )
 
 

@@ -146,7 +146,7 @@ class Workflow(Section):
         rows = [self.datasets(run.corpus)[dataset] for dataset in self.trained_on(run.corpus)]
         own = {*(role for row in rows for role in row.roles), *(label for row in rows for label in row.labels)}
         own |= {IS_CONTROL} if any(row.control for row in rows) else set()
-        for column, option in run.read_columns().items():
+        for column, option in (run.read_columns() | run.number_columns()).items():
             # shards have `dataset` too, and a column of that name as `dataset_original`
             if column not in {*kept, *own, "dataset", "dataset_original"}:
                 known = ", ".join(["dataset", *kept, *sorted(own - {*kept})])

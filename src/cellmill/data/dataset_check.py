@@ -95,7 +95,7 @@ def _check_options(pipeline: Workflow, name: str, columns: list[set[str]]) -> No
         )
     for run, options in pipeline.runs.items():
         if options.corpus == name:
-            _check_run(f"runs.{run}", options.obs_columns(), some)
+            _check_run(f"runs.{run}", options.obs_columns() | options.number_columns(), some)
 
 
 def _check_run(run: str, read: dict[str, str], known: Iterable[str]) -> None:

@@ -35,6 +35,15 @@ def numbers_in(chunk: Any, levels: Sequence[str]) -> np.ndarray:
     return level_numbers(codes, values, levels)
 
 
+def values_of_columns(obs: pd.DataFrame, columns: Sequence[str]) -> np.ndarray:
+    """Return `(n_obs, columns)` float64: numbers of obs columns, NaN where there is none."""
+    table = np.full((len(obs), len(columns)), np.nan)
+    for at, name in enumerate(columns):
+        if name in obs:
+            table[:, at] = pd.to_numeric(obs[name].astype(object), errors="coerce")
+    return table
+
+
 def numbers_of(obs: pd.DataFrame, dataset: str, levels: Mapping[str, Sequence[str]]) -> np.ndarray:
     """Return `(n_obs, columns)` int32: numbers of levels of the obs of a dataset, 0 in columns that it lacks."""
     numbers = np.zeros((len(obs), len(levels)), np.int32)

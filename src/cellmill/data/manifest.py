@@ -148,10 +148,20 @@ class Manifest:
                 )
         return {name: tuple(self.obs_levels[name]["levels"]) for name in columns}
 
-    def fingerprint_with(self, columns: Iterable[str]) -> str:
-        """Fingerprint of the cells with levels of obs columns; without columns that of the shards."""
-        read = {name: self.obs_levels[name] for name in columns}
-        return digest({"shards": self.fingerprint, "obs_levels": read}) if read else self.fingerprint
+    def fingerprint_with(self, columns: Iterable[str], numbers: Iterable[str] = ()) -> str:
+        """Fingerprint of the cells with levels of obs columns, and with numbers of others; without that of the shards.
+
+        Numbers have no digest of their own: theirs is that of the shards' files. Raises DataError for a column of
+        numbers that is not there.
+        """
+        read: dict[str, Any] = {name: self.obs_levels[name] for name in columns}
+        if missing := [name for name in numbers if name not in self.obs_columns]:
+            raise DataError(f"{self.path}: no obs column {missing[0]!r}; {did_you_mean(missing[0], self.obs_columns)}")
+        tree = {"shards": self.fingerprint, "obs_levels": read} if read else {}
+        if names := list(numbers):
+            files = [shard.sha256 for split in self.splits.values() for shard in split.shards]
+            tree |= {"shards": self.fingerprint, "obs_numbers": names, "files": files}
+        return digest(tree) if tree else self.fingerprint
 
     def entry(self, split: str) -> SplitEntry:
         """The entry of `split`. Raises DataError when it is missing or has no cells."""

@@ -49,8 +49,8 @@ def preprocess_sequences(
         raise DataError(f"{reader.path}: none of {reader.n_obs:,} {what} is left: {dropped}; lower {names[2]}")
     nnz = int(lengths[kept].sum())
     blocks = _kept_rows(reader, kept, options.row_block)
-    about = {"ordered": True, "ranked": reader.ranked, "compression": options.compression}
-    write_cells(out, chosen.kept(kept), reader.var, blocks, nnz, count_dtype(1), **about)
+    dtype, ranked = count_dtype(1), reader.ranked
+    write_cells(out, chosen.kept(kept), reader.var, blocks, nnz, dtype, True, options.compression, ranked)
     return _report(reader, options, lengths, kept, dropped)
 
 

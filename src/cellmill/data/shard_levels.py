@@ -35,3 +35,23 @@ def _codes(column: h5py.Group | h5py.Dataset) -> tuple[np.ndarray, Iterable[Any]
     if values.dtype.kind == "f":
         codes = np.where(np.isnan(values)[codes], -1, codes)
     return codes, values
+
+
+def read_shard_numbers(path: Path, columns: list[str]) -> np.ndarray:
+    """Numbers of the shard's cells, `(cells, columns)` float64, NaN for missing ones.
+
+    Raises DataError when its obs cannot be read, or a column is not of numbers.
+    """
+    found = []
+    try:
+        with open_h5(path, REMEDY) as file:
+            for name in columns:
+                column = file["obs"][name]
+                is_number = isinstance(column, h5py.Dataset) and column.dtype.kind in "iufb"
+                found.append(column[:].astype(np.float64) if is_number else None)
+    except (LookupError, TypeError, ValueError, OSError, RuntimeError) as error:
+        raise DataError(f"{path}: its obs columns cannot be read: {one_line(error)}; {REMEDY}") from None
+    for name, numbers in zip(columns, found):
+        if numbers is None:
+            raise DataError(f"{path}: obs column {name!r} (objective.target_column) is text; name a column of numbers")
+    return np.stack([numbers for numbers in found if numbers is not None], axis=1)

@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +24,7 @@ from cellmill.data.cell_tokens import CellTokenizer
 from cellmill.data.local_copies import LocalCopies
 from cellmill.data.manifest import Manifest
 from cellmill.data.obs_levels import read_level_numbers
+from cellmill.data.obs_numbers import read_numbers
 from cellmill.data.prefetch import Prefetch, PrefetchedStep
 from cellmill.data.repeated_epoch import shards_read
 from cellmill.data.repeats import Repeats
@@ -51,8 +53,9 @@ class CellStream:
     are of even sizes, for pipeline parallel. Endless with `shuffle`, over `stream.train_frac` of the cells; else one
     epoch in disk order. Only the first `max_cells` cells of the split are used; None takes all. `counted` batches have
     the counts of their tokens, and batches with `columns` (obs columns, and the option that asks for each) the levels
-    of their cells; `levels` are these columns' levels. Shards are read from `copies` once these are complete. Raises
-    DataError when manifest or shards are missing, damaged or do not match, or the split has no cells.
+    of their cells; `levels` are these columns' levels; with `number_columns` they have these columns' numbers. Shards
+    are read from `copies` once these are complete. Raises DataError when manifest or shards are missing, damaged or do
+    not match, or the split has no cells.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class CellStream:
         max_cells: int | None = None,
         counted: bool = False,
         columns: Mapping[str, str] = MappingProxyType({}),
+        number_columns: Mapping[str, str] = MappingProxyType({}),
         copies: LocalCopies | None = None,
     ):
         check_lanes(stream.lanes, global_batch, world)
@@ -104,12 +108,13 @@ class CellStream:
         )
         self.n_cells, self.steps_per_epoch = self._layout.n_cells, self._layout.steps_per_epoch
         self.levels = opened.levels(columns)
-        self.fingerprint = opened.fingerprint_with(sorted({*columns, *weighted}))
+        self.fingerprint = opened.fingerprint_with(sorted({*columns, *weighted}), number_columns)
         assert self.n_cells >= world or not shuffle, f"{self.n_cells} cells for {world} ranks"
         self._budget, self._rank, self._world = token_budget, rank, world
         self._min_microbatches, self._microbatch_multiple = min_microbatches, microbatch_multiple
         self._tokenizer = CellTokenizer(tokens, opened.n_genes, seed if shuffle else 0, opened.variability)
         self._numbers = read_level_numbers(opened, split, self.levels) if columns else None
+        self._obs_numbers = read_numbers(opened, split, number_columns) if number_columns else None
         lanes = list(range(rank, stream.lanes, world))
         self._counted = counted
         max_genes = self._tokenizer.max_genes(counted)
@@ -211,7 +216,10 @@ class CellStream:
             row = (genes, counts, starts - starts[0], cells)
             batches.append(self._tokenizer.batch(*row, self._counted, levels, step.epoch))
         empty = empty_batch(self._tokenizer.dtype, self._counted, len(self.levels))
-        return batches + [empty] * (number - len(batches))
+        batches += [empty] * (number - len(batches))
+        if self._obs_numbers is not None:
+            batches = [replace(batch, numbers=self._obs_numbers[batch.cells]) for batch in batches]
+        return batches
 
 
 def of_ranks(lengths: np.ndarray, n_cells: np.ndarray, world: int) -> tuple[np.ndarray, np.ndarray]:

@@ -23,6 +23,7 @@ class Batch:
     cells: np.ndarray  # `(cells,)` int64, stable id of each cell: its index in the split's shards, or in the file
     counts: np.ndarray | None = None  # `(tokens,)` int64, count of each token, where the objective needs it
     levels: np.ndarray | None = None  # `(cells, columns)` int32, numbers of levels (`data.obs_levels`), where asked for
+    numbers: np.ndarray | None = None  # `(cells, columns)` float64, numbers of obs columns, NaN if missing, likewise
 
 
 class Tokenizer(Protocol):
@@ -142,4 +143,5 @@ def split_batch(batch: Batch, token_budget: int) -> Iterator[Batch]:
         part = (cu[first : last + 1] - cu[first]).astype(np.int32)
         counts = None if batch.counts is None else batch.counts[tokens]
         levels = None if batch.levels is None else batch.levels[first:last]
-        yield Batch(batch.genes[tokens], batch.values[tokens], part, batch.cells[first:last], counts, levels)
+        numbers = None if batch.numbers is None else batch.numbers[first:last]
+        yield Batch(batch.genes[tokens], batch.values[tokens], part, batch.cells[first:last], counts, levels, numbers)

@@ -1,7 +1,9 @@
-"""Labels of cells by the classification head of a model: logits of vectors, calibration, and what is unknown.
+"""Labels and numbers of cells by the heads of a model: logits of vectors, calibration, and what is unknown.
 
-config.json of such a model has `classifier`: label_column, labels (in the order of the head's rows) and `calibration`,
-whose keys are those of `evaluate.calibration.Calibration`. None without, and then `uncalibrated` is the reason.
+config.json of a model that predicts labels has `classifier`: label_column, labels (in the order of the head's rows) and
+`calibration`, whose keys are those of `evaluate.calibration.Calibration`; None without, and then `uncalibrated` is the
+reason. Of a sum of several, the others are in `more_classifiers`, by part. `regressors` are the columns whose numbers
+it predicts, by part.
 """
 
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from cellmill.models.batch import to_tensors
 from cellmill.models.family import Model
 from cellmill.models.objective import Objective
 from cellmill.models.objectives.classification import Classification
-from cellmill.models.objectives.sum import Sum
+from cellmill.models.objectives.regression import Regression
 
 UNKNOWN = "unknown"
 NO_VALIDATION = "the run had no labelled validation cells"
@@ -45,28 +47,61 @@ class Prediction:
 
 
 def classification_of(objective: Objective) -> Classification | None:
-    """Return the objective, or the part of a sum, that predicts labels; None if there is none."""
-    parts = objective.each.values() if isinstance(objective, Sum) else [objective]
-    return next((part for part in parts if isinstance(part, Classification)), None)
+    """Return the objective, or the first part of a sum, that predicts labels; None if there is none."""
+    return next(iter(classifications_of(objective).values()), None)
+
+
+def classifications_of(objective: Objective) -> dict[str, Classification]:
+    """Return the objective, or the parts of a sum, that predict labels, by part."""
+    return {name: leaf for name, leaf in objective.leaves().items() if isinstance(leaf, Classification)}
+
+
+def regressions_of(objective: Objective) -> dict[str, Regression]:
+    """Return the objective, or the parts of a sum, that predict numbers, by part."""
+    return {name: leaf for name, leaf in objective.leaves().items() if isinstance(leaf, Regression)}
+
+
+def classifiers_of(model: Model, config: dict[str, Any]) -> dict[str, tuple[Classification, dict[str, Any]]]:
+    """Return the heads that predict labels and their entries of config.json, by the end of the columns' names."""
+    heads = classifications_of(model.objective)
+    first = next(iter(heads), None)
+    if first is None or "classifier" not in config:
+        return {}
+    others = {name: entry for name, entry in config.get("more_classifiers", {}).items() if name in heads}
+    return {"": (heads[first], config["classifier"])} | {f"_{name}": (heads[name], own) for name, own in others.items()}
 
 
 @torch.inference_mode()
-def logits_of(model: Model, vectors: np.ndarray) -> np.ndarray:
-    """Return logits of cells, (cells, K) float32, from vectors that the model's `embed` gave."""
-    objective = classification_of(model.objective)
+def logits_of(model: Model, vectors: np.ndarray, objective: Classification | None = None) -> np.ndarray:
+    """Return logits of cells, (cells, K) float32, from vectors that the model's `embed` gave; of the first head."""
+    objective = objective or classification_of(model.objective)
     assert objective is not None
     device = next(model.parameters()).device
     parts = torch.from_numpy(vectors).split(CHUNK)
     return np.concatenate([objective.logits(model, part.to(device)).cpu().numpy() for part in parts])
 
 
-def calibration_of(model: Model, options: TrainOptions, manifest: Path) -> Calibration | None:
-    """Return the calibration of a model on the labelled validation cells of its run, None if there are none.
+@torch.inference_mode()
+def values_of(model: Model, vectors: np.ndarray) -> dict[str, tuple[str, np.ndarray]]:
+    """Return obs columns and their predicted numbers, (cells,) float32, by the end of the names in files.
+
+    They are NaN for a cell without a vector. Empty for a model that predicts no numbers.
+    """
+    device, heads = next(model.parameters()).device, regressions_of(model.objective)
+    parts, found = [part.to(device) for part in torch.from_numpy(vectors).split(CHUNK)], {}
+    for name, head in heads.items():
+        values = torch.cat([head.values(model, part) for part in parts]).cpu().numpy()
+        found[f"_{name}" if len(heads) > 1 else ""] = head.config.target_column, values
+    return found
+
+
+def calibration_of(
+    model: Model, options: TrainOptions, manifest: Path, objective: Classification
+) -> Calibration | None:
+    """Return the calibration of a head on the labelled validation cells of its run, None if there are none.
 
     The model is whole, on the CPU and in eval mode.
     """
-    objective = classification_of(model.objective)
-    assert objective is not None
     if Manifest.read(manifest).splits["val"].n_obs == 0:
         return None
     stream = CellStream(
@@ -93,7 +128,7 @@ def calibration_of(model: Model, options: TrainOptions, manifest: Path) -> Calib
             labels.append(batch.levels[known, at].astype(np.int64) - 1)
     stream.close()
     found = np.concatenate(labels)
-    return calibrate(logits_of(model, np.concatenate(vectors)), found) if len(found) else None
+    return calibrate(logits_of(model, np.concatenate(vectors), objective), found) if len(found) else None
 
 
 def uncalibrated(classifier: dict[str, Any]) -> str:
@@ -124,11 +159,22 @@ def threshold(section: Predict, classifier: dict[str, Any]) -> float:
     return reached[0] / STEPS
 
 
-def predict(model: Model, vectors: np.ndarray, classifier: dict[str, Any], smallest: float) -> Prediction:
-    """Return labels of cells with these vectors, (cells, H) float32; those below `smallest` are unknown."""
+def predict(
+    model: Model,
+    vectors: np.ndarray,
+    classifier: dict[str, Any],
+    smallest: float,
+    objective: Classification | None = None,
+) -> Prediction:
+    """Return labels of cells with these vectors, (cells, H) float32; those below `smallest` are unknown.
+
+    `classifier` is the entry of config.json of `objective`; None is the first head.
+    """
     calibration = classifier["calibration"]
     temperature = 1.0 if calibration is None else calibration["temperature"]
-    probabilities = softmax(logits_of(model, vectors).astype(np.float64) / temperature, axis=1).astype(np.float32)
+    probabilities = softmax(logits_of(model, vectors, objective).astype(np.float64) / temperature, axis=1).astype(
+        np.float32
+    )
     names = list(classifier["labels"])
     categories = names if UNKNOWN in names or not smallest else [*names, UNKNOWN]
     known = ~np.isnan(probabilities).any(axis=1)

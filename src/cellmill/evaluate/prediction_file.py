@@ -1,5 +1,6 @@
-"""Predicted labels in .h5ad files: written beside the cells' obs, or added to a copy of their file."""
+"""Predicted labels and numbers in .h5ad files: written beside the cells' obs, or added to a copy of their file."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,38 @@ from cellmill.evaluate.predict import Prediction
 
 LABEL, PROBABILITY = "cellmill_label", "cellmill_probability"  # obs
 PROBABILITIES = "cellmill_probabilities"  # obsm, in the order of uns[ABOUT]["labels"]
+VALUE = "cellmill_value"  # obs
 ABOUT = "cellmill_prediction"  # uns
 
 
-def write_prediction(path: Path, obs: pd.DataFrame, prediction: Prediction, about: dict[str, Any]) -> None:
-    """Write `obs` with labels and probabilities to an .h5ad without X. Atomic; OSError names `path`."""
-    columns = {LABEL: prediction.labels, PROBABILITY: prediction.highest}
-    adata = ad.AnnData(obs=obs.assign(**columns), obsm={PROBABILITIES: prediction.probabilities}, uns={ABOUT: about})
+@dataclass(frozen=True)
+class Predicted:
+    """Predictions of all heads of a model, as a file has them; names end in `_PART` where a sum has several alike."""
+
+    obs: dict[str, Any]
+    obsm: dict[str, np.ndarray]
+    about: dict[str, Any]
+
+    def add_labels(self, end: str, prediction: Prediction, about: dict[str, Any]) -> None:
+        """Add labels and probabilities."""
+        self.obs[LABEL + end], self.obs[PROBABILITY + end] = prediction.labels, prediction.highest
+        self.obsm[PROBABILITIES + end] = prediction.probabilities
+        self.about.update({key + end: value for key, value in about.items()})
+
+    def add_values(self, end: str, values: np.ndarray, column: str) -> None:
+        """Add numbers of the obs column `column`."""
+        self.obs[VALUE + end], self.about[f"value_column{end}"] = values, column
+
+
+def write_prediction(path: Path, obs: pd.DataFrame, predicted: Predicted) -> None:
+    """Write `obs` with the predictions to an .h5ad without X. Atomic; OSError names `path`."""
+    adata = ad.AnnData(obs=obs.assign(**predicted.obs), obsm=predicted.obsm, uns={ABOUT: predicted.about})
     with create_h5(path) as file:
         write_elem(file, "/", adata)
 
 
-def append_prediction(source: Path, out: Path, prediction: Prediction, about: dict[str, Any]) -> None:
-    """Write a copy of the .h5ad `source` with labels and probabilities added or replaced; `out` may be `source`.
+def append_prediction(source: Path, out: Path, predicted: Predicted) -> None:
+    """Write a copy of the .h5ad `source` with the predictions added or replaced; `out` may be `source`.
 
     Atomic, and so takes the size of `source` on disk; OSError names `out`.
     """
@@ -38,9 +58,10 @@ def append_prediction(source: Path, out: Path, prediction: Prediction, about: di
             raise DataError(
                 f"{source}: its obs is of an AnnData before 0.7; read and write it once, or leave out --append"
             )
-        for name, column in ((LABEL, prediction.labels), (PROBABILITY, prediction.highest)):
+        for name, column in predicted.obs.items():
             write_elem(obs, name, column)
-        order = [name for name in obs.attrs["column-order"] if name not in (LABEL, PROBABILITY)]
-        obs.attrs["column-order"] = np.array([*order, LABEL, PROBABILITY], dtype=h5py.string_dtype())
-        put(file, "obsm", PROBABILITIES, prediction.probabilities)
-        put(file, "uns", ABOUT, about)
+        order = [name for name in obs.attrs["column-order"] if name not in predicted.obs]
+        obs.attrs["column-order"] = np.array([*order, *predicted.obs], dtype=h5py.string_dtype())
+        for name, table in predicted.obsm.items():
+            put(file, "obsm", name, table)
+        put(file, "uns", ABOUT, predicted.about)

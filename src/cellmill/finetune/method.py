@@ -17,7 +17,6 @@ import torch
 
 from cellmill.config.finetune import MethodConfig
 from cellmill.errors import ConfigError
-from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 
 
@@ -68,13 +67,6 @@ class Method:
 def load_method(config: MethodConfig) -> Method:
     """Return the method that these options choose."""
     method: Method = config.load()(config)
-    return method
-
-
-def method_for(config: MethodConfig, spec: ModelSpec) -> Method:
-    """Return the method that these options choose, which has seen the whole model of `spec` on the meta device."""
-    method = load_method(config)
-    build(spec, method.transform)
     return method
 
 

@@ -32,6 +32,8 @@ class TensorBatch:
     """(tokens,) int64, where the objective needs them."""
     levels: torch.Tensor | None = None
     """(cells, columns) int64, where asked for: numbers of levels of obs columns, 0 for unknown ones."""
+    numbers: torch.Tensor | None = None
+    """(cells, columns) float64, where asked for: numbers of obs columns, NaN for missing ones."""
     covariate_rows: torch.Tensor | None = None
     """(tokens,) int64, where cells have tokens of obs columns (`models.covariates`): row of its embedding, or 0."""
 
@@ -50,6 +52,7 @@ def to_tensors(batch: Batch, device: torch.device = CPU) -> TensorBatch:
         lengths=(batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).tolist(),
         counts=None if batch.counts is None else torch.from_numpy(batch.counts),
         levels=None if batch.levels is None else torch.from_numpy(batch.levels).long(),
+        numbers=None if batch.numbers is None else torch.from_numpy(batch.numbers),
     )
     return on_device(tensors, device)
 
@@ -74,6 +77,7 @@ def padded(batch: TensorBatch, tokens: int) -> TensorBatch:
         lengths=[*batch.lengths, *lengths],
         counts=None if batch.counts is None else torch.cat([batch.counts, batch.counts.new_zeros(more)]),
         levels=None if batch.levels is None else F.pad(batch.levels, (0, 0, 0, len(lengths))),
+        numbers=None if batch.numbers is None else F.pad(batch.numbers, (0, 0, 0, len(lengths)), value=torch.nan),
         covariate_rows=None if batch.covariate_rows is None else F.pad(batch.covariate_rows, (0, more)),
     )
 

@@ -56,8 +56,21 @@ class Objective:
     validates_rows: bool = False
     """True if `loss` needs shares in validation too."""
 
+    figure_names: tuple[str, ...] = ()
+    """Figures that validation logs beside the loss, such as accuracy: the keys of `validation_figures`."""
+
+    n_sums: int = 0
+    """Numbers that `validation_figures` needs: sums over cells or targets."""
+
+    kept_sums: list[torch.Tensor] | None = None
+    """If not None, `loss` appends these sums over a micro-batch, (n_sums,) float64."""
+
     def __init__(self, config: ObjectiveConfig, tokens: Tokens) -> None:
         self.config, self.tokens = config, tokens
+        self.number_columns = sorted(config.number_columns())
+        """obs columns whose numbers batches carry, in their order; in a sum those of all parts."""
+        self.suffix = ""
+        """End of the names of its heads, where a sum has several parts of one objective."""
         self.levels: Mapping[str, Sequence[str]] = {}
         """Levels of the obs columns that batches carry, in their order; set by `models.build` before `attach`."""
 
@@ -68,6 +81,14 @@ class Objective:
         `Model.begin` reads too are tied between the first and the last pipeline stage.
         """
         raise NotImplementedError
+
+    def leaves(self) -> "Mapping[str, Objective]":
+        """Return the objectives whose losses these are, by part; this one, under an empty name, unless it has parts."""
+        return {"": self}
+
+    def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
+        """Return figures of the validation cells, by `figure_names`, from `kept_sums` summed over all of them."""
+        return {}
 
     def initial_value(self, name: str) -> Fill | None:
         """Return the initial value of a parameter that `attach` set on the model; None for an unknown name."""

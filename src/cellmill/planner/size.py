@@ -249,7 +249,9 @@ def _sample(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
     counted = spec.tokens.max_tokens if spec.objective.needs_counts else None
     known = np.array([len(levels) for levels in spec.levels.values()], np.int32)
     numbers = np.arange(cells, dtype=np.int32)[:, None] % known + 1 if spec.levels else None
-    return tokenized(tokenizer, genes, counts, starts, np.arange(cells, dtype=np.int64), counted, numbers)
+    batch = tokenized(tokenizer, genes, counts, starts, np.arange(cells, dtype=np.int64), counted, numbers)
+    columns = len(spec.objective.number_columns())
+    return replace(batch, numbers=np.zeros((cells, columns))) if columns else batch
 
 
 class _Passes:

@@ -11,6 +11,7 @@ from cellmill.config.load import upgrade_options
 from cellmill.config.options import TrainOptions
 from cellmill.data.manifest import Manifest
 from cellmill.data.obs_levels import MISSING, read_level_numbers
+from cellmill.data.obs_numbers import read_numbers
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.files import read_json, sha256_file
@@ -55,7 +56,8 @@ def vectors_digest(options: TrainOptions, init_from: Path | None) -> str | None:
 
 
 def with_counts(options: TrainOptions, shards: Manifest) -> TrainOptions:
-    """Return the options with what the objective takes from the training cells' labels."""
+    """Return the options with what the objective takes from the training cells' labels and numbers."""
+    options = _standardised(options, shards)
     columns = dict.fromkeys(options.objective.counted_columns(), "objective")
     if not columns:
         return options
@@ -66,6 +68,24 @@ def with_counts(options: TrainOptions, shards: Manifest) -> TrainOptions:
         counts = np.bincount(numbers[:, at], minlength=len(known) + 1)[1:].tolist()
         cells[name] = {level: n for level, n in zip(known, counts) if level != MISSING}
     return options.model_copy(update={"objective": options.objective.fitted(cells)})
+
+
+def _standardised(options: TrainOptions, shards: Manifest) -> TrainOptions:
+    """Return the options with mean and standard deviation of the numbers that the objective predicts."""
+    columns = options.number_columns()
+    if not columns:
+        return options
+    shards.fingerprint_with((), columns)  # names a column that is not there
+    moments = {}
+    for name, numbers in zip(columns, read_numbers(shards, "train", columns).T):
+        known = numbers[np.isfinite(numbers)]
+        if not len(known) or not known.std():
+            raise ConfigError(
+                f"{columns[name]} {name}: expected numbers that differ, got {len(known):,} training cells with "
+                f"{'the same' if len(known) else 'a'} number; choose another column"
+            )
+        moments[name] = (float(known.mean()), float(known.std()))
+    return options.model_copy(update={"objective": options.objective.standardised(moments)})
 
 
 def check_levels(options: TrainOptions, levels: Mapping[str, Sequence[str]], train_cells: int) -> None:

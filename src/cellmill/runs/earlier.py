@@ -11,7 +11,7 @@ from typing import Any
 from cellmill.errors import ConfigError
 from cellmill.files import write_json
 from cellmill.runs.folder import Checkpoint, TrainFolder
-from cellmill.runs.identity import LENGTH, changed_keys, check_data
+from cellmill.runs.identity import LENGTH, PATIENCE, changed_keys, check_data
 from cellmill.runs.progress import status
 
 
@@ -45,7 +45,7 @@ def is_done(folder: TrainFolder, wanted: Wanted, restart: bool = False) -> bool:
     _check_same(folder, checkpoint.step, changes)
     check_data(str(folder.path), state["fingerprint"], wanted.fingerprint)
     _check_length(folder, checkpoint.step, state["steps"], wanted.steps)
-    if checkpoint.step >= wanted.steps:
+    if checkpoint.step >= wanted.steps or _patience_is_over(checkpoint.step, state["progress"], wanted):
         if not (folder.path / "status.json").exists():
             write_json(folder.path / "status.json", status("done", state))
         return True
@@ -57,6 +57,19 @@ def is_done(folder: TrainFolder, wanted: Wanted, restart: bool = False) -> bool:
             flush=True,
         )
     return False
+
+
+def _patience_is_over(step: int, progress: dict[str, Any], wanted: Wanted) -> bool:
+    """Return whether the run ended early, and would now."""
+    patience, stale = wanted.identity.get(PATIENCE), progress.get("stale_validations", 0)
+    if patience is None or stale < patience:
+        return False
+    print(
+        f"ended early at step {step}, after {stale} validations without an improvement; raise {PATIENCE} ({patience}) "
+        "to go on",
+        flush=True,
+    )
+    return True
 
 
 def _newest(folder: TrainFolder, steps: int) -> Checkpoint | None:

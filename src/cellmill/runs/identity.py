@@ -13,7 +13,8 @@ from cellmill.config.load import stored_options
 from cellmill.config.options import TrainOptions
 from cellmill.errors import ConfigError
 
-LENGTH = frozenset({"train.steps", "train.epochs"})
+PATIENCE = "train.early_stop_patience"
+LENGTH = frozenset({"train.steps", "train.epochs", PATIENCE})
 """Keys whose change leaves the steps taken so far as they are."""
 FREE_SECTIONS = {"parallel", "track"}
 FREE = {

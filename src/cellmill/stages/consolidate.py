@@ -18,12 +18,13 @@ from cellmill.config.options import ConsolidateOptions, TrainOptions
 from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
-from cellmill.evaluate.predict import NO_VALIDATION, calibration_of, classification_of
+from cellmill.evaluate.predict import NO_VALIDATION, calibration_of, classifications_of, regressions_of
 from cellmill.files import read_json, sha256_file, write_json, write_text
 from cellmill.finetune.method import load_method
 from cellmill.models.build import build
 from cellmill.models.export import fill_buffers, spec_of, write_tensors
 from cellmill.models.family import Model
+from cellmill.models.objectives.classification import Classification
 from cellmill.parallel.materialize import named_tensors
 from cellmill.runs.folder import Checkpoint, TrainFolder
 from cellmill.train.checkpoint import CheckpointReader, load_tensors
@@ -66,7 +67,7 @@ def run(*, options: ConsolidateOptions, train: Path, vocabulary: Path, out: Path
     genes.write(out / "vocabulary.tsv")
     _write_adapter(out / "adapter", adapter, state.get("init_from"))
     config = _config(state, genes) | {"weights_sha256": sha256_file(out / "model.safetensors")}
-    config |= _classifier(model, genes, state, train)
+    config |= _heads(model, genes, state, train)
     write_text(out / "README.md", model_card(config, sum(p.numel() for p in model.parameters())))
     write_json(out / "config.json", config)
     print(f"{out}: step {config['step']}, {len(tensors)} tensors", flush=True)
@@ -132,22 +133,35 @@ def _config(state: dict[str, Any], genes: Vocabulary) -> dict[str, Any]:
     }
 
 
-def _classifier(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) -> dict[str, Any]:
-    """Labels and calibration of a model that predicts labels, for config.json; empty for others."""
-    objective = classification_of(model.objective)
-    if objective is None:
-        return {}
+def _heads(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) -> dict[str, Any]:
+    """Entries of config.json for `predict` (see `evaluate.predict`); empty of a model without such heads."""
+    regressions = regressions_of(model.objective)
+    numbers = {name: {"target_column": head.config.target_column} for name, head in regressions.items()}
+    labels = classifications_of(model.objective)
+    entries: dict[str, Any] = {"regressors": numbers} if numbers else {}
+    if not labels:
+        return entries
     options = stored_options(state["options"], f"{train}: its checkpoint")
     fill_buffers(model, options.train.seed, genes)
     shards, problem = _shards(train, options, state["fingerprint"])
-    calibration = None if shards is None else calibration_of(model.eval(), options, shards)
+    made = {name: _classifier(model, options, shards, problem, train, head) for name, head in labels.items()}
+    first = next(iter(made))
+    entries["classifier"] = made.pop(first)
+    return entries | ({"more_classifiers": made} if made else {})
+
+
+def _classifier(
+    model: Model, options: TrainOptions, shards: Path | None, problem: str, train: Path, objective: Classification
+) -> dict[str, Any]:
+    """Labels and calibration of a head; without shards `problem` says why."""
+    calibration = None if shards is None else calibration_of(model.eval(), options, shards, objective)
     known = {"label_column": objective.config.label_column, "labels": objective.labels}
     if calibration is None:
         known["uncalibrated"] = problem or NO_VALIDATION
         print(f"warning: {train}: probabilities are not calibrated: {known['uncalibrated']}", flush=True)
     else:
         print(_calibration_line(vars(calibration)), flush=True)
-    return {"classifier": known | {"calibration": calibration and calibration.to_json()}}
+    return known | {"calibration": calibration and calibration.to_json()}
 
 
 def _shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[Path | None, str]:
@@ -161,7 +175,7 @@ def _shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[Path 
     path = Path(read_json(record)["manifest"])
     places = [place for place in (path, *(above / path for above in train.resolve().parents)) if place.exists()]
     for place in places:
-        if Manifest.read(place).fingerprint_with(options.read_columns()) == fingerprint:
+        if Manifest.read(place).fingerprint_with(options.read_columns(), options.number_columns()) == fingerprint:
             return place, ""
     return None, f"{path} {'is of other shards by now' if places else 'was not found'}"
 
@@ -175,14 +189,18 @@ def _calibration_line(calibration: dict[str, Any]) -> str:
 
 
 def _label_rows(config: dict[str, Any]) -> str:
-    """Rows of the card of a model that predicts labels; empty for others."""
-    if (classifier := config.get("classifier")) is None:
-        return ""
-    calibration = classifier["calibration"]
-    problem = classifier.get("uncalibrated", NO_VALIDATION)
-    line = f"not calibrated: {problem}" if calibration is None else _calibration_line(calibration)
-    predicts = f"{len(classifier['labels'])} labels of obs column {classifier['label_column']}"
-    return f"| predicts | {predicts} |\n| labels | {line} |\n"
+    """Rows of the card of a model that predicts labels or numbers; empty for others."""
+    first = [config["classifier"]] if "classifier" in config else []
+    rows = ""
+    for classifier in [*first, *config.get("more_classifiers", {}).values()]:
+        calibration = classifier["calibration"]
+        problem = classifier.get("uncalibrated", NO_VALIDATION)
+        line = f"not calibrated: {problem}" if calibration is None else _calibration_line(calibration)
+        predicts = f"{len(classifier['labels'])} labels of obs column {classifier['label_column']}"
+        rows += f"| predicts | {predicts} |\n| labels | {line} |\n"
+    for own in config.get("regressors", {}).values():
+        rows += f"| predicts | numbers of obs column {own['target_column']} |\n"
+    return rows
 
 
 def _is_short(value: Any) -> bool:

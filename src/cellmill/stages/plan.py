@@ -52,7 +52,8 @@ def run(
         columns = options.read_columns()
         n_cells = options.stream.train_cells(shards.splits["train"].n_obs)
         check_levels(options, shards.levels(columns), n_cells)
-        detected, fingerprint = detected_genes(shards)[:n_cells], shards.fingerprint_with(columns)
+        fingerprint = shards.fingerprint_with(columns, options.number_columns())
+        detected = detected_genes(shards)[:n_cells]
         numbers = token_numbers(options.tokens, detected, shards.n_genes)
         kept = numbers.detected
         corpus = Cells(

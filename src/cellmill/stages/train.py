@@ -64,7 +64,7 @@ def run(
     columns = options.read_columns()
     n_cells = options.stream.train_cells(shards.splits["train"].n_obs)
     check_levels(options, shards.levels(columns), n_cells)
-    fingerprint = shards.fingerprint_with(columns)
+    fingerprint = shards.fingerprint_with(columns, options.number_columns())
     check_nodes(options, machine.node_counts, machine.nproc_per_node, n_cells)
     check_vocabulary(vocabulary, shards)
     options = with_counts(fitted(options, vocabulary), shards)

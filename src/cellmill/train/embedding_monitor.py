@@ -22,6 +22,7 @@ from cellmill.parallel.mesh import Mesh
 from cellmill.parallel.pipeline_stages import PipelineStages
 from cellmill.runs.metrics import COLLAPSED
 
+FIGURES = ("effective_rank", "depth_r2", "batch_r2")
 MAX_WIDTH = 2048  # the sums have width^2 numbers
 
 

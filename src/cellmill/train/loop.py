@@ -7,7 +7,7 @@ late, when its copy to the host is done: the loop never waits for a GPU.
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -22,9 +22,11 @@ from cellmill.config.run import Train
 from cellmill.data.stream import CellStream
 from cellmill.data.tokens import Batch
 from cellmill.errors import UserError
+from cellmill.finetune.group_rates import GroupRate, rates_line
 from cellmill.models.batch import TensorBatch, on_device, padded, to_tensors
 from cellmill.models.family import Model
 from cellmill.parallel.clip import clip_grad_norm
+from cellmill.parallel.gather_json import gather_json
 from cellmill.parallel.mesh import Mesh
 from cellmill.parallel.pipeline_stages import PipelineStages
 from cellmill.parallel.step import StepModel
@@ -41,31 +43,12 @@ from cellmill.train.schedule import learning_rate
 from cellmill.train.step_guard import LossScale, Suspects, name_cells, step_if
 from cellmill.train.stop import StopFlag
 from cellmill.train.telemetry import Meter, StepProfile, TimeLeft, memory_line, own_memory
+from cellmill.train.training_progress import VAL_LOSS, Progress
 from cellmill.train.unfreezing import Unfreezing
+from cellmill.train.validation_figures import ValidationFigures
 from cellmill.train.weight_average import WeightAverage
 
 VALIDATION = -1  # the step that keys the masks of validation: the same each time, and never those of training
-
-
-@dataclass
-class Progress:
-    """Progress of a run; saved in every checkpoint."""
-
-    step: int = 0
-    cells: int = 0
-    wall_s: float = 0.0
-    train_loss: float | None = None
-    val_loss: float | None = None
-    best_val_loss: float | None = None
-    best_step: int | None = None
-    val_step: int | None = None
-    skipped_steps: int = 0
-    """Steps whose loss or gradient norm was not finite."""
-    skipped_in_a_row: int = 0
-    """Without steps skipped because the loss scale was too large."""
-    loss_scale: float | None = None
-    good_steps: int = 0
-    """Applied steps since the loss scale last changed."""
 
 
 @dataclass
@@ -116,18 +99,23 @@ class Trainer:
     """Column of the levels of validation cells whose share of the embedding is logged."""
     unfreezing: Unfreezing | None = None
     """Parameters that begin to train after the first step."""
+    rates: Mapping[str, GroupRate] = field(default_factory=dict)
+    """Learning rates of parts of the model, to log."""
     average: WeightAverage | None = None
     """Average of the weights, which validation takes."""
 
     def run(self) -> bool:
-        """Train to the last step. Returns True when done, False when stopped by a signal; both save the state."""
+        """Train to the last step, or until patience is over.
+
+        Returns True when done, False when stopped by a signal; both save the state.
+        """
         self._clock = self._saved_at = time.perf_counter()
         self._left = TimeLeft(self.steps, self.progress.step, self._clock)
         if self._validation_is_due():
             self._pause(save=False, validate=True)
         batches = iter(self.train_stream)
         pending: StepReport | None = None
-        while self.progress.step < self.steps:
+        while self.progress.step < self.steps and not self.progress.patience_is_over(self.train):
             with nullcontext() if self.profile is None else self.profile.of(self.progress.step + 1):
                 report = self._step(batches)
             self.checkpoints.raise_if_failed()
@@ -142,7 +130,7 @@ class Trainer:
                 self._read(pending)
                 pending = None
                 self._pause(due or stop, validate=not stop or step == self.steps)
-            if stop and step < self.steps:
+            if stop and step < self.steps and not self.progress.patience_is_over(self.train):
                 self.checkpoints.wait()
                 return False
         self.checkpoints.wait()
@@ -252,6 +240,7 @@ class Trainer:
         self.progress.train_loss, self.progress.skipped_in_a_row = loss, 0
         if self._is_logged(report.step):
             line = {"step": report.step, "loss": loss, "lr": report.lr, "grad_norm": norm}
+            line |= rates_line(self.rates, report.lr, report.step - 1)
             line |= self.loss_parts.line("loss", losses) | {"skipped_steps": self.progress.skipped_steps} | scaled
             line |= self.meter.read(report.ended) | self._left.line(report.step, report.ended)
             ranks = 2 * dist.get_world_size()
@@ -283,7 +272,7 @@ class Trainer:
         self.progress.wall_s += now - self._clock
         self._clock = now
         if validate and self._validation_is_due():
-            save |= self._validate(self.val_stream)
+            save |= self._validate(self.val_stream) or self.progress.patience_is_over(self.train)
         if save or step == self.steps or step % self.train.checkpoint_every_steps == 0:
             self.watch.at(f"the checkpoint of step {step}")
             if self._scale is not None:
@@ -305,7 +294,8 @@ class Trainer:
         """Log the mean loss over validation cells, with the same masks each time. Returns whether it is the best."""
         assert stream is not None
         monitor = EmbeddingMonitor(self.model, stream.levels, self.batch_column)
-        with nullcontext() if self.average is None else self.average.in_model():
+        figures = ValidationFigures(self.model)
+        with nullcontext() if self.average is None else self.average.in_model(), figures.watching():
             totals = self._validation_sums(stream, monitor)
         loss_sum, targets = self.mesh.sum(totals)
         losses = loss_sum / self.loss_parts.targets(targets)
@@ -316,12 +306,27 @@ class Trainer:
             return False
         self.progress.val_loss = loss
         parts = self.loss_parts.line("val_loss", losses.reshape(-1).tolist())
-        self._log({"step": self.progress.step, "val_loss": loss} | parts | monitor.line(self.mesh))
-        best = self.progress.best_val_loss
-        if best is not None and self.progress.val_loss >= best:
+        line = {VAL_LOSS: loss} | parts | figures.line(self.mesh) | monitor.line(self.mesh)
+        self._log({"step": self.progress.step} | line)
+        return self._is_best(line)
+
+    def _is_best(self, line: dict[str, float]) -> bool:
+        """Return whether a validation is the best; say so where the run ends by it. Collective: every rank."""
+        metric, train, progress = self.train.best_metric, self.train, self.progress
+        value = line.get(metric)
+        if metric != VAL_LOSS:  # of some figures each rank computes eigenvalues: all take those of rank 0
+            value = gather_json(value, self.device)[0]
+        if value is None or not math.isfinite(value):
             return False
-        self.progress.best_val_loss, self.progress.best_step = self.progress.val_loss, self.progress.step
-        return True
+        best = progress.judge(value, train)
+        if progress.patience_is_over(train) and dist.get_rank() == 0:
+            print(
+                f"step {progress.step}: {metric} has not improved in {progress.stale_validations} validations "
+                f"(best {progress.best_value:.6g} at step {progress.best_step}); the training ends here "
+                "(train.early_stop_patience)",
+                flush=True,
+            )
+        return best
 
     def _validation_sums(self, stream: CellStream, monitor: EmbeddingMonitor) -> torch.Tensor:
         """Return this rank's sums of losses, then of targets, over validation cells: (2,) or (2, parts)."""

@@ -13,7 +13,7 @@ from cellmill.runs.folder import TrainFolder
 from cellmill.runs.metrics import cut_back
 from cellmill.runs.progress import status
 from cellmill.train.checkpoint import Checkpoints
-from cellmill.train.loop import Progress
+from cellmill.train.training_progress import Progress
 
 
 def resume(

@@ -29,7 +29,8 @@ from cellmill.data.stream import CellStream
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import UserError
 from cellmill.files import read_json
-from cellmill.finetune.method import check_trains, load_method, method_for, trained_names
+from cellmill.finetune.group_rates import group_rates
+from cellmill.finetune.method import check_trains, load_method, trained_names
 from cellmill.launch.processes import die_with_parent
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors
@@ -59,6 +60,7 @@ from cellmill.train.staging import Staging
 from cellmill.train.stop import StopFlag
 from cellmill.train.telemetry import Meter, StepProfile
 from cellmill.train.unfreezing import Unfreezing
+from cellmill.train.validation_figures import check_best_metric
 from cellmill.train.verify_shards import verify_shards
 from cellmill.train.weight_average import WeightAverage
 
@@ -80,8 +82,11 @@ def main(path: Path, error_file: Path) -> None:
     levels = manifest.levels(options.obs_columns())
     verify_shards(manifest, device)
     model = build_model(options, vocabulary, record["init_from"], mesh, device, levels)
+    part: Any = model.parts[0] if isinstance(model, PipelineStages) else model
+    check_best_metric(part.objective, options.train.best_metric)
     parallel_model = build_step_model(model, options.parallel, mesh)
-    method = method_for(options.finetune, ModelSpec.of(options, vocabulary.n_genes, levels))
+    method = load_method(options.finetune)
+    rates = group_rates(method, build(ModelSpec.of(options, vocabulary.n_genes, levels), method.transform))
     optimizer = build_optimizer(model, options.train, options.parallel.cpu_offload, method.group)
     staging = Staging(options.stream, mesh)
     train_stream, val_stream = build_streams(options, Path(record["manifest"]), mesh, staging.copies)
@@ -127,6 +132,7 @@ def main(path: Path, error_file: Path) -> None:
         profile=open_profile(folder, options.train, device),
         batch_column=batch_column(options, manifest),
         unfreezing=Unfreezing(model, method.first_step),
+        rates=rates,
         average=average,
     )
     write_state(folder, "running", progress, saved_with)
@@ -248,6 +254,7 @@ def build_streams(
         "seed": options.train.seed,
         "counted": options.objective.needs_counts,
         "copies": copies,
+        "number_columns": options.number_columns(),
     }
     columns, opened = options.obs_columns(), Manifest.read(manifest)
     train = CellStream(manifest, "train", columns=columns, **shared)

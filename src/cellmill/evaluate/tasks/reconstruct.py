@@ -12,6 +12,7 @@ from cellmill.config.evaluate import ReconstructConfig
 from cellmill.config.load import check_options
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.data.genes import match_columns
+from cellmill.data.level_table import values_of_columns
 from cellmill.data.tokens import split_batch
 from cellmill.errors import ConfigError
 from cellmill.evaluate.embed import ROW_BLOCK, inference, levels_of, tokens_of
@@ -68,8 +69,11 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
     with inference(device, context.options.precision):
         keys, counted = {"seed": context.options.seed, "step": 0}, network.objective.config.needs_counts
         rows = reader.rows(ROW_BLOCK)
-        levels = levels_of(reader, network)
+        levels, named = levels_of(reader, network), network.objective.number_columns
+        numbers = values_of_columns(reader.obs, named) if named else None
         for block in tokens_of(rows, columns, model.vocabulary, model.tokens, mask, totals, counted, levels):
+            if numbers is not None:
+                block = replace(block, numbers=numbers[block.cells])
             for part in split_batch(block, TOKEN_BUDGET):
                 prepared = on_device(network.prepare(network.view(to_tensors(part), **keys), **keys), device)
                 batches.append([_array(tensor) for tensor in network.objective.observe(network, prepared)])

@@ -58,6 +58,7 @@ def draw_asked(
         **tokens_of(CellCounts(cell, batch.genes, torch.where(hidden, 0, batch.counts)), len(batch.lengths), tokenizer),
         cells=batch.cells,
         levels=batch.levels,
+        numbers=batch.numbers,
         asked_cell=torch.cat([cell[asked], of]),
         asked_gene=torch.cat([batch.genes[asked], gene]),
         asked_value=torch.cat([batch.values[asked], torch.zeros(len(of))]),

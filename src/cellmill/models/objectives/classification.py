@@ -70,6 +70,13 @@ class Classification(Objective):
     """See the module; needs a model with `cell_vectors`."""
 
     config: ClassificationConfig
+    figure_names = ("accuracy",)
+    n_sums = 2
+
+    def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
+        """Return the share of cells whose likeliest label is theirs."""
+        right, n = sums
+        return {"accuracy": right / n} if n else {}
 
     @property
     def labels(self) -> list[str]:
@@ -79,12 +86,16 @@ class Classification(Objective):
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         """Add `label_head`."""
         config, levels = self.config, len(self.levels[self.config.label_column])
-        model.label_head = LabelHead(model.vector_width, config.head_hidden, levels, config.head_dropout)
-        rows = ("label_head.out.weight", "label_head.out.bias")
+        setattr(model, self._head, LabelHead(model.vector_width, config.head_hidden, levels, config.head_dropout))
+        rows = (f"{self._head}.out.weight", f"{self._head}.out.bias")
         model.level_rows = {**model.level_rows, **dict.fromkeys(rows, config.label_column)}
         given = config.class_weights if isinstance(config.class_weights, dict) else {}
         self._weights = [given.get(label, 1.0) for label in self.labels]
-        return ("label_head",)
+        return (self._head,)
+
+    @property
+    def _head(self) -> str:
+        return f"label_head{self.suffix}"
 
     def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> LabelledCells:
         """Find the cells with a label."""
@@ -100,16 +111,19 @@ class Classification(Objective):
     def loss(self, model: Any, states: torch.Tensor, prepared: LabelledCells) -> torch.Tensor:
         """Return the summed loss of the cells, a float32 scalar."""
         logits = self._logits(model, states, prepared)
+        if self.kept_sums is not None:
+            right = (logits.argmax(1) == prepared.labels).sum()
+            self.kept_sums.append(torch.stack([right, right.new_tensor(len(logits))]).double())
         return (F.cross_entropy(logits, prepared.labels, reduction="none") * prepared.weights).sum()
 
     def logits(self, model: Any, vectors: torch.Tensor) -> torch.Tensor:
         """(C, H) -> (C, K) float32: logits of the labels of cells with these vectors, without dropout."""
-        logits: torch.Tensor = model.label_head(vectors)
+        logits: torch.Tensor = getattr(model, self._head)(vectors)
         return logits[:, : len(self._weights)].float()
 
     def _logits(self, model: Any, states: torch.Tensor, prepared: LabelledCells) -> torch.Tensor:
         vectors = model.cell_vectors(states, prepared)[prepared.cells].to(states.dtype)
-        logits: torch.Tensor = model.label_head(vectors, prepared.cell_keys[prepared.cells])
+        logits: torch.Tensor = getattr(model, self._head)(vectors, prepared.cell_keys[prepared.cells])
         return logits[:, : len(self._weights)].float()
 
     def observe(self, model: Any, prepared: LabelledCells) -> tuple[torch.Tensor, ...]:

@@ -64,7 +64,8 @@ class Sum(Objective):
         """Add the heads of every part. Raises ConfigError where two would have one name."""
         names: dict[str, None] = {}
         for name, part in self.each.items():
-            before, part.levels = _attributes(model), self.levels
+            before, part.levels, part.number_columns = _attributes(model), self.levels, self.number_columns
+            part.suffix = "" if name == part.config.name else f"_{name}"
             names |= dict.fromkeys(part.attach(model, n_tokens))
             if taken := sorted(head for head, own in _attributes(model).items() if before.get(head, own) is not own):
                 raise ConfigError(
@@ -73,6 +74,10 @@ class Sum(Objective):
         self.row_widths = tuple(width for part in self.each.values() for width in part.row_widths)
         self.validates_rows = any(part.validates_rows for part in self.each.values())
         return tuple(names)
+
+    def leaves(self) -> Mapping[str, Objective]:
+        """Return the parts."""
+        return self.each
 
     def initial_value(self, name: str) -> Fill | None:
         """Return the initial value that a part has for its parameter."""

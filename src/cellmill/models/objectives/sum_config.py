@@ -1,5 +1,6 @@
 """Options of the objective `sum`: several objectives at once, each with a weight. Torch-free."""
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -32,9 +33,23 @@ def _weighted(objective: type[ObjectiveConfig]) -> type[ObjectiveConfig]:
 
 
 def _parts(value: Any) -> Any:
-    if not (parts := by_name(ObjectiveConfig, value, _choice)):
+    """Options of each part: by the objective's name, or by any other whose options then have `name`."""
+    named = value if isinstance(value, dict) else {}
+    others = {key: _name_of(options, key) for key, options in named.items() if _name_of(options, key) != key}
+    if wrong := [key for key in others if not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", str(key))]:
+        raise ValueError(f"{wrong[0]}: the name of a part is of letters, digits and _; choose another")
+    same = {key: options for key, options in named.items() if key not in others} if named else value
+    parts = by_name(ObjectiveConfig, same, _choice)
+    parts |= {key: by_name(ObjectiveConfig, {name: named[key]}, _choice)[name] for key, name in others.items()}
+    if not parts:
         raise ValueError("expected at least one objective with its options, such as cell_decoding: {}, got none")
-    return parts
+    return {key: parts[key] for key in named} if others else parts
+
+
+def _name_of(options: Any, key: Any) -> Any:
+    if isinstance(options, ObjectiveConfig):
+        return options.name
+    return options.get("name", key) if isinstance(options, dict) else key
 
 
 class SumConfig(ObjectiveConfig):
@@ -48,7 +63,8 @@ class SumConfig(ObjectiveConfig):
         BeforeValidator(_parts),
         WithJsonSchema({"type": "object", "additionalProperties": {"type": ["object", "null"]}}),
     ] = Field(
-        description="Objectives, each with its options and `weight`, the factor of its mean loss (1.0). At most one "
+        description="Objectives, each with its options and `weight`, the factor of its mean loss (1.0). A part may "
+        "have any name and the objective's in `name`, so that several predict different columns. At most one "
         "draws a view (cell_decoding, denoise, query_decoding), which all of them then see, and at most one hides "
         "tokens (masked_value, masked_gene, next_gene). Weights are above 0.",
     )
@@ -77,6 +93,16 @@ class SumConfig(ObjectiveConfig):
     def obs_columns(self) -> dict[str, str]:
         """Columns of every part."""
         return {column: option for part in self.each() for column, option in part.obs_columns().items()}
+
+    def number_columns(self) -> dict[str, str]:
+        """Columns of every part."""
+        return {column: option for part in self.each() for column, option in part.number_columns().items()}
+
+    def standardised(self, moments: Mapping[str, tuple[float, float]]) -> Self:
+        """Return the options with every part standardised."""
+        return self.model_copy(
+            update={"parts": {name: part.standardised(moments) for name, part in self.parts.items()}}
+        )
 
     @property
     def supervised_by(self) -> tuple[str, ...]:

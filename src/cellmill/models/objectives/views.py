@@ -65,15 +65,18 @@ def draw_view(
     at = predicted.nonzero().flatten()
     n_cells = len(batch.lengths)
     tokens, cells, levels, paired = CellCounts(cell, batch.genes, shown), batch.cells, batch.levels, 0
+    numbers = batch.numbers
     if config.view_loss is not None:
         # ids of second views differ, and with them the keys of their dropout
         tokens, cells, paired = _both(tokens, hidden, n_cells), torch.cat([cells, ~cells]), n_cells
         levels = None if levels is None else torch.cat([levels, levels])
+        numbers = None if numbers is None else torch.cat([numbers, numbers])
     return ViewBatch(
         **tokens_of(tokens, len(cells), tokenizer),
         cells=cells,
         paired=paired,
         levels=levels,
+        numbers=numbers,
         counts=tokens.count[tokens.count > 0],
         profile_cell=cell[at],
         profile_gene=batch.genes[at],
@@ -95,6 +98,7 @@ def first_views(batch: TensorBatch) -> TensorBatch:
         lengths=batch.lengths[:cells],
         counts=None if batch.counts is None else batch.counts[:tokens],
         levels=None if batch.levels is None else batch.levels[:cells],
+        numbers=None if batch.numbers is None else batch.numbers[:cells],
         covariate_rows=None if batch.covariate_rows is None else batch.covariate_rows[:tokens],
         paired=0,
     )

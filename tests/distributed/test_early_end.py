@@ -1,0 +1,60 @@
+"""A run whose patience is over is done, in every layout and after a resume; the best checkpoint is by its metric."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cellmill.cli import main
+from cellmill.runs.folder import TrainFolder
+from tests.distributed import cases
+from tests.distributed.conftest import options
+from tests.distributed.pool import Pool
+from tests.distributed.test_train_command import train as run_command
+
+PATIENCE = {"early_stop_patience": 2, "best_metric": "effective_rank"}
+LAYOUTS: list[dict[str, Any]] = [{"strategy": "ddp"}, {"pp": 2, "schedule": "ZBV", "tp": 2}]
+
+
+def _run(layout: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
+    # the effective rank grows: with the smallest as the best, the first validation stays it
+    given = {"steps": 9, "lr": 1e-2, "schedule": "constant", "val_every_steps": 1, **PATIENCE, **train}
+    return options(layout, train=given)
+
+
+def test_all_ranks_end_at_the_same_validation_in_every_layout_and_after_a_resume(
+    pool: Pool, alone: None, corpus: str, tmp_path: Path
+) -> None:
+    whole = cases.logged(corpus, _run(), str(tmp_path / "whole"), 9)
+    end = max(line["step"] for line in whole)
+    assert end < 9
+    for at, layout in enumerate(LAYOUTS):
+        given = {"corpus": corpus, "options": _run(layout), "folder": str(tmp_path / str(at))}
+        lines = pool.run("logged", steps=2, **given)[0] + pool.run("logged", steps=9, load=True, **given)[0]
+        for key in ("loss", "val_loss"):
+            found, expected = ([line[key] for line in of if key in line] for of in (lines, whole))
+            np.testing.assert_allclose(found, expected, atol=1e-4)
+        best, newest = (TrainFolder(tmp_path / str(at)).best().step, TrainFolder(tmp_path / str(at)).saved_step())
+        assert (best, newest) == (TrainFolder(tmp_path / "whole").best().step, end)
+
+
+def test_the_command_takes_it_for_done_and_goes_on_when_patience_is_raised(corpus: str, tmp_path: Path) -> None:
+    out = tmp_path / "train"
+    first = run_command(corpus, out, _run(steps=50), nproc=2)
+    assert first.returncode == 0, first.stderr
+    status = json.loads((out / "status.json").read_text())
+    assert (status["state"], status["steps"]) == ("done", 50)
+    assert status["step"] - status["best_step"] == 2
+    said = f"step {status['step']}: effective_rank has not improved in 2 validations (best {status['best_value']:.6g}"
+    assert said in first.stdout + first.stderr
+    again = run_command(corpus, out, _run(steps=50), nproc=2)
+    assert f"{out}: this run is already done" in again.stdout
+    longer = run_command(corpus, out, _run(steps=50, early_stop_patience=3))
+    assert longer.returncode == 0, longer.stderr
+    assert json.loads((out / "status.json").read_text())["step"] > status["step"]
+    words = ["consolidate", "--train", str(out), "--vocabulary", f"{corpus}/vocabulary.tsv", "--out", str(tmp_path)]
+    assert main([*words, "--options", '{"consolidate": {}}']) == 0
+    assert json.loads((tmp_path / "config.json").read_text())["step"] == status["best_step"]
