@@ -26,6 +26,7 @@ def new_parser(description: str) -> argparse.ArgumentParser:
         _add_training,
         _add_model,
         _add_import,
+        _add_sharing,
         _add_machine_commands,
         _add_run_commands,
     ):
@@ -172,6 +173,19 @@ def _add_import(stages: Any) -> None:
         pooling = "vector of a cell (default: cls with a token <cls>, as in V2, else mean)"
         parser.add_argument("--pooling", choices=["mean", "cls"], help=pooling)
         _add(parser, "--embed-layer", -1, "layer that is pooled: 0 is the last, -1 the one before")
+
+
+def _add_sharing(stages: Any) -> None:
+    push = _command(stages, "push", "upload a model folder to the Hugging Face hub; the token is HF_TOKEN's")
+    push.add_argument("--model", type=Path, required=True, help="folder of an exported model")
+    push.add_argument("--repo", required=True, help="owner/name on the hub; it is made if there is none")
+    push.add_argument(
+        "--licence", required=True, help="licence of the model, as the hub names it: apache-2.0, other, …"
+    )
+    push.add_argument("--private", action="store_true", help="make the repository private")
+    pull = _command(stages, "pull", "download a model folder from the Hugging Face hub")
+    pull.add_argument("repo", help="owner/name, or owner/name@revision")
+    pull.add_argument("--out", type=Path, required=True, help="model folder to write")
 
 
 def _add_machine_commands(stages: Any) -> None:
