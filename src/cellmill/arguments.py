@@ -27,6 +27,7 @@ def new_parser(description: str) -> argparse.ArgumentParser:
         _add_model,
         _add_import,
         _add_sharing,
+        _add_translate,
         _add_machine_commands,
         _add_run_commands,
     ):
@@ -186,6 +187,14 @@ def _add_sharing(stages: Any) -> None:
     pull = _command(stages, "pull", "download a model folder from the Hugging Face hub")
     pull.add_argument("repo", help="owner/name, or owner/name@revision")
     pull.add_argument("--out", type=Path, required=True, help="model folder to write")
+
+
+def _add_translate(stages: Any) -> None:
+    translate = _command(stages, "translate", "write a configuration of scModelForge as one of cellmill")
+    translate.add_argument("file", type=Path, help="its YAML")
+    translate.add_argument(
+        "--out", type=Path, required=True, help="the .yaml to write; its table of datasets goes beside it"
+    )
 
 
 def _add_machine_commands(stages: Any) -> None:

@@ -20,7 +20,17 @@ from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 from cellmill.files import read_json, special_kind
 
-COMMANDS = ("profiles", "preflight", "status", "attach", "cancel", "logs", "import", "push")  # others are stages
+COMMANDS = (
+    "profiles",
+    "preflight",
+    "status",
+    "attach",
+    "cancel",
+    "logs",
+    "import",
+    "push",
+    "translate",
+)  # others are stages
 MODULES = {"import": "import_model"}  # where the command's name is a keyword of Python
 
 
