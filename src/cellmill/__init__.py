@@ -10,6 +10,8 @@ __version__ = "0.1.0"
 def load(path: Path | str) -> Any:
     """Return the exported model in a folder as an `evaluate.loaded_model.LoadedModel`, on a GPU if there is one.
 
+    `hf://owner/name`, also with `@revision`, is a model on the Hugging Face hub (extra `hub`).
+
     >>> model = cellmill.load("results/runs/demo/model")
     >>> adata.obsm["X_cellmill"] = model.embed(adata)
     >>> adata.obs["cell_type"] = model.predict(adata).labels
@@ -17,4 +19,6 @@ def load(path: Path | str) -> Any:
     Raises errors.DataError if a file is missing, damaged or of another model. Nothing is unpickled. Torch is imported
     by this call, not with the package.
     """
+    if isinstance(path, str) and path.startswith("hf://"):
+        path = importlib.import_module("cellmill.models.hub").cached(path)
     return importlib.import_module("cellmill.evaluate.loaded_model").LoadedModel(Path(path))

@@ -28,6 +28,8 @@ def new_parser(description: str) -> argparse.ArgumentParser:
         _add_import,
         _add_convert,
         _add_archive,
+        _add_sharing,
+        _add_translate,
         _add_machine_commands,
         _add_run_commands,
     ):
@@ -216,6 +218,27 @@ def _add_archive(stages: Any) -> None:
     planned.add_argument("--corpus", required=True, help="name of the corpus")
     planned.add_argument("--cells", type=_count, help="cells in all (default: those of the table's files)")
     _add(planned, "--genes-per-cell", 2_000, "detected genes of a cell, on average", type=_count)
+
+
+def _add_sharing(stages: Any) -> None:
+    push = _command(stages, "push", "upload a model folder to the Hugging Face hub; the token is HF_TOKEN's")
+    push.add_argument("--model", type=Path, required=True, help="folder of an exported model")
+    push.add_argument("--repo", required=True, help="owner/name on the hub; it is made if there is none")
+    push.add_argument(
+        "--licence", required=True, help="licence of the model, as the hub names it: apache-2.0, other, …"
+    )
+    push.add_argument("--private", action="store_true", help="make the repository private")
+    pull = _command(stages, "pull", "download a model folder from the Hugging Face hub")
+    pull.add_argument("repo", help="owner/name, or owner/name@revision")
+    pull.add_argument("--out", type=Path, required=True, help="model folder to write")
+
+
+def _add_translate(stages: Any) -> None:
+    translate = _command(stages, "translate", "write a configuration of scModelForge as one of cellmill")
+    translate.add_argument("file", type=Path, help="its YAML")
+    translate.add_argument(
+        "--out", type=Path, required=True, help="the .yaml to write; its table of datasets goes beside it"
+    )
 
 
 def _add_machine_commands(stages: Any) -> None:

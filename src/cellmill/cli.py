@@ -21,7 +21,7 @@ from cellmill.errors import UserError
 from cellmill.files import read_json, special_kind
 
 RUN_COMMANDS = ("status", "watch", "attach", "cancel", "logs", "follow")
-FILE_COMMANDS = ("import", "convert", "archive", "unarchive", "plan_corpus")
+FILE_COMMANDS = ("import", "convert", "archive", "unarchive", "plan_corpus", "push", "translate")
 COMMANDS = ("profiles", "preflight", *FILE_COMMANDS, *RUN_COMMANDS)  # others are stages
 MODULES = {"import": "import_model"}  # where the command's name is a keyword of Python
 

@@ -19,7 +19,7 @@ from cellmill.preflight.stage_checks import DECLARED
 from tests.house.rules import directive, rules
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE = {"all", "demo_data", "fetch", "plan", "train", "report", "sweep"}  # run where Snakemake runs
+HERE = {"all", "demo_data", "fetch", "pull", "plan", "train", "report", "sweep"}  # run where Snakemake runs
 PROFILES = sorted((ROOT / "profiles").glob("*/config.yaml"))
 
 

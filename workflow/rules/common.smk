@@ -55,6 +55,7 @@ if pipeline.private:
 wildcard_constraints:
     corpus="|".join(map(re.escape, pipeline.corpora)),
     run="|".join(map(re.escape, pipeline.runs)),
+    model=r"[\w.-]+/[\w.-]+(@[\w./-]+)?",
     part=r"\d+-of-\d+",
     sweep="|".join(map(re.escape, swept)) or "a^",  # nothing, without sweeps
     dataset="|".join(sorted({re.escape(name) for table in datasets.values() for name in table})),
@@ -258,7 +259,10 @@ def parent_model(wildcards):
     parent = pipeline.runs[wildcards.run].init_from
     if parent is None:
         return []
-    return [f"{f'results/runs/{parent}/model' if parent in pipeline.runs else Path(parent)}/model.safetensors"]
+    if parent in pipeline.runs:
+        return [f"results/runs/{parent}/model/model.safetensors"]
+    folder = f"results/hub/{parent.removeprefix('hf://')}" if parent.startswith("hf://") else Path(parent)
+    return [f"{folder}/model.safetensors"]
 
 
 def gene_vectors(wildcards):

@@ -3,8 +3,26 @@
 
 
 localrules:
+    pull,  # compute nodes often have no way out
     plan,  # takes a second, and refuses a run before anything is submitted
     train,
+
+
+# A model on the hub that a run starts from: `init_from: hf://owner/name`, or `owner/name@revision`.
+rule pull:
+    output:
+        "results/hub/{model}/model.safetensors",
+        "results/hub/{model}/config.json",
+    log:
+        "logs/pull/{model}.log",
+    benchmark:
+        "results/benchmarks/pull/{model}.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    params:
+        folder=lambda wildcards, output: Path(output[0]).parent,
+    shell:
+        "cellmill pull {wildcards.model:q} --out {params.folder:q} 2>&1 | tee -i {log:q}"
 
 
 rule plan:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
+from cellmill.config.other_words import KEYS, value_here
 from cellmill.errors import did_you_mean
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> tuple[list[str], 
         return where, "is missing"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] != "value_error" and not isinstance(first["input"], dict):
-        message += f", got {_shown(first['input'])}"
+        message += f", got {_shown(first['input'])}{value_here(first['input'], message)}"
     return where, message[0].lower() + message[1:]
 
 
@@ -78,9 +79,11 @@ def error_line(where: list[str], message: str) -> str:
 
 
 def unknown_key(key: str, known: Iterable[str], moved: dict[str, str] | None = None) -> str:
-    """Message for a key that does not exist, with its new place or the nearest name that exists."""
+    """Message for a key that does not exist: its new place, ours for a word of another tool, or the nearest name."""
     if moved and key in moved:
         return f"{key} has moved; set {moved[key]}"
+    if key in KEYS:
+        return f"unknown key {key!r}; set {KEYS[key]}"
     return f"unknown key {key!r}; {did_you_mean(key, known)}"
 
 

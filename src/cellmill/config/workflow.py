@@ -48,7 +48,8 @@ class RunConfig(EvaluateOptions, PredictOptions, ConsolidateOptions, PlanOptions
     init_from: str | None = Field(
         None,
         description="Run whose exported model provides the initial weights; or the path of a model folder, with a `/`, "
-        "such as ./pretrained. Which cells the model of a path was trained on is not known to evaluate.",
+        "such as ./pretrained; or hf://owner/name[@revision], on the Hugging Face hub. Which cells the model of a path "
+        "or of the hub was trained on is not known to evaluate.",
     )
     machine: str | None = Field(
         None,

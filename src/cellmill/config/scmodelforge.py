@@ -1,0 +1,183 @@
+"""Configurations of scModelForge as ours: each key's counterpart, what had no effect there, and what has none here."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cellmill.config.load import check_config
+from cellmill.errors import ConfigError
+
+SAME = {
+    "data.preprocessing.hvg_selection": "vocabulary.max_genes",
+    "tokenizer.max_genes": "tokens.max_tokens",
+    "tokenizer.masking.mask_ratio": "objective.mask_frac",
+    "tokenizer.masking.random_replace_ratio": "objective.random_frac",
+    "tokenizer.masking.keep_ratio": "objective.keep_frac",
+    "model.hidden_dim": "model.hidden",
+    "model.num_layers": "model.layers",
+    "model.num_heads": "model.heads",
+    "model.ffn_dim": "model.ffn_hidden",
+    "model.dropout": "model.dropout",
+    "model.pooling": "model.pooling",
+    "training.max_epochs": "train.epochs",
+    "training.seed": "train.seed",
+    "training.strategy": "parallel.strategy",
+    "training.optimizer.lr": "train.lr",
+    "training.optimizer.weight_decay": "train.weight_decay",
+    "training.scheduler.warmup_steps": "train.warmup_steps",
+    "training.gradient_clip": "train.clip_norm",
+    "training.log_every_n_steps": "train.log_every_steps",
+    "training.save_top_k": "train.keep_checkpoints",
+    "training.val_split": "shard.val_frac",
+}
+"""Keys whose value is taken over."""
+CHOICES: dict[str, tuple[str, dict[Any, Any]]] = {
+    "tokenizer.strategy": (
+        "tokens.tokenizer",
+        {"rank_value": "rank", "binned_expression": "binned", "continuous_projection": "continuous"},
+    ),
+    "training.precision": ("parallel.precision", {"bf16-mixed": "bf16-mixed", "16-mixed": "16-mixed", "32": "32-true"}),
+    "training.scheduler.name": (
+        "train.schedule",
+        {"cosine_warmup": "cosine", "cosine": "cosine", "linear": "linear", "constant": "constant"},
+    ),
+    "training.optimizer.name": ("train.optimizer", {"adamw": "adamw", "adam": "adamw"}),
+    "model.architecture": ("model.family", {"transformer_encoder": "encoder"}),
+}
+"""Keys whose values have other names here."""
+NO_EFFECT = {
+    "data.gene_vocab": "nothing read it; `vocabulary.protein_coding: true` keeps protein-coding genes",
+    "tokenizer.gene_vocab": "nothing read it; `vocabulary.protein_coding: true` keeps protein-coding genes",
+    "training.scheduler.total_steps": "max_epochs set the length",
+}
+ELSEWHERE = {
+    "data.paths": "the table of datasets that is written beside the configuration",
+    "data.source": "the column `path` of the table: a file, a folder or a URL",
+    "data.preprocessing.normalize": "counts stay raw; tokenizers normalise",
+    "data.preprocessing.target_sum": "counts stay raw; tokenizers normalise to 10,000",
+    "data.preprocessing.log1p": "counts stay raw; tokenizers take logarithms",
+    "data.max_genes": "tokens.max_tokens, from tokenizer.max_genes",
+    "data.num_workers": "stream.io_threads",
+    "training.num_workers": "stream.io_threads",
+    "training.batch_size": "train.global_batch, cells of all processes together",
+    "training.num_gpus": "nproc_per_node in the profile",
+    "training.gradient_accumulation": "train.token_budget cuts a step into micro-batches",
+    "training.logger": "track.to, beside metrics.jsonl",
+    "training.run_name": "the name under `runs`",
+    "training.checkpoint_dir": "results/runs/RUN/train",
+    "training.log_dir": "results/runs/RUN/train",
+    "training.resume_from": "the same command resumes",
+    "model.max_seq_len": "tokens.max_tokens, from tokenizer.max_genes",
+    "model.mask_ratio": "objective.mask_frac, from tokenizer.masking",
+    "model.pretraining_task": "objective.name",
+    "model.use_expression_values": "the tokenizer",
+    "eval": "evaluate.tasks; checkpoints are evaluated when a run is done",
+}
+"""Keys that something else does here."""
+
+
+DEFAULTS = {
+    "tokenizer.max_genes": 2048,
+    "tokenizer.strategy": "rank_value",
+    "tokenizer.masking.mask_ratio": 0.15,
+    "tokenizer.masking.random_replace_ratio": 0.1,
+    "tokenizer.masking.keep_ratio": 0.1,
+    "model.architecture": "transformer_encoder",
+    "model.hidden_dim": 512,
+    "model.num_layers": 12,
+    "model.num_heads": 8,
+    "model.dropout": 0.1,
+    "model.pooling": "cls",
+    "training.max_epochs": 10,
+    "training.seed": 42,
+    "training.strategy": "ddp",
+    "training.val_split": 0.05,
+    "training.precision": "bf16-mixed",
+    "training.optimizer.lr": 1e-4,
+    "training.optimizer.weight_decay": 0.01,
+    "training.scheduler.warmup_steps": 2000,
+    "training.gradient_clip": 1.0,
+    "training.save_top_k": 3,
+}
+"""Values there of keys that a file leaves out."""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """Result of `translate`."""
+
+    config: dict[str, Any]
+    table: str
+    """Text of the table of datasets."""
+    lines: list[str]
+    """For each key of the file, what became of it."""
+
+
+def translate(tree: Any, table: Path) -> Translation:
+    """Return a configuration of a scModelForge YAML, checked, whose table of datasets will be the file `table`.
+
+    Raises ConfigError if it is none, or what became of it is refused here.
+    """
+    if not isinstance(tree, dict) or not isinstance(tree.get("data"), dict) or "model" not in tree:
+        raise ConfigError("expected a configuration of scModelForge, with sections data and model")
+    config: dict[str, Any] = {"corpora": {"corpus": {"table": str(table)}}}
+    given = dict(_leaves(tree))
+    for key, value in DEFAULTS.items():
+        if key not in given:
+            _one(config, key, value)
+    lines = [_one(config, key, value) for key, value in given.items()]
+    if "vocabulary" in config:
+        _put(config, "vocabulary.select", "seurat")
+    training = tree.get("training") or {}
+    factors = [training.get(key) or default for key, default in _BATCH.items()]
+    _put(config, "train.global_batch", factors[0] * factors[1] * factors[2])
+    rank = config.get("tokens", {}).get("tokenizer", "rank") == "rank"
+    _put(config, "tokens.tokenizer", config.get("tokens", {}).get("tokenizer", "rank"))
+    _put(config, "objective.name", "masked_gene" if rank else "masked_value")
+    config["runs"] = {"translated": {"corpus": "corpus"}}
+    paths = [Path(path) for path in tree["data"].get("paths") or []]
+    rows = [f"{path.stem}\t{path}" for path in paths]
+    return Translation(config, "\n".join(["dataset\tpath", *rows, ""]), lines)
+
+
+_BATCH = {"batch_size": 64, "num_gpus": 1, "gradient_accumulation": 1}
+"""Factors of a global batch, with scModelForge's defaults."""
+
+
+def check_translation(translation: Translation, source: str) -> None:
+    """Raise ConfigError if the configuration, whose table exists by now, is refused."""
+    check_config(translation.config, source)
+
+
+def _one(config: dict[str, Any], key: str, value: Any) -> str:
+    """Take one key over, and return the line on it."""
+    if key in SAME:
+        if value is not None:
+            _put(config, SAME[key], value)
+        return f"{key}: {SAME[key]}"
+    if key in CHOICES:
+        here, names = CHOICES[key]
+        if str(value) not in names:
+            return f"{key}: {value}: none here; set {here}"
+        _put(config, here, names[str(value)])
+        return f"{key}: {here}: {names[str(value)]}"
+    if key in NO_EFFECT:
+        return f"{key}: had no effect there either: {NO_EFFECT[key]}"
+    parts = key.split(".")
+    places = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    known = next((ELSEWHERE[place] for place in places if place in ELSEWHERE), None)
+    return f"{key}: {known}" if known else f"{key}: not translated"
+
+
+def _put(config: dict[str, Any], key: str, value: Any) -> None:
+    section, name = key.split(".")
+    config.setdefault(section, {})[name] = value
+
+
+def _leaves(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value

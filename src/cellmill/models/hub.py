@@ -1,0 +1,111 @@
+"""Model folders on the Hugging Face hub, by the package huggingface_hub (extra `hub`).
+
+Only the files in FILES go either way: JSON, text and safetensors. A token comes from the environment (HF_TOKEN) alone,
+and HF_ENDPOINT names another hub.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from cellmill.errors import ConfigError, DataError, UserError
+from cellmill.files import atomic_path
+from cellmill.models.export import load_model
+from cellmill.models.model_config import read_model_config
+from cellmill.registry import in_one_line
+
+try:
+    from huggingface_hub import CommitOperationAdd, HfApi, snapshot_download
+except ImportError:
+    raise ConfigError("the package huggingface_hub is not installed; pip install 'cellmill[hub]'") from None
+
+FILES = (
+    *("README.md", "vocabulary.tsv", "model.safetensors", "metrics.json"),
+    *("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "config.json"),  # config.json is written last
+)
+SCHEME = "hf://"
+NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def push(folder: Path, repo: str, card: str, metrics: Path | None, private: bool) -> str:
+    """Upload the files of a model folder in one commit, with `card` as README.md; return the commit's URL.
+
+    The folder is loaded first. The repository is made if there is none. Raises UserError.
+    """
+    name, revision = split_name(repo)
+    if (token := os.environ.get("HF_TOKEN")) is None:
+        raise ConfigError(
+            "HF_TOKEN is not set; set it to a token of the hub that may write (it is read from nowhere else)"
+        )
+    load_model(folder)
+    given: dict[str, Path | bytes] = {file: folder / file for file in FILES if (folder / file).is_file()}
+    given |= {"README.md": card.encode()} | ({} if metrics is None else {"metrics.json": metrics})
+    added = [CommitOperationAdd(name, data if isinstance(data, bytes) else str(data)) for name, data in given.items()]
+    api = HfApi(token=token)
+    with _named(name):
+        api.create_repo(name, private=private, exist_ok=True)
+        done = api.create_commit(name, added, commit_message="Model of cellmill", revision=revision)
+    return str(done.commit_url)
+
+
+def pull(repo: str, folder: Path) -> str:
+    """Download a model to `folder`, config.json last; return the commit. Raises UserError for what is no model."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        made = Path(temporary)
+        commit = _download(repo, made)
+        for file in FILES:
+            if (made / file).is_file():
+                (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                with atomic_path(folder / file) as path:
+                    os.replace(made / file, path)
+    return commit
+
+
+def cached(repo: str) -> Path:
+    """Return the folder of a model in the hub's cache, downloaded if it is not there. Raises UserError."""
+    name, revision = split_name(repo)
+    with _named(name):
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*FILES], token=_token()))
+
+
+def split_name(repo: str) -> tuple[str, str | None]:
+    """Return owner/name, and the revision, of `[hf://]owner/name[@revision]`. Raises ConfigError."""
+    name, _, revision = repo.removeprefix(SCHEME).partition("@")
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"{repo}: expected the name of a model on the hub, owner/name or owner/name@revision")
+    return name, revision or None
+
+
+def _download(repo: str, folder: Path) -> str:
+    """Download a model, and check it before it has its final name."""
+    name, revision = split_name(repo)
+    with _named(name):
+        commit = HfApi(token=_token()).model_info(name, revision=revision).sha
+        snapshot_download(name, revision=commit, allow_patterns=[*FILES], local_dir=folder, token=_token())
+    if not (folder / "config.json").is_file():
+        raise DataError(f"{name}: it has no config.json; expected a model that `cellmill push` uploaded")
+    try:
+        read_model_config(folder / "config.json")
+        load_model(folder)
+    except UserError as error:
+        raise DataError(f"{name}: it is no model of cellmill: {str(error).replace(f'{folder}/', '')}") from None
+    return str(commit)
+
+
+def _token() -> str | bool:
+    """Token of the environment; False keeps one that is stored on disk from being sent."""
+    return os.environ.get("HF_TOKEN", False)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # the hub's, the network library's, and those of names and files
+        raise DataError(f"{name}: the hub does not do it: {in_one_line(error.__cause__ or error)[:300]}") from None

@@ -1,0 +1,250 @@
+"""Models on a hub: a stand-in server on loopback that takes commits, large files and downloads."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pytest
+
+import cellmill
+from tests.unit.exported import export_model, make_corpus
+
+if find_spec("huggingface_hub") is None:
+    pytest.skip("the package huggingface_hub is not installed", allow_module_level=True)
+
+COMMIT = "c" * 40
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """Repositories as {name: {path: bytes}}; tokens and requests of each call."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: Any) -> None:
+        """Stay silent."""
+
+    def _answer(self, body: bytes | dict[str, Any], status: int = 200, **headers: str) -> None:
+        data = json.dumps(body).encode() if isinstance(body, dict) else body
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            body = b""
+            while size := int(self.rfile.readline(), 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+            return body
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def do_POST(self) -> None:
+        server: Any = self.server
+        body = self._body()
+        server.tokens.append(self.headers.get("Authorization"))
+        if self.path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}"
+            server.repos[name], server.private[name] = (
+                {},
+                "private" in (asked.get("visibility"), "private" * asked.get("private", False)),
+            )
+            self._answer({"url": f"{server.url}/{name}", "name": name, "id": name})
+        elif self.path == "/api/validate-yaml":
+            self._answer({"errors": [], "warnings": []})
+        elif self.path.endswith("/preupload/main"):
+            files = [file["path"] for file in json.loads(body)["files"]]
+            modes = ["lfs" if file.endswith(".safetensors") else "regular" for file in files]
+            listed = [{"path": f, "uploadMode": m, "shouldIgnore": False} for f, m in zip(files, modes)]
+            self._answer({"files": listed})
+        elif self.path.endswith("/info/lfs/objects/batch"):
+            objects = [
+                {**thing, "actions": {"upload": {"href": f"{server.url}/lfs/{thing['oid']}", "header": {}}}}
+                for thing in json.loads(body)["objects"]
+            ]
+            self._answer({"transfer": "basic", "objects": objects}, Content_Type="application/vnd.git-lfs+json")
+        elif self.path.endswith("/commit/main"):
+            name = "/".join(self.path.split("/")[3:5])
+            repo = server.repos[name]
+            for line in body.splitlines():
+                entry = json.loads(line)
+                value = entry["value"]
+                if entry["key"] == "file":
+                    repo[value["path"]] = base64.b64decode(value["content"])
+                if entry["key"] == "lfsFile":
+                    repo[value["path"]] = server.large[value["oid"]]
+            self._answer({"commitUrl": f"{server.url}/{name}/commit/{COMMIT}", "commitOid": COMMIT})
+        else:
+            self._answer({"error": self.path}, 404)
+
+    def do_PUT(self) -> None:
+        server: Any = self.server
+        body = self._body()
+        server.large[hashlib.sha256(body).hexdigest()] = body
+        self._answer(b"")
+
+    def do_GET(self) -> None:
+        server: Any = self.server
+        server.tokens.append(self.headers.get("Authorization"))
+        parts = self.path.split("?")[0].strip("/").split("/")
+        name = "/".join(parts[2:4] if parts[0] == "api" else parts[:2])
+        repo = server.repos.get(name)
+        if repo is None:
+            self._answer({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")
+        elif parts[0] == "api" and "tree" in parts:
+            listed = [{"type": "file", "path": path, "size": len(repo[path]), "oid": "0" * 40} for path in repo]
+            self._answer(json.dumps(listed).encode())
+        elif parts[0] == "api":
+            siblings = [{"rfilename": path} for path in repo]
+            self._answer({"id": name, "sha": COMMIT, "siblings": siblings, "private": False})
+        else:
+            path = "/".join(parts[4:])
+            server.asked.append(path)
+            data = repo[path]
+            self._answer(data, ETag=f'"{hashlib.sha1(data).hexdigest()}"', X_Repo_Commit=COMMIT)
+
+    do_HEAD = do_GET
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Any]:
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    server.repos, server.private, server.large, server.tokens, server.asked = {}, {}, {}, [], []
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> Path:
+    """A run with its model, and what evaluate and train wrote of it."""
+    results = tmp_path_factory.mktemp("results")
+    corpus = make_corpus(results / "corpora" / "sim", simulated)
+    folder = results / "runs" / "one"
+    export_model(folder / "model", corpus["vocabulary"])
+    (folder / "model" / "README.md").write_text("---\nlibrary_name: cellmill\n---\n# A model\n")
+    (folder / "model" / "run.pkl").write_bytes(b"never")
+    record = {"manifest": str(corpus["manifest"]), "init_from": None, "nodes": "1", "nproc_per_node": 2}
+    record |= {"options": {"train": {"lr": 0.5}, "track": {"to": {}}}, "environment": {"torch": "2.13"}}
+    rows = [{"name": "embedding + kNN", "accuracy_mean": 0.8}, {"name": "all|genes", "accuracy_mean": 0.9}]
+    entry = {"rows": rows, "sentences": ["embedding is behind all genes."]}
+    entry |= {"metric": "accuracy", "verdicts": [], "figures": {}, "skipped": None, "differences": []}
+    dataset = {"n_cells": 9, "n_scored": 5, "cells": "heldout", "tasks": {"probe": entry}}
+    for path, content in (("train/run.json", record), ("evaluate/metrics.json", {"datasets": {"sim": dataset}})):
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(json.dumps(content))
+    return folder
+
+
+DRIVER = """
+import contextlib, io, json, os, sys
+from cellmill.cli import main
+done = []
+for words, token in json.loads(sys.argv[1]):
+    os.environ.pop("HF_TOKEN", None)
+    os.environ |= {"HF_TOKEN": token} if token else {}
+    texts = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(texts[0]), contextlib.redirect_stderr(texts[1]):
+        code = main(words)
+    done.append([code, *(text.getvalue() for text in texts)])
+print("DONE" + json.dumps(done))
+"""
+
+
+def _cellmill(hub: Any, home: Path, *calls: tuple[list[str], str | None]) -> list[Any]:
+    """Exit code, stdout and stderr of commands, each with its token, in one process that knows this hub alone."""
+    done = _python(hub, home, DRIVER, json.dumps(calls))
+    return json.loads(done.partition("DONE")[2])
+
+
+def _python(hub: Any, home: Path, *words: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
+    environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    environment.pop("PYTHONWARNINGS", None)  # huggingface_hub 2.4 uploads by a deprecated argument of httpx
+    command = [sys.executable, "-c", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_model_is_pushed_with_its_card_and_pulled_as_it_was(hub: Any, run_folder: Path, tmp_path: Path) -> None:
+    model, out = run_folder / "model", tmp_path / "pulled"
+    push = ["push", "--model", str(model), "--repo", "me/sim", "--licence", "apache-2.0", "--private"]
+    pull = ["pull", "me/sim@main", "--out", str(out)]
+    without, pushed, pulled = _cellmill(hub, tmp_path / "home", (push, None), (push, "hf_secret"), (pull, None))
+    assert (without[0], without[2].count("\n")) == (2, 1)
+    assert "HF_TOKEN is not set" in without[2]
+    assert pushed[0] == 0, pushed[2]
+    assert {token for token in hub.tokens if token} == {"Bearer hf_secret"}
+    assert hub.private == {"me/sim": True}
+    files = {"README.md", "config.json", "metrics.json", "model.safetensors", "vocabulary.tsv"}
+    assert set(hub.repos["me/sim"]) == files
+    card = hub.repos["me/sim"]["README.md"].decode()
+    assert card.startswith("---\nlibrary_name: cellmill\nlicense: apache-2.0\n---\n# A model\n")
+    assert "| embedding + kNN | 0.800 |\n| all\\|genes | 0.900 |\n\nembedding is behind all genes.\n" in card
+    assert re.search(r"^\| simulated \| not said \| not said \| `[0-9a-f]{64}` \| 600 \|$", card, re.M)
+    assert "runs:\n  one:\n    corpus: sim\n    train:\n      lr: 0.5\n```\n" in card
+    assert "secret" not in card + pushed[1] + pushed[2]
+
+    assert pulled[:2] == [0, f"me/sim@main at {COMMIT[:12]} -> {out}\n"], pulled[2]
+    assert hub.tokens[-1] is None
+    for file in ("config.json", "model.safetensors", "vocabulary.tsv"):
+        assert (out / file).read_bytes() == (model / file).read_bytes()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".pulled")]
+
+
+def test_a_model_of_the_hub_is_loaded_by_its_name_and_its_other_files_stay(
+    hub: Any, run_folder: Path, simulated: Path, tmp_path: Path
+) -> None:
+    hub.repos["me/named"] = {path.name: path.read_bytes() for path in (run_folder / "model").iterdir()}
+    assert "run.pkl" in hub.repos["me/named"]
+    code = (
+        f"import anndata, cellmill, numpy; adata = anndata.read_h5ad({str(simulated)!r})[:9]\n"
+        f"numpy.save({str(tmp_path / 'a.npy')!r}, cellmill.load('hf://me/named').embed(adata))"
+    )
+    _python(hub, tmp_path / "home", code)
+    expected = cellmill.load(run_folder / "model").embed(ad.read_h5ad(simulated)[:9])
+    assert (np.load(tmp_path / "a.npy") == expected).all()
+    assert "model.safetensors" in hub.asked
+    assert "run.pkl" not in hub.asked
+
+
+def test_what_is_no_model_is_one_line_and_leaves_nothing(hub: Any, run_folder: Path, tmp_path: Path) -> None:
+    files = {path.name: path.read_bytes() for path in (run_folder / "model").iterdir()}
+    hub.repos["me/empty"] = {"README.md": b"a"}
+    damaged = bytearray(files["model.safetensors"])
+    damaged[-3] ^= 1
+    hub.repos["me/bad"] = files | {"model.safetensors": bytes(damaged)}
+    wrong = {
+        "me/none": r"me/none: the hub does not do it: .*404",
+        "none": r"none: expected the name of a model on the hub, owner/name",
+        "me/empty": r"me/empty: it has no config\.json; expected a model that `cellmill push` uploaded",
+        "me/bad": r"me/bad: it is no model of cellmill: model\.safetensors: its SHA-256 is \w+, config\.json has",
+    }
+    calls = [(["pull", name, "--out", str(tmp_path / "out")], None) for name in wrong]
+    for (code, _, error), message in zip(_cellmill(hub, tmp_path / "home", *calls), wrong.values()):
+        assert (code, error.count("\n")) == (2, 1), error
+        assert re.match(f"cellmill pull: {message}", error), error
+    assert {path.name for path in tmp_path.iterdir()} <= {"home"}

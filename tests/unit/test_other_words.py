@@ -1,0 +1,42 @@
+"""Words of other tools in a configuration are answered with the option that does it here, which exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cellmill.config.load import check_config
+from cellmill.config.other_words import KEYS, VALUES
+from cellmill.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _error(**sections: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        check_config({"corpora": {"a": {}}, "runs": {"r": {"corpus": "a"}}, **sections})
+    return str(error.value)
+
+
+def test_every_word_leads_to_an_option_that_the_documentation_has() -> None:
+    text = (ROOT / "config" / "README.md").read_text(encoding="utf-8")
+    for word, here in KEYS.items():
+        assert "profile" in here or re.match(r"(train|stream|parallel|model|tokens|objective|finetune)\.\w+", here), (
+            word
+        )
+        for section, key in re.findall(r"\b(train|stream|parallel|model|tokens|objective|finetune)\.(\w+)", here):
+            assert re.search(rf"`(?:{section}\.)?{key}`", text), f"{word}: no {section}.{key}"
+    assert all(value in text for value in VALUES.values())
+
+
+def test_a_word_of_another_tool_is_answered_with_ours() -> None:
+    assert "train: unknown key 'num_epochs'; set train.epochs" in _error(train={"num_epochs": 3})
+    wrong = _error(train={"steps": 1}, finetune={"method": "full", "layer_lr_decay": 0.9})
+    assert wrong.endswith("unknown key 'layer_lr_decay'; set finetune.layer_decay")
+    wrong = _error(train={"steps": 1}, parallel={"sharding_strategy": "ZeRO-2"})
+    assert wrong.endswith("or 'NO_SHARD', got 'ZeRO-2'; ZeRO-2 is SHARD_GRAD_OP here")
+    wrong = _error(train={"steps": 1, "optimizer": "adam"}, parallel={})
+    assert wrong.endswith("got 'adam'; adam is adamw here")
