@@ -17,7 +17,7 @@ import pytest
 from cellmill.config.machine import Machine
 from cellmill.errors import Stopped, UserError
 from cellmill.launch import queue as queue_module
-from cellmill.launch.follow import BEGINS, JobFollower, Tail
+from cellmill.launch.follow import BEGINS, JobFollower, Tail, save_job
 from cellmill.launch.job import Job
 from cellmill.launch.slurm import RunFiles, SlurmLauncher
 from cellmill.launch.submit import submitting
@@ -161,6 +161,40 @@ def test_a_job_for_another_machine_is_followed_with_a_warning(
         "warning: the job was submitted for another machine than the profile's (slurm_partition none -> gpu, "
         "nodes 1 -> 4); to change it, interrupt, which saves and cancels the job, and run the same command again\n"
     ) in capsys.readouterr().out
+
+
+def test_a_requeued_job_that_the_queue_forgets_for_a_moment_is_not_followed_by_another(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim(scripted.train, "7").release()  # by its first start
+    monkeypatch.setattr("cellmill.launch.follow.GONE_S", 60)
+    waits = listed("PENDING", "BeginTime")
+    scripted.answers(
+        squeue=[NONE, NONE, waits, *[NONE] * 6, waits, listed("RUNNING"), listed("COMPLETED")], sbatch=[SUBMITTED]
+    )
+    scripted.states = ["done"]
+    scripted.run()
+    assert len(scripted.calls("sbatch")) == 1
+
+
+def test_a_job_may_save_though_the_queue_does_not_answer_when_it_is_cancelled(scripted: Scripted) -> None:
+    scripted.answers(squeue=[[1, "", "slurm_load_jobs error"], listed("COMPLETED")], scancel=[NONE])
+    save_job("7", "", 60)
+    assert scripted.calls("scancel") == ["scancel --name= --signal=USR2 7"]
+
+
+def test_another_launcher_may_go_on_once_nothing_is_known_of_a_job(scripted: Scripted) -> None:
+    folder, name = Jobs(scripted.train).new()
+    record = JobRecord.of(scripted.machine, folder, "7", name).now("RUNNING")
+    (scripted.fake / "name").write_text(name)
+    machine = scripted.machine.model_copy(update={"launcher": "local"})
+    launcher = SlurmLauncher(scripted.train, machine, RunFiles(lambda: "running", lambda: 0))
+    scripted.answers(squeue=[NONE, NONE, listed("RUNNING")])
+    assert launcher.living() == record
+    assert not launcher.is_gone(record)
+    scripted.answers(squeue=[NONE])
+    assert launcher.is_gone(record)
+    assert launcher.living() is None
 
 
 @pytest.mark.parametrize("first", [[], [NONE, NONE]], ids=["listed", "not listed at first"])

@@ -169,10 +169,13 @@ class JobFollower:
         self.note(state, self._ended)
 
     def _is_gone(self) -> bool:
-        """False while a job that SLURM does not list may live: a controller in trouble answers with an empty list."""
+        """False while a job that SLURM does not list may live: a controller in trouble answers with an empty list.
+
+        Also if its claim is released: a job that was requeued waits in the queue without one.
+        """
         self._gone_since = self._gone_since or time.monotonic()
         alive = None if self.record is None else lives(self.record.path.parents[1], self.job_id)
-        return time.monotonic() - self._gone_since >= GONE_S if alive is None else not alive
+        return not alive and time.monotonic() - self._gone_since >= GONE_S
 
     def _wait_for_answer(self, trouble: str) -> None:
         now = time.monotonic()
@@ -219,7 +222,7 @@ def save_job(
     What scancel leaves it is SLURM's KillWait, 30 s by default, which may be too short for a checkpoint.
     """
     queue = Queue(TICK_S)
-    if queue.state(job_id, name).name != "RUNNING" or queue.cancel(job_id, name, signal="USR2"):
+    if queue.state(job_id, name).name not in ("RUNNING", UNKNOWN) or queue.cancel(job_id, name, signal="USR2"):
         return
     say(f"job {job_id} may save for {within_s:g} s; interrupt again to end it at once")
     deadline = time.monotonic() + within_s

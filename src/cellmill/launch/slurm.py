@@ -79,6 +79,15 @@ class SlurmLauncher:
             newest.now(GONE if state.name == FOREIGN else state.name, state.reason, ended=True)
         return self.slurm.find()
 
+    def is_gone(self, record: JobRecord) -> bool:
+        """Wait until SLURM tells of a job, or has known nothing of it for so long that it has ended: then True."""
+        follower = JobFollower(record.job_id, record.name, self.slurm.queue, Tail(record.log, echo=False), record)
+        while follower.alive():
+            if follower.state.alive:
+                return False
+            self.slurm.requests.wait(min(TICK_S, self.machine.poll_s))
+        return True
+
     def run(self, job: Callable[[Path], Job]) -> None:
         """Train until the run's files say done. `job` returns the job for a folder that takes its error.
 

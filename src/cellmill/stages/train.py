@@ -144,6 +144,8 @@ def _is_living(launcher: SlurmLauncher, folder: TrainFolder, record: dict[str, A
     if launcher.machine.launcher == "allocation" and os.environ.get("SLURM_JOB_ID") == job.job_id:
         return False  # the allocation outlives the training in it, which has ended, or the lock would be held
     if launcher.machine.launcher != "slurm":
+        if launcher.is_gone(job):  # without accounting, no other word comes of a job that nobody followed
+            return False
         raise UserError(
             f"{folder.path}: job {job.job_id} of this run is {job.state.lower()}; follow it with launcher slurm, or "
             f"end it with `scancel {job.job_id}`"
