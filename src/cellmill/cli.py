@@ -52,7 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         if os.environ.get("CELLMILL_TRACEBACK"):
             raise
-        print(f"cellmill {stage}: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        reason = UserError(f"{error.filename or 'a file'}: {error.strerror or error}")
+        print(f"cellmill {stage}: {reason}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"cellmill {stage}: interrupted", file=sys.stderr)

@@ -9,6 +9,10 @@ class UserError(Exception):
 
     exit_code = 2
 
+    def __str__(self) -> str:
+        """The message in one line: a name in it, such as that of a path, may have line breaks."""
+        return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in super().__str__())
+
 
 class ConfigError(UserError, ValueError):
     """An unknown, malformed or impossible option. A ValueError too, as pydantic expects of a validator."""

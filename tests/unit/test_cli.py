@@ -134,6 +134,8 @@ def test_a_missing_input_is_named_in_one_line(config: Path, tmp_path: Path, caps
     [
         (UserError("set it"), 2, "cellmill simulate: set it\n"),
         (DataError("x.h5ad: truncated"), 2, "cellmill simulate: x.h5ad: truncated\n"),
+        (DataError("a\nb\x1b[2J é.h5ad: no such file"), 2, "cellmill simulate: a\\nb\\x1b[2J é.h5ad: no such file\n"),
+        (OSError(28, "No space left on device", "a\nb"), 2, "cellmill simulate: a\\nb: No space left on device\n"),
         (Stopped("stopped at step 3"), 75, "cellmill simulate: stopped at step 3\n"),
         (
             OSError(28, "No space left on device", "out.h5ad"),

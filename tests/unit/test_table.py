@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+from limits import limited
 
 from cellmill.cli import main
 from cellmill.config.corpus import read_datasets
@@ -52,6 +54,14 @@ def test_a_wrong_table_is_one_line(tmp_path: Path, case: str) -> None:
 
 
 BASE = "corpora: {c: {}}\ntrain: {steps: 1}\n"
+
+
+def test_a_table_that_is_no_file_is_one_line(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "t.tsv")
+    with limited(), pytest.raises(ConfigError, match=r"t\.tsv: expected the table of datasets, got a FIFO$"):
+        read_datasets(tmp_path / "t.tsv")
+
+
 CONFIGS = {
     "a run called null": (
         f"{BASE}runs: {{null: {{corpus: c}}}}",

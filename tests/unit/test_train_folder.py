@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import stat
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.files import write_json
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.identity import changed_keys, check_data, identity
+from cellmill.runs.lock import locked
 from cellmill.runs.metrics import cut_back, read_lines
 from cellmill.track.tracker import JsonlTracker
 
@@ -27,6 +30,38 @@ def save(folder: TrainFolder, step: int, best_step: int | None, keep: int = 2) -
     write_json(path / "state.json", {"progress": {"step": step, "best_step": best_step}})
     (path / "tensors").write_bytes(bytes(range(step)))
     folder.finish(path, keep)
+
+
+FOLLOWER = """
+import sys
+from pathlib import Path
+from cellmill.launch.signals import requests
+from cellmill.runs.lock import locked
+with locked(Path(sys.argv[1]), "busy", follows=True):
+    print("starting", flush=True)
+    sys.stdin.readline()
+    with requests() as collected:
+        print("following", flush=True)
+        while collected.asked is None:
+            collected.wait(1)
+"""
+
+
+def test_a_follower_is_asked_to_hand_over_once_it_can(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FOLLOWER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as follower:
+        assert follower.stdin is not None
+        assert follower.stdout is not None
+        assert follower.stdout.readline() == "starting\n"
+        with pytest.raises(DataError, match="busy"), locked(tmp_path, "busy", wait_s=0.5, follows=True):
+            pass
+        assert follower.poll() is None
+        follower.stdin.write("\n")
+        follower.stdin.flush()
+        assert follower.stdout.readline() == "following\n"
+        with locked(tmp_path, "busy", follows=True):
+            pass
+    assert follower.returncode == 0
 
 
 def steps(folder: TrainFolder) -> list[int]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from cellmill.errors import ConfigError, did_you_mean
+from cellmill.files import special_kind
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"  # name of a corpus, run or dataset, which is part of a path
 MAX_NAME = 100  # characters; names of a corpus and a dataset are in one file name, whose limit is 255
@@ -34,6 +35,8 @@ def read_rows(table: Path, known: Sequence[str]) -> list[tuple[int, dict[str, st
 
     Empty lines are skipped. `known` are the columns that a table may have.
     """
+    if (kind := special_kind(table)) is not None:  # opening a FIFO would wait without end
+        raise ConfigError(f"{table}: expected the table of datasets, got a {kind}")
     try:
         lines = table.read_text(encoding="utf-8-sig").split("\n")  # Excel writes a byte-order mark
     except OSError as error:

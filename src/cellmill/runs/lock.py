@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import pwd
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -53,6 +54,14 @@ class Holder:
         except OSError:
             return False
 
+    def hands_over(self) -> bool:
+        """True if the process, of this host, has a handler of SIGUSR1, which would end it while it starts."""
+        try:
+            caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{self.pid}/status").read_text(), re.MULTILINE)
+        except OSError:
+            return False
+        return caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+
 
 @contextmanager
 def locked(folder: Path, busy: str, wait_s: float = 60.0, follows: bool = False) -> Iterator[int]:
@@ -81,7 +90,7 @@ def locked(folder: Path, busy: str, wait_s: float = 60.0, follows: bool = False)
                     f"{folder}: this file system has no locks ({error.strerror}); use one where flock works, such as "
                     "Lustre mounted with -o flock"
                 ) from None
-            if follows and holder.follows and not asked and holder.holds(folder / "lock"):
+            if follows and holder.follows and not asked and holder.holds(folder / "lock") and holder.hands_over():
                 os.kill(holder.pid, signal.SIGUSR1)
                 asked = True
             if time.monotonic() > deadline:
