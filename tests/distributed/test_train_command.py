@@ -129,11 +129,12 @@ def test_a_run_that_copies_its_shards_to_the_node_has_the_same_curve_and_leaves_
     corpus: str, one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
-    # other steps would be another run: `stage_to` alone differs from the run in `one`
-    copied = options(train={"steps": STEPS}, stream={"stage_to": "$NODE_DISK"})
+    limit_gb = 1.01e-9 * Path(corpus, "shards", "train-00000.h5ad").stat().st_size
+    copied = options(train={"steps": STEPS}, stream={"stage_to": "$NODE_DISK", "stage_limit_gb": limit_gb})
     done = train(corpus, tmp_path / "train", copied)
     assert done.returncode == 0, done.stderr
-    assert f"shards, 0.00 GB, to {tmp_path / 'disk'} in" in done.stdout
+    told = rf"copied 1 of \d shards, 0.00 GB, to {tmp_path / 'disk'} in \d+ s, as many as stream.stage_limit_gb allows"
+    assert re.search(told, done.stdout)
     assert "warning" not in done.stderr
     assert losses(tmp_path / "train") == losses(one)
     assert list((tmp_path / "disk").iterdir()) == []
