@@ -266,6 +266,9 @@ def test_a_wrong_table_or_configuration_is_one_line_and_an_exit_code(project: Pr
     refused = project.snakemake("--dry-run", "--config", "trian={lr: 1}")
     assert refused.returncode == 1
     assert last_lines(refused.stdout) == ["cellmill: config/config.yaml: unknown key 'trian'; did you mean 'train'?"]
+    (project.folder / "other.yaml").write_text("trian: {lr: 1}\n")
+    refused = project.snakemake("--dry-run", "--configfile", "other.yaml", "--replace-workflow-config")
+    assert last_lines(refused.stdout) == ["cellmill: other.yaml: unknown key 'trian'; did you mean 'train'?"]
 
 
 def test_columns_of_the_table_reach_the_stage_and_a_wrong_one_is_found_by_a_dry_run(project: Project) -> None:

@@ -31,7 +31,10 @@ restarted = list(map(str, restarted if isinstance(restarted, list) else [restart
 try:
     for path in workflow.configfiles:
         read_yaml(path)  # refuses a key that is there twice, of which Snakemake has taken the last
-    pipeline = check_config(config, " + ".join(os.path.relpath(path) for path in workflow.configfiles))
+    # --replace-workflow-config leaves the workflow's own file, a text here and no Path, unread
+    replaced = "config/config.yaml" if workflow.config_settings.replace_workflow_config else None
+    used = [path for path in workflow.configfiles if path != replaced] or workflow.configfiles
+    pipeline = check_config(config, " + ".join(map(os.path.relpath, used)))
     datasets = {corpus: pipeline.datasets(corpus) for corpus in pipeline.corpora}
     swept = pipeline.swept()  # values by axis of each run of each sweep
     # Defaults of the rules train and plan, so that `--set-resources train:nodes=2`, which replaces the profile's
