@@ -73,7 +73,7 @@ NEEDS = {
 """Options without which another is refused."""
 TRAIN = {
     "tokens": {"tokenizer": "binned", "max_tokens": 12},
-    "stream": {"lanes": 8, "block_cells": 8, "window_blocks": 4, "equal_steps": True},
+    "stream": {"lanes": 8, "block_cells": 8, "window_blocks": 4, "equal_steps": True, "train_frac": 0.5},
     "model": {"heads": 1, "pooling": "attention"},
     "objective": {"name": "masked_gene", "mask_frac": 0.3, "cell_loss_weight": 0},
     "train": {
