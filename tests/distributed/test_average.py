@@ -32,7 +32,7 @@ def run(parallel: dict[str, Any] | None = None, decay: float | None = DECAY, eve
 def read(checkpoint: Checkpoint, part: str) -> dict[str, torch.Tensor]:
     known = CheckpointReader(checkpoint.path).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(known[name].size) for name in known if name.startswith(part)}
-    load_tensors(checkpoint.path, tensors, no_dist=True)
+    load_tensors(checkpoint.path, tensors)
     return {name.removeprefix(part): tensor for name, tensor in tensors.items()}
 
 

@@ -114,7 +114,8 @@ class _Hub(BaseHTTPRequestHandler):
             self._answer(json.dumps(listed).encode())
         elif parts[0] == "api":
             siblings = [{"rfilename": path} for path in repo]
-            self._answer({"id": name, "sha": COMMIT, "siblings": siblings, "private": False})
+            private = server.private.get(name, False)
+            self._answer({"id": name, "sha": COMMIT, "siblings": siblings, "private": private})
         else:
             path = "/".join(parts[4:])
             server.asked.append(path)

@@ -203,6 +203,12 @@ class Train(Section):
         return self.steps or max(1, round((self.epochs or 0) * steps_per_epoch))
 
     @model_validator(mode="after")
+    def _best_is_not_worst(self) -> Self:
+        if self.best_mode == "min" and self.best_metric.startswith(("val_accuracy", "val_pearson")):
+            raise ValueError(f"best_metric {self.best_metric}: larger is better; set best_mode to max")
+        return self
+
+    @model_validator(mode="after")
     def _one_length(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
             both = "both" if self.steps is not None else "neither"

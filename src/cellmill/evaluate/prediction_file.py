@@ -58,10 +58,20 @@ def append_prediction(source: Path, out: Path, predicted: Predicted) -> None:
             raise DataError(
                 f"{source}: its obs is of an AnnData before 0.7; read and write it once, or leave out --append"
             )
+        _remove_others(file, obs, predicted)
         for name, column in predicted.obs.items():
             write_elem(obs, name, column)
-        order = [name for name in obs.attrs["column-order"] if name not in predicted.obs]
+        order = [name for name in obs.attrs["column-order"] if name not in predicted.obs and name in obs]
         obs.attrs["column-order"] = np.array([*order, *predicted.obs], dtype=h5py.string_dtype())
         for name, table in predicted.obsm.items():
             put(file, "obsm", name, table)
         put(file, "uns", ABOUT, predicted.about)
+
+
+def _remove_others(file: h5py.File, obs: h5py.Group, predicted: Predicted) -> None:
+    """Remove what a model with other heads predicted: beside this model's digest it would pass for its own."""
+    for name in [name for name in obs if name.startswith((LABEL, PROBABILITY, VALUE)) and name not in predicted.obs]:
+        del obs[name]
+    for name in [name for name in file.get("obsm", ()) if name.startswith(PROBABILITIES)]:
+        if name not in predicted.obsm:
+            del file["obsm"][name]

@@ -47,6 +47,8 @@ def push(folder: Path, repo: str, card: str, metrics: Path | None, private: bool
     api = HfApi(token=token)
     with _named(name):
         api.create_repo(name, private=private, exist_ok=True)
+        if private and not api.model_info(name).private:
+            raise ConfigError(f"{name} exists and is public; make it private on the hub, or leave out --private")
         done = api.create_commit(name, added, commit_message="Model of cellmill", revision=revision)
     return str(done.commit_url)
 

@@ -175,8 +175,11 @@ def _shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[Path 
     path = Path(read_json(record)["manifest"])
     places = [place for place in (path, *(above / path for above in train.resolve().parents)) if place.exists()]
     for place in places:
-        if Manifest.read(place).fingerprint_with(options.read_columns(), options.number_columns()) == fingerprint:
-            return place, ""
+        try:
+            if Manifest.read(place).fingerprint_with(options.read_columns(), options.number_columns()) == fingerprint:
+                return place, ""
+        except (DataError, KeyError):  # damaged, or without these columns: other shards
+            continue
     return None, f"{path} {'is of other shards by now' if places else 'was not found'}"
 
 

@@ -317,15 +317,12 @@ class Trainer:
         if metric != VAL_LOSS:  # of some figures each rank computes eigenvalues: all take those of rank 0
             value = gather_json(value, self.device)[0]
         if value is None or not math.isfinite(value):
+            if dist.get_rank() == 0:
+                print(f"warning: step {progress.step}: the validation has no {metric} (train.best_metric)", flush=True)
             return False
         best = progress.judge(value, train)
         if progress.patience_is_over(train) and dist.get_rank() == 0:
-            print(
-                f"step {progress.step}: {metric} has not improved in {progress.stale_validations} validations "
-                f"(best {progress.best_value:.6g} at step {progress.best_step}); the training ends here "
-                "(train.early_stop_patience)",
-                flush=True,
-            )
+            print(progress.early_end(metric), flush=True)
         return best
 
     def _validation_sums(self, stream: CellStream, monitor: EmbeddingMonitor) -> torch.Tensor:

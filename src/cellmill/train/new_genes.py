@@ -19,11 +19,14 @@ def mean_gene_rows(spec: ModelSpec, folder: Path, device: torch.device) -> dict[
     of the model alone, and all layouts have the same bits. The table of given gene vectors has no mean: a gene without
     a vector has none.
     """
-    model, known = build(spec), set(WeightsFile(folder / WEIGHTS).names)
+    model, file = build(spec), WeightsFile(folder / WEIGHTS)
     shapes = {
         name: tensor.shape[1:]
         for name, tensor in named_tensors(model)
-        if name in model.gene_rows and name in known and name != TABLE
+        if name in model.gene_rows
+        and name in file.names
+        and name != TABLE
+        and file.shape(name)[1:] == tensor.shape[1:]  # `initial_tensors` refuses another width
     }
     if not shapes:
         return {}

@@ -40,7 +40,7 @@ class Progress:
         A run that resumes gets the same answers: they depend on nothing else.
         """
         sign = 1 if train.best_mode == "min" else -1
-        best = self.best_val_loss if self.best_value is None else self.best_value
+        best = self.best_value = self.best_val_loss if self.best_value is None else self.best_value
         if self.patience_value is None or sign * (self.patience_value - value) > train.early_stop_min_delta:
             self.patience_value, self.stale_validations = value, 0
         else:
@@ -53,3 +53,10 @@ class Progress:
     def patience_is_over(self, train: Train) -> bool:
         """Return whether the run ends here by `train.early_stop_patience`."""
         return train.early_stop_patience is not None and self.stale_validations >= train.early_stop_patience
+
+    def early_end(self, metric: str) -> str:
+        """Line about an end by `train.early_stop_patience`."""
+        return (
+            f"step {self.step}: {metric} has not improved in {self.stale_validations} validations (best "
+            f"{self.best_value:.6g} at step {self.best_step}); the training ends here (train.early_stop_patience)"
+        )

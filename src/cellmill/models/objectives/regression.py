@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from cellmill.models.batch import TensorBatch
+from cellmill.models.batch import TensorBatch, with_genes
 from cellmill.models.encoder_batch import EncoderBatch, whole
 from cellmill.models.objective import GeneStatistics, Objective
 from cellmill.models.objectives.classification import LabelHead
@@ -57,7 +57,7 @@ class Regression(Objective):
         numbers = torch.full((len(batch.lengths),), torch.nan, dtype=torch.float64)
         if batch.numbers is not None:
             numbers = batch.numbers[:, self.number_columns.index(self.config.target_column)]
-        cells = (numbers.isfinite() & (batch.cu_seqlens.diff() > 0)).nonzero().flatten()
+        cells = (numbers.isfinite() & with_genes(batch)).nonzero().flatten()
         own = (numbers[cells] - (self.config.target_mean or 0.0)) / (self.config.target_std or 1.0)
         return NumberedCells(
             **vars(whole(batch, (seed, step))), cells=cells, numbers=own.float(), n_targets=torch.tensor(len(cells))
