@@ -75,11 +75,11 @@ def in_process(name: str, raw: Path) -> list[tuple[float, float]]:
     with tempfile.TemporaryDirectory(dir=raw.parent) as out:
         command = [sys.executable, __file__, "--only", name, str(raw), out]
         made = subprocess.run([sys.executable, "-S", "-c", MEASURE, *command], capture_output=True, text=True)
-    cpu_s, last = made.stdout.splitlines()[-2:]
+    *_, last = lines = made.stdout.splitlines()
     if last.split()[0] != "0":
         print(f"{name} is left out:", *made.stderr.splitlines()[-1:], file=sys.stderr)
         return []
-    return [(float(cpu_s), float(last.split()[2]) / UNIT)]
+    return [(float(lines[-2]), float(last.split()[2]) / UNIT)]
 
 
 def cpu_seconds(work: Work) -> float:

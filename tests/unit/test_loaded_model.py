@@ -64,16 +64,20 @@ def test_every_kind_of_matrix_gives_the_same_vectors(raw: ad.AnnData, folder: Pa
         model.embed(normalised, "count")
 
 
-def test_a_backed_or_ambiguous_adata_is_named(tmp_path: Path, simulated: Path, raw: ad.AnnData, folder: Path) -> None:
+def test_a_backed_adata_is_named_and_genes_of_one_name_are_summed_as_in_a_file(
+    tmp_path: Path, simulated: Path, raw: ad.AnnData, folder: Path
+) -> None:
     model = cellmill.load(folder)
     backed = ad.read_h5ad(simulated, backed="r")
     with pytest.raises(DataError, match=r"simulated\.h5ad; pass adata\.to_memory\(\), or embed the file"):
         model.embed(backed)
     backed.file.close()
     twice = raw[:3].copy()
-    twice.var_names = ["ENSG1", *raw.var_names[1:-1], "ENSG1"]
-    with pytest.raises(DataError, match=r"^mine: var names are not unique: 'ENSG1' .* call adata\.var_names_make"):
-        model.embed(twice, dataset="mine")
+    twice.var_names = [*raw.var_names[:-1], raw.var_names[0]]
+    twice.write_h5ad(tmp_path / "twice.h5ad")
+    options = EmbedOptions.model_validate({"embed": {}})
+    embed.run(options=options, model=folder, input=tmp_path / "twice.h5ad", counts="X", out=tmp_path / "out.h5ad")
+    assert (model.embed(twice) == np.asarray(ad.read_h5ad(tmp_path / "out.h5ad").obsm["X_cellmill"])).all()
     few = raw[:3, :20].copy()
     with pytest.warns(UserWarning, match=r"^adata: it measures 20 of the model's"):
         model.embed(few, min_coverage_frac=0)

@@ -133,8 +133,8 @@ def test_the_best_partition_is_written_with_the_figures_of_its_smallest_node(
     }  # fmt: skip
     on_a_gpu = {"slurm_partition": "gpu", "gpu": 1, "gpu_model": "h100", "tasks_per_gpu": 0}
     assert tree["set-resources"]["embed"] == on_a_gpu | {
-        "mem_mb": "min(int(32000 + input.size_mb / 10) * attempt, 2063000)",
-        "runtime": "min(int(240 + input.size_mb / 100) * attempt, 2880)",
+        "mem_mb": "min(int(32000 + input.size_mb / 3) * attempt, 2063000)",
+        "runtime": "min(int(240 + input.size_mb / 25) * attempt, 2880)",
     }
     assert tree["set-resources"]["plan"] == {"device": "h100"}
     lines = {line.strip().partition(" ")[0]: line for line in text.splitlines() if "#" in line}
@@ -245,7 +245,7 @@ def test_no_attempt_of_a_stage_exceeds_the_limits_of_its_partition(cluster: Call
             assert values == sorted(values), f"{stage} {key}: a retry gets less"
             assert max(values) <= limit, f"{stage} {key}"
     assert tree["set-resources"]["shard"]["runtime"] == 200
-    assert tree["set-resources"]["shard"]["mem_mb"] == "min(int(16000 + input.size_mb / 50) * attempt, 20000)"
+    assert tree["set-resources"]["shard"]["mem_mb"] == "min(int(16000 + input.size_mb / 12) * attempt, 20000)"
 
 
 def test_memory_is_not_requested_where_slurm_does_not_manage_it(cluster: Callable[..., None]) -> None:

@@ -244,11 +244,14 @@ def test_the_trackers_that_are_always_on_meet_the_contract(
     line = {"loss": 0.5, "lr": 1e-3, "cells_per_s": 10.0, "data_wait_frac": 0.25, "left_s": 75.4}
     tracker.log(20, line)
     tracker.log(20, {"val_loss": 0.25})
+    tracker.log(20, {"skipped": "validation loss inf"})
     tracker.finish("done")
     if isinstance(tracker, ConsoleTracker):
         assert capsys.readouterr().out.splitlines() == [
             "step 20/20  loss 0.5000  lr 1.00e-03  10 cells/s  waiting for data 25%  left 1:15",
             "step 20/20  validation loss 0.2500",
+            "step 20/20  skipped: validation loss inf",
         ]
     else:
-        assert lines(tmp_path / "x") == [{"step": 20} | line, {"step": 20, "val_loss": 0.25}]
+        after = [{"step": 20, "val_loss": 0.25}, {"step": 20, "skipped": "validation loss inf"}]
+        assert lines(tmp_path / "x") == [{"step": 20} | line, *after]

@@ -19,8 +19,8 @@ rule embed:
         "envs/cellmill.sif"
     threads: 4
     resources:
-        mem_mb=sized(32000, 10),
-        runtime=sized(240, 100),
+        mem_mb=sized(32000, 3),
+        runtime=sized(240, 25),
     params:
         options=options("embed"),
         options_file=options_file("embed"),
@@ -48,8 +48,8 @@ rule predict:
         "envs/cellmill.sif"
     threads: 4
     resources:
-        mem_mb=sized(32000, 10),
-        runtime=sized(240, 100),
+        mem_mb=sized(32000, 3),
+        runtime=sized(240, 25),
     params:
         options=options("predict"),
         options_file=options_file("predict"),

@@ -32,9 +32,11 @@ def run(*, run: str, to: str, results: Path) -> None:
         follower.follow(partial(_ended, train, Queue(POLL_S)))
     except KeyboardInterrupt:
         print(f"\nno longer sending {run}; the same command goes on")
-    except (UserError, OSError):
+    except UserError:
         raise
     except Exception as error:  # of the tracker's library
+        if isinstance(error, OSError) and error.filename is not None:  # of a file, and no ConnectionError
+            raise
         raise UserError(without_secrets(f"tracker {to!r}: {in_one_line(error)}; the same command goes on")) from error
     print(f"{run}: sent {follower.n_lines} lines and {follower.n_artifacts} files to {to}")
 

@@ -17,7 +17,7 @@ def run(*, config: Path, corpus: str, cells: int | None, genes_per_cell: int) ->
     options, datasets = pipeline.corpora[corpus], pipeline.datasets(corpus)
     datasets = {name: datasets[name] for name in options.datasets or datasets}
     if cells is None:
-        sizes = [_cells_of(str(dataset.path)) for dataset in datasets.values()]
+        sizes = [_cells_of(dataset.path, dataset.counts) for dataset in datasets.values()]
     else:
         sizes = [cells // len(datasets) + (i < cells % len(datasets)) for i in range(len(datasets))]
     print(
@@ -35,10 +35,10 @@ def run(*, config: Path, corpus: str, cells: int | None, genes_per_cell: int) ->
     )
 
 
-def _cells_of(path: str) -> int:
+def _cells_of(path: str, counts: str) -> int:
     if is_url(path):
         raise ConfigError(f"{path}: its cells are not known before it is fetched; give --cells")
-    with open_dataset(Path(path)) as reader:
+    with open_dataset(Path(path), counts) as reader:
         return reader.n_obs
 
 

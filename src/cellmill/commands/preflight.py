@@ -183,7 +183,8 @@ def _check_run(machine: Machine, pipeline: Workflow, name: str) -> Check:
     options: TrainOptions = check_options(TrainOptions, pipeline.section("train", name), what)
     manifest = CORPORA / pipeline.runs[name].corpus / "shards" / "manifest.json"
     try:
-        cells = Manifest.read(manifest).entry("train").n_obs if manifest.exists() else None
+        stored = Manifest.read(manifest).entry("train").n_obs if manifest.exists() else None
+        cells = None if stored is None else options.stream.train_cells(stored)
         check_nodes(options, machine.node_counts, machine.nproc_per_node, sys.maxsize if cells is None else cells)
     except ConfigError as error:
         return no(what, str(error), f"{TRAIN} nodes, nproc_per_node")

@@ -18,6 +18,10 @@ def run(*, file: Path, out: Path) -> None:
             raise ConfigError(f"{path} exists; choose another --out")
     made = translate(read_yaml(file), table)
     write_text(table, made.table)
-    check_translation(made, str(file))
+    try:
+        check_translation(made, str(file))
+    except ConfigError:
+        table.unlink()  # or the next try would find it there
+        raise
     write_text(out, yaml.safe_dump(made.config, sort_keys=False))
     print("\n".join([*made.lines, f"{file} -> {out}, {table}"]), flush=True)

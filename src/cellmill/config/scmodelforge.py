@@ -129,14 +129,18 @@ def translate(tree: Any, table: Path) -> Translation:
     lines = [_one(config, key, value) for key, value in given.items()]
     if "vocabulary" in config:
         _put(config, "vocabulary.select", "seurat")
-    training = tree.get("training") or {}
-    factors = [training.get(key) or default for key, default in _BATCH.items()]
+    factors = [given.get(f"training.{key}") or default for key, default in _BATCH.items()]
+    if wrong := [value for value in factors if type(value) is not int]:
+        raise ConfigError(f"training: expected a whole number for {', '.join(_BATCH)}, got {wrong[0]!r}")
     _put(config, "train.global_batch", factors[0] * factors[1] * factors[2])
     rank = config.get("tokens", {}).get("tokenizer", "rank") == "rank"
     _put(config, "tokens.tokenizer", config.get("tokens", {}).get("tokenizer", "rank"))
     _put(config, "objective.name", "masked_gene" if rank else "masked_value")
     config["runs"] = {"translated": {"corpus": "corpus"}}
-    paths = [Path(path) for path in tree["data"].get("paths") or []]
+    listed = tree["data"].get("paths") or []
+    if not isinstance(listed, list) or not all(isinstance(path, str) for path in listed):
+        raise ConfigError(f"data.paths: expected a list of paths, got {listed!r}")
+    paths = [Path(path) for path in listed]
     rows = [f"{path.stem}\t{path}" for path in paths]
     return Translation(config, "\n".join(["dataset\tpath", *rows, ""]), lines)
 

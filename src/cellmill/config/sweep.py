@@ -1,6 +1,7 @@
 """Sweeps: runs as the product of values of some options, with names made from the values."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import product
 from math import prod
 from typing import Any
@@ -12,6 +13,10 @@ from cellmill.config.table import check_name
 from cellmill.errors import ConfigError
 
 MOST_RUNS = 10_000
+_COLUMNS = {  # of results.csv, beside the axes
+    "run", "parameters", "cells", "steps", "cells_seen", "gpu_hours", "cpu_core_hours",
+    "dataset", "task", "name", "kind", "metric", "value", "sd",
+}  # fmt: skip
 Point = tuple[str, dict[str, Any]]  # as it stands in the run's name, and value by option
 
 
@@ -39,9 +44,13 @@ def expand(sweeps: Any, taken: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     for name, sweep in _mapping(sweeps, "sweep").items():
         where = f"sweep.{name}"
         sweep = _mapping(sweep, where)
+        if wrong := [key for key in (name, *_mapping(sweep.get("over") or {}, where)) if not isinstance(key, str)]:
+            raise ConfigError(f"{where}: YAML reads a name as {wrong[0]}; add a letter to it")
         if missing := [key for key in ("run", "over") if not sweep.get(key)]:
             raise ConfigError(f"{where}.{missing[0]}: is missing")
         axes = {str(axis): list(_points(axis, given, where)) for axis, given in _mapping(sweep["over"], where).items()}
+        if taken_names := sorted(axes.keys() & _COLUMNS):
+            raise ConfigError(f"{where}.over.{taken_names[0]}: is a column of results.csv; give the axis another name")
         if (n := prod(map(len, axes.values()))) > MOST_RUNS:
             raise ConfigError(f"{where}: {n:,} runs; leave out values, or make sweeps of at most {MOST_RUNS:,}")
         for combination in product(*axes.values()):
@@ -82,7 +91,12 @@ def _text(value: Any) -> str:
 
 def _shown(axis: str, label: str, options: dict[str, Any]) -> Any:
     """Value of an axis in tables and figures: that of its option, or the point's name."""
-    return options[axis] if list(options) == [axis] else label
+    if list(options) != [axis] or isinstance(value := options[axis], dict | list):
+        return label
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return float(value)  # YAML reads 3e-4 as text
+    return value
 
 
 def _changed(run: dict[str, Any], changes: list[tuple[str, Any]], where: str) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
 
     ordered: bool = False
     ranked: bool = False
+    dataset: str | None = None  # its name, where the stem of `path` is another
     round_counts: bool = False  # set before `rows`: fractional values become the nearest whole number
 
     def __init__(self, source: CountSource):

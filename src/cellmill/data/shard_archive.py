@@ -95,7 +95,7 @@ def _has(target: Path, sha256: str) -> bool:
     try:
         with zipfile.ZipFile(target) as archive:
             return bool(json.loads(_member(archive, "layout.json", None))["sha256"] == sha256)
-    except (OSError, ValueError, LookupError, zipfile.BadZipFile):
+    except (OSError, ValueError, LookupError, RuntimeError, zipfile.BadZipFile, zlib.error):
         return False
 
 
@@ -193,7 +193,7 @@ def _restore(manifest: Manifest, file: ShardEntry | IndexEntry, target: Path) ->
                 raise ValueError("the restored file has another sha256 than in the manifest")
     except FileNotFoundError:
         raise DataError(f"{source}: no such file, but the manifest of the archive lists it") from None
-    except (ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (ValueError, LookupError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{source}: damaged: {one_line(error)}; take it from another copy of the archive") from None
 
 

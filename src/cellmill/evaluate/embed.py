@@ -122,7 +122,7 @@ def embed_cells(
 def levels_of(reader: CountsReader, model: Model) -> np.ndarray | None:
     """Numbers of levels of a file's cells for `tokens_of`; None for a model that reads no obs column."""
     known = model.objective.levels
-    return numbers_of(reader.obs, reader.path.stem, known) if known else None
+    return numbers_of(reader.obs, reader.dataset or reader.path.stem, known) if known else None
 
 
 def embed_batches(

@@ -8,7 +8,7 @@ import numpy as np
 
 from cellmill.config.load import check_options
 from cellmill.config.run import Embed, Predict
-from cellmill.data.counts_reader import CountsReader, refuse_duplicates
+from cellmill.data.counts_reader import CountsReader
 from cellmill.data.inputs.in_memory import open_memory
 from cellmill.errors import ConfigError
 from cellmill.evaluate.embed import embed_cells, load_for_inference
@@ -51,8 +51,7 @@ class LoadedModel:
         """
         section = check_options(Embed, options, "options of embed")
         with CountsReader(open_memory(adata, counts, dataset)) as reader:
-            remedy = "call adata.var_names_make_unique()"
-            refuse_duplicates(reader.path, "var", reader.var.index, remedy)
+            reader.dataset = dataset
             embedding = embed_cells(
                 reader, self._model, self.vocabulary, self._tokens, section.token_budget, precision=section.precision
             )

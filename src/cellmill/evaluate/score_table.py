@@ -82,7 +82,7 @@ def table_rows(columns: Iterable[ScoreColumn]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"name": name, "kind": "model" if is_own(name) else "baseline"}
         for column in columns:
             values = np.nanmean(column.scores[name], axis=1) if name in column.scores else None
-            row[f"{column.heading}_mean"] = None if values is None else float(values.mean())
+            row[f"{column.heading}_mean"] = None if values is None else column.mean(name)
             row[f"{column.heading}_sd"] = None if values is None else float(values.std(ddof=len(values) > 1))
             row[f"{column.heading}_repetitions"] = None if values is None else values.tolist()
         rows.append(row)

@@ -36,7 +36,7 @@ def push(folder: Path, repo: str, card: str, metrics: Path | None, private: bool
     The folder is loaded first. The repository is made if there is none. Raises UserError.
     """
     name, revision = split_name(repo)
-    if (token := os.environ.get("HF_TOKEN")) is None:
+    if not (token := _token()):
         raise ConfigError(
             "HF_TOKEN is not set; set it to a token of the hub that may write (it is read from nowhere else)"
         )
@@ -100,7 +100,7 @@ def _download(repo: str, folder: Path) -> str:
 
 def _token() -> str | bool:
     """Token of the environment; False keeps one that is stored on disk from being sent."""
-    return os.environ.get("HF_TOKEN", False)
+    return os.environ.get("HF_TOKEN", "").strip() or False  # an error about a header with a line break would show it
 
 
 @contextmanager

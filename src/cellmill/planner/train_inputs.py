@@ -62,12 +62,17 @@ def with_counts(options: TrainOptions, shards: Manifest) -> TrainOptions:
     if not columns:
         return options
     levels = shards.levels(columns)
-    numbers = read_level_numbers(shards, "train", levels)[:]
+    numbers = read_level_numbers(shards, "train", levels)[: _n_cells(options, shards)]
     cells = {}
     for at, (name, known) in enumerate(levels.items()):
         counts = np.bincount(numbers[:, at], minlength=len(known) + 1)[1:].tolist()
         cells[name] = {level: n for level, n in zip(known, counts) if level != MISSING}
     return options.model_copy(update={"objective": options.objective.fitted(cells)})
+
+
+def _n_cells(options: TrainOptions, shards: Manifest) -> int:
+    """Return the number of training cells that the run reads, the first ones."""
+    return options.stream.train_cells(shards.splits["train"].n_obs)
 
 
 def _standardised(options: TrainOptions, shards: Manifest) -> TrainOptions:
@@ -77,7 +82,7 @@ def _standardised(options: TrainOptions, shards: Manifest) -> TrainOptions:
         return options
     shards.fingerprint_with((), columns)  # names a column that is not there
     moments = {}
-    for name, numbers in zip(columns, read_numbers(shards, "train", columns).T):
+    for name, numbers in zip(columns, read_numbers(shards, "train", columns)[: _n_cells(options, shards)].T):
         known = numbers[np.isfinite(numbers)]
         if not len(known) or not known.std():
             raise ConfigError(

@@ -1,5 +1,6 @@
 """Model card for the hub: that of the export, with licence, data, results beside baselines, and options to rerun it."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ def hub_card(model: Path, licence: str) -> str:
         card = (model / "README.md").read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DataError(f"{model / 'README.md'}: no such file; export the model again (consolidate)") from None
+    card = re.sub(r"(?m)^license: .*\n", "", card, count=1)  # of a card that was pulled
     card = card.replace("library_name: cellmill\n", f"library_name: cellmill\nlicense: {licence}\n", 1)
     folder = model.resolve().parent
     if not (folder / "train" / "run.json").is_file():

@@ -74,15 +74,17 @@ class Follower:
         lines = [line for line in self._tail.read() if self._sent.is_new(line)]
         for first in range(0, len(lines), LINES):
             tracker = self._started()
-            for line in lines[first : first + LINES]:
-                scalars = {name: value for name, value in line.items() if name != "step"}
-                if not isinstance(tracker, ObserverTracker):
-                    scalars = numbers(scalars)
-                if scalars:
-                    tracker.log(line["step"], scalars)
-                self._sent.note(line)
-                self.n_lines += 1
-            self._sent.write(self._record)
+            try:
+                for line in lines[first : first + LINES]:
+                    scalars = {name: value for name, value in line.items() if name != "step"}
+                    if not isinstance(tracker, ObserverTracker):
+                        scalars = numbers(scalars)
+                    if scalars:
+                        tracker.log(line["step"], scalars)
+                    self._sent.note(line)
+                    self.n_lines += 1
+            finally:  # a tracker that raises has the lines before
+                self._sent.write(self._record)
         if isinstance(self._tracker, ObserverTracker):
             newest = self._tracker.checkpoints(self._sent.checkpoint)
             if newest != self._sent.checkpoint:

@@ -75,7 +75,8 @@ class ConsoleTracker:
             self._print(f"{head}  validation loss {scalars['val_loss']:.4f}")
             return
         if "skipped" in scalars:
-            self._print(f"{head}  skipped: {scalars['skipped']}; {scalars['skipped_steps']} steps so far")
+            so_far = f"; {scalars['skipped_steps']} steps so far" if "skipped_steps" in scalars else ""
+            self._print(f"{head}  skipped: {scalars['skipped']}{so_far}")
             return
         text = (
             f"{head}  loss {scalars['loss']:.4f}  lr {scalars['lr']:.2e}  {scalars['cells_per_s']:.0f} cells/s  "

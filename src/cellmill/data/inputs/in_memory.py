@@ -8,6 +8,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from cellmill.data.inputs.source import CountSource
+from cellmill.data.inputs.values import native
 from cellmill.errors import DataError, did_you_mean
 
 
@@ -22,7 +23,8 @@ class MemoryMatrix:
     def blocks(self, block: int) -> Iterator[sp.csr_matrix]:
         """As `StoredMatrix.blocks`."""
         for first in range(0, self.shape[0], block):
-            yield sp.csr_matrix(self._values[first : first + block])
+            rows = self._values[first : first + block]
+            yield sp.csr_matrix(rows if sp.issparse(rows) else native(rows))
 
     def close(self) -> None:
         """Do nothing: there is no file."""

@@ -20,7 +20,7 @@ import scipy.sparse as sp
 
 from cellmill.data.arrow import as_obs, import_arrow
 from cellmill.data.inputs.source import CountSource, reading, reblocked
-from cellmill.data.inputs.values import REAL, WHOLE, require_kind
+from cellmill.data.inputs.values import REAL, WHOLE, native, require_kind
 from cellmill.errors import DataError
 from cellmill.files import read_json
 
@@ -82,7 +82,7 @@ class PaddedShards:
                         raise DataError(f"{where}: n_genes is outside 0 to {width:,}: damaged")
                     is_own = np.arange(width) < n[:, None]
                     found = np.asarray(indices[first : first + _ROWS])[is_own]
-                    data = np.asarray(values[first : first + _ROWS])[is_own]
+                    data = native(values[first : first + _ROWS])[is_own]
                 inside = (found >= 0) & (found < len(self._row))
                 rows = np.where(inside, self._row[np.where(inside, found, 0)], -1)
                 if (rows < 0).any():
@@ -99,7 +99,7 @@ def _shard(folder: Path, number: int) -> Path:
 def _genes(path: Path, made_with: str) -> tuple[list[str], np.ndarray]:
     """Names of genes, and the place in them of each index of the vocabulary, -1 for none."""
     tree: Any = read_json(path)
-    if isinstance(tree, list):
+    if isinstance(tree, list) and all(isinstance(name, str) for name in tree):
         tree = {str(name): place + _SPECIAL for place, name in enumerate(dict.fromkeys(tree))}
     whole = isinstance(tree, dict) and all(type(n) is int and 0 <= n < 2**24 for n in tree.values()) and bool(tree)
     if not whole or len(set(tree.values())) < len(tree):
