@@ -170,7 +170,7 @@ def test_a_batch_that_all_cells_share_is_refused() -> None:
 
 
 def test_a_label_that_few_cells_share_is_refused() -> None:
-    objective = SimpleNamespace(supervised_by=("n_counts",))
+    objective = SimpleNamespace(supervised_by=("n_counts",), each=tuple)
     options: Any = SimpleNamespace(read_columns=lambda: {"n_counts": "objective.label_column"}, objective=objective)
     levels = tuple(map(str, range(51)))
     check_levels(options, {"n_counts": levels[:50]}, 100)
