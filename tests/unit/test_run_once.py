@@ -71,6 +71,13 @@ def job_json(tmp_path: Path) -> dict[str, object]:
     return found
 
 
+def cancelled(folder: Path) -> list[str]:
+    """Ids of the jobs that were cancelled, each by its name too."""
+    calls = [line.split() for line in (folder / "cancelled").read_text().splitlines()]
+    assert all(len(words) == 2 and words[0].startswith("--name=") for words in calls)
+    return [job_id for _, job_id in calls]
+
+
 def when(tmp_path: Path, state: str, what: Callable[[], object]) -> None:
     """Do something once the record has a state, and the reason that squeue gave."""
 
@@ -123,7 +130,7 @@ def test_a_job_that_waits_too_long_is_cancelled(tmp_path: Path, cluster: Callabl
     with pytest.raises(StillQueued) as error:
         run(tmp_path, wait_s=0.6)
     assert str(error.value) == "job 7 was still PENDING (Resources) after 0.01 min in the queue and was cancelled"
-    assert (folder / "cancelled").read_text() == "7\n"
+    assert cancelled(folder) == ["7"]
     assert job_json(tmp_path)["state"] == "CANCELLED"
 
 
@@ -146,7 +153,7 @@ def test_a_job_whose_task_cannot_be_launched_is_not_waited_for(
     when(tmp_path, "RUNNING", lambda: log.write_text(f"loading\n{line}\nsubmitit\n"))
     end = run(tmp_path)
     assert (end.state, end.lost) == ("LAUNCH_FAILED", lost)
-    assert (folder / "cancelled").read_text() == "7\n"
+    assert cancelled(folder) == ["7"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -155,7 +162,7 @@ def test_a_signal_cancels_the_job(tmp_path: Path, cluster: Callable[..., Path], 
     when(tmp_path, "RUNNING", lambda: os.kill(os.getpid(), number))
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path)
-    assert (folder / "cancelled").read_text() == "7\n"
+    assert cancelled(folder) == ["7"]
     assert job_json(tmp_path)["state"] == "CANCELLED"
 
 
@@ -182,7 +189,7 @@ def test_a_job_left_by_a_killed_process_is_cancelled_first(
     with pytest.raises(StillQueued):
         run(tmp_path, wait_s=0.1)
     assert capsys.readouterr().out.splitlines()[0] == "cancelling job 7, left by an earlier process"
-    assert (folder / "cancelled").read_text() == "7\n7\n8\n"
+    assert cancelled(folder) == ["7", "7", "8"]
 
 
 def test_a_queue_without_a_usable_answer_is_given_up(

@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,7 @@ def test_another_launcher_may_go_on_once_nothing_is_known_of_a_job(scripted: Scr
     assert launcher.living() == record
     assert not launcher.is_gone(record)
     scripted.answers(squeue=[NONE])
+    time.sleep(4 * machine.poll_s)  # an answer is good for all launchers so long
     assert launcher.is_gone(record)
     assert launcher.living() is None
 

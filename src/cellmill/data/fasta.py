@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -56,6 +57,7 @@ class FastaReader(CountsReader):
         if letters <= NUCLEOTIDES and n_letters > CHANCE:
             raise DataError(f"{path}: has no other letter than A, C, G, T, U and N; expected proteins: translate it")
         self.obs = _obs(names, headers)
+        self.matches: dict[tuple[str, ...], Any] = {}  # of `genes.match_columns`
         refuse_duplicates(self.path, "record", self.obs.index, "rename one of them")
         self.var_names = list(RESIDUES)
         self.var = pd.DataFrame({"symbol": self.var_names}, index=pd.Index(self.var_names, name="gene_id"))
