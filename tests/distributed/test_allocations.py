@@ -49,9 +49,9 @@ def test_planned_memory_agrees_with_what_processes_allocate(
         # memory freed in another thread is not reported: the smallest of equal ranks is nearest the truth
         measured = min(rank["peak_bytes"] for rank in alike if rank["tokens"] == tokens)
         assert measured > 20e6
-        # with a reduction in each micro-batch more is freed by gloo's threads, unseen
-        within = 0.2 if "each" in name else 0.1
-        assert planned.total == pytest.approx(measured, rel=within), f"stage {stage}: {planned}"
+        # with a reduction in each micro-batch more is freed by gloo's threads, unseen: up to 27 % on a busy machine
+        least = 0.7 if "each" in name else 0.9
+        assert least * measured <= planned.total <= 1.1 * measured, f"stage {stage}: {planned}"
 
 
 @pytest.mark.parametrize(
