@@ -24,9 +24,9 @@ def _error(**sections: Any) -> str:
 def test_every_word_leads_to_an_option_that_the_documentation_has() -> None:
     text = (ROOT / "config" / "README.md").read_text(encoding="utf-8")
     for word, here in KEYS.items():
-        assert "profile" in here or re.match(r"(train|stream|parallel|model|tokens|objective|finetune|shard)\.\w+", here), (
-            word
-        )
+        assert "profile" in here or re.match(
+            r"(train|stream|parallel|model|tokens|objective|finetune|shard)\.\w+", here
+        ), word
         for section, key in re.findall(r"\b(train|stream|parallel|model|tokens|objective|finetune|shard)\.(\w+)", here):
             assert re.search(rf"`(?:{section}\.)?{key}`", text), f"{word}: no {section}.{key}"
     assert all(value in text for value in VALUES.values())
