@@ -193,6 +193,7 @@ ELSEWHERE = {
     "train.early_stop_min_delta": "unit/test_early_stop.py",
     "train.epochs": "unit/test_plan.py",
     "train.keep_checkpoints": "unit/test_train_folder.py",
+    "train.keep_steps": "distributed/test_branches.py",
     "train.max_bad_steps": "distributed/test_bad_steps.py",
     "train.timeout_s": "distributed/test_train_command.py",
     "train.profile_steps": "distributed/test_profile.py",
