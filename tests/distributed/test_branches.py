@@ -15,8 +15,14 @@ from tests.distributed.conftest import options
 
 BRANCH = 5
 WSD: dict[str, Any] = {
-    **{"schedule": "wsd", "decay_frac": 0.3, "warmup_steps": 2, "keep_checkpoints": 1, "ema_decay": 0.9},
-    **{"checkpoint_every_steps": 100, "val_every_steps": 2, "log_every_steps": 1},
+    "schedule": "wsd",
+    "decay_frac": 0.3,
+    "warmup_steps": 2,
+    "keep_checkpoints": 1,
+    "ema_decay": 0.9,
+    "checkpoint_every_steps": 100,
+    "val_every_steps": 2,
+    "log_every_steps": 1,
 }
 
 
@@ -58,7 +64,10 @@ def test_a_branch_is_bitwise_the_run_of_its_length(corpus: str, trunk: Path, tmp
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"steps": 6}, "at step 5 its learning rate is 0.00055, that of its trunk 0.001: expected the same until step 5"),
+        (
+            {"steps": 6},
+            "at step 5 its learning rate is 0.00055, that of its trunk 0.001: expected the same until step 5",
+        ),
         ({"steps": 5}, "goes on from step 5 of its trunk and has 5 steps in all; set train.steps above that"),
         ({"steps": 8, "seed": 3}, "of another configuration (train.seed 0 -> 3); make them equal, or set init_from"),
     ],
