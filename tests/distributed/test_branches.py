@@ -66,7 +66,7 @@ def test_a_branch_is_bitwise_the_run_of_its_length(corpus: str, trunk: Path, tmp
     [
         (
             {"steps": 6},
-            "at step 5 its learning rate is 0.00055, that of its trunk 0.001: expected the same until step 5",
+            "step 5 has learning rate 0.00055, in its trunk 0.001: expected the same until step 5",
         ),
         ({"steps": 5}, "goes on from step 5 of its trunk and has 5 steps in all; set train.steps above that"),
         ({"steps": 8, "seed": 3}, "of another configuration (train.seed 0 -> 3); make them equal, or set init_from"),

@@ -91,9 +91,9 @@ def _check_rates(
         given, own = (learning_rate(train, step, n) for train, n in ((before, before_steps), (now, steps)))
         if given != own:
             raise ConfigError(
-                f"{folder.path}: at step {step + 1} its learning rate is {own:g}, that of its trunk {given:g}: expected "
-                f"the same until step {checkpoint.step}, from which it goes on; set schedule wsd or constant for both, "
-                f"or a trunk_step of at most {step}"
+                f"{folder.path}: step {step + 1} has learning rate {own:g}, in its trunk {given:g}: expected the same "
+                f"until step {checkpoint.step}, from which it goes on; set schedule wsd or constant for both, or a "
+                f"trunk_step of at most {step}"
             )
 
 
