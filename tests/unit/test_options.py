@@ -195,6 +195,8 @@ ELSEWHERE = {
     "train.epochs": "unit/test_plan.py",
     "train.keep_checkpoints": "unit/test_train_folder.py",
     "train.keep_steps": "distributed/test_branches.py",
+    "runs.trunk": "workflow/test_line.py",
+    "runs.trunk_step": "workflow/test_line.py",
     "train.max_bad_steps": "distributed/test_bad_steps.py",
     "train.timeout_s": "distributed/test_train_command.py",
     "train.profile_steps": "distributed/test_profile.py",
