@@ -25,7 +25,9 @@ def test_memory_is_used_again_only_after_the_last_view_or_tensor_over_it_is_gone
     assert tensor.tolist() == [[1.0] * 5] * 2
     del tensor
     third = recycled_empty(2 * SIZE - 5, np.int32)  # another type and size of the same block
-    assert address(third) == memory and third.shape == (2 * SIZE - 5,) and third.dtype == np.int32
+    assert address(third) == memory
+    assert third.shape == (2 * SIZE - 5,)
+    assert third.dtype == np.int32
     assert third.flags.writeable
 
 
