@@ -221,3 +221,38 @@ def test_every_test_named_in_the_documentation_exists() -> None:
     sources = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     assert len(named) > 10
     assert not [name for name in named if f"def {name}(" not in sources]
+
+
+def table_rows(path: str) -> list[list[str]]:
+    """Cells of every table row of a document, without bold."""
+    lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+    return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+
+
+def test_figures_of_a_digest_are_those_of_its_source() -> None:
+    names = {"pbmc68k": "PBMC", "merfish_mouse": "MERFISH", "cellbench": "CellBench"}
+    source: dict[str, list[str]] = {}
+    for data, model, *figures in (row for row in table_rows("benchmarks/README.md") if len(row) == 15):
+        if data in names:  # whole cells, 10 % of the counts and 75 genes, each by two classifiers
+            best = [max(figures[at : at + 2]).removeprefix("0") for at in (0, 4, 8)]
+            source[model] = [*source.get(model, []), *best, figures[-1]]
+    digest = [row for row in table_rows("docs/objectives.md") if len(row) == 12][1:]
+    assert len(digest) > 10
+    for model, *figures in digest:
+        pbmc, merfish, cellbench = (source[model][at : at + 4] for at in (0, 4, 8))
+        assert figures == [*pbmc[:3], *merfish[:3], *cellbench[:3], pbmc[3], cellbench[3]], model
+
+    best_of: dict[str, list[str]] = {}
+    for name, *figures in (row for row in table_rows("docs/report.md") if len(row) == 8):
+        if " + " in name:
+            features = name.split(" + ")[0]
+            shown = [figures[at] for at in (0, 2, 3, 5)]
+            best_of[features] = [max(pair) for pair in zip(shown, best_of.get(features, shown), strict=True)]
+    words = {
+        "embedding of the untrained model": "untrained",
+        "PCA of the training cells": "PCA50 of the training cells",
+    }
+    short = [row for row in table_rows("README.md") if len(row) == 5][1:]
+    assert len(short) == 4
+    for name, *figures in short:
+        assert figures == best_of[words.get(name, name)], name
