@@ -11,6 +11,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from xml.etree import ElementTree
 
 import jsonschema
 import pytest
@@ -24,6 +25,7 @@ from cellmill.config.document import SCHEMA, main
 from tests.house.documents import DOCUMENTS, documentation
 from tests.house.rules import outputs, rules
 from tools.house import LAYERS
+from tools.rule_graph import draw, read_edges
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "config" / "examples").glob("*.yaml"))
@@ -167,6 +169,17 @@ def anchors(path: Path) -> set[str]:
     text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
     plain = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in re.findall(r"^#+ (.*)$", text, re.M))
     return {re.sub(r"[\s-]+", "-", heading) for heading in plain}
+
+
+def test_the_picture_of_the_rules_is_that_of_the_demo(tmp_path: Path) -> None:
+    (tmp_path / "config").symlink_to(ROOT / "config")
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--rulegraph"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    picture = draw(read_edges(done.stdout))
+    ElementTree.fromstring(picture)
+    same = (ROOT / "docs" / "rules.svg").read_text(encoding="utf-8") == picture
+    assert same, "run: snakemake --rulegraph | python tools/rule_graph.py > docs/rules.svg"
 
 
 def test_links_and_anchors_of_documents_exist() -> None:
