@@ -46,6 +46,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "leave_out": "cellmill.config.evaluate:LeaveOutConfig",
         "low_depth": "cellmill.config.evaluate:LowDepthConfig",
         "missing_genes": "cellmill.config.evaluate:MissingGenesConfig",
+        "perturbation": "cellmill.config.evaluate:PerturbationConfig",
     },
     "tracker": {
         "tensorboard": "cellmill.config.track:TensorboardConfig",
