@@ -20,7 +20,8 @@ def test_memory_is_used_again_only_after_the_last_view_or_tensor_over_it_is_gone
     memory = address(first)
     tensor = torch.from_numpy(first[10:20].reshape(2, 5))
     del first
-    assert address(second := recycled_empty(SIZE, np.float64)) != memory
+    second = recycled_empty(SIZE, np.float64)
+    assert address(second) != memory
     second[:] = 2
     assert tensor.tolist() == [[1.0] * 5] * 2
     del tensor
