@@ -2,6 +2,7 @@
 # make test    every test
 # make check   format, types, lint, generated files, figures and laws of the source tree
 # make matrix  tests under other versions of Python and torch; MATRIX="3.12:2.15" chooses, which needs 7 GB each
+# make docs    the documentation as a site, in site/
 # PYTHON=…     the Python that .venv is made with, if not python3
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ STAMP := $(VENV)/installed
 # 2 workers: most tests wait for small processes they start, each with one thread
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 
-.PHONY: demo test check matrix install
+.PHONY: demo test check matrix docs install
 
 demo: install
 	$(BIN)/snakemake --profile profiles/local
@@ -32,6 +33,11 @@ check: install
 
 matrix: install
 	$(BIN)/python tools/matrix.py $(MATRIX)
+
+docs: install
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --requirement envs/requirements-docs.lock
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "The documentation: $(CURDIR)/site/index.html"
 
 install: $(STAMP)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,11 +21,11 @@ from cellmill.arguments import new_parser
 from cellmill.cli import COMMANDS
 from cellmill.config import load_config
 from cellmill.config.document import SCHEMA, main
+from tests.house.documents import DOCUMENTS, documentation
 from tests.house.rules import outputs, rules
 from tools.house import LAYERS
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "config/README.md", "profiles/README.md"]
 EXAMPLES = sorted((ROOT / "config" / "examples").glob("*.yaml"))
 
 
@@ -120,13 +122,13 @@ def test_documented_profiles_configurations_and_make_targets_exist() -> None:
         assert set(words[1:2]) <= {*targets, "PYTHON=python3.12"}, f"{name}: {' '.join(words)}"
 
 
-def test_every_stage_is_a_rule_a_command_and_a_row_of_the_readme() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_every_stage_is_a_rule_a_command_and_a_row_of_the_documentation() -> None:
+    text = documentation()
     parsers = next(a for a in new_parser("")._actions if isinstance(a, argparse._SubParsersAction))
     stages = set(rules()) - {"all", "demo_data"}
     assert stages == set(parsers.choices) - {"demo", "simulate", "generate"} - set(COMMANDS)
     for stage in stages:
-        assert re.search(rf"^\| {stage} \|", text, re.M), f"README has no row for {stage}"
+        assert re.search(rf"^\| {stage} \|", text, re.M), f"docs/stages.md has no row for {stage}"
 
 
 def folders() -> set[str]:
@@ -139,9 +141,8 @@ def folders() -> set[str]:
     return {str(folder) for file in files for folder in file.parents} - {"."}
 
 
-def test_the_tree_in_the_readme_is_the_tree() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = re.search(r"^## Tree\n+```\n(.*?)^```", text, re.M | re.S)
+def test_the_tree_in_the_documentation_is_the_tree() -> None:
+    block = re.search(r"^## Tree\n+```\n(.*?)^```", documentation(), re.M | re.S)
     assert block
     shown: set[str] = set()
     stack: list[str] = []
@@ -150,22 +151,58 @@ def test_the_tree_in_the_readme_is_the_tree() -> None:
         depth = (len(line) - len(line.lstrip())) // 2
         stack = [*stack[:depth], name.rstrip("/")]
         path = "/".join(stack)
-        assert (ROOT / path).exists(), f"README shows {path}, which does not exist"
+        assert (ROOT / path).exists(), f"docs/tree.md shows {path}, which does not exist"
         if name.endswith("/"):
             shown.add(path)
-    assert folders() - shown == set(), "folders that README's tree does not show"
+    assert folders() - shown == set(), "folders that the tree of docs/tree.md does not show"
 
 
-def test_the_readme_lists_the_layers() -> None:
-    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+def test_the_documentation_lists_the_layers() -> None:
+    text = " ".join(documentation().split())
     assert f"Layers import to the right only: {', '.join(' and '.join(names) for names in LAYERS)}." in text
 
 
-def test_links_of_documents_exist() -> None:
-    for name in [*DOCUMENTS, "CHANGELOG.md"]:
-        for link in re.findall(r"\]\(([^)#]+)\)", (ROOT / name).read_text(encoding="utf-8")):
-            if "://" not in link:
-                assert ((ROOT / name).parent / link).exists(), f"{name}: {link}"
+def anchors(path: Path) -> set[str]:
+    """Anchors of a document's headings, as GitHub and mkdocs make them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    plain = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in re.findall(r"^#+ (.*)$", text, re.M))
+    return {re.sub(r"[\s-]+", "-", heading) for heading in plain}
+
+
+def test_links_and_anchors_of_documents_exist() -> None:
+    count = 0
+    for name in [*DOCUMENTS, "benchmarks/README.md", "CHANGELOG.md"]:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        for link, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", text):
+            if "://" in link:
+                continue
+            path = (ROOT / name).parent / link if link else ROOT / name
+            assert path.exists(), f"{name}: {link}"
+            assert not anchor or anchor in anchors(path), f"{name}: {link}#{anchor}"
+            count += 1
+    assert count > 30
+
+
+def test_every_page_is_reached_from_the_readme_the_first_page_and_the_site() -> None:
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages == set(re.findall(r"\]\(docs/([\w-]+\.md)\)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert pages == set(re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "index.md").read_text(encoding="utf-8")))
+    navigation = str(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    assert pages == set(re.findall(r"'([\w-]+\.md)'", navigation)) - {"index.md"}
+
+
+def test_the_site_builds_without_a_warning_and_loads_nothing_remote(tmp_path: Path) -> None:
+    pytest.importorskip("material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > len(DOCUMENTS)
+    for page in pages:
+        tags = re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page.read_text(encoding="utf-8"))
+        remote = [tag for tag in tags if re.search(r"\b(?:src|href)=[\"']?(?:https?:)?//", tag)]
+        assert not remote, f"{page.name}: {remote}"
 
 
 def test_the_contracts_and_toys_of_contributing_exist() -> None:
@@ -179,8 +216,8 @@ def test_the_contracts_and_toys_of_contributing_exist() -> None:
         assert (ROOT / "tests" / "plugin" / "cellmill_toy" / toy).exists()
 
 
-def test_every_test_named_in_the_readme_exists() -> None:
-    named = set(re.findall(r"`(test_\w+)`", (ROOT / "README.md").read_text(encoding="utf-8")))
+def test_every_test_named_in_the_documentation_exists() -> None:
+    named = set(re.findall(r"`(test_\w+)`", documentation()))
     sources = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     assert len(named) > 10
     assert not [name for name in named if f"def {name}(" not in sources]

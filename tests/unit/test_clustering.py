@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ MEASURES = [(nmi_scores, normalized_mutual_info_score), (ari_scores, adjusted_ra
 
 
 @pytest.mark.parametrize(("scores", "reference"), MEASURES)
-def test_scores_of_cells_have_the_measure_as_mean_and_its_spread_as_theirs(scores, reference) -> None:
+def test_scores_of_cells_have_the_measure_as_mean_and_its_spread_as_theirs(scores: Any, reference: Any) -> None:
     random = np.random.default_rng(0)
     classes = random.integers(0, 4, 400)
     clusters = np.where(random.random(400) < 0.7, classes, random.integers(0, 6, 400))
@@ -47,9 +48,7 @@ def test_the_graph_has_the_nearest_cells_and_jaccard_weights_by_hand() -> None:
     np.testing.assert_array_equal(NeighborGraph.of(line, 90).indices.shape, (4, 3))
 
 
-def test_planted_groups_are_found_with_an_interval_and_the_same_clusters_again(
-    tmp_path: Path, simulated: Path
-) -> None:
+def test_planted_groups_are_found_with_an_interval_and_the_same_clusters_again(tmp_path: Path, simulated: Path) -> None:
     pytest.importorskip("igraph")
     context = make_context(tmp_path, simulated)
     label = context.roles["label"].astype(str)

@@ -68,7 +68,7 @@ def test_the_order_of_cells_and_the_names_of_classes_change_nothing() -> None:
 
 
 def test_lisi_has_the_weights_of_its_perplexity() -> None:
-    vectors, batches, _ = cells(2)
+    vectors, _, _ = cells(2)
     graph = NeighborGraph.of(vectors, 30)
     weights = mixing.neighbor_weights(graph.distances, 10)
     entropy = -(weights * np.log(weights)).sum(1)
@@ -162,8 +162,8 @@ def test_the_task_has_batch_and_bio_columns_apart_and_random_vectors_mix_best(tm
 
 
 def test_measures_are_those_of_scib_metrics() -> None:
-    # but for connectivity, of which it counts strong components of the directed graph, and for kBET within labels, whose
-    # neighbours it takes from diffusion maps
+    # but for connectivity, of which it counts strong components of the directed graph, and for kBET within labels,
+    # whose neighbours it takes from diffusion maps
     scib = pytest.importorskip("scib_metrics")
     nearest = pytest.importorskip("scib_metrics.nearest_neighbors")
     vectors, batches, labels = cells(2)

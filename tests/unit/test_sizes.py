@@ -1,9 +1,8 @@
-"""Sizes by name: their numbers, what wins beside them, and the parameters that README states."""
+"""Sizes by name: their numbers, what wins beside them, and the parameters that the documentation states."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +14,9 @@ from cellmill.config.sizes import HEAD_WIDTH, HIDDEN_AND_LAYERS, numbers
 from cellmill.errors import ConfigError
 from cellmill.planner.size import measure
 from cellmill.runs.identity import identity
+from tests.house.documents import documentation
 from tests.models import spec
 
-README = Path(__file__).resolve().parents[2] / "README.md"
 SECTIONS: dict[str, Any] = {"tokens": {}, "stream": {}, "parallel": {}, "train": {"steps": 1}}
 
 
@@ -63,9 +62,8 @@ def test_an_unknown_size_is_answered_with_the_names() -> None:
     assert str(error.value) == f"config.yaml: size: input should be {names}, got '50M'"
 
 
-def test_readme_states_the_numbers_and_the_parameters_that_plan_counts() -> None:
-    text = README.read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(\d+[MB])` \| (.*) \|$", text, re.M))
+def test_the_documentation_states_the_numbers_and_the_parameters_that_plan_counts() -> None:
+    rows = dict(re.findall(r"^\| `(\d+[MB])` \| (.*) \|$", documentation(), re.M))
     assert list(rows) == list(HIDDEN_AND_LAYERS)
     for name in HIDDEN_AND_LAYERS:
         of = numbers(name)

@@ -64,7 +64,7 @@ class SizedFamilyConfig(FamilyConfig):
     size: sizes.SizeName | None = Field(
         None,
         exclude=True,
-        description="Size by name: sets hidden, layers and heads where they are left out. README lists the sizes.",
+        description="Size by name (docs/objectives.md): sets hidden, layers and heads where they are left out.",
     )
 
     @model_validator(mode="before")

@@ -1,7 +1,8 @@
 """Agreement of clusters with classes as means over cells, so that differences of two clusterings have intervals.
 
 NMI and ARI are no means over cells: a cell's score here is the measure plus its derivative by the cell's weight, times
-the number of cells (infinitesimal jackknife, Efron 1981), as for F1 in `evaluate.paired`. The mean is the measure itself.
+the number of cells (infinitesimal jackknife, Efron 1981), as for F1 in `evaluate.paired`. The mean is the measure
+itself.
 """
 
 import numpy as np

@@ -1,9 +1,9 @@
 """Measures of how well batches are mixed and labels kept apart in an embedding.
 
-Each is 0 to 1, higher is better, and a mean over cells: what is returned is a number for each cell, `(cells,)` float64, so
-that the difference of two embeddings of the same cells has an interval (`evaluate.paired`). A mean over labels of means
-over their cells is one over cells with the infinitesimal jackknife (Efron 1981). Intervals take the neighbour graph as
-given. `labels` and `batches` are class numbers, `(cells,)`, 0 and up.
+Each is 0 to 1, higher is better, and a mean over cells: what is returned is a number for each cell, `(cells,)`
+float64, so that the difference of two embeddings of the same cells has an interval (`evaluate.paired`). A mean over
+labels of means over their cells is one over cells with the infinitesimal jackknife (Efron 1981). Intervals take the
+neighbour graph as given. `labels` and `batches` are class numbers, `(cells,)`, 0 and up.
 
     lisi                Korsunsky et al. 2019, Nat. Methods 16:1289 (Harmony): inverse Simpson index of the neighbours'
                         classes, weighted by a Gaussian kernel of given perplexity
@@ -12,8 +12,8 @@ given. `labels` and `batches` are class numbers, `(cells,)`, 0 and up.
     bras                Rautenstrauch & Ohler 2025, Nat. Biotechnol.: silhouette of batches within labels, against all
                         cells of other batches; cosine distance
     silhouette          Rousseeuw 1987; ASW and isolated labels as in scIB, rescaled to 0 to 1
-    batch_variance      Büttner et al. 2019: principal component regression with all components, whose variances times R2
-                        sum to the sum of squares between batches
+    batch_variance      Büttner et al. 2019: principal component regression with all components, whose variances times
+                        R2 sum to the sum of squares between batches
 """
 
 import numpy as np
@@ -51,7 +51,7 @@ def clisi(graph: NeighborGraph, labels: np.ndarray, perplexity: float) -> np.nda
 
 
 def neighbor_weights(distances: np.ndarray, perplexity: float) -> np.ndarray:
-    """Weights exp(-beta d) of neighbours, normalised, of the entropy log(perplexity): beta by bisection for each cell."""
+    """Normalised weights exp(-beta d) of neighbours; beta of each cell gives them the entropy log(perplexity)."""
     shifted = distances - distances[:, :1]  # the same weights, and none underflows to a sum of 0
     low, high = np.zeros(len(distances)), np.full(len(distances), np.inf)
     beta = np.ones(len(distances))
@@ -83,8 +83,8 @@ def kbet(graph: NeighborGraph, batches: np.ndarray) -> np.ndarray:
 def kbet_of_labels(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
     """kBET within each label, among the label's cells alone, then the mean over labels.
 
-    Neighbours tested are a quarter of a batch's mean size, 10 to 70, as in scIB. Labels of one batch or below 10 cells are
-    left out; None if all are.
+    Neighbours tested are a quarter of a batch's mean size, 10 to 70, as in scIB. Labels of one batch or below 10 cells
+    are left out; None if all are.
     """
     accepted = np.full(len(labels), np.nan)
     for label in np.unique(labels):
@@ -144,7 +144,7 @@ def silhouettes(vectors: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def isolated_labels(widths: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-    """`silhouettes` of the labels that the fewest batches have, mean over these labels; None if all batches have all."""
+    """`silhouettes` of the labels in the fewest batches, mean over these labels; None if all labels are in all."""
     spread = {label: len(np.unique(batches[labels == label])) for label in np.unique(labels)}
     fewest = min(spread.values())
     if fewest == len(np.unique(batches)):

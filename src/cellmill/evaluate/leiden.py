@@ -1,7 +1,7 @@
 """Leiden clusters of cells by igraph, of the extra `cluster`.
 
-Modularity with a resolution (Traag, Waltman & van Eck 2019, Sci. Rep. 9:5233), until nothing improves. The same graph and
-seed give the same clusters.
+Modularity with a resolution (Traag, Waltman & van Eck 2019, Sci. Rep. 9:5233), until nothing improves. The same graph
+and seed give the same clusters.
 """
 
 import importlib
@@ -19,7 +19,9 @@ def import_igraph() -> Any:
     try:
         return importlib.import_module("igraph")
     except ImportError:
-        raise ConfigError("task clustering requires igraph, which is missing: pip install 'cellmill[cluster]'") from None
+        raise ConfigError(
+            "task clustering requires igraph, which is missing: pip install 'cellmill[cluster]'"
+        ) from None
 
 
 class LeidenGraph:

@@ -1,13 +1,13 @@
 """Task `clustering`: Leiden clusters of scored cells against their label, by NMI and ARI.
 
-Every kind of features gets the same graph (k nearest cells, Jaccard weights), seeds and resolutions: the embedding; the
-same architecture untrained; 50 principal components of the model's training cells; 50 of the scored cells themselves, of
-log-normalised genes and of genes scaled to variance 1; all genes. Components of the scored cells have seen the cells that
-are clustered, which the embedding has not: an advantage of the baseline. Clusters never see the label. The best resolution
-is chosen by the label, as is usual, for each kind of features by its own mean ARI: NMI, not corrected for chance, grows
-with the number of clusters. Scores there are too high, of all rows alike, and those at the fixed resolution are not.
-Intervals of differences are over cells, for the clusters as they are,
-and over seeds (`evaluate.agreement`, `evaluate.paired`).
+Every kind of features gets the same graph (k nearest cells, Jaccard weights), seeds and resolutions: the embedding;
+the same architecture untrained; 50 principal components of the model's training cells; 50 of the scored cells
+themselves, of log-normalised genes and of genes scaled to variance 1; all genes. Components of the scored cells have
+seen the cells that are clustered, which the embedding has not: an advantage of the baseline. Clusters never see the
+label. The best resolution is chosen by the label, as is usual, for each kind of features by its own mean ARI: NMI, not
+corrected for chance, grows with the number of clusters. Scores there are too high, of all rows alike, and those at the
+fixed resolution are not. Intervals of differences are over cells, for the clusters as they are, and over seeds
+(`evaluate.agreement`, `evaluate.paired`).
 """
 
 from typing import Any

@@ -1,11 +1,12 @@
 """Task `integration`: batches mixed and labels kept apart, in two groups of columns that are never added up.
 
-A total hides what it is made of: random vectors mix batches perfectly, and get half of it. The rows are the embedding; the
-same architecture untrained; 50 principal components of the scored cells; these corrected by Harmony, if asked for; and
-random vectors, which show what a column says of nothing. Columns and their sources are in `evaluate.batch_mixing`; all
-neighbours are from one exact graph (kBET's are from within a label). LISI is a mean over cells, where scIB takes the
-median: the median of cLISI is 1 for nearly everything. PCR is 1 less the share of variance between batches, over that of the
-components of the scored cells: 0 for these, 1 for no variance between batches, and below 0 for more than theirs.
+A total hides what it is made of: random vectors mix batches perfectly, and get half of it. The rows are the embedding;
+the same architecture untrained; 50 principal components of the scored cells; these corrected by Harmony, if asked for;
+and random vectors, which show what a column says of nothing. Columns and their sources are in `evaluate.batch_mixing`;
+all neighbours are from one exact graph (kBET's are from within a label). LISI is a mean over cells, where scIB takes
+the median: the median of cLISI is 1 for nearly everything. PCR is 1 less the share of variance between batches, over
+that of the components of the scored cells: 0 for these, 1 for no variance between batches, and below 0 for more than
+theirs.
 """
 
 from collections.abc import Mapping

@@ -1,0 +1,18 @@
+"""The documents for people, which tests compare with the code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [
+    *("README.md", "CONTRIBUTING.md", "config/README.md", "profiles/README.md"),
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+]
+"""Documents whose commands, targets and links are checked."""
+
+
+def documentation() -> str:
+    """README and the pages of docs/, one after the other."""
+    pages = ["README.md", *(name for name in DOCUMENTS if name.startswith("docs/"))]
+    return "\n".join((ROOT / name).read_text(encoding="utf-8") for name in pages)
