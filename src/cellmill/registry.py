@@ -48,6 +48,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "missing_genes": "cellmill.config.evaluate:MissingGenesConfig",
         "clustering": "cellmill.config.structure_tasks:ClusteringConfig",
         "integration": "cellmill.config.structure_tasks:IntegrationConfig",
+        "perturbation": "cellmill.config.evaluate:PerturbationConfig",
     },
     "tracker": {
         "tensorboard": "cellmill.config.track:TensorboardConfig",

@@ -106,6 +106,7 @@ ELSEWHERE = {
     "preprocess.compression": "unit/test_compressed_rows.py",
     "shard.duplicates": "unit/test_shard_parts.py",
     "shard.jobs": "unit/test_shard_parts.py",
+    "shard.train_values": "unit/test_split.py",
     "tokens.truncation": "unit/test_cell_tokens.py",
     "tokens.zero_frac": "unit/test_cell_tokens.py",
     "tokens.bins": "unit/test_tokens.py",

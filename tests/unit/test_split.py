@@ -73,3 +73,12 @@ def test_a_missing_column_is_named_with_the_closest() -> None:
     with pytest.raises(DataError, match="there are: dataset, donor"):
         require_column("zzz", ["donor"], "x.h5ad")
     require_column("dataset", [], "x.h5ad")
+
+
+def test_values_for_training_leave_the_split_of_the_others_as_it_is() -> None:
+    values = np.repeat(np.array(["control", *(f"gene{i}" for i in range(10))], object), 7)
+    split = split_by_value(values, "perturbation", 3, 0.1, 0.3, ["control"])
+    assert not split[:7].any()
+    np.testing.assert_array_equal(split[7:], split_by_value(values[7:], "perturbation", 3, 0.1, 0.3))
+    with pytest.raises(DataError, match=r"train_values: no cell of the corpus has perturbation 'contrl'; did you mean"):
+        split_by_value(values, "perturbation", 3, 0.1, 0.3, ["contrl"])

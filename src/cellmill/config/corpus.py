@@ -114,6 +114,11 @@ class Shard(Section):
         description="obs column, such as donor, or `dataset`, to split by: cells of one value stay together; null "
         "splits by a hash of a cell's counts, so identical cells stay together.",
     )
+    train_values: list[str] = Field(
+        [],
+        description="Values of split_by whose cells are all for training, such as the control where whole "
+        "perturbations are held out; the fractions are those of the other values.",
+    )
     val_frac: float = Field(0.1, ge=0, lt=1, description="Fraction of cells, or of split_by's values, for validation.")
     test_frac: float = Field(0.1, ge=0, lt=1, description="Fraction held out for evaluation.")
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of the split and of the order on disk.")
@@ -128,6 +133,14 @@ class Shard(Section):
         le=1000,
         description="Jobs that write the shards, each a part of them; the shards do not depend on it.",
     )
+
+    @model_validator(mode="after")
+    def _values_are_of_a_column(self) -> Self:
+        if self.train_values and self.split_by is None:
+            raise ValueError(
+                "train_values requires split_by, the obs column of these values; set it, or leave them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _train_split_is_not_empty(self) -> Self:

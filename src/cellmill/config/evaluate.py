@@ -110,6 +110,30 @@ class MissingGenesConfig(DegradedConfig):
     )
 
 
+class PerturbationConfig(TaskConfig):
+    """Changes of expression under perturbations, donors or batches that were left out; skipped without controls."""
+
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.perturbation:Perturbation"
+
+    name: Literal["perturbation"] = Field("perturbation", description="Name of the task.")
+    held_out: Annotated[list[Literal["perturbation", "label", "condition", "donor", "batch"]], EachOnce] = Field(
+        ["perturbation", "donor", "batch"],
+        min_length=1,
+        description="What is left out whole: perturbations, or values of a role, of those that the dataset has; label "
+        "is for cell types.",
+    )
+    min_cells: int = Field(
+        20, ge=4, description="Perturbations with fewer cells (in a donor, where donors are left out) are not used."
+    )
+    top_genes: int = Field(20, ge=1, description="Genes of largest seen change whose predicted direction counts.")
+    seeds: int = Field(3, ge=1, description="Repetitions of the folds of perturbations; `evaluate.folds` of them each.")
+    most_folds: int = Field(
+        10,
+        ge=2,
+        description="One value of a role after another is left out, or of more values, so many groups of them.",
+    )
+
+
 _DEFAULT_TASKS: Any = {"probe": {}, "reconstruct": {}}
 
 

@@ -283,7 +283,9 @@ def _divide(cells: list[Path], scans: list[_Scan], options: ShardOptions) -> tup
         split = split_by_content(hashes[:, 0], options.seed, options.val_frac, options.test_frac)
     else:
         values = np.concatenate([scan.values for scan in scans if scan.values is not None])[keep]
-        split = split_by_value(values, options.split_by, options.seed, options.val_frac, options.test_frac)
+        split = split_by_value(
+            values, options.split_by, options.seed, options.val_frac, options.test_frac, options.train_values
+        )
     return corpus[keep], hashes, split
 
 

@@ -5,7 +5,7 @@ row or column order, so duplicates are never in two splits.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -93,13 +93,26 @@ def split_by_content(hashes: np.ndarray, seed: int, val_frac: float, test_frac: 
     return split
 
 
-def split_by_value(values: np.ndarray, column: str, seed: int, val_frac: float, test_frac: float) -> np.ndarray:
+def split_by_value(
+    values: np.ndarray, column: str, seed: int, val_frac: float, test_frac: float, train_values: Sequence[str] = ()
+) -> np.ndarray:
     """Split of each cell, as int8 index into `SPLITS`; cells with the same value (text) stay together.
 
-    Values are sorted by a seeded hash; the first fraction of them, at least one, goes to test, the next to val.
-    Raises DataError when there are too few.
+    Values are sorted by a seeded hash; the first fraction of them, at least one, goes to test, the next to val. Those
+    in `train_values` go to train, and count for no fraction. Raises DataError when there are too few, and for one of
+    `train_values` that no cell has.
     """
     unique = sorted(set(values))
+    if missing := sorted({*train_values} - {*unique}):
+        raise DataError(
+            f"shard.train_values: no cell of the corpus has {column} {missing[0]!r}; "
+            f"{did_you_mean(missing[0], [str(value) for value in unique])}"
+        )
+    kept = np.isin(values.astype(str), [*train_values])
+    if train_values and not kept.all():
+        split = np.zeros(len(values), np.int8)
+        split[~kept] = split_by_value(values[~kept], column, seed, val_frac, test_frac)
+        return split
     number = {value: i for i, value in enumerate(unique)}
     code = np.array([number[value] for value in values])
     order = sorted(range(len(unique)), key=lambda i: (hash_text(str(unique[i]), seed), str(unique[i])))

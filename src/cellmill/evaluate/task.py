@@ -103,8 +103,8 @@ class TaskResult:
     """Result of a task on one dataset: plain numbers, text, lists and mappings; None for a missing number, not NaN."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """Table: `name`, optionally `kind` ("model" or "baseline"), then one key per column. `x_mean` and `x_sd` are shown
-    as one column `x`; lists are kept in metrics.json and not shown."""
+    """Table: `name`, optionally `kind` ("model", "baseline" or "ceiling"), then one key per column. `x_mean` and `x_sd`
+    are shown as one column `x`; lists are kept in metrics.json and not shown."""
     metric: str | None = None
     """Column that ranks the rows, higher is better: drawn as a figure, and compared between runs."""
     verdicts: list[Verdict] = field(default_factory=list)

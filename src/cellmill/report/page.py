@@ -148,7 +148,7 @@ class TaskTable:
             (str(row["name"]), row[column.key], row.get(column.sd_key or "", 0.0), row.get("kind") == "baseline")
             for column in ranking
             for row in self.rows
-            if row.get(column.key) is not None
+            if row.get(column.key) is not None and row.get("kind") != "ceiling"
         ]
 
 

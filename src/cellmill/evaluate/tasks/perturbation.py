@@ -1,0 +1,248 @@
+"""Task `perturbation`: predicted changes of expression under perturbations, donors or other contexts not seen before.
+
+A change is the mean over the cells of a perturbation minus the mean over controls of the same batch and donor
+(`evaluate.perturbed`). Whole perturbations are held out, and whole values of the other roles: cells of a donor, and all
+perturbations in them, while its controls are what predictions start from.
+
+What the model was trained on decides the folds. If it saw cells of some perturbations, those that it saw none of are
+tested, once; with a corpus that is divided by `shard.split_by: perturbation` and keeps the controls for training these
+are the test split. If it saw none of the dataset's perturbed cells, perturbations are tested in folds, repeated with
+other folds (`seeds`). All predictions are fitted on the other perturbations: of a tested one no cell is used.
+
+Rows are `no change`; `mean`, that of all other changes; from features of the perturbed gene (loadings of principal
+components of the model's training cells, embeddings of the model and of the model untrained) `linear`, a ridge, and
+`nearest`, the change of the perturbation whose gene is most like it. A perturbation without a gene of the model has the
+mean in all of them. Of new contexts, the same perturbation in other contexts is the baseline: its mean, a ridge between
+it and the mean of all, and its change in the context whose controls are most like. `split halves` is no prediction but
+a ceiling: the change of one half of a perturbation's cells as the prediction of that of the other, which is noisier
+than what the others are compared with.
+
+Intervals are over perturbations and repetitions (`evaluate.paired`): contexts of one perturbation are one draw.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from sklearn.model_selection import GroupKFold, KFold
+
+from cellmill.config.corpus import IS_CONTROL
+from cellmill.config.evaluate import PerturbationConfig
+from cellmill.data.perturbed_genes import perturbed_genes
+from cellmill.evaluate.change_baselines import of_new_contexts, of_new_perturbations
+from cellmill.evaluate.change_scores import METRICS, change_scores
+from cellmill.evaluate.gene_features import features_of, gene_features
+from cellmill.evaluate.perturbed import Profiles, controlled_role, read_profiles
+from cellmill.evaluate.score_table import ScoreColumn, against_best, differences, is_own, table_rows
+from cellmill.evaluate.task import Context, TaskResult
+
+CEILING = "split halves"
+UNSEEN_FRAC = 0.9
+"""Share of the cells of a perturbation that are scored where it counts as not seen in training; others may be equal to
+training cells, or have no gene of the model."""
+STRATA = ("batch", "donor")
+Fold = tuple[int, np.ndarray, np.ndarray]  # repetition, training units, test units
+
+
+@dataclass(frozen=True)
+class Units:
+    """What is predicted: a perturbation, its dose, and its context if contexts are held out."""
+
+    of_cell: np.ndarray  # (cells,) int64; -1 for controls, and for units with too few cells
+    perturbation: np.ndarray  # (units,) text
+    group: np.ndarray  # (units,) text: what is held out whole, the perturbation or the context
+    unseen: np.ndarray  # (units,) bool: of a group that the model saw no cell of
+    left_out: list[str]
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+
+class Perturbation:
+    def __init__(self, config: PerturbationConfig) -> None:
+        self.config = config
+
+    def run(self, context: Context) -> TaskResult:
+        """Scores for each role that is held out; skipped without perturbations and controls."""
+        role = controlled_role(context)
+        if role not in context.roles or IS_CONTROL not in context.roles:
+            return TaskResult(skipped="the dataset has no perturbation and control columns")
+        if context.reader.ordered:
+            return TaskResult(skipped="sequences have no expression")
+        columns: list[ScoreColumn] = []
+        ceilings: list[ScoreColumn] = []
+        figures: dict[str, Any] = {}
+        for held_out in self.config.held_out:
+            if held_out != "perturbation" and (held_out not in context.roles or held_out == role):
+                continue
+            strata = STRATA if held_out in (*STRATA, "perturbation") else (*STRATA, held_out)
+            profiles = read_profiles(context, strata)
+            if profiles.stratum.max() < 0:
+                continue
+            units = find_units(context, profiles, held_out, self.config.min_cells)
+            folds = list(self._folds(context, units, held_out))
+            figures |= self._figures(context, held_out, units, folds)
+            if folds:
+                found = self._scores(context, profiles, units, folds, held_out)
+                columns += (of_role := _columns(found, held_out))
+                ceilings += [ScoreColumn(c.heading, c.metric, {CEILING: c.scores.pop(CEILING)}) for c in of_role]
+        if not columns:
+            reasons = "; ".join(str(value) for key, value in figures.items() if key.endswith("no_folds"))
+            return TaskResult(figures=figures, skipped=reasons or "no stratum has enough controls")
+        rows = table_rows(columns) + [row | {"kind": "ceiling"} for row in table_rows(ceilings)]
+        judged = [column for column in columns if any(map(is_own, column.scores)) and "MAE" not in column.heading]
+        compared = [column for column in columns if any(map(is_own, column.scores))]
+        return TaskResult(
+            rows, columns[0].heading, against_best(judged), figures, differences=differences(compared)
+        )  # fmt: skip
+
+    def _folds(self, context: Context, units: Units, held_out: str) -> Iterator[Fold]:
+        """Units to fit on and to test; none where the model saw cells of all groups, or groups are too few."""
+        groups, unseen = np.unique(units.group), np.unique(units.group[units.unseen])
+        every = np.arange(len(units))
+        if len(groups) < 2 or not len(unseen):
+            return
+        if len(unseen) < len(groups):
+            yield 0, every[~units.unseen], every[units.unseen]
+        elif held_out == "perturbation":
+            for repetition in range(self.config.seeds):
+                shuffled = KFold(
+                    min(context.options.folds, len(groups)),
+                    shuffle=True,
+                    random_state=context.options.seed + repetition,
+                )
+                for _, test in shuffled.split(groups):
+                    tested = np.isin(units.group, groups[test])
+                    yield repetition, every[~tested], every[tested]
+        else:
+            for train, test in GroupKFold(min(len(groups), self.config.most_folds)).split(every, groups=units.group):
+                yield 0, train, test
+
+    def _figures(self, context: Context, held_out: str, units: Units, folds: list[Fold]) -> dict[str, Any]:
+        tested = np.unique(np.concatenate([test for _, _, test in folds])) if folds else np.array([], np.int64)
+        figures: dict[str, Any] = {
+            f"{held_out}_perturbations_tested": len(np.unique(units.perturbation[tested])),
+            f"{held_out}_perturbations_with_a_gene": sum(
+                map(bool, dict(zip(units.perturbation, _genes_of(context, units.perturbation))).values())
+            ),
+            f"{held_out}_groups": len(np.unique(units.group)),
+            f"{held_out}_folds": len(folds),
+            f"{held_out}_left_out": ", ".join(units.left_out) or "none",
+        }
+        if not folds:
+            seen = "the model saw cells of each of them; divide its corpus by it (shard.split_by), or use cells: all"
+            few = f"{len(np.unique(units.group))} values have {self.config.min_cells} cells (min_cells); two are needed"
+            figures[f"{held_out}_no_folds"] = (
+                f"held out {held_out}: {seen if not units.unseen.any() and len(units) else few}"
+            )
+        return figures
+
+    def _scores(
+        self, context: Context, profiles: Profiles, units: Units, folds: list[Fold], held_out: str
+    ) -> dict[str, dict[str, np.ndarray]]:
+        """(repetitions, units) by metric and method."""
+        given, measured = profiles.control_means(0), profiles.control_means(1)
+        scored = np.where(context.scored, units.of_cell, -1)
+        known, seen = profiles.changes(units.of_cell, len(units), given), profiles.changes(scored, len(units), measured)
+        genes = _genes_of(context, units.perturbation)
+        place = {int(row): at for at, row in enumerate(profiles.genes)}
+        perturbed = np.zeros(known.shape, bool)
+        for unit, rows in enumerate(genes):
+            perturbed[unit, [place[row] for row in rows if row in place]] = True
+        features = {}
+        if held_out == "perturbation":
+            features = {name: features_of(genes, values) for name, values in gene_features(context.model).items()}
+        states = profiles.controls_of(units.of_cell, len(units), given)
+        n_repetitions = 1 + max(repetition for repetition, _, _ in folds)
+        scores: dict[str, dict[str, np.ndarray]] = {metric: {} for metric in METRICS}
+        for repetition, train, test in folds:
+            if held_out == "perturbation":
+                predicted = of_new_perturbations(known, train, test, features)
+            else:
+                predicted = of_new_contexts(known, train, test, units.perturbation, states)
+            for name, change in predicted.items():
+                of_method = change_scores(change, seen[test], perturbed[test], self.config.top_genes)
+                _record(scores, name, of_method, test, (n_repetitions, len(units)), repetition)
+            first, second = _halves(scored, units, profiles, (given, measured), context.options.seed + repetition)
+            ceiling = change_scores(first[test], second[test], perturbed[test], self.config.top_genes)
+            _record(scores, CEILING, ceiling, test, (n_repetitions, len(units)), repetition)
+        return {metric: {name: _by_perturbation(v, units) for name, v in of.items()} for metric, of in scores.items()}
+
+
+def find_units(context: Context, profiles: Profiles, held_out: str, min_cells: int) -> Units:
+    """Units of at least `min_cells` cells; of units that may be tested, of scored cells."""
+    text = profiles.perturbation
+    values = (
+        text if held_out == "perturbation" else context.roles[held_out].astype(str).to_numpy(dtype=object).astype(str)
+    )
+    missing = (text == "") | (profiles.stratum < 0)
+    if held_out != "perturbation":
+        missing |= context.roles[held_out].isna().to_numpy()
+    groups, group = np.unique(np.where(missing, "", values), return_inverse=True)
+    n_scored, n_cells = (np.bincount(group[among], minlength=len(groups)) for among in (context.scored, slice(None)))
+    unseen_group = n_scored >= UNSEEN_FRAC * n_cells
+    names = np.array([" | ".join(parts) for parts in zip(text, profiles.dose, values)])
+    labels, first, number = np.unique(names, return_index=True, return_inverse=True)
+    unseen = unseen_group[group[first]]
+    counted = ~missing & (context.scored | ~unseen[number])
+    enough = np.bincount(number[counted], minlength=len(labels)) >= min_cells
+    is_unit = np.bincount(number[~missing], minlength=len(labels)) > 0
+    kept = np.flatnonzero(enough & is_unit)
+    place = np.full(len(labels), -1, np.int64)
+    place[kept] = np.arange(len(kept))
+    left_out = sorted({str(text[first[at]]) for at in np.flatnonzero(is_unit & ~enough)})
+    return Units(
+        np.where(missing, -1, place[number]), text[first[kept]], values[first[kept]], unseen[kept], left_out
+    )  # fmt: skip
+
+
+def _genes_of(context: Context, perturbation: np.ndarray) -> list[list[int]]:
+    """Rows of the vocabulary of each unit's perturbed genes."""
+    rows = perturbed_genes(sorted(set(perturbation)), context.model.vocabulary)
+    return [rows[name] for name in perturbation]
+
+
+def _halves(
+    scored: np.ndarray, units: Units, profiles: Profiles, controls: tuple[np.ndarray, np.ndarray], seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Changes of two halves of each unit's scored cells, each from its own half of the controls."""
+    generator = np.random.Generator(np.random.Philox(key=[seed, 5]))
+    order = generator.permutation(len(scored))
+    order = order[np.argsort(scored[order], kind="stable")]
+    place = np.empty(len(scored), np.int64)
+    place[order] = np.arange(len(scored))
+    parts = [np.where(place % 2 == half, scored, -1) for half in (0, 1)]
+    first, second = (profiles.changes(part, len(units), mean) for part, mean in zip(parts, controls))
+    return first, second
+
+
+def _record(
+    scores: dict[str, dict[str, np.ndarray]],
+    name: str,
+    of_units: dict[str, np.ndarray],
+    test: np.ndarray,
+    shape: tuple[int, int],
+    repetition: int,
+) -> None:
+    """Put the scores of the tested units into those of all, (repetitions, units) with NaN where not tested."""
+    for metric, values in of_units.items():
+        scores[metric].setdefault(name, np.full(shape, np.nan))[repetition, test] = values
+
+
+def _by_perturbation(values: np.ndarray, units: Units) -> np.ndarray:
+    """(repetitions, perturbations): means over the units of a perturbation."""
+    names, number = np.unique(units.perturbation, return_inverse=True)
+    member = np.eye(len(names))[number]
+    n = np.isfinite(values) @ member
+    return np.divide(np.nan_to_num(values) @ member, n, out=np.full(n.shape, np.nan), where=n > 0)
+
+
+def _columns(scores: dict[str, dict[str, np.ndarray]], held_out: str) -> list[ScoreColumn]:
+    """A column for each metric that is defined for more than the ceiling."""
+    columns = []
+    for metric, words in METRICS.items():
+        of_methods = {name: values for name, values in scores[metric].items() if np.isfinite(values).any()}
+        if CEILING in of_methods and len(of_methods) > 1:
+            columns.append(ScoreColumn(f"{metric}, new {held_out}", f"{words}, {held_out}s not seen", of_methods))
+    return columns

@@ -1,0 +1,126 @@
+"""Task perturbation: changes by hand, what is held out, and that no test cell is used."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from cellmill.config.evaluate import PerturbationConfig
+from cellmill.data.perturbed_genes import perturbed_genes
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.evaluate.change_baselines import of_new_contexts, of_new_perturbations
+from cellmill.evaluate.change_scores import change_scores
+from cellmill.evaluate.perturbed import read_profiles
+from cellmill.evaluate.task import Context
+from cellmill.evaluate.tasks.perturbation import Perturbation, find_units
+from tests.unit.evaluated import make_context
+
+CONFIG = PerturbationConfig(name="perturbation", min_cells=4, seeds=2, top_genes=5)
+
+
+@pytest.fixture(scope="module")
+def screen(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> Context:
+    """Five perturbations and controls in two batches; two of the perturbations were not trained on."""
+    context = make_context(tmp_path_factory.mktemp("screen"), simulated)
+    names = [*context.model.vocabulary.symbols[:4], "unheard", "control"]
+    perturbation = pd.Series([names[cell % 6] for cell in range(context.reader.n_obs)])
+    scored = perturbation.isin(names[3:5]).to_numpy()
+    batch = pd.Series(["x" if cell // 6 % 2 else "y" for cell in range(context.reader.n_obs)])
+    roles = {"perturbation": perturbation, "batch": batch, "is_control": perturbation == "control"}
+    return replace(context, roles=roles, scored=scored)
+
+
+def test_scores_of_changes_by_hand() -> None:
+    seen = np.array([[1.0, -1.0, 0.5, 9.0], [1.0, 1.0, 0.0, 0.0], [0.0, 3.0, 0.0, 0.0]])
+    predicted = np.array([[2.0, -1.0, -0.1, 0.0], [0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]])
+    perturbed = np.zeros((3, 4), bool)
+    perturbed[0, 3] = True  # its own gene, the only one that changes much
+    scores = change_scores(predicted, seen, perturbed, 2)
+    assert scores["MAE"] == pytest.approx([1.6 / 3, 0.5, 0.5])
+    assert scores["Pearson"][0] == pytest.approx(np.corrcoef([2, -1, -0.1], [1, -1, 0.5])[0, 1])
+    np.testing.assert_array_equal(np.isnan(scores["Pearson"]), [False, True, False])
+    assert scores["direction"][[0, 2]].tolist() == [1, 1]
+    # of the last, (0, 1, 0, 0) is 0.25 from the second's change and 0.5 from its own
+    assert scores["discrimination"][[0, 2]].tolist() == [1, 0.5]
+
+
+def test_predictions_read_nothing_of_the_tested_units() -> None:
+    rng = np.random.default_rng(0)
+    changes, features = rng.normal(size=(8, 30)), {"f": rng.normal(size=(8, 3))}
+    features["f"][[1, 6]] = np.nan
+    names, states = np.array(list("ababcabd")), rng.normal(size=(8, 30))
+    train, test = np.arange(5), np.arange(5, 8)
+    other = np.where(np.isin(np.arange(8), test)[:, None], 7.0, changes)
+    for first, second in (
+        (of_new_perturbations(changes, train, test, features), of_new_perturbations(other, train, test, features)),
+        (of_new_contexts(changes, train, test, names, states), of_new_contexts(other, train, test, names, states)),
+    ):
+        assert list(first) == list(second)
+        for name, predicted in first.items():
+            np.testing.assert_array_equal(predicted, second[name])
+    found = of_new_perturbations(changes, train, test, features)
+    np.testing.assert_array_equal(found["f + linear"][1], changes[:5].mean(0))  # no features: the mean
+    assert all((row == changes[[0, 2, 3, 4]]).all(1).any() for row in found["f + nearest"][[0, 2]])
+    contexts = of_new_contexts(changes, train, test, names, states)
+    np.testing.assert_allclose(contexts["same perturbation + mean"][0], changes[[0, 2]].mean(0))
+    np.testing.assert_allclose(contexts["same perturbation + mean"][2], changes[:5].mean(0))  # d is new
+
+
+def test_genes_are_found_by_id_symbol_and_alias_and_several_by_plus() -> None:
+    ids, symbols = ["ENSG00000115415", "ENSG00000173166"], ["STAT1", "RAPH1"]
+    vocabulary = Vocabulary(ids, symbols, np.ones(2, np.int64), np.ones(2, np.float32))
+    found = perturbed_genes(["STAT1+RAPH1", "ENSG00000115415", "ISGF-3", "nothing", "nothing + STAT1"], vocabulary)
+    assert found == {
+        "STAT1+RAPH1": [0, 1],
+        "ENSG00000115415": [0],
+        "ISGF-3": [0],
+        "nothing": [],
+        "nothing + STAT1": [0],
+    }
+
+
+def test_a_change_is_measured_within_batches_and_from_its_own_half_of_the_controls(screen: Context) -> None:
+    profiles = read_profiles(screen, ("batch",))
+    units = find_units(screen, profiles, "perturbation", 4)
+    assert len(units) == 5
+    assert set(units.group[units.unseen]) == {screen.model.vocabulary.symbols[3], "unheard"}
+    known = profiles.expression.toarray()
+    half = profiles.half
+    assert abs(int((half == 0).sum()) - int((half == 1).sum())) <= 2
+    assert (half >= 0).tolist() == screen.roles["is_control"].tolist()
+    found = profiles.changes(units.of_cell, 5, profiles.control_means(1))
+    batch = screen.roles["batch"].to_numpy()
+    for unit in range(5):
+        cells = np.flatnonzero(units.of_cell == unit)
+        of_cells = [known[cell] - known[(half == 1) & (batch == batch[cell])].mean(0) for cell in cells]
+        np.testing.assert_allclose(found[unit], np.mean(of_cells, axis=0), atol=1e-5)
+
+
+def test_what_the_model_has_not_seen_is_tested_and_the_rest_is_fitted_on(screen: Context) -> None:
+    task = Perturbation(CONFIG)
+    result = task.run(screen)
+    assert result.skipped is None
+    assert result.figures["perturbation_folds"] == 1
+    assert result.figures["perturbation_perturbations_tested"] == 2
+    assert result.figures["perturbation_perturbations_with_a_gene"] == 4
+    assert "saw cells of each" in result.figures["batch_no_folds"]
+    rows = {row["name"]: row for row in result.rows}
+    assert rows["split halves"]["kind"] == "ceiling"
+    assert rows["embedding of genes + linear"]["kind"] == "model"
+    assert result.metric == "Pearson, new perturbation"
+    assert {verdict.against for verdict in result.verdicts}.isdisjoint({"split halves"})
+    json.dumps(result.to_json(), allow_nan=False)
+    folds = task.run(replace(screen, scored=np.ones_like(screen.scored)))
+    assert folds.figures["perturbation_folds"] == 2 * 3
+    assert folds.figures["batch_folds"] == 2
+    assert {"same perturbation + mean", "mean"} <= {row["name"] for row in folds.rows}
+    none = task.run(replace(screen, scored=np.zeros_like(screen.scored)))
+    assert none.skipped is not None
+    assert "shard.split_by" in none.skipped
+    unknown = task.run(replace(screen, roles={"batch": screen.roles["batch"]}))
+    assert unknown.skipped == "the dataset has no perturbation and control columns"
