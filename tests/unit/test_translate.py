@@ -54,7 +54,7 @@ def test_bins_and_sections_that_are_elsewhere_are_taken_over_or_answered(
 data: {paths: [one.h5ad], census: {organism: Homo sapiens}, shards: {shard_size: 10}, streaming: true}
 tokenizer: {strategy: binned_expression, n_bins: 21, binning_method: quantile, prepend_cls: true}
 model: {hidden_dim: 64, num_layers: 1, num_heads: 2, pooling: mean}
-training: {strategy: fsdp, fsdp: {sharding_strategy: SHARD_GRAD_OP, min_num_params: 1000}, sampling: {strategy: weighted}}
+training: {strategy: fsdp, fsdp: {sharding_strategy: SHARD_GRAD_OP, min_num_params: 1000}}
 finetune: {freeze_backbone_epochs: 2, lora: {rank: 4, bias: none}, head: {task: regression}, label_kee: age}
 """
     )
