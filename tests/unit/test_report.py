@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import csv
+import hashlib
 import json
 import re
 from dataclasses import asdict, replace
@@ -15,7 +18,11 @@ from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
 from cellmill.report import figures
 from cellmill.report.collect import ReportedRun, largest_memory, losses, read_corpus, read_run
-from cellmill.report.page import Column, TaskTable, columns, compare_runs, flat, number, render
+from cellmill.report.drawing import Drawings, in_script, scripts
+from cellmill.report.overview import standings
+from cellmill.report.page import render
+from cellmill.report.tables import Column, TaskTable, columns, compare_runs, flat, number
+from cellmill.report.training import planned_and_measured
 from cellmill.runs.verdict import Outcome, Verdict
 from cellmill.stages import report
 
@@ -110,18 +117,40 @@ class _Page(HTMLParser):
         self.text += f" {data}"
 
 
+def _without_scripts(page: str) -> str:
+    """The page without its own two scripts, each of which must be there once."""
+    for script in scripts():
+        assert page.count(script) == 1
+        page = page.replace(script, "")
+    return re.sub(r'data:image/png;base64,[^"]*', "data:", page)
+
+
 def test_the_page_loads_nothing_from_elsewhere(page: str) -> None:
-    assert not re.search(r"https?:|//[a-z]", page)
+    assert not re.search(r"https?:|//[a-z]", _without_scripts(page))
+    assert "</script" not in "".join(scripts()).lower()
+    policy = next(a["content"] for tag, a in _Page(page).tags if tag == "meta" and "http-equiv" in a) or ""
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts()]
+    assert f"script-src 'sha256-{digests[0]}' 'sha256-{digests[1]}';" in policy
+    assert "default-src 'none'" in policy
     for tag, attributes in _Page(page).tags:
-        assert tag not in ("script", "link", "iframe", "img", "object", "embed"), attributes
+        assert tag not in ("link", "iframe", "object", "embed"), attributes
         for name in ("src", "href", "xlink:href"):
             assert (attributes.get(name) or "#").startswith(("#", "data:"))
 
 
 def test_user_text_is_escaped(page: str) -> None:
-    assert "<script" not in page
-    assert "<b>few" not in page
-    assert page.count("&lt;script&gt;alert(1)") > 5
+    own = _without_scripts(page)
+    assert re.findall(r"<script[^>]*>", own) == ['<script type="application/json" id="charts">', "<script>", "<script>"]
+    assert "<b>few" not in own
+    assert own.count("&lt;script&gt;alert(1)") > 5
+    charts = json.loads(re.findall(r'id="charts">(.*?)</script>', own, re.DOTALL)[0])
+    assert EVIL in {row[0] for row in charts[0]["rows"]}
+
+
+def test_json_cannot_end_its_script_element() -> None:
+    text = in_script({"a": "</script><!-- &"})
+    assert not set("<>&") & {*text}
+    assert json.loads(text) == {"a": "</script><!-- &"}
 
 
 def test_the_page_shows_what_the_folders_hold(page: str) -> None:
@@ -138,7 +167,7 @@ def test_the_page_shows_what_the_folders_hold(page: str) -> None:
 
 
 def test_the_best_row_and_the_rows_of_the_model_are_marked(page: str) -> None:
-    rows = re.findall(r'<tr class="([^"]*)">\s*<td>([^<]+?) ?<', page)
+    rows = re.findall(r'<tr class="([^"]*)">\s*<th scope="row">([^<]+?) ?<', page[page.index('id="evaluation"') :])
     assert rows[:3] == [
         ("own", "embedding + logistic regression"),
         ("own", "embedding + kNN"),
@@ -250,19 +279,62 @@ def test_tables_of_many_columns_show_means_and_mark_the_best_baseline_of_each() 
         ("genes + kNN", "tenth_mean"),
     }
     assert re.findall(r'<td class="n top">([^<]*)</td>', page) == ["0.700"] * 3 + ["-0.600"]
-    assert "0.012" not in page
+    assert "0.012" not in page[page.index('id="evaluation"') : page.index("<figure")]
     [comparison] = compare_runs([ReportedRun("run", None, None, None, None, evaluation)])
     assert comparison["lines"] == [("run", "d", {"embedding": 0.9, "PCA": 0.7, "genes": 0.6})]
     assert "own is level." in page
 
 
-def test_a_figure_is_one_svg_element_that_takes_the_colours_of_the_page() -> None:
-    svg = figures.loss_curve([{"step": 1, "loss": 2.0}, {"step": 2, "loss": float("nan")}, {"step": 2, "val_loss": 1}])
-    assert svg.startswith("<svg")
-    assert svg.rstrip().endswith("</svg>")
-    assert "currentColor" in svg
-    assert "var(--rule)" in svg
-    assert "#010203" not in svg
+def test_a_figure_is_a_picture_in_the_colours_of_the_page_and_its_numbers(tmp_path: Path) -> None:
+    lines = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": float("nan")}, {"step": 2, "val_loss": 1}]
+    series = {EVIL: {"training": figures.points(lines, "loss"), "validation": figures.points(lines, "val_loss")}}
+    drawings = Drawings()
+    shown = drawings.draw(figures.losses("Loss, =1+1", series))
+    assert shown.startswith("<figure")
+    assert shown.count("<svg") == 1
+    assert "currentColor" in shown
+    assert "http" not in shown
+    drawings.save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["001_Loss_1_1.csv", "001_Loss_1_1.svg"]
+    rows = [*csv.DictReader((tmp_path / "001_Loss_1_1.csv").open())]
+    assert [(row["name"], row["of"], row["value"]) for row in rows] == [
+        (EVIL, "training", "2.0"), (EVIL, "validation", "1.0")
+    ]  # fmt: skip
+    [chart] = json.loads(drawings.data)
+    assert chart["rows"] == [[EVIL, "training", 1, 2.0], [EVIL, "validation", 2, 1.0]]
+
+
+def test_a_umap_shows_at_most_4000_cells_with_3_decimals() -> None:
+    cells = [{"x": "1.23456", "y": "2", "label": "B", "heldout": "1"}] * 5000
+    figure = figures.umap("UMAP", cells, ["B"])
+    assert len(figure.rows) == 4000
+    assert figure.rows[0] == {"x": 1.235, "y": 2.0, "c": 0, "h": 1}
+
+
+def test_the_standing_names_the_best_run_and_its_difference_from_logistic_regression() -> None:
+    def run(name: str, value: float, low: float, high: float) -> ReportedRun:
+        own, regression = "embedding + kNN", "all genes + logistic regression"
+        rows = [{"name": own, "kind": "model", "f": value}, {"name": regression, "kind": "baseline", "f": 0.8}]
+        line = {"column": "f", "compared": own, "against": regression, "mean": value - 0.8, "low": low, "high": high}
+        result = {"rows": rows, "metric": "f", "verdicts": [asdict(LOST)], "figures": {}, "differences": [line]}
+        return ReportedRun(name, None, None, None, None, {"datasets": {"d": {"tasks": {"probe": result}}}})
+
+    found = standings([run("a", 0.7, -0.2, -0.01), run("b", 0.9, 0.02, 0.2), run("c", 0.81, -0.1, 0.1)])
+    assert [one.best for one in found] == [False, True, False]
+    assert [one.regression and one.regression.outcome for one in found] == ["behind", "ahead", "level"]
+    assert found[0].outcomes == {"ahead": 0, "level": 0, "behind": 1}
+    assert found[0].baseline == ("all genes + logistic regression", 0.8)
+
+
+def test_planned_tensors_stand_beside_measured_tensors_and_never_beside_a_process() -> None:
+    plan = {"memory": {"total_bytes": 46_000_000}}
+    on_cpu = ReportedRun("r", plan, None, None, None, None, lines=[{"step": 1, "peak_resident_gb": [2.13]}])
+    on_gpu = replace(on_cpu, lines=[{"step": 1, "peak_allocated_gb": [0.0512], "peak_resident_gb": [2.1]}])
+    tensors, process = "largest memory of tensors of a rank, GB", "largest memory of a process with its libraries, GB"
+    for run, measured in ((on_cpu, None), (on_gpu, 0.051)):
+        rows = {name: (planned, seen) for name, planned, seen in planned_and_measured(run)}
+        assert rows[tensors] == (0.046, measured)
+        assert rows[process] == (None, 2.1)
 
 
 @pytest.mark.parametrize(
@@ -279,5 +351,5 @@ def test_nested_options_are_flattened_with_dotted_keys() -> None:
 
 def test_the_largest_memory_is_given_with_its_rank(tmp_path: Path) -> None:
     lines = [{"step": 1, "peak_allocated_gb": [3.0, 5.5, 1.0]}, {"step": 2, "peak_allocated_gb": [4.0, 5.0, 1.0]}]
-    assert largest_memory(lines) == (5.5, 1)
-    assert largest_memory([{"step": 1, "loss": 2.0}]) is None
+    assert largest_memory(lines, "peak_allocated_gb") == (5.5, 1)
+    assert largest_memory([{"step": 1, "loss": 2.0}], "peak_allocated_gb") is None

@@ -121,14 +121,9 @@ def _fails(show: Callable[[list[Any], list[Any]], Any], runs: list[Any], corpora
     return False
 
 
-def largest_memory(lines: list[dict[str, Any]]) -> tuple[float, int] | None:
-    """Largest peak memory in lines of metrics.jsonl, GB, and its rank; None without any."""
-    peaks = [
-        (peak, rank)
-        for line in lines
-        for name in ("peak_allocated_gb", "peak_resident_gb")
-        for rank, peak in enumerate(line.get(name, []))
-    ]
+def largest_memory(lines: list[dict[str, Any]], key: str) -> tuple[float, int] | None:
+    """Largest `key` in lines of metrics.jsonl, GB, and its rank; None without any."""
+    peaks = [(peak, rank) for line in lines for rank, peak in enumerate(line.get(key, []))]
     return max(peaks, default=None)
 
 

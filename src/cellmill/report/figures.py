@@ -1,136 +1,206 @@
-"""Figures of the report as inline SVG.
+"""Figures of the report as Vega-Lite specifications, which a browser draws live and vl-convert draws as SVG.
 
-Text stays text in the page's font; ink and grid take the page's colours, also in a dark scheme. The same numbers give
-the same bytes. User text is drawn literally, never parsed as a formula.
+Field names are ours; user text appears as values and titles alone, which Vega-Lite draws literally. Ink is
+`currentColor`, so that figures follow the page's colours.
 """
 
-import io
-import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
-from markupsafe import Markup
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
 
 PALETTE = (
     "#4e79a7", "#e08f45", "#5f9e6e", "#c85c5c", "#8a6fae", "#9c7a5b", "#d38bb4", "#7f8791", "#b3a63f", "#55a9b5",
     "#2f4b7c", "#f2b66d", "#a3c98f", "#e79a94", "#bba8d6", "#c9ad92", "#6b4f3a", "#b9bec5", "#dcd57f", "#9fd3da",
 )  # fmt: skip
 """Twenty colours, distinguishable on light and dark background; they repeat from the twenty-first class on."""
+GREY = PALETTE[7]
+MOST_CELLS = 4_000  # of a UMAP: more make the page slow and show no more
+MOST_POINTS = 400  # of a curve
+WIDTH = 500  # of a static figure, in pixels; a live one takes the width of its card
 
-_INK, _GRID = "#010203", "#010204"  # placeholders for CSS colours, which matplotlib cannot express
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "cellmill",
-    "font.family": "sans-serif",
-    "font.size": 9,
-    "text.parse_math": False,
-    "axes.formatter.use_mathtext": False,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
-    **dict.fromkeys(("axes.edgecolor", "grid.color"), _GRID),
-    **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 0),
-    "axes.grid": True,
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
-    **{f"axes.spines.{side}": False for side in ("top", "right", "left")},
-    "legend.frameon": False,
-    "legend.fontsize": 9,
+CONFIG: dict[str, Any] = {
+    "background": None,
+    "view": {"stroke": None},
+    "font": "system-ui, sans-serif",
+    "range": {"category": list(PALETTE)},
+    "axis": {
+        **dict.fromkeys(("labelColor", "titleColor", "domainColor"), "currentColor"),
+        "gridColor": "currentColor",
+        "gridOpacity": 0.14,
+        "domainOpacity": 0.3,
+        "ticks": False,
+        "labelPadding": 5,
+        "titleFontWeight": "normal",
+        "labelFontSize": 11,
+        "titleFontSize": 12,
+        "labelLimit": 230,
+    },
+    "legend": {
+        "labelColor": "currentColor",
+        "titleColor": "currentColor",
+        "orient": "bottom",
+        "title": None,
+        "columns": 2,
+        "labelFontSize": 11,
+        "labelLimit": 220,
+        "symbolLimit": 60,
+    },
 }
+PICK = {"name": "pick", "select": {"type": "point", "fields": ["name"]}, "bind": "legend"}
+ZOOM = {"name": "zoom", "select": {"type": "interval", "zoom": "wheel![event.shiftKey]"}, "bind": "scales"}
+PICKED = {"condition": {"param": "pick", "value": 0.9}, "value": 0.08}
 
 
-def loss_curve(lines: Sequence[Mapping[str, Any]]) -> Markup:
-    """Training and validation loss over steps, from the lines of a metrics.jsonl."""
-    with mpl.rc_context(_STYLE):
-        figure, axes = _axes(5.4, 2.9)
-        train, val = _points(lines, "loss"), _points(lines, "val_loss")
-        if train:
-            axes.plot(*zip(*train), color=PALETTE[0], lw=1.2, alpha=0.75, label="train")
-        if val:
-            axes.plot(*zip(*val), color=PALETTE[1], lw=1.4, marker="o", ms=3.5, label="validation")
-        axes.set(xlabel="step", ylabel="loss")
-        _log_scale(axes, [value for _, value in train + val])
-        if train or val:
-            axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
-        return _svg(figure)
+@dataclass(frozen=True)
+class Figure:
+    title: str  # what it shows, in words: its name to a screen reader, and of its files
+    rows: list[dict[str, Any]]  # all that is drawn, as a table
+    spec: dict[str, Any]  # Vega-Lite, without data
+    canvas: bool = False  # thousands of marks: drawn as a bitmap
 
 
-def compare_validation(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Markup:
-    """Validation loss of several runs over steps; run i has colour i of PALETTE."""
-    with mpl.rc_context(_STYLE):
-        figure, axes = _axes(5.4, 2.9)
-        for number, lines in enumerate(runs.values()):
-            if val := _points(lines, "val_loss"):
-                axes.plot(*zip(*val), color=colour(number), lw=1.4, marker="o", ms=3)
-        axes.set(xlabel="step", ylabel="validation loss")
-        return _svg(figure)
+def curves(title: str, series: Mapping[str, Sequence[tuple[float, float]]], y: str, log: bool = False) -> Figure:
+    """(step, value) of each run, a colour each."""
+    rows = [{"name": name, "step": step, "value": _short(v)} for name, of in series.items() for step, v in _thinned(of)]
+    return Figure(title, rows, {"height": 210} | _lines([*series], "step", y, log))
 
 
-def histogram(edges: Sequence[float], before: Sequence[int], after: Sequence[int], name: str) -> Markup:
+def losses(title: str, runs: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> Figure:
+    """Loss of training (thin) and validation (with points) over steps, a colour for each run."""
+    rows = [
+        {"name": name, "of": of, "step": step, "value": _short(value)}
+        for name, kinds in runs.items()
+        for of, points in kinds.items()
+        for step, value in _thinned(points)
+    ]
+    spec = _lines(
+        [*runs],
+        "step",
+        "loss",
+        _wide([value for kinds in runs.values() for points in kinds.values() for _, value in points]),
+    )
+    dash = {"field": "of", "sort": ["validation", "training"], "scale": {"range": [[1, 0], [3, 3]]}}
+    return Figure(title, rows, spec | {"height": 250, "encoding": spec["encoding"] | {"strokeDash": dash}})
+
+
+def histogram(title: str, edges: Sequence[float], before: Sequence[int], after: Sequence[int], name: str) -> Figure:
     """Cells per bin before QC (grey) and after (blue); log axis for geometric edges."""
-    with mpl.rc_context(_STYLE):
-        figure, axes = _axes(3.3, 2.1)
-        axes.stairs(before, edges, fill=True, color=PALETTE[7], alpha=0.45)
-        axes.stairs(after, edges, fill=True, color=PALETTE[0], alpha=0.9)
-        if edges[0] > 0:
-            axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,g}")
-        axes.set(xlabel=name, ylabel="cells")
-        return _svg(figure)
+    rows = [
+        {"from": _short(low), "to": _short(high), "before": int(was), "kept": int(kept)}
+        for low, high, was, kept in zip(edges[:-1], edges[1:], before, after)
+    ]
+    scale = {"type": "log"} if edges[0] > 0 else {"zero": False}
+    x = {"field": "from", "type": "quantitative", "scale": scale, "title": name, "axis": {"grid": False}}
+    tip = [{"field": field, "type": "quantitative"} for field in ("from", "to", "before", "kept")]
+    shared = {"x": x, "x2": {"field": "to"}, "tooltip": tip}
+    layers = [
+        {"mark": {"type": "rect", "color": tint, "opacity": opacity},
+         "encoding": shared | {"y": {"field": field, "type": "quantitative", "title": "cells"}, "y2": {"datum": 0}}}
+        for field, tint, opacity in (("before", GREY, 0.45), ("kept", PALETTE[0], 0.9))
+    ]  # fmt: skip
+    return Figure(title, rows, {"height": 140, "layer": layers})
 
 
-def dots(points: Sequence[tuple[str, float, float, bool]], metric: str) -> Markup:
+def dots(title: str, points: Sequence[tuple[str, float, float, bool]], metric: str) -> Figure:
     """(name, value, sd, is a baseline) of each row of a table; baselines are drawn hollow."""
-    with mpl.rc_context(_STYLE):
-        figure, axes = _axes(5.4, 0.75 + 0.27 * len(points))
-        for position, (_, value, sd, baseline) in enumerate(reversed(points)):
-            tint = PALETTE[7] if baseline else PALETTE[0]
-            axes.errorbar(value, position, xerr=sd, fmt="o", ms=6, color=tint, lw=1.4, mfc="none" if baseline else tint)
-        axes.set_yticks(range(len(points)), [name for name, *_ in reversed(points)])
-        axes.set_ylim(-0.6, len(points) - 0.4)
-        if all(0 <= value <= 1 for _, value, _, _ in points):
-            axes.set_xlim(0, 1.02)
-        axes.grid(visible=False, axis="y")
-        axes.set_xlabel(f"{metric.replace('_', ' ')}, mean and sd" if any(sd for _, _, sd, _ in points) else metric)
-        return _svg(figure)
+    rows = [
+        {"name": name, "value": _short(value), "sd": _short(sd), "kind": "baseline" if base else "model",
+         "low": _short(value - sd), "high": _short(value + sd)}
+        for name, value, sd, base in points
+    ]  # fmt: skip
+    heading = f"{metric.replace('_', ' ')}, mean and sd" if any(sd for _, _, sd, _ in points) else metric
+    y = {"field": "name", "type": "nominal", "sort": None, "title": None}
+    scale = {"domain": [0, 1]} if all(0 <= value <= 1 for _, value, _, _ in points) else {"zero": False}
+    x = {"type": "quantitative", "title": heading.replace("_", " "), "scale": scale}
+    tint = {"condition": {"test": "datum.kind == 'model'", "value": PALETTE[0]}, "value": GREY}
+    filled = {"condition": {"test": "datum.kind == 'model'", "value": PALETTE[0]}, "value": "transparent"}
+    tip = [{"field": "name"}, *({"field": field, "type": "quantitative"} for field in ("value", "sd"))]
+    layers: list[dict[str, Any]] = [
+        {"mark": "rule", "encoding": {"y": y, "x": x | {"field": "low"}, "x2": {"field": "high"}, "color": tint}},
+        {"mark": {"type": "point", "size": 55, "strokeWidth": 1.5},
+         "encoding": {"y": y, "x": x | {"field": "value"}, "stroke": tint, "fill": filled, "tooltip": tip}},
+    ]  # fmt: skip
+    return Figure(title, rows, {"height": {"step": 24}, "layer": layers})
 
 
-def sizes_curve(curve: Mapping[str, Any]) -> Markup:
+def sizes_curve(title: str, curve: Mapping[str, Any]) -> Figure:
     """Mean and sd by size, a line for each of `curve.lines`; the law dashed, the best baseline dotted."""
-    with mpl.rc_context(_STYLE):
-        figure, axes = _axes(5.4, 2.9)
-        for number, line in enumerate(curve["lines"]):
-            sizes, means = ([point[key] for point in line["points"]] for key in ("size", "mean"))
-            spread = [point["sd"] or 0.0 for point in line["points"]]
-            axes.errorbar(sizes, means, yerr=spread, color=colour(number), lw=1.4, marker="o", ms=4)
-            if (law := line.get("law")) is not None:
-                x = np.geomspace(min(sizes), max(sizes), 50)
+    rows: list[dict[str, Any]] = []
+    for line in curve["lines"]:
+        name = str(line["name"] or "runs")
+        for point in line["points"]:
+            sd = point["sd"] or 0.0
+            rows.append({"name": name, "of": "runs", "size": point["size"], "value": _short(point["mean"]),
+                         "low": _short(point["mean"] - sd), "high": _short(point["mean"] + sd)})  # fmt: skip
+        if (law := line.get("law")) is not None:
+            sizes = [point["size"] for point in line["points"]]
+            for x in np.geomspace(min(sizes), max(sizes), 40).tolist():
                 y = law["floor"] + law["factor"] * x ** -law["exponent"]
-                axes.plot(x, y, color=colour(number), lw=1, ls="--")
-        if curve["baseline"] is not None:
-            axes.axhline(curve["baseline"]["value"], color=PALETTE[7], lw=1.2, ls=":")
-        if all(point["size"] > 0 for line in curve["lines"] for point in line["points"]):
-            axes.set_xscale("log")
-            axes.xaxis.set_major_formatter(lambda x, _: f"{x:,g}")
-        axes.set(xlabel=curve["quantity"].replace("_", " "), ylabel=curve["metric"].replace("_", " "))
-        return _svg(figure)
+                rows.append({"name": name, "of": "law", "size": _short(x), "value": _short(y)})
+    if curve["baseline"] is not None:
+        rows.append({"name": curve["baseline"]["name"], "of": "baseline", "value": _short(curve["baseline"]["value"])})
+    spec = _lines([str(line["name"] or "runs") for line in curve["lines"]], "size", curve["metric"], log=False)
+    scale = {"type": "log"} if all(p["size"] > 0 for line in curve["lines"] for p in line["points"]) else {}
+    x = {"field": "size", "type": "quantitative", "title": curve["quantity"].replace("_", " "), "scale": scale}
+    encoding = {key: value for key, value in spec["encoding"].items() if key != "opacity"} | {"x": x}
+    layers: list[dict[str, Any]] = [
+        {"transform": [{"filter": "datum.of == 'runs'"}], "mark": {"type": "line", "point": True}},
+        {"transform": [{"filter": "datum.of == 'law'"}], "mark": {"type": "line", "strokeDash": [5, 4]}},
+    ]
+    layers = [layer | {"encoding": encoding} for layer in layers]
+    low, high = encoding["y"] | {"field": "low"}, {"field": "high"}
+    bars = {"x": x, "y": low, "y2": high, "color": encoding["color"]}
+    layers.append({"transform": [{"filter": "datum.of == 'runs'"}], "mark": "rule", "encoding": bars})
+    dotted = {"y": {"field": "value", "type": "quantitative"}, "tooltip": {"field": "name"}}
+    mark = {"type": "rule", "strokeDash": [2, 3], "color": GREY}
+    layers.append({"transform": [{"filter": "datum.of == 'baseline'"}], "mark": mark, "encoding": dotted})
+    return Figure(title, rows, {"height": 230, "layer": layers})
 
 
-def scatter(x: np.ndarray, y: np.ndarray, classes: np.ndarray) -> Markup:
-    """Cells at UMAP coordinates, as one bitmap; class i has colour i of PALETTE, -1 is no class."""
-    with mpl.rc_context(_STYLE | {"axes.grid": False}):
-        figure, axes = _axes(4.6, 4.2)
-        tints = np.array([colour(int(number)) if number >= 0 else "#9aa0a6" for number in classes], dtype=object)
-        # shuffled, with a fixed seed: the class drawn last would cover the others
-        order = np.random.Generator(np.random.Philox(key=0)).permutation(len(x))
-        size = float(np.clip(9000 / max(len(x), 1), 2, 22))
-        axes.scatter(x[order], y[order], c=list(tints[order]), s=size, lw=0, alpha=0.85, rasterized=True)
-        axes.spines["bottom"].set_visible(False)
-        axes.set(xticks=[], yticks=[], xlabel="UMAP 1", ylabel="UMAP 2")
-        return _svg(figure)
+def umap(title: str, cells: Sequence[Mapping[str, str]], labels: Sequence[str]) -> Figure:
+    """Cells at UMAP coordinates, at most 4,000 of them, coloured by label; held-out cells filled, others hollow."""
+    # shuffled, with a fixed seed: the class drawn last would cover the others
+    order = np.random.Generator(np.random.Philox(key=0)).permutation(len(cells))[:MOST_CELLS]
+    shown = [cells[index] for index in order]
+    codes = {label: number for number, label in enumerate(labels)}
+    rows = [
+        {"x": round(float(cell["x"]), 3), "y": round(float(cell["y"]), 3), "c": codes.get(cell["label"], -1),
+         "h": int(cell["heldout"] == "1")}
+        for cell in shown
+    ]  # fmt: skip
+    names = [*labels, "no label"]
+    coded = [{"c": code, "name": name} for code, name in zip([*codes.values(), -1], names)]
+    axis: dict[str, Any] = {"type": "quantitative", "axis": {"grid": False, "labels": False}, "scale": {"zero": False}}
+    ink: dict[str, Any] = {"titleColor": GREY, "domain": False}
+    tint: dict[str, Any] = {
+        "field": "name", "type": "nominal",
+        "scale": {"domain": names, "range": [*(colour(i) for i in range(len(labels))), "#9aa0a6"]},
+        "legend": {"labelColor": GREY},
+    }  # fmt: skip
+    held: dict[str, Any] = {
+        "field": "cells",
+        "scale": {"domain": ["held out", "seen in training"], "range": ["circle", "triangle-up"]},
+    }
+    spec = {
+        "height": 340,
+        "transform": [
+            {"lookup": "c", "from": {"data": {"values": coded},
+                                     "key": "c", "fields": ["name"]}},
+            {"calculate": "datum.h ? 'held out' : 'seen in training'", "as": "cells"},
+        ],
+        "params": [PICK, ZOOM],
+        "mark": {"type": "point", "filled": True, "size": float(np.clip(9000 / max(len(rows), 1), 6, 30))},
+        "encoding": {
+            "x": axis | {"field": "x", "title": "UMAP 1", "axis": axis["axis"] | ink},
+            "y": axis | {"field": "y", "title": "UMAP 2", "axis": axis["axis"] | ink},
+            "color": tint, "shape": held | {"legend": {"labelColor": GREY}}, "opacity": PICKED,
+            "tooltip": [{"field": "name", "title": "label"}, {"field": "cells"}],
+        },
+    }  # fmt: skip
+    return Figure(title, rows, spec, canvas=True)
 
 
 def colour(number: int) -> str:
@@ -138,39 +208,40 @@ def colour(number: int) -> str:
     return PALETTE[number % len(PALETTE)]
 
 
-def _axes(width: float, height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    figure.patch.set_alpha(0)
-    axes = figure.add_subplot()
-    axes.patch.set_alpha(0)
-    return figure, axes
+def points(lines: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
+    """(step, value) of the lines in which `key`, or the largest of its values over ranks, is a finite number."""
+    values = ((line["step"], max(v) if isinstance(v := line.get(key), list) and v else v) for line in lines)
+    return [(step, float(value)) for step, value in values if isinstance(value, int | float) and np.isfinite(value)]
 
 
-def _log_scale(axes: Axes, values: Sequence[float]) -> None:
-    """Log axis where values span a wide range: the first steps would flatten the rest."""
-    if values and min(values) > 0 and max(values) > 5 * min(values):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-        axes.yaxis.set_minor_locator(NullLocator())
+def _lines(names: Sequence[str], x: str, y: str, log: bool) -> dict[str, Any]:
+    tint: dict[str, Any] = {
+        "field": "name", "type": "nominal",
+        "scale": {"domain": [*names], "range": [colour(i) for i in range(len(names))]},
+    } | ({} if len(names) > 1 else {"legend": None})  # fmt: skip
+    return {
+        "params": [PICK, ZOOM],
+        "mark": {"type": "line", "point": {"size": 14}, "strokeWidth": 1.5},
+        "encoding": {
+            "x": {"field": x, "type": "quantitative", "title": x, "axis": {"format": ",", "grid": False}},
+            "y": {"field": "value", "type": "quantitative", "title": y.replace("_", " "), "axis": {"tickCount": 5},
+                  "scale": {"type": "log"} if log else {"zero": False}},
+            "color": tint, "opacity": PICKED,
+            "tooltip": [{"field": "name"}, *({"field": of, "type": "quantitative"} for of in (x, "value"))],
+        },
+    }  # fmt: skip
 
 
-def _svg(figure: Figure) -> Markup:
-    """The `<svg>` element without prologue, metadata and namespace URLs."""
-    buffer = io.StringIO()
-    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(buffer, format="svg", dpi=160, metadata=no_metadata)
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r'<metadata>.*?</metadata>|<!--.*?-->| xmlns(:\w+)?="[^"]*"', "", text, flags=re.DOTALL)
-    for size in ("width", "height"):
-        text = re.sub(rf'(<svg[^>]*?) {size}="[^"]*"', r"\1", text, count=1)
-    text = text.replace(_INK, "currentColor").replace(_GRID, "var(--rule)")
-    width = round(figure.get_figwidth() * 96)
-    return Markup(text.replace("<svg", f'<svg role="img" style="max-width:{width}px"', 1))
+def _thinned(of: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    every = max(1, -(-len(of) // MOST_POINTS))
+    return [*chain(of[:-1:every], of[-1:])]
 
 
-def _points(lines: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
-    """(step, value) of the lines in which `key` is a finite number."""
-    values = ((line["step"], line.get(key)) for line in lines)
-    return [(step, value) for step, value in values if isinstance(value, int | float) and np.isfinite(value)]
+def _wide(values: Sequence[float]) -> bool:
+    """True where the first steps would flatten the rest on a linear axis."""
+    return bool(values) and min(values) > 0 and max(values) > 5 * min(values)
+
+
+def _short(value: float) -> float:
+    """Five significant digits."""
+    return float(f"{value:.5g}")

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from cellmill.report.collect import ReportedRun
-from cellmill.report.page import TaskTable
 from cellmill.report.power_law import fit_law
+from cellmill.report.tables import TaskTable
 
 SEED = "train.seed"
 LOSS = ("", "validation", "model", "val_loss")  # dataset, task, name and metric of the best validation loss

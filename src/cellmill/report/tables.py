@@ -1,0 +1,131 @@
+"""Tables of tasks, generic over their rows, and values as text."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cellmill.report.collect import ReportedRun
+
+
+@dataclass(frozen=True)
+class Column:
+    heading: str
+    key: str
+    sd_key: str | None = None  # key of the standard deviation shown beside it
+
+
+class TaskTable:
+    """Rows of one task on one dataset, as the page shows them."""
+
+    MOST_WITH_SD = 3  # tables with more columns show means alone
+
+    def __init__(self, result: dict[str, Any]) -> None:
+        self.rows: list[dict[str, Any]] = result["rows"]
+        self.columns = list(columns(self.rows))
+        self.metric: str = result["metric"] or ""
+
+    @property
+    def best(self) -> str | None:
+        """Name of the row with the highest metric; None where no metric ranks the rows."""
+        return max(self.points(), key=lambda point: point[1])[0] if self.points() else None
+
+    @property
+    def compact(self) -> bool:
+        """True where deviations are left out."""
+        return sum(column.sd_key is not None for column in self.columns) > self.MOST_WITH_SD
+
+    @property
+    def best_baselines(self) -> set[tuple[str, str]]:
+        """(name of the row, key of the column) of the highest baseline of each column of means."""
+        baselines = [row for row in self.rows if row.get("kind") == "baseline"]
+        best = set()
+        for key in (column.key for column in self.columns if column.sd_key is not None):
+            if having := [row for row in baselines if row.get(key) is not None]:
+                best.add((str(max(having, key=lambda row: row[key])["name"]), key))
+        return best
+
+    def points(self) -> list[tuple[str, float, float, bool]]:
+        """(name, value, sd, is a baseline) of each row by the metric; none where no metric ranks the rows."""
+        ranking = [column for column in self.columns if column.heading == self.metric][:1]
+        return [
+            (str(row["name"]), row[column.key], row.get(column.sd_key or "", 0.0), row.get("kind") == "baseline")
+            for column in ranking
+            for row in self.rows
+            if row.get(column.key) is not None and row.get("kind") != "ceiling"
+        ]
+
+
+def columns(rows: list[dict[str, Any]]) -> Iterator[Column]:
+    """Columns over the keys of all rows: `x_mean` and `x_sd` as one; no lists, and no counts that are 0 in all rows."""
+    keys = dict.fromkeys(key for row in rows for key in row if key not in ("name", "kind"))
+    for key in keys:
+        values = [row.get(key) for row in rows]
+        if any(isinstance(value, list) for value in values) or not any(
+            isinstance(value, float) or value for value in values
+        ):
+            continue
+        if key.endswith("_mean"):
+            stem = key.removesuffix("_mean")
+            yield Column(stem, key, f"{stem}_sd" if f"{stem}_sd" in keys else None)
+        elif not (key.endswith("_sd") and f"{key.removesuffix('_sd')}_mean" in keys):
+            yield Column(key, key)
+
+
+def compare_runs(runs: list[ReportedRun]) -> list[dict[str, Any]]:
+    """Each task side by side: its rows by their metric, or its figures where no metric ranks rows (`metric` is empty).
+
+    `lines` are (run, dataset, value by column). Rows called "features + classifier" are one column for each features,
+    with the value of the best classifier.
+    """
+    tasks: dict[str, list[tuple[str, str, dict[str, Any]]]] = {}
+    for run in runs:
+        for dataset, entry in ((run.evaluation or {}).get("datasets") or {}).items():
+            for task, result in entry["tasks"].items():
+                if result["skipped"] is None:
+                    tasks.setdefault(task, []).append((run.name, dataset, result))
+    comparisons = []
+    for task, results in tasks.items():
+        metric = next((result["metric"] for _, _, result in results if result["metric"]), "")
+        lines = [(run, dataset, _values(result, metric)) for run, dataset, result in results]
+        names = list(dict.fromkeys(name for _, _, values in lines for name in values))
+        if names:
+            best_of = any(" + " in row["name"] for _, _, result in results for row in result["rows"])
+            comparisons.append({"task": task, "metric": metric, "columns": names, "lines": lines, "best_of": best_of})
+    return comparisons
+
+
+def _values(result: dict[str, Any], metric: str) -> dict[str, Any]:
+    if metric:
+        best: dict[str, float] = {}
+        for name, value, _, _ in TaskTable(result).points():
+            features = name.partition(" + ")[0]
+            best[features] = max(value, best.get(features, value))
+        return best
+    return {key: value for key, value in result["figures"].items() if isinstance(value, int | float)}
+
+
+def number(value: Any) -> str:
+    """A value as text: 1,234 or four significant digits; a dash for None; `key value` pairs of a mapping."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {number(item)}" for key, item in value.items()) or "–"
+    return str(value)
+
+
+def flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) pairs of nested options in their order; lists are joined by commas."""
+    for key, item in value.items():
+        name = f"{prefix}{key}"
+        if isinstance(item, Mapping):
+            yield from flat(item, f"{name}.")
+        elif isinstance(item, list):
+            yield name, ", ".join(number(part) for part in item) or "none"
+        else:
+            yield name, item
