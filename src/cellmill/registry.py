@@ -47,6 +47,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "leave_out": "cellmill.config.evaluate:LeaveOutConfig",
         "low_depth": "cellmill.config.evaluate:LowDepthConfig",
         "missing_genes": "cellmill.config.evaluate:MissingGenesConfig",
+        "clustering": "cellmill.config.structure_tasks:ClusteringConfig",
+        "integration": "cellmill.config.structure_tasks:IntegrationConfig",
         "perturbation": "cellmill.config.evaluate:PerturbationConfig",
     },
     "tracker": {

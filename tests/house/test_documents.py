@@ -11,6 +11,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from xml.etree import ElementTree
 
 import jsonschema
 import pytest
@@ -24,6 +25,7 @@ from cellmill.config.document import SCHEMA, main
 from tests.house.documents import DOCUMENTS, documentation
 from tests.house.rules import outputs, rules
 from tools.house import LAYERS
+from tools.rule_graph import draw, read_edges
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "config" / "examples").glob("*.yaml"))
@@ -169,6 +171,17 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[\s-]+", "-", heading) for heading in plain}
 
 
+def test_the_picture_of_the_rules_is_that_of_the_demo(tmp_path: Path) -> None:
+    (tmp_path / "config").symlink_to(ROOT / "config")
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--rulegraph"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    picture = draw(read_edges(done.stdout))
+    ElementTree.fromstring(picture)
+    same = (ROOT / "docs" / "rules.svg").read_text(encoding="utf-8") == picture
+    assert same, "run: snakemake --rulegraph | python tools/rule_graph.py > docs/rules.svg"
+
+
 def test_links_and_anchors_of_documents_exist() -> None:
     count = 0
     for name in [*DOCUMENTS, "benchmarks/README.md", "CHANGELOG.md"]:
@@ -221,3 +234,38 @@ def test_every_test_named_in_the_documentation_exists() -> None:
     sources = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     assert len(named) > 10
     assert not [name for name in named if f"def {name}(" not in sources]
+
+
+def table_rows(path: str) -> list[list[str]]:
+    """Cells of every table row of a document, without bold."""
+    lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+    return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+
+
+def test_figures_of_a_digest_are_those_of_its_source() -> None:
+    names = {"pbmc68k": "PBMC", "merfish_mouse": "MERFISH", "cellbench": "CellBench"}
+    source: dict[str, list[str]] = {}
+    for data, model, *figures in (row for row in table_rows("benchmarks/README.md") if len(row) == 15):
+        if data in names:  # whole cells, 10 % of the counts and 75 genes, each by two classifiers
+            best = [max(figures[at : at + 2]).removeprefix("0") for at in (0, 4, 8)]
+            source[model] = [*source.get(model, []), *best, figures[-1]]
+    digest = [row for row in table_rows("docs/objectives.md") if len(row) == 12][1:]
+    assert len(digest) > 10
+    for model, *figures in digest:
+        pbmc, merfish, cellbench = (source[model][at : at + 4] for at in (0, 4, 8))
+        assert figures == [*pbmc[:3], *merfish[:3], *cellbench[:3], pbmc[3], cellbench[3]], model
+
+    best_of: dict[str, list[str]] = {}
+    for name, *figures in (row for row in table_rows("docs/report.md") if len(row) == 8):
+        if " + " in name:
+            features = name.split(" + ")[0]
+            shown = [figures[at] for at in (0, 2, 3, 5)]
+            best_of[features] = [max(pair) for pair in zip(shown, best_of.get(features, shown), strict=True)]
+    words = {
+        "embedding of the untrained model": "untrained",
+        "PCA of the training cells": "PCA50 of the training cells",
+    }
+    short = [row for row in table_rows("README.md") if len(row) == 5][1:]
+    assert len(short) == 4
+    for name, *figures in short:
+        assert figures == best_of[words.get(name, name)], name

@@ -1,10 +1,10 @@
 """Sections of a run from stream to evaluation, and of the report."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cellmill.config.section import Section
+from cellmill.config.section import EachOnce, Section
 
 
 class Stream(Section):
@@ -182,6 +182,11 @@ class Train(Section):
         None, gt=0, description="Minutes between additional checkpoints; null has none."
     )
     keep_checkpoints: int = Field(2, ge=1, description="Number of newest checkpoints kept in addition to the best.")
+    keep_steps: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field(
+        [],
+        description="Steps whose checkpoints are written and kept to the end, whatever checkpoint_every_steps and "
+        "keep_checkpoints say, such as those from which other runs branch (trunk_step).",
+    )
     log_every_steps: int = Field(10, ge=1, description="Steps between logged metrics.")
     profile_steps: list[int] | None = Field(
         None,
