@@ -68,5 +68,7 @@ def test_onnx_gives_the_models_vectors(tmp_path: Path, genes: Path, tokens: Any,
 def test_a_family_without_a_padded_form_is_refused(tmp_path: Path, genes: Path, capsys: Any) -> None:
     folder = export_model(tmp_path / "model", genes, family="autoregressive")
     assert main(["export", "--model", str(folder), "--out", str(tmp_path / "m.onnx")]) == 2
-    assert "family autoregressive cannot be exported to ONNX; families encoder and profile can" in capsys.readouterr().err
+    assert (
+        "family autoregressive cannot be exported to ONNX; families encoder and profile can" in capsys.readouterr().err
+    )
     assert not (tmp_path / "m.onnx").exists()

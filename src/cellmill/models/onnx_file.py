@@ -62,7 +62,7 @@ def write_onnx(folder: Path, out: Path) -> float:
             f"{folder}: {what} cannot be exported to ONNX; families encoder and profile can, without covariates"
         )
     with atomic_path(out) as temporary:
-        _trace(model, tokens, temporary)
+        _trace(model, tokens, vocabulary.n_genes, temporary)
         made = onnx.load(temporary)
         about = {"tokens": json.dumps(tokens.model_dump(mode="json")), "vocabulary": "\n".join(vocabulary.gene_ids)}
         onnx.helper.set_model_props(made, about | {"vocabulary_digest": vocabulary.digest})
@@ -90,8 +90,8 @@ def _cells(tokens: Tokens, n_genes: int, lengths: tuple[int, ...]) -> tuple[torc
     return torch.where(inside, genes, PAD_TOKEN), values * inside
 
 
-def _trace(model: Model, tokens: Tokens, out: Path) -> None:
-    example = _cells(tokens, model.gene_embedding.num_embeddings - len(SPECIAL), (5, 4))  # type: ignore[arg-type, union-attr]
+def _trace(model: Model, tokens: Tokens, n_genes: int, out: Path) -> None:
+    example = _cells(tokens, n_genes, (min(5, n_genes), min(4, n_genes)))
     shapes = {0: torch.export.Dim("cells"), 1: torch.export.Dim("tokens")}
     quiet = logging.getLogger("torch.onnx")
     before = quiet.level

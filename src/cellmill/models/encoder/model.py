@@ -111,6 +111,7 @@ class EncoderModel(CellEncoder):
             x = torch.cat([self.cell_token.expand(x.shape[0], 1, -1), x], 1)
             inside = F.pad(inside, (1, 0), value=True)
         for block in self.blocks:
+            assert isinstance(block, Block)
             x = block.padded(x, inside)
         return padded_state(self.norm(x), inside, self.pooling, getattr(self, "pool_query", None))
 

@@ -29,9 +29,7 @@ def first_state(states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
     return states[prepared.cu_seqlens[:-1].long()].float()
 
 
-def padded_state(
-    states: torch.Tensor, inside: torch.Tensor, pooling: str, query: torch.Tensor | None
-) -> torch.Tensor:
+def padded_state(states: torch.Tensor, inside: torch.Tensor, pooling: str, query: torch.Tensor | None) -> torch.Tensor:
     """(C, L, H), and (C, L) bool of tokens that are no padding -> (C, H): the same poolings of padded cells."""
     if pooling == "cls":
         return states[:, 0]

@@ -69,6 +69,7 @@ class ProfileModel(CellEncoder):
         if self.gene_vectors is not None:
             x = x + self.gene_vectors(sums)
         for block in self.blocks:
+            assert isinstance(block, FeedForward)
             x = block.inner(x, None)
         return self.norm(x)
 
