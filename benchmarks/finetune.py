@@ -1,7 +1,7 @@
 """Fine-tuning methods against training from scratch, frozen vectors and all-genes regression, by labels per class.
 
     python benchmarks/finetune.py FOLDER/pbmc68k.h5ad [--label bulk_labels] [--pretrain FILE …] [--shots 5 20 all]
-        [--seeds 3] [--epochs 40] [--steps 200] [--cores 2] [--out FOLDER]
+        [--seeds 3] [--methods METHOD …] [--epochs 40] [--steps 200] [--cores 2] [--out FOLDER]
 
 A stratified part of the cells is the test; no model sees them. Of the other cells, `shots` of each class keep their
 label, drawn anew for each seed, the same for all rows of the table; classes of fewer cells keep all. The model is
@@ -94,7 +94,8 @@ def write_config(folder: Path, given: argparse.Namespace) -> list[str]:
     for k in given.shots:
         for seed in range(given.seeds):
             objective = {"name": "classification", "label_column": f"label_{k}_{seed}"}
-            for method, options in METHODS.items():
+            for method in given.methods:
+                options = METHODS[method]
                 own = {"corpus": "labelled", "objective": objective, "init_from": "pretrained"} | options
                 own["train"] = {"steps": given.steps, "lr": 1e-3, "seed": seed} | options.get("train", {})
                 runs[run_name(method, k, seed)] = own
@@ -165,7 +166,7 @@ def lines(folder: Path, given: argparse.Namespace) -> list[str]:
         "| | " + " | ".join(f"{k} labels a class" for k in given.shots) + " |",
         "|---" * (1 + len(given.shots)) + "|",
     ]
-    for name in (*METHODS, *REGRESSIONS):
+    for name in (*given.methods, *REGRESSIONS):
         cells = []
         for k in given.shots:
             scores = [
@@ -189,6 +190,7 @@ def main() -> None:
     parser.add_argument("--pretrain", type=Path, nargs="*", default=[], help="more .h5ad files, without labels")
     parser.add_argument("--shots", nargs="+", default=["5", "20", "all"])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS], help="rows besides regression")
     parser.add_argument("--epochs", type=int, default=40, help="of the pretraining")
     parser.add_argument("--steps", type=int, default=200, help="of each run with labels")
     parser.add_argument("--cores", type=int, default=2)

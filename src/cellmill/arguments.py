@@ -102,6 +102,7 @@ def _add_training(stages: Any) -> None:
     train.add_argument("--vocabulary", type=Path, required=True)
     train.add_argument("--out", type=Path, required=True, help="folder for checkpoints, metrics.jsonl, status.json")
     train.add_argument("--init-from", type=Path, help="folder of an exported model with the initial weights")
+    train.add_argument("--trunk", type=Path, help="folder of a checkpoint of another run, from which this one goes on")
     restart = "set a training of other options or data in the folder aside and start afresh"
     train.add_argument("--restart", action="store_true", help=restart)
     add_machine(train, _PLANNED)

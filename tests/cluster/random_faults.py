@@ -4,7 +4,7 @@ Whatever happens to it, a run is started again with the same command until it is
 an undisturbed run, no two of its jobs may ever have processes at the same time, and nothing of it may be left.
 
     python -m tests.cluster.rig start
-    python -m tests.cluster.random_faults --faults 100 --seed 1
+    python -m tests.cluster.random_faults CORPUS --faults 100 --seed 1
 
 Two runs at a time, on the partitions gpu-a100 and gpu-h100, with `EACH` faults each.
 """

@@ -99,7 +99,9 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
         size=measure(ModelSpec.of(parsed, vocabulary.n_genes, levels)),
         train_stream=train_stream,
         val_stream=val_stream,
-        checkpoints=Checkpoints(TrainFolder(Path(folder)), parsed.train.keep_checkpoints, average),
+        checkpoints=Checkpoints(
+            TrainFolder(Path(folder)), parsed.train.keep_checkpoints, average, parsed.train.keep_steps
+        ),
         trackers=[lines],
         meter=Meter(None, dist.get_world_size()),
         stop=_NoSignal(),

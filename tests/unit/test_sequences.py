@@ -7,6 +7,7 @@ from pathlib import Path
 
 import anndata as ad
 import numpy as np
+import pandas as pd
 import pytest
 
 from cellmill.config.options import EmbedOptions, PreprocessOptions
@@ -15,9 +16,10 @@ from cellmill.config.tokens import RESIDUES, SPECIAL, Tokens
 from cellmill.data.corpus import build_vocabulary
 from cellmill.data.dataset_file import open_dataset
 from cellmill.data.manifest import Manifest
+from cellmill.data.obs_numbers import read_numbers
 from cellmill.data.open_files import OpenFiles
 from cellmill.data.shard_file import open_rows
-from cellmill.data.simulate_sequences import write_sequences
+from cellmill.data.simulate_sequences import HYDROPATHY, write_sequences
 from cellmill.data.split import hash_cells, hash_genes, places
 from cellmill.data.stream import CellStream
 from cellmill.data.vocabulary import Vocabulary
@@ -138,13 +140,18 @@ def test_shards_and_batches_have_the_sequences_in_their_order(tmp_path: Path) ->
     with open_dataset(tmp_path / "sim.fa") as reader:
         expected = dict(zip(reader.obs.index, decoded(reader.rows())))
     shards = [ad.read_h5ad(path) for path in sorted((tmp_path / "shards").glob("*.h5ad"))]
-    written = {
-        name.removeprefix("sim:"): row for data in shards for name, row in zip(data.obs_names, decoded([data.X]))
-    }
-    assert written == expected
+    sequences = {name: row for data in shards for name, row in zip(data.obs_names, decoded([data.X]))}
+    assert {name.removeprefix("sim:"): row for name, row in sequences.items()} == expected
     families = [set(data.obs["family"]) for data in shards]
     assert len(families) == 2
     assert not families[0] & families[1]
+    manifest = Manifest.read(corpus["manifest"])
+    written = pd.concat([ad.read_h5ad(manifest.shard_path(shard)).obs for shard in manifest.entry("train").shards])
+    expected = [np.mean([HYDROPATHY[residue] for residue in sequences[name]]) for name in written.index]
+    numbers = read_numbers(manifest, "train", ["hydropathy"])[:, 0]
+    np.testing.assert_allclose(numbers, expected, atol=5.1e-4)
+    with pytest.raises(DataError, match=r"'family' \(objective.target_column\) is text, such as 'family_"):
+        read_numbers(manifest, "train", ["family"])
 
     tokens = Tokens.model_validate(TOKENS)
     given = {"global_batch": 8, "token_budget": 400, "rank": 0, "world": 1, "seed": 0, "shuffle": False}
@@ -157,7 +164,7 @@ def test_shards_and_batches_have_the_sequences_in_their_order(tmp_path: Path) ->
     cells = Tokens.model_validate({"tokenizer": "rank"})
     with pytest.raises(ConfigError, match=r"it has sequences, tokens\.tokenizer is rank; set sequence"):
         CellStream(corpus["manifest"], "test", cells, Stream(lanes=1), **given | {"token_budget": 4096})
-    assert Manifest.read(corpus["manifest"]).ordered
+    assert manifest.ordered
     assert open_rows(tmp_path / "shards" / "test-00000.h5ad", OpenFiles()).dtype == np.uint16
 
 

@@ -126,6 +126,19 @@ def test_a_run_that_starts_from_another_waits_for_its_model(project: Project) ->
     assert jobs == dict.fromkeys(CORPUS, 1) | {"plan": 2, "train": 2, "consolidate": 1}
 
 
+def test_a_branch_waits_for_its_trunk_which_keeps_the_checkpoint(project: Project) -> None:
+    trunk = {"corpus": "sim", "train": {"schedule": "wsd", "keep_steps": [4]}}
+    branch = {"corpus": "sim", "trunk": "tiny", "trunk_step": 4, "train": {"schedule": "wsd", "steps": 6}}
+    config = project.write_config("branch.yaml", runs={"tiny": trunk, "short": branch})
+    status = "results/runs/short/train/status.json"
+    assert project.jobs("--configfile", config, "--", status) == dict.fromkeys(CORPUS, 1) | {"plan": 2, "train": 2}
+    shown = project.snakemake("--configfile", config, "--dry-run", "--printshellcmds", "--", status).stdout
+    assert "--trunk results/runs/tiny/train/checkpoints/step-00000004" in shown
+    project.write_config("branch.yaml", runs={"tiny": trunk, "short": branch | {"trunk_step": 5}})
+    refused = project.snakemake("--configfile", config, "--dry-run", "--", status).stdout
+    assert "runs.short.trunk_step: 5 is not in train.keep_steps of tiny ([4]); add it there" in refused
+
+
 def test_the_file_of_gene_vectors_is_an_input_of_the_training(project: Project) -> None:
     vectors = {"gene_vectors": "vectors.npy", "gene_vector_dim": 4}
     config = project.write_config("vectors.yaml", model=vectors)

@@ -276,7 +276,18 @@ def gene_vectors(wildcards):
 
 def parent_argument(wildcards):
     """The same as arguments of `cellmill train`."""
-    return [word for path in parent_model(wildcards) for word in ("--init-from", str(Path(path).parent))]
+    words, run = [], pipeline.runs[wildcards.run]
+    for path in parent_model(wildcards):
+        words += ["--init-from", str(Path(path).parent)]
+    if run.trunk is not None:
+        words += ["--trunk", f"results/runs/{run.trunk}/train/checkpoints/step-{run.trunk_step:08}"]
+    return words
+
+
+def parent_files(wildcards):
+    """What the run waits for: the model that it starts from, and its trunk's end."""
+    trunk = pipeline.runs[wildcards.run].trunk
+    return parent_model(wildcards) + ([] if trunk is None else [f"results/runs/{trunk}/train/status.json"])
 
 
 def restart_argument(wildcards, resources):

@@ -66,7 +66,7 @@ rule train:
         # a plan that refuses stops the run. Not ancient(): Snakemake would then miss changed options of train whenever
         # plan reruns. A training with the same options ends at once as done.
         plan="results/runs/{run}/plan.json",
-        parent=parent_model,
+        parent=parent_files,
         vectors=gene_vectors,
     output:
         "results/runs/{run}/train/status.json",

@@ -1,10 +1,10 @@
 """Sections of a run from stream to evaluation, and of the report."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cellmill.config.section import Section
+from cellmill.config.section import EachOnce, Section
 
 
 class Stream(Section):
@@ -49,8 +49,15 @@ class Stream(Section):
     weight_warmup_steps: int = Field(
         0,
         ge=0,
-        description="Steps over which weights go linearly from equal to their own; each epoch has the weights of its "
-        "first step. 0 begins with their own.",
+        description="Steps over which weights go linearly from those of weight_start_exponent to those of "
+        "weight_exponent; each epoch has the weights of its first step. 0 begins with the latter.",
+    )
+    weight_start_exponent: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="weight_exponent at step 0 of a curriculum over weight_warmup_steps: 0 begins with each cell once, "
+        "1 with all values equally often.",
     )
     io_threads: int = Field(
         4,
@@ -182,6 +189,11 @@ class Train(Section):
         None, gt=0, description="Minutes between additional checkpoints; null has none."
     )
     keep_checkpoints: int = Field(2, ge=1, description="Number of newest checkpoints kept in addition to the best.")
+    keep_steps: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field(
+        [],
+        description="Steps whose checkpoints are written and kept to the end, whatever checkpoint_every_steps and "
+        "keep_checkpoints say, such as those from which other runs branch (trunk_step).",
+    )
     log_every_steps: int = Field(10, ge=1, description="Steps between logged metrics.")
     profile_steps: list[int] | None = Field(
         None,

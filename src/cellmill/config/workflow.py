@@ -51,6 +51,16 @@ class RunConfig(EvaluateOptions, PredictOptions, ConsolidateOptions, PlanOptions
         "such as ./pretrained; or hf://owner/name[@revision], on the Hugging Face hub. Which cells the model of a path "
         "or of the hub was trained on is not known to evaluate.",
     )
+    trunk: str | None = Field(
+        None,
+        description="Run from whose checkpoint of step trunk_step this one goes on: weights, optimizer, place in the "
+        "data and curve. Its numbers are those of a run of its own from step 0, so all options but the length and the "
+        "schedule are those of the trunk, and the learning rates up to that step are the same, as with schedule wsd or "
+        "constant.",
+    )
+    trunk_step: int | None = Field(
+        None, ge=1, description="Step of the trunk's checkpoint, which its train.keep_steps must list."
+    )
     machine: str | None = Field(
         None,
         description="Machine of its training: `set-resources: train.NAME` of the profile; null for `train`. "
@@ -112,7 +122,31 @@ class Workflow(Section):
                 if parent in chain:
                     raise ValueError(f"runs.{name}.init_from: a circle: {' -> '.join([*chain, parent])}")
                 chain.append(parent)
+            self._check_trunk(name, run)
         return self
+
+    def _check_trunk(self, name: str, run: RunConfig) -> None:
+        """Refuse a trunk that is no run, or that will not have the checkpoint."""
+        if (run.trunk is None) != (run.trunk_step is None):
+            raise ValueError(f"runs.{name}: expected trunk and trunk_step, got one of them; set both, or neither")
+        if run.trunk is None:
+            return
+        if run.trunk not in self.runs:
+            raise ValueError(f"runs.{name}.trunk: no run {run.trunk!r}; {did_you_mean(run.trunk, self.runs)}")
+        trunk, chain = self.runs[run.trunk], [name, run.trunk]
+        while (above := self.runs[chain[-1]].trunk) in self.runs:
+            if above in chain:
+                raise ValueError(f"runs.{name}.trunk: a circle: {' -> '.join([*chain, above])}")
+            chain.append(above)
+        if run.trunk_step not in trunk.train.keep_steps:
+            raise ValueError(
+                f"runs.{name}.trunk_step: {run.trunk_step} is not in train.keep_steps of {run.trunk} "
+                f"({trunk.train.keep_steps}); add it there"
+            )
+        for key in ("corpus", "init_from"):
+            own, of_trunk = getattr(run, key), getattr(trunk, key)
+            if own != of_trunk:
+                raise ValueError(f"runs.{name}.{key}: expected {of_trunk}, as its trunk {run.trunk}, got {own}")
 
     def swept(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Values by axis of each run of each sweep."""

@@ -88,7 +88,7 @@ class CellTokenizer:
         """
         ids, values, cu_seqlens = self._tokenizer.tokenize(genes, counts, starts)
         if not self._chooses:
-            kept = Prefixes(starts, self._tokens.max_tokens).of(counts).astype(np.int64) if counted else None
+            kept = Prefixes(starts, self._tokens.max_tokens).copy(counts, np.int64) if counted else None
             return Batch(ids, values, cu_seqlens, cells, kept, levels)
         keys = self._cell_keys(genes, counts, starts, epoch)
         numbers = token_numbers(self._tokens, np.diff(starts), self._n_genes)

@@ -92,16 +92,21 @@ def counts_per_10k(counts: np.ndarray, indptr: np.ndarray, dtype: type[np.floati
     `counts`, `(nonzeros,)`, are of any integer type, above zero. Rows, which may be empty, start at `indptr`,
     `(cells + 1,)`, the first at 0.
     """
-    filled = np.flatnonzero(np.diff(indptr))
     values = counts.astype(dtype)
-    if not len(filled):
-        return values
-    first = indptr[:-1][filled]
-    scale = dtype(TARGET_SUM) / np.add.reduceat(counts, first, dtype=np.int64).astype(dtype)
     # a loop, because a temporary as long as the counts costs more in allocation than the arithmetic
-    for start, stop, factor in zip(first.tolist(), [*first[1:].tolist(), len(values)], scale):
+    for start, stop, factor in zip(indptr[:-1].tolist(), indptr[1:].tolist(), scale_per_10k(counts, indptr, dtype)):
         values[start:stop] *= factor
     return values
+
+
+def scale_per_10k(counts: np.ndarray, indptr: np.ndarray, dtype: type[np.floating[Any]]) -> np.ndarray:
+    """Factor, `(cells,)` of `dtype`, that makes the sum of each row of counts 10,000; 0 for an empty row."""
+    filled = np.flatnonzero(np.diff(indptr))
+    scale = np.zeros(len(indptr) - 1, dtype)
+    if len(filled):
+        totals = np.add.reduceat(counts, indptr[:-1][filled], dtype=np.int64)
+        scale[filled] = dtype(TARGET_SUM) / totals.astype(dtype)
+    return scale
 
 
 def log_normalise(counts: sp.csr_matrix) -> sp.csr_matrix:

@@ -40,18 +40,34 @@ def _codes(column: h5py.Group | h5py.Dataset) -> tuple[np.ndarray, Iterable[Any]
 def read_shard_numbers(path: Path, columns: list[str]) -> np.ndarray:
     """Numbers of the shard's cells, `(cells, columns)` float64, NaN for missing ones.
 
-    Raises DataError when its obs cannot be read, or a column is not of numbers.
+    Text is read as numbers if all of it is: a FASTA header, or a table, may have nothing else. Raises DataError when
+    its obs cannot be read, or a column is not of numbers.
     """
     found = []
     try:
         with open_h5(path, REMEDY) as file:
             for name in columns:
-                column = file["obs"][name]
-                is_number = isinstance(column, h5py.Dataset) and column.dtype.kind in "iufb"
-                found.append(column[:].astype(np.float64) if is_number else None)
+                found.append(_numbers(file["obs"][name]))
     except (LookupError, TypeError, ValueError, OSError, RuntimeError) as error:
         raise DataError(f"{path}: its obs columns cannot be read: {one_line(error)}; {REMEDY}") from None
     for name, numbers in zip(columns, found):
-        if numbers is None:
-            raise DataError(f"{path}: obs column {name!r} (objective.target_column) is text; name a column of numbers")
-    return np.stack([numbers for numbers in found if numbers is not None], axis=1)
+        if isinstance(numbers, str):
+            raise DataError(
+                f"{path}: obs column {name!r} (objective.target_column) is text, such as {numbers[:40]!r}; name a "
+                "column of numbers"
+            )
+    return np.stack([numbers for numbers in found if not isinstance(numbers, str)], axis=1)
+
+
+def _numbers(column: h5py.Group | h5py.Dataset) -> np.ndarray | str:
+    """(cells,) float64; or a value that is no number."""
+    if isinstance(column, h5py.Dataset) and column.dtype.kind in "iufb":
+        return column[:].astype(np.float64)
+    codes, values = _codes(column)
+    numbers = [np.nan]  # of code -1
+    for value in values:
+        try:
+            numbers.append(float(value))
+        except (TypeError, ValueError):
+            return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    return np.array(numbers)[codes + 1]

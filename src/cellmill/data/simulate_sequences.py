@@ -2,7 +2,8 @@
 
 A family has a random ancestor; a member is the ancestor with substitutions, mostly inside a class of similar residues,
 and a deletion. So residues can be predicted from their context, and families told apart. The residues' frequencies are
-those of Swiss-Prot (UniProtKB/Swiss-Prot release statistics, amino acid composition).
+those of Swiss-Prot (UniProtKB/Swiss-Prot release statistics, amino acid composition). A header has the mean hydropathy
+of the sequence's residues (Kyte & Doolittle 1982), a number that a model can learn.
 """
 
 import gzip
@@ -36,6 +37,28 @@ FREQUENCY = {
     "P": 4.74,
     "V": 6.85,
 }
+HYDROPATHY = {
+    "A": 1.8,
+    "R": -4.5,
+    "N": -3.5,
+    "D": -3.5,
+    "C": 2.5,
+    "Q": -3.5,
+    "E": -3.5,
+    "G": -0.4,
+    "H": -3.2,
+    "I": 4.5,
+    "L": 3.8,
+    "K": -3.9,
+    "M": 1.9,
+    "F": 2.8,
+    "P": -1.6,
+    "S": -0.8,
+    "T": -0.7,
+    "W": -0.9,
+    "Y": -1.3,
+    "V": 4.2,
+}
 SIMILAR = ("AGST", "ILMV", "FWY", "DENQ", "HKR", "C", "P")
 LENGTH = (60, 120)  # residues of an ancestor
 SUBSTITUTED_FRAC, SIMILAR_FRAC = 0.2, 0.7
@@ -43,7 +66,10 @@ LONGEST_DELETION = 10
 
 
 def write_sequences(out: Path, sequences: int, families: int, seed: int) -> None:
-    """Write a FASTA file, gzip if `out` ends in .gz; a header has `family=family_k`. Raises ConfigError."""
+    """Write a FASTA file, gzip if `out` ends in .gz; a header has its family and its hydropathy.
+
+    Raises ConfigError.
+    """
     for name, value, high in (("cells", sequences, 10**7), ("types", families, 1000)):
         if not 1 <= value <= high:
             raise ConfigError(f"--{name}: expected 1 to {high:,}, got {value}")
@@ -66,4 +92,5 @@ def _records(sequences: int, families: int, seed: int) -> Iterator[str]:
             member[at] = random.choice(similar[str(member[at])]) if near else random.choice(letters, p=frequency)
         first, n = random.integers(len(member)), random.integers(LONGEST_DELETION + 1)
         member = np.delete(member, slice(first, first + n))
-        yield f">protein_{number} family=family_{family}\n{''.join(member)}\n"
+        hydropathy = sum(HYDROPATHY[residue] for residue in member) / len(member)
+        yield f">protein_{number} family=family_{family} hydropathy={hydropathy:.3f}\n{''.join(member)}\n"

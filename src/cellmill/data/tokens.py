@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cellmill.config.tokens import SPECIAL
+from cellmill.data.recycled import recycled_empty
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,26 @@ class Prefixes:
 
     def of(self, array: np.ndarray) -> np.ndarray:
         """Entries of `array`, `(nonzeros,)`, that are kept."""
-        if self.cu_seqlens[-1] == self._starts[-1]:
-            return array
-        first = self._starts[:-1].tolist()
-        return np.concatenate([array[start : start + n] for start, n in zip(first, self.lengths.tolist())])
+        parts = self._parts(array)
+        return array if parts[0] is array else np.concatenate(parts)
+
+    def copy(self, array: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
+        """Kept entries of `array`, `(nonzeros,)`, as `dtype`, in an array of their own."""
+        kept = recycled_empty(self.cu_seqlens[-1], dtype)
+        np.concatenate([array[:0], *self._parts(array)], out=kept, casting="unsafe")
+        return kept
 
     def token_ids(self, genes: np.ndarray) -> np.ndarray:
         """Token ids, int32, of the kept `genes`, which are rows of the vocabulary."""
-        return np.add(self.of(genes), len(SPECIAL), dtype=np.int32)
+        ids = self.copy(genes, np.int32)
+        ids += len(SPECIAL)
+        return ids
+
+    def _parts(self, array: np.ndarray) -> list[np.ndarray]:
+        if self.cu_seqlens[-1] == self._starts[-1]:
+            return [array]
+        first = self._starts[:-1].tolist()
+        return [array[start : start + n] for start, n in zip(first, self.lengths.tolist())]
 
 
 def tokenized(
@@ -83,7 +96,7 @@ def tokenized(
     `max_counted` is `max_tokens` where the objective needs counts, else None; `levels` are those of the cells.
     """
     tokens = tokenizer.tokenize(genes, counts, starts)
-    kept = None if max_counted is None else Prefixes(starts, max_counted).of(counts).astype(np.int64)
+    kept = None if max_counted is None else Prefixes(starts, max_counted).copy(counts, np.int64)
     return Batch(*tokens, cells, kept, levels)
 
 

@@ -172,8 +172,8 @@ class TrainFolder:
         path.mkdir(parents=True)
         return path
 
-    def finish(self, path: Path, keep: int) -> None:
-        """Make the checkpoint in `path` (from `begin`) final, and remove those that `keep` leaves out.
+    def finish(self, path: Path, keep: int, keep_steps: Sequence[int] = ()) -> None:
+        """Make the checkpoint in `path` (from `begin`) final; remove all but `keep` newest, `keep_steps` and best ones.
 
         Hashes files without a digest beside them.
         """
@@ -190,13 +190,13 @@ class TrainFolder:
         shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step, from before a resume
         path.rename(final)
         fsync(final.parent)
-        self._prune(keep)
+        self._prune(keep, keep_steps)
 
-    def _prune(self, keep: int) -> None:
+    def _prune(self, keep: int, keep_steps: Sequence[int]) -> None:
         complete = self.checkpoints()
-        newest = complete[-keep:]
+        chosen = complete[-keep:] + [checkpoint for checkpoint in complete if checkpoint.step in keep_steps]
         # a run resumed from any of them takes its best step for the run's best
-        kept = {checkpoint.step for checkpoint in newest} | {checkpoint.best_step() for checkpoint in newest}
+        kept = {checkpoint.step for checkpoint in chosen} | {checkpoint.best_step() for checkpoint in chosen}
         for checkpoint in complete:
             if checkpoint.step not in kept:
                 shutil.rmtree(checkpoint.path)

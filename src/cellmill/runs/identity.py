@@ -22,7 +22,7 @@ FREE = {
     "stream": {"io_threads", "stage_to", "stage_limit_gb"},
     "train": {
         *("token_budget", "max_bad_steps", "timeout_s", "val_every_steps", "val_cells", "checkpoint_every_steps"),
-        *("checkpoint_every_min", "keep_checkpoints", "log_every_steps", "profile_steps"),
+        *("checkpoint_every_min", "keep_checkpoints", "keep_steps", "log_every_steps", "profile_steps"),
     },
 }
 

@@ -16,8 +16,12 @@ COLLAPSED = 1.5  # `effective_rank` below which the embedding is nearly one dire
 
 def cut_back(path: Path, step: int) -> None:
     """Drop lines of steps after `step`, and a last line that a kill truncated."""
-    kept = [json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step]
-    write_text(path, "".join(kept))
+    copy_until(path, path, step)
+
+
+def copy_until(path: Path, copy: Path, step: int) -> None:
+    """Write the lines of `path` up to `step` to `copy`."""
+    write_text(copy, "".join(json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step))
 
 
 def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:

@@ -36,6 +36,7 @@ from cellmill.planner.train_inputs import (
     fitted,
     vectors_digest,
     with_counts,
+    with_named_genes,
 )
 from cellmill.runs.earlier import Wanted, is_done
 from cellmill.runs.folder import TrainFolder
@@ -44,6 +45,7 @@ from cellmill.runs.identity import changed_keys, check_data, identity
 from cellmill.runs.progress import training_seconds
 from cellmill.runs.run_cost import accounted, write_cost
 from cellmill.track.followers import followed
+from cellmill.train.branch import begin_branch
 
 
 def run(
@@ -55,9 +57,11 @@ def run(
     init_from: Path | None,
     machine: Machine,
     restart: bool = False,
+    trunk: Path | None = None,
 ) -> None:
     """Train in `out` until its status.json says done; `restart` sets a training of other options or data aside.
 
+    With `trunk`, the folder of a checkpoint of another run, this one goes on from there (`train.branch`).
     Raises Stopped if a signal ended it with its state saved, UserError if a process failed.
     """
     shards = Manifest.read(manifest)
@@ -67,7 +71,7 @@ def run(
     fingerprint = shards.fingerprint_with(columns, options.number_columns())
     check_nodes(options, machine.node_counts, machine.nproc_per_node, n_cells)
     check_vocabulary(vocabulary, shards)
-    options = with_counts(fitted(options, vocabulary), shards)
+    options = with_named_genes(with_counts(fitted(options, vocabulary), shards), vocabulary, shards)
     if init_from is not None:
         check_weights(options, init_from)
         check_genes(options, init_from, vocabulary)
@@ -95,6 +99,8 @@ def run(
                 write_cost(folder.path, show=False)  # its launcher may have been killed before it could
                 print(f"{out}: this run is already done", flush=True)
                 return
+            if trunk is not None:
+                begin_branch(folder, trunk, record, options.train, steps)
             write_json(folder.path / "run.json", record)
             if folder.state() == "done":  # of a shorter run, of a training set aside, or without its checkpoints
                 (folder.path / "state.json").unlink()

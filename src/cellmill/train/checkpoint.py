@@ -10,7 +10,7 @@ import io
 import pickle
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
@@ -154,10 +154,14 @@ class Checkpoints:
         Number of newest checkpoints to keep, besides the best.
     average
         Average of the weights, to save and load with them.
+    keep_steps
+        Steps whose checkpoints are kept too.
     """
 
-    def __init__(self, folder: TrainFolder, keep: int, average: WeightAverage | None = None) -> None:
-        self.folder, self.keep, self.average = folder, keep, average
+    def __init__(
+        self, folder: TrainFolder, keep: int, average: WeightAverage | None = None, keep_steps: Sequence[int] = ()
+    ) -> None:
+        self.folder, self.keep, self.average, self.keep_steps = folder, keep, average, keep_steps
         # its own gloo group: a background save must not interleave with the collectives of training
         self._group = dist.new_group(backend="gloo")
         # the copy's memory is reused for the whole run: allocating it anew was most of the stall of a save
@@ -253,7 +257,7 @@ class Checkpoints:
     def _finish(self, path: Path, writing: Future[Any]) -> None:
         try:
             writing.result()
-            self.folder.finish(path, self.keep)
+            self.folder.finish(path, self.keep, self.keep_steps)
         except BaseException as error:  # raised later by the main thread
             self._error = self._error or error
 

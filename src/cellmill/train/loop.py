@@ -125,7 +125,7 @@ class Trainer:
                 self.watch.warm = True
             pending = report
             step = self.progress.step
-            boundary = step % self.train.val_every_steps == 0 or step % self.train.checkpoint_every_steps == 0
+            boundary = step % self.train.val_every_steps == 0 or self._is_saved(step)
             if stop or due or boundary or step == self.steps:
                 self._read(pending)
                 pending = None
@@ -220,6 +220,9 @@ class Trainer:
     def _is_logged(self, step: int) -> bool:
         return step % self.train.log_every_steps == 0 or step in (1, self.steps)
 
+    def _is_saved(self, step: int) -> bool:
+        return step % self.train.checkpoint_every_steps == 0 or step in self.train.keep_steps
+
     def _due(self) -> bool:
         every = self.train.checkpoint_every_min
         return every is not None and self.mesh.dp_rank == 0 and time.perf_counter() - self._saved_at > 60 * every
@@ -273,7 +276,7 @@ class Trainer:
         self._clock = now
         if validate and self._validation_is_due():
             save |= self._validate(self.val_stream) or self.progress.patience_is_over(self.train)
-        if save or step == self.steps or step % self.train.checkpoint_every_steps == 0:
+        if save or step == self.steps or self._is_saved(step):
             self.watch.at(f"the checkpoint of step {step}")
             if self._scale is not None:
                 self.progress.loss_scale, self.progress.good_steps = self._scale.read()

@@ -94,7 +94,7 @@ def main(path: Path, error_file: Path) -> None:
 
     decay = options.train.ema_decay
     average = None if decay is None else WeightAverage(model, decay)
-    checkpoints = Checkpoints(folder, options.train.keep_checkpoints, average)
+    checkpoints = Checkpoints(folder, options.train.keep_checkpoints, average, options.train.keep_steps)
     watch.saving = checkpoints.is_writing
     set_group_timeouts(_timeout(options.train.timeout_s))
     progress = resume(folder, checkpoints, model, optimizer, train_stream)

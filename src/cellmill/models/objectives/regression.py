@@ -4,7 +4,10 @@ The head predicts the standardised number. Its loss is summed over the cells tha
 they are over all processes; cells without a number, and those of which nothing is shown, take no part. Validation has
 no dropout, and logs Pearson's correlation.
 
-Legend: C cells with a number, H width of a cell's vector.
+Loss pearson is 1 - r, where r is the correlation over the cells of the global batch, in every layout
+(`train.batch_rows`). Predictions then have neither scale nor offset, and are judged by their correlation alone.
+
+Legend: C cells with a number, H width of a cell's vector, S cells of a global batch with one.
 """
 
 from collections.abc import Sequence
@@ -20,7 +23,10 @@ from cellmill.models.encoder_batch import EncoderBatch, whole
 from cellmill.models.objective import GeneStatistics, Objective
 from cellmill.models.objectives.classification import LabelHead
 from cellmill.models.objectives.regression_config import RegressionConfig
+from cellmill.models.row_share import RowShare
 from cellmill.runs.verdict import Verdict, compare
+
+EPS = 1e-8  # added to variances of standardised numbers: equal predictions have correlation 0 and a finite gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +39,8 @@ class NumberedCells(EncoderBatch):
     """(C,) float32, standardised."""
     n_targets: torch.Tensor
     """C."""
+    shares: tuple[RowShare, ...] | None = None
+    """Share in the loss pearson of the global batch; without it, the own cells are all."""
 
 
 class Regression(Objective):
@@ -46,6 +54,8 @@ class Regression(Objective):
         """Add `number_head`."""
         config = self.config
         setattr(model, self._head, LabelHead(model.vector_width, config.number_hidden, 1, config.number_dropout))
+        self.row_widths = (3,) if config.loss == "pearson" else ()
+        self.validates_rows = bool(self.row_widths)
         return (self._head,)
 
     @property
@@ -69,9 +79,20 @@ class Regression(Objective):
         if self.kept_sums is not None:
             x, y = predicted.double(), prepared.numbers.double()
             self.kept_sums.append(torch.stack([x.new_tensor(len(x)), *(s.sum() for s in (x, y, x * x, y * y, x * y))]))
+        if self.config.loss == "pearson":
+            rows = _rows(predicted, prepared)
+            return anticorrelation(rows).float() if prepared.shares is None else prepared.shares[0].of(rows)
         if self.config.loss == "huber":
             return F.huber_loss(predicted, prepared.numbers, reduction="sum", delta=self.config.huber_delta)
         return F.mse_loss(predicted, prepared.numbers, reduction="sum")
+
+    def rows(self, model: Any, states: torch.Tensor, prepared: NumberedCells) -> tuple[torch.Tensor, ...]:
+        """(C, 3): 1, prediction and number."""
+        return (_rows(self._predicted(model, states, prepared), prepared),)
+
+    def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the summed loss pearson of all cells."""
+        return tuple(anticorrelation(table) for table in tables)
 
     def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
         """Return Pearson's correlation of predictions and numbers, where both vary."""
@@ -99,7 +120,23 @@ class Regression(Objective):
         if len(numbers) < 2 or not numbers.std() or not predicted.std():
             return {"n_targets": len(numbers)}, []
         r2 = float(1 - np.square(numbers - predicted).mean() / numbers.var())
-        std = self.config.target_std or 1.0
-        figures = {"n_targets": len(numbers), "pearson": float(np.corrcoef(numbers, predicted)[0, 1]), "r2": r2}
-        figures["mean_absolute_error"] = float(np.abs(numbers - predicted).mean()) * std
-        return figures, [compare(f"regression of {self.config.target_column}", "the mean of the cells", "R²", r2)]
+        std, name = self.config.target_std or 1.0, f"regression of {self.config.target_column}"
+        figures = {"n_targets": len(numbers), "pearson": float(np.corrcoef(numbers, predicted)[0, 1])}
+        if self.config.loss == "pearson":
+            return figures, [compare(name, "no correlation", "Pearson's r", figures["pearson"])]
+        figures |= {"r2": r2, "mean_absolute_error": float(np.abs(numbers - predicted).mean()) * std}
+        return figures, [compare(name, "the mean of the cells", "R²", r2)]
+
+
+def anticorrelation(table: torch.Tensor) -> torch.Tensor:
+    """Return S (1 - r), a float64 scalar, of rows (slots, 3): 1, prediction and number; rows of zeros are no cells."""
+    filled, *columns = table.double().unbind(1)
+    n_cells = filled.detach().sum()
+    n = n_cells.clamp(min=1)
+    x, y = (column - filled * (column.sum() / n) for column in columns)
+    x_var, y_var = (centered.square().sum() / n + EPS for centered in (x, y))
+    return n_cells * (1 - (x * y).sum() / n / (x_var * y_var).sqrt())
+
+
+def _rows(predicted: torch.Tensor, prepared: NumberedCells) -> torch.Tensor:
+    return torch.stack([torch.ones_like(predicted), predicted, prepared.numbers], dim=1)

@@ -26,8 +26,11 @@ class RegressionConfig(ObjectiveConfig):
         description="obs column of the number; cells without one take no part. It is standardised: the model learns "
         "(number - target_mean) / target_std, and predictions are in the column's own unit."
     )
-    loss: Literal["mse", "huber"] = Field(
-        "mse", description="Squared error, or Huber's loss, which grows linearly above huber_delta (Huber 1964)."
+    loss: Literal["mse", "huber", "pearson"] = Field(
+        "mse",
+        description="Squared error; Huber's loss, which grows linearly above huber_delta (Huber 1964); or pearson: 1 "
+        "minus Pearson's correlation over the cells of a global batch, in training and in validation. With pearson "
+        "predictions follow the number up to scale and offset alone, as these do not change the loss.",
     )
     huber_delta: float = Field(1.0, gt=0, description="In standard deviations of the number; read with loss huber.")
     target_mean: float | None = Field(

@@ -1,0 +1,87 @@
+"""Runs that go on from a checkpoint of another one have the numbers of runs of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cellmill.cli import main
+from cellmill.runs.folder import TrainFolder
+from cellmill.runs.metrics import read_lines
+from tests.distributed.conftest import options
+
+BRANCH = 5
+WSD: dict[str, Any] = {
+    "schedule": "wsd",
+    "decay_frac": 0.3,
+    "warmup_steps": 2,
+    "keep_checkpoints": 1,
+    "ema_decay": 0.9,
+    "checkpoint_every_steps": 100,
+    "val_every_steps": 2,
+    "log_every_steps": 1,
+}
+
+
+def _train(corpus: str, out: Path, trunk: Path | None = None, **train: Any) -> int:
+    words = ["train", "--options", json.dumps(options(train=WSD | train)), "--out", str(out)]
+    words += ["--manifest", f"{corpus}/shards/manifest.json", "--vocabulary", f"{corpus}/vocabulary.tsv"]
+    return main([*words, *(() if trunk is None else ("--trunk", str(trunk)))])
+
+
+def _curve(folder: Path) -> list[dict[str, Any]]:
+    kept = ("step", "loss", "lr", "grad_norm", "cells", "val_loss", "effective_rank")
+    return [{key: line[key] for key in kept if key in line} for line in read_lines(folder / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def trunk(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 14 steps, which does not decay before step 9; its checkpoint of step 5."""
+    folder = tmp_path_factory.mktemp("trunk") / "train"
+    assert _train(corpus, folder, steps=14, keep_steps=[BRANCH]) == 0
+    return folder / "checkpoints" / f"step-{BRANCH:08}"
+
+
+def test_a_branch_is_bitwise_the_run_of_its_length(corpus: str, trunk: Path, tmp_path: Path) -> None:
+    of_trunk = TrainFolder(trunk.parents[1])
+    assert [checkpoint.step for checkpoint in of_trunk.checkpoints()][-1] == 14
+    assert _train(corpus, tmp_path / "alone", steps=8) == 0
+    assert _train(corpus, tmp_path / "branch", trunk, steps=8) == 0
+    assert _curve(tmp_path / "branch") == _curve(tmp_path / "alone")
+    assert {line["step"] for line in _curve(tmp_path / "branch")} == set(range(1, 9))
+    alone, branch = (TrainFolder(tmp_path / name).checkpoints()[-1] for name in ("alone", "branch"))
+    for file in alone.path.glob("*.distcp"):
+        assert (branch.path / file.name).read_bytes() == file.read_bytes()
+    assert branch.best_step() == alone.best_step()
+    assert branch.state()["options"]["train"]["steps"] == 8
+    assert _train(corpus, tmp_path / "branch", trunk, steps=8) == 0  # done: nothing is copied again
+    assert branch.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"steps": 6},
+            "step 5 has learning rate 0.00055, in its trunk 0.001: expected the same until step 5",
+        ),
+        ({"steps": 5}, "goes on from step 5 of its trunk and has 5 steps in all; set train.steps above that"),
+        ({"steps": 8, "seed": 3}, "of another configuration (train.seed 0 -> 3); make them equal, or set init_from"),
+    ],
+)
+def test_another_training_is_no_trunk(
+    corpus: str, trunk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], message: str
+) -> None:
+    assert _train(corpus, tmp_path / "branch", trunk, **change) == 2
+    assert message in capsys.readouterr().err
+    assert not TrainFolder(tmp_path / "branch").checkpoints()
+
+
+def test_a_checkpoint_that_was_not_kept_is_named(
+    corpus: str, trunk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _train(corpus, tmp_path / "branch", trunk.with_name("step-00000003"), steps=8) == 2
+    assert "step-00000003: no such checkpoint; there are those of steps" in capsys.readouterr().err

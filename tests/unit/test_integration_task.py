@@ -1,0 +1,185 @@
+"""Task integration: measures by hand and against scikit-learn, invariants, and parity with scib-metrics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import chisquare
+from sklearn.decomposition import PCA
+from sklearn.linear_model import LinearRegression
+from sklearn.metrics import pairwise_distances, silhouette_samples
+
+from cellmill.config.structure_tasks import IntegrationConfig
+from cellmill.evaluate import batch_mixing as mixing
+from cellmill.evaluate.neighbor_graph import NeighborGraph
+from cellmill.evaluate.tasks.integration import Integration
+from tests.unit.evaluated import make_context
+
+Cells = tuple[np.ndarray, np.ndarray, np.ndarray]  # vectors, batches, labels
+
+
+def cells(apart: float, n: int = 240) -> Cells:
+    """Three labels far from each other, three batches `apart` within each."""
+    random = np.random.default_rng(0)
+    labels, batches = np.arange(n) % 3, np.arange(n) // 3 % 3
+    vectors = random.normal(size=(n, 6))
+    vectors[np.arange(n), labels] += 20
+    vectors[np.arange(n), 3 + batches] += apart
+    return vectors, batches, labels
+
+
+def measured(of: Cells, k: int = 30) -> dict[str, float]:
+    vectors, batches, labels = of
+    graph = NeighborGraph.of(vectors, k)
+    values = {
+        "ilisi": mixing.ilisi(graph, batches, k / 3),
+        "clisi": mixing.clisi(graph, labels, k / 3),
+        "kbet": mixing.kbet_of_labels(vectors, batches, labels),
+        "bras": mixing.bras(vectors, batches, labels),
+        "asw": mixing.silhouettes(vectors, labels),
+        "connectivity": mixing.graph_connectivity(graph.nearest(15), labels),
+        "variance": mixing.batch_variance(vectors, batches),
+    }
+    return {name: float(np.mean(value)) for name, value in values.items()}
+
+
+def test_mixed_batches_score_high_separated_ones_low_and_labels_the_same() -> None:
+    mixed, separated = measured(cells(0)), measured(cells(15))
+    for name, high, low in (("ilisi", 0.6, 1e-6), ("kbet", 0.9, 1e-6), ("bras", 0.9, 0.75)):
+        assert mixed[name] > high, name
+        assert separated[name] <= low, name
+    for one in (mixed, separated):
+        assert one["clisi"] == pytest.approx(1)
+    assert mixed["connectivity"] == 1
+    assert separated["connectivity"] == pytest.approx(27 / 80)  # each label is three components
+    assert mixed["variance"] < 0.01 < 0.2 < separated["variance"]
+    assert mixed["asw"] > 0.9
+
+
+def test_the_order_of_cells_and_the_names_of_classes_change_nothing() -> None:
+    vectors, batches, labels = cells(3)
+    order = np.random.default_rng(1).permutation(len(labels))
+    renamed = (vectors[order], (2 - batches)[order], (labels[order] + 1) % 3)
+    assert measured(renamed) == pytest.approx(measured((vectors, batches, labels)), abs=1e-9)
+
+
+def test_lisi_has_the_weights_of_its_perplexity() -> None:
+    vectors, _, _ = cells(2)
+    graph = NeighborGraph.of(vectors, 30)
+    weights = mixing.neighbor_weights(graph.distances, 10)
+    entropy = -(weights * np.log(weights)).sum(1)
+    np.testing.assert_allclose(np.exp(entropy), 10, rtol=1e-4)
+    even = NeighborGraph(np.array([[1, 2, 3]] * 4), np.ones((4, 3)))  # equal distances: equal weights
+    assert mixing.lisi(even, np.array([0, 0, 1, 1]), 3) == pytest.approx([1 / (1 / 9 + 4 / 9)] * 4)
+
+
+def test_kbet_is_the_chi_square_test_of_each_neighbourhood() -> None:
+    vectors, batches, _ = cells(2)
+    graph = NeighborGraph.of(vectors, 19)
+    expected = np.bincount(batches) / len(batches) * 20
+    for cell, accepted in enumerate(mixing.kbet(graph, batches)):
+        around = np.bincount(batches[[cell, *graph.indices[cell]]], minlength=3)
+        assert accepted == (chisquare(around, expected).pvalue >= 0.05)
+
+
+def test_bras_is_a_silhouette_by_cosine_distance_against_all_other_batches() -> None:
+    vectors, batches, labels = cells(2, 60)
+    batches[labels == 1] = np.arange(20) % 2  # with two batches, it is scikit-learn's
+    assert mixing.bras(vectors, np.zeros(60, int), labels) is None
+    by_label = []
+    for label in range(3):
+        of = labels == label
+        distances, batch = pairwise_distances(vectors[of], metric="cosine"), batches[of]
+        s = []
+        for cell in range(20):
+            same = (batch == batch[cell]) & (np.arange(20) != cell)
+            a, b = distances[cell, same].mean(), distances[cell, batch != batch[cell]].mean()
+            s.append((b - a) / max(a, b))
+        if label == 1:
+            np.testing.assert_allclose(s, silhouette_samples(vectors[of], batch, metric="cosine"), atol=1e-9)
+        by_label.append(np.mean(1 - np.abs(s)))
+    assert np.mean(mixing.bras(vectors, batches, labels)) == pytest.approx(np.mean(by_label))
+
+
+def test_batch_variance_is_principal_component_regression_with_all_components() -> None:
+    vectors, batches, _ = cells(4)
+    components = PCA().fit(vectors)
+    values, one_hot = components.transform(vectors), np.eye(3)[batches]
+    r2 = [LinearRegression().fit(one_hot, column).score(one_hot, column) for column in values.T]
+    expected = np.dot(r2, components.explained_variance_ratio_)
+    terms = mixing.batch_variance(vectors, batches)
+    assert terms.mean() == pytest.approx(expected)
+    vectors = vectors[:, 3:]  # without the labels, whose shares of the batches vary from draw to draw
+    terms, random = mixing.batch_variance(vectors, batches), np.random.default_rng(2)
+    draws = random.integers(0, len(batches), (300, len(batches)))
+    bootstrap = np.std([mixing.batch_variance(vectors[of], batches[of]).mean() for of in draws])
+    assert terms.std() / len(batches) ** 0.5 == pytest.approx(bootstrap, rel=0.2)
+
+
+def test_means_of_labels_weigh_labels_alike_and_leave_out_those_without_a_number() -> None:
+    values = np.array([1.0, 1, 1, 0, np.nan])
+    made = mixing.mean_of_labels(values, np.array([0, 0, 0, 1, 2]))
+    assert made is not None
+    assert made.mean() == 0.5
+    assert mixing.mean_of_labels(np.full(3, np.nan), np.zeros(3)) is None
+    widths, batches = np.array([0.2, 0.4, 0.9, 0.9]), np.array([0, 0, 0, 1])
+    found = mixing.isolated_labels(widths, batches, np.array([0, 0, 1, 1]))
+    assert found is not None
+    assert found.mean() == pytest.approx(0.3)
+    assert mixing.isolated_labels(widths, np.array([0, 1, 0, 1]), np.array([0, 0, 1, 1])) is None
+
+
+def test_the_task_has_batch_and_bio_columns_apart_and_random_vectors_mix_best(tmp_path: Path, simulated: Path) -> None:
+    pytest.importorskip("harmonypy")
+    context = make_context(tmp_path, simulated)
+    batch = pd.Series(np.arange(context.reader.n_obs) // 2 % 3, name="batch").astype(str)
+    batch[:6] = None
+    label = np.unique(context.roles["label"].astype(str), return_inverse=True)[1]
+    vectors = 5 * np.eye(16)[label] + 3 * np.eye(16)[[8, 9, 10]][np.arange(len(batch)) // 2 % 3]
+    vectors += np.random.default_rng(0).normal(size=vectors.shape)
+    with_batch = replace(context, roles={**context.roles, "batch": batch}, vectors=vectors.astype(np.float32))
+    task = Integration(IntegrationConfig(name="integration", neighbors=30, harmony=True, min_cells=5))
+    result = task.run(with_batch)
+    assert result.metric is None  # no total
+    rows = {row["name"]: row for row in result.rows}
+    assert list(rows) == ["embedding", "untrained", "PCA50", "PCA50, Harmony", "random"]
+    own, random = rows["embedding"], rows["random"]
+    assert all(key.split(":")[0] in ("batch", "bio", "name", "kind") for key in own)
+    assert random["batch: iLISI"] > own["batch: iLISI"] + 0.3
+    assert own["bio: label ASW"] > random["bio: label ASW"] + 0.1
+    assert rows["PCA50"]["batch: PCR"] == pytest.approx(0, abs=1e-9)
+    assert own["bio: isolated labels"] is None
+    assert result.figures["n_without_batch"] == 3
+    assert {verdict.against for verdict in result.verdicts} == {"PCA50, Harmony"}
+    assert result.to_json() == task.run(with_batch).to_json()
+    assert task.run(context).skipped == "the dataset has no batch column"
+    one = replace(with_batch, roles={**context.roles, "batch": pd.Series("x", index=batch.index, name="batch")})
+    assert task.run(one).skipped == "the labelled scored cells have 1 batches, not 2"
+
+
+def test_measures_are_those_of_scib_metrics() -> None:
+    # but for connectivity, of which it counts strong components of the directed graph, and for kBET within labels,
+    # whose neighbours it takes from diffusion maps
+    scib = pytest.importorskip("scib_metrics")
+    nearest = pytest.importorskip("scib_metrics.nearest_neighbors")
+    vectors, batches, labels = cells(2)
+    k = 30
+    graph = NeighborGraph.of(vectors, k)
+    own = np.arange(len(labels))[:, None]
+    with_own = nearest.NeighborsResults(
+        indices=np.hstack([own, graph.indices]), distances=np.hstack([np.zeros(own.shape), graph.distances])
+    )
+    theirs = {
+        "iLISI": np.median(mixing.ilisi(graph, batches, 10)) - scib.ilisi_knn(with_own, batches, perplexity=10),
+        "cLISI": np.median(mixing.clisi(graph, labels, 10)) - scib.clisi_knn(with_own, labels, perplexity=10),
+        "kBET": mixing.kbet(graph, batches).mean() - scib.kbet(with_own, batches)[0],
+        "BRAS": np.mean(mixing.bras(vectors, batches, labels)) - scib.bras(vectors, labels, batches),
+        "ASW": mixing.silhouettes(vectors, labels).mean() - scib.silhouette_label(vectors, labels),
+        "PCR": mixing.batch_variance(vectors, batches).mean()
+        - scib.utils.principal_component_regression(vectors, batches, categorical=True),
+    }
+    assert theirs == pytest.approx(dict.fromkeys(theirs, 0), abs=2e-4)

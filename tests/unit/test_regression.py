@@ -1,0 +1,32 @@
+"""Objective regression: the loss pearson against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cellmill.models.objectives.regression import anticorrelation
+
+
+def test_the_loss_pearson_is_one_minus_the_correlation_of_the_cells() -> None:
+    table = torch.zeros(12, 3)
+    table[:9] = torch.from_numpy(np.random.default_rng(0).normal(size=(9, 3)))
+    table[:9, 0] = 1
+    table[:9, 2] += 0.5 * table[:9, 1]
+    x, y = table[:9, 1].numpy(), table[:9, 2].numpy()
+    assert anticorrelation(table).item() == pytest.approx(9 * (1 - np.corrcoef(x, y)[0, 1]), abs=1e-6)
+    moved = table * torch.tensor([1.0, 3.0, 1.0]) + table[:, :1] * torch.tensor([0.0, 7.0, 0.0])
+    assert anticorrelation(moved).item() == pytest.approx(anticorrelation(table).item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_cells_that_do_not_differ_have_a_finite_gradient(n: int) -> None:
+    table = torch.zeros(6, 3)
+    table[:n] = torch.tensor([1.0, 0.3, 0.2])
+    table[: n // 2, 2] = 0.8
+    loss = anticorrelation(table.requires_grad_())
+    loss.backward()
+    assert loss.item() == pytest.approx(n)
+    assert table.grad is not None
+    assert table.grad.isfinite().all()
