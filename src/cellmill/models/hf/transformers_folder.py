@@ -32,7 +32,9 @@ def write_transformers(folder: Path, out: Path) -> None:
     """
     model, vocabulary, config = load_model(folder)
     if not isinstance(model, HfModel):
-        raise ConfigError(f"{folder}: expected a model of family hf, got {config['family']}: transformers has no such type")
+        raise ConfigError(
+            f"{folder}: expected a model of family hf, got {config['family']}: transformers has no such type"
+        )
     body = whole_model(model)
     out.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
