@@ -69,7 +69,7 @@ def complete(figure: Figure) -> dict[str, Any]:
     """The specification with what all figures share."""
     return figure.spec | {
         "config": CONFIG,
-        "autosize": {"type": "pad" if isinstance(figure.spec["height"], dict) else "fit-x", "contains": "padding"},
+        "autosize": {"type": "fit-x", "contains": "padding"},
     }
 
 
@@ -82,7 +82,8 @@ def in_script(value: Any) -> str:
 @cache
 def scripts() -> tuple[Markup, Markup]:
     """Vega with vega-embed, and the page's own script."""
-    return Markup(vl_convert.javascript_bundle())  # type: ignore[call-arg]  # its stub asks for an optional one, Markup(text_of("page.js"))
+    bundle: str = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub asks for an optional one
+    return Markup(bundle), Markup(text_of("page.js"))
 
 
 def text_of(name: str) -> str:
