@@ -27,6 +27,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "denoise": "cellmill.models.objectives.decoding_config:DenoiseConfig",
         "masked_value": "cellmill.models.objectives.config:MaskedValueConfig",
         "masked_gene": "cellmill.models.objectives.config:MaskedGeneConfig",
+        "perturbation_response": "cellmill.models.objectives.response_config:PerturbationResponseConfig",
         "supervised_contrastive": "cellmill.models.objectives.contrastive_config:SupervisedContrastiveConfig",
         "classification": "cellmill.models.objectives.classification_config:ClassificationConfig",
         "regression": "cellmill.models.objectives.regression_config:RegressionConfig",

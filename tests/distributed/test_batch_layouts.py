@@ -1,5 +1,5 @@
-"""Batch terms, adversary and covariates in the layouts: losses, gradient norms and the batch's share are those of one
-process; and an export that reads obs columns."""
+"""Batch terms, adversary, covariates and perturbations in the layouts: losses, gradient norms and the batch's share are
+those of one process; and an export that reads obs columns."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ OBJECTIVE = {
 MODELS: dict[str, dict[str, Any]] = {
     "encoder": {"family": "encoder", "hidden": 32, "layers": 2, "heads": 4},
     "profile": {"family": "profile", "hidden": 32, "layers": 1, "decoder_hidden": None},
+    "response": {"family": "encoder", "hidden": 32, "layers": 2, "heads": 4, "objective": "perturbation_response"}
+    | {"perturbation_column": "donor", "control": "donor_0", "perturbed_genes": {"donor_1": [5, 90], "donor_2": [40]}},
 }
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("encoder", {"sharding_strategy": "HYBRID_SHARD"}),
@@ -33,6 +35,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("encoder", {"pp": 2, "sharding_strategy": "FULL_SHARD"}),
     ("profile", {"strategy": "ddp"}),
     ("profile", {"sharding_strategy": "FULL_SHARD", "tp": 2}),
+    ("response", {"sharding_strategy": "FULL_SHARD", "tp": 2, "sequence_parallel": True}),
+    ("response", {"pp": 2, "sharding_strategy": "FULL_SHARD"}),
 ]
 STEPS = 4
 COVARIATES = {"encoder": {"covariates": ["donor", "batch"], "covariate_unknown_frac": 0.3}}
@@ -40,7 +44,7 @@ COVARIATES = {"encoder": {"covariates": ["donor", "batch"], "covariate_unknown_f
 
 def _options(model: str, layout: dict[str, Any] | None = None) -> dict[str, Any]:
     train = {"token_budget": 256, "val_every_steps": 2}  # several micro-batches a step
-    return options(layout, tokens=COVARIATES.get(model, {}), train=train) | split(MODELS[model] | OBJECTIVE)
+    return options(layout, tokens=COVARIATES.get(model, {}), train=train) | split(OBJECTIVE | MODELS[model])
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,12 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             "tokens: {tokenizer: rank}\nobjective: {name: masked_gene}\nruns: {a: {corpus: sim}}\ntrain: {steps: 1}\n"
         )
         shared = f"--config {config} --corpus sim"
-        assert main(f"simulate --out {raw} --cells 120 {'--genes 90' if kind == 'cells' else ''}".split()) == 0
+        assert (
+            main(
+                f"simulate --out {raw} --cells 120 {'--genes 90 --perturbations 5' if kind == 'cells' else ''}".split()
+            )
+            == 0
+        )
         if kind == "cells":
             _with_labels_of_the_demo(raw)
         for command in (

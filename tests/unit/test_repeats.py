@@ -132,6 +132,22 @@ def test_weights_warm_up_over_steps_from_each_cell_once(manifest: Manifest) -> N
         assert half[1][level] == pytest.approx((half[0][level] + half[2][level]) / 2, abs=1)
 
 
+def test_a_curriculum_goes_from_one_exponent_to_another_and_resumes_in_it(manifest: Manifest) -> None:
+    options = {"weight_exponent": 0.0, "weight_start_exponent": 1.0, "weight_warmup_steps": 34}
+    stream, steps = stream_of(manifest, **options), 17
+    seen = taken(stream, 3 * steps)
+    epochs = [Counter(chain(*seen[e * steps : (e + 1) * steps])) for e in range(3)]
+    full = repeats_of(manifest, StreamOptions.model_validate(WEIGHTED | {"weight_exponent": 1.0}))
+    assert [epochs[0][cell] for cell in range(CELLS)] == full.counts(3, 0, 0).tolist()
+    assert epochs[2] == Counter(range(CELLS))
+    later = stream_of(manifest, **options)
+    taken(stream := stream_of(manifest, **options), 25)
+    later.load_state_dict(stream.state_dict())
+    assert taken(later, 20) == seen[25:45]
+    with pytest.raises(ConfigError, match=r"stream\.weight_start_exponent is 0\.0, but 1\.0 in the checkpoint"):
+        stream_of(manifest, **options | {"weight_start_exponent": 0.0}).load_state_dict(stream.state_dict())
+
+
 def test_copies_of_a_cell_are_spread_over_the_epoch(manifest: Manifest) -> None:
     seen = taken(stream_of(manifest), 17)
     places: dict[int, list[int]] = {}

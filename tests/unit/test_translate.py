@@ -37,9 +37,42 @@ def test_a_file_of_scmodelforge_is_accepted_and_every_key_is_answered(
     assert run.parallel.precision == "bf16-mixed"
     assert "data.gene_vocab: had no effect there either: nothing read it" in lines
     assert "training.optimizer.name: train.optimizer: adamw\n" in lines
-    assert "model.activation: not translated\n" in lines
+    assert "model.activation: none here: family encoder has GELU\n" in lines
     assert "eval.benchmarks: evaluate.tasks" in lines
     assert main(["translate", str(theirs), "--out", str(out)]) == 2
     assert "exists; choose another --out" in capsys.readouterr().err
     assert main(["translate", str(out), "--out", str(tmp_path / "b.yaml")]) == 2
     assert "expected a configuration of scModelForge" in capsys.readouterr().err
+
+
+def test_bins_and_sections_that_are_elsewhere_are_taken_over_or_answered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, out = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    theirs.write_text(
+        """
+data: {paths: [one.h5ad], census: {organism: Homo sapiens}, shards: {shard_size: 10}, streaming: true}
+tokenizer: {strategy: binned_expression, n_bins: 21, binning_method: quantile, prepend_cls: true}
+model: {hidden_dim: 64, num_layers: 1, num_heads: 2, pooling: mean}
+training: {strategy: fsdp, fsdp: {sharding_strategy: SHARD_GRAD_OP, min_num_params: 1000}}
+finetune: {freeze_backbone_epochs: 2, lora: {rank: 4, bias: none}, head: {task: regression}, label_kee: age}
+"""
+    )
+    assert main(["translate", str(theirs), "--out", str(out)]) == 0
+    lines = capsys.readouterr().out
+    given = load_config(out)
+    run = given.runs["translated"]
+    assert (run.tokens.model_dump()["bins"], run.tokens.model_dump()["binning"]) == (21, "quantile_corpus")
+    assert given.corpora["corpus"].vocabulary.quantiles
+    assert run.parallel.sharding_strategy == "SHARD_GRAD_OP"
+    for line in (
+        "data.census.organism: `cellmill convert census",
+        "data.shards.shard_size: had no effect there either",
+        "training.fsdp.min_num_params: each block is sharded by itself\n",
+        "finetune.freeze_backbone_epochs: finetune.head_steps of that run\n",
+        "finetune.lora.rank: finetune.method: lora of that run",
+        "finetune.lora.bias: none here: biases stay as they are\n",
+        "finetune.head.task: objective classification or regression of that run\n",
+        "finetune.label_kee: a run of its own with `init_from`",
+    ):
+        assert line in lines

@@ -1,6 +1,6 @@
 """The torch-free half of an objective: its options, and the tokens and families that it suits."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
 from pydantic import Field
@@ -54,6 +54,14 @@ class ObjectiveConfig(Plugin):
 
     def fitted(self, cells: Mapping[str, Mapping[str, int]]) -> Self:
         """Return the options with what they take from the training cells: their number by column and level."""
+        return self
+
+    def gene_columns(self) -> tuple[str, ...]:
+        """obs columns whose levels are named after genes that `with_genes` is to be given."""
+        return ()
+
+    def with_genes(self, tokens: Mapping[str, Mapping[str, Sequence[int]]]) -> Self:
+        """Return the options with token ids of genes by column and level, none for levels without a known gene."""
         return self
 
     def named_levels(self) -> dict[str, tuple[str, list[str]]]:

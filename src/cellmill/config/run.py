@@ -49,8 +49,15 @@ class Stream(Section):
     weight_warmup_steps: int = Field(
         0,
         ge=0,
-        description="Steps over which weights go linearly from equal to their own; each epoch has the weights of its "
-        "first step. 0 begins with their own.",
+        description="Steps over which weights go linearly from those of weight_start_exponent to those of "
+        "weight_exponent; each epoch has the weights of its first step. 0 begins with the latter.",
+    )
+    weight_start_exponent: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="weight_exponent at step 0 of a curriculum over weight_warmup_steps: 0 begins with each cell once, "
+        "1 with all values equally often.",
     )
     io_threads: int = Field(
         4,

@@ -44,16 +44,42 @@ CHOICES: dict[str, tuple[str, dict[Any, Any]]] = {
     ),
     "training.optimizer.name": ("train.optimizer", {"adamw": "adamw", "adam": "adamw"}),
     "model.architecture": ("model.family", {"transformer_encoder": "encoder"}),
+    "training.fsdp.sharding_strategy": (
+        "parallel.sharding_strategy",
+        {name: name for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")},
+    ),
 }
 """Keys whose values have other names here."""
 NO_EFFECT = {
     "data.gene_vocab": "nothing read it; `vocabulary.protein_coding: true` keeps protein-coding genes",
     "tokenizer.gene_vocab": "nothing read it; `vocabulary.protein_coding: true` keeps protein-coding genes",
     "training.scheduler.total_steps": "max_epochs set the length",
+    "data.shards": "nothing read it; shards are made by `cellmill shard` here, always",
+    "data.multi_species": "nothing read it from a file; `preprocess.reference_organism` maps genes here",
+    "data.perturbation.dose_key": "nothing read it; the column `dose` of the table of datasets here",
+    "data.perturbation.dose_unit": "nothing read it",
+    "model.pretraining_task": "nothing read it; objective.name here",
+    "zoo.env_dir": "nothing read it",
+    "zoo.timeout": "nothing read it",
 }
+"""Keys, or sections, that nothing reads there."""
+NONE_HERE = {
+    "model.activation": "family encoder has GELU",
+    "finetune.lora.dropout": "adapters have no dropout, which would depend on the layout",
+    "finetune.lora.bias": "biases stay as they are",
+    "zoo": "models of others are read by `cellmill import`",
+}
+"""Keys, or sections, without a counterpart, and what stands here."""
 ELSEWHERE = {
     "data.paths": "the table of datasets that is written beside the configuration",
     "data.source": "the column `path` of the table: a file, a folder or a URL",
+    "data.census": "`cellmill convert census URI --filter CONDITION`, and its file in the table of datasets",
+    "data.perturbation": "the columns `perturbation` and `control` of the table of datasets",
+    "data.gene_selection": "tokens.max_tokens and tokens.truncation, for each cell",
+    "data.cloud": "URLs in the table of datasets; credentials from the environment",
+    "data.streaming": "always on: shards are read in blocks",
+    "data.streaming_chunk_size": "stream.block_cells",
+    "data.streaming_shuffle_buffer": "stream.window_blocks",
     "data.preprocessing.normalize": "counts stay raw; tokenizers normalise",
     "data.preprocessing.target_sum": "counts stay raw; tokenizers normalise to 10,000",
     "data.preprocessing.log1p": "counts stay raw; tokenizers take logarithms",
@@ -68,6 +94,32 @@ ELSEWHERE = {
     "training.checkpoint_dir": "results/runs/RUN/train",
     "training.log_dir": "results/runs/RUN/train",
     "training.resume_from": "the same command resumes",
+    "tokenizer.prepend_cls": "model.pooling: cls",
+    "tokenizer.n_bins": "tokens.bins, of tokenizer binned",
+    "tokenizer.binning_method": "tokens.binning, of tokenizer binned",
+    "tokenizer.embedding_path": "model.gene_vectors",
+    "tokenizer.embedding_dim": "model.gene_vector_dim",
+    "training.sampling": "stream.weight_by, weight_exponent, max_repeats and weight_warmup_steps",
+    "training.wandb_project": "track.to.wandb.project",
+    "training.fsdp.cpu_offload": "parallel.cpu_offload",
+    "training.fsdp.activation_checkpointing": "parallel.activation_checkpointing",
+    "training.fsdp.min_num_params": "each block is sharded by itself",
+    "finetune": "a run of its own with `init_from`, whose section finetune says what trains",
+    "finetune.checkpoint_path": "init_from of that run",
+    "finetune.freeze_backbone": "finetune.method: head_only of that run",
+    "finetune.freeze_backbone_epochs": "finetune.head_steps of that run",
+    "finetune.label_key": "objective.label_column, or target_column, of that run",
+    "finetune.head": "objective classification or regression of that run",
+    "finetune.backbone_lr": "finetune.trunk_lr_frac of that run, a fraction of train.lr",
+    "finetune.head_lr": "train.lr of that run",
+    "finetune.lora": "finetune.method: lora of that run, with rank, alpha and targets",
+    "model.vocab_size": "the corpus's vocabulary",
+    "model.n_bins": "tokens.bins",
+    "model.gene_loss_weight": "family autoregressive: 1",
+    "model.expression_loss_weight": "objective.value_loss_weight, of objective next_gene",
+    "model.decoder_dim": "objective.decoder_hidden, of family autoencoder's objectives",
+    "model.decoder_layers": "objective.decoder_layers, of objective query_decoding",
+    "model.decoder_heads": "objective query_decoding has the heads of the model",
     "model.max_seq_len": "tokens.max_tokens, from tokenizer.max_genes",
     "model.mask_ratio": "objective.mask_frac, from tokenizer.masking",
     "model.pretraining_task": "objective.name",
@@ -133,6 +185,8 @@ def translate(tree: Any, table: Path) -> Translation:
     if wrong := [value for value in factors if type(value) is not int]:
         raise ConfigError(f"training: expected a whole number for {', '.join(_BATCH)}, got {wrong[0]!r}")
     _put(config, "train.global_batch", factors[0] * factors[1] * factors[2])
+    if config.get("tokens", {}).get("tokenizer") == "binned":
+        _put_bins(config, given)
     rank = config.get("tokens", {}).get("tokenizer", "rank") == "rank"
     _put(config, "tokens.tokenizer", config.get("tokens", {}).get("tokenizer", "rank"))
     _put(config, "objective.name", "masked_gene" if rank else "masked_value")
@@ -147,6 +201,15 @@ def translate(tree: Any, table: Path) -> Translation:
 
 _BATCH = {"batch_size": 64, "num_gpus": 1, "gradient_accumulation": 1}
 """Factors of a global batch, with scModelForge's defaults."""
+
+
+def _put_bins(config: dict[str, Any], given: dict[str, Any]) -> None:
+    """Take the bins over, with scModelForge's defaults; those that it fits to the corpus need quantiles."""
+    _put(config, "tokens.bins", given.get("tokenizer.n_bins", 51))
+    quantiles = given.get("tokenizer.binning_method", "uniform") == "quantile"
+    _put(config, "tokens.binning", "quantile_corpus" if quantiles else "uniform")
+    if quantiles:
+        _put(config, "vocabulary.quantiles", True)
 
 
 def check_translation(translation: Translation, source: str) -> None:
@@ -166,12 +229,15 @@ def _one(config: dict[str, Any], key: str, value: Any) -> str:
             return f"{key}: {value}: none here; set {here}"
         _put(config, here, names[str(value)])
         return f"{key}: {here}: {names[str(value)]}"
-    if key in NO_EFFECT:
-        return f"{key}: had no effect there either: {NO_EFFECT[key]}"
     parts = key.split(".")
-    places = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
-    known = next((ELSEWHERE[place] for place in places if place in ELSEWHERE), None)
-    return f"{key}: {known}" if known else f"{key}: not translated"
+    for place in (".".join(parts[:n]) for n in range(len(parts), 0, -1)):
+        if place in NO_EFFECT:
+            return f"{key}: had no effect there either: {NO_EFFECT[place]}"
+        if place in NONE_HERE:
+            return f"{key}: none here: {NONE_HERE[place]}"
+        if place in ELSEWHERE:
+            return f"{key}: {ELSEWHERE[place]}"
+    return f"{key}: unknown to scModelForge too"
 
 
 def _put(config: dict[str, Any], key: str, value: Any) -> None:

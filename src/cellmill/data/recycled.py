@@ -29,6 +29,6 @@ def recycled_empty(size: int, dtype: np.dtype | type) -> np.ndarray:
         memory = free.pop()
     except IndexError:
         memory = np.empty(block, np.uint8)
-    lent = (ctypes.c_char * block).from_buffer(memory)  # the owner that every view of the array refers to
+    lent = (ctypes.c_char * block).from_buffer(memory.data)  # every view of the array refers to it
     weakref.finalize(lent, free.append, memory).atexit = False
-    return np.frombuffer(lent, dtype, int(size))
+    return np.frombuffer(memoryview(lent), dtype, int(size))

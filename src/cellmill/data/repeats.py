@@ -26,12 +26,19 @@ class Repeats:
     levels: np.ndarray  # (cells,) int, from 0: number of each cell's level; unknown levels are one level
     exponent: float
     max_repeats: float
-    warmup_steps: int  # steps over which weights go from 1 to their own, by the first step of each epoch
+    warmup_steps: int  # steps over which weights go from those of `start_exponent`, by the first step of each epoch
+    start_exponent: float = 0.0
 
     @classmethod
     def of(cls, levels: np.ndarray, stream: Stream) -> Self:
         """Return the repeats that the options ask for."""
-        return cls(levels, stream.weight_exponent, stream.max_repeats, stream.weight_warmup_steps)
+        return cls(
+            levels,
+            stream.weight_exponent,
+            stream.max_repeats,
+            stream.weight_warmup_steps,
+            stream.weight_start_exponent,
+        )
 
     def counts(self, seed: int, epoch: int, first_step: int) -> np.ndarray:
         """(cells,) uint16: how often each cell is read in an epoch that begins at optimizer step `first_step`."""
@@ -50,12 +57,16 @@ class Repeats:
     def totals(self, first_step: int) -> list[int]:
         """Cells that are read of each level in an epoch that begins at `first_step`; their sum is the split's cells."""
         part = 1.0 if not self.warmup_steps else min(1.0, first_step / self.warmup_steps)
-        exact = self._sizes * (1 - part + part * weights(self._sizes, self.exponent, self.max_repeats))
+        exact = self._sizes * ((1 - part) * self._weights(self.start_exponent) + part * self._weights(self.exponent))
         totals = np.floor(exact).astype(np.int64)
         # whole cells: the largest remainders are rounded up
         left = len(self.levels) - int(totals.sum())
         totals[np.argsort(totals - exact, kind="stable")[:left]] += 1
         return [int(total) for total in totals]
+
+    def _weights(self, exponent: float) -> np.ndarray:
+        # exactly 1 for exponent 0, where a quotient of sums may not be
+        return weights(self._sizes, exponent, self.max_repeats) if exponent else np.ones(len(self._sizes))
 
     @cached_property
     def _sizes(self) -> np.ndarray:

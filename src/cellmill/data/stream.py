@@ -41,7 +41,14 @@ _STREAM_ORDER = (
     "equal_steps",
 )  # options that, with seed and batch, define the order
 _PART = "train_frac"  # as well, if not all cells are read
-_WEIGHTS = ("weight_by", "weight_exponent", "max_repeats", "weight_warmup_steps")  # as well, with weights
+_WEIGHTS = (  # as well, with weights
+    "weight_by",
+    "weight_exponent",
+    "max_repeats",
+    "weight_warmup_steps",
+    "weight_start_exponent",
+)
+_ABSENT = {_PART: 1.0, "weight_start_exponent": 0.0}  # values in checkpoints that do not have them
 
 
 class CellStream:
@@ -160,8 +167,7 @@ class CellStream:
                 "restore the shards it was trained on, or start a new run"
             )
         for name in ("seed", *_STREAM_ORDER, *_WEIGHTS, _PART, "global_batch"):
-            every = 1.0 if name == _PART else None
-            before, now = state.get(name, every), self._order.get(name, every)
+            before, now = state.get(name, _ABSENT.get(name)), self._order.get(name, _ABSENT.get(name))
             if before != now:
                 section = "train" if name in ("seed", "global_batch") else "stream"
                 raise ConfigError(

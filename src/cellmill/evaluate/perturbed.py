@@ -51,9 +51,16 @@ class Profiles:
 
     def controls_of(self, unit: np.ndarray, n_units: int, controls: np.ndarray) -> np.ndarray:
         """(U, G) float64: mean of `controls`, (strata, G), over the strata of each unit's cells."""
-        unit = np.where(self.stratum == _NO_STRATUM, -1, unit)
-        shares = _strata_shares(unit, self.stratum, n_units, len(controls))
+        shares = self.strata_of(unit, n_units)
         return shares @ np.nan_to_num(controls)  # a stratum without controls has no cells
+
+    def strata_of(self, unit: np.ndarray, n_units: int) -> np.ndarray:
+        """(U, strata) float64: share of each stratum in the cells of a unit; NaN for a unit without cells."""
+        unit = np.where(self.stratum == _NO_STRATUM, -1, unit)
+        shares = np.zeros((n_units, self.stratum.max() + 1))
+        np.add.at(shares, (unit[unit >= 0], self.stratum[unit >= 0]), 1)
+        n = shares.sum(1, keepdims=True)
+        return np.divide(shares, n, out=np.full_like(shares, np.nan), where=n > 0)
 
 
 def read_profiles(context: Context, roles: Sequence[str]) -> Profiles:
@@ -83,14 +90,6 @@ def read_profiles(context: Context, roles: Sequence[str]) -> Profiles:
 def controlled_role(context: Context) -> str:
     """Role whose values are perturbations: as in the table, the condition of a dataset without perturbations."""
     return "perturbation" if "perturbation" in context.roles else "condition"
-
-
-def _strata_shares(unit: np.ndarray, stratum: np.ndarray, n_units: int, n_strata: int) -> np.ndarray:
-    """(U, strata) float64: share of each stratum in the cells of a unit; NaN for a unit without cells."""
-    shares = np.zeros((n_units, n_strata))
-    np.add.at(shares, (unit[unit >= 0], stratum[unit >= 0]), 1)
-    n = shares.sum(1, keepdims=True)
-    return np.divide(shares, n, out=np.full_like(shares, np.nan), where=n > 0)
 
 
 def _means(expression: sp.csr_matrix, group: np.ndarray, n_groups: int) -> np.ndarray:

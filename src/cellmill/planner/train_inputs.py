@@ -1,6 +1,7 @@
 """Checks of the files that a training reads, before any process is started; each error is one line."""
 
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from cellmill.config import check_options
 from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.config.load import upgrade_options
 from cellmill.config.options import TrainOptions
+from cellmill.config.tokens import SPECIAL
 from cellmill.data.manifest import Manifest
 from cellmill.data.obs_levels import MISSING, read_level_numbers
 from cellmill.data.obs_numbers import read_numbers
@@ -68,6 +70,20 @@ def with_counts(options: TrainOptions, shards: Manifest) -> TrainOptions:
         counts = np.bincount(numbers[:, at], minlength=len(known) + 1)[1:].tolist()
         cells[name] = {level: n for level, n in zip(known, counts) if level != MISSING}
     return options.model_copy(update={"objective": options.objective.fitted(cells)})
+
+
+def with_named_genes(options: TrainOptions, vocabulary: Path, shards: Manifest) -> TrainOptions:
+    """Return the options with the tokens of genes that levels of the objective's columns are named after."""
+    columns = dict.fromkeys(options.objective.gene_columns(), "objective")
+    if not columns:
+        return options
+    # by name: tables of genes need pandas, which other launchers do without
+    find: Callable[..., dict[str, list[int]]] = importlib.import_module("cellmill.data.perturbed_genes").perturbed_genes
+    known, tokens = Vocabulary.read(vocabulary), {}
+    for name, levels in shards.levels(columns).items():
+        rows = find([level for level in levels if level != MISSING], known)
+        tokens[name] = {level: [row + len(SPECIAL) for row in of_level] for level, of_level in rows.items()}
+    return options.model_copy(update={"objective": options.objective.with_genes(tokens)})
 
 
 def _n_cells(options: TrainOptions, shards: Manifest) -> int:

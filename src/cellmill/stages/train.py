@@ -36,6 +36,7 @@ from cellmill.planner.train_inputs import (
     fitted,
     vectors_digest,
     with_counts,
+    with_named_genes,
 )
 from cellmill.runs.earlier import Wanted, is_done
 from cellmill.runs.folder import TrainFolder
@@ -70,7 +71,7 @@ def run(
     fingerprint = shards.fingerprint_with(columns, options.number_columns())
     check_nodes(options, machine.node_counts, machine.nproc_per_node, n_cells)
     check_vocabulary(vocabulary, shards)
-    options = with_counts(fitted(options, vocabulary), shards)
+    options = with_named_genes(with_counts(fitted(options, vocabulary), shards), vocabulary, shards)
     if init_from is not None:
         check_weights(options, init_from)
         check_genes(options, init_from, vocabulary)

@@ -12,10 +12,10 @@ other folds (`seeds`). All predictions are fitted on the other perturbations: of
 Rows are `no change`; `mean`, that of all other changes; from features of the perturbed gene (loadings of principal
 components of the model's training cells, embeddings of the model and of the model untrained) `linear`, a ridge, and
 `nearest`, the change of the perturbation whose gene is most like it. A perturbation without a gene of the model has the
-mean in all of them. Of new contexts, the same perturbation in other contexts is the baseline: its mean, a ridge between
-it and the mean of all, and its change in the context whose controls are most like. `split halves` is no prediction but
-a ceiling: the change of one half of a perturbation's cells as the prediction of that of the other, which is noisier
-than what the others are compared with.
+mean in all of them. A model trained with objective perturbation_response has a row of its own. Of new contexts, the
+same perturbation in other contexts is the baseline: its mean, a ridge between it and the mean of all, and its change in
+the context whose controls are most like. `split halves` is no prediction but a ceiling: the change of one half of a
+perturbation's cells as the prediction of that of the other, which is noisier than what the others are compared with.
 
 Intervals are over perturbations and repetitions (`evaluate.paired`): contexts of one perturbation are one draw.
 """
@@ -34,10 +34,12 @@ from cellmill.evaluate.change_baselines import of_new_contexts, of_new_perturbat
 from cellmill.evaluate.change_scores import METRICS, change_scores
 from cellmill.evaluate.gene_features import features_of, gene_features
 from cellmill.evaluate.perturbed import Profiles, controlled_role, read_profiles
-from cellmill.evaluate.score_table import ScoreColumn, against_best, differences, is_own, table_rows
+from cellmill.evaluate.responses import predicted_changes
+from cellmill.evaluate.score_table import EMBEDDING, ScoreColumn, against_best, differences, is_own, table_rows
 from cellmill.evaluate.task import Context, TaskResult
 
 CEILING = "split halves"
+RESPONSE = f"{EMBEDDING} + response head"
 UNSEEN_FRAC = 0.9
 """Share of the cells of a perturbation that are scored where it counts as not seen in training; others may be equal to
 training cells, or have no gene of the model."""
@@ -154,6 +156,8 @@ class Perturbation:
         if held_out == "perturbation":
             features = {name: features_of(genes, values) for name, values in gene_features(context.model).items()}
         states = profiles.controls_of(units.of_cell, len(units), given)
+        shares = np.nan_to_num(profiles.strata_of(scored, len(units)))
+        responses = predicted_changes(context, profiles, shares, units.perturbation.tolist(), genes)
         n_repetitions = 1 + max(repetition for repetition, _, _ in folds)
         scores: dict[str, dict[str, np.ndarray]] = {metric: {} for metric in METRICS}
         for repetition, train, test in folds:
@@ -161,6 +165,8 @@ class Perturbation:
                 predicted = of_new_perturbations(known, train, test, features)
             else:
                 predicted = of_new_contexts(known, train, test, units.perturbation, states)
+            if responses is not None:
+                predicted[RESPONSE] = responses[test]
             for name, change in predicted.items():
                 of_method = change_scores(change, seen[test], perturbed[test], self.config.top_genes)
                 _record(scores, name, of_method, test, (n_repetitions, len(units)), repetition)
@@ -244,5 +250,5 @@ def _columns(scores: dict[str, dict[str, np.ndarray]], held_out: str) -> list[Sc
     for metric, words in METRICS.items():
         of_methods = {name: values for name, values in scores[metric].items() if np.isfinite(values).any()}
         if CEILING in of_methods and len(of_methods) > 1:
-            columns.append(ScoreColumn(f"{metric}, new {held_out}", f"{words}, {held_out}s not seen", of_methods))
+            columns.append(ScoreColumn(f"{metric}, new {held_out}", f"{words}, new {held_out}", of_methods))
     return columns

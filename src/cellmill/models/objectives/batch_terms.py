@@ -18,10 +18,11 @@ from cellmill.parallel.cpu_matmul import Linear
 
 
 class LevelTerms(nn.Module):
-    """A vector of each level, of which the mean over levels is subtracted; an unknown level has that mean, zero."""
+    """A vector of each level, zero for an unknown one; of `centered` ones the mean over levels is subtracted."""
 
-    def __init__(self, levels: int, width: int) -> None:
+    def __init__(self, levels: int, width: int, centered: bool = True) -> None:
         super().__init__()
+        self.centered = centered
         self.weight = nn.Parameter(torch.empty(levels, width))
 
     def initial_value(self, name: str) -> Fill:
@@ -30,8 +31,8 @@ class LevelTerms(nn.Module):
 
     def forward(self, numbers: torch.Tensor) -> torch.Tensor:
         """(C,) int64 -> (C, D)."""
-        centered = self.weight - self.weight.mean(0)
-        return F.embedding(numbers, F.pad(centered, (0, 0, 1, 0)))
+        terms = self.weight - self.weight.mean(0) if self.centered else self.weight
+        return F.embedding(numbers, F.pad(terms, (0, 0, 1, 0)))
 
 
 class Adversary(nn.Module):

@@ -30,6 +30,7 @@ from cellmill.models.initial import Fill, with_std, zeros
 from cellmill.models.objective import GeneStatistics, Objective
 from cellmill.models.objectives.batch_terms import Adversary, LevelTerms
 from cellmill.models.objectives.decoding_config import CellDecodingConfig, DenoiseConfig
+from cellmill.models.objectives.response_config import PerturbationResponseConfig
 from cellmill.models.objectives.vicreg import vicreg
 from cellmill.models.objectives.views import ViewBatch, draw_view
 from cellmill.models.row_share import RowShare
@@ -63,12 +64,12 @@ class DecodingBatch(EncoderBatch):
 class CellDecoding(Objective):
     """See the module; needs a model with `cell_vectors`."""
 
-    config: CellDecodingConfig | DenoiseConfig
+    config: CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig
     tensor = MappingProxyType({"profile_genes": "vocabulary"})
 
     gene_rows = frozenset({"profile_genes.weight", "profile_bias", "profile_dispersion"})
 
-    def __init__(self, config: CellDecodingConfig | DenoiseConfig, tokens: Tokens) -> None:
+    def __init__(self, config: CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig, tokens: Tokens) -> None:
         super().__init__(config, tokens)
         self.tokenizer: Tokenizer = tokens.load()(tokens)
 

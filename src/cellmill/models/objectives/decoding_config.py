@@ -100,7 +100,7 @@ class CellDecodingConfig(DecodingConfig):
 
     def check_tokens(self, tokens: Tokens) -> None:
         """Refuse sequences, which have no counts, and to thin places: their order is that of the whole counts."""
-        _refuse_sequences(self.name, tokens)
+        refuse_sequences(self.name, tokens)
         if self.view != "drop" and tokens.value_kind == "place":
             raise ValueError(
                 f"objective.view {self.view} needs values made from counts, which tokens.tokenizer {tokens.tokenizer} "
@@ -118,7 +118,7 @@ class DenoiseConfig(DecodingConfig):
 
     def check_tokens(self, tokens: Tokens) -> None:
         """Refuse tokens whose values are places, which cannot be made from thinned counts."""
-        _refuse_sequences(self.name, tokens)
+        refuse_sequences(self.name, tokens)
         if tokens.value_kind == "place":
             raise ValueError(
                 f"objective denoise needs values made from counts, which tokens.tokenizer {tokens.tokenizer} does not "
@@ -126,7 +126,8 @@ class DenoiseConfig(DecodingConfig):
             )
 
 
-def _refuse_sequences(name: str, tokens: Tokens) -> None:
+def refuse_sequences(name: str, tokens: Tokens) -> None:
+    """Raise ValueError for tokens of sequences."""
     if tokens.sequences:
         raise ValueError(
             f"objective {name} needs counts, which sequences do not have; set objective.name to masked_gene"

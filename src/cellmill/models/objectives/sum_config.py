@@ -1,7 +1,7 @@
 """Options of the objective `sum`: several objectives at once, each with a weight. Torch-free."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -116,6 +116,14 @@ class SumConfig(ObjectiveConfig):
     def fitted(self, cells: Mapping[str, Mapping[str, int]]) -> Self:
         """Return the options with every part fitted."""
         return self.model_copy(update={"parts": {name: part.fitted(cells) for name, part in self.parts.items()}})
+
+    def gene_columns(self) -> tuple[str, ...]:
+        """Columns of every part."""
+        return tuple(dict.fromkeys(column for part in self.each() for column in part.gene_columns()))
+
+    def with_genes(self, tokens: Mapping[str, Mapping[str, Sequence[int]]]) -> Self:
+        """Return the options with the genes of every part."""
+        return self.model_copy(update={"parts": {name: part.with_genes(tokens) for name, part in self.parts.items()}})
 
     def check_tokens(self, tokens: Tokens) -> None:
         """Refuse tokens that a part cannot use."""

@@ -28,6 +28,7 @@ from cellmill.models.batch import TensorBatch, positions
 from cellmill.models.counter_rng import keyed_bits
 from cellmill.models.objectives.config import HiddenShareConfig
 from cellmill.models.objectives.decoding_config import CellDecodingConfig, DenoiseConfig
+from cellmill.models.objectives.response_config import PerturbationResponseConfig
 
 SHARE, HIDE, DROP_SHARE = 2, 3, 4  # last keys of the draws: of a cell's shares, and of what is hidden
 
@@ -47,7 +48,12 @@ class ViewBatch(TensorBatch):
 
 
 def draw_view(
-    batch: TensorBatch, tokenizer: Tokenizer, config: CellDecodingConfig | DenoiseConfig, *, seed: int, step: int
+    batch: TensorBatch,
+    tokenizer: Tokenizer,
+    config: CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig,
+    *,
+    seed: int,
+    step: int,
 ) -> ViewBatch:
     """Return the view of each cell of a batch with counts, on the CPU."""
     assert batch.counts is not None, "the batch has no counts"

@@ -1,0 +1,165 @@
+"""Objective perturbation_response against its definition, and what it says of perturbations it was not trained on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import poisson
+
+from cellmill.config.load import check_options
+from cellmill.config.options import TrainOptions
+from cellmill.config.tokens import SPECIAL, Tokens
+from cellmill.data.tokens import tokenized
+from cellmill.evaluate.perturbed import Profiles, read_profiles
+from cellmill.evaluate.responses import expected_log_expression, predicted_changes
+from cellmill.models.batch import TensorBatch, padded, to_tensors
+from cellmill.models.build import build
+from cellmill.models.export import initial_tensors
+from cellmill.parallel.materialize import materialize
+from cellmill.planner.train_inputs import with_named_genes
+from tests.models import spec
+from tests.unit.evaluated import make_context
+from tests.unit.exported import make_corpus
+
+N_GENES = 30
+KEYS = {"seed": 3, "step": 4}
+LEVELS = {"assay": ("a", "b"), "guide": ("A", "A+B", "control", "unnamed", "<missing>")}
+GENES = {"A": [5], "A+B": [5, 9]}
+OPTIONS = {"objective": "perturbation_response", "perturbation_column": "guide", "control": "control"}
+TOKENS = Tokens.model_validate({"max_tokens": 64})
+
+
+def _model(levels: Any = LEVELS, **options: Any) -> Any:
+    given = {"family": "profile", "hidden": 16, "layers": 1, "perturbed_genes": GENES} | OPTIONS | options
+    model = build(spec(N_GENES, TOKENS, levels, **given))
+    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, None))  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name in ("response_genes.weight", "response_genes.bias", "response_terms.weight"):
+            model.get_parameter(name).normal_(0, 0.3, generator=generator)
+    return model
+
+
+def _cells() -> TensorBatch:
+    """Seven cells; of the fifth the perturbation is missing, of the sixth the corpus does not have it."""
+    rng, n = np.random.default_rng(0), 7
+    genes = np.concatenate([rng.permutation(N_GENES)[:12] for _ in range(n)]).astype(np.int32)
+    counts = rng.integers(1, 9, len(genes)).astype(np.uint8)
+    numbers = np.array([[1, 1], [2, 2], [1, 3], [2, 4], [1, 5], [2, 0], [1, 2]], np.int32)
+    return to_tensors(tokenized(TOKENS.load()(TOKENS), genes, counts, np.arange(n + 1) * 12, np.arange(n), 64, numbers))
+
+
+@pytest.mark.parametrize("length", [None, 200])
+def test_the_decoder_is_given_the_vector_and_the_response(length: int | None) -> None:
+    model = _model()
+    view = model.view(_cells(), **KEYS)
+    prepared = model.prepare(view if length is None else padded(view, length), **KEYS)
+    assert prepared.cells.tolist() == [0, 1, 2, 3, 6]  # cells of unknown perturbation are no targets
+    table, project = model.profile_genes.weight, model.response_genes
+    of_genes = {0: table[5], 1: (table[5] + table[9]) / 2, 3: torch.zeros_like(table[5])}
+    of_genes[6] = of_genes[1]
+    vectors = model.cell_vectors(model.states(prepared), prepared)
+    expected = torch.zeros(())
+    entries = iter(torch.arange(len(prepared.weights)).split(prepared.entries))
+    for cell, rows in zip(prepared.cells.tolist(), entries):
+        vector = vectors[cell]
+        if cell in of_genes:  # the other one is a control
+            vector = vector + project(of_genes[cell]) + model.response_terms.weight[prepared.levels[cell, 1] - 1]
+        logits = model.decoder(vector) @ table.T + model.profile_bias
+        expected = expected - (logits.log_softmax(0)[prepared.genes_hidden[rows]] * prepared.weights[rows]).sum()
+    torch.testing.assert_close(model(prepared), expected, atol=1e-4, rtol=1e-5)
+
+
+def test_another_control_or_gene_gives_another_loss() -> None:
+    losses = []
+    for changed in ({}, {"control": "A"}, {"perturbed_genes": {"A": [7]}}):
+        model = _model(**changed)
+        losses.append(model(model.prepare(model.view(_cells(), **KEYS), **KEYS)).item())
+    assert len({round(loss, 4) for loss in losses}) == 3
+
+
+def test_a_perturbation_that_was_not_trained_on_has_the_response_to_its_genes() -> None:
+    model = _model()
+    vectors = torch.randn(3, 16, generator=torch.Generator().manual_seed(2))
+    before = model.objective.log_profile(model, vectors, None, [])
+    assert before.shape == (3, N_GENES)
+    torch.testing.assert_close(before.exp().sum(1), torch.ones(3))
+    unheard = model.objective.log_profile(model, vectors, "Z", [7])
+    moved = vectors + model.response_genes(model.profile_genes.weight[7])
+    torch.testing.assert_close(unheard, model.objective.log_profile(model, moved, None, []))
+    named = model.objective.log_profile(model, vectors, "A", [5])
+    moved = vectors + model.response_genes(model.profile_genes.weight[5]) + model.response_terms.weight[0]
+    torch.testing.assert_close(named, model.objective.log_profile(model, moved, None, []))
+
+
+def test_the_vector_of_a_perturbation_without_cells_is_never_moved() -> None:
+    model = _model()
+    model(model.prepare(model.view(_cells(), **KEYS), **KEYS)).backward()
+    moved = model.response_terms.weight.grad.abs().sum(1) > 0
+    assert moved.tolist() == [True, True, False, True, False]  # of the control and of missing ones neither
+
+
+def test_expected_logarithms_are_those_of_poisson_counts() -> None:
+    shares, depth = np.array([[0.001, 0.2, 0.799], [0.0, 0.5, 0.5]]), np.array([150, 12])
+    counts = np.arange(600)
+    for row, n in zip(range(2), depth):
+        exact = [(poisson.pmf(counts, n * p) * np.log1p(counts * 1e4 / n)).sum() for p in shares[row]]
+        np.testing.assert_allclose(expected_log_expression(shares, depth)[row], exact, atol=0.02)
+    np.testing.assert_allclose(expected_log_expression(shares, depth)[1], exact, atol=1e-9)
+
+
+def test_a_training_finds_the_genes_that_levels_are_named_after(tmp_path: Path, simulated: Path) -> None:
+    corpus = make_corpus(tmp_path, simulated)
+    context = make_context(tmp_path / "other", simulated)
+    vocabulary = context.model.vocabulary
+
+    class Shards:
+        def levels(self, columns: dict[str, str]) -> dict[str, list[str]]:
+            assert list(columns) == ["guide"]
+            return {"guide": [vocabulary.symbols[3], "control", "nothing", "<missing>"]}
+
+    sections = {"objective": {"name": "perturbation_response", "perturbation_column": "guide", "control": "control"}}
+    every = {name: {} for name in TrainOptions.model_fields} | {"train": {"steps": 1}} | sections
+    options = check_options(TrainOptions, every, "test")
+    found = with_named_genes(options, Path(corpus["vocabulary"]), Shards())  # type: ignore[arg-type]
+    assert found.objective.perturbed_genes == {vocabulary.symbols[3]: [3 + len(SPECIAL)]}
+    assert with_named_genes(found, Path(corpus["vocabulary"]), Shards()) is found  # type: ignore[arg-type]
+
+
+def test_a_predicted_change_is_the_mean_over_the_controls_of_its_strata(tmp_path: Path, simulated: Path) -> None:
+    context = make_context(tmp_path, simulated)
+    n = context.model.vocabulary.n_genes
+    tokens = context.model.tokens
+    model = build(spec(n, tokens, LEVELS, **{"family": "profile", "hidden": 16, "layers": 1} | OPTIONS))
+    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, context.model.vocabulary))
+    with torch.no_grad():
+        model.get_parameter("response_genes.bias").fill_(0.5)
+    vectors = np.random.default_rng(0).normal(size=(context.reader.n_obs, 16)).astype(np.float32)
+    names = np.array(["control" if cell % 2 else "A" for cell in range(context.reader.n_obs)])
+    batch = np.array(["x" if cell // 2 % 2 else "y" for cell in range(context.reader.n_obs)])
+    obs = context.reader.obs.assign(perturbation=names, batch=batch)
+    roles = {"perturbation": obs["perturbation"], "batch": obs["batch"], "is_control": obs["perturbation"] == "control"}
+    changed = replace(context, roles=roles, vectors=vectors, model=replace(context.model, network=model.eval()))
+    profiles: Profiles = read_profiles(changed, ("batch",))
+    strata = np.array([[1.0, 0.0], [0.25, 0.75]])
+    found = predicted_changes(changed, profiles, strata, ["A", "A"], [[2], [2]])
+    assert found is not None
+    of_strata = []
+    for stratum in (0, 1):
+        cells = np.flatnonzero((profiles.half == 0) & (profiles.stratum == stratum))[:128]
+        with torch.no_grad():
+            given = torch.from_numpy(vectors[cells])
+            moved = given + model.response_genes(model.profile_genes.weight[4])
+            logs = [model.objective.log_profile(model, v, None, [])[:, profiles.genes] for v in (given, moved)]
+        before, after = (
+            expected_log_expression(log.double().softmax(1).numpy(), profiles.depth[cells]).mean(0) for log in logs
+        )
+        of_strata.append(after - before)
+    np.testing.assert_allclose(found, strata @ np.array(of_strata), atol=1e-6)
+    assert np.abs(found).max() > 1e-3
+    assert predicted_changes(context, profiles, strata, ["A", "A"], [[2], [2]]) is None
