@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cellmill.config.gate import Gate
+from cellmill.config.gate import BaselineGate
 from cellmill.config.options import EmbedOptions, EvaluateOptions
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.gate import failures
@@ -33,14 +33,14 @@ def _datasets(**tasks: Any) -> dict[str, Any]:
 
 def test_a_gate_compares_the_best_rows_by_their_means_on_every_label() -> None:
     datasets = _datasets(probe={}, probe_of_donor={}, other={})
-    assert failures([Gate(task="probe", baseline="majority")], datasets) == []
-    assert failures([Gate(task="probe", baseline="all genes", margin=-0.05)], datasets) == []
+    assert failures([BaselineGate(task="probe", baseline="majority")], datasets) == []
+    assert failures([BaselineGate(task="probe", baseline="all genes", margin=-0.05)], datasets) == []
     failed = "embedding + LR has 0.800 accuracy, expected 0.820 of all genes + LR"
-    assert failures([Gate(task="probe", baseline="all genes")], datasets) == [
+    assert failures([BaselineGate(task="probe", baseline="all genes")], datasets) == [
         f"blood: probe: {failed}",
         f"blood: probe of donor: {failed}",
     ]
-    [line] = failures([Gate(task="other", baseline="majority", margin=0.6)], datasets)
+    [line] = failures([BaselineGate(task="other", baseline="majority", margin=0.6)], datasets)
     assert line == "blood: other: embedding + LR has 0.800 accuracy, expected 0.300 of majority and 0.6 more"
 
 
@@ -55,7 +55,7 @@ def test_a_gate_compares_the_best_rows_by_their_means_on_every_label() -> None:
 )
 def test_a_gate_that_compares_nothing_is_an_error(gate: dict[str, Any], changed: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        failures([Gate(task="probe", **gate)], _datasets(probe=changed))
+        failures([BaselineGate(task="probe", **gate)], _datasets(probe=changed))
 
 
 def test_a_gate_of_a_task_that_is_not_run_is_refused_and_no_gate_leaves_the_options_as_they_were() -> None:
@@ -101,7 +101,7 @@ def test_a_failed_gate_ends_the_stage_in_one_line_and_keeps_the_results_beside(t
     assert row["cells"] == 600
     assert row["cells per s"] == pytest.approx(600 / row["seconds"])
     assert 0.05 < row["peak memory, GB"] < 50
-    lines = list(csv.DictReader(open(out.parent / "scores.csv", newline="")))
+    lines = list(csv.DictReader((out.parent / "scores.csv").read_text().splitlines()))
     of_row = [line for line in lines if line["name"] == "embedding + kNN" and line["column"] == "accuracy"]
     assert [(line["statistic"], line["repetition"]) for line in of_row] == [
         ("mean", ""),

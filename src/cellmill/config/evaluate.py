@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from cellmill.config.gate import Gate
+from cellmill.config.gate import BaselineGate
 from cellmill.config.plugin import Plugin, by_name
 from cellmill.config.section import EachOnce, Section
 
@@ -171,11 +171,11 @@ class Evaluate(Section):
         min_length=1,
         description="Tasks to run, by name, each with its options; a run's tasks replace the default ones.",
     )
-    gate: list[Gate] = Field(
+    gate: list[BaselineGate] = Field(
         [],
-        description="Conditions without which the stage fails, each with `task`, `baseline` (a row, or features of which the "
-        "best classifier counts), `column` (default: the one that ranks the rows) and `margin` (default 0): the model's "
-        "best row minus the baseline's has to be at least that. The results are then in metrics.failed.json.",
+        description="Conditions without which the stage fails, each with `task`, `baseline` (a row, or features, whose "
+        "best classifier counts), `column` (default: the one that ranks the rows) and `margin` (default 0): the least "
+        "difference of the model's best row and the baseline's. Results are then in metrics.failed.json.",
     )
 
     @model_validator(mode="after")

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from cellmill.config.gate import Gate
+from cellmill.config.gate import BaselineGate
 from cellmill.errors import ConfigError
 
 
-def failures(gates: Iterable[Gate], datasets: Mapping[str, Any]) -> list[str]:
+def failures(gates: Iterable[BaselineGate], datasets: Mapping[str, Any]) -> list[str]:
     """A line for each gate and dataset (and label) that it fails on. `datasets` is that of metrics.json.
 
     Raises ConfigError for a column or a baseline that a table lacks, and for a gate whose task was skipped everywhere.
@@ -15,7 +15,7 @@ def failures(gates: Iterable[Gate], datasets: Mapping[str, Any]) -> list[str]:
     return [line for gate in gates for line in _failures(gate, datasets)]
 
 
-def _failures(gate: Gate, datasets: Mapping[str, Any]) -> Iterator[str]:
+def _failures(gate: BaselineGate, datasets: Mapping[str, Any]) -> Iterator[str]:
     tables = {
         f"{name}: {task}": result
         for name, dataset in datasets.items()
@@ -31,7 +31,7 @@ def _failures(gate: Gate, datasets: Mapping[str, Any]) -> Iterator[str]:
             yield f"{where}: {own[0]} has {own[1]:.3f} {own[2]}, expected {other[1]:.3f} of {other[0]}{more}"
 
 
-def _best(gate: Gate, where: str, result: Mapping[str, Any], model: bool) -> tuple[str, float, str]:
+def _best(gate: BaselineGate, where: str, result: Mapping[str, Any], model: bool) -> tuple[str, float, str]:
     """Name, value and column of the best row of the model, or of the gate's baseline."""
     column = gate.column or result["metric"]
     if column is None:

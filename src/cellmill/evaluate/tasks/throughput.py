@@ -1,7 +1,8 @@
 """Task `throughput`: time and memory of stage `embed` on the dataset, as that stage measured them.
 
-The seconds are those of reading, tokenizing and embedding all cells, without the start of Python. Memory is the peak of the
-device, or without a GPU that of the whole process, libraries included. Another load of the machine gives other numbers.
+The seconds are those of reading, tokenizing and embedding all cells, without the start of Python. Memory is the peak of
+the device, or without a GPU that of the whole process, libraries included. Another load of the machine gives other
+numbers.
 """
 
 from cellmill.config.structure_tasks import ThroughputConfig
