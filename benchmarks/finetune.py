@@ -41,6 +41,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "partial": {"finetune": {"method": "partial", "last_blocks": 1, "trunk_lr_frac": 0.1}},
     "lora": {"finetune": {"method": "lora", "trunk_lr_frac": 0.5}},
     "full": {"finetune": FULL},
+    "full, lr 1e-2": {"finetune": FULL, "train": {"lr": 1e-2}},
     "full, gradual": {"finetune": FULL | {"head_steps": 40, "block_steps": 20}},
 }
 REGRESSIONS = ("frozen vectors, logistic regression", "all genes, logistic regression")

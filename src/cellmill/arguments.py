@@ -229,6 +229,10 @@ def _add_sharing(stages: Any) -> None:
         "--licence", required=True, help="licence of the model, as the hub names it: apache-2.0, other, …"
     )
     push.add_argument("--private", action="store_true", help="make the repository private")
+    export = _command(stages, "export", "write the embedder of a model folder for other runtimes")
+    export.add_argument("--model", type=Path, required=True, help="folder of an exported model")
+    export.add_argument("--format", choices=["onnx"], default="onnx", help="format of the file (default: %(default)s)")
+    export.add_argument("--out", type=Path, required=True, help="the .onnx to write")
     pull = _command(stages, "pull", "download a model folder from the Hugging Face hub")
     pull.add_argument("repo", help="owner/name, or owner/name@revision")
     pull.add_argument("--out", type=Path, required=True, help="model folder to write")

@@ -21,9 +21,9 @@ from cellmill.errors import UserError
 from cellmill.files import read_json, special_kind
 
 RUN_COMMANDS = ("status", "watch", "attach", "cancel", "logs", "follow")
-FILE_COMMANDS = ("import", "convert", "archive", "unarchive", "plan_corpus", "push", "translate")
+FILE_COMMANDS = ("import", "convert", "archive", "unarchive", "plan_corpus", "push", "export", "translate")
 COMMANDS = ("profiles", "preflight", *FILE_COMMANDS, *RUN_COMMANDS)  # others are stages
-MODULES = {"import": "import_model"}  # where the command's name is a keyword of Python
+MODULES = {"import": "import_model", "export": "export_onnx"}  # a keyword of Python, and a module of models
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -34,10 +34,11 @@ def make_corpus(folder: Path, raw: Path, **split: Any) -> dict[str, Path]:
 def export_model(folder: Path, genes: Path, tokens: dict[str, Any] | None = None, seed: int = 0, **model: Any) -> Path:
     """The folder of a small model over the vocabulary in `genes`, with the weights that `seed` gives."""
     known = Vocabulary.read(genes)
-    given = spec(known.n_genes, Tokens.model_validate({"max_tokens": 64} | (tokens or {})), **(SMALL | model))
+    options = {name: value for name, value in (SMALL | model).items() if value is not None}
+    given = spec(known.n_genes, Tokens.model_validate({"max_tokens": 64} | (tokens or {})), **options)
     config = {
         "format": WEIGHTS_FORMAT,
-        "family": "encoder",
+        "family": given.model.family,
         "model": given.model.model_dump(mode="json"),
         "objective": given.objective.model_dump(mode="json"),
         "tokens": given.tokens.model_dump(mode="json"),

@@ -74,3 +74,15 @@ def test_what_is_wrong_is_named(sweep: dict[str, Any], message: str) -> None:
 def test_a_run_of_the_same_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"sweep\.a: two runs are called a-seed0"):
         expand({"a": {"run": {"corpus": "demo"}, "over": {"train.seed": [0]}}}, {"a-seed0": {}})
+
+
+def test_runs_of_a_sweep_are_branches_of_one_that_keeps_their_steps() -> None:
+    points = {f"s{n}": {"train.steps": n, "train.epochs": None, "trunk_step": n - 80} for n in (400, 800)}
+    sweep = {"length": {"run": {"corpus": "demo", "trunk": "long"}, "over": {"length": points}}}
+    long = {"corpus": "demo", "train": {"schedule": "wsd", "keep_steps": [320, 720]}}
+    given = check_config(BASE | {"runs": {"long": long}, "sweep": sweep}, "test")
+    branches = [(name, run.trunk, run.trunk_step) for name, run in given.runs.items() if run.trunk]
+    assert branches == [("length-s400", "long", 320), ("length-s800", "long", 720)]
+    del long["train"]
+    with pytest.raises(ConfigError, match=r"trunk_step: 320 is not in train.keep_steps of long \(\[\]\)"):
+        check_config(BASE | {"runs": {"long": long}, "sweep": sweep}, "test")

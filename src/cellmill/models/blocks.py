@@ -50,6 +50,14 @@ class Block(nn.Module):
         attended = attention(*self.before(x), cu_seqlens, lengths, self.causal)
         return self.after(x, attended.flatten(1), drops)
 
+    def padded(self, x: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+        """(cells, L, H) -> (cells, L, H) without dropout; `inside`, (cells, L) bool, are tokens that are no padding."""
+        cells, length, _ = x.shape
+        rows = x.flatten(0, 1)
+        q, k, v = (part.unflatten(0, (cells, length)).transpose(1, 2) for part in self.before(rows))
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=inside[:, None, None, :])
+        return self.after(rows, attended.transpose(1, 2).flatten(2).flatten(0, 1), None).unflatten(0, (cells, length))
+
     def before(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(T, H) -> query, key and value, (T, h, H / h) each."""
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, 3, self.head_width)).unbind(2)

@@ -120,6 +120,13 @@ class Model(nn.Module):
         """Return one vector per cell with nothing masked, (cells, vector width) float32."""
         raise NotImplementedError
 
+    def embed_padded(self, genes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """As `embed`, of padded cells, in operations that other runtimes have; cells have at least one gene.
+
+        `genes` and `values`, (cells, tokens), are padded with `<pad>` and 0. Families without it cannot be exported.
+        """
+        raise NotImplementedError
+
     def initial_value(self, name: str) -> Fill | None:
         """Return the initial value of a parameter of the model itself; by default the objective's."""
         return self.objective.initial_value(name)

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.models.batch import PAD_TOKEN, TensorBatch, with_extra_tokens
@@ -18,7 +19,7 @@ from cellmill.models.blocks import Block, Entry
 from cellmill.models.cell_encoder import CellEncoder
 from cellmill.models.covariates import CovariateEmbedding, CovariatePrefix
 from cellmill.models.encoder.config import EncoderConfig
-from cellmill.models.encoder.pooling import attended_state, first_state, first_tokens, mean_state
+from cellmill.models.encoder.pooling import attended_state, first_state, first_tokens, mean_state, padded_state
 from cellmill.models.encoder_batch import EncoderBatch
 from cellmill.models.family import ParallelPlan
 from cellmill.models.gene_vectors import GeneVectors, attach_gene_vectors
@@ -94,6 +95,25 @@ class EncoderModel(CellEncoder):
     def embed(self, batch: TensorBatch) -> torch.Tensor:
         """(cells, H) float32: the vectors of whole cells."""
         return super().embed(self._with_cell_tokens(batch))
+
+    def embed_padded(self, genes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """(cells, tokens) each -> (cells, H) float32; see `Model.embed_padded`."""
+        inside = genes != PAD_TOKEN
+        x = self.gene_embedding(genes)
+        if self.gene_vectors is not None:
+            x = x + self.gene_vectors(partial(F.embedding, genes))
+        if values.is_floating_point():
+            center = (values * inside).sum(1, keepdim=True) / inside.sum(1, keepdim=True)
+            x = x + self.value_embedding((values - center)[..., None])
+        else:
+            x = x + self.value_embedding(values)
+        if self.pooling == "cls":
+            x = torch.cat([self.cell_token.expand(x.shape[0], 1, -1), x], 1)
+            inside = F.pad(inside, (1, 0), value=True)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            x = block.padded(x, inside)
+        return padded_state(self.norm(x), inside, self.pooling, getattr(self, "pool_query", None))
 
     def _with_cell_tokens(self, batch: TensorBatch) -> TensorBatch:
         """One token before each cell, without a gene: no target."""

@@ -29,6 +29,17 @@ def first_state(states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
     return states[prepared.cu_seqlens[:-1].long()].float()
 
 
+def padded_state(states: torch.Tensor, inside: torch.Tensor, pooling: str, query: torch.Tensor | None) -> torch.Tensor:
+    """(C, L, H), and (C, L) bool of tokens that are no padding -> (C, H): the same poolings of padded cells."""
+    if pooling == "cls":
+        return states[:, 0]
+    weights = inside.to(states.dtype)
+    if query is not None:
+        scores = states @ query * states.shape[-1] ** -0.5
+        weights = scores.masked_fill(~inside, -torch.inf).softmax(1)
+    return (states * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
+
+
 def attended_state(states: torch.Tensor, prepared: EncoderBatch, query: torch.Tensor) -> torch.Tensor:
     """(T, H) and (H,) -> (C, H) float32: states weighted by the softmax over a cell of their product with `query`.
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.models.cell_encoder import CellEncoder
@@ -57,6 +58,20 @@ class ProfileModel(CellEncoder):
         for block in self.blocks:
             x = block(x, prepared.cell_keys)
         return x
+
+    def embed_padded(self, genes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """(cells, tokens) each -> (cells, H) float32; see `Model.embed_padded`."""
+
+        def sums(table: torch.Tensor) -> torch.Tensor:
+            return (values[:, None] @ F.embedding(genes, table))[:, 0]
+
+        x = sums(self.gene_embedding.weight)
+        if self.gene_vectors is not None:
+            x = x + self.gene_vectors(sums)
+        for block in self.blocks:
+            assert isinstance(block, FeedForward)
+            x = block.inner(x, None)
+        return self.norm(x)
 
     def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """(C, H) float32: the states, which are those of cells already."""

@@ -1,0 +1,126 @@
+"""The embedder of an exported model as an ONNX file, for runtimes without torch.
+
+Inputs are `genes` (cells, tokens) int64, padded with 0, and `values` (cells, tokens), padded with 0, as the model's
+tokenizer makes them; cells have at least one gene. The output `cell_vector` is (cells, width) float32. Metadata
+`tokens`, `vocabulary` and `vocabulary_digest` hold the tokenizer's options and the genes of the tokens in their order.
+"""
+
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from cellmill.config.tokens import SPECIAL, Tokens
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import ConfigError, DataError
+from cellmill.files import atomic_path
+from cellmill.models.batch import PAD_TOKEN, TensorBatch
+from cellmill.models.export import load_model, spec_of
+from cellmill.models.family import Model
+
+try:
+    import onnx
+    import onnxruntime
+    import onnxscript  # noqa: F401  torch's exporter imports it
+except ImportError as error:
+    raise ConfigError(f"the package {error.name} is not installed; pip install 'cellmill[onnx]'") from None
+
+TOLERANCE = 1e-4
+"""Largest difference of a vector from that of the model, relative to the largest number of the vectors."""
+_CHECKED = (3, 7, 1)  # genes of the cells that are compared: other numbers of cells and genes than those of the trace
+
+
+class Padded(nn.Module):
+    """A model by `embed_padded` alone."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, genes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """(cells, tokens) each -> (cells, width)."""
+        return self.model.embed_padded(genes, values)
+
+
+def write_onnx(folder: Path, out: Path) -> float:
+    """Write the embedder of the model in `folder` to `out`, atomically, after a comparison with the model.
+
+    Returns the largest relative difference between onnxruntime's vectors and the model's. Raises ConfigError for a
+    family that has no padded form, and DataError if the vectors differ.
+    """
+    model, vocabulary, config = load_model(folder)
+    spec = spec_of(config, vocabulary.n_genes)
+    tokens = spec.tokens
+    if type(model).embed_padded is Model.embed_padded or tokens.covariates:
+        what = "tokens.covariates" if tokens.covariates else f"family {spec.model.family}"
+        raise ConfigError(
+            f"{folder}: {what} cannot be exported to ONNX; families encoder and profile can, without covariates"
+        )
+    with atomic_path(out) as temporary:
+        _trace(model, tokens, vocabulary.n_genes, temporary)
+        made = onnx.load(temporary)
+        about = {"tokens": json.dumps(tokens.model_dump(mode="json")), "vocabulary": "\n".join(vocabulary.gene_ids)}
+        onnx.helper.set_model_props(made, about | {"vocabulary_digest": vocabulary.digest})
+        onnx.save(made, temporary)
+        session = onnxruntime.InferenceSession(str(temporary), providers=["CPUExecutionProvider"])
+        difference = _difference(session, model, tokens, vocabulary)
+        if not difference <= TOLERANCE:
+            raise DataError(
+                f"{out}: not written: its vectors differ from the model's by {difference:.1g}, more than {TOLERANCE:g}"
+            )
+    return difference
+
+
+def _cells(tokens: Tokens, n_genes: int, lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Genes and values of cells of `lengths` genes, padded; drawn by a fixed seed."""
+    draw, longest = torch.Generator().manual_seed(0), max(lengths)
+    inside = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    genes = torch.stack([torch.randperm(n_genes, generator=draw)[:longest] for _ in lengths]) + len(SPECIAL)
+    if tokens.value_kind == "scalar":
+        values = 5 * torch.rand(len(lengths), longest, generator=draw)
+    elif tokens.value_kind == "place":
+        values = torch.arange(longest).expand(len(lengths), -1)
+    else:
+        values = torch.randint(1, tokens.n_values, (len(lengths), longest), generator=draw)
+    return torch.where(inside, genes, PAD_TOKEN), values * inside
+
+
+def _trace(model: Model, tokens: Tokens, n_genes: int, out: Path) -> None:
+    example = _cells(tokens, n_genes, (min(5, n_genes), min(4, n_genes)))
+    shapes = {0: torch.export.Dim("cells"), 1: torch.export.Dim("tokens")}
+    quiet = logging.getLogger("torch.onnx")
+    before = quiet.level
+    quiet.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # of torch's exporter about itself
+            torch.onnx.export(
+                Padded(model).eval(),
+                example,
+                out,
+                dynamo=True,
+                input_names=["genes", "values"],
+                output_names=["cell_vector"],
+                dynamic_shapes={"genes": shapes, "values": shapes},
+                external_data=False,
+                verbose=False,
+            )
+    finally:
+        quiet.setLevel(before)
+
+
+def _difference(session: Any, model: Model, tokens: Tokens, vocabulary: Vocabulary) -> float:
+    genes, values = _cells(tokens, vocabulary.n_genes, tuple(min(n, vocabulary.n_genes) for n in _CHECKED))
+    (found,) = session.run(["cell_vector"], {"genes": genes.numpy(), "values": values.numpy()})
+    inside = genes != PAD_TOKEN
+    lengths = inside.sum(1)
+    ends = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
+    packed = TensorBatch(genes[inside], values[inside], ends, torch.arange(len(genes)), lengths.tolist())
+    with torch.no_grad():
+        expected = model.embed(packed).numpy()
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
