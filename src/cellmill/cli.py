@@ -23,7 +23,7 @@ from cellmill.files import read_json, special_kind
 RUN_COMMANDS = ("status", "watch", "attach", "cancel", "logs", "follow")
 FILE_COMMANDS = ("import", "convert", "archive", "unarchive", "plan_corpus", "push", "export", "translate")
 COMMANDS = ("profiles", "preflight", *FILE_COMMANDS, *RUN_COMMANDS)  # others are stages
-MODULES = {"import": "import_model", "export": "export_onnx"}  # a keyword of Python, and a module of models
+MODULES = {"import": "import_model"}  # where the command's name is a keyword of Python
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
                 given["launcher"] = "slurm"
             arguments["machine"] = check_options(Machine, given, "the machine (profile, set-resources)")
         room = "commands" if stage in COMMANDS else "stages"
-        module = f"profiles_{arguments.pop('what')}" if stage == "profiles" else MODULES.get(stage, stage)
+        kind = {"profiles": "what", "export": "format"}.get(stage)
+        module = f"{stage}_{arguments.pop(kind)}" if kind else MODULES.get(stage, stage)
         importlib.import_module(f"cellmill.{room}.{module}").run(**arguments)
     except UserError as error:
         print(f"cellmill {stage}: {error}", file=sys.stderr)

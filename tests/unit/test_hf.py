@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from exported import SMALL, export_model
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'cellmill[hf]'")
 
+from cellmill.cli import main  # noqa: E402
 from cellmill.config.checks import check_together  # noqa: E402
 from cellmill.config.family import FamilyConfig  # noqa: E402
 from cellmill.config.load import check_options  # noqa: E402
@@ -24,7 +26,7 @@ from cellmill.errors import ConfigError, DataError  # noqa: E402
 from cellmill.finetune.depth import Depth  # noqa: E402
 from cellmill.models.batch import to_tensors  # noqa: E402
 from cellmill.models.build import ModelSpec, build  # noqa: E402
-from cellmill.models.export import initial_tensors  # noqa: E402
+from cellmill.models.export import initial_tensors, load_model  # noqa: E402
 from cellmill.models.family import Model  # noqa: E402
 from cellmill.parallel.materialize import materialize  # noqa: E402
 from cellmill.planner.size import measure  # noqa: E402
@@ -100,6 +102,21 @@ def test_embeddings_of_a_pretrained_folder_are_those_of_transformers(folder: Pat
         states = theirs(input_ids=ids, attention_mask=(ids != ESM.index("<pad>")).long()).last_hidden_state
         expected = torch.stack([row[1 : len(sequence) + 1].mean(0) for row, sequence in zip(states, SEQUENCES)])
         torch.testing.assert_close(network.embed(batch()), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_exported_model_is_read_by_transformers_and_gives_its_vectors(folder: Path, tmp_path: Path) -> None:
+    VOCABULARY.write(tmp_path / "vocabulary.tsv")
+    model: dict[str, Any] = dict.fromkeys(SMALL) | {"family": "hf", "objective": "masked_gene", "path": str(folder)}
+    exported = export_model(tmp_path / "model", tmp_path / "vocabulary.tsv", TOKENS, **model)
+    assert main(["export", "--format", "transformers", "--model", str(exported), "--out", str(tmp_path / "out")]) == 0
+    network, ids = load_model(exported)[0], padded_ids()
+    theirs = transformers.AutoModel.from_pretrained(tmp_path / "out").eval()
+    with torch.inference_mode():
+        states = theirs(input_ids=ids, attention_mask=(ids != ESM.index("<pad>")).long()).last_hidden_state
+        expected = torch.stack([row[1 : len(sequence) + 1].mean(0) for row, sequence in zip(states, SEQUENCES)])
+        torch.testing.assert_close(network.embed(batch()), expected, atol=1e-5, rtol=1e-5)
+    table = dict(line.split("\t") for line in (tmp_path / "out" / "tokens.tsv").read_text().splitlines())
+    assert all(table[residue] == str(ESM.index(residue)) for residue in RESIDUES)
 
 
 def test_the_head_of_the_folder_predicts_as_that_of_transformers(folder: Path) -> None:

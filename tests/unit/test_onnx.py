@@ -42,7 +42,7 @@ def genes(tmp_path: Path) -> Path:
 )
 def test_onnx_gives_the_models_vectors(tmp_path: Path, genes: Path, tokens: Any, model: Any) -> None:
     folder, out = export_model(tmp_path / "model", genes, tokens, **model), tmp_path / "model.onnx"
-    assert main(["export", "--model", str(folder), "--out", str(out)]) == 0
+    assert main(["export", "--format", "onnx", "--model", str(folder), "--out", str(out)]) == 0
     network, vocabulary, config = load_model(folder)
     lengths, draw = [9, 1, 30, 17], np.random.default_rng(1)
     rows = np.concatenate([draw.permutation(N_GENES)[:n] for n in lengths]).astype(np.int32)
@@ -67,7 +67,7 @@ def test_onnx_gives_the_models_vectors(tmp_path: Path, genes: Path, tokens: Any,
 
 def test_a_family_without_a_padded_form_is_refused(tmp_path: Path, genes: Path, capsys: Any) -> None:
     folder = export_model(tmp_path / "model", genes, family="autoregressive")
-    assert main(["export", "--model", str(folder), "--out", str(tmp_path / "m.onnx")]) == 2
+    assert main(["export", "--format", "onnx", "--model", str(folder), "--out", str(tmp_path / "m.onnx")]) == 2
     assert (
         "family autoregressive cannot be exported to ONNX; families encoder and profile can" in capsys.readouterr().err
     )

@@ -1,4 +1,4 @@
-"""export: the embedder of an exported model in a format of other runtimes."""
+"""export --format onnx: the embedder of an exported model for runtimes without torch."""
 
 from pathlib import Path
 
@@ -6,9 +6,8 @@ from cellmill.errors import ConfigError
 from cellmill.models.onnx_file import write_onnx
 
 
-def run(*, model: Path, format: str, out: Path) -> None:
+def run(*, model: Path, out: Path) -> None:
     """Write the model in folder `model` to `out`. Raises UserError."""
-    assert format == "onnx"
     if out.suffix != ".onnx":
         raise ConfigError(f"{out}: expected a name that ends in .onnx")
     difference = write_onnx(model, out)
