@@ -49,6 +49,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "missing_genes": "cellmill.config.evaluate:MissingGenesConfig",
         "clustering": "cellmill.config.structure_tasks:ClusteringConfig",
         "integration": "cellmill.config.structure_tasks:IntegrationConfig",
+        "throughput": "cellmill.config.structure_tasks:ThroughputConfig",
         "perturbation": "cellmill.config.evaluate:PerturbationConfig",
     },
     "tracker": {

@@ -216,6 +216,8 @@ ELSEWHERE = {
     "evaluate.folds": "unit/test_evaluate_stage.py",
     "evaluate.tasks": "unit/test_evaluate_stage.py",
     "evaluate.seed": "unit/test_evaluate_stage.py",
+    "evaluate.gate": "unit/test_gate.py",
+    "stream.weight_start_exponent": "unit/test_repeats.py",
     "report.title": "unit/test_report.py",
     "corpora.table": "unit/test_config.py",
     "corpora.datasets": "unit/test_config.py",

@@ -141,6 +141,8 @@ def _type(schema: dict[str, Any]) -> str:
         return (", or " if "," in kinds[0] else " or ").join(kinds)
     if "enum" in schema or "const" in schema:
         return " or ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    if "$ref" in schema:  # a section in a list, whose keys the description names
+        return "mapping"
     if schema["type"] == "array":
         return f"list of {_type(schema['items'])}"
     limits = [f"{sign} {schema[limit]:g}" for limit, sign in LIMITS.items() if limit in schema]

@@ -1,10 +1,19 @@
 """Section `evaluate`, and the options of evaluation tasks. Torch-free."""
 
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializeAsAny,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
+from cellmill.config.gate import BaselineGate
 from cellmill.config.plugin import Plugin, by_name
 from cellmill.config.section import EachOnce, Section
 
@@ -162,3 +171,21 @@ class Evaluate(Section):
         min_length=1,
         description="Tasks to run, by name, each with its options; a run's tasks replace the default ones.",
     )
+    gate: list[BaselineGate] = Field(
+        [],
+        description="Conditions without which the stage fails, each with `task`, `baseline` (a row, or features, whose "
+        "best classifier counts), `column` (default: the one that ranks the rows) and `margin` (default 0): the least "
+        "difference of the model's best row and the baseline's. Results are then in metrics.failed.json.",
+    )
+
+    @model_validator(mode="after")
+    def _gates_of_tasks(self) -> Self:
+        if unknown := [gate.task for gate in self.gate if gate.task not in self.tasks]:
+            raise ValueError(f"gate: task {unknown[0]!r} is not in evaluate.tasks, which are: {', '.join(self.tasks)}")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_no_gate(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Options without `gate` where there is none: evaluations of earlier versions stay as they are."""
+        tree: dict[str, Any] = handler(self)
+        return tree if self.gate else {key: value for key, value in tree.items() if key != "gate"}

@@ -1,4 +1,4 @@
-"""Options of tasks that judge the geometry of embeddings without a classifier. Torch-free."""
+"""Options of tasks that judge embeddings without a classifier: their geometry, and their cost. Torch-free."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -38,3 +38,11 @@ class IntegrationConfig(TaskConfig):
     neighbors: int = Field(90, ge=15, description="k of the neighbour graph; LISI's perplexity is a third of it.")
     harmony: bool = Field(False, description="With a row of PCA50 corrected by Harmony (extra `integrate`).")
     min_cells: int = MIN_CELLS
+
+
+class ThroughputConfig(TaskConfig):
+    """Cells per second and memory of stage `embed` on the dataset, as it was run."""
+
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.throughput:Throughput"
+
+    name: Literal["throughput"] = Field("throughput", description="Name of the task.")

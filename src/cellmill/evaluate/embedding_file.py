@@ -15,6 +15,7 @@ from cellmill.errors import DataError
 KEY = "X_cellmill"  # key in obsm
 ABOUT = "cellmill"  # key in uns
 AGAIN = "run embed again"
+COST = ("seconds", "peak_gb")  # keys in uns["cellmill"]
 
 
 def write_embedding(path: Path, obs: pd.DataFrame, vectors: np.ndarray, about: dict[str, Any]) -> None:
@@ -75,6 +76,15 @@ def read_embedding(path: Path, names: pd.Index, model_digest: str, width: int) -
     if (wrong := finite.any(axis=1) != finite.all(axis=1)).any() or (wrong := np.isinf(vectors).any(axis=1)).any():
         raise DataError(f"{path}: cell {int(wrong.argmax()) + 1:,} has numbers that are not finite; {AGAIN}")
     return vectors
+
+
+def read_cost(path: Path) -> dict[str, float] | None:
+    """`seconds` and `peak_gb` of the stage that wrote an embedding; None where they were not measured yet."""
+    with open_h5(path, AGAIN) as file:
+        about = file["uns"][ABOUT]
+        if not {*COST} <= {*about}:
+            return None
+        return {name: float(read_elem(about[name])) for name in COST}
 
 
 def _check_cells(path: Path, own: pd.Index, names: pd.Index) -> None:

@@ -85,6 +85,8 @@ class Context:
     model: EvaluatedModel
     options: Evaluate  # options that all tasks share: `folds`, `seed`, `cells`
     baselines: BaselineCache = field(default_factory=BaselineCache)
+    embedding_cost: Mapping[str, float] | None = None
+    """`seconds` and `peak_gb` of stage `embed`; None for an embedding of an earlier version."""
 
     @property
     def supervised(self) -> str | None:

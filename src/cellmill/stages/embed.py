@@ -1,5 +1,6 @@
 """embed: embeddings of the cells of any dataset, from the exported model alone."""
 
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from cellmill.evaluate.embed import embed_cells, load_for_inference
 from cellmill.evaluate.embedding_checks import check_coverage, limits_of
 from cellmill.evaluate.embedding_file import append_embedding, write_embedding
 from cellmill.files import sha256_file
+from cellmill.train.telemetry import memory_bytes
 
 
 def run(*, options: EmbedOptions, model: Path, input: Path | str, counts: str, out: Path, append: bool = False) -> None:
@@ -20,12 +22,13 @@ def run(*, options: EmbedOptions, model: Path, input: Path | str, counts: str, o
     """
     path = checked_input(input, out, append)
     network, vocabulary, tokens, config = load_for_inference(model)
-    section = options.embed
+    section, started = options.embed, time.perf_counter()
     with open_dataset(path, counts) as reader:
         embedding = embed_cells(reader, network, vocabulary, tokens, section.token_budget, precision=section.precision)
         check_coverage(path, embedding, section)
         reader.warn_if_rounded()
         obs = reader.obs
+    seconds = time.perf_counter() - started
     about = {
         "model_digest": sha256_file(model / "model.safetensors"),
         "vocabulary_digest": vocabulary.digest,
@@ -34,12 +37,15 @@ def run(*, options: EmbedOptions, model: Path, input: Path | str, counts: str, o
         "coverage_frac": embedding.coverage_frac,
         "n_without_genes": embedding.n_without_genes,
         "genes": asdict(embedding.genes) | {"absent": list(embedding.genes.absent)},
+        "seconds": seconds,
+        "peak_gb": memory_bytes(next(network.parameters()).device)[0] / 1e9,
     }
     if append:
         append_embedding(path, out, embedding.vectors, about)
     else:
         write_embedding(out, obs, embedding.vectors, about)
     print(f"{path.stem}: {len(obs):,} cells, {embedding.coverage_frac:.1%} of counts on known genes -> {out}")
+    print(f"{path.stem}: {seconds:.1f} s, {len(obs) / seconds:,.0f} cells/s, peak memory {about['peak_gb']:.2f} GB")
     for line in limits_of(embedding):
         print(f"{path.stem}: {line}")
 

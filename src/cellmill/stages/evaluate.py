@@ -13,10 +13,12 @@ metrics.json, written last:
         tasks   by name, `NAME of LABEL` for further labels: rows, metric, verdicts, sentences, figures,
                 skipped, differences (evaluate.task.TaskResult)
 
-umap.tsv beside it has dataset, obs_name, label, x, y and heldout (1 or 0) of each drawn cell.
+umap.tsv beside it has dataset, obs_name, label, x, y and heldout (1 or 0) of each drawn cell; scores.csv the numbers of
+all rows, one a line. Figures of a task have its seconds, the only number that varies from one evaluation to the next.
 """
 
 import json
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -34,10 +36,12 @@ from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.evaluate.baseline_cache import BaselineCache
 from cellmill.evaluate.embed import load_for_inference
-from cellmill.evaluate.embedding_file import read_embedding
+from cellmill.evaluate.embedding_file import read_cost, read_embedding
+from cellmill.evaluate.gate import failures
 from cellmill.evaluate.gene_coverage import gene_coverage
 from cellmill.evaluate.projection import umap_rows
 from cellmill.evaluate.task import Context, EvaluatedModel, Task, named_roles, named_supervised, read_roles
+from cellmill.evaluate.tidy_scores import write_scores
 from cellmill.evaluate.training_cells import TrainedContents, held_out, seen_cells
 from cellmill.evaluate.umap_table import write_umap
 from cellmill.files import sha256_file, write_json
@@ -84,7 +88,8 @@ def run(
             scored = _scored(reader, unseen, section)
             embedded = np.isfinite(vectors).all(axis=1)
             cache = BaselineCache(None if baselines is None else baselines / f"{name}.npz")
-            context = Context(name, reader, scored & embedded, vectors, roles, evaluated, section, cache)
+            cost = read_cost(embedding)
+            context = Context(name, reader, scored & embedded, vectors, roles, evaluated, section, cache, cost)
             datasets[name] = {
                 "n_cells": reader.n_obs,
                 "n_scored": int(context.scored.sum()),
@@ -105,7 +110,9 @@ def run(
     about["supervised_by"] = evaluated.supervised_by
     resolved = section.model_dump(mode="json")
     metrics = {"model": about, "fingerprint": shards.fingerprint, "options": resolved, "datasets": datasets}
-    write_json(out, metrics)  # last: its existence means that umap.tsv is complete
+    write_scores(out.parent / "scores.csv", datasets)
+    _check_gates(section, datasets, metrics, out)
+    write_json(out, metrics)  # last: its existence means that the others are complete
 
 
 def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
@@ -121,6 +128,16 @@ def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
     return results
 
 
+def _check_gates(options: Evaluate, datasets: dict[str, Any], metrics: dict[str, Any], out: Path) -> None:
+    """Raise DataError with the first failed gate; the metrics are then kept beside `out`, which a failed job lacks."""
+    kept = out.with_name("metrics.failed.json")
+    kept.unlink(missing_ok=True)
+    if failed := failures(options.gate, datasets):
+        write_json(kept, metrics)
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        raise DataError(f"evaluate.gate: {failed[0]}{more}; all results are in {kept}")
+
+
 def _run_on_other_labels(tasks: dict[str, Task], context: Context, labels: list[str]) -> dict[str, Any]:
     """Entries of the tasks that read a label, for each label after the first."""
     results: dict[str, Any] = {}
@@ -134,9 +151,11 @@ def _run_on_other_labels(tasks: dict[str, Task], context: Context, labels: list[
 
 
 def _run_task(task: Task, name: str, context: Context) -> dict[str, Any]:
-    """Entry of one task. A task that fails is named in the last line, below its traceback."""
+    """Entry of one task, with its seconds. A task that fails is named in the last line, below its traceback."""
+    started = time.perf_counter()
     try:
         entry = named_supervised(task.run(context), context.supervised).to_json()
+        entry["figures"] = entry["figures"] | {"seconds": round(time.perf_counter() - started, 2)}
         json.dumps(entry, allow_nan=False)
     except UserError:
         raise

@@ -1,0 +1,114 @@
+"""Gates of an evaluation, its tidy scores, and the cost of the embedding."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from cellmill.config.gate import BaselineGate
+from cellmill.config.options import EmbedOptions, EvaluateOptions
+from cellmill.errors import ConfigError, DataError
+from cellmill.evaluate.gate import failures
+from cellmill.stages import embed, evaluate
+from tests.unit.exported import export_model, make_corpus
+
+ROWS = [
+    {"name": "embedding + kNN", "kind": "model", "accuracy_mean": 0.7, "accuracy_repetitions": [0.7], "cells": 3},
+    {"name": "embedding + LR", "kind": "model", "accuracy_mean": 0.8},
+    {"name": "all genes + kNN", "kind": "baseline", "accuracy_mean": 0.6},
+    {"name": "all genes + LR", "kind": "baseline", "accuracy_mean": 0.82},
+    {"name": "majority", "kind": "baseline", "accuracy_mean": 0.3},
+]
+
+
+def _datasets(**tasks: Any) -> dict[str, Any]:
+    empty = {"rows": ROWS, "metric": "accuracy", "skipped": None}
+    return {"blood": {"tasks": {name.replace("_", " "): empty | changed for name, changed in tasks.items()}}}
+
+
+def test_a_gate_compares_the_best_rows_by_their_means_on_every_label() -> None:
+    datasets = _datasets(probe={}, probe_of_donor={}, other={})
+    assert failures([BaselineGate(task="probe", baseline="majority")], datasets) == []
+    assert failures([BaselineGate(task="probe", baseline="all genes", margin=-0.05)], datasets) == []
+    failed = "embedding + LR has 0.800 accuracy, expected 0.820 of all genes + LR"
+    assert failures([BaselineGate(task="probe", baseline="all genes")], datasets) == [
+        f"blood: probe: {failed}",
+        f"blood: probe of donor: {failed}",
+    ]
+    [line] = failures([BaselineGate(task="other", baseline="majority", margin=0.6)], datasets)
+    assert line == "blood: other: embedding + LR has 0.800 accuracy, expected 0.300 of majority and 0.6 more"
+
+
+@pytest.mark.parametrize(
+    ("gate", "changed", "message"),
+    [
+        ({"baseline": "PCA"}, {}, "no baseline 'PCA'; there are: all genes"),
+        ({"baseline": "majority", "column": "F1"}, {}, r"no numbers in column 'F1'; there are: accuracy, cells$"),
+        ({"baseline": "majority"}, {"metric": None}, "blood: probe: no column ranks its rows; set column$"),
+        ({"baseline": "majority"}, {"skipped": "no label"}, "task probe was skipped on every dataset: no row to"),
+    ],
+)
+def test_a_gate_that_compares_nothing_is_an_error(gate: dict[str, Any], changed: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        failures([BaselineGate(task="probe", **gate)], _datasets(probe=changed))
+
+
+def test_a_gate_of_a_task_that_is_not_run_is_refused_and_no_gate_leaves_the_options_as_they_were() -> None:
+    with pytest.raises(ValidationError, match=r"task 'prob' is not in evaluate\.tasks, which are: probe, reconstruct"):
+        EvaluateOptions.model_validate({"evaluate": {"gate": [{"task": "prob", "baseline": "majority"}]}})
+    given = EvaluateOptions.model_validate({"evaluate": {}}).evaluate
+    assert "gate" not in given.model_dump(mode="json")
+
+
+def test_a_failed_gate_ends_the_stage_in_one_line_and_keeps_the_results_beside(tmp_path: Path, simulated: Path) -> None:
+    corpus = make_corpus(tmp_path, simulated)
+    model = export_model(tmp_path / "model", corpus["vocabulary"])
+    embedding, out = tmp_path / "embedding.h5ad", tmp_path / "evaluate" / "metrics.json"
+    embed.run(
+        options=EmbedOptions.model_validate({"embed": {}}),
+        model=model,
+        input=corpus["cells"],
+        counts="X",
+        out=embedding,
+    )
+
+    def evaluated(**gate: Any) -> None:
+        section = {"tasks": {"probe": {"seeds": 1}, "throughput": {}}, "gate": [{"task": "probe", **gate}]}
+        evaluate.run(
+            options=EvaluateOptions.model_validate({"evaluate": section}),
+            model=model,
+            manifest=corpus["manifest"],
+            cells=[corpus["cells"]],
+            embeddings=[embedding],
+            labels=["cell_type"],
+            out=out,
+        )
+
+    with pytest.raises(DataError, match=r"^evaluate\.gate: simulated: probe: embedding .* all results are in .*failed"):
+        evaluated(baseline="majority", margin=2)
+    assert not out.exists()
+    kept = json.loads((out.parent / "metrics.failed.json").read_text())
+    evaluated(baseline="majority", margin=-1)
+    assert not (out.parent / "metrics.failed.json").exists()
+    tasks = json.loads(out.read_text())["datasets"]["simulated"]["tasks"]
+    assert tasks["probe"]["rows"] == kept["datasets"]["simulated"]["tasks"]["probe"]["rows"]
+    [row] = tasks["throughput"]["rows"]
+    assert row["cells"] == 600
+    assert row["cells per s"] == pytest.approx(600 / row["seconds"])
+    assert 0.05 < row["peak memory, GB"] < 50
+    lines = list(csv.DictReader((out.parent / "scores.csv").read_text().splitlines()))
+    of_row = [line for line in lines if line["name"] == "embedding + kNN" and line["column"] == "accuracy"]
+    assert [(line["statistic"], line["repetition"]) for line in of_row] == [
+        ("mean", ""),
+        ("sd", ""),
+        ("repetition", "0"),
+    ]
+    assert float(of_row[0]["value"]) == next(
+        row["accuracy_mean"] for row in tasks["probe"]["rows"] if row["name"] == "embedding + kNN"
+    )
+    assert [line["column"] for line in lines if line["task"] == "throughput"][1] == "seconds"
