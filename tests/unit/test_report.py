@@ -13,93 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reported import EVIL, LOSS, LOST, make_corpus, make_run, write
 
 from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
 from cellmill.report import figures
-from cellmill.report.collect import ReportedRun, largest_memory, losses, read_corpus, read_run
+from cellmill.report.collect import ReportedRun, largest_memory, read_corpus, read_run, sentences_of
 from cellmill.report.drawing import Drawings, in_script, scripts
 from cellmill.report.overview import standings
 from cellmill.report.page import render
 from cellmill.report.tables import Column, TaskTable, columns, compare_runs, flat, number
 from cellmill.report.training import planned_and_measured
-from cellmill.runs.verdict import Outcome, Verdict
+from cellmill.runs.verdict import Outcome
 from cellmill.stages import report
-
-EVIL = "<script>alert(1)"
-ROWS = [
-    ("embedding + logistic regression", "model", 0.80),
-    ("embedding + kNN", "model", 0.75),
-    ("all genes + logistic regression", "baseline", 0.84),
-]
-LOST = Verdict("embedding + kNN", "PCA50 + kNN", "accuracy", -0.09, (-0.12, -0.06), "behind")
-LOSS = "embedding + kNN is behind PCA50 + kNN by 0.090 accuracy (-0.120 to -0.060)."
-
-
-def _write(path: Path, value: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(value if isinstance(value, str) else json.dumps(value))
-
-
-def _run(folder: Path) -> Path:
-    rows = [
-        {"name": name, "kind": kind, "accuracy_mean": a, "accuracy_sd": 0.02, "macro_f1_mean": a - 0.1,
-         "macro_f1_sd": 0.03, "accuracy_folds": [a, a], "macro_f1_folds": [a, a], "not_converged": 0}
-        for name, kind, a in ROWS
-    ]  # fmt: skip
-    figures = {
-        "n_cells": 90, "classes": {EVIL: 50, "B $x_$": 40}, "dropped_classes": {"<b>few": 3}, "n_unlabelled": 2,
-        "folds": 5,
-    }  # fmt: skip
-    result: dict[str, Any] = {
-        "rows": [], "metric": None, "verdicts": [], "sentences": [], "figures": {}, "skipped": None,
-    }  # fmt: skip
-    lost = {"verdicts": [asdict(LOST)], "sentences": [LOSS]}
-    probe = result | {"rows": rows, "metric": "accuracy", "figures": figures} | lost
-    skipped = result | {"skipped": "the dataset has no label column"}
-    masked = result | {"figures": {"n_cells": 95, "r2_over_gene_mean": -0.012}}
-    shared = {"n_cells": 300, "n_scored": 95, "cells": "heldout", "n_without_genes": 0}
-    genes = {"n_present": 75, "n_genes": 765, "expressed_frac": 0.213, "absent": ["CD3D"]}
-    datasets = {
-        "pbmc": shared | {"genes": genes, "roles": {"label": "type"}, "tasks": {"probe": probe, "reconstruct": masked}},
-        "bare": shared | {"roles": {}, "tasks": {"probe": skipped, "reconstruct": masked}},
-    }
-    _write(folder / "plan.json", {"parameters": 1234567, "steps": 200, "hours": 0.5})
-    _write(folder / "train/status.json", {"state": "done", "step": 199, "cells": 6368, "best_val_loss": 0.4321})
-    _write(folder / "train/metrics.jsonl", '{"step": 1, "loss": 2.0, "peak_resident_gb": [0.5, 0.7123]}\n'
-           '{"step": 2, "loss": 1.5, "peak_resident_gb": [0.6, 0.7]}\n'
-           '{"step": 2, "val_loss": 1.6}\n{"step": 3, "lo')  # fmt: skip
-    _write(folder / "train/run.json", {"options": {"train": {"lr": 0.001}}, "environment": {"torch": "2.99.1"}})
-    _write(folder / "model/config.json", {"vocabulary_digest": "cafe" * 16})
-    _write(folder / "evaluate/metrics.json", {"model": {"digest": "beef" * 16}, "datasets": datasets})
-    _write(folder / "evaluate/umap.tsv", "dataset\tobs_name\tlabel\tx\ty\theldout\n"
-           f"pbmc\tc1\t{EVIL}\t0.5\t1\t1\npbmc\tc2\tB $x_$\t1\t2\t0\npbmc\tc3\t\t2\t2\t0\n")  # fmt: skip
-    return folder
-
-
-def _corpus(folder: Path) -> Path:
-    bins = {"edges": [1.0, 10.0, 100.0], "before": [5, 300], "after": [0, 300]}
-    _write(folder / "cells/pbmc.json", {
-        "dataset": EVIL, "source": {"file": "raw.h5ad", "sha256": "abcdef0123456789", "counts": "X"},
-        "cells": {"in": 305, "out": 300, "dropped": {"min_genes": 5, "no counts": 0}},
-        "genes": {"in": 1000, "out": 900}, "coverage": {"frac": 0.973},
-        "histograms": {"n_genes": bins, "mito_frac": bins | {"edges": [0, 0.1, 0.2]}},
-    })  # fmt: skip
-    _write(folder / "vocabulary.tsv", "token_id\tgene_id\tsymbol\tn_cells\tmedian\n0\t<pad>\t\t\t\n1\t<mask>\t\t\t\n"
-           "2\tENSG1\tA\t3\t1\n")  # fmt: skip
-    split = {"n_obs": 240, "nnz": 9999, "shards": [{"name": "train-0"}]}
-    _write(folder / "shards/manifest.json", {
-        "fingerprint": "f00d" * 16, "vocabulary": {"digest": "cafe" * 16}, "splits": {"train": split},
-    })  # fmt: skip
-    return folder
 
 
 @pytest.fixture
 def page(tmp_path: Path) -> str:
     out = tmp_path / "report" / "index.html"
-    runs = [_run(tmp_path / "runs" / "first"), _run(tmp_path / "runs" / EVIL)]
+    runs = [make_run(tmp_path / "runs" / "first"), make_run(tmp_path / "runs" / EVIL)]
     options = ReportOptions.model_validate({"report": {"title": f"Cells {EVIL}"}})
-    report.run(options=options, runs=runs, corpora=[_corpus(tmp_path / "corpora" / "pbmc")], out=out)
+    report.run(options=options, runs=runs, corpora=[make_corpus(tmp_path / "corpora" / "pbmc")], out=out)
     return out.read_text(encoding="utf-8")
 
 
@@ -156,7 +90,7 @@ def test_json_cannot_end_its_script_element() -> None:
 def test_the_page_shows_what_the_folders_hold(page: str) -> None:
     text = " ".join(_Page(page).text.split())
     for wanted in (
-        "1,234,567", "6,368", "0.4321", "0.840", "0.800", LOSS, "Where models are behind, or level",
+        "1,234,567", "6,368", "0.4321", "0.840", "0.800", LOSS, "Where models are behind",
         "B $x_$", "<b>few 3",
         "0.840 ± 0.020", "probe: accuracy", "n unlabelled 2", "Skipped: the dataset has no label column.", "-0.012",
         "97.3 %", "min_genes: 5",
@@ -189,20 +123,20 @@ def test_the_page_says_which_files_are_missing(tmp_path: Path) -> None:
 
 
 def test_an_incomplete_last_line_of_metrics_is_left_out(tmp_path: Path) -> None:
-    assert [line["step"] for line in read_run(_run(tmp_path / "run")).lines] == [1, 2, 2]
+    assert [line["step"] for line in read_run(make_run(tmp_path / "run")).lines] == [1, 2, 2]
 
 
 def test_missing_folders_damaged_files_and_doubled_names_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone: expected the folder of a run, found none$"):
         read_run(tmp_path / "gone")
-    run = _run(tmp_path / "run")
+    run = make_run(tmp_path / "run")
     with pytest.raises(DataError, match=r"^two runs are called 'run'; rename one of their folders$"):
         render("r", [read_run(run), read_run(run)], [])
-    _write(run / "evaluate/umap.tsv", "x\ty\n")
+    write(run / "evaluate/umap.tsv", "x\ty\n")
     with pytest.raises(DataError, match=r"umap\.tsv: expected the columns dataset, obs_name, label, x, y, heldout;"):
         read_run(run)
     (run / "evaluate/umap.tsv").unlink()
-    _write(run / "plan.json", "{")
+    write(run / "plan.json", "{")
     with pytest.raises(DataError, match=r"plan\.json: not valid JSON"):
         read_run(run)
 
@@ -223,23 +157,23 @@ def test_missing_folders_damaged_files_and_doubled_names_are_named(tmp_path: Pat
     ],
 )
 def test_a_file_of_other_content_is_named_in_one_line(tmp_path: Path, file: str, content: Any) -> None:
-    folder = _run(tmp_path / "run")
+    folder = make_run(tmp_path / "run")
     if isinstance(content, bytes):
         (folder / file).write_bytes(content)
     else:
-        _write(folder / file, content)
+        write(folder / file, content)
     options = ReportOptions.model_validate({"report": {}})
     with pytest.raises(DataError, match=rf"^{folder / file}\W[^\n]*again$"):
         report.run(options=options, runs=[folder], corpora=[], out=tmp_path / "index.html")
     assert not (tmp_path / "index.html").exists()
 
 
-def test_losses_are_the_comparisons_in_which_the_model_is_not_ahead() -> None:
+def test_comparisons_are_told_by_their_outcomes() -> None:
     outcomes: list[Outcome] = ["ahead", "level", "behind"]
     verdicts = [asdict(replace(LOST, outcome=outcome)) for outcome in outcomes]
     evaluation = {"datasets": {"d": {"tasks": {"probe": {"sentences": outcomes, "verdicts": verdicts}}}}}
-    assert losses(evaluation) == ["d: level", "d: behind"]
-    assert losses(None) == []
+    assert [sentences_of(outcome, evaluation) for outcome in outcomes] == [["d: ahead"], ["d: level"], ["d: behind"]]
+    assert sentences_of("level", None) == []
 
 
 def test_columns_join_means_and_deviations_and_leave_out_lists_and_counts_that_are_zero() -> None:
@@ -254,7 +188,7 @@ def test_columns_join_means_and_deviations_and_leave_out_lists_and_counts_that_a
 def test_metrics_of_an_earlier_form_are_refused(tmp_path: Path) -> None:
     verdicts = {"tasks": {"probe": {"verdicts": [asdict(LOST) | {"outcome": "won"}]}}}
     for dataset in ({"probe": None}, verdicts):
-        _write(tmp_path / "run/evaluate/metrics.json", {"datasets": {"d": dataset}})
+        write(tmp_path / "run/evaluate/metrics.json", {"datasets": {"d": dataset}})
         with pytest.raises(
             DataError, match=r"metrics\.json: written by an earlier version of cellmill; run evaluate again$"
         ):

@@ -127,14 +127,14 @@ def largest_memory(lines: list[dict[str, Any]], key: str) -> tuple[float, int] |
     return max(peaks, default=None)
 
 
-def losses(evaluation: dict[str, Any] | None) -> list[str]:
-    """Sentences of the comparisons in which the model is not ahead, each after its dataset's name."""
+def sentences_of(outcome: str, evaluation: dict[str, Any] | None) -> list[str]:
+    """Sentences of the comparisons with this outcome, each after its dataset's name."""
     return [
         f"{name}: {sentence}"
         for name, dataset in (evaluation or {}).get("datasets", {}).items()
         for result in dataset["tasks"].values()
         for verdict, sentence in zip(result["verdicts"], result["sentences"])
-        if verdict["outcome"] != "ahead"
+        if verdict["outcome"] == outcome
     ]
 
 

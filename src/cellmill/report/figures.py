@@ -223,7 +223,7 @@ def _lines(names: Sequence[str], x: str, y: str, log: bool) -> dict[str, Any]:
         "params": [PICK, ZOOM],
         "mark": {"type": "line", "point": {"size": 14}, "strokeWidth": 1.5},
         "encoding": {
-            "x": {"field": x, "type": "quantitative", "title": x, "axis": {"format": ",", "grid": False}},
+            "x": {"field": x, "type": "quantitative", "title": x, "axis": {"format": ",d", "grid": False}},
             "y": {"field": "value", "type": "quantitative", "title": y.replace("_", " "), "axis": {"tickCount": 5},
                   "scale": {"type": "log"} if log else {"zero": False}},
             "color": tint, "opacity": PICKED,

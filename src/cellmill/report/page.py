@@ -10,7 +10,7 @@ from markupsafe import Markup
 from cellmill import __version__
 from cellmill.errors import DataError
 from cellmill.report import figures
-from cellmill.report.collect import ReportedCorpus, ReportedRun, losses
+from cellmill.report.collect import ReportedCorpus, ReportedRun, sentences_of
 from cellmill.report.drawing import Drawings, allowed, scripts, text_of
 from cellmill.report.overview import standings
 from cellmill.report.tables import TaskTable, compare_runs, flat, number
@@ -60,7 +60,8 @@ def render(
         supervised={r.name: r.supervised_by for r in runs},
         costs={r.name: _cost(r) for r in runs},
         energy={r.name: energy_kwh(r) for r in runs},
-        losses={r.name: losses(r.evaluation) for r in runs},
+        behind={r.name: sentences_of("behind", r.evaluation) for r in runs},
+        level={r.name: sentences_of("level", r.evaluation) for r in runs},
         planned={r.name: planned_and_measured(r) for r in runs},
         training=training_figures(runs),
         measures=MEASURES,

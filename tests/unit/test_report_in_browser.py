@@ -1,0 +1,151 @@
+"""The report in headless Chromium: every figure is drawn, nothing is an error, sorting, search and theme work."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reported import make_corpus, make_run
+
+from cellmill.config.options import ReportOptions
+from cellmill.stages import report
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("chromedriver") and shutil.which("chromium")), reason="no chromium with chromedriver"
+)
+FLAGS = (
+    *("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-sync"),
+    *("disable-background-networking", "disable-component-update", "hide-scrollbars"),
+)
+
+
+class Browser:
+    """A session of chromedriver, by W3C WebDriver over HTTP."""
+
+    def __init__(self, port: int, profile: Path) -> None:
+        self._url = f"http://127.0.0.1:{port}"
+        flags = [f"--{flag}" for flag in FLAGS] + [f"--user-data-dir={profile}"]
+        options = {"args": flags, "binary": shutil.which("chromium")}
+        wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        made = self._post("/session", {"capabilities": {"alwaysMatch": wanted}})
+        self._url += f"/session/{made['sessionId']}"
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.load(answer)["value"]
+
+    def open(self, page: Path, width: int) -> None:
+        self._post("/window/rect", {"width": width, "height": 900})
+        self._post("/url", {"url": page.as_uri()})
+
+    def run(self, script: str) -> Any:
+        return self._post("/execute/sync", {"script": script, "args": []})
+
+    def errors(self) -> list[str]:
+        """What the console said since the last call, at level SEVERE."""
+        return [e["message"] for e in self._post("/se/log", {"type": "browser"}) if e["level"] == "SEVERE"]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen(["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL)
+    try:
+        yield wait_for(lambda: started(port, tmp_path_factory.mktemp("chromium")))
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def started(port: int, profile: Path) -> Browser | None:
+    try:
+        return Browser(port, profile)
+    except urllib.error.HTTPError as error:
+        pytest.fail(error.read().decode())
+    except OSError:
+        return None
+
+
+def wait_for(look: Callable[[], Any], seconds: float = 100) -> Any:
+    end = time.monotonic() + seconds
+    while not (seen := look()):
+        assert time.monotonic() < end, seen
+        time.sleep(0.1)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    runs = [make_run(folder / "runs" / "first"), make_run(folder / "runs" / "second")]
+    options = ReportOptions.model_validate({"report": {}})
+    report.run(options=options, runs=runs, corpora=[make_corpus(folder / "pbmc")], out=folder / "index.html")
+    return folder / "index.html"
+
+
+@pytest.mark.parametrize("width", [1280, 500])  # Chromium makes no window narrower than 500
+def test_every_figure_is_drawn_without_an_error_and_nothing_scrolls_sideways(
+    browser: Browser, page: Path, width: int
+) -> None:
+    browser.open(page, width)
+    n = browser.run("return document.querySelectorAll('figure.chart').length")
+    assert n > 5
+    for number in range(n):
+        shown = f"const f = document.querySelectorAll('figure.chart')[{number}];"
+        browser.run(f"{shown} f.scrollIntoView()")
+        live = "f.classList.contains('drawn') && !!f.querySelector('.live svg, .live canvas')"
+        wait_for(lambda s=f"{shown} return {live}": browser.run(s))
+    assert browser.errors() == []
+    assert browser.run("return document.documentElement.scrollWidth <= window.innerWidth")
+    sections = browser.run("return [...document.querySelectorAll('main > section')].map((s) => s.id)")
+    assert sections == ["overview", "training", "data", "evaluation", "cost", "provenance"]
+
+
+def test_tables_sort_search_finds_rows_and_the_theme_changes(browser: Browser, page: Path) -> None:
+    browser.open(page, 1280)
+    find = "const t = [...document.querySelectorAll('#evaluation table.sortable')].find((t) => t.rows.length > 3);"
+    column = "[...t.tBodies[0].rows].map((r) => parseFloat(r.cells[1].textContent))"
+    before = browser.run(f"{find} return {column}")
+    assert before != sorted(before)
+    down = browser.run(f"{find} t.tHead.rows[0].cells[1].querySelector('button').click(); return {column}")
+    up = browser.run(f"{find} t.tHead.rows[0].cells[1].querySelector('button').click(); return {column}")
+    assert (down, up) == (sorted(before, reverse=True), sorted(before))
+    assert browser.run(f"{find} return t.tHead.rows[0].cells[1].getAttribute('aria-sort')") == "ascending"
+    rows = "[...document.querySelectorAll('#overview tbody tr')].filter((r) => !r.hidden).map((r) => r.innerText)"
+    type_in = "const s = document.getElementById('search'); s.value = 'second'; s.dispatchEvent(new Event('input'));"
+    found = browser.run(f"{type_in} return {rows}")
+    assert found
+    assert all("second" in name for name in found)
+    colour = "return getComputedStyle(document.body).backgroundColor"
+    first, second = browser.run(colour), browser.run(f"document.getElementById('theme').click(); {colour}")
+    assert first != second
+    assert browser.errors() == []
+
+
+def test_pointing_at_a_mark_shows_its_numbers(browser: Browser, page: Path) -> None:
+    browser.open(page, 1280)
+    browser.run("document.querySelector('figure.chart').scrollIntoView()")
+    marks = "document.querySelectorAll('figure.chart .live svg .mark-symbol path')"
+    wait_for(lambda: browser.run(f"return {marks}.length"))
+    browser.run(
+        f"const m = {marks}[0], b = m.getBoundingClientRect(); "
+        "const at = {clientX: b.x + b.width / 2, clientY: b.y + b.height / 2, "
+        "bubbles: true, view: window}; for (const kind of ['pointerover', 'pointermove', 'mouseover', 'mousemove']) "
+        "m.dispatchEvent(new (kind.startsWith('p') ? PointerEvent : MouseEvent)(kind, at))"
+    )
+    tip = wait_for(lambda: browser.run("return document.querySelector('#vg-tooltip-element.visible')?.innerText"))
+    assert "step" in tip
+    assert browser.errors() == []
