@@ -269,8 +269,9 @@ def test_the_report_has_a_table_of_what_was_written(tmp_path: Path, no_slurm: Pa
     out = tmp_path / "index.html"
     options = ReportOptions.model_validate({"report": {}})
     report.run(options=options, runs=[tmp_path / "runs" / "<b>one"], corpora=[], out=out)
-    text = " ".join(re.sub(r"<[^>]*>", " ", out.read_text().partition('<h3 id="cost">')[2]).split())
-    assert text.startswith("Cost run starts GPU-hours core-hours node time queue wait training CPU use")
-    assert "&lt;b&gt;one 1 0.04 0.08 36 s 10 s – – – own files" in text
+    text = " ".join(re.sub(r"<[^>]*>", " ", out.read_text().partition('<section id="cost">')[2]).split())
+    head = "Cost run starts GPU-hours core-hours energy of GPUs, kWh node time queue wait training CPU use peak memory"
+    assert text.startswith(head)
+    assert "&lt;b&gt;one 1 0.04 0.08 – 36 s 10 s – – – own files" in text
     assert "&lt;b&gt;one: cpu efficiency frac, unknown for 1: sacct is not on PATH; max memory gb" in text
     assert "1 gpu-a100 COMPLETED 10 s 36 s 2 4 4 8" in text

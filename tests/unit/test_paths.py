@@ -46,7 +46,8 @@ def arguments(command: str, dest: str, value: Path, elsewhere: Path) -> list[str
     line = command.split()
     for action in parser._actions:
         if action.dest == dest or action.required:
-            text = value if action.dest == dest else elsewhere / f"{action.dest}.h5ad"
+            default = next(iter(action.choices or ()), elsewhere / f"{action.dest}.h5ad")
+            text = value if action.dest == dest else default
             line += [*action.option_strings[:1], str(text)]
     return line
 

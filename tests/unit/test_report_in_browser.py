@@ -52,6 +52,10 @@ class Browser:
     def run(self, script: str) -> Any:
         return self._post("/execute/sync", {"script": script, "args": []})
 
+    def close(self) -> None:
+        """End Chromium, which would outlive chromedriver."""
+        urllib.request.urlopen(urllib.request.Request(self._url, method="DELETE"), timeout=60).close()
+
     def errors(self) -> list[str]:
         """What the console said since the last call, at level SEVERE."""
         return [e["message"] for e in self._post("/se/log", {"type": "browser"}) if e["level"] == "SEVERE"]
@@ -64,7 +68,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         port = free.getsockname()[1]
     process = subprocess.Popen(["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL)
     try:
-        yield wait_for(lambda: started(port, tmp_path_factory.mktemp("chromium")))
+        session = wait_for(lambda: started(port, tmp_path_factory.mktemp("chromium")))
+        yield session
+        session.close()
     finally:
         process.terminate()
         process.wait()
