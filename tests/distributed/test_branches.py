@@ -59,6 +59,9 @@ def test_a_branch_is_bitwise_the_run_of_its_length(corpus: str, trunk: Path, tmp
     assert branch.state()["options"]["train"]["steps"] == 8
     assert _train(corpus, tmp_path / "branch", trunk, steps=8) == 0  # done: nothing is copied again
     assert branch.path.exists()
+    # a branch that has begun goes on when its trunk is gone
+    (tmp_path / "branch" / "status.json").unlink()
+    assert _train(corpus, tmp_path / "branch", tmp_path / "gone" / "checkpoints" / trunk.name, steps=9) == 0
 
 
 @pytest.mark.parametrize(

@@ -58,3 +58,21 @@ def test_the_command_takes_it_for_done_and_goes_on_when_patience_is_raised(corpu
     words = ["consolidate", "--train", str(out), "--vocabulary", f"{corpus}/vocabulary.tsv", "--out", str(tmp_path)]
     assert main([*words, "--options", '{"consolidate": {}}']) == 0
     assert json.loads((tmp_path / "config.json").read_text())["step"] == status["best_step"]
+
+
+def test_a_validation_that_a_stop_left_out_is_in_the_checkpoint_of_its_step(
+    alone: None, corpus: str, tmp_path: Path
+) -> None:
+    saved = []
+    for going_on in (False, True):
+        made, _ = cases.trainer(corpus, _run(val_every_steps=2), str(tmp_path), 9)
+        if going_on:
+            cases.go_on(made, str(tmp_path))
+        made.stop.received = "SIGTERM"  # asked to stop in its first step, and stopped after the second
+        assert not made.run()
+        for stream in (made.train_stream, made.val_stream):
+            assert stream is not None
+            stream.close()
+        states = [checkpoint.state()["progress"] for checkpoint in TrainFolder(tmp_path).checkpoints()]
+        saved.append([(state["step"], state["val_step"]) for state in states])
+    assert saved == [[(2, None)], [(2, 2), (4, 2)]]

@@ -163,3 +163,16 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("cellmill.stages.simulate"), "run", run)
     with pytest.raises(ZeroDivisionError):
         main(["simulate", "--out", "out.h5ad"])
+
+
+def test_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("cellmill.commands.export_transformers", "cellmill.models.hf.transformers_folder"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    asked = ["export", "--format", "transformers", "--model", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(asked) == 2
+    assert capsys.readouterr().err == (
+        "cellmill export: the package transformers is not installed; pip install 'cellmill[hf]'\n"
+    )

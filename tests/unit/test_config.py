@@ -209,6 +209,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"train": {"steps": 3}},
         "train: expected one of steps and epochs, got both; set one of them, and the other to null",
     ),
+    "a curriculum without steps": (
+        {"stream": {"weight_by": "cell_type", "weight_start_exponent": 0.5}},
+        "stream: weight_start_exponent 0.5 requires weight_warmup_steps, got 0; set both, or leave "
+        "weight_start_exponent out",
+    ),
     "endless": ({"train": {"epochs": float("inf")}}, "train.epochs: input should be a finite number, got inf"),
     "no length": (
         {"train": {"epochs": None}},

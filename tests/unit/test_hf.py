@@ -115,6 +115,9 @@ def test_an_exported_model_is_read_by_transformers_and_gives_its_vectors(folder:
         states = theirs(input_ids=ids, attention_mask=(ids != ESM.index("<pad>")).long()).last_hidden_state
         expected = torch.stack([row[1 : len(sequence) + 1].mean(0) for row, sequence in zip(states, SEQUENCES)])
         torch.testing.assert_close(network.embed(batch()), expected, atol=1e-5, rtol=1e-5)
+    weights = (exported / "model.safetensors").read_bytes()
+    assert main(["export", "--format", "transformers", "--model", str(exported), "--out", str(exported)]) == 2
+    assert (exported / "model.safetensors").read_bytes() == weights  # the model's own file has that name too
     table = dict(line.split("\t") for line in (tmp_path / "out" / "tokens.tsv").read_text().splitlines())
     assert all(table[residue] == str(ESM.index(residue)) for residue in RESIDUES)
 

@@ -37,14 +37,16 @@ def genes(tmp_path: Path) -> Path:
         ({}, {"pooling": "attention", "gene_vector_dim": 5}),
         ({"tokenizer": "binned"}, {"pooling": "cls"}),
         ({"tokenizer": "rank"}, {}),
+        ({"tokenizer": "rank", "max_tokens": 3}, {}),
     ],
-    ids=["profile", "encoder, continuous, attention", "encoder, binned, cls", "encoder, rank, mean"],
+    ids=["profile", "encoder, continuous, attention", "encoder, binned, cls", "encoder, rank, mean", "short cells"],
 )
 def test_onnx_gives_the_models_vectors(tmp_path: Path, genes: Path, tokens: Any, model: Any) -> None:
     folder, out = export_model(tmp_path / "model", genes, tokens, **model), tmp_path / "model.onnx"
     assert main(["export", "--format", "onnx", "--model", str(folder), "--out", str(out)]) == 0
     network, vocabulary, config = load_model(folder)
-    lengths, draw = [9, 1, 30, 17], np.random.default_rng(1)
+    most = spec_of(config, N_GENES).tokens.max_tokens
+    lengths, draw = [min(n, most) for n in (9, 1, 30, 17)], np.random.default_rng(1)
     rows = np.concatenate([draw.permutation(N_GENES)[:n] for n in lengths]).astype(np.int32)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     made = CellTokenizer(spec_of(config, N_GENES).tokens, N_GENES).batch(
@@ -52,7 +54,7 @@ def test_onnx_gives_the_models_vectors(tmp_path: Path, genes: Path, tokens: Any,
     )
     with torch.no_grad():
         expected = network.embed(to_tensors(made)).numpy()
-    given = {name: np.zeros((4, 30), np.int64) for name in ("genes", "values")}
+    given = {name: np.zeros((4, max(lengths)), np.int64) for name in ("genes", "values")}
     given["values"] = given["values"].astype(np.float32 if made.values.dtype == np.float32 else np.int64)
     for cell, (start, n) in enumerate(zip(starts.tolist(), lengths)):
         given["genes"][cell, :n] = made.genes[start : start + n]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import h5py
 import numpy as np
 import pytest
 import torch
 
+from cellmill.data.shard_levels import read_shard_numbers
+from cellmill.errors import DataError
 from cellmill.models.objectives.regression import anticorrelation
 
 
@@ -30,3 +35,12 @@ def test_cells_that_do_not_differ_have_a_finite_gradient(n: int) -> None:
     assert loss.item() == pytest.approx(n)
     assert table.grad is not None
     assert table.grad.isfinite().all()
+
+
+def test_text_is_a_number_only_where_a_reader_would_take_it_for_one(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "shard.h5ad", "w") as file:
+        file["obs/score"] = ["1.5", "-2e3", "nan"]
+        file["obs/well"] = ["1_2", "1_3", "2_1"]
+    np.testing.assert_array_equal(read_shard_numbers(tmp_path / "shard.h5ad", ["score"])[:, 0], [1.5, -2000, np.nan])
+    with pytest.raises(DataError, match="'well' .* is text, such as '1_2'"):
+        read_shard_numbers(tmp_path / "shard.h5ad", ["well"])

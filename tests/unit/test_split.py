@@ -82,3 +82,5 @@ def test_values_for_training_leave_the_split_of_the_others_as_it_is() -> None:
     np.testing.assert_array_equal(split[7:], split_by_value(values[7:], "perturbation", 3, 0.1, 0.3))
     with pytest.raises(DataError, match=r"train_values: no cell of the corpus has perturbation 'contrl'; did you mean"):
         split_by_value(values, "perturbation", 3, 0.1, 0.3, ["contrl"])
+    with pytest.raises(DataError, match="train_values has every value of perturbation, so none is left for val and"):
+        split_by_value(values, "perturbation", 3, 0.1, 0.3, sorted(set(values)))

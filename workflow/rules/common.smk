@@ -20,6 +20,7 @@ from cellmill.errors import ConfigError, UserError
 from cellmill.files import digest, write_json
 from cellmill.launch.stage_jobs import StageWatch
 from cellmill.preflight.command_line import CommandMachines, machines_of_command
+from cellmill.train.branch import check_branches
 
 # find the cellmill of this Python even if its environment is not activated
 os.environ.update(PATH=os.pathsep.join([str(Path(sys.executable).parent), *os.get_exec_path()]))
@@ -34,7 +35,9 @@ try:
     # --replace-workflow-config leaves the workflow's own file, a text here and no Path, unread
     replaced = "config/config.yaml" if workflow.config_settings.replace_workflow_config else None
     used = [path for path in workflow.configfiles if path != replaced] or workflow.configfiles
-    pipeline = check_config(config, " + ".join(map(os.path.relpath, used)))
+    source = " + ".join(map(os.path.relpath, used))
+    pipeline = check_config(config, source)
+    check_branches(pipeline, source)
     datasets = {corpus: pipeline.datasets(corpus) for corpus in pipeline.corpora}
     swept = pipeline.swept()  # values by axis of each run of each sweep
     # Defaults of the rules train and plan, so that `--set-resources train:nodes=2`, which replaces the profile's

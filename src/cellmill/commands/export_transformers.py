@@ -2,7 +2,12 @@
 
 from pathlib import Path
 
-from cellmill.models.hf.transformers_folder import write_transformers
+from cellmill.errors import ConfigError
+
+try:
+    from cellmill.models.hf.transformers_folder import write_transformers
+except ImportError as error:
+    raise ConfigError(f"the package {error.name} is not installed; pip install 'cellmill[hf]'") from None
 
 
 def run(*, model: Path, out: Path) -> None:

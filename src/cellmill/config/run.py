@@ -82,6 +82,15 @@ class Stream(Section):
         """Number of the corpus's `n` training cells that the run reads: the first ones, as shards are shuffled."""
         return max(1, round(self.train_frac * n)) if n else 0
 
+    @model_validator(mode="after")
+    def _start_exponent_is_read(self) -> Self:
+        if self.weight_start_exponent and not self.weight_warmup_steps:
+            raise ValueError(
+                f"weight_start_exponent {self.weight_start_exponent:g} requires weight_warmup_steps, got 0; set both, "
+                "or leave weight_start_exponent out"
+            )
+        return self
+
     def weights_column(self) -> dict[str, str]:
         """obs column by which cells are weighted, and the option that names it; empty without weights."""
         return {} if self.weight_by is None else {self.weight_by: "stream.weight_by"}

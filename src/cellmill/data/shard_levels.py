@@ -66,8 +66,9 @@ def _numbers(column: h5py.Group | h5py.Dataset) -> np.ndarray | str:
     codes, values = _codes(column)
     numbers = [np.nan]  # of code -1
     for value in values:
+        text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
         try:
-            numbers.append(float(value))
-        except (TypeError, ValueError):
-            return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+            numbers.append(float("x" if "_" in text else text))  # 1_2 names a well or a replicate; Python reads 12
+        except ValueError:
+            return text
     return np.array(numbers)[codes + 1]

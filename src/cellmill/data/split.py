@@ -108,8 +108,13 @@ def split_by_value(
             f"shard.train_values: no cell of the corpus has {column} {missing[0]!r}; "
             f"{did_you_mean(missing[0], [str(value) for value in unique])}"
         )
-    kept = np.isin(values.astype(str), [*train_values])
-    if train_values and not kept.all():
+    if train_values:
+        kept = np.isin(values.astype(str), [*train_values])
+        if kept.all() and val_frac + test_frac > 0:
+            raise DataError(
+                f"shard.train_values has every value of {column}, so none is left for val and test; leave one out, or "
+                "set shard.val_frac and test_frac to 0"
+            )
         split = np.zeros(len(values), np.int8)
         split[~kept] = split_by_value(values[~kept], column, seed, val_frac, test_frac)
         return split

@@ -77,7 +77,8 @@ def write_onnx(folder: Path, out: Path) -> float:
 
 
 def _cells(tokens: Tokens, n_genes: int, lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Genes and values of cells of `lengths` genes, padded; drawn by a fixed seed."""
+    """Genes and values of cells of `lengths` genes, or as many as a cell can have, padded; drawn by a fixed seed."""
+    lengths = tuple(min(n, n_genes, tokens.max_tokens) for n in lengths)
     draw, longest = torch.Generator().manual_seed(0), max(lengths)
     inside = torch.arange(longest) < torch.tensor(lengths)[:, None]
     genes = torch.stack([torch.randperm(n_genes, generator=draw)[:longest] for _ in lengths]) + len(SPECIAL)
@@ -91,7 +92,7 @@ def _cells(tokens: Tokens, n_genes: int, lengths: tuple[int, ...]) -> tuple[torc
 
 
 def _trace(model: Model, tokens: Tokens, n_genes: int, out: Path) -> None:
-    example = _cells(tokens, n_genes, (min(5, n_genes), min(4, n_genes)))
+    example = _cells(tokens, n_genes, (5, 4))
     shapes = {0: torch.export.Dim("cells"), 1: torch.export.Dim("tokens")}
     quiet = logging.getLogger("torch.onnx")
     before = quiet.level
@@ -115,7 +116,7 @@ def _trace(model: Model, tokens: Tokens, n_genes: int, out: Path) -> None:
 
 
 def _difference(session: Any, model: Model, tokens: Tokens, vocabulary: Vocabulary) -> float:
-    genes, values = _cells(tokens, vocabulary.n_genes, tuple(min(n, vocabulary.n_genes) for n in _CHECKED))
+    genes, values = _cells(tokens, vocabulary.n_genes, _CHECKED)
     (found,) = session.run(["cell_vector"], {"genes": genes.numpy(), "values": values.numpy()})
     inside = genes != PAD_TOKEN
     lengths = inside.sum(1)

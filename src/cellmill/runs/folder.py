@@ -28,6 +28,7 @@ from cellmill.runs.lock import locked, user_name
 
 INCOMPLETE = ".incomplete"
 DAMAGED = ".damaged"
+REPLACED = ".replaced"
 DIGEST = ".sha256"  # of a file that its rank has hashed
 SMALL = ("state.json", "index.json", ".metadata")  # hashed even if hashing the tensors would take too long
 
@@ -187,9 +188,13 @@ class TrainFolder:
             digest.unlink(missing_ok=True)
         write_json(path / "manifest.json", {"files": entries})  # last: it marks the checkpoint complete
         final = path.with_name(path.name.removesuffix(INCOMPLETE))
-        shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step, from before a resume
+        earlier = final.with_name(final.name + REPLACED)  # of the same step, from before a resume
+        shutil.rmtree(earlier, ignore_errors=True)
+        if final.exists():
+            final.rename(earlier)  # at once: removing it takes a while, in which there would be none
         path.rename(final)
         fsync(final.parent)
+        shutil.rmtree(earlier, ignore_errors=True)
         self._prune(keep, keep_steps)
 
     def _prune(self, keep: int, keep_steps: Sequence[int]) -> None:

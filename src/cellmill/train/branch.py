@@ -6,15 +6,19 @@ optimizer and the place in the data, and its curve up to there become the branch
 and its numbers are those of a run of its length from step 0. Torch-free.
 """
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+from cellmill.config.load import check_options, stored_options
+from cellmill.config.options import TrainOptions
 from cellmill.config.run import Train
+from cellmill.config.workflow import Workflow
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import read_json, write_json, write_text
 from cellmill.runs.folder import DIGEST, Checkpoint, TrainFolder
-from cellmill.runs.identity import LENGTH, changed_keys, check_data
+from cellmill.runs.identity import LENGTH, changed_keys, check_data, identity
 from cellmill.runs.metrics import copy_until
 from cellmill.train.schedule import learning_rate
 
@@ -37,13 +41,17 @@ def begin_branch(folder: TrainFolder, trunk: Path, record: dict[str, Any], train
     steps
         Optimizer steps of the branch.
     """
+    trunk = trunk.absolute()
+    given = re.fullmatch(r"step-(\d{8,})", trunk.name)
+    if given is not None and folder.saved_step() >= int(given[1]):
+        return  # the trunk is not needed any more, and may be gone
     checkpoint, of_trunk = _checkpoint(trunk)
-    if folder.saved_step() >= checkpoint.step:
-        return
     checkpoint.verify()
     state = checkpoint.state()
     _check_same(folder, checkpoint, state, record)
-    _check_rates(folder, checkpoint, Train.model_validate(state["options"]["train"]), state["steps"], train, steps)
+    kept = {section: keys for section, keys in state["options"].items() if section != "track"}
+    before = stored_options(kept, str(checkpoint.path / "state.json")).train
+    _check_rates(str(folder.path), checkpoint.step, (before, state["steps"]), (train, steps))
     best = checkpoint.best_step()
     if best is not None and best != checkpoint.step:
         earlier = of_trunk.checkpoint(f"step-{best:08}")
@@ -52,6 +60,30 @@ def begin_branch(folder: TrainFolder, trunk: Path, record: dict[str, Any], train
     copy_until(of_trunk.metrics, folder.metrics, checkpoint.step)
     _copy(checkpoint, folder, record, steps, train)
     print(f"{folder.path}: going on from step {checkpoint.step} of {of_trunk.path}", flush=True)
+
+
+def check_branches(workflow: Workflow, source: str) -> None:
+    """Raise ConfigError for a run of the configuration `source` that its trunk cannot be the beginning of.
+
+    So it is said before the trunk trains. What depends on the data is seen when the branch begins.
+    """
+    for name, run in workflow.runs.items():
+        if run.trunk is None or run.trunk_step is None:
+            continue
+        own, of_trunk = (
+            check_options(TrainOptions, workflow.section("train", which), source) for which in (name, run.trunk)
+        )
+        now, before = identity(own, None), identity(of_trunk, None)
+        for key in sorted((now.keys() & before.keys()) - LENGTH - RATE):
+            # null may be what train takes from the data, and so equal
+            if now[key] != before[key] and (key.startswith("train.") or None not in (now[key], before[key])):
+                raise ConfigError(
+                    f"{source}: runs.{name}.{key}: expected {before[key]}, as its trunk {run.trunk}, got {now[key]}; "
+                    "make them equal, or set init_from in place of trunk"
+                )
+        if own.train.steps is not None and of_trunk.train.steps is not None:
+            trains = [(options.train, options.train.steps) for options in (of_trunk, own)]
+            _check_rates(f"{source}: runs.{name}", run.trunk_step, *trains)
 
 
 def _checkpoint(path: Path) -> tuple[Checkpoint, TrainFolder]:
@@ -78,22 +110,22 @@ def _check_same(folder: TrainFolder, checkpoint: Checkpoint, state: dict[str, An
     check_data(str(checkpoint.path), state["fingerprint"], record["fingerprint"])
 
 
-def _check_rates(
-    folder: TrainFolder, checkpoint: Checkpoint, before: Train, before_steps: int, now: Train, steps: int
-) -> None:
-    """Raise ConfigError unless both have the same learning rate in every step up to the checkpoint."""
-    if steps <= checkpoint.step:
+def _check_rates(run: str, last: int, before: tuple[Train, int], now: tuple[Train, int]) -> None:
+    """Raise ConfigError naming `run` unless it and its trunk have the same learning rate in every step up to `last`.
+
+    `before` and `now` are options and number of steps of the trunk and of the run.
+    """
+    if now[1] <= last:
         raise ConfigError(
-            f"{folder.path}: it goes on from step {checkpoint.step} of its trunk and has {steps} steps in all; set "
-            "train.steps above that"
+            f"{run}: it goes on from step {last} of its trunk and has {now[1]} steps in all; set train.steps above that"
         )
-    for step in range(checkpoint.step):
-        given, own = (learning_rate(train, step, n) for train, n in ((before, before_steps), (now, steps)))
+    for step in range(last):
+        given, own = (learning_rate(train, step, steps) for train, steps in (before, now))
         if given != own:
             raise ConfigError(
-                f"{folder.path}: step {step + 1} has learning rate {own:g}, in its trunk {given:g}: expected the same "
-                f"until step {checkpoint.step}, from which it goes on; set schedule wsd or constant for both, or a "
-                f"trunk_step of at most {step}"
+                f"{run}: step {step + 1} has learning rate {own:g}, in its trunk {given:g}: expected the same until "
+                f"step {last}, from which it goes on; set schedule wsd or constant for both, or a trunk_step of at "
+                f"most {step}"
             )
 
 

@@ -112,7 +112,8 @@ class Trainer:
         self._clock = self._saved_at = time.perf_counter()
         self._left = TimeLeft(self.steps, self.progress.step, self._clock)
         if self._validation_is_due():
-            self._pause(save=False, validate=True)
+            self.checkpoints.saved_step = None  # the checkpoint of this step is without it
+            self._pause(save=True, validate=True)
         batches = iter(self.train_stream)
         pending: StepReport | None = None
         while self.progress.step < self.steps and not self.progress.patience_is_over(self.train):
