@@ -11,7 +11,6 @@ from cellmill.evaluate.score_table import EMBEDDING, UNTRAINED
 from cellmill.evaluate.task import COMPONENTS, EvaluatedModel
 from cellmill.models.family import Model
 
-
 OF_GENES = f"{EMBEDDING} of genes"
 RANDOM = "random vectors"
 

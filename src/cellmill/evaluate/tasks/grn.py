@@ -35,7 +35,7 @@ DRAWS = 20  # random rankings
 
 
 @dataclass(frozen=True)
-class Network:
+class Regulation:
     """Known edges among the model's genes."""
 
     factors: np.ndarray  # (factors,) int64: rows of the vocabulary, ascending
@@ -96,7 +96,7 @@ class Grn:
         )
 
     def _similarities(
-        self, vectors: Mapping[str, np.ndarray], network: Network, profiles: sp.csr_matrix
+        self, vectors: Mapping[str, np.ndarray], network: Regulation, profiles: sp.csr_matrix
     ) -> dict[str, np.ndarray]:
         """(factors, targets) float64 by features."""
         found = {name: _cosines(values, network) for name, values in vectors.items()}
@@ -108,7 +108,7 @@ class Grn:
 
 
 def scores_of(
-    similarities: Mapping[str, np.ndarray], network: Network, seed: int
+    similarities: Mapping[str, np.ndarray], network: Regulation, seed: int
 ) -> tuple[list[ScoreColumn], dict[str, dict[str, float]]]:
     """A column for each score, with the factors as units, and scores over all pairs by row."""
     columns = []
@@ -129,7 +129,7 @@ def scores_of(
     return columns, pooled
 
 
-def _by_factor(function: Callable[[np.ndarray, np.ndarray], float], network: Network, values: np.ndarray) -> np.ndarray:
+def _by_factor(function: Callable[[np.ndarray, np.ndarray], float], network: Regulation, values: np.ndarray) -> np.ndarray:
     """(1, factors) float64: scores of each factor's candidates."""
     lines = zip(network.edge, network.candidate, values)
     return np.array([[function(edge[pair], of[pair]) for edge, pair, of in lines]])
@@ -143,7 +143,7 @@ def known_edges(edges: list[Edge], vocabulary: Vocabulary, usable: np.ndarray) -
     return np.unique(pairs[found], axis=0)
 
 
-def network_of(pairs: np.ndarray, vocabulary: Vocabulary, min_targets: int) -> Network:
+def network_of(pairs: np.ndarray, vocabulary: Vocabulary, min_targets: int) -> Regulation:
     """The network of known edges, without the factors that cannot be judged."""
     factors, targets = np.unique(pairs[:, 0]), np.unique(pairs[:, 1])
     edge = np.zeros((len(factors), len(targets)), bool)
@@ -151,7 +151,7 @@ def network_of(pairs: np.ndarray, vocabulary: Vocabulary, min_targets: int) -> N
     n_edges = edge.sum(1)
     n_others = (factors[:, None] != targets).sum(1) - n_edges
     kept = (n_edges >= min_targets) & (n_others > 0)
-    return Network(factors[kept], targets, edge[kept], sorted(vocabulary.symbols[row] for row in factors[~kept]))
+    return Regulation(factors[kept], targets, edge[kept], sorted(vocabulary.symbols[row] for row in factors[~kept]))
 
 
 def correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -159,7 +159,7 @@ def correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return _standard(first).T @ _standard(second)
 
 
-def _cosines(values: np.ndarray, network: Network) -> np.ndarray:
+def _cosines(values: np.ndarray, network: Regulation) -> np.ndarray:
     """(factors, targets) float64: cosines of vectors (genes, width), centred over the genes."""
     centred = values.astype(np.float64) - values.mean(0, dtype=np.float64)
     unit = centred / np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-12)
