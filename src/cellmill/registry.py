@@ -60,6 +60,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "wandb": "cellmill.config.track:WandbConfig",
         "trackio": "cellmill.config.track:TrackioConfig",
         "comet": "cellmill.config.track:CometConfig",
+        "langfuse": "cellmill.config.track:LangfuseConfig",
     },
     "observer": {},
     "method": {
