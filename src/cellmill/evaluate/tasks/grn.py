@@ -129,7 +129,9 @@ def scores_of(
     return columns, pooled
 
 
-def _by_factor(function: Callable[[np.ndarray, np.ndarray], float], network: Regulation, values: np.ndarray) -> np.ndarray:
+def _by_factor(
+    function: Callable[[np.ndarray, np.ndarray], float], network: Regulation, values: np.ndarray
+) -> np.ndarray:
     """(1, factors) float64: scores of each factor's candidates."""
     lines = zip(network.edge, network.candidate, values)
     return np.array([[function(edge[pair], of[pair]) for edge, pair, of in lines]])
