@@ -83,9 +83,9 @@ TASKS = {
 
 
 def write_inputs(folder: Path, data: Path, datasets: list[str], models: list[str]) -> list[str]:
-    """Write the gene files and config/; returns the files that Snakemake has to make."""
+    """Write the gene files, of the genes of all datasets, and config/; returns the files that Snakemake has to make."""
     (folder / "config").mkdir(parents=True, exist_ok=True)
-    symbols = sorted({str(gene) for name in datasets for gene in ad.read_h5ad(data / f"{name}.h5ad", "r").var_names})
+    symbols = sorted({str(gene) for name in DATASETS for gene in ad.read_h5ad(data / f"{name}.h5ad", "r").var_names})
     sets = {name: [gene for gene in symbols if gene.startswith(of)] for name, of in FAMILIES.items()}
     _write(folder / "sets.gmt", "".join("\t".join([name, "by name", *genes]) + "\n" for name, genes in sets.items()))
     _write(folder / "factors.txt", "".join(f"{gene}\n" for gene in symbols if gene.startswith(FACTORS)))
