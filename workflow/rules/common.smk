@@ -316,17 +316,17 @@ def reported_corpora():
 
 
 def check_named_files():
-    """End for a file that the configuration names and no rule makes: Snakemake takes outputs without it as they are."""
+    """End if a file that the configuration names is missing. Snakemake would take outputs without it as they are."""
 
     def is_made(path):
-        return any(rule.is_producer(path) for rule in workflow.rules)
+        return any(made.is_producer(path) for made in workflow.rules)
 
     try:
         gone = importlib.import_module("cellmill.data.input_check").check_inputs(pipeline, is_made)
     except UserError as error:
         sys.exit(f"cellmill: {error}")
     if gone is not None:
-        print(f"cellmill: {gone}", file=sys.stderr, flush=True)
+        print(f"cellmill: {gone}", file=sys.stderr)
 
 
 def watch_stages():

@@ -26,7 +26,9 @@ def check_inputs(pipeline: Workflow, is_made: Callable[[str], bool] = lambda pat
     for option, text in _files_of_options(pipeline):
         if not is_made(text) and not Path(text).is_file():
             kind = special_kind(Path(text)) or ("folder" if Path(text).is_dir() else None)
-            raise ConfigError(f"{option}: {text}: " + ("no such file" if kind is None else f"expected a file, got a {kind}"))
+            raise ConfigError(
+                f"{option}: {text}: " + ("no such file" if kind is None else f"expected a file, got a {kind}")
+            )
     gone = [cells for name in pipeline.corpora for cells in _gone(pipeline, name, is_made)]
     if not gone:
         return None
@@ -61,7 +63,11 @@ def _gone(pipeline: Workflow, corpus: str, is_made: Callable[[str], bool]) -> It
         cells = Path(CELLS.format(corpus=corpus, dataset=name))
         if Path(text).exists() or not cells.exists():
             continue  # without cells, Snakemake names what is missing
-        made_of = read_json(cells.with_suffix(".json"))["source"]["file"] if cells.with_suffix(".json").exists() else None
+        made_of = (
+            read_json(cells.with_suffix(".json"))["source"]["file"] if cells.with_suffix(".json").exists() else None
+        )
         if made_of != Path(text).name:
-            raise DataError(f"{where}: no such file, and {cells} is of {made_of}; correct the path, or delete the cells")
+            raise DataError(
+                f"{where}: no such file, and {cells} is of {made_of}; correct the path, or delete the cells"
+            )
         yield str(cells)
