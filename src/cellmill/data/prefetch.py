@@ -8,9 +8,9 @@ fresh memory costs about as much as the reading (a page fault per 4 KiB).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from cellmill.data.lane_lengths import LaneLengths
 from cellmill.data.repeated_epoch import RepeatedEpoch, epoch_order
 from cellmill.data.shard_file import RowFile
 from cellmill.data.shuffle import Epoch, EpochLayout, Runs
+from cellmill.data.window_reads import Buffer, Cells, Plan, WindowReader
 
 _NONE = np.empty(0, np.int64)
 
@@ -49,13 +50,13 @@ class Prefetch:
         self._first_cell = np.concatenate([[0], np.cumsum(layout.shard_cells)])
         self._dtype = np.result_type(*(shard.dtype for shard in shards)) if max_genes is None else None
         self._max_genes = max_genes
-        self._buffer = _Buffer()  # for a step whose cells are in two of the buffers
+        self._buffer = Buffer()  # for a step whose cells are in two of the buffers
         self._epochs: dict[int, Epoch | RepeatedEpoch] = {}
-        self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="cellmill-read")
+        self._reader = WindowReader(shards, self._dtype, io_threads)
 
     def close(self) -> None:
         """End the threads after the reads in progress."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._reader.close()
 
     def steps(self, epoch: int, step: int) -> Iterator[PrefetchedStep]:
         """Steps from the given one on: endless if the layout shuffles, else to the end of the epoch."""
@@ -63,7 +64,7 @@ class Prefetch:
         before = layout.lanes_before(step)
         others = np.setdiff1d(np.arange(layout.lanes), self._own)
         lengths = self._lengths_of(others, epoch, before)
-        ahead = _ReadAhead(self._plans(epoch, before), self._read)
+        ahead = _ReadAhead(self._plans(epoch, before), self._reader)
         while True:
             for number in range(step, layout.steps_per_epoch):
                 after = layout.lanes_before(number + 1)
@@ -87,7 +88,7 @@ class Prefetch:
             windows.append(self._lengths(*order) for order, _ in self._windows(lane, epoch, cell))
         return LaneLengths(windows, skipped)
 
-    def _step(self, epoch: int, parts: list[_Cells], lengths: np.ndarray, n: np.ndarray) -> PrefetchedStep:
+    def _step(self, epoch: int, parts: list[Cells], lengths: np.ndarray, n: np.ndarray) -> PrefetchedStep:
         """The step of the cells read for it; their `lengths` are filled in."""
         own = parts[0] if len(parts) == 1 else self._joined(parts)
         of_own = np.zeros((len(self._own), lengths.shape[1]), np.int32)
@@ -96,7 +97,7 @@ class Prefetch:
         starts = own.starts - own.starts[0]
         return PrefetchedStep(epoch, lengths, n, own.cells.copy(), starts, own.genes, own.counts)
 
-    def _joined(self, parts: list[_Cells]) -> _Cells:
+    def _joined(self, parts: list[Cells]) -> Cells:
         """The cells of parts of a step, lane after lane."""
         pieces = [part.of_lane(lane) for lane in self._own for part in parts]
         of_cells = (np.concatenate([_NONE, *arrays]) for arrays in zip(*(p.of_cells() for p in pieces)))
@@ -108,7 +109,7 @@ class Prefetch:
         if self._dtype is not None:
             counts = self._buffer.array("counts", int(starts[-1]), self._dtype)
             np.concatenate([piece.counts for piece in pieces if piece.counts is not None] or [counts], out=counts)
-        return _Cells(steps, lanes, cells, lengths, starts, genes, counts)
+        return Cells(steps, lanes, cells, lengths, starts, genes, counts)
 
     def _epoch(self, epoch: int) -> Epoch | RepeatedEpoch:
         if epoch not in self._epochs:
@@ -136,7 +137,7 @@ class Prefetch:
         between[np.cumsum(runs.n + 1)[:-1] - 1] = False  # from the end of a run to the start of the next
         return np.diff(borders)[between][order]
 
-    def _plans(self, epoch: int, before: np.ndarray) -> Iterator[_Plan]:
+    def _plans(self, epoch: int, before: np.ndarray) -> Iterator[Plan]:
         """Windows of own lanes, those of the same number together, from cell `before` of each lane on."""
         while any(self._epoch(epoch).lane_cells[lane] for lane in self._own):
             order = self._epoch(epoch)
@@ -149,7 +150,7 @@ class Prefetch:
                 return
             epoch, before = epoch + 1, self._layout.lanes_before(0)
 
-    def _plan(self, order: Epoch | RepeatedEpoch, lanes: list[int], window: int) -> _Plan:
+    def _plan(self, order: Epoch | RepeatedEpoch, lanes: list[int], window: int) -> Plan:
         """The windows of that number of some lanes; their cells are put in the order in which steps take them."""
         runs = [order.window_runs(lane, window) for lane in lanes]
         shuffled = [order.window_order(lane, window) for lane in lanes]
@@ -167,79 +168,24 @@ class Prefetch:
         steps = steps[by_step] + order.epoch * self._layout.steps_per_epoch
         of_cells = steps, np.repeat(lanes, np.diff(first))[by_step], cells, lengths
         spans = [span for of_lane in runs for span in _spans(of_lane)]
-        return _Plan(spans, at, _Cells(*of_cells, starts, np.empty(0, np.int32), None))
+        return Plan(spans, at, Cells(*of_cells, starts, np.empty(0, np.int32), None))
 
     def _cells(self, runs: Runs, order: np.ndarray) -> np.ndarray:
         """Ids of the cells of `runs`, in that order."""
         return np.concatenate([np.arange(n) + (self._first_cell[at] + first) for at, first, n in _spans(runs)])[order]
 
-    def _read(self, plan: _Plan, buffer: _Buffer) -> tuple[_Cells, list[Future[None]]]:
-        """Start to read windows into `buffer`."""
-        total = int(plan.window.starts[-1])
-        counts = buffer.array("counts", total, self._dtype) if self._dtype is not None else None
-        window = replace(plan.window, genes=buffer.array("genes", total, np.int32), counts=counts)
-        most_cut = int((window.lengths - np.diff(window.starts)).max(initial=0))
-        rest, at = np.empty(most_cut, np.int32), 0
-        tasks: list[Future[None]] = []
-        for shard, first, n in plan.spans:
-            position = plan.position[at : at + n]
-            tasks.append(self._pool.submit(_read_run, self._shards[shard], first, position, window, rest))
-            at += n
-        return window, tasks
-
-
-@dataclass(frozen=True)
-class _Cells:
-    """Cells in the order in which steps take them: windows of the same number of some lanes, or part of these."""
-
-    steps: np.ndarray  # step that takes each cell, counted over all epochs
-    lanes: np.ndarray  # lane of each cell, ascending in a step
-    cells: np.ndarray
-    lengths: np.ndarray  # number of genes of each cell in the shards
-    starts: np.ndarray  # offset of each cell's first gene; in a part, of that which it is a part of
-    genes: np.ndarray
-    counts: np.ndarray | None
-
-    def of_step(self, step: int) -> _Cells:
-        return self._part(self.steps, step)
-
-    def of_lane(self, lane: int) -> _Cells:
-        """Cells of a lane, of a part that is of one step."""
-        return self._part(self.lanes, lane)
-
-    def of_cells(self) -> tuple[np.ndarray, ...]:
-        """The arrays with one entry a cell."""
-        return self.steps, self.lanes, self.cells, self.lengths
-
-    def _part(self, ascending: np.ndarray, value: int) -> _Cells:
-        start, stop = np.searchsorted(ascending, [value, value + 1]).tolist()
-        starts = self.starts[start : stop + 1]
-        span = slice(starts[0] - self.starts[0], starts[-1] - self.starts[0])
-        counts = None if self.counts is None else self.counts[span]
-        steps, lanes, cells, lengths = (array[start:stop] for array in self.of_cells())
-        return _Cells(steps, lanes, cells, lengths, starts, self.genes[span], counts)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Windows to be read: `spans` are (shard, first row, rows); their i-th cell goes to `position[i]`."""
-
-    spans: list[tuple[int, int, int]]
-    position: np.ndarray
-    window: _Cells  # without genes and counts
-
 
 class _ReadAhead:
     """Cells of own lanes, step by step; the next windows are read while these are used."""
 
-    def __init__(self, plans: Iterator[_Plan], read: _Read):
-        self._plans, self._read = plans, read
-        self._free: list[_Buffer] = []
-        self._started: list[tuple[_Cells, list[Future[None]], _Buffer, int]] = []  # the last is the last step
+    def __init__(self, plans: Iterator[Plan], reader: WindowReader):
+        self._plans, self._reader = plans, reader
+        self._free: list[Buffer] = []
+        self._started: list[tuple[Cells, list[Future[None]], Buffer, int]] = []  # the last is the last step
         self._start()
         self._start()
 
-    def take(self, step: int, n: int) -> list[_Cells]:
+    def take(self, step: int, n: int) -> list[Cells]:
         """The `n` cells of a step, in as many parts as there are buffers with some of them.
 
         Steps, counted over all epochs, are taken in order. Parts are valid until the next call.
@@ -267,26 +213,13 @@ class _ReadAhead:
         plan = next(self._plans, None)
         if plan is None:
             return False
-        buffer = self._free.pop() if self._free else _Buffer()
-        self._started.append((*self._read(plan, buffer), buffer, int(plan.window.steps[-1])))
+        buffer = self._free.pop() if self._free else Buffer()
+        self._started.append((*self._reader.start(plan, buffer), buffer, int(plan.window.steps[-1])))
         return True
-
-
-class _Buffer:
-    """Reusable memory that grows on demand."""
-
-    def __init__(self) -> None:
-        self._arrays: dict[str, np.ndarray] = {}
-
-    def array(self, name: str, size: int, dtype: np.dtype | type) -> np.ndarray:
-        if name not in self._arrays or len(self._arrays[name]) < size:
-            self._arrays[name] = np.empty(size + size // 8, dtype)
-        return self._arrays[name][:size]
 
 
 _Order = tuple[Runs, np.ndarray]
 """Runs of a window's cells, and the permutation of these."""
-_Read = Callable[[_Plan, _Buffer], tuple[_Cells, list["Future[None]"]]]
 
 
 def _spans(runs: Runs) -> list[tuple[int, int, int]]:
@@ -296,28 +229,3 @@ def _spans(runs: Runs) -> list[tuple[int, int, int]]:
 def _window_of(cell: int, borders: np.ndarray) -> int:
     """Number of the window with that cell of a lane."""
     return int(np.searchsorted(borders, cell, side="right")) - 1
-
-
-def _read_run(shard: RowFile, first: int, position: np.ndarray, window: _Cells, rest: np.ndarray) -> None:
-    """Read contiguous cells from row `first` on; cell i goes to `position[i]` of the window."""
-    start = int(shard.indptr[first])
-    lengths = np.diff(shard.indptr[first : first + len(position) + 1])
-    low, high = window.starts[position].tolist(), window.starts[position + 1].tolist()
-    whole = window.genes.data
-    views = [whole[a:b] for a, b in zip(low, high)]
-    if len(rest):
-        # the end of a cut row is read into `rest` and ignored, so that it is still one read in disk order
-        ignored, spans = rest.data, zip(lengths.tolist(), low, high)
-        views = [view for view, (n, a, b) in zip(views, spans) for view in (view, ignored[: n - b + a])]
-    shard.read_genes(start, views)
-    if window.counts is None:
-        return
-    if window.counts.dtype == shard.dtype:
-        whole = window.counts.data
-        shard.read_counts(start, [whole[a:b] for a, b in zip(low, high)])
-        return
-    # this shard has 16-bit counts, another of the split 32-bit ones
-    counts = np.empty(int(lengths.sum()), shard.dtype)
-    shard.read_counts(start, [counts])
-    for a, b, part in zip(low, high, np.split(counts, np.cumsum(lengths)[:-1])):
-        window.counts[a:b] = part
