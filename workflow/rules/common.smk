@@ -274,6 +274,11 @@ def gene_vectors(wildcards):
     return [] if path is None else [path]
 
 
+def task_files(wildcards):
+    """Files that the options of the run's evaluation tasks name."""
+    return [path for task in pipeline.runs[wildcards.run].evaluate.tasks.values() for path in task.paths()]
+
+
 def parent_argument(wildcards):
     """The same as arguments of `cellmill train`."""
     words, run = [], pipeline.runs[wildcards.run]

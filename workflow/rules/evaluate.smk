@@ -65,6 +65,7 @@ rule evaluate:
         ancestors=ancestor_manifests,
         cells=evaluated("{corpus}/cells/{dataset}.h5ad"),
         embeddings=evaluated("results/runs/{run}/embeddings/{dataset}.h5ad"),
+        files=task_files,
     output:
         metrics=report(
             "results/runs/{run}/evaluate/metrics.json",
