@@ -18,7 +18,7 @@ from cellmill.data.lane_lengths import LaneLengths
 from cellmill.data.repeated_epoch import RepeatedEpoch, epoch_order
 from cellmill.data.shard_file import RowFile
 from cellmill.data.shuffle import Epoch, EpochLayout, Runs
-from cellmill.data.window_reads import Buffer, Cells, Plan, WindowReader
+from cellmill.data.window_reads import Buffer, WindowCells, WindowPlan, WindowReader
 
 _NONE = np.empty(0, np.int64)
 
@@ -88,7 +88,7 @@ class Prefetch:
             windows.append(self._lengths(*order) for order, _ in self._windows(lane, epoch, cell))
         return LaneLengths(windows, skipped)
 
-    def _step(self, epoch: int, parts: list[Cells], lengths: np.ndarray, n: np.ndarray) -> PrefetchedStep:
+    def _step(self, epoch: int, parts: list[WindowCells], lengths: np.ndarray, n: np.ndarray) -> PrefetchedStep:
         """The step of the cells read for it; their `lengths` are filled in."""
         own = parts[0] if len(parts) == 1 else self._joined(parts)
         of_own = np.zeros((len(self._own), lengths.shape[1]), np.int32)
@@ -97,7 +97,7 @@ class Prefetch:
         starts = own.starts - own.starts[0]
         return PrefetchedStep(epoch, lengths, n, own.cells.copy(), starts, own.genes, own.counts)
 
-    def _joined(self, parts: list[Cells]) -> Cells:
+    def _joined(self, parts: list[WindowCells]) -> WindowCells:
         """The cells of parts of a step, lane after lane."""
         pieces = [part.of_lane(lane) for lane in self._own for part in parts]
         of_cells = (np.concatenate([_NONE, *arrays]) for arrays in zip(*(p.of_cells() for p in pieces)))
@@ -109,7 +109,7 @@ class Prefetch:
         if self._dtype is not None:
             counts = self._buffer.array("counts", int(starts[-1]), self._dtype)
             np.concatenate([piece.counts for piece in pieces if piece.counts is not None] or [counts], out=counts)
-        return Cells(steps, lanes, cells, lengths, starts, genes, counts)
+        return WindowCells(steps, lanes, cells, lengths, starts, genes, counts)
 
     def _epoch(self, epoch: int) -> Epoch | RepeatedEpoch:
         if epoch not in self._epochs:
@@ -137,7 +137,7 @@ class Prefetch:
         between[np.cumsum(runs.n + 1)[:-1] - 1] = False  # from the end of a run to the start of the next
         return np.diff(borders)[between][order]
 
-    def _plans(self, epoch: int, before: np.ndarray) -> Iterator[Plan]:
+    def _plans(self, epoch: int, before: np.ndarray) -> Iterator[WindowPlan]:
         """Windows of own lanes, those of the same number together, from cell `before` of each lane on."""
         while any(self._epoch(epoch).lane_cells[lane] for lane in self._own):
             order = self._epoch(epoch)
@@ -150,7 +150,7 @@ class Prefetch:
                 return
             epoch, before = epoch + 1, self._layout.lanes_before(0)
 
-    def _plan(self, order: Epoch | RepeatedEpoch, lanes: list[int], window: int) -> Plan:
+    def _plan(self, order: Epoch | RepeatedEpoch, lanes: list[int], window: int) -> WindowPlan:
         """The windows of that number of some lanes; their cells are put in the order in which steps take them."""
         runs = [order.window_runs(lane, window) for lane in lanes]
         shuffled = [order.window_order(lane, window) for lane in lanes]
@@ -168,7 +168,7 @@ class Prefetch:
         steps = steps[by_step] + order.epoch * self._layout.steps_per_epoch
         of_cells = steps, np.repeat(lanes, np.diff(first))[by_step], cells, lengths
         spans = [span for of_lane in runs for span in _spans(of_lane)]
-        return Plan(spans, at, Cells(*of_cells, starts, np.empty(0, np.int32), None))
+        return WindowPlan(spans, at, WindowCells(*of_cells, starts, np.empty(0, np.int32), None))
 
     def _cells(self, runs: Runs, order: np.ndarray) -> np.ndarray:
         """Ids of the cells of `runs`, in that order."""
@@ -178,14 +178,14 @@ class Prefetch:
 class _ReadAhead:
     """Cells of own lanes, step by step; the next windows are read while these are used."""
 
-    def __init__(self, plans: Iterator[Plan], reader: WindowReader):
+    def __init__(self, plans: Iterator[WindowPlan], reader: WindowReader):
         self._plans, self._reader = plans, reader
         self._free: list[Buffer] = []
-        self._started: list[tuple[Cells, list[Future[None]], Buffer, int]] = []  # the last is the last step
+        self._started: list[tuple[WindowCells, list[Future[None]], Buffer, int]] = []  # the last is the last step
         self._start()
         self._start()
 
-    def take(self, step: int, n: int) -> list[Cells]:
+    def take(self, step: int, n: int) -> list[WindowCells]:
         """The `n` cells of a step, in as many parts as there are buffers with some of them.
 
         Steps, counted over all epochs, are taken in order. Parts are valid until the next call.

@@ -14,7 +14,7 @@ _TASKS = 32  # of the windows read into one buffer: handing one over costs as mu
 
 
 @dataclass(frozen=True)
-class Cells:
+class WindowCells:
     """Cells in the order in which steps take them: windows of the same number of some lanes, or part of these."""
 
     steps: np.ndarray  # step that takes each cell, counted over all epochs
@@ -25,10 +25,10 @@ class Cells:
     genes: np.ndarray
     counts: np.ndarray | None
 
-    def of_step(self, step: int) -> Cells:
+    def of_step(self, step: int) -> WindowCells:
         return self._part(self.steps, step)
 
-    def of_lane(self, lane: int) -> Cells:
+    def of_lane(self, lane: int) -> WindowCells:
         """Cells of a lane, of a part that is of one step."""
         return self._part(self.lanes, lane)
 
@@ -36,22 +36,22 @@ class Cells:
         """The arrays with one entry a cell."""
         return self.steps, self.lanes, self.cells, self.lengths
 
-    def _part(self, ascending: np.ndarray, value: int) -> Cells:
+    def _part(self, ascending: np.ndarray, value: int) -> WindowCells:
         start, stop = ascending.searchsorted(np.array([value, value + 1])).tolist()
         starts = self.starts[start : stop + 1]
         span = slice(starts[0] - self.starts[0], starts[-1] - self.starts[0])
         counts = None if self.counts is None else self.counts[span]
         steps, lanes, cells, lengths = (array[start:stop] for array in self.of_cells())
-        return Cells(steps, lanes, cells, lengths, starts, self.genes[span], counts)
+        return WindowCells(steps, lanes, cells, lengths, starts, self.genes[span], counts)
 
 
 @dataclass(frozen=True)
-class Plan:
+class WindowPlan:
     """Windows to be read: `spans` are (shard, first row, rows); their i-th cell goes to `position[i]`."""
 
     spans: list[tuple[int, int, int]]
     position: np.ndarray
-    window: Cells  # without genes and counts
+    window: WindowCells  # without genes and counts
 
 
 class Buffer:
@@ -77,7 +77,7 @@ class WindowReader:
         """End the threads after the reads in progress."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def start(self, plan: Plan, buffer: Buffer) -> tuple[Cells, list[Future[None]]]:
+    def start(self, plan: WindowPlan, buffer: Buffer) -> tuple[WindowCells, list[Future[None]]]:
         """Start to read windows into `buffer`: the cells, and the reads that they wait for."""
         total = int(plan.window.starts[-1])
         counts = buffer.array("counts", total, self._dtype) if self._dtype is not None else None
@@ -92,7 +92,7 @@ class WindowReader:
 class _Reads:
     """Where each row of a window goes, row by row in the order of the files."""
 
-    def __init__(self, window: Cells, position: np.ndarray) -> None:
+    def __init__(self, window: WindowCells, position: np.ndarray) -> None:
         self._memory = window.counts
         self._starts, self._lengths = window.starts[position], window.lengths[position]
         kept = window.starts[position + 1] - self._starts
