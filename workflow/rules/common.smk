@@ -315,6 +315,20 @@ def reported_corpora():
     return [corpus for corpus in pipeline.corpora if corpus in used]
 
 
+def check_named_files():
+    """End if a file that the configuration names is missing. Snakemake would take outputs without it as they are."""
+
+    def is_made(path):
+        return any(made.is_producer(path) for made in workflow.rules)
+
+    try:
+        gone = importlib.import_module("cellmill.data.input_check").check_inputs(pipeline, is_made)
+    except UserError as error:
+        sys.exit(f"cellmill: {error}")
+    if gone is not None:
+        print(f"cellmill: {gone}", file=sys.stderr)
+
+
 def watch_stages():
     """Say why stages wait in SLURM's queue; a training says so itself."""
     if not workflow.local_exec:
