@@ -166,4 +166,4 @@ def test_the_task_scores_every_method_in_folds_of_cells_or_of_whole_batches(
         Imputation(CONFIG.model_copy(update={"genes": ["NOTHING"]})).run(context)
     few = replace(context, scored=np.arange(context.reader.n_obs) < 9)
     assert Imputation(CONFIG).run(few).skipped == "9 scored cells make no two folds of 4 or more"
-    assert Evaluate.model_validate({"tasks": {"imputation": {}}}).tasks["imputation"].paths() == []
+    assert Evaluate.model_validate({"tasks": {"imputation": {}}}).tasks["imputation"].paths() == {}
