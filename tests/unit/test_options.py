@@ -199,6 +199,7 @@ ELSEWHERE = {
     "train.keep_checkpoints": "unit/test_train_folder.py",
     "train.keep_steps": "distributed/test_branches.py",
     "runs.trunk": "workflow/test_line.py",
+    "runs.evaluate_steps": "workflow/test_line.py",
     "runs.trunk_step": "workflow/test_line.py",
     "train.max_bad_steps": "distributed/test_bad_steps.py",
     "train.timeout_s": "distributed/test_train_command.py",
