@@ -286,7 +286,7 @@ def gene_vectors(wildcards):
 
 def task_files(wildcards):
     """Files that the options of the run's evaluation tasks name."""
-    return [path for task in pipeline.runs[wildcards.run].evaluate.tasks.values() for path in task.paths()]
+    return [path for task in pipeline.runs[wildcards.run].evaluate.tasks.values() for path in task.paths().values()]
 
 
 def parent_argument(wildcards):

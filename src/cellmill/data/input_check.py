@@ -45,6 +45,9 @@ def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:
     for name, run in pipeline.runs.items():
         if (path := getattr(run.model, "gene_vectors", None)) is not None:
             yield f"runs.{name}.model.gene_vectors", path
+        for task in run.evaluate.tasks.values():
+            for option, path in task.paths().items():
+                yield f"runs.{name}.evaluate.tasks.{task.name}.{option}", path
         parent = run.init_from
         if parent is not None and parent not in pipeline.runs and not is_url(parent):
             yield f"runs.{name}.init_from", str(Path(parent) / "model.safetensors")
