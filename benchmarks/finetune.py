@@ -1,7 +1,7 @@
 """Fine-tuning methods against training from scratch, frozen vectors and all-genes regression, by labels per class.
 
     python benchmarks/finetune.py FOLDER/pbmc68k.h5ad [--label bulk_labels] [--pretrain FILE …] [--shots 5 20 all]
-        [--seeds 3] [--methods METHOD …] [--epochs 40] [--steps 200] [--cores 2] [--out FOLDER]
+        [--seeds 3] [--methods METHOD …] [--family profile] [--epochs 40] [--steps 200] [--cores 2] [--out FOLDER]
 
 A stratified part of the cells is the test; no model sees them. Of the other cells, `shots` of each class keep their
 label, drawn anew for each seed, the same for all rows of the table; classes of fewer cells keep all. The model is
@@ -43,6 +43,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "full": {"finetune": FULL},
     "full, lr 1e-2": {"finetune": FULL, "train": {"lr": 1e-2}},
     "full, gradual": {"finetune": FULL | {"head_steps": 40, "block_steps": 20}},
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "profile": {"family": "profile", "hidden": 128, "layers": 1},
+    "encoder": {"family": "encoder", "hidden": 64, "layers": 2, "heads": 4},
 }
 REGRESSIONS = ("frozen vectors, logistic regression", "all genes, logistic regression")
 Score = tuple[float, float]
@@ -92,6 +96,8 @@ def write_config(folder: Path, given: argparse.Namespace) -> list[str]:
     (folder / "config" / "datasets.tsv").write_text("dataset\tpath\n" + "".join(rows))
     table = {"table": "config/datasets.tsv"}
     runs: dict[str, Any] = {"pretrained": {"corpus": "wide", "train": {"epochs": given.epochs, "lr": 3e-3}}}
+    if given.pretrain:  # what differs between datasets is for the decoder to know
+        runs["pretrained"]["objective"] = {"name": "cell_decoding", "batch_column": "dataset"}
     for k in given.shots:
         for seed in range(given.seeds):
             objective = {"name": "classification", "label_column": f"label_{k}_{seed}"}
@@ -108,7 +114,7 @@ def write_config(folder: Path, given: argparse.Namespace) -> list[str]:
         "preprocess": {"min_genes": 0, "min_cells": 1, "max_mito_frac": 1},
         "shard": {"val_frac": 0.0, "test_frac": 0.0},
         "tokens": {"tokenizer": "continuous", "max_tokens": 512},
-        "model": {"family": "encoder", "hidden": 64, "layers": 2, "heads": 4},
+        "model": MODELS[given.family],
         "parallel": {"precision": "32-true"},  # a CPU emulates bfloat16
         "train": {"global_batch": 32, "token_budget": 32768, "warmup_steps": 20, "checkpoint_every_steps": 10**6},
         "consolidate": {"checkpoint": "last"},
@@ -192,6 +198,7 @@ def main() -> None:
     parser.add_argument("--shots", nargs="+", default=["5", "20", "all"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS], help="rows besides regression")
+    parser.add_argument("--family", choices=MODELS, default="profile")
     parser.add_argument("--epochs", type=int, default=40, help="of the pretraining")
     parser.add_argument("--steps", type=int, default=200, help="of each run with labels")
     parser.add_argument("--cores", type=int, default=2)

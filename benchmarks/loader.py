@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 from loader_corpus import BLOCK_CELLS, MAX_TOKENS, WINDOW_BLOCKS, Corpus, make_corpus
+from loader_floor import c_loop
 from loader_peers import CONTINUOUS, PEERS, RANK, RAW, Epochs
 from origin import commit, machine
 
@@ -176,6 +177,7 @@ def print_goals(turns: dict[Key, Turns]) -> None:
         (scdl, CONTINUOUS, 1.5),
         (scdl, RAW, 1.5),
         *((one, gives, 0.85) for gives in (CONTINUOUS, RANK, BINNED, RAW)),
+        (("C loop", "of memcpy"), RAW, 0.6),
     ):
         if (*other, gives) in turns:
             pair = turns[*ours, gives], turns[*other, gives]
@@ -257,7 +259,7 @@ LOADERS: dict[Key, Callable[[Corpus, int], Epochs]] = {
     ("cellmill", f"{lanes} lane{'s' * (lanes > 1)}", gives): own(lanes, gives)
     for lanes in (8, 1)
     for gives in (CONTINUOUS, RANK, BINNED, RAW)
-} | PEERS
+} | {("C loop", "of memcpy", RAW): c_loop, **PEERS}
 
 
 if __name__ == "__main__":

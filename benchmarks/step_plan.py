@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +34,7 @@ class Lengths:
         lengths = np.random.default_rng(0).gamma(4.0, MEAN_GENES / 4, n_obs).astype(np.int64) + 1
         self.indptr, self.dtype = np.concatenate([[0], np.cumsum(lengths)]), np.dtype(np.uint16)
 
-    def read_genes(self, start: int, buffers: list[Any]) -> None: ...
+    def scatter_genes(self, start: int, table: np.ndarray) -> None: ...
 
 
 def main() -> None:

@@ -51,6 +51,9 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "integration": "cellmill.config.structure_tasks:IntegrationConfig",
         "throughput": "cellmill.config.structure_tasks:ThroughputConfig",
         "perturbation": "cellmill.config.evaluate:PerturbationConfig",
+        "imputation": "cellmill.config.gene_tasks:ImputationConfig",
+        "gene_embedding": "cellmill.config.gene_tasks:GeneEmbeddingConfig",
+        "grn": "cellmill.config.gene_tasks:GrnConfig",
     },
     "tracker": {
         "tensorboard": "cellmill.config.track:TensorboardConfig",
@@ -58,6 +61,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "wandb": "cellmill.config.track:WandbConfig",
         "trackio": "cellmill.config.track:TrackioConfig",
         "comet": "cellmill.config.track:CometConfig",
+        "langfuse": "cellmill.config.track:LangfuseConfig",
     },
     "observer": {},
     "method": {

@@ -19,7 +19,14 @@ from tests.distributed.pool import Pool
 LABEL = {"name": "classification", "label_column": "cell_type"}
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "hidden layer": LABEL | {"head_hidden": 8, "head_dropout": 0.3, "class_weights": {"type1": 3.0}},
-    "sum": {"name": "sum", "parts": {"classification": {"label_column": "cell_type"}, "cell_decoding": {}}},
+    "sum": {
+        "name": "sum",
+        "parts": {
+            "classification": {"label_column": "cell_type"},
+            "hidden": LABEL | {"adversarial_scale": 0.1},
+            "cell_decoding": {},
+        },
+    },
 }
 CASES: list[tuple[str, dict[str, Any], int]] = [
     ("hidden layer", {"strategy": "ddp"}, 1024),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from cellmill.config.checks import check_together
 from cellmill.config.corpus import Shard
 from cellmill.config.family import FamilyConfig
 from cellmill.config.load import check_options
@@ -24,7 +25,7 @@ from cellmill.data.tokens import tokenized
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError
 from cellmill.evaluate.calibration import STEPS, calibrate, calibration_error
-from cellmill.evaluate.predict import logits_of
+from cellmill.evaluate.predict import classifications_of, logits_of
 from cellmill.models.batch import to_tensors, with_genes
 from cellmill.models.build import build
 from cellmill.models.end_tokens import with_ends
@@ -87,6 +88,28 @@ def test_a_batch_without_labels_has_loss_and_gradients_of_zero() -> None:
     loss.backward()
     assert loss == 0
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_a_hidden_label_reverses_the_gradient_of_the_vector_alone_and_is_not_predicted() -> None:
+    gradients = []
+    for scale in (None, 0.25):
+        model = _model(adversarial_scale=scale)
+        prepared = model.prepare(_batch(), seed=0, step=0)
+        model.objective.loss(model, model.states(prepared), prepared).backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        factor = 1 if name.startswith("label_head") else -0.25
+        torch.testing.assert_close(gradients[1][name], factor * expected, msg=name)
+    assert (len(classifications_of(_model().objective)), classifications_of(model.objective)) == (1, {})
+    assert (_model().objective.config.supervised_by, model.objective.config.supervised_by) == (("kind",), ())
+
+
+def test_a_model_that_only_hides_a_label_is_refused() -> None:
+    objective = {"name": "classification", "label_column": "kind", "adversarial_scale": 0.1}
+    given: dict[str, Any] = {name: {} for name in TrainOptions.model_fields}
+    given |= {"train": {"steps": 2}, "objective": objective}
+    with pytest.raises(ConfigError, match=r"^objective\.adversarial_scale: expected another objective beside it"):
+        check_together(check_options(TrainOptions, given, "options"))
 
 
 def test_balanced_weights_are_numbers_of_the_training_cells_and_average_one(tmp_path: Path) -> None:

@@ -44,6 +44,14 @@ def test_a_gate_compares_the_best_rows_by_their_means_on_every_label() -> None:
     assert line == "blood: other: embedding + LR has 0.800 accuracy, expected 0.300 of majority and 0.6 more"
 
 
+def test_a_gate_of_an_error_takes_the_lowest_of_its_finite_values() -> None:
+    errors = [{"name": "a", "kind": "model", "MAE": value} for value in (float("nan"), 0.5, 0.4)]
+    datasets = _datasets(change={"rows": [*errors, {"name": "mean", "kind": "baseline", "MAE": 0.45}], "metric": "MAE"})
+    assert failures([BaselineGate(task="change", baseline="mean", lower_is_better=True)], datasets) == []
+    [line] = failures([BaselineGate(task="change", baseline="mean", lower_is_better=True, margin=0.1)], datasets)
+    assert line == "blood: change: a has 0.400 MAE, expected 0.450 of mean and 0.1 less"
+
+
 @pytest.mark.parametrize(
     ("gate", "changed", "message"),
     [

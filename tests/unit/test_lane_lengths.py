@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ class Lengths:
     def __init__(self, lengths: np.ndarray) -> None:
         self.indptr, self.dtype = np.concatenate([[0], np.cumsum(lengths)]), np.dtype(np.uint16)
 
-    def read_genes(self, start: int, buffers: list[Any]) -> None: ...
+    def scatter_genes(self, start: int, table: np.ndarray) -> None: ...
 
 
 def lengths_of_lane(shards: list[Lengths], layout: EpochLayout, lane: int) -> Iterator[int]:

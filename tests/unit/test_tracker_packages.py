@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import struct
 import zipfile
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from cellmill.track.follower import Follower
 from tests.unit.tracked import tracked_run
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "config" / "examples" / "tracking-mlflow.yaml"
+SCORES = "/api/public/scores"
 LOSSES = [(1, 1.0), (2, 0.5), (3, 0.25), (4, 0.125)]
 
 
@@ -143,6 +147,59 @@ def test_comet_has_what_was_written(tmp_path: Path) -> None:
     assert [message["value"] for message in others] == ["c" * 40] * 2
     names = [message.get("additional_params", {}).get("fileName") for message in messages]
     assert {name for name in names if name} == {"train/run.json", "train/metrics.jsonl"}
+
+
+def test_langfuse_has_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in server on loopback takes what the package sends: spans by OpenTelemetry, scores as JSON."""
+    package("langfuse", "langfuse")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    posted: list[tuple[str, bytes]] = []
+
+    class StandIn(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            packed = self.headers.get("Content-Encoding") == "gzip"
+            posted.append((self.path, gzip.decompress(body) if packed else body))
+            answer = b'{"message": "Accepted"}' if self.path == SCORES else b""
+            self.send_response(202 if self.path == SCORES else 200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
+    Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("LANGFUSE_PUBLIC_KEY", "pk-one")
+    monkeypatch.setenv("LANGFUSE_SECRET_KEY", "sk-two")
+    try:
+        train = send(tmp_path, "langfuse", host=f"http://127.0.0.1:{server.server_port}")
+    finally:
+        server.shutdown()
+        server.server_close()
+    sent = [ExportTraceServiceRequest.FromString(body) for path, body in posted if path.endswith("/traces")]
+    spans = [span for one in sent for of in one.resource_spans for scope in of.scope_spans for span in scope.spans]
+    assert {span.trace_id.hex() for span in spans} == {file_id(train)}
+    told = [(span.name, {a.key: a.value.string_value for a in span.attributes}) for span in spans]
+    lines = [
+        (json.loads(values["langfuse.observation.input"])["step"], json.loads(values["langfuse.observation.output"]))
+        for name, values in told
+        if name in ("step", "validation")
+    ]
+    assert sorted((step, line["loss"]) for step, line in lines if "loss" in line) == LOSSES
+    assert [(step, line["val_loss"]) for step, line in lines if "val_loss" in line] == [(4, 0.75)]
+    runs = [values for name, values in told if name == "one"]
+    assert [json.loads(run["langfuse.observation.output"])["status"] for run in runs] == ["stopped", "done"]
+    assert json.loads(runs[0]["langfuse.observation.input"])["options"]["train"]["lr"] == 1e-3
+    scores = [score for path, body in posted if path == SCORES for score in json.loads(body)]
+    assert {(score["name"], score["value"]) for score in scores} == {
+        ("loss", 0.25),
+        ("loss", 0.125),
+        ("val_loss", 0.75),
+    }
+    assert len({score["id"] for score in scores}) == 2  # the later one replaces the earlier
 
 
 def test_trackio_has_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import anndata as ad
 import numpy as np
@@ -137,6 +138,31 @@ def test_a_branch_waits_for_its_trunk_which_keeps_the_checkpoint(project: Projec
     project.write_config("branch.yaml", runs={"tiny": trunk, "short": branch | {"trunk_step": 5}})
     refused = project.snakemake("--configfile", config, "--dry-run", "--", status).stdout
     assert "runs.short.trunk_step: 5 is not in train.keep_steps of tiny ([4]); add it there" in refused
+
+
+def test_kept_checkpoints_are_evaluated_without_training_again(project: Project) -> None:
+    run: dict[str, Any] = {"corpus": "sim", "train": {"keep_steps": [4, 8]}}
+    tasks = {"tasks": {"probe": {"seeds": 1}}}
+    config = project.write_config("kept.yaml", runs={"tiny": run}, evaluate=tasks)
+    made = project.snakemake("--configfile", config)
+    assert made.returncode == 0, made.stdout
+    project.write_config("kept.yaml", runs={"tiny": run | {"evaluate_steps": [4, 8]}}, evaluate=tasks)
+    kept = dict.fromkeys(["consolidate", "embed", "evaluate"], 2) | {"report": 1}
+    assert project.jobs("--configfile", config) == kept
+    made = project.snakemake("--configfile", config)
+    assert made.returncode == 0, made.stdout
+    results = project.folder / "results"
+    for step in (4, 8):
+        metrics = json.loads((results / f"runs/tiny/steps/{step}/evaluate/metrics.json").read_text())
+        assert metrics["model"]["step"] == step
+    assert "probe: accuracy over steps" in (results / "report/index.html").read_text()
+    gone = project.snakemake("--configfile", config, "--", "results/runs/tiny/steps/5/model/config.json")
+    assert re.search(
+        r"no checkpoint of step 5; there are those of steps 4, [\d, ]*8, .*; list the step in train", gone.stdout
+    )
+    project.write_config("kept.yaml", runs={"tiny": run | {"evaluate_steps": [5]}}, evaluate=tasks)
+    refused = project.snakemake("--configfile", config, "--dry-run").stdout
+    assert "runs.tiny: evaluate_steps: 5 is not in train.keep_steps; add it there" in refused
 
 
 def test_the_file_of_gene_vectors_is_an_input_of_the_training(project: Project) -> None:
@@ -282,6 +308,17 @@ def test_a_wrong_table_or_configuration_is_one_line_and_an_exit_code(project: Pr
     (project.folder / "other.yaml").write_text("trian: {lr: 1}\n")
     refused = project.snakemake("--dry-run", "--configfile", "other.yaml", "--replace-workflow-config")
     assert last_lines(refused.stdout) == ["cellmill: other.yaml: unknown key 'trian'; did you mean 'train'?"]
+
+
+def test_a_file_that_is_missing_is_named_although_its_output_stands(project: Project) -> None:
+    """Snakemake would take the vocabulary as it is, and say that nothing is to be done."""
+    vocabulary = project.folder / "results" / "corpora" / "sim" / "vocabulary.tsv"
+    vocabulary.parent.mkdir(parents=True)
+    vocabulary.touch()
+    project.write_config(vocabulary={"genes": "nope.txt"})
+    refused = project.snakemake("--dry-run", str(vocabulary.relative_to(project.folder)))
+    assert refused.returncode == 1
+    assert last_lines(refused.stdout) == ["cellmill: corpora.sim.vocabulary.genes: nope.txt: no such file"]
 
 
 def test_columns_of_the_table_reach_the_stage_and_a_wrong_one_is_found_by_a_dry_run(project: Project) -> None:

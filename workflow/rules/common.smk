@@ -61,6 +61,7 @@ if pipeline.private:
 wildcard_constraints:
     corpus="|".join(map(re.escape, pipeline.corpora)),
     run="|".join(map(re.escape, pipeline.runs)),
+    at=r"(/steps/[1-9]\d*)?",
     model=r"[\w.-]+/[\w.-]+(@[\w./-]+)?",
     part=r"\d+-of-\d+",
     sweep="|".join(map(re.escape, swept)) or "a^",  # nothing, without sweeps
@@ -76,7 +77,10 @@ def section_of(stage, wildcards):
     """Sections of the configuration that `stage` reads; with a dataset's own options where it preprocesses one."""
     name = wildcards.get("run") or wildcards.get("corpus")
     dataset = dataset_of(wildcards) if stage == "preprocess" else None
-    return pipeline.section(stage, name, dataset)
+    section = pipeline.section(stage, name, dataset)
+    if stage == "consolidate" and wildcards.at:
+        section["consolidate"]["checkpoint"] = int(wildcards.at.rpartition("/")[2])
+    return section
 
 
 def options_file(stage):
@@ -249,9 +253,15 @@ def evaluated(pattern):
 
     def files(wildcards):
         names = pipeline.evaluated_on(wildcards.run)
-        return [pattern.format(corpus=corpus_of(wildcards), run=wildcards.run, dataset=name) for name in names]
+        return [pattern.format(corpus=corpus_of(wildcards), dataset=name, **wildcards) for name in names]
 
     return files
+
+
+def evaluated_steps():
+    """Evaluations of kept checkpoints that runs ask for."""
+    steps = [f"{name}/steps/{step}" for name, run in pipeline.runs.items() for step in run.evaluate_steps]
+    return expand("results/runs/{step}/evaluate/metrics.json", step=steps)
 
 
 def label_columns(wildcards):
@@ -275,6 +285,11 @@ def gene_vectors(wildcards):
     """File of `model.gene_vectors`, whose path is among the options; empty without one."""
     path = getattr(pipeline.runs[wildcards.run].model, "gene_vectors", None)
     return [] if path is None else [path]
+
+
+def task_files(wildcards):
+    """Files that the options of the run's evaluation tasks name."""
+    return [path for task in pipeline.runs[wildcards.run].evaluate.tasks.values() for path in task.paths().values()]
 
 
 def parent_argument(wildcards):
@@ -311,6 +326,20 @@ def reported_corpora():
     """Corpora used by any run, in the order of the configuration."""
     used = {run.corpus for run in pipeline.runs.values()}
     return [corpus for corpus in pipeline.corpora if corpus in used]
+
+
+def check_named_files():
+    """End if a file that the configuration names is missing. Snakemake would take outputs without it as they are."""
+
+    def is_made(path):
+        return any(made.is_producer(path) for made in workflow.rules)
+
+    try:
+        gone = importlib.import_module("cellmill.data.input_check").check_inputs(pipeline, is_made)
+    except UserError as error:
+        sys.exit(f"cellmill: {error}")
+    if gone is not None:
+        print(f"cellmill: {gone}", file=sys.stderr)
 
 
 def watch_stages():

@@ -173,6 +173,11 @@ def _check_objective(options: TrainOptions) -> None:
                     f"tokens.zero_frac: objective {part.name} has no use for genes without counts; set it to 0, or "
                     "choose masked_value or masked_gene"
                 )
+    if all(getattr(part, "adversarial_scale", None) for part in objective.each()):
+        raise ConfigError(
+            "objective.adversarial_scale: expected another objective beside it, got a model that learns to hide a "
+            "label and nothing else; make it a part of objective sum"
+        )
     if labels := sorted({*objective.supervised_by} & {*tokens.covariates}):
         raise ConfigError(
             f"tokens.covariates: {labels[0]} is also objective.label_column, and the model would read the label that "

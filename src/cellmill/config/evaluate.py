@@ -23,8 +23,13 @@ class TaskConfig(Plugin):
 
     kind: ClassVar[str] = "task"
     reads_label: ClassVar[bool] = False  # runs once for each label of a dataset
+    files: ClassVar[tuple[str, ...]] = ()  # options that name files, which the rule reads too
 
     name: str
+
+    def paths(self) -> dict[str, str]:
+        """Files that the options name, by option."""
+        return {option: path for option in self.files if (path := getattr(self, option)) is not None}
 
 
 class ProbeConfig(TaskConfig):

@@ -11,4 +11,5 @@ class BaselineGate(Section):
     task: str = Field(description="Task of evaluate.tasks; for all labels of a dataset.")
     baseline: str = Field(description="Row to reach, or features, whose best classifier counts: `all genes`.")
     column: str | None = Field(None, description="Column to compare; null is that which ranks the task's rows.")
-    margin: float = Field(0.0, description="The least difference of the means, model minus baseline.")
+    lower_is_better: bool = Field(False, description="Whether lower values of the column are better, as of MAE.")
+    margin: float = Field(0.0, description="By how much the model has to be better than the baseline, at least.")

@@ -29,6 +29,13 @@ class ObserverConfig(Plugin):
     name: str
 
 
+def without_password(url: str | None, variable: str) -> str | None:
+    """`url` as it is. Raises ValueError if it has a password."""
+    if url is not None and urlsplit(url).password is not None:
+        raise ValueError(f"has a password, which run.json would show; set {variable} in the environment")
+    return url
+
+
 class TensorboardConfig(TrackerConfig):
     """Event files in `train/track/tensorboard` of the run, for `tensorboard --logdir results/runs`."""
 
@@ -52,9 +59,7 @@ class MlflowConfig(TrackerConfig):
     @field_validator("uri")
     @classmethod
     def _without_password(cls, value: str | None) -> str | None:
-        if value is not None and urlsplit(value).password is not None:
-            raise ValueError("has a password, which run.json would show; set MLFLOW_TRACKING_URI in the environment")
-        return value
+        return without_password(value, "MLFLOW_TRACKING_URI")
 
 
 class WandbConfig(TrackerConfig):
@@ -91,6 +96,22 @@ class CometConfig(TrackerConfig):
     mode: Literal["online", "offline"] = Field(
         "online", description="offline: zip files in `train/track/comet` of the run, for `comet upload`."
     )
+
+
+class LangfuseConfig(TrackerConfig):
+    """A trace of a Langfuse project; the keys are LANGFUSE_PUBLIC_KEY and LANGFUSE_SECRET_KEY."""
+
+    implementation: ClassVar[str] = "cellmill.track.to_langfuse:LangfuseTracker"
+
+    name: Literal["langfuse"] = Field("langfuse", description="Name of the tracker.")
+    host: str | None = Field(
+        None, description="Server, as `https://langfuse.example.org`; null is LANGFUSE_BASE_URL, or Langfuse's own."
+    )
+
+    @field_validator("host")
+    @classmethod
+    def _without_password(cls, value: str | None) -> str | None:
+        return without_password(value, "LANGFUSE_BASE_URL")
 
 
 class Track(Section):

@@ -101,7 +101,7 @@ def counts_per_10k(counts: np.ndarray, indptr: np.ndarray, dtype: type[np.floati
 
 def scale_per_10k(counts: np.ndarray, indptr: np.ndarray, dtype: type[np.floating[Any]]) -> np.ndarray:
     """Factor, `(cells,)` of `dtype`, that makes the sum of each row of counts 10,000; 0 for an empty row."""
-    filled = np.flatnonzero(np.diff(indptr))
+    filled = (indptr[1:] > indptr[:-1]).nonzero()[0]
     scale = np.zeros(len(indptr) - 1, dtype)
     if len(filled):
         totals = np.add.reduceat(counts, indptr[:-1][filled], dtype=np.int64)

@@ -21,6 +21,7 @@ from cellmill.data.h5_file import one_line, open_h5
 from cellmill.data.local_copies import LocalCopies
 from cellmill.data.manifest import REMEDY, Manifest, ShardEntry
 from cellmill.data.open_files import OpenFiles
+from cellmill.data.scattered_read import read_places
 from cellmill.data.shard_index import OFFSETS, open_index
 from cellmill.errors import DataError
 from cellmill.files import special_kind
@@ -72,11 +73,19 @@ class RowFile:
         """Fill `buffers` in order with counts (`dtype`), beginning at nonzero `start`."""
         self._read(self.offsets[1] + self.dtype.itemsize * start, buffers)
 
+    def scatter_genes(self, start: int, table: np.ndarray) -> None:
+        """As `read_genes`, into a table of `places`, which must live until then."""
+        self._read(self.offsets[0] + 4 * start, table)
+
+    def scatter_counts(self, start: int, table: np.ndarray) -> None:
+        """As `read_counts`, into a table of `places`, which must live until then."""
+        self._read(self.offsets[1] + self.dtype.itemsize * start, table)
+
     def check_size(self) -> None:
         """Open the file. Raises DataError when it is missing or too short for its nonzeros."""
         self._read(0, [])
 
-    def _read(self, offset: int, buffers: Sequence[Any]) -> None:
+    def _read(self, offset: int, buffers: Sequence[Any] | np.ndarray) -> None:
         copies = self._files.copies
         if copies is not None and (copy := copies.of(self.path)) is not None:
             try:
@@ -95,14 +104,16 @@ class RowFile:
         except OSError as error:
             raise DataError(f"{self.path}: cannot be read: {one_line(error)}; {REMEDY}") from None
 
-    def _read_all(self, descriptor: int, offset: int, buffers: Sequence[Any]) -> None:
+    def _read_all(self, descriptor: int, offset: int, buffers: Sequence[Any] | np.ndarray) -> None:
         for first in range(0, len(buffers), IOV_MAX):
             offset += self._read_some(descriptor, offset, buffers[first : first + IOV_MAX])
 
-    def _read_some(self, descriptor: int, offset: int, buffers: Sequence[Any]) -> int:
-        n_bytes = sum(buffer.nbytes for buffer in buffers)
+    def _read_some(self, descriptor: int, offset: int, buffers: Sequence[Any] | np.ndarray) -> int:
         # one call reads up to 2 GiB, and a short read of a regular file means end of file: a retry would not end
-        n_read = os.preadv(descriptor, buffers, offset)
+        if isinstance(buffers, np.ndarray):
+            n_bytes, n_read = int(buffers[:, 1].sum()), read_places(descriptor, buffers, offset)
+        else:
+            n_bytes, n_read = sum(buffer.nbytes for buffer in buffers), os.preadv(descriptor, buffers, offset)
         if n_read != n_bytes:
             raise DataError(
                 f"{self.path}: short read: {n_read:,} of {n_bytes:,} bytes at {offset:,}; "

@@ -11,6 +11,7 @@ preshuffled on disk, a batch has the donor entropy of a true shuffle (3.26 of 3.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -58,7 +59,7 @@ class EpochLayout:
     equal_steps: bool = False
     repeats: Repeats | None = None  # None reads each cell once; see `data.repeated_epoch`
 
-    @property
+    @cached_property
     def n_cells(self) -> int:
         total = sum(self.shard_cells)
         return total if self.max_cells is None else min(total, self.max_cells)
@@ -83,6 +84,13 @@ class EpochLayout:
         if not self.equal_steps:
             return np.minimum(step * self.per_lane, self._dealt(self.n_cells))
         return self._dealt(step * self.n_cells // self.steps_per_epoch)
+
+    def steps_of(self, lane: int, places: np.ndarray) -> np.ndarray:
+        """Steps of an epoch that take the cells at `places` of a lane, `(cells,)` int64 each."""
+        if not self.equal_steps:
+            return places // self.per_lane
+        # the step before the first whose cells, dealt one by one, are more than those up to this one
+        return ((places * self.lanes + lane + 1) * self.steps_per_epoch - 1) // self.n_cells
 
     def before(self, step: int) -> int:
         """Cells of all lanes before step `step` of an epoch."""

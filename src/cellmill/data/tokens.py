@@ -54,9 +54,9 @@ class Prefixes:
 
     def __init__(self, starts: np.ndarray, max_tokens: int) -> None:
         self._starts = starts
-        self.lengths = np.minimum(np.diff(starts), max_tokens)
+        self.lengths = np.minimum(starts[1:] - starts[:-1], max_tokens)
         self.cu_seqlens = np.zeros(len(starts), np.int32)
-        np.cumsum(self.lengths, out=self.cu_seqlens[1:])
+        self.lengths.cumsum(out=self.cu_seqlens[1:])
 
     def of(self, array: np.ndarray) -> np.ndarray:
         """Entries of `array`, `(nonzeros,)`, that are kept."""
@@ -112,11 +112,11 @@ def cut_batch(lengths: np.ndarray, token_budget: int) -> list[int]:
 
     `lengths` are tokens of each cell; a cell above the budget is a micro-batch of its own.
     """
-    total = np.cumsum(lengths)
+    total = lengths.cumsum()
     borders = [0]
     while (first := borders[-1]) < len(lengths):
         used = int(total[first - 1]) if first else 0
-        borders.append(max(int(np.searchsorted(total, used + token_budget, side="right")), first + 1))
+        borders.append(max(int(total.searchsorted(used + token_budget, side="right")), first + 1))
     return borders
 
 
@@ -125,9 +125,12 @@ def most_micro_batches(lengths: np.ndarray, n_cells: np.ndarray, token_budget: i
 
     `lengths`, `(cells,)`, are tokens of all ranks' cells, rank by rank, `n_cells` of them on each.
     """
-    total = np.concatenate([[0], np.cumsum(lengths)])
-    ends = np.cumsum(n_cells)
+    total = np.zeros(len(lengths) + 1, np.int64)
+    lengths.cumsum(out=total[1:])
+    ends = n_cells.cumsum()
     first, number = ends - n_cells, 0
+    if (total[ends] - total[first] <= token_budget).all():  # as often: everything fits at once
+        return int(n_cells.any())
     while (left := first < ends).any():
         first, ends = first[left], ends[left]
         fitting = np.searchsorted(total, total[first] + token_budget, side="right") - 1

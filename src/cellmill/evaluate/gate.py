@@ -1,6 +1,7 @@
 """Gates: whether the tables of an evaluation reach the baselines that `evaluate.gate` states."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from math import isfinite
 from typing import Any
 
 from cellmill.config.gate import BaselineGate
@@ -26,8 +27,8 @@ def _failures(gate: BaselineGate, datasets: Mapping[str, Any]) -> Iterator[str]:
         raise ConfigError(f"evaluate.gate: task {gate.task} was skipped on every dataset: no row to compare")
     for where, result in tables.items():
         own, other = (_best(gate, where, result, model) for model in (True, False))
-        if own[1] - other[1] < gate.margin:
-            more = f" and {gate.margin:g} more" if gate.margin else ""
+        if (other[1] - own[1] if gate.lower_is_better else own[1] - other[1]) < gate.margin:
+            more = f" and {gate.margin:g} {'less' if gate.lower_is_better else 'more'}" if gate.margin else ""
             yield f"{where}: {own[0]} has {own[1]:.3f} {own[2]}, expected {other[1]:.3f} of {other[0]}{more}"
 
 
@@ -43,10 +44,12 @@ def _best(gate: BaselineGate, where: str, result: Mapping[str, Any], model: bool
             names = ", ".join(row["name"] for row in result["rows"] if row.get("kind") != "model")
             raise ConfigError(f"evaluate.gate: {where}: no baseline {gate.baseline!r}; there are: {names}")
     key = f"{column}_mean" if any(f"{column}_mean" in row for row in rows) else column
-    known = [(row["name"], float(row[key])) for row in rows if isinstance(row.get(key), int | float)]
+    known = [
+        (row["name"], float(row[key])) for row in rows if isinstance(row.get(key), int | float) and isfinite(row[key])
+    ]
     if not known:
         keys = dict.fromkeys(key.removesuffix("_mean") for row in rows for key in row if not key.endswith("_sd"))
         columns = ", ".join(key for key in keys if key not in ("name", "kind") and not key.endswith("_repetitions"))
         raise ConfigError(f"evaluate.gate: {where}: no numbers in column {column!r}; there are: {columns}")
-    name, value = max(known, key=lambda one: one[1])
+    name, value = (min if gate.lower_is_better else max)(known, key=lambda one: one[1])
     return name, value, column

@@ -52,8 +52,9 @@ def classification_of(objective: Objective) -> Classification | None:
 
 
 def classifications_of(objective: Objective) -> dict[str, Classification]:
-    """Return the objective, or the parts of a sum, that predict labels, by part."""
-    return {name: leaf for name, leaf in objective.leaves().items() if isinstance(leaf, Classification)}
+    """Return the objective, or the parts of a sum, that predict labels, by part; not those whose label is hidden."""
+    heads = {name: leaf for name, leaf in objective.leaves().items() if isinstance(leaf, Classification)}
+    return {name: head for name, head in heads.items() if head.config.adversarial_scale is None}
 
 
 def regressions_of(objective: Objective) -> dict[str, Regression]:

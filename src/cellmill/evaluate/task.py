@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
+import scipy.sparse as sp
 from sklearn.decomposition import PCA
 
 from cellmill.config.corpus import IS_CONTROL, ROLES
@@ -64,10 +65,14 @@ class EvaluatedModel:
     @cached_property
     def components(self) -> PCA:
         """Principal components of log-normalised training cells, which several tasks compare with."""
-        counts = read_training_counts(self.manifest, PCA_CELLS)[:PCA_CELLS]
-        profiles = log_normalise(summed(counts) if self.manifest.ordered else counts)
+        profiles = self.training_profiles()
         n_components = max(1, min(COMPONENTS, *(size - 1 for size in profiles.shape)))
         return PCA(n_components, svd_solver="arpack", random_state=0).fit(profiles)
+
+    def training_profiles(self) -> sp.csr_matrix:
+        """Log-normalised training cells, at most PCA_CELLS, `(cells, genes)` float32; read again at each call."""
+        counts = read_training_counts(self.manifest, PCA_CELLS)[:PCA_CELLS]
+        return log_normalise(summed(counts) if self.manifest.ordered else counts)
 
 
 @dataclass(frozen=True)

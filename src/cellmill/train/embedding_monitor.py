@@ -92,6 +92,8 @@ def advice(objective: ObjectiveConfig) -> str:
     parts = {part.name: part for part in objective.each()}
     if any(getattr(part, "batch_adversary", None) for part in parts.values()):
         return "lower objective.batch_adversary_scale, or train.lr"
+    if any(getattr(part, "adversarial_scale", None) for part in parts.values()):
+        return "lower adversarial_scale of the objective, or train.lr"
     if "next_gene" in parts:
         return "objective next_gene is for generating cells; for embeddings choose family encoder or profile"
     return "lower train.lr" if "cell_decoding" in parts else "lower train.lr, or choose objective cell_decoding"

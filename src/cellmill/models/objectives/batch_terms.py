@@ -46,12 +46,12 @@ class Adversary(nn.Module):
 
     def forward(self, vectors: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """(C, H) and (C,) int64 -> cross-entropy summed over cells of known level, a float32 scalar."""
-        logits = self.out(F.gelu(self.inner(_Reversed.apply(vectors, self.scale)))).float()
+        logits = self.out(F.gelu(self.inner(Reversed.apply(vectors, self.scale)))).float()
         return F.cross_entropy(logits, numbers - 1, ignore_index=-1, reduction="sum")
 
 
-class _Reversed(torch.autograd.Function):
-    """Identity whose gradient is multiplied by `-scale`."""
+class Reversed(torch.autograd.Function):
+    """Identity, of a tensor and a number `scale`, whose gradient is multiplied by `-scale`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:

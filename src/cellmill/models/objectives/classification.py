@@ -26,6 +26,7 @@ from cellmill.models.counter_rng import keyed_dropout, keyed_state
 from cellmill.models.encoder_batch import EncoderBatch, whole
 from cellmill.models.initial import with_std
 from cellmill.models.objective import GeneStatistics, Objective
+from cellmill.models.objectives.batch_terms import Reversed
 from cellmill.models.objectives.classification_config import ClassificationConfig
 from cellmill.parallel.cpu_matmul import Linear
 from cellmill.runs.verdict import Verdict, compare
@@ -123,6 +124,8 @@ class Classification(Objective):
 
     def _logits(self, model: Any, states: torch.Tensor, prepared: LabelledCells) -> torch.Tensor:
         vectors = model.cell_vectors(states, prepared)[prepared.cells].to(states.dtype)
+        if self.config.adversarial_scale:
+            vectors = Reversed.apply(vectors, self.config.adversarial_scale)
         logits: torch.Tensor = getattr(model, self._head)(vectors, prepared.cell_keys[prepared.cells])
         return logits[:, : len(self._weights)].float()
 

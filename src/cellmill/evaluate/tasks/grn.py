@@ -1,0 +1,183 @@
+"""Task `grn`: similarity of genes against known regulations, edges of a transcription factor and a target.
+
+Candidates are all pairs of a listed factor and a listed target, but for a gene with itself: a gene that the list has no
+target of may just not have been looked at. Genes that the training cells do not express are left out. Each kind of
+features ranks the targets of a factor by similarity: cosine of gene vectors of the model (of its input, of its decoder,
+and untrained), centred over all genes, since what all vectors share says nothing of a pair; cosine of the loadings of
+principal components; Pearson and Spearman over training cells, of log-normalised counts. Regulation may be negative,
+where `absolute` ranks by size. `random` is the mean of the scores of random rankings.
+
+The task knows no cells of the dataset: its result is of the model alone, and made once for all datasets. AUROC and
+AUPRC are means over factors, a factor is one draw in the interval (`evaluate.paired`), and those over all pairs
+stand beside them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from scipy.stats import rankdata
+
+from cellmill.config.gene_tasks import GrnConfig
+from cellmill.data.named_genes import rows_of_names
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.errors import DataError
+from cellmill.evaluate.gene_features import RANDOM, all_gene_vectors, loadings
+from cellmill.evaluate.gene_files import Edge, read_edges
+from cellmill.evaluate.ranking_scores import auroc, average_precision
+from cellmill.evaluate.score_table import ScoreColumn, against_best, differences, table_rows
+from cellmill.evaluate.task import Context, EvaluatedModel, TaskResult
+
+SCORES = {"AUROC": auroc, "AUPRC": average_precision}
+DRAWS = 20  # random rankings
+
+
+@dataclass(frozen=True)
+class Regulation:
+    """Known edges among the model's genes."""
+
+    factors: np.ndarray  # (factors,) int64: rows of the vocabulary, ascending
+    targets: np.ndarray  # (targets,) int64
+    edge: np.ndarray  # (factors, targets) bool
+    left_out: list[str]  # factors with too few targets, or with no gene that is not a target
+
+    @property
+    def candidate(self) -> np.ndarray:
+        """(factors, targets) bool: pairs of two different genes."""
+        pairs: np.ndarray = self.factors[:, None] != self.targets
+        return pairs
+
+
+class Grn:
+    def __init__(self, config: GrnConfig) -> None:
+        self.config = config
+        self._known: tuple[EvaluatedModel, TaskResult] | None = None
+
+    def run(self, context: Context) -> TaskResult:
+        """AUROC and AUPRC of each kind of features. Raises DataError where too few edges have genes of the model."""
+        if self._known is None or self._known[0] is not context.model:  # once for all datasets
+            self._known = context.model, self._judged(context)
+        return self._known[1]
+
+    def _judged(self, context: Context) -> TaskResult:
+        path, model = Path(self.config.edges), context.model
+        vectors = {name: of for name, of in all_gene_vectors(model).items() if name != RANDOM}
+        if not vectors:
+            return TaskResult(skipped=f"family {model.config['family']} has no vectors of genes")
+        profiles = model.training_profiles()
+        expressed = np.asarray(profiles.sum(axis=0)).ravel() > 0
+        edges = read_edges(path)
+        known = known_edges(edges, model.vocabulary, expressed)
+        self._check(path, edges, len(known), model.vocabulary)
+        network = network_of(known, model.vocabulary, self.config.min_targets)
+        line = (
+            f"{len(known):,} of {len(edges):,} edges have two genes that the model knows and its training cells "
+            f"express; {len(network.factors):,} factors have {self.config.min_targets} targets or more"
+        )
+        print(f"{context.dataset}: grn: {path}: {line}", flush=True)
+        if network.left_out:
+            print(f"{context.dataset}: grn: left out: {', '.join(network.left_out)}", flush=True)
+        if not len(network.factors):
+            raise DataError(f"{path}: {line}; lower evaluate.tasks.grn.min_targets, or give more edges")
+        similarities = self._similarities(vectors | loadings(model), network, profiles)
+        columns, pooled = scores_of(similarities, network, context.options.seed)
+        figures: dict[str, Any] = {"edges": len(edges), "known_edges": len(known), "factors": len(network.factors)}
+        figures |= {"targets": len(network.targets), "share_of_edges": float(network.edge[network.candidate].mean())}
+        figures["left_out"] = ", ".join(network.left_out) or "none"
+        rows = [row | pooled[row["name"]] for row in table_rows(columns)]
+        return TaskResult(rows, columns[0].heading, against_best(columns), figures, differences=differences(columns))
+
+    def _check(self, path: Path, edges: list[Edge], n_known: int, vocabulary: Vocabulary) -> None:
+        if n_known >= self.config.min_edges:
+            return
+        rows = rows_of_names((name for edge in edges for name in edge), vocabulary)
+        absent = sorted(name for name, row in rows.items() if row < 0)
+        such = f", not {', '.join(absent[:3])}" if absent else ""
+        raise DataError(
+            f"{path}: {len(edges) - n_known:,} of {len(edges):,} edges have a gene that the model does not know or its "
+            f"training cells do not express; expected {self.config.min_edges:,} others, got {n_known:,}: name genes by "
+            f"Ensembl id or current symbol{such}, or lower evaluate.tasks.grn.min_edges"
+        )
+
+    def _similarities(
+        self, vectors: Mapping[str, np.ndarray], network: Regulation, profiles: sp.csr_matrix
+    ) -> dict[str, np.ndarray]:
+        """(factors, targets) float64 by features."""
+        found = {name: _cosines(values, network) for name, values in vectors.items()}
+        of_factors, of_targets = (profiles[:, genes].toarray() for genes in (network.factors, network.targets))
+        found["co-expression, Pearson"] = correlations(of_factors, of_targets)
+        ranks = (rankdata(values, axis=0) for values in (of_factors, of_targets))
+        found["co-expression, Spearman"] = correlations(*ranks)
+        return {name: np.abs(values) if self.config.absolute else values for name, values in found.items()}
+
+
+def scores_of(
+    similarities: Mapping[str, np.ndarray], network: Regulation, seed: int
+) -> tuple[list[ScoreColumn], dict[str, dict[str, float]]]:
+    """A column for each score, with the factors as units, and scores over all pairs by row."""
+    columns = []
+    pooled: dict[str, dict[str, float]] = {name: {} for name in (*similarities, "random")}
+    for score, function in SCORES.items():
+        heading = f"{score}, all pairs"
+        scores = {name: _by_factor(function, network, values) for name, values in similarities.items()}
+        for name, values in similarities.items():
+            pooled[name][heading] = function(network.edge[network.candidate], values[network.candidate])
+        generator = np.random.Generator(np.random.Philox(key=[seed, 8]))
+        of_factors, of_all = [], []
+        for _ in range(DRAWS):
+            drawn = generator.random(network.edge.shape)
+            of_factors.append(_by_factor(function, network, drawn))
+            of_all.append(function(network.edge[network.candidate], drawn[network.candidate]))
+        scores["random"], pooled["random"][heading] = np.mean(of_factors, axis=0), float(np.mean(of_all))
+        columns.append(ScoreColumn(score, f"{score} of edges", scores))
+    return columns, pooled
+
+
+def _by_factor(
+    function: Callable[[np.ndarray, np.ndarray], float], network: Regulation, values: np.ndarray
+) -> np.ndarray:
+    """(1, factors) float64: scores of each factor's candidates."""
+    lines = zip(network.edge, network.candidate, values)
+    return np.array([[function(edge[pair], of[pair]) for edge, pair, of in lines]])
+
+
+def known_edges(edges: list[Edge], vocabulary: Vocabulary, usable: np.ndarray) -> np.ndarray:
+    """(edges, 2) int64: vocabulary rows of the edges of two different genes of `usable`, (genes,) bool, each once."""
+    rows = rows_of_names((name for edge in edges for name in edge), vocabulary)
+    pairs = np.array([(rows[factor], rows[target]) for factor, target in edges], np.int64)
+    found = (pairs >= 0).all(1) & (pairs[:, 0] != pairs[:, 1]) & usable[pairs].all(1)
+    return np.unique(pairs[found], axis=0)
+
+
+def network_of(pairs: np.ndarray, vocabulary: Vocabulary, min_targets: int) -> Regulation:
+    """The network of known edges, without the factors that cannot be judged."""
+    factors, targets = np.unique(pairs[:, 0]), np.unique(pairs[:, 1])
+    edge = np.zeros((len(factors), len(targets)), bool)
+    edge[np.searchsorted(factors, pairs[:, 0]), np.searchsorted(targets, pairs[:, 1])] = True
+    n_edges = edge.sum(1)
+    n_others = (factors[:, None] != targets).sum(1) - n_edges
+    kept = (n_edges >= min_targets) & (n_others > 0)
+    return Regulation(factors[kept], targets, edge[kept], sorted(vocabulary.symbols[row] for row in factors[~kept]))
+
+
+def correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """(m, n) float64: Pearson of the columns of `first` (cells, m) and `second` (cells, n); 0 for constant ones."""
+    return _standard(first).T @ _standard(second)
+
+
+def _cosines(values: np.ndarray, network: Regulation) -> np.ndarray:
+    """(factors, targets) float64: cosines of vectors (genes, width), centred over the genes."""
+    centred = values.astype(np.float64) - values.mean(0, dtype=np.float64)
+    unit = centred / np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-12)
+    cosines: np.ndarray = unit[network.factors] @ unit[network.targets].T
+    return cosines
+
+
+def _standard(values: np.ndarray) -> np.ndarray:
+    """Columns of mean 0 and length 1."""
+    centred = values.astype(np.float64) - values.mean(0, dtype=np.float64)
+    length = np.linalg.norm(centred, axis=0)
+    return np.divide(centred, length, out=np.zeros_like(centred), where=length > 1e-9)
