@@ -42,5 +42,5 @@ def test_text_is_a_number_only_where_a_reader_would_take_it_for_one(tmp_path: Pa
         file["obs/score"] = ["1.5", "-2e3", "nan"]
         file["obs/well"] = ["1_2", "1_3", "2_1"]
     np.testing.assert_array_equal(read_shard_numbers(tmp_path / "shard.h5ad", ["score"])[:, 0], [1.5, -2000, np.nan])
-    with pytest.raises(DataError, match="'well' .* is text, such as '1_2'"):
+    with pytest.raises(DataError, match=r"'well' .* is text, such as '1_2'"):
         read_shard_numbers(tmp_path / "shard.h5ad", ["well"])

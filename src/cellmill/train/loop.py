@@ -272,9 +272,8 @@ class Trainer:
     def _pause(self, save: bool, validate: bool) -> None:
         """Validate and save between two steps, where due."""
         step = self.progress.step
-        now = time.perf_counter()
-        self.progress.wall_s += now - self._clock
-        self._clock = now
+        before, self._clock = self._clock, time.perf_counter()
+        self.progress.wall_s += self._clock - before
         if validate and self._validation_is_due():
             save |= self._validate(self.val_stream) or self.progress.patience_is_over(self.train)
         if save or step == self.steps or self._is_saved(step):
@@ -285,7 +284,7 @@ class Trainer:
             self.checkpoints.save(self.model, self.optimizer, step, state)
             self._saved_at = time.perf_counter()
         self.meter.read(time.perf_counter())  # validation and checkpoint copies do not count as training
-        self._left.pause(time.perf_counter() - now)
+        self._left.pause(time.perf_counter() - self._clock)
 
     def _validation_is_due(self) -> bool:
         # a validation skipped by a stop is made up for on resume, so that the curve is that of an uninterrupted run
