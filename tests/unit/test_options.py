@@ -96,6 +96,7 @@ TRAIN = {
     },
 }
 ELSEWHERE = {
+    "objective.adversarial_scale": "unit/test_classification.py",
     "preprocess.organism": "unit/test_preprocess.py",
     "preprocess.reference_organism": "unit/test_orthologs.py",
     "preprocess.orthologs": "unit/test_orthologs.py",
