@@ -133,7 +133,9 @@ def test_missing_folders_damaged_files_and_doubled_names_are_named(tmp_path: Pat
     with pytest.raises(DataError, match=r"^two runs are called 'run'; rename one of their folders$"):
         render("r", [read_run(run), read_run(run)], [])
     write(run / "evaluate/umap.tsv", "x\ty\n")
-    with pytest.raises(DataError, match=r"umap\.tsv: expected the columns dataset, obs_name, label, x, y, heldout, batch;"):
+    with pytest.raises(
+        DataError, match=r"umap\.tsv: expected the columns dataset, obs_name, label, x, y, heldout, batch;"
+    ):
         read_run(run)
     (run / "evaluate/umap.tsv").unlink()
     write(run / "plan.json", "{")
