@@ -45,9 +45,9 @@ class Preprocess(Section):
     )
     organism_column: bool = Field(
         False,
-        description="Add obs column `organism` to the cells: human or mouse, as their dataset. Datasets of both may then "
-        "be one corpus without reference_organism, each with its own genes, and tokens.covariates: [organism] tells the "
-        "model which.",
+        description="Add obs column `organism` to the cells: human or mouse, as their dataset. Datasets of both may "
+        "then be one corpus without reference_organism, each with its own genes, and tokens.covariates: [organism] "
+        "tells the model which.",
     )
     min_genes: int = Field(200, ge=0, description="Drop cells with fewer detected genes.")
     min_counts: int = Field(

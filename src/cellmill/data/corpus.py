@@ -177,8 +177,8 @@ def _union(paths: list[Path]) -> dict[str, str]:
         first = next(gene for gene, files in sorted(owners.items()) if alone[0] in files)
         raise DataError(
             f"{alone[0]}: no genes in common with the other datasets of the corpus (its first is {first}); "
-            "if it is of another organism, set preprocess.reference_organism or organism_column, or put it in a corpus of "
-            "its own"
+            "if it is of another organism, set preprocess.reference_organism or organism_column, or put it in a corpus "
+            "of its own"
         )
     return symbols
 

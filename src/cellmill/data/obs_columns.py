@@ -38,8 +38,8 @@ def choose_obs(
 ) -> ObsChoice:
     """Evaluate the filter and name the roles. Reads no counts.
 
-    `keep_obs` are columns to write beside labels and roles; None is all. `organism` is one more role. Raises DataError when a column is missing, a
-    dose is no number, no cell has the control's value, or the filter keeps no cell.
+    `keep_obs` are columns to write beside labels and roles; None is all. `organism` is one more role. Raises DataError
+    when a column is missing, a dose is no number, no cell has the control's value, or the filter keeps no cell.
     """
     for name in keep_obs or ():
         reader.obs_column(name, "preprocess.keep_obs")
