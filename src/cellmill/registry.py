@@ -51,6 +51,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "integration": "cellmill.config.structure_tasks:IntegrationConfig",
         "throughput": "cellmill.config.structure_tasks:ThroughputConfig",
         "perturbation": "cellmill.config.evaluate:PerturbationConfig",
+        "imputation": "cellmill.config.gene_tasks:ImputationConfig",
         "gene_embedding": "cellmill.config.gene_tasks:GeneEmbeddingConfig",
         "grn": "cellmill.config.gene_tasks:GrnConfig",
     },

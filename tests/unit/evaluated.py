@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,10 +15,10 @@ from cellmill.evaluate.task import Context, EvaluatedModel
 from tests.unit.exported import export_model, make_corpus
 
 
-def make_context(folder: Path, simulated: Path) -> Context:
+def make_context(folder: Path, simulated: Path, **model_options: Any) -> Context:
     """Every second cell is scored, in 3 folds."""
     corpus = make_corpus(folder, simulated)
-    exported = export_model(folder / "model", corpus["vocabulary"])
+    exported = export_model(folder / "model", corpus["vocabulary"], **model_options)
     network, vocabulary, tokens, config = load_for_inference(exported)
     options = Evaluate.model_validate({"folds": 3, "seed": 4})
     model = EvaluatedModel(network, config, vocabulary, tokens, Manifest.read(corpus["manifest"]), options.seed)

@@ -33,7 +33,7 @@ from cellmill.errors import DataError, UserError
 from cellmill.evaluate.training_cells import TrainedContents, read_training_counts, seen_cells
 from cellmill.files import digest, sha256_file
 
-MUTATIONS = int(os.environ.get("CELLMILL_FUZZ", "30"))
+MUTATIONS = int(os.environ.get("CELLMILL_FUZZ", "50"))
 DEEP = "deep nesting"  # replaced in the text, as json.dumps cannot write it
 VALUES = (
     *(None, True, -1, 0, 1, 2**31, 2**40, 2**63, 10**400, 1.5, float("nan"), float("inf"), "", "x", "\0", "\ud800"),

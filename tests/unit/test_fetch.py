@@ -94,6 +94,43 @@ def test_a_url_of_each_protocol_is_read_as_the_file(
     assert server.asked == ["/cells.h5ad"]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of moto
+def test_an_s3_bucket_is_read_with_the_credentials_of_the_environment(
+    counts: sp.csr_matrix, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3fs = pytest.importorskip("s3fs", reason="the extra s3 is not installed")
+    moto = pytest.importorskip("moto.server", reason="moto, a local S3, is not installed")
+    stored = in_zarr(sp.csr_matrix, 3)(counts, tmp_path)
+    local = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    local.start()
+    try:
+        host, port = local.get_host_and_port()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "ann")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+        bucket = s3fs.S3FileSystem(skip_instance_cache=True)
+        bucket.mkdir("bucket")
+        bucket.pipe("bucket/a/cells.h5ad", content)
+        bucket.put(str(stored), "bucket/a/cells.zarr", recursive=True)
+        cache = tmp_path / "cache"
+        for name in ("cells.h5ad", "cells.zarr"):
+            with ThreadPoolExecutor(3) as pool:
+                found = list(pool.map(lambda url: local_input(url, cache), [f"s3://bucket/a/{name}"] * 3))
+            assert (read(found[0]) != counts).nnz == 0
+            assert len(set(found)) == 1
+        for missing in ("bucket/a/none.h5ad", "none/cells.h5ad"):
+            with pytest.raises(DataError, match=rf"^s3://{missing}: no such file$"):
+                fetch(f"s3://{missing}", cache)
+        s3fs.S3FileSystem.clear_instance_cache()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+        with pytest.raises(DataError, match=r"^s3://bucket/b\.h5ad: cannot be fetched: ") as refused:
+            fetch("s3://bucket/b.h5ad", cache)
+        assert "hunter2" not in str(refused.value)
+    finally:
+        local.stop()
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
 def test_many_jobs_that_ask_at_once_fetch_once(server: Server, content: bytes, tmp_path: Path) -> None:
     server.slow_s = 0.5
     with ThreadPoolExecutor(6) as pool:

@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -490,8 +491,11 @@ def test_normalised_values_that_were_rounded_are_warned_of(
         assert printed.count("\n") == 1
 
 
-def test_mutated_inputs_are_read_or_refused_in_one_line() -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.unit.fuzzed_inputs", "--files", "60"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "60 of 60 are read or refused in one line\n"
+@pytest.mark.parametrize("seed", [0, random.SystemRandom().randrange(10**9)], ids=["fixed seed", "random seed"])
+def test_mutated_inputs_are_read_or_refused_in_one_line(seed: int) -> None:
+    words = ["-m", "tests.unit.fuzzed_inputs", "--files", "250", "--seed", str(seed)]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *words], cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, f"seed {seed}: {done.stderr}"
+    assert done.stdout == "250 of 250 are read or refused in one line\n"

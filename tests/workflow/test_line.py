@@ -284,6 +284,17 @@ def test_a_wrong_table_or_configuration_is_one_line_and_an_exit_code(project: Pr
     assert last_lines(refused.stdout) == ["cellmill: other.yaml: unknown key 'trian'; did you mean 'train'?"]
 
 
+def test_a_file_that_is_missing_is_named_although_its_output_stands(project: Project) -> None:
+    """Snakemake would take the vocabulary as it is, and say that nothing is to be done."""
+    vocabulary = project.folder / "results" / "corpora" / "sim" / "vocabulary.tsv"
+    vocabulary.parent.mkdir(parents=True)
+    vocabulary.touch()
+    project.write_config(vocabulary={"genes": "nope.txt"})
+    refused = project.snakemake("--dry-run", str(vocabulary.relative_to(project.folder)))
+    assert refused.returncode == 1
+    assert last_lines(refused.stdout) == ["cellmill: corpora.sim.vocabulary.genes: nope.txt: no such file"]
+
+
 def test_columns_of_the_table_reach_the_stage_and_a_wrong_one_is_found_by_a_dry_run(project: Project) -> None:
     table = project.folder / "config" / "datasets.tsv"
     header = "dataset\tpath\tlabel\tfilter\tdonor\tperturbation\tcontrol\tmin_genes\tround_counts\n"

@@ -276,7 +276,7 @@ def gene_vectors(wildcards):
 
 def task_files(wildcards):
     """Files that the options of the run's evaluation tasks name."""
-    return [path for task in pipeline.runs[wildcards.run].evaluate.tasks.values() for path in task.paths()]
+    return [path for task in pipeline.runs[wildcards.run].evaluate.tasks.values() for path in task.paths().values()]
 
 
 def parent_argument(wildcards):
@@ -313,6 +313,20 @@ def reported_corpora():
     """Corpora used by any run, in the order of the configuration."""
     used = {run.corpus for run in pipeline.runs.values()}
     return [corpus for corpus in pipeline.corpora if corpus in used]
+
+
+def check_named_files():
+    """End if a file that the configuration names is missing. Snakemake would take outputs without it as they are."""
+
+    def is_made(path):
+        return any(made.is_producer(path) for made in workflow.rules)
+
+    try:
+        gone = importlib.import_module("cellmill.data.input_check").check_inputs(pipeline, is_made)
+    except UserError as error:
+        sys.exit(f"cellmill: {error}")
+    if gone is not None:
+        print(f"cellmill: {gone}", file=sys.stderr)
 
 
 def watch_stages():

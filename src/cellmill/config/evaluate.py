@@ -27,9 +27,9 @@ class TaskConfig(Plugin):
 
     name: str
 
-    def paths(self) -> list[str]:
-        """Files that the options name."""
-        return [path for option in self.files if (path := getattr(self, option)) is not None]
+    def paths(self) -> dict[str, str]:
+        """Files that the options name, by option."""
+        return {option: path for option in self.files if (path := getattr(self, option)) is not None}
 
 
 class ProbeConfig(TaskConfig):

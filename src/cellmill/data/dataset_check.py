@@ -20,10 +20,8 @@ def check_datasets(pipeline: Workflow) -> None:
     """Raise ConfigError or DataError for the first column that no file has, of all datasets that the workflow reads."""
     for name, corpus in pipeline.corpora.items():
         table = pipeline.datasets(name)
-        runs = [run for run, options in pipeline.runs.items() if options.corpus == name]
-        evaluated = [dataset for run in runs for dataset in pipeline.evaluated_on(run)]
         columns: dict[str, set[str]] = {}
-        for dataset in dict.fromkeys([*pipeline.trained_on(name), *evaluated]):
+        for dataset in read_by_runs(pipeline, name):
             path = Path(table[dataset].path)
             if path.suffix == ".h5ad" and (file := _opened(path)) is not None:
                 with file:
@@ -33,8 +31,17 @@ def check_datasets(pipeline: Workflow) -> None:
             _check_options(pipeline, name, trained)
 
 
+def read_by_runs(pipeline: Workflow, corpus: str) -> list[str]:
+    """Datasets on which a corpus or one of its runs is trained or evaluated."""
+    runs = [run for run, options in pipeline.runs.items() if options.corpus == corpus]
+    evaluated = [dataset for run in runs for dataset in pipeline.evaluated_on(run)]
+    return list(dict.fromkeys([*pipeline.trained_on(corpus), *evaluated]))
+
+
 def _opened(path: Path) -> h5py.File | None:
     """The file; None if it is missing or damaged, which is the business of the stage that reads it."""
+    if not path.is_file():  # opening a FIFO would wait without end
+        return None
     try:
         return h5py.File(path, "r")
     except OSError:

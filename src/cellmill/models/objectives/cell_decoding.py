@@ -139,6 +139,11 @@ class CellDecoding(Objective):
     def _is_nb(self) -> bool:
         return self.config.likelihood == "nb"
 
+    @property
+    def predicts_log_counts(self) -> bool:
+        """Whether the profile is of log(1 + count), not of counts."""
+        return not self._is_nb and self.config.weights == "log1p"
+
     def loss(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
         """Return the summed cross-entropy, or negative log-likelihood per count, of the cells, a float32 scalar.
 

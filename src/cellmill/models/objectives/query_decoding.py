@@ -105,11 +105,16 @@ class QueryDecoding(Objective):
 
     def answers(self, model: Any, states: torch.Tensor, prepared: QueryBatch) -> torch.Tensor:
         """Return the predicted value of each query, (N,) float32."""
-        cells = model.query_cell(model.cell_vectors(states, prepared).to(states.dtype))
-        x = rows_at(cells, prepared.query_cell) * embed_tokens(prepared.query_genes, model.query_genes.weight)
+        vectors = model.cell_vectors(states, prepared).to(states.dtype)
+        return self.answers_of(model, vectors, prepared.query_cell, prepared.query_genes)
+
+    def answers_of(self, model: Any, vectors: torch.Tensor, cell: torch.Tensor, genes: torch.Tensor) -> torch.Tensor:
+        """Return predicted values, (N,) float32, from vectors (C, H); `cell` are indices of them, `genes` token ids."""
+        cells = model.query_cell(vectors)
+        x = rows_at(cells, cell) * embed_tokens(genes, model.query_genes.weight)
         for layer in model.query_layers:
             x = layer.inner(x, None)
-        means = embed_tokens(prepared.query_genes, model.query_bias.weight)
+        means = embed_tokens(genes, model.query_bias.weight)
         return (model.query_out(model.query_norm(x)).float() + means.float()).squeeze(1)
 
     def observe(self, model: Any, prepared: QueryBatch) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,183 @@
+"""Task `imputation`: expression of genes that are hidden from the model, in cells that it was not trained on.
+
+The same genes are hidden in all cells: a seeded share of those that enough scored cells express, or a list. The model's
+input, and every other prediction's, is made of the other genes' counts alone, their library size included
+(`evaluate.hidden_genes`). What is predicted is log(1 + counts per 10,000 of all the model's genes).
+
+A row for the model's own prediction, where its objective has one (`evaluate.own_expression`), which is fitted to
+nothing here. All others are fitted on training folds, whole donors or batches where the dataset has them: a ridge and
+the mean of the nearest cells, from the embedding, from that of the model untrained and from principal components of the
+visible genes of these cells; and each gene's mean, of which a correlation over cells is not defined.
+
+Scores are of the cells of one fold together, so that differences between folds pass for no correlation. Intervals of
+scores by gene are over genes, those of scores by cell over cells, and both over repetitions; where donors or batches
+are left out each is a repetition (`evaluate.paired`). The hidden genes are one draw.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from sklearn.decomposition import PCA
+from sklearn.linear_model import RidgeCV
+from sklearn.model_selection import KFold
+from sklearn.neighbors import KNeighborsRegressor
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from threadpoolctl import threadpool_limits
+
+from cellmill.config.gene_tasks import ImputationConfig
+from cellmill.data.count_matrix import log_normalise, select_columns
+from cellmill.data.genes import match_columns
+from cellmill.data.named_genes import rows_of_names
+from cellmill.errors import DataError
+from cellmill.evaluate.change_baselines import ALPHAS
+from cellmill.evaluate.classifiers import read_rows
+from cellmill.evaluate.expression_scores import BY_GENE, METRICS, expression_scores
+from cellmill.evaluate.hidden_genes import HiddenGenes, measured_genes
+from cellmill.evaluate.own_expression import own_expression
+from cellmill.evaluate.score_table import EMBEDDING, UNTRAINED, ScoreColumn, against_best, differences, table_rows
+from cellmill.evaluate.task import COMPONENTS, Context, TaskResult
+from cellmill.evaluate.tasks.leave_out import splits_of
+
+MAX_CELLS = 2_000  # cells used at most: they are embedded again, and every gene is predicted in each fold
+FEWEST_CELLS = 4  # of a training or test fold
+OWN = f"{EMBEDDING} + decoder"
+MEANS = "gene means"
+COMPONENTS_OF_VISIBLE = f"PCA{COMPONENTS} of visible genes"
+Fold = tuple[int, np.ndarray, np.ndarray]  # repetition, indices of training and of test cells
+
+
+class Imputation:
+    def __init__(self, config: ImputationConfig) -> None:
+        self.config = config
+
+    def run(self, context: Context) -> TaskResult:
+        """Correlations by gene and by cell, and errors. Raises DataError if no listed gene can be hidden."""
+        if context.reader.ordered:
+            return TaskResult(skipped="sequences and ranks have no expression")
+        cells = np.flatnonzero(context.scored)
+        if len(cells) > MAX_CELLS:
+            generator = np.random.Generator(np.random.Philox(key=[context.options.seed, 9]))
+            cells = np.sort(generator.permutation(cells)[:MAX_CELLS])
+        role, folds = self._folds(context, cells)
+        if not folds:
+            return TaskResult(skipped=f"{len(cells)} scored cells make no two folds of {FEWEST_CELLS} or more")
+        counts = read_rows(context.reader, np.isin(np.arange(context.reader.n_obs), cells))
+        genes = self._hidden(context, counts)
+        if not len(genes):
+            return TaskResult(skipped=f"{self.config.min_cells} scored cells express no gene (min_cells)")
+        hidden = HiddenGenes(context, counts, genes)
+        print(
+            f"{context.dataset}: imputation: {len(genes):,} of {len(hidden.measured):,} measured genes are hidden, "
+            f"{len(cells):,} cells, folds of {role or 'cells'}",
+            flush=True,
+        )
+        with threadpool_limits(1):  # sums in one order: the same scores on any number of cores
+            columns = self._columns(hidden, folds)
+        figures: dict[str, Any] = {
+            "n_cells": len(cells),
+            "hidden_genes": len(genes),
+            "measured_genes": len(hidden.measured),
+        }
+        figures |= {"folds_of": role or "cells", "folds": len(folds), "neighbors": self.config.neighbors}
+        judged = [column for column in columns if column.heading != "MSE"]
+        return TaskResult(
+            table_rows(columns), columns[0].heading, against_best(judged), figures, differences=differences(columns)
+        )
+
+    def _folds(self, context: Context, cells: np.ndarray) -> tuple[str, list[Fold]]:
+        """What is left out whole, empty for cells, and the folds."""
+        for role in ("donor", "batch"):
+            if role in context.roles:
+                groups = context.roles[role].iloc[cells]
+                splits = [
+                    split for split in splits_of(groups, self.config.most_folds) if min(map(len, split)) >= FEWEST_CELLS
+                ]
+                if splits:
+                    return role, [(number, *split) for number, split in enumerate(splits)]
+        options = context.options
+        if len(cells) < FEWEST_CELLS * options.folds:
+            return "", []
+        splitters = (
+            KFold(options.folds, shuffle=True, random_state=options.seed + at) for at in range(self.config.seeds)
+        )
+        return "", [(at, *split) for at, splitter in enumerate(splitters) for split in splitter.split(cells)]
+
+    def _hidden(self, context: Context, counts: Any) -> np.ndarray:
+        """Rows of the vocabulary to hide, ascending."""
+        vocabulary = context.model.vocabulary
+        target = match_columns(context.reader, vocabulary).target
+        of_vocabulary = select_columns(counts, target, vocabulary.n_genes)
+        expressed = np.bincount(of_vocabulary.indices, minlength=vocabulary.n_genes) >= self.config.min_cells
+        if self.config.genes is None:
+            known = np.flatnonzero(expressed)
+            n = min(round(self.config.hidden_frac * len(known)), self.config.max_genes, len(known) - 1)
+            generator = np.random.Generator(np.random.Philox(key=[context.options.seed, 10]))
+            return np.sort(generator.permutation(known)[: max(n, 0)])
+        rows = rows_of_names(self.config.genes, vocabulary)
+        known = np.unique([row for row in rows.values() if row >= 0 and expressed[row]]).astype(np.int64)
+        if not len(known) or len(known) >= len(measured_genes(context)):
+            raise DataError(
+                f"evaluate.tasks.imputation.genes: {len(known):,} of {len(rows):,} are genes of the model that "
+                f"{self.config.min_cells} scored cells of {context.dataset} express (min_cells), expected one or more, "
+                "and others that are seen; name genes by Ensembl id or current symbol"
+            )
+        if left_out := sorted(name for name, row in rows.items() if row < 0 or not expressed[row]):
+            print(f"{context.dataset}: imputation: not hidden, unknown or too rare: {', '.join(left_out)}", flush=True)
+        return known
+
+    def _columns(self, hidden: HiddenGenes, folds: list[Fold]) -> list[ScoreColumn]:
+        seen, model = hidden.expression(), hidden.context.model
+        vectors = hidden.embedded(model.network)
+        own = own_expression(hidden, vectors)
+        profiles = log_normalise(hidden.visible)
+        n_repetitions = 1 + max(repetition for repetition, _, _ in folds)
+        sums: dict[str, dict[str, np.ndarray]] = {metric: {} for metric in METRICS}
+        numbers: dict[str, dict[str, np.ndarray]] = {metric: {} for metric in METRICS}
+        embedded = {EMBEDDING: vectors, UNTRAINED: hidden.embedded(model.untrained)}
+        for repetition, train, test in folds:
+            features = embedded | {COMPONENTS_OF_VISIBLE: _components(profiles, train)}
+            predicted = dict(fitted(features, seen, train, test, self.config.neighbors))
+            if own is not None:
+                predicted = {OWN: own[test], **predicted}
+            for name, values in predicted.items():
+                for metric, scores in expression_scores(values, seen[test]).items():
+                    shape = n_repetitions, seen.shape[1 if metric in BY_GENE else 0]
+                    at = slice(None) if metric in BY_GENE else test
+                    defined = np.isfinite(scores)
+                    sums[metric].setdefault(name, np.zeros(shape))[repetition, at] += np.where(defined, scores, 0)
+                    numbers[metric].setdefault(name, np.zeros(shape))[repetition, at] += defined
+        return [column for metric in METRICS if (column := _column(metric, sums[metric], numbers[metric])).scores]
+
+
+def fitted(
+    features: Mapping[str, np.ndarray], seen: np.ndarray, train: np.ndarray, test: np.ndarray, neighbors: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(method, expression (test cells, G)) by what is fitted on the training cells alone.
+
+    `features` by name are (C, width), `seen` (C, G), of which the rows of training cells are read.
+    """
+    for kind, values in features.items():
+        ridge = make_pipeline(StandardScaler(), RidgeCV(ALPHAS)).fit(values[train], seen[train])
+        yield f"{kind} + ridge", ridge.predict(values[test])
+        nearest = KNeighborsRegressor(min(neighbors, len(train))).fit(values[train], seen[train])
+        yield f"{kind} + kNN", nearest.predict(values[test])
+    yield MEANS, np.tile(seen[train].mean(0), (len(test), 1))
+
+
+def _components(profiles: Any, train: np.ndarray) -> np.ndarray:
+    """(C, components): of the training cells' profiles, of all cells."""
+    n = max(1, min(COMPONENTS, len(train) - 1, profiles.shape[1] - 1))
+    components = PCA(n, svd_solver="arpack", random_state=0).fit(profiles[train])
+    return np.asarray(components.transform(profiles), np.float64)
+
+
+def _column(metric: str, sums: Mapping[str, np.ndarray], numbers: Mapping[str, np.ndarray]) -> ScoreColumn:
+    """Means over the folds of a repetition, of the methods for which the metric is defined."""
+    means = {
+        name: np.divide(of, numbers[name], out=np.full(of.shape, np.nan), where=numbers[name] > 0)
+        for name, of in sums.items()
+        if numbers[name].any()
+    }
+    return ScoreColumn(metric, METRICS[metric], means)
