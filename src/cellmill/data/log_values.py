@@ -7,6 +7,7 @@ then, for small batches, and where numba is not installed, numpy makes the value
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class Loops:
 def compile_loops() -> Loops | None:
     """Compile the loops; None without numba. Takes about a second."""
     try:
-        from numba import njit
+        njit = importlib.import_module("numba").njit
     except ImportError:
         return None
     types = ("uint16[::1]", "uint32[::1]")
