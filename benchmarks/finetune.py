@@ -96,6 +96,8 @@ def write_config(folder: Path, given: argparse.Namespace) -> list[str]:
     (folder / "config" / "datasets.tsv").write_text("dataset\tpath\n" + "".join(rows))
     table = {"table": "config/datasets.tsv"}
     runs: dict[str, Any] = {"pretrained": {"corpus": "wide", "train": {"epochs": given.epochs, "lr": 3e-3}}}
+    if given.pretrain:  # what differs between datasets is for the decoder to know
+        runs["pretrained"]["objective"] = {"name": "cell_decoding", "batch_column": "dataset"}
     for k in given.shots:
         for seed in range(given.seeds):
             objective = {"name": "classification", "label_column": f"label_{k}_{seed}"}

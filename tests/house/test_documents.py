@@ -101,7 +101,9 @@ def parses(words: list[str]) -> bool:
 
 
 def test_every_documented_target_is_the_output_of_a_rule() -> None:
-    patterns = [re.compile(re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(output))) for output in outputs()]
+    kept = r"(/steps/[^/]+)?"  # of the wildcard `at`
+    written = [re.escape(output).replace(re.escape("{at}"), kept) for output in outputs()]
+    patterns = [re.compile(re.sub(r"\\\{\w+\\\}", "[^/]+", output)) for output in written]
     targets = []
     for name in DOCUMENTS:
         code = " ".join(lines_of_code((ROOT / name).read_text(encoding="utf-8")))

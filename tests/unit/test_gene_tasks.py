@@ -131,6 +131,10 @@ def test_planted_edges_are_ranked_first_and_absent_ones_are_an_error(planted: Co
     found = {key: result.figures[key] for key in ("edges", "known_edges", "factors", "targets", "left_out")}
     assert found == {"edges": 43, "known_edges": 41, "factors": 2, "targets": 40, "left_out": symbols[50]}
     json.dumps(result.to_json(), allow_nan=False)
+    task = Grn(config)
+    first = task.run(planted)
+    assert task.run(replace(planted, dataset="another")) is first  # its cells play no part
+    assert task.run(replace(planted, model=replace(planted.model))) is not first
     with pytest.raises(
         DataError, match=r"2 of 43 edges have a gene .* expected 100 others, got 41: .*, not absent, or"
     ):

@@ -96,6 +96,7 @@ TRAIN = {
     },
 }
 ELSEWHERE = {
+    "objective.adversarial_scale": "unit/test_classification.py",
     "preprocess.organism": "unit/test_preprocess.py",
     "preprocess.reference_organism": "unit/test_orthologs.py",
     "preprocess.orthologs": "unit/test_orthologs.py",
@@ -139,6 +140,7 @@ ELSEWHERE = {
     "model.weights": "unit/test_hf.py",
     "model.architecture": "unit/test_hf.py",
     "model.residue_ids": "unit/test_hf.py",
+    "objective.adversarial_scale": "unit/test_classification.py",
     "objective.view": "unit/test_views.py",
     "objective.min_hidden_frac": "unit/test_views.py",
     "objective.max_hidden_frac": "unit/test_views.py",
@@ -199,6 +201,7 @@ ELSEWHERE = {
     "train.keep_checkpoints": "unit/test_train_folder.py",
     "train.keep_steps": "distributed/test_branches.py",
     "runs.trunk": "workflow/test_line.py",
+    "runs.evaluate_steps": "workflow/test_line.py",
     "runs.trunk_step": "workflow/test_line.py",
     "train.max_bad_steps": "distributed/test_bad_steps.py",
     "train.timeout_s": "distributed/test_train_command.py",

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import anndata as ad
 import numpy as np
@@ -137,6 +138,31 @@ def test_a_branch_waits_for_its_trunk_which_keeps_the_checkpoint(project: Projec
     project.write_config("branch.yaml", runs={"tiny": trunk, "short": branch | {"trunk_step": 5}})
     refused = project.snakemake("--configfile", config, "--dry-run", "--", status).stdout
     assert "runs.short.trunk_step: 5 is not in train.keep_steps of tiny ([4]); add it there" in refused
+
+
+def test_kept_checkpoints_are_evaluated_without_training_again(project: Project) -> None:
+    run: dict[str, Any] = {"corpus": "sim", "train": {"keep_steps": [4, 8]}}
+    tasks = {"tasks": {"probe": {"seeds": 1}}}
+    config = project.write_config("kept.yaml", runs={"tiny": run}, evaluate=tasks)
+    made = project.snakemake("--configfile", config)
+    assert made.returncode == 0, made.stdout
+    project.write_config("kept.yaml", runs={"tiny": run | {"evaluate_steps": [4, 8]}}, evaluate=tasks)
+    kept = dict.fromkeys(["consolidate", "embed", "evaluate"], 2) | {"report": 1}
+    assert project.jobs("--configfile", config) == kept
+    made = project.snakemake("--configfile", config)
+    assert made.returncode == 0, made.stdout
+    results = project.folder / "results"
+    for step in (4, 8):
+        metrics = json.loads((results / f"runs/tiny/steps/{step}/evaluate/metrics.json").read_text())
+        assert metrics["model"]["step"] == step
+    assert "probe: accuracy over steps" in (results / "report/index.html").read_text()
+    gone = project.snakemake("--configfile", config, "--", "results/runs/tiny/steps/5/model/config.json")
+    assert re.search(
+        r"no checkpoint of step 5; there are those of steps 4, [\d, ]*8, .*; list the step in train", gone.stdout
+    )
+    project.write_config("kept.yaml", runs={"tiny": run | {"evaluate_steps": [5]}}, evaluate=tasks)
+    refused = project.snakemake("--configfile", config, "--dry-run").stdout
+    assert "runs.tiny: evaluate_steps: 5 is not in train.keep_steps; add it there" in refused
 
 
 def test_the_file_of_gene_vectors_is_an_input_of_the_training(project: Project) -> None:

@@ -58,6 +58,7 @@ if pipeline.private:
 wildcard_constraints:
     corpus="|".join(map(re.escape, pipeline.corpora)),
     run="|".join(map(re.escape, pipeline.runs)),
+    at=r"(/steps/[1-9]\d*)?",
     model=r"[\w.-]+/[\w.-]+(@[\w./-]+)?",
     part=r"\d+-of-\d+",
     sweep="|".join(map(re.escape, swept)) or "a^",  # nothing, without sweeps
@@ -73,7 +74,10 @@ def section_of(stage, wildcards):
     """Sections of the configuration that `stage` reads; with a dataset's own options where it preprocesses one."""
     name = wildcards.get("run") or wildcards.get("corpus")
     dataset = dataset_of(wildcards) if stage == "preprocess" else None
-    return pipeline.section(stage, name, dataset)
+    section = pipeline.section(stage, name, dataset)
+    if stage == "consolidate" and wildcards.at:
+        section["consolidate"]["checkpoint"] = int(wildcards.at.rpartition("/")[2])
+    return section
 
 
 def options_file(stage):
@@ -246,9 +250,15 @@ def evaluated(pattern):
 
     def files(wildcards):
         names = pipeline.evaluated_on(wildcards.run)
-        return [pattern.format(corpus=corpus_of(wildcards), run=wildcards.run, dataset=name) for name in names]
+        return [pattern.format(corpus=corpus_of(wildcards), dataset=name, **wildcards) for name in names]
 
     return files
+
+
+def evaluated_steps():
+    """Evaluations of kept checkpoints that runs ask for."""
+    steps = [f"{name}/steps/{step}" for name, run in pipeline.runs.items() for step in run.evaluate_steps]
+    return expand("results/runs/{step}/evaluate/metrics.json", step=steps)
 
 
 def label_columns(wildcards):

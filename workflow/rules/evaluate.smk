@@ -1,18 +1,18 @@
-# Evaluation of an exported model; nothing else of its run is read.
+# Evaluation of an exported model, of a run's end or, with `at`, of a kept checkpoint; nothing else of its run is read.
 
 
 rule embed:
     input:
-        weights="results/runs/{run}/model/model.safetensors",
-        config="results/runs/{run}/model/config.json",
-        vocabulary="results/runs/{run}/model/vocabulary.tsv",
+        weights="results/runs/{run}{at}/model/model.safetensors",
+        config="results/runs/{run}{at}/model/config.json",
+        vocabulary="results/runs/{run}{at}/model/vocabulary.tsv",
         cells=lambda wildcards: f"{corpus_of(wildcards)}/cells/{wildcards.dataset}.h5ad",
     output:
-        "results/runs/{run}/embeddings/{dataset}.h5ad",
+        "results/runs/{run}{at}/embeddings/{dataset}.h5ad",
     log:
-        "logs/embed/{run}.{dataset}.log",
+        "logs/embed/{run}{at}.{dataset}.log",
     benchmark:
-        "results/benchmarks/embed/{run}.{dataset}.tsv"
+        "results/benchmarks/embed/{run}{at}.{dataset}.tsv"
     conda:
         "../../envs/cellmill.yaml"
     container:
@@ -60,24 +60,24 @@ rule predict:
 
 rule evaluate:
     input:
-        weights="results/runs/{run}/model/model.safetensors",
+        weights="results/runs/{run}{at}/model/model.safetensors",
         manifest=lambda wildcards: f"{corpus_of(wildcards)}/shards/manifest.json",
         ancestors=ancestor_manifests,
         cells=evaluated("{corpus}/cells/{dataset}.h5ad"),
-        embeddings=evaluated("results/runs/{run}/embeddings/{dataset}.h5ad"),
+        embeddings=evaluated("results/runs/{run}{at}/embeddings/{dataset}.h5ad"),
         files=task_files,
     output:
         metrics=report(
-            "results/runs/{run}/evaluate/metrics.json",
+            "results/runs/{run}{at}/evaluate/metrics.json",
             caption="../report/evaluate.rst",
             category="Runs",
-            labels={"run": "{run}", "what": "evaluation"},
+            labels={"run": "{run}{at}", "what": "evaluation"},
         ),
-        umap="results/runs/{run}/evaluate/umap.tsv",
+        umap="results/runs/{run}{at}/evaluate/umap.tsv",
     log:
-        "logs/evaluate/{run}.log",
+        "logs/evaluate/{run}{at}.log",
     benchmark:
-        "results/benchmarks/evaluate/{run}.tsv"
+        "results/benchmarks/evaluate/{run}{at}.tsv"
     conda:
         "../../envs/cellmill.yaml"
     container:

@@ -34,6 +34,7 @@ rule report:
         trained=expand("results/runs/{run}/train/status.json", run=pipeline.runs),
         models=expand("results/runs/{run}/model/config.json", run=pipeline.runs),
         metrics=expand("results/runs/{run}/evaluate/metrics.json", run=pipeline.runs),
+        kept=evaluated_steps(),
         manifests=expand("results/corpora/{corpus}/shards/manifest.json", corpus=reported_corpora()),
         sweeps=expand("results/sweeps/{sweep}/curves.json", sweep=swept),
     output:

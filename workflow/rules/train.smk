@@ -96,24 +96,25 @@ rule train:
 by_machine("train")
 
 
+# `at` is empty, or the step of a kept checkpoint: results/runs/{run}/steps/{step}/model/config.json.
 rule consolidate:
     input:
         status="results/runs/{run}/train/status.json",
         vocabulary=lambda wildcards: f"{corpus_of(wildcards)}/vocabulary.tsv",
     output:
-        weights="results/runs/{run}/model/model.safetensors",
-        config="results/runs/{run}/model/config.json",
-        vocabulary="results/runs/{run}/model/vocabulary.tsv",
+        weights="results/runs/{run}{at}/model/model.safetensors",
+        config="results/runs/{run}{at}/model/config.json",
+        vocabulary="results/runs/{run}{at}/model/vocabulary.tsv",
         card=report(
-            "results/runs/{run}/model/README.md",
+            "results/runs/{run}{at}/model/README.md",
             caption="../report/consolidate.rst",
             category="Runs",
-            labels={"run": "{run}", "what": "model card"},
+            labels={"run": "{run}{at}", "what": "model card"},
         ),
     log:
-        "logs/consolidate/{run}.log",
+        "logs/consolidate/{run}{at}.log",
     benchmark:
-        "results/benchmarks/consolidate/{run}.tsv"
+        "results/benchmarks/consolidate/{run}{at}.tsv"
     conda:
         "../../envs/cellmill.yaml"
     params:

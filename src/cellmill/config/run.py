@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from cellmill.config.section import EachOnce, Section
 
@@ -237,9 +237,18 @@ class Train(Section):
 class Consolidate(Section):
     """Export of a checkpoint."""
 
-    checkpoint: Literal["best", "last"] = Field(
-        "best", description="Checkpoint with the best train.best_metric, or the last one."
+    checkpoint: Literal["best", "last"] | Annotated[int, Field(ge=1)] = Field(
+        "best",
+        description="Checkpoint with the best train.best_metric, the last one, or that of a step of train.keep_steps.",
     )
+
+    @field_validator("checkpoint", mode="before")
+    @classmethod
+    def _name_or_step(cls, value: object) -> object:
+        is_step = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not is_step and value not in ("best", "last"):
+            raise ValueError(f"expected best, last or a step of train.keep_steps, got {value!r}")
+        return value
 
 
 class Embed(Section):

@@ -61,6 +61,11 @@ class RunConfig(EvaluateOptions, PredictOptions, ConsolidateOptions, PlanOptions
     trunk_step: int | None = Field(
         None, ge=1, description="Step of the trunk's checkpoint, which its train.keep_steps must list."
     )
+    evaluate_steps: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field(
+        default=[],
+        description="Steps of train.keep_steps whose checkpoints are exported, embedded and evaluated too, in "
+        "`results/runs/NAME/steps/STEP`; the report draws the scores over steps. Changing it trains nothing again.",
+    )
     machine: str | None = Field(
         None,
         description="Machine of its training: `set-resources: train.NAME` of the profile; null for `train`. "
@@ -70,6 +75,8 @@ class RunConfig(EvaluateOptions, PredictOptions, ConsolidateOptions, PlanOptions
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         check_together(self)
+        if not_kept := sorted({*self.evaluate_steps} - {*self.train.keep_steps}):
+            raise ValueError(f"evaluate_steps: {not_kept[0]} is not in train.keep_steps; add it there")
         task = self.evaluate.tasks.get("reconstruct")
         if isinstance(task, ReconstructConfig):
             changed = self.objective.model_dump() | task.objective

@@ -28,6 +28,7 @@ class ReportedRun:
     cost: dict[str, Any] | None = None  # train/cost.json; None before a training has ended
     lines: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl, without an incomplete last line
     umap: dict[str, list[dict[str, str]]] = field(default_factory=dict)  # rows of umap.tsv by dataset
+    kept: dict[int, dict[str, Any]] = field(default_factory=dict)  # metrics.json of kept checkpoints by step
 
     @property
     def supervised_by(self) -> list[str]:
@@ -74,6 +75,7 @@ def read_run(folder: Path) -> ReportedRun:
         evaluation=_evaluation(folder / "evaluate" / "metrics.json"),
         lines=read_lines(train / "metrics.jsonl"),
         umap=umap,
+        kept=_kept(folder),
     )
 
 
@@ -136,6 +138,16 @@ def sentences_of(outcome: str, evaluation: dict[str, Any] | None) -> list[str]:
         for verdict, sentence in zip(result["verdicts"], result["sentences"])
         if verdict["outcome"] == outcome
     ]
+
+
+def _kept(folder: Path) -> dict[int, dict[str, Any]]:
+    """Evaluations of kept checkpoints by step, of the training that the run's export is of."""
+    training, found = (_optional(folder / "model" / "config.json") or {}).get("fingerprint"), {}
+    for path in folder.glob("steps/[1-9]*/evaluate/metrics.json"):
+        metrics, model = _evaluation(path), _optional(path.parents[1] / "model" / "config.json") or {}
+        if metrics is not None and model.get("fingerprint") == training:
+            found[metrics["model"]["step"]] = metrics
+    return dict(sorted(found.items()))
 
 
 def _evaluation(path: Path) -> dict[str, Any] | None:

@@ -165,6 +165,17 @@ class TrainFolder:
             "set consolidate.checkpoint: last"
         )
 
+    def of_step(self, step: int) -> Checkpoint:
+        """The undamaged checkpoint of a step. Raises DataError if there is none."""
+        checkpoints = {checkpoint.step: checkpoint for checkpoint in self.checkpoints()}
+        if step not in checkpoints:
+            raise DataError(
+                f"{self.checkpoint_folder}: no checkpoint of step {step}; there are those of steps "
+                f"{', '.join(map(str, checkpoints)) or 'none'}; list the step in train.keep_steps, and train it anew"
+            )
+        checkpoints[step].verify()
+        return checkpoints[step]
+
     def begin(self, step: int) -> Path:
         """Create an empty folder for the checkpoint of `step`."""
         path = self.checkpoint_folder / f"step-{step:08}{INCOMPLETE}"

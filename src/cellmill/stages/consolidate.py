@@ -35,7 +35,7 @@ AVERAGE = "average."
 
 
 def run(*, options: ConsolidateOptions, train: Path, vocabulary: Path, out: Path) -> None:
-    """Export the best or last checkpoint of the training folder `train` to the folder `out`."""
+    """Export the chosen checkpoint of the training folder `train` to the folder `out`."""
     checkpoint = _choose(TrainFolder(train), options.consolidate.checkpoint)
     state = checkpoint.state()
     if not isinstance(state, dict) or (lacking := sorted({"identity", "options", "progress"} - state.keys())):
@@ -86,7 +86,9 @@ def _write_adapter(
         folder.rmdir()
 
 
-def _choose(folder: TrainFolder, which: str) -> Checkpoint:
+def _choose(folder: TrainFolder, which: str | int) -> Checkpoint:
+    if isinstance(which, int):
+        return folder.of_step(which)
     newest, damaged = folder.newest_whole()
     for line in damaged:
         print(f"warning: {line}; exporting the previous one", file=sys.stderr, flush=True)

@@ -7,8 +7,8 @@ the vectors of the model, of its input and of its decoder; the same of the model
 components of training cells; mean, spread and detection rate of a gene in training cells, which tell much (ribosomal
 genes are high, transcription factors low); random vectors.
 
-The task knows no cells of the dataset: its result is of the model alone. Intervals are over genes and repetitions
-(`evaluate.paired`): gene sets are taken as given.
+The task knows no cells of the dataset: its result is of the model alone, and made once for all datasets. Intervals
+are over genes and repetitions (`evaluate.paired`): gene sets are taken as given.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from cellmill.evaluate.gene_features import all_gene_vectors, expression_statist
 from cellmill.evaluate.gene_files import read_gene_sets, read_genes
 from cellmill.evaluate.ranking_scores import auroc_terms
 from cellmill.evaluate.score_table import ScoreColumn, against_best, differences, table_rows
-from cellmill.evaluate.task import Context, TaskResult
+from cellmill.evaluate.task import Context, EvaluatedModel, TaskResult
 
 SETS, FACTORS = "gene sets", "transcription factors"
 STATISTICS = "mean, spread and detection of genes"
@@ -38,9 +38,15 @@ STATISTICS = "mean, spread and detection of genes"
 class GeneEmbedding:
     def __init__(self, config: GeneEmbeddingConfig) -> None:
         self.config = config
+        self._known: tuple[EvaluatedModel, TaskResult] | None = None
 
     def run(self, context: Context) -> TaskResult:
         """A column for gene sets, their mean, and one for transcription factors; skipped without gene vectors."""
+        if self._known is None or self._known[0] is not context.model:  # once for all datasets
+            self._known = context.model, self._judged(context)
+        return self._known[1]
+
+    def _judged(self, context: Context) -> TaskResult:
         config, model = self.config, context.model
         vectors = all_gene_vectors(model)
         if not vectors:
