@@ -13,12 +13,15 @@ import scipy.sparse as sp
 
 from cellmill.config.corpus import Dataset, Preprocess, Shard, VocabularyConfig
 from cellmill.config.options import PreprocessOptions
+from cellmill.config.run import Stream
+from cellmill.config.tokens import ContinuousTokens
 from cellmill.data.corpus import build_vocabulary
 from cellmill.data.counts_reader import open_counts
-from cellmill.data.gene_tables import gene_symbols
+from cellmill.data.gene_tables import gene_symbols, organism_of
 from cellmill.data.genes import match_columns
 from cellmill.data.orthologs import orthologs
 from cellmill.data.shard_writer import write_shards
+from cellmill.data.stream import CellStream
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import read_json
 from cellmill.stages import preprocess as stage
@@ -112,6 +115,41 @@ def test_a_reference_requires_an_organism(make_h5ad: Make, tmp_path: Path) -> No
     path = make_h5ad(sp.csr_matrix(np.ones((2, 2))), genes=["TP53", "MYC"])
     with pytest.raises(ConfigError, match="reference_organism human requires the organism of each dataset"):
         run(path, tmp_path / "a.h5ad", organism=None, reference_organism="human")
+
+
+def test_human_and_mouse_stand_side_by_side_and_a_token_tells_the_organism(make_h5ad: Make, tmp_path: Path) -> None:
+    named = {"human": ["TP53", "MYC", "CD3E"], "mouse": ["Trp53", "Myc"], "mice": ["Cd3e", "Cd4"]}
+    files = {
+        name: make_h5ad(sp.csr_matrix(np.random.default_rng(0).integers(1, 99, (90, len(genes)))), name, genes=genes)
+        for name, genes in named.items()
+    }
+    cells = {name: tmp_path / f"{name}.cells.h5ad" for name in files}
+    for name, path in files.items():
+        organism = "human" if name == "human" else "mouse"
+        run(path, cells[name], organism=organism, organism_column=True)
+        assert set(ad.read_h5ad(cells[name]).obs["organism"]) == {organism}
+    both = [cells["human"], cells["mouse"]]
+    vocabulary = build_vocabulary(both)
+    assert [organism_of(gene) for gene in vocabulary.gene_ids].count("mouse") == 2
+    assert vocabulary.n_genes == 5
+    options = Shard(cells_per_shard=64, val_frac=0, test_frac=0)
+    manifest = write_shards(both, vocabulary, options, tmp_path / "shards" / "manifest.json")
+    assert manifest.obs_levels["organism"]["levels"] == ["human", "mouse"]
+    tokens = ContinuousTokens(max_tokens=8, covariates=["organism"])
+    given = {"global_batch": 16, "token_budget": 200, "rank": 0, "world": 1, "seed": 0, "shuffle": False}
+    stream = CellStream(
+        manifest.path, "train", tokens, Stream(lanes=2), columns={"organism": "tokens.covariates"}, **given
+    )
+    pairs = set()
+    for batch in (batch for step in stream for batch in step):
+        assert batch.levels is not None
+        levels = np.repeat(batch.levels[:, 0], np.diff(batch.cu_seqlens))
+        pairs |= {(level, organism_of(vocabulary.gene_ids[gene - 2])) for level, gene in zip(levels, batch.genes)}
+    assert pairs == {(1, "human"), (2, "mouse")}
+    with pytest.raises(DataError, match="no genes in common with the other datasets"):
+        build_vocabulary([*both, cells["mice"]])  # mice share an organism, and no gene
+    with pytest.raises(ConfigError, match="organism_column requires the organism of each dataset"):
+        run(files["human"], tmp_path / "none.h5ad", organism=None, organism_column=True)
 
 
 def test_human_and_mouse_are_one_corpus_and_raw_mouse_cells_match_its_genes(

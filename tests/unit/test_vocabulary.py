@@ -185,7 +185,8 @@ def test_datasets_without_a_gene_in_common_are_refused(make_h5ad: Make) -> None:
         build_vocabulary([human, more, mouse])
     assert str(error.value) == (
         f"{mouse}: no genes in common with the other datasets of the corpus (its first is ENSMUSG1); "
-        "if it is of another organism, set preprocess.reference_organism, or put it in a corpus of its own"
+        "if it is of another organism, set preprocess.reference_organism or organism_column, or put it in a corpus "
+        "of its own"
     )
     assert build_vocabulary([human, more]).n_genes == 3
 

@@ -228,7 +228,7 @@ def _check_dataset(dataset: Dataset, options: Preprocess, vocabulary: Vocabulary
         return doubt(what, f"{path} does not exist yet")
     try:
         with open_dataset(path, dataset.counts) as reader:
-            choose_obs(reader, options.keep_obs, dataset)
+            choose_obs(reader, options.keep_obs, dataset, options.organism if options.organism_column else None)
             if reader.ordered:
                 kind, rows = ("ranks", "cells") if reader.ranked else ("sequences", "records")
                 return ok(f"{kind} of {dataset.dataset}", f"{reader.n_obs:,} {rows}")

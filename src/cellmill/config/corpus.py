@@ -18,6 +18,10 @@ IS_CONTROL = "is_control"
 """obs column of preprocessed cells: True for those with the dataset's `control`."""
 
 
+ORGANISM = "organism"
+"""obs column of preprocessed cells with `organism_column`."""
+
+
 def is_fasta(path: Path) -> bool:
     """True if a dataset is a FASTA file, by its name."""
     return path.name.lower().removesuffix(".gz").endswith(FASTA)
@@ -38,6 +42,12 @@ class Preprocess(Section):
         None,
         description="Tab-separated file of orthologs to use instead of the packaged table: a header with the names of "
         "both organisms, Ensembl ids below; pairs in which a gene occurs once are used. Requires reference_organism.",
+    )
+    organism_column: bool = Field(
+        False,
+        description="Add obs column `organism` to the cells: human or mouse, as their dataset. Datasets of both may "
+        "then be one corpus without reference_organism, each with its own genes, and tokens.covariates: [organism] "
+        "tells the model which.",
     )
     min_genes: int = Field(200, ge=0, description="Drop cells with fewer detected genes.")
     min_counts: int = Field(

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self, get_origin
 from pydantic import BaseModel, Field, model_validator
 
 from cellmill.config.checks import check_together
-from cellmill.config.corpus import IS_CONTROL, Dataset, read_datasets
+from cellmill.config.corpus import IS_CONTROL, ORGANISM, Dataset, read_datasets
 from cellmill.config.evaluate import ReconstructConfig
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.options import (
@@ -196,6 +196,7 @@ class Workflow(Section):
         rows = [self.datasets(run.corpus)[dataset] for dataset in self.trained_on(run.corpus)]
         own = {*(role for row in rows for role in row.roles), *(label for row in rows for label in row.labels)}
         own |= {IS_CONTROL} if any(row.control for row in rows) else set()
+        own |= {ORGANISM} if self.corpora[run.corpus].preprocess.organism_column else set()
         for column, option in (run.read_columns() | run.number_columns()).items():
             # shards have `dataset` too, and a column of that name as `dataset_original`
             if column not in {*kept, *own, "dataset", "dataset_original"}:

@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import scipy.sparse as sp
 
-from cellmill.config.corpus import VocabularyConfig
+from cellmill.config.corpus import ORGANISM, VocabularyConfig
 from cellmill.config.tokens import SPECIAL
 from cellmill.data.count_matrix import TARGET_SUM, counts_per_10k
 from cellmill.data.counts_reader import open_counts, refuse_duplicates
 from cellmill.data.gene_selection import allowed_genes
+from cellmill.data.gene_tables import ORGANISMS
 from cellmill.data.sequences import sequence_vocabulary
 from cellmill.data.variable_genes import (
     Moments,
@@ -158,8 +159,10 @@ def _union(paths: list[Path]) -> dict[str, str]:
     """Symbol of every gene in the files; if they differ, the first in alphabetical order."""
     symbols: dict[str, str] = {}
     owners: dict[str, set[Path]] = {}
+    organisms: dict[Path, set[str]] = {}
     for path in paths:
         with open_counts(path) as reader:
+            organisms[path] = set(map(str, reader.obs[ORGANISM].unique())) if ORGANISM in reader.obs else set()
             refuse_duplicates(path, "var", reader.var.index, "preprocess the file, which sums counts of one gene")
             own = reader.var.get("symbol", reader.var.index)
             for gene, symbol in zip(reader.var_names, own):
@@ -169,10 +172,18 @@ def _union(paths: list[Path]) -> dict[str, str]:
                 symbols[gene] = min(symbols.get(gene, str(symbol)), str(symbol))
                 owners.setdefault(gene, set()).add(path)
     alone = [path for path in paths if all(path not in files or len(files) == 1 for files in owners.values())]
-    if alone and len(set(paths)) > 1:
+    alone = [path for path in alone if any(_share(organisms[path], organisms[p]) for p in organisms if p != path)]
+    if alone:
         first = next(gene for gene, files in sorted(owners.items()) if alone[0] in files)
         raise DataError(
             f"{alone[0]}: no genes in common with the other datasets of the corpus (its first is {first}); "
-            "if it is of another organism, set preprocess.reference_organism, or put it in a corpus of its own"
+            "if it is of another organism, set preprocess.reference_organism or organism_column, or put it in a corpus "
+            "of its own"
         )
     return symbols
+
+
+def _share(own: set[str], other: set[str]) -> bool:
+    """True if two datasets should have genes in common: unless `preprocess.organism_column` says of both that not."""
+    both = own | other
+    return not (own and other and both <= set(ORGANISMS) and own.isdisjoint(other))

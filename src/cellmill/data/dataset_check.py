@@ -10,7 +10,7 @@ from typing import Any
 
 import h5py
 
-from cellmill.config.corpus import IS_CONTROL, Dataset
+from cellmill.config.corpus import IS_CONTROL, ORGANISM, Dataset
 from cellmill.config.workflow import CorpusConfig, Workflow
 from cellmill.data.obs_levels import DATASET
 from cellmill.errors import ConfigError, DataError, did_you_mean
@@ -67,6 +67,7 @@ def _check_file(file: h5py.File, table: str, dataset: Dataset, corpus: CorpusCon
     if dataset.control is not None and dataset.controlled is not None:
         _check_control(where, obs, dataset.roles[dataset.controlled], dataset.control)
     made = {*dataset.roles, *({IS_CONTROL} if dataset.control else ())}
+    made |= {ORGANISM} if corpus.preprocess.organism_column else set()
     own = {*known} if kept is None else {*kept, *dataset.labels}
     renamed = {f"{role}_original" for role in made & own if dataset.roles.get(role) != role}
     return own | made | renamed

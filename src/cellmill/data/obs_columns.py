@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from cellmill.config.corpus import IS_CONTROL, ObsColumns
+from cellmill.config.corpus import IS_CONTROL, ORGANISM, ObsColumns
 from cellmill.config.obs_filter import parse_filter
 from cellmill.data.counts_reader import CountsReader
 from cellmill.data.h5_file import one_line
@@ -33,11 +33,13 @@ class ObsChoice(NamedTuple):
         return frame
 
 
-def choose_obs(reader: CountsReader, keep_obs: list[str] | None, columns: ObsColumns) -> ObsChoice:
+def choose_obs(
+    reader: CountsReader, keep_obs: list[str] | None, columns: ObsColumns, organism: str | None = None
+) -> ObsChoice:
     """Evaluate the filter and name the roles. Reads no counts.
 
-    `keep_obs` are columns to write beside labels and roles; None is all. Raises DataError when a column is missing, a
-    dose is no number, no cell has the control's value, or the filter keeps no cell.
+    `keep_obs` are columns to write beside labels and roles; None is all. `organism` is one more role. Raises DataError
+    when a column is missing, a dose is no number, no cell has the control's value, or the filter keeps no cell.
     """
     for name in keep_obs or ():
         reader.obs_column(name, "preprocess.keep_obs")
@@ -45,7 +47,7 @@ def choose_obs(reader: CountsReader, keep_obs: list[str] | None, columns: ObsCol
         reader.obs_column(name, f"the dataset's {owner}")
     keep = _kept_cells(reader, columns.filter)
     names = [*reader.obs.columns] if keep_obs is None else list(dict.fromkeys([*keep_obs, *columns.labels]))
-    return ObsChoice(keep, _with_roles(reader, names, columns, keep))
+    return ObsChoice(keep, _with_roles(reader, names, columns, keep, organism))
 
 
 def _kept_cells(reader: CountsReader, condition: str | None) -> np.ndarray:
@@ -79,8 +81,12 @@ def _comparable(column: pd.Series) -> pd.Series:
     return column
 
 
-def _with_roles(reader: CountsReader, names: list[str], columns: ObsColumns, keep: np.ndarray) -> pd.DataFrame:
+def _with_roles(
+    reader: CountsReader, names: list[str], columns: ObsColumns, keep: np.ndarray, organism: str | None
+) -> pd.DataFrame:
     made = {role: reader.obs[column] for role, column in columns.roles.items()}
+    if organism is not None:
+        made[ORGANISM] = pd.Series(pd.Categorical([organism] * reader.n_obs), index=reader.obs.index)
     if "dose" in made:
         made["dose"] = _numbers(reader, made["dose"])
     if columns.control is not None:

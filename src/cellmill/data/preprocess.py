@@ -55,7 +55,9 @@ def preprocess(
 
     Raises DataError when too few genes map, a column of `keep_obs` or `columns` is missing, or nothing passes.
     """
-    chosen = choose_obs(reader, options.keep_obs, columns)
+    if options.organism_column and options.organism is None:
+        raise _no_organism(reader.path, "organism_column")
+    chosen = choose_obs(reader, options.keep_obs, columns, options.organism if options.organism_column else None)
     genes = name_genes(reader, options)
     with closing(RowSpill(out, len(genes.gene_ids))) as passing:
         cells = _measure(reader, genes, options, chosen.keep, passing)
@@ -117,10 +119,7 @@ def _on_reference(path: Path, mapped: MappedGenes, options: Preprocess) -> Mappe
     reference = options.reference_organism
     assert reference is not None
     if options.organism is None:
-        raise ConfigError(
-            f"{path}: preprocess.reference_organism {reference} requires the organism of each dataset; set "
-            "preprocess.organism, or the dataset's organism"
-        )
+        raise _no_organism(path, f"reference_organism {reference}")
     mapped = map_orthologs(mapped, reference, None if options.orthologs is None else Path(options.orthologs))
     if not any(mapped.gene_ids):
         raise DataError(
@@ -128,6 +127,13 @@ def _on_reference(path: Path, mapped: MappedGenes, options: Preprocess) -> Mappe
             f"{reference}; give a table that has them (preprocess.orthologs)"
         )
     return mapped
+
+
+def _no_organism(path: Path, option: str) -> ConfigError:
+    return ConfigError(
+        f"{path}: preprocess.{option} requires the organism of each dataset; set preprocess.organism, or the dataset's "
+        "organism"
+    )
 
 
 def _check_coverage(path: Path, options: Preprocess, coverage: Coverage, names: list[str], var: pd.DataFrame) -> None:
