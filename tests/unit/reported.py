@@ -55,8 +55,8 @@ def make_run(folder: Path) -> Path:
     write(folder / "train/run.json", {"options": {"train": {"lr": 0.001}}, "environment": {"torch": "2.99.1"}})
     write(folder / "model/config.json", {"vocabulary_digest": "cafe" * 16})
     write(folder / "evaluate/metrics.json", {"model": {"digest": "beef" * 16}, "datasets": datasets})
-    write(folder / "evaluate/umap.tsv", "dataset\tobs_name\tlabel\tx\ty\theldout\n"
-           f"pbmc\tc1\t{EVIL}\t0.5\t1\t1\npbmc\tc2\tB $x_$\t1\t2\t0\npbmc\tc3\t\t2\t2\t0\n")  # fmt: skip
+    write(folder / "evaluate/umap.tsv", "dataset\tobs_name\tlabel\tx\ty\theldout\tbatch\n"
+           f"pbmc\tc1\t{EVIL}\t0.5\t1\t1\t1\npbmc\tc2\tB $x_$\t1\t2\t0\t{EVIL}\npbmc\tc3\t\t2\t2\t0\t\n")  # fmt: skip
     return folder
 
 

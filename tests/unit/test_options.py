@@ -140,7 +140,6 @@ ELSEWHERE = {
     "model.weights": "unit/test_hf.py",
     "model.architecture": "unit/test_hf.py",
     "model.residue_ids": "unit/test_hf.py",
-    "objective.adversarial_scale": "unit/test_classification.py",
     "objective.view": "unit/test_views.py",
     "objective.min_hidden_frac": "unit/test_views.py",
     "objective.max_hidden_frac": "unit/test_views.py",

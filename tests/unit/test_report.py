@@ -95,7 +95,7 @@ def test_the_page_shows_what_the_folders_hold(page: str) -> None:
         "0.840 ± 0.020", "probe: accuracy", "n unlabelled 2", "Skipped: the dataset has no label column.", "-0.012",
         "97.3 %", "min_genes: 5",
         "a vocabulary of 1 genes", "240", "f00d" * 16, "cafe" * 16, "beef" * 16, "2.99.1", "train.lr", "raw.h5ad",
-        "3 cells, 1 of them held out",
+        "3 cells, 1 of them held out", "UMAP by batch",
     ):  # fmt: skip
         assert wanted in text, wanted
 
@@ -133,7 +133,9 @@ def test_missing_folders_damaged_files_and_doubled_names_are_named(tmp_path: Pat
     with pytest.raises(DataError, match=r"^two runs are called 'run'; rename one of their folders$"):
         render("r", [read_run(run), read_run(run)], [])
     write(run / "evaluate/umap.tsv", "x\ty\n")
-    with pytest.raises(DataError, match=r"umap\.tsv: expected the columns dataset, obs_name, label, x, y, heldout;"):
+    with pytest.raises(
+        DataError, match=r"umap\.tsv: expected the columns dataset, obs_name, label, x, y, heldout, batch;"
+    ):
         read_run(run)
     (run / "evaluate/umap.tsv").unlink()
     write(run / "plan.json", "{")
@@ -243,6 +245,13 @@ def test_a_umap_shows_at_most_4000_cells_with_3_decimals() -> None:
     figure = figures.umap("UMAP", cells, ["B"])
     assert len(figure.rows) == 4000
     assert figure.rows[0] == {"x": 1.235, "y": 2.0, "c": 0, "h": 1}
+
+
+def test_a_umap_has_batches_where_there_are_several_and_is_read_without() -> None:
+    cells = [{"x": "1", "y": "2", "label": "", "heldout": "0", "batch": batch} for batch in "aab"]
+    figure = figures.umap("UMAP", cells, ["a", "b"], "batch", 2)
+    assert len(figure.rows) == 2
+    assert {row["c"] for row in figures.umap("UMAP", cells, ["a", "b"], "batch").rows} == {0, 1}
 
 
 def test_the_standing_names_the_best_run_and_its_difference_from_logistic_regression() -> None:

@@ -63,15 +63,27 @@ def sample_cells(n_cells: int, seed: int) -> np.ndarray:
 
 
 def umap_rows(
-    dataset: str, obs_names: pd.Index, vectors: np.ndarray, label: pd.Series | None, unseen: np.ndarray, seed: int
+    dataset: str,
+    obs_names: pd.Index,
+    vectors: np.ndarray,
+    label: pd.Series | None,
+    batch: pd.Series | None,
+    unseen: np.ndarray,
+    seed: int,
 ) -> list[tuple[Any, ...]]:
     """Rows of umap.tsv for the cells of one dataset that have an embedding."""
     embedded = np.flatnonzero(np.isfinite(vectors).all(axis=1))
     cells = embedded[sample_cells(len(embedded), seed)]
     coordinates = project(vectors[cells], seed)
-    text = [""] * len(obs_names) if label is None else label.astype(object).where(label.notna(), "").astype(str)
-    labels = np.asarray(text, dtype=object)
+    labels, batches = (_text(column, len(obs_names)) for column in (label, batch))
     return [
-        (dataset, obs_names[cell], labels[cell], f"{x:.5g}", f"{y:.5g}", int(unseen[cell]))
+        (dataset, obs_names[cell], labels[cell], f"{x:.5g}", f"{y:.5g}", int(unseen[cell]), batches[cell])
         for cell, (x, y) in zip(cells, coordinates)
     ]
+
+
+def _text(column: pd.Series | None, n_cells: int) -> np.ndarray:
+    """Values as text, (n_cells,); empty where there is none."""
+    if column is None:
+        return np.full(n_cells, "", object)
+    return np.asarray(column.astype(object).where(column.notna(), "").astype(str), dtype=object)

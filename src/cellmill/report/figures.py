@@ -18,6 +18,7 @@ PALETTE = (
 """Twenty colours, distinguishable on light and dark background; they repeat from the twenty-first class on."""
 GREY = PALETTE[7]
 MOST_CELLS = 4_000  # of a UMAP: more make the page slow and show no more
+MOST_CELLS_BY_BATCH = 1_500  # of the same UMAP by batch
 MOST_POINTS = 400  # of a curve
 WIDTH = 500  # of a static figure, in pixels; a live one takes the width of its card
 
@@ -160,18 +161,20 @@ def sizes_curve(title: str, curve: Mapping[str, Any]) -> Figure:
     return Figure(title, rows, {"height": 230, "layer": layers})
 
 
-def umap(title: str, cells: Sequence[Mapping[str, str]], labels: Sequence[str]) -> Figure:
-    """Cells at UMAP coordinates, at most 4,000 of them, coloured by label; held-out cells filled, others hollow."""
+def umap(
+    title: str, cells: Sequence[Mapping[str, str]], labels: Sequence[str], by: str = "label", most: int = MOST_CELLS
+) -> Figure:
+    """Cells at UMAP coordinates, at most `most` of them, coloured by a column; held-out cells are circles."""
     # shuffled, with a fixed seed: the class drawn last would cover the others
-    order = np.random.Generator(np.random.Philox(key=0)).permutation(len(cells))[:MOST_CELLS]
+    order = np.random.Generator(np.random.Philox(key=0)).permutation(len(cells))[:most]
     shown = [cells[index] for index in order]
     codes = {label: number for number, label in enumerate(labels)}
     rows = [
-        {"x": round(float(cell["x"]), 3), "y": round(float(cell["y"]), 3), "c": codes.get(cell["label"], -1),
+        {"x": round(float(cell["x"]), 3), "y": round(float(cell["y"]), 3), "c": codes.get(cell[by], -1),
          "h": int(cell["heldout"] == "1")}
         for cell in shown
     ]  # fmt: skip
-    names = [*labels, "no label"]
+    names = [*labels, f"no {by}"]
     coded = [{"c": code, "name": name} for code, name in zip([*codes.values(), -1], names)]
     axis: dict[str, Any] = {"type": "quantitative", "axis": {"grid": False, "labels": False}, "scale": {"zero": False}}
     ink: dict[str, Any] = {"titleColor": GREY, "domain": False}
@@ -197,7 +200,7 @@ def umap(title: str, cells: Sequence[Mapping[str, str]], labels: Sequence[str]) 
             "x": axis | {"field": "x", "title": "UMAP 1", "axis": axis["axis"] | ink},
             "y": axis | {"field": "y", "title": "UMAP 2", "axis": axis["axis"] | ink},
             "color": tint, "shape": held | {"legend": {"labelColor": GREY}}, "opacity": PICKED,
-            "tooltip": [{"field": "name", "title": "label"}, {"field": "cells"}],
+            "tooltip": [{"field": "name", "title": by}, {"field": "cells"}],
         },
     }  # fmt: skip
     return Figure(title, rows, spec, canvas=True)

@@ -85,7 +85,7 @@ def _cost(run: ReportedRun) -> str | None:
     return None
 
 
-def _labels(rows: list[dict[str, str]]) -> list[str]:
-    """Labels of a UMAP, the most frequent first."""
-    tally = Counter(row["label"] for row in rows if row["label"])
+def _labels(rows: list[dict[str, str]], by: str = "label") -> list[str]:
+    """Labels, or batches, of a UMAP, the most frequent first."""
+    tally = Counter(row[by] for row in rows if row[by])
     return sorted(tally, key=lambda label: (-tally[label], label))

@@ -103,7 +103,8 @@ def run(
                 "tasks": _run_tasks(tasks, context) | _run_on_other_labels(tasks, context, columns[1:]),
             }
             cache.save()
-            points += umap_rows(name, reader.obs.index, vectors, roles.get("label"), unseen, section.seed)
+            named = (roles.get("label"), roles.get("batch"))
+            points += umap_rows(name, reader.obs.index, vectors, *named, unseen, section.seed)
     write_umap(out.parent / "umap.tsv", points)
     about = {"digest": digest, "vocabulary_digest": evaluated.vocabulary.digest, "step": evaluated.config.get("step")}
     about["objective"] = evaluated.network.objective.config.name
