@@ -102,10 +102,16 @@ def counts_per_10k(counts: np.ndarray, indptr: np.ndarray, dtype: type[np.floati
 def scale_per_10k(counts: np.ndarray, indptr: np.ndarray, dtype: type[np.floating[Any]]) -> np.ndarray:
     """Factor, `(cells,)` of `dtype`, that makes the sum of each row of counts 10,000; 0 for an empty row."""
     filled = (indptr[1:] > indptr[:-1]).nonzero()[0]
-    scale = np.zeros(len(indptr) - 1, dtype)
+    totals = np.zeros(len(indptr) - 1, np.int64)
     if len(filled):
-        totals = np.add.reduceat(counts, indptr[:-1][filled], dtype=np.int64)
-        scale[filled] = dtype(TARGET_SUM) / totals.astype(dtype)
+        totals[filled] = np.add.reduceat(counts, indptr[:-1][filled], dtype=np.int64)
+    return scale_of_totals(totals, dtype)
+
+
+def scale_of_totals(totals: np.ndarray, dtype: type[np.floating[Any]]) -> np.ndarray:
+    """Factor, `(cells,)` of `dtype`, that makes sums of counts 10,000; 0 for a cell without counts."""
+    scale, filled = np.zeros(len(totals), dtype), totals.nonzero()[0]
+    scale[filled] = dtype(TARGET_SUM) / totals[filled].astype(dtype)
     return scale
 
 

@@ -6,7 +6,8 @@ the hidden genes. A profile that was trained on log(1 + count) (`weights: log1p`
 of counts that are Poisson their expected logarithm is predicted, since the logarithm of an expectation is far larger.
 
 query_decoding: its answer. masked_value of continuous values: its prediction of a hidden value, of some genes at a
-time; a model that was trained without zeros (`tokens.zero_frac`) predicts them as if each gene were detected.
+time. A model that was trained without zeros (`tokens.zero_frac`) predicts them as if each gene were detected, and one
+with a share of zeros as if that were the share of hidden genes without counts.
 
 Legend: C cells, M measured genes, G hidden genes, V genes of the vocabulary, H hidden width.
 """

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from cellmill.config.tokens import BinnedTokens
-from cellmill.data.count_matrix import scale_per_10k
+from cellmill.data.log_values import log_values
 from cellmill.data.tokenizers.first_genes import FirstGenes
 from cellmill.data.tokens import Prefixes
 from cellmill.errors import ConfigError
@@ -26,9 +26,7 @@ class BinnedTokenizer(FirstGenes):
     def _values(self, kept: Prefixes, counts: Any, starts: np.ndarray) -> np.ndarray:
         if self._edges is None:
             return kept.of(_bins(counts, starts, self._options.bins))
-        values = kept.copy(counts, np.float32)
-        values *= np.repeat(scale_per_10k(counts, starts, np.float32), kept.lengths)
-        return shared_bins(np.log1p(values, out=values), self._edges)
+        return shared_bins(log_values(kept, counts, starts), self._edges)
 
 
 def shared_edges(options: BinnedTokens) -> np.ndarray | None:
