@@ -31,11 +31,18 @@ def make_corpus(folder: Path, raw: Path, **split: Any) -> dict[str, Path]:
     return {"cells": cells, "vocabulary": genes, "manifest": manifest}
 
 
-def export_model(folder: Path, genes: Path, tokens: dict[str, Any] | None = None, seed: int = 0, **model: Any) -> Path:
+def export_model(
+    folder: Path,
+    genes: Path,
+    tokens: dict[str, Any] | None = None,
+    seed: int = 0,
+    levels: dict[str, tuple[str, ...]] | None = None,
+    **model: Any,
+) -> Path:
     """The folder of a small model over the vocabulary in `genes`, with the weights that `seed` gives."""
     known = Vocabulary.read(genes)
     options = {name: value for name, value in (SMALL | model).items() if value is not None}
-    given = spec(known.n_genes, Tokens.model_validate({"max_tokens": 64} | (tokens or {})), **options)
+    given = spec(known.n_genes, Tokens.model_validate({"max_tokens": 64} | (tokens or {})), levels, **options)
     config = {
         "format": WEIGHTS_FORMAT,
         "family": given.model.family,
@@ -45,6 +52,7 @@ def export_model(folder: Path, genes: Path, tokens: dict[str, Any] | None = None
         "n_genes": known.n_genes,
         "vocabulary_digest": known.digest,
         "fingerprint": "none",
+        "levels": levels or {},
         "step": 0,
     }
     network = build(given)

@@ -247,6 +247,23 @@ def test_the_models_genes_that_a_file_lacks_are_weighed_reported_and_refused(
         _embed(model, path, min_expressed_frac=0.9)
 
 
+def test_a_covariate_that_a_file_lacks_is_warned_of(
+    tmp_path: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    levels = {"organism": ("human", "mouse")}
+    model = export_model(tmp_path / "model", corpus["vocabulary"], {"covariates": ["organism"]}, levels=levels)
+    unknown = _vectors(model, corpus["cells"])
+    assert "cells: warning: it has no obs column organism, " in capsys.readouterr().out.replace(
+        corpus["cells"].stem, "cells"
+    )
+    adata = ad.read_h5ad(corpus["cells"])
+    for organism, as_unknown in (("human", False), ("Homo sapiens", True)):
+        adata.obs["organism"] = organism
+        vectors = _vectors(model, _written(adata, tmp_path / "named.h5ad"))
+        assert (vectors == unknown).all() == as_unknown
+        assert "warning" not in capsys.readouterr().out
+
+
 def test_an_embedding_is_added_to_the_users_own_file_and_nothing_else_changes(
     tmp_path: Path, corpus: dict[str, Path], model: Path
 ) -> None:

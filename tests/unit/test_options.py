@@ -98,6 +98,7 @@ TRAIN = {
 ELSEWHERE = {
     "objective.adversarial_scale": "unit/test_classification.py",
     "preprocess.organism": "unit/test_preprocess.py",
+    "preprocess.organism_column": "unit/test_orthologs.py",
     "preprocess.reference_organism": "unit/test_orthologs.py",
     "preprocess.orthologs": "unit/test_orthologs.py",
     "vocabulary.genes": "unit/test_gene_selection.py",

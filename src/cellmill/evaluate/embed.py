@@ -23,6 +23,7 @@ from cellmill.data.counts_reader import CountsReader
 from cellmill.data.gene_ranking import inverse_medians, rank_order_rows
 from cellmill.data.genes import GeneColumns, match_columns
 from cellmill.data.level_table import numbers_of
+from cellmill.data.obs_levels import DATASET
 from cellmill.data.tokens import Batch, split_batch
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
@@ -42,6 +43,7 @@ class Embedding:
     coverage_frac: float  # fraction of the cells' counts that fall on genes of the vocabulary
     n_without_genes: int
     genes: GeneCoverage
+    absent_columns: tuple[str, ...] = ()  # covariates of the model that the file has no obs column of
 
 
 def load_for_inference(folder: Path) -> tuple[Model, Vocabulary, Tokens, dict[str, Any]]:
@@ -116,7 +118,8 @@ def embed_cells(
     if np.isnan(embedded).all():
         raise DataError(f"{reader.path}: no cell has a count on a gene that the model knows")
     without = int(np.isnan(embedded[:, 0]).sum())
-    return Embedding(embedded, float(totals[0] / totals[1]), without, gene_coverage(columns, vocabulary))
+    absent = tuple(name for name in tokens.covariates if name != DATASET and name not in reader.obs)
+    return Embedding(embedded, float(totals[0] / totals[1]), without, gene_coverage(columns, vocabulary), absent)
 
 
 def levels_of(reader: CountsReader, model: Model) -> np.ndarray | None:

@@ -27,6 +27,11 @@ def limits_of(embedding: Embedding) -> list[str]:
     lines = []
     if embedding.genes.expressed_frac < FEW:
         lines.append(f"warning: it measures {embedding.genes}: compare its vectors with each other only")
+    if names := ", ".join(embedding.absent_columns):
+        lines.append(
+            f"warning: it has no obs column {names}, from which the model makes a token of each cell; it takes that "
+            "of an unknown value"
+        )
     if n := embedding.n_without_genes:
         lines.append(f"{n:,} cells have no gene that the model knows: their rows are NaN")
     return lines
