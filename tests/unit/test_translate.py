@@ -76,3 +76,15 @@ finetune: {freeze_backbone_epochs: 2, lora: {rank: 4, bias: none}, head: {task: 
         "finetune.label_kee: a run of its own with `init_from`",
     ):
         assert line in lines
+
+
+def test_a_file_without_data_and_an_output_that_is_its_table_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.yaml").write_text("model: {hidden_dim: 64}\ndata: {}\n")
+    for out, line in (
+        ("out.yaml", "data.paths: expected a list of .h5ad files, got none; add them"),
+        ("out.tsv", f"{tmp_path / 'out.tsv'}: expected a name that ends in .yaml; its table is beside it as .tsv"),
+    ):
+        assert main(["translate", str(tmp_path / "a.yaml"), "--out", str(tmp_path / out)]) == 2
+        assert capsys.readouterr().err == f"cellmill translate: {line}\n"

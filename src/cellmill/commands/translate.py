@@ -12,6 +12,8 @@ from cellmill.files import write_text
 
 def run(*, file: Path, out: Path) -> None:
     """Write the configuration `out`, and its table of datasets beside it as .tsv. Raises ConfigError."""
+    if out.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"{out}: expected a name that ends in .yaml; its table is beside it as .tsv")
     table = out.with_suffix(".tsv")
     for path in (out, table):
         if path.exists():

@@ -194,6 +194,8 @@ def translate(tree: Any, table: Path) -> Translation:
     listed = tree["data"].get("paths") or []
     if not isinstance(listed, list) or not all(isinstance(path, str) for path in listed):
         raise ConfigError(f"data.paths: expected a list of paths, got {listed!r}")
+    if not listed:
+        raise ConfigError("data.paths: expected a list of .h5ad files, got none; add them")
     paths = [Path(path) for path in listed]
     rows = [f"{path.stem}\t{path}" for path in paths]
     return Translation(config, "\n".join(["dataset\tpath", *rows, ""]), lines)
