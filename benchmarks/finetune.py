@@ -38,11 +38,10 @@ FULL = {"method": "full", "trunk_lr_frac": 0.1, "layer_decay": 0.8}
 METHODS: dict[str, dict[str, Any]] = {
     "from scratch": {"init_from": None},
     "head_only": {"finetune": {"method": "head_only"}, "train": {"lr": 1e-2}},
-    "partial": {"finetune": {"method": "partial", "last_blocks": 1, "trunk_lr_frac": 0.1}},
-    "lora": {"finetune": {"method": "lora", "trunk_lr_frac": 0.5}},
-    "full": {"finetune": FULL},
-    "full, lr 1e-2": {"finetune": FULL, "train": {"lr": 1e-2}},
-    "full, gradual": {"finetune": FULL | {"head_steps": 40, "block_steps": 20}},
+    "partial": {"finetune": {"method": "partial", "last_blocks": 1, "trunk_lr_frac": 0.1}, "train": {"lr": 1e-2}},
+    "lora": {"finetune": {"method": "lora", "trunk_lr_frac": 0.5}, "train": {"lr": 1e-2}},
+    "full": {"finetune": FULL, "train": {"lr": 1e-2}},
+    "full, gradual": {"finetune": FULL | {"head_steps": 40, "block_steps": 20}, "train": {"lr": 1e-2}},
 }
 MODELS: dict[str, dict[str, Any]] = {
     "profile": {"family": "profile", "hidden": 128, "layers": 1},
@@ -111,7 +110,7 @@ def write_config(folder: Path, given: argparse.Namespace) -> list[str]:
             "wide": table | {"datasets": [name for name in files if name != "test"]},
             "labelled": table | {"datasets": ["train"]},
         },
-        "preprocess": {"min_genes": 0, "min_cells": 1, "max_mito_frac": 1},
+        "preprocess": {"organism": given.organism, "min_genes": 0, "min_cells": 1, "max_mito_frac": 1},
         "shard": {"val_frac": 0.0, "test_frac": 0.0},
         "tokens": {"tokenizer": "continuous", "max_tokens": 512},
         "model": MODELS[given.family],
@@ -198,6 +197,7 @@ def main() -> None:
     parser.add_argument("--shots", nargs="+", default=["5", "20", "all"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS], help="rows besides regression")
+    parser.add_argument("--organism", choices=("human", "mouse"), default="human")
     parser.add_argument("--family", choices=MODELS, default="profile")
     parser.add_argument("--epochs", type=int, default=40, help="of the pretraining")
     parser.add_argument("--steps", type=int, default=200, help="of each run with labels")
