@@ -37,8 +37,9 @@ def make_run(folder: Path) -> Path:
     result: dict[str, Any] = {
         "rows": [], "metric": None, "verdicts": [], "sentences": [], "figures": {}, "skipped": None,
     }  # fmt: skip
+    confusion = {"row": "embedding + kNN", "classes": [EVIL, "B $x_$"], "counts": [[50, 0], [10, 30]]}
     lost = {"verdicts": [asdict(LOST)], "sentences": [LOSS]}
-    probe = result | {"rows": rows, "metric": "accuracy", "figures": figures} | lost
+    probe = result | {"rows": rows, "metric": "accuracy", "figures": figures, "confusion": confusion} | lost
     skipped = result | {"skipped": "the dataset has no label column"}
     masked = result | {"figures": {"n_cells": 95, "r2_over_gene_mean": -0.012}}
     shared = {"n_cells": 300, "n_scored": 95, "cells": "heldout", "n_without_genes": 0}

@@ -14,7 +14,7 @@ import scipy.sparse as sp
 from sklearn.decomposition import PCA
 from sklearn.dummy import DummyClassifier
 from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import f1_score
+from sklearn.metrics import confusion_matrix, f1_score
 from sklearn.model_selection import StratifiedKFold, cross_val_predict
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
@@ -64,6 +64,7 @@ def test_rows_equal_scikit_learn_pipelines_cross_validated_over_the_same_folds_o
         expected[f"{kind} + kNN"] = (make_pipeline(*first, KNeighborsClassifier(7)), values)
     assert set(rows) == set(expected)
     for name, (pipeline, values) in expected.items():
+        confusion = np.zeros((3, 3), np.int64)
         for repetition in range(2):
             folds = StratifiedKFold(5, shuffle=True, random_state=3 + repetition)
             predicted = cross_val_predict(pipeline, values, labels, cv=folds)
@@ -72,6 +73,8 @@ def test_rows_equal_scikit_learn_pipelines_cross_validated_over_the_same_folds_o
             assert of_row["accuracy"] == pytest.approx((predicted == labels).mean()), name
             assert of_row["macro_f1"] == pytest.approx(f1["macro"]), name
             assert of_row["weighted_f1"] == pytest.approx(f1["weighted"]), name
+            confusion += confusion_matrix(labels, predicted)
+        assert made.confusion("", name)["counts"] == confusion.tolist(), name
     assert rows["majority"]["accuracy_mean"] == pytest.approx(1 / 3)
     assert sorted(row["kind"] for row in rows.values()) == 10 * ["baseline"] + 3 * ["model"]
 

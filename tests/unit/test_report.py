@@ -95,7 +95,7 @@ def test_the_page_shows_what_the_folders_hold(page: str) -> None:
         "0.840 ± 0.020", "probe: accuracy", "n unlabelled 2", "Skipped: the dataset has no label column.", "-0.012",
         "97.3 %", "min_genes: 5",
         "a vocabulary of 1 genes", "240", "f00d" * 16, "cafe" * 16, "beef" * 16, "2.99.1", "train.lr", "raw.h5ad",
-        "3 cells, 1 of them held out", "UMAP by batch",
+        "3 cells, 1 of them held out", "UMAP by batch", "confusion of embedding + kNN",
     ):  # fmt: skip
         assert wanted in text, wanted
 
@@ -245,6 +245,15 @@ def test_a_umap_shows_at_most_4000_cells_with_3_decimals() -> None:
     figure = figures.umap("UMAP", cells, ["B"])
     assert len(figure.rows) == 4000
     assert figure.rows[0] == {"x": 1.235, "y": 2.0, "c": 0, "h": 1}
+
+
+def test_confusion_is_shown_as_shares_of_the_true_class() -> None:
+    figure = figures.confusion("Confusion", ["A", EVIL], [[3, 1], [0, 5]])
+    assert figure.rows == [
+        {"true": "A", "predicted": "A", "cells": 3, "share": 0.75},
+        {"true": "A", "predicted": EVIL, "cells": 1, "share": 0.25},
+        {"true": EVIL, "predicted": EVIL, "cells": 5, "share": 1.0},
+    ]
 
 
 def test_a_umap_has_batches_where_there_are_several_and_is_read_without() -> None:

@@ -62,6 +62,15 @@ class Predictions:
         methods = self.by_condition[condition]
         return ScoreColumn(heading, words, {name: cell_scores(metric, numbers, of) for name, of in methods.items()})
 
+    def confusion(self, condition: str, name: str) -> dict[str, Any]:
+        """Predictions of a method by class, all repetitions together, as `TaskResult.confusion`."""
+        classes, truth = np.unique(self.labels, return_inverse=True)
+        counts = np.zeros((len(classes), len(classes)), np.int64)
+        for of_cells in self.by_condition[condition][name]:
+            tested = of_cells != NOT_TESTED
+            np.add.at(counts, (truth[tested], of_cells[tested]), 1)
+        return {"row": name, "classes": classes.tolist(), "counts": counts.tolist()}
+
     def accuracies(self) -> list[ScoreColumn]:
         """A column for each condition."""
         return [self.column(name, "accuracy", name, f"accuracy, {name}") for name in self.by_condition]

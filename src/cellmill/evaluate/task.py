@@ -119,6 +119,8 @@ class TaskResult:
     skipped: str | None = None  # reason why the task does not apply to the dataset
     differences: list[dict[str, Any]] = field(default_factory=list)
     """Paired differences with their intervals (`evaluate.score_table.differences`): in metrics.json, not shown."""
+    confusion: dict[str, Any] | None = None
+    """Of one `row`: `classes`, and `counts` of cells, a list by true class of lists by predicted class."""
 
     def to_json(self) -> dict[str, Any]:
         """The task's entry in metrics.json."""
@@ -138,7 +140,8 @@ def named_supervised(result: TaskResult, supervised: str | None) -> TaskResult:
     rows = [row | {"name": named(row["name"])} for row in result.rows]
     verdicts = [replace(verdict, compared=named(verdict.compared)) for verdict in result.verdicts]
     differences = [line | {"compared": named(line["compared"])} for line in result.differences]
-    return replace(result, rows=rows, verdicts=verdicts, differences=differences)
+    confusion = result.confusion and result.confusion | {"row": named(result.confusion["row"])}
+    return replace(result, rows=rows, verdicts=verdicts, differences=differences, confusion=confusion)
 
 
 class Task(Protocol):

@@ -206,6 +206,34 @@ def umap(
     return Figure(title, rows, spec, canvas=True)
 
 
+def confusion(title: str, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> Figure:
+    """Share of the cells of each true class by predicted class; pairs without cells are left out."""
+    rows = [
+        {"true": true, "predicted": predicted, "cells": n, "share": _short(n / sum(of_class))}
+        for true, of_class in zip(classes, counts)
+        for predicted, n in zip(classes, of_class)
+        if n
+    ]
+    axes = {
+        axis: {"field": field, "type": "nominal", "sort": list(classes), "title": field,
+               "scale": {"domain": list(classes)}}
+        for axis, field in (("y", "true"), ("x", "predicted"))
+    }  # fmt: skip
+    tip = [{"field": "true"}, {"field": "predicted"}, {"field": "cells"}, {"field": "share", "format": ".1%"}]
+    opacity = {
+        "field": "share",
+        "type": "quantitative",
+        "scale": {"domain": [0, 1], "range": [0.06, 1]},
+        "legend": None,
+    }
+    spec = {
+        "height": {"step": 20},
+        "mark": {"type": "rect", "color": PALETTE[0]},
+        "encoding": axes | {"opacity": opacity, "tooltip": tip},
+    }
+    return Figure(title, rows, spec)
+
+
 def colour(number: int) -> str:
     """Colour of class or run `number`."""
     return PALETTE[number % len(PALETTE)]

@@ -66,8 +66,10 @@ class Probe:
             )
         columns = [predictions.column("", metric, metric, words) for metric, words in METRICS.items()]
         figures = chosen.figures | {"folds": options.folds, "seeds": config.seeds, "neighbors": config.neighbors}
+        confusion = predictions.confusion("", columns[0].best(own=True))
+        compared = differences(columns)
         return TaskResult(
-            table_rows(columns), "accuracy", judge(columns), figures, differences=differences(columns)
+            table_rows(columns), "accuracy", judge(columns), figures, differences=compared, confusion=confusion
         )  # fmt: skip
 
 
