@@ -51,6 +51,19 @@ def test_a_local_experiment_is_read_in_chunks_as_the_cells_it_was_made_of(cells:
         assert reader.obs["cell_type"].isna().sum() == 7
 
 
+def test_cells_and_genes_have_the_names_that_they_were_written_with(cells: ad.AnnData, tmp_path: Path) -> None:
+    written = cells.copy()
+    written.var = pd.DataFrame(index=pd.Index(cells.var_names, name="gene"))
+    written.obs.index.name = "barcode"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        io = pytest.importorskip("tiledbsoma.io")
+        io.from_anndata(str(tmp_path / "experiment"), written, "RNA", X_layer_name="raw")
+    with open_counts(tmp_path / "experiment") as reader:
+        assert reader.var_names == list(cells.var_names)
+        assert list(reader.obs.index) == list(cells.obs_names)
+
+
 def test_a_query_reads_the_cells_of_its_filter_alone(cells: ad.AnnData, experiment: Path, tmp_path: Path) -> None:
     out = tmp_path / "T.h5ad"
     words = ["convert", "census", experiment.as_uri(), "--filter", "cell_type == 'T' and is_primary_data == True"]

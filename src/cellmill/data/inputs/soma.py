@@ -6,6 +6,7 @@ refused.
 """
 
 import importlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,8 @@ def open_query(uri: str, name: Path, counts: str, value_filter: str | None = Non
                 raise DataError(f"{name}: no cell fulfils the filter {value_filter!r}")
             matrix = SomaMatrix(name, array, obs[_ROWS].to_numpy(), var[_ROWS].to_numpy())
             others = [other for other in measurement.X if other != layer]
-            source = CountSource(name, counts, matrix, _named(obs, _CELLS), _named(var, _GENES), others)
+            names = (*_CELLS, *_index_of(experiment.obs)), (*_GENES, *_index_of(measurement.var))
+            source = CountSource(name, counts, matrix, _named(obs, names[0]), _named(var, names[1]), others)
         except BaseException:
             experiment.close()
             raise
@@ -128,6 +130,13 @@ def _cells(name: Path, frame: Any, value_filter: str | None) -> pd.DataFrame:
 def _table(frame: Any, value_filter: str | None = None) -> pd.DataFrame:
     table = frame.read(value_filter=value_filter).concat().to_pandas()
     return table.sort_values(_ROWS, ignore_index=True)
+
+
+def _index_of(frame: Any) -> tuple[str, ...]:
+    """Column of the names of the AnnData that the experiment was made of, if it says which that is."""
+    written = frame.metadata.get("soma_dataframe_original_index_name")
+    name = json.loads(written) if isinstance(written, str) else None
+    return (name,) if isinstance(name, str) else ()
 
 
 def _named(table: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
