@@ -45,6 +45,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "reconstruct": "cellmill.config.evaluate:ReconstructConfig",
         "few_shot": "cellmill.config.evaluate:FewShotConfig",
         "leave_out": "cellmill.config.evaluate:LeaveOutConfig",
+        "transfer": "cellmill.config.transfer_task:TransferConfig",
         "low_depth": "cellmill.config.evaluate:LowDepthConfig",
         "missing_genes": "cellmill.config.evaluate:MissingGenesConfig",
         "clustering": "cellmill.config.structure_tasks:ClusteringConfig",

@@ -28,6 +28,7 @@ from cellmill.config.plugin import validated
 from cellmill.config.run import Report
 from cellmill.config.section import EachOnce, Section, part_of
 from cellmill.config.sweep import Sweep, expand
+from cellmill.config.transfer_task import check_transfer
 from cellmill.errors import ConfigError, did_you_mean
 
 
@@ -186,6 +187,7 @@ class Workflow(Section):
                     )
 
         for name, run in self.runs.items():
+            check_transfer(run.evaluate, self.evaluated_on(name), f"{source}: runs.{name}.evaluate")
             self._check_obs_columns(source, name, run)
 
     def _check_obs_columns(self, source: str, name: str, run: RunConfig) -> None:

@@ -6,6 +6,7 @@ column). All methods classify the same cells in the same repetitions.
 
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -46,25 +47,31 @@ class Predictions:
 
     labels: np.ndarray  # class of each cell; text
     repetitions: int
+    others: tuple[str, ...] = ()  # classes that no cell has and a method may predict
     by_condition: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     """Class numbers `(repetitions, cells)` int64 of each method, NOT_TESTED where a repetition does not test a cell."""
+
+    @cached_property
+    def classes(self) -> np.ndarray:
+        """Classes of cells and of predictions, sorted: a class number is a place in it."""
+        return np.union1d(self.labels, np.array(self.others, dtype=self.labels.dtype.type))
 
     def record(self, condition: str, name: str, repetition: int, cells: np.ndarray, classes: np.ndarray) -> None:
         """Keep the predicted `classes` (text) of `cells` (indices)."""
         methods = self.by_condition.setdefault(condition, {})
         if name not in methods:
             methods[name] = np.full((self.repetitions, len(self.labels)), NOT_TESTED)
-        methods[name][repetition, cells] = np.searchsorted(np.unique(self.labels), classes)
+        methods[name][repetition, cells] = np.searchsorted(self.classes, classes)
 
     def column(self, condition: str, metric: str, heading: str, words: str) -> ScoreColumn:
         """Scores by `metric`: accuracy, macro_f1 or weighted_f1."""
-        numbers = np.searchsorted(np.unique(self.labels), self.labels)
+        numbers = np.searchsorted(self.classes, self.labels)
         methods = self.by_condition[condition]
         return ScoreColumn(heading, words, {name: cell_scores(metric, numbers, of) for name, of in methods.items()})
 
     def confusion(self, condition: str, name: str) -> dict[str, Any]:
         """Predictions of a method by class, all repetitions together, as `TaskResult.confusion`."""
-        classes, truth = np.unique(self.labels, return_inverse=True)
+        classes, truth = self.classes, np.searchsorted(self.classes, self.labels)
         counts = np.zeros((len(classes), len(classes)), np.int64)
         for of_cells in self.by_condition[condition][name]:
             tested = of_cells != NOT_TESTED

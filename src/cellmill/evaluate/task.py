@@ -4,7 +4,7 @@ A task is a class `Task(config)`, named by the `implementation` of its options (
 Stage `evaluate` calls `run` once per dataset and writes what it returns to metrics.json; the report shows any task.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -14,7 +14,6 @@ import pandas as pd
 import scipy.sparse as sp
 from sklearn.decomposition import PCA
 
-from cellmill.config.corpus import IS_CONTROL, ROLES
 from cellmill.config.evaluate import Evaluate, TaskConfig
 from cellmill.config.tokens import Tokens
 from cellmill.data.count_matrix import log_normalise, summed
@@ -22,6 +21,7 @@ from cellmill.data.counts_reader import CountsReader
 from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.evaluate.baseline_cache import BaselineCache
+from cellmill.evaluate.evaluated_datasets import EvaluatedDatasets
 from cellmill.evaluate.training_cells import read_gene_statistics, read_training_counts
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, spec_of
@@ -92,6 +92,8 @@ class Context:
     baselines: BaselineCache = field(default_factory=BaselineCache)
     embedding_cost: Mapping[str, float] | None = None
     """`seconds` and `peak_gb` of stage `embed`; None for an embedding of an earlier version."""
+    datasets: EvaluatedDatasets | None = None
+    """All datasets of the evaluation, this one among them, for tasks that need several."""
 
     @property
     def supervised(self) -> str | None:
@@ -150,15 +152,3 @@ class Task(Protocol):
     def run(self, context: Context) -> TaskResult:
         """Judge the model on one dataset. Raises DataError where the user named something unusable."""
         ...
-
-
-def named_roles(obs: pd.DataFrame, labels: Sequence[str]) -> dict[str, str | None]:
-    """obs column by role: the labels, and the roles that preprocessed cells have under their own names."""
-    named = {"label" if number == 1 else f"label {number}": name for number, name in enumerate(labels, start=1)}
-    return {**named, **{role: role for role in (*ROLES, IS_CONTROL) if role in obs}}
-
-
-def read_roles(reader: CountsReader, columns: Mapping[str, str | None]) -> dict[str, pd.Series]:
-    """obs columns by role; roles without a column are left out. Raises DataError for an unknown column."""
-    given = {role: column for role, column in columns.items() if column is not None}
-    return {role: reader.obs_column(column, f"the dataset's {role}") for role, column in given.items()}

@@ -29,18 +29,20 @@ import numpy as np
 
 from cellmill.config.evaluate import Evaluate
 from cellmill.config.options import EvaluateOptions
+from cellmill.config.transfer_task import check_transfer
 from cellmill.data.counts_reader import CountsReader
-from cellmill.data.dataset_file import local_input, open_dataset
+from cellmill.data.dataset_file import local_input
 from cellmill.data.genes import match_columns
 from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.evaluate.baseline_cache import BaselineCache
 from cellmill.evaluate.embed import load_for_inference
-from cellmill.evaluate.embedding_file import read_cost, read_embedding
+from cellmill.evaluate.embedding_file import read_cost
+from cellmill.evaluate.evaluated_datasets import DatasetFiles, EvaluatedDatasets
 from cellmill.evaluate.gate import failures
 from cellmill.evaluate.gene_coverage import gene_coverage
 from cellmill.evaluate.projection import umap_rows
-from cellmill.evaluate.task import Context, EvaluatedModel, Task, named_roles, named_supervised, read_roles
+from cellmill.evaluate.task import Context, EvaluatedModel, Task, named_supervised
 from cellmill.evaluate.tidy_scores import write_scores
 from cellmill.evaluate.training_cells import TrainedContents, held_out, seen_cells
 from cellmill.evaluate.umap_table import write_umap
@@ -69,27 +71,31 @@ def run(
     paths = [local_input(given) for given in cells]
     names = _dataset_names(paths, embeddings, labels)
     section = options.evaluate
+    check_transfer(section, names, "evaluate")
     shards = Manifest.read(manifest)
     evaluated = _load(model, manifest, shards, section)
     digest = sha256_file(model / "model.safetensors")
+    files = {
+        name: DatasetFiles(path, embedding, [] if label == "-" else label.split("|"))
+        for name, path, embedding, label in zip(names, paths, embeddings, labels)
+    }
+    opened = EvaluatedDatasets(files, digest, evaluated.network.vector_width)
     tasks: dict[str, Task] = {name: config.load()(config) for name, config in section.tasks.items()}
     manifests = [shards, *map(Manifest.read, ancestors)]
     seen, contents = seen_cells(manifests, names), TrainedContents(manifests)
     datasets: dict[str, Any] = {}
     points: list[tuple[Any, ...]] = []
-    for name, path, embedding, label in zip(names, paths, embeddings, labels):
-        with open_dataset(path) as reader:
-            vectors = read_embedding(embedding, reader.obs.index, digest, evaluated.network.vector_width)
-            columns = [] if label == "-" else label.split("|")
-            roles = read_roles(reader, named_roles(reader.obs, columns))
+    for name, of_name in files.items():
+        with opened.open(name) as dataset:
+            reader, vectors, roles = dataset.reader, dataset.vectors, dataset.roles
             unnamed = held_out(reader.obs.index, seen[name])
             unseen = unnamed & ~contents.copies(reader, unnamed)
             n_copies = _told_copies(name, unnamed & ~unseen)
             scored = _scored(reader, unseen, section)
             embedded = np.isfinite(vectors).all(axis=1)
             cache = BaselineCache(None if baselines is None else baselines / f"{name}.npz")
-            cost = read_cost(embedding)
-            context = Context(name, reader, scored & embedded, vectors, roles, evaluated, section, cache, cost)
+            cost = read_cost(of_name.embedding)
+            context = Context(name, reader, scored & embedded, vectors, roles, evaluated, section, cache, cost, opened)
             datasets[name] = {
                 "n_cells": reader.n_obs,
                 "n_scored": int(context.scored.sum()),
@@ -100,7 +106,7 @@ def run(
                 "n_copies": n_copies,
                 "roles": {role: str(column.name) for role, column in roles.items() if column.name != role},
                 "supervised": context.supervised,
-                "tasks": _run_tasks(tasks, context) | _run_on_other_labels(tasks, context, columns[1:]),
+                "tasks": _run_tasks(tasks, context) | _run_on_other_labels(tasks, context, of_name.labels[1:]),
             }
             cache.save()
             named = (roles.get("label"), roles.get("batch"))

@@ -1,0 +1,237 @@
+"""Task transfer: scores by hand, nothing fitted on tested cells, and labels that only one dataset has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from pydantic import ValidationError
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import f1_score
+
+from cellmill.config.options import EmbedOptions, EvaluateOptions
+from cellmill.config.transfer_task import TransferConfig
+from cellmill.data.cell_ontology import cell_ontology
+from cellmill.data.count_matrix import log_normalise
+from cellmill.errors import ConfigError, DataError
+from cellmill.evaluate.shared_genes import CellGroup, copies, shared_genes, transfer_features
+from cellmill.stages import embed, evaluate
+from tests.unit.evaluated import make_context
+from tests.unit.exported import export_model, make_corpus
+
+IDS = ["CL:0000084", "CL:0000236", "CL:0000576", "CL:0000540"]  # T cell, B cell, monocyte, neuron
+LINEAR = "all shared genes + logistic regression, unscaled"
+Change = Callable[[ad.AnnData], Any]
+
+
+class Datasets:
+    """Simulated cells in two files, `one` and `two`, under evaluation by a model of random weights."""
+
+    def __init__(self, folder: Path, simulated: Path) -> None:
+        self.folder, self.corpus = folder, make_corpus(folder, simulated)
+        self.model = export_model(folder / "model", self.corpus["vocabulary"])
+        cells = ad.read_h5ad(self.corpus["cells"])
+        cells.obs["type_id"] = np.array(IDS)[cells.obs["cell_type"].cat.codes]
+        self.cells = {"one": cells[:200].copy(), "two": cells[200:400].copy()}
+
+    def evaluate(
+        self, out: Path, change: Change = lambda two: two, label: str = "cell_type", **options: Any
+    ) -> dict[str, Any]:
+        """Entries of the task in metrics.json, by dataset; `change` changes `two`, or gives other cells for it."""
+        out.mkdir()
+        two = self.cells["two"].copy()
+        changed = change(two)
+        files, embedded = [], []
+        for name, adata in (("one", self.cells["one"]), ("two", changed if isinstance(changed, ad.AnnData) else two)):
+            files.append(out / f"{name}.h5ad")
+            adata.write_h5ad(files[-1])
+            embedded.append(out / "embeddings" / f"{name}.h5ad")
+            section = EmbedOptions.model_validate({"embed": {}})
+            embed.run(options=section, model=self.model, input=files[-1], counts="X", out=embedded[-1])
+        tasks = {"transfer": {"fit_on": ["one"]} | options}
+        evaluate.run(
+            options=EvaluateOptions.model_validate({"evaluate": {"tasks": tasks, "cells": "all"}}),
+            model=self.model,
+            manifest=self.corpus["manifest"],
+            cells=files,
+            embeddings=embedded,
+            labels=[label, label],
+            out=out / "metrics.json",
+        )
+        entries = json.loads((out / "metrics.json").read_text())["datasets"]
+        for entry in entries.values():
+            for task in entry["tasks"].values():
+                task["figures"].pop("seconds")
+        return {name: entry["tasks"] for name, entry in entries.items()}
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> Datasets:
+    return Datasets(tmp_path_factory.mktemp("transfer"), simulated)
+
+
+def _rows(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in result["rows"]}
+
+
+def test_scores_are_those_of_a_classifier_fitted_on_the_other_dataset_over_the_genes_of_both(
+    datasets: Datasets, tmp_path: Path
+) -> None:
+    def fewer_genes(two: ad.AnnData) -> ad.AnnData:
+        return two[:, ::2].copy()
+
+    found = datasets.evaluate(tmp_path / "out", fewer_genes)
+    assert found["one"]["transfer"]["skipped"] == "the classifiers are fitted on it"
+    result = found["two"]["transfer"]
+    profiles = [log_normalise(sp.csr_matrix(datasets.cells[name].X)[:, ::2]) for name in ("one", "two")]
+    labels = [datasets.cells[name].obs["cell_type"].astype(str).to_numpy() for name in ("one", "two")]
+    fitted = LogisticRegression(solver="newton-cg", max_iter=1000).fit(profiles[0], labels[0])
+    predicted = fitted.predict(profiles[1])
+    row = _rows(result)[LINEAR]
+    assert row["accuracy_mean"] == pytest.approx((predicted == labels[1]).mean())
+    assert row["macro_f1_mean"] == pytest.approx(f1_score(labels[1], predicted, average="macro"))
+    assert row["weighted_f1_mean"] == pytest.approx(f1_score(labels[1], predicted, average="weighted"))
+    assert 0.3 < row["accuracy_mean"] < 1
+    figures = result["figures"]
+    assert (figures["shared_genes"], figures["n_fitted"], figures["n_cells"]) == (profiles[0].shape[1], 200, 200)
+    assert {name.partition(" + ")[0] for name in _rows(result)} == {
+        "embedding",
+        "untrained",
+        "PCA50 of the training cells",
+        "PCA50 of the fitted cells",
+        "PCA50 of the fitted cells, scaled genes",
+        "all shared genes",
+        "majority",
+    }
+    assert result["metric"] == "accuracy"
+    assert "nearness_mean" not in row
+    assert {line["column"] for line in result["differences"]} == {"accuracy", "macro_f1", "weighted_f1"}
+
+
+def test_the_order_of_genes_in_a_file_changes_nothing(datasets: Datasets, tmp_path: Path) -> None:
+    order = np.random.default_rng(0).permutation(datasets.cells["two"].n_vars)
+    both = [datasets.evaluate(tmp_path / "a"), datasets.evaluate(tmp_path / "b", lambda two: two[:, order].copy())]
+    assert both[0] == both[1]
+
+
+def test_tested_cells_do_not_reach_what_is_fitted(tmp_path: Path, simulated: Path) -> None:
+    context = make_context(tmp_path, simulated)
+    labels = context.reader.obs["cell_type"].astype(str).to_numpy()
+    first, second = np.arange(100), np.arange(100, 180)
+    fitted, tested = CellGroup.of(context, first, labels[first]), CellGroup.of(context, second, labels[second])
+    genes = shared_genes([fitted, tested])
+    counts = tested.counts.copy()
+    counts.data[counts.indptr[40] :] *= 50  # the last 40 cells
+    counts.data[counts.indptr[-2] :] = 1
+    other = CellGroup(tested.path, tested.names, counts, tested.labels, tested.embedding, tested.untrained)
+    before, after = (transfer_features(context.model, genes, [fitted], group) for group in (tested, other))
+    for name in before[0]:
+        dense = [sp.csr_matrix(part[name]).toarray() for part in (before[0], after[0], before[1], after[1])]
+        assert np.array_equal(dense[0], dense[1]), name
+        assert np.array_equal(dense[2][:40], dense[3][:40]), name
+    moved = sp.csr_matrix(before[1]["PCA50 of the fitted cells"] - after[1]["PCA50 of the fitted cells"])
+    assert moved.nnz  # what changed is seen where it may be
+
+
+def test_labels_that_no_fitted_cell_has_are_counted_and_have_no_accuracy(datasets: Datasets, tmp_path: Path) -> None:
+    def relabel(two: ad.AnnData) -> None:
+        text = two.obs["cell_type"].astype(str)
+        text.iloc[:30] = "platypus cell"
+        text.iloc[30:35] = None
+        two.obs["cell_type"] = text
+
+    result = datasets.evaluate(tmp_path / "out", relabel)["two"]["transfer"]
+    figures = result["figures"]
+    assert figures["new_classes"] == {"platypus cell": 30}
+    assert figures["n_new_classes"] == 30
+    assert (figures["n_cells"], figures["n_unlabelled"]) == (165, 5)
+    plain = datasets.evaluate(tmp_path / "cut", lambda two: two[35:].copy())["two"]["transfer"]
+    for name in (LINEAR, "embedding + kNN", "PCA50 of the fitted cells + kNN"):
+        for column in ("accuracy_mean", "macro_f1_mean", "weighted_f1_mean"):
+            assert _rows(result)[name][column] == pytest.approx(_rows(plain)[name][column])
+    none = datasets.evaluate(tmp_path / "none", lambda two: two.obs.__setitem__("cell_type", "platypus cell"))
+    assert none["two"]["transfer"]["skipped"].startswith("no label in common: fitted type_")
+    assert none["two"]["transfer"]["figures"]["n_new_classes"] == 200
+
+
+def test_ids_have_scores_by_the_ontology_and_new_ones_too(datasets: Datasets, tmp_path: Path) -> None:
+    def relabel(two: ad.AnnData) -> None:
+        ids = two.obs["type_id"].astype(str)
+        two.obs["type_id"] = ids.where(ids != IDS[0], "CL:0000624")  # CD4-positive, of which `one` has none
+
+    result = datasets.evaluate(tmp_path / "out", relabel, label="type_id")["two"]["transfer"]
+    row, known = _rows(result)[LINEAR], datasets.cells["two"].obs["type_id"].astype(str).to_numpy() != IDS[0]
+    assert result["figures"]["new_classes"] == {"CL:0000624": int((~known).sum())}
+    profiles = [log_normalise(sp.csr_matrix(datasets.cells[name].X)) for name in ("one", "two")]
+    fitted = LogisticRegression(solver="newton-cg", max_iter=1000)
+    predicted = fitted.fit(profiles[0], datasets.cells["one"].obs["type_id"].astype(str)).predict(profiles[1])
+    truth = np.where(known, datasets.cells["two"].obs["type_id"].astype(str), "CL:0000624")
+    ontology = cell_ontology()
+    nearness = np.array([ontology.nearness(a, b) for a, b in zip(truth, predicted)])
+    steps = np.array([ontology.steps(a, b) for a, b in zip(truth, predicted)])
+    assert row["nearness_mean"] == pytest.approx(nearness[known].mean())
+    assert row["nearness, new labels_mean"] == pytest.approx(nearness[~known].mean())
+    assert row["steps"] == pytest.approx(steps[known].mean())
+    assert row["steps, new labels"] == pytest.approx(steps[~known].mean())
+    assert 1 > row["nearness_mean"] > row["accuracy_mean"]
+    without = datasets.evaluate(tmp_path / "off", relabel, label="type_id", ontology=False)["two"]["transfer"]
+    assert "nearness_mean" not in _rows(without)[LINEAR]
+    fewer = {key: value for key, value in row.items() if not key.startswith(("nearness", "steps"))}
+    assert _rows(without)[LINEAR] == fewer
+
+
+def test_further_labels_are_fitted_on_the_column_of_the_same_name(datasets: Datasets, tmp_path: Path) -> None:
+    found = datasets.evaluate(tmp_path / "out", label="cell_type|type_id", neighbors=3)["two"]
+    names, ids = (_rows(found[task]) for task in ("transfer", "transfer of type_id"))
+    assert ids[LINEAR]["accuracy_mean"] == names[LINEAR]["accuracy_mean"]
+    assert "nearness_mean" in ids[LINEAR]
+    assert "nearness_mean" not in names[LINEAR]
+    other = _rows(datasets.evaluate(tmp_path / "k", neighbors=40)["two"]["transfer"])
+    kind = "all shared genes + kNN"
+    assert other[kind] != names[kind]
+    assert other[LINEAR] == names[LINEAR]
+
+
+def test_copies_of_fitted_cells_are_left_out(datasets: Datasets, tmp_path: Path) -> None:
+    def with_copies(two: ad.AnnData) -> None:
+        counts = sp.csr_matrix(two.X).tolil()
+        counts[:7] = sp.csr_matrix(datasets.cells["one"].X)[:7]
+        two.X = counts.tocsr()
+
+    figures = datasets.evaluate(tmp_path / "out", with_copies)["two"]["transfer"]["figures"]
+    assert (figures["n_copies"], figures["n_cells"]) == (7, 193)
+    known, asked = sp.csr_matrix([[1, 0], [0, 0]]), sp.csr_matrix([[0, 0], [1, 0], [0, 1]])
+    assert copies(known, asked).tolist() == [False, True, False]  # cells without counts are no copies
+
+
+def test_what_cannot_be_compared_is_one_line(datasets: Datasets, tmp_path: Path) -> None:
+    def rename(old: str, new: str) -> Change:
+        def change(two: ad.AnnData) -> None:
+            two.obs["type_id"] = two.obs["type_id"].astype(str).replace(old, new)
+
+        return change
+
+    for number, wrong in enumerate(("CL:9999999", "unknown")):
+        with pytest.raises(DataError) as caught:
+            datasets.evaluate(tmp_path / str(number), rename(IDS[1], wrong), label="type_id")
+        assert str(caught.value) == (
+            f"{tmp_path / str(number)}/two.h5ad: obs column 'type_id' has '{wrong}', no term of the Cell Ontology of "
+            "2026-03-26; correct it, leave it empty, or set evaluate.tasks.transfer.ontology to false"
+        )
+    with pytest.raises(ConfigError) as refused:
+        datasets.evaluate(tmp_path / "x", fit_on=["on"])
+    assert str(refused.value) == (
+        "evaluate.tasks.transfer.fit_on: 'on' is not evaluated, only one, two; name one of them, or add it to "
+        "evaluate.datasets"
+    )
+    with pytest.raises(ValidationError, match="test_on: 'a' is in fit_on too; take it out of one of them"):
+        TransferConfig(name="transfer", fit_on=["a"], test_on=["b", "a"])
+    left = datasets.evaluate(tmp_path / "y", fit_on=["two"], test_on=["one"])
+    assert left["two"]["transfer"]["skipped"] == "the classifiers are fitted on it"
+    assert left["one"]["transfer"]["rows"]
