@@ -3,9 +3,9 @@
     python benchmarks/transfer.py FOLDER [--seeds 3] [--cores 2] [--out F]
 
 FOLDER has cellbench.h5ad and merfish_mouse.h5ad. Each is cut into two datasets by an obs column (`PAIRS`): the model is
-trained on the first one alone, all classifiers are fitted on its labels, and every cell of the second one is tested. The
-tables have the better one of both logistic regressions, and kNN: means over seeds of the training; then the embedding's
-best row minus the best baseline, in each column, for each seed, with the interval over cells of that run.
+trained on the first one alone, all classifiers are fitted on its labels, and every cell of the second one is tested.
+The table has the better one of both logistic regressions, and kNN, means over seeds of the training; below it stand the
+verdicts of each seed, the embedding's best row against the best baseline with the interval over cells.
 """
 
 from __future__ import annotations

@@ -307,6 +307,14 @@ def test_a_file_without_a_mapping_is_refused(tree: Any) -> None:
         check_config(tree)
 
 
+def test_a_transfer_names_evaluated_datasets(config: Config) -> None:
+    tasks = {"transfer": {"fit_on": ["sim"], "test_on": ["nope"]}}
+    assert config.refused(evaluate={"datasets": ["sim"], "tasks": tasks}) == (
+        "config/config.yaml: runs.demo.evaluate.tasks.transfer.test_on: 'nope' is not evaluated, only sim; name one of "
+        "them, or add it to evaluate.datasets"
+    )
+
+
 def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     with pytest.raises(ConfigError) as missing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,8 @@ from cellmill.data.cell_ontology import cell_ontology
 from cellmill.data.count_matrix import log_normalise
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.shared_genes import CellGroup, copies, shared_genes, transfer_features
+from cellmill.report.collect import read_run
+from cellmill.report.page import render
 from cellmill.stages import embed, evaluate
 from tests.unit.evaluated import make_context
 from tests.unit.exported import export_model, make_corpus
@@ -111,6 +114,9 @@ def test_scores_are_those_of_a_classifier_fitted_on_the_other_dataset_over_the_g
     }
     assert result["metric"] == "accuracy"
     assert "nearness_mean" not in row
+    page = render("r", [read_run(tmp_path / "out")], [])
+    assert "transfer" in page
+    assert result["sentences"][0] in html.unescape(page)
     assert {line["column"] for line in result["differences"]} == {"accuracy", "macro_f1", "weighted_f1"}
 
 

@@ -44,5 +44,5 @@ def check_transfer(evaluate: Evaluate, evaluated: list[str], where: str) -> None
             if name not in evaluated:
                 raise ConfigError(
                     f"{where}.tasks.transfer.{option}: {name!r} is not evaluated, only {', '.join(evaluated)}; "
-                    f"name one of them, or add it to {where}.datasets"
+                    "name one of them, or add it to evaluate.datasets"
                 )
