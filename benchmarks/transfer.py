@@ -52,7 +52,7 @@ FEATURES = {
     "profile, untrained": "untrained",
     "**profile**": "embedding",
 }
-COLUMNS = ("accuracy", "macro_f1", "nearness", "nearness, new labels")
+COLUMNS = ("accuracy", "macro_f1", "nearness")
 CLASSIFIERS = {"LR": ("logistic regression", "logistic regression, unscaled"), "kNN": ("kNN",)}
 
 

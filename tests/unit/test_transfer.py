@@ -89,7 +89,7 @@ def test_scores_are_those_of_a_classifier_fitted_on_the_other_dataset_over_the_g
     def fewer_genes(two: ad.AnnData) -> ad.AnnData:
         return two[:, ::2].copy()
 
-    found = datasets.evaluate(tmp_path / "out", fewer_genes)
+    found = datasets.evaluate(tmp_path / "evaluate", fewer_genes)
     assert found["one"]["transfer"]["skipped"] == "the classifiers are fitted on it"
     result = found["two"]["transfer"]
     profiles = [log_normalise(sp.csr_matrix(datasets.cells[name].X)[:, ::2]) for name in ("one", "two")]
@@ -114,7 +114,7 @@ def test_scores_are_those_of_a_classifier_fitted_on_the_other_dataset_over_the_g
     }
     assert result["metric"] == "accuracy"
     assert "nearness_mean" not in row
-    page = render("r", [read_run(tmp_path / "out")], [])
+    page = render("r", [read_run(tmp_path)], [])
     assert "transfer" in page
     assert result["sentences"][0] in html.unescape(page)
     assert {line["column"] for line in result["differences"]} == {"accuracy", "macro_f1", "weighted_f1"}
@@ -186,6 +186,15 @@ def test_ids_have_scores_by_the_ontology_and_new_ones_too(datasets: Datasets, tm
     assert row["steps"] == pytest.approx(steps[known].mean())
     assert row["steps, new labels"] == pytest.approx(steps[~known].mean())
     assert 1 > row["nearness_mean"] > row["accuracy_mean"]
+    assert "nearness, new labels" in {line["column"] for line in result["differences"]}
+
+    def relabel_few(two: ad.AnnData) -> None:
+        two.obs["type_id"] = two.obs["type_id"].astype(str).where(np.arange(two.n_obs) >= 2, "CL:0000624")
+
+    few = datasets.evaluate(tmp_path / "few", relabel_few, label="type_id")["two"]["transfer"]
+    assert "nearness, new labels_mean" in _rows(few)[LINEAR]
+    assert "nearness, new labels" not in {line["column"] for line in few["differences"]}
+    assert not any("new labels" in sentence for sentence in few["sentences"])  # of two cells
     without = datasets.evaluate(tmp_path / "off", relabel, label="type_id", ontology=False)["two"]["transfer"]
     assert "nearness_mean" not in _rows(without)[LINEAR]
     fewer = {key: value for key, value in row.items() if not key.startswith(("nearness", "steps"))}

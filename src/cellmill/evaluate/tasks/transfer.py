@@ -15,8 +15,8 @@ Where labels are ids of the Cell Ontology, a predicted id is also compared with 
 with the distance; steps are the is_a edges between them, lower is better. By these, cells of other labels have a score
 too (`nearness, new labels`): how near the predicted class is.
 
-Intervals of differences are over the tested cells (`evaluate.paired`); other fitted cells, and other donors or
-platforms, are not in them.
+Columns of fewer than 10 tested cells have no verdict. Intervals of differences are over the tested cells
+(`evaluate.paired`); other fitted cells, and other donors or platforms, are not in them.
 """
 
 from contextlib import ExitStack
@@ -41,6 +41,7 @@ from cellmill.evaluate.task import Context, TaskResult
 from cellmill.evaluate.tasks.probe import MAJORITY, METRICS
 
 KNOWN, NEW = "known labels", "new labels"
+FEWEST_JUDGED = 10  # tested cells of a column with intervals and verdicts: those of one or two cells say nothing
 
 
 class Transfer:
@@ -179,8 +180,10 @@ def _result(predictions: Predictions, figures: dict[str, Any], ids: bool) -> Tas
     rows = table_rows(columns)
     for row in rows:
         row |= {column.heading: column.mean(row["name"]) for column in steps}
+    judged = [column for column in columns if np.isfinite(column.scores[MAJORITY]).sum() >= FEWEST_JUDGED]
+    compared = differences(judged)
     return TaskResult(
-        rows, columns[0].heading, against_best(columns), figures, differences=differences(columns), confusion=confusion
+        rows, columns[0].heading, against_best(judged), figures, differences=compared, confusion=confusion
     )
 
 
