@@ -192,6 +192,30 @@ def test_a_run_may_start_from_a_model_folder_and_label_any_dataset(project: Proj
     assert jobs == dict.fromkeys(expected, 1)
 
 
+def test_a_bridge_is_made_on_request_after_the_evaluation(project: Project) -> None:
+    for package in ("scib-metrics", "cz-benchmarks"):
+        target = f"results/runs/tiny/bridges/sim.{package}.json"
+        assert project.jobs(target) == dict.fromkeys([*CORPUS, *RUN, package.replace("-", "_")], 1)
+    target = "results/runs/tiny/bridges/sim.scib-metrics.json"
+    shown = project.snakemake("-n", "-p", target).stdout
+    assert re.search(
+        r"Shell command: python \S+/workflow/bridges/scib_bridge\.py --cells results/corpora/sim/cells/sim\.h5ad "
+        r"--embedding results/runs/tiny/embeddings/sim\.h5ad --metrics results/runs/tiny/evaluate/metrics\.json "
+        r"--umap results/runs/tiny/evaluate/umap\.tsv --label cell_type --out " + re.escape(target),
+        shown,
+    )
+    (project.folder / "python").touch()
+    shown = project.snakemake("-n", "-p", target, "--config", "bridges={scib-metrics: ./python}").stdout
+    assert "Shell command: ./python /" in shown
+    refused = project.snakemake("-n", target, "--config", "bridges={scib-metrics: ./pyhton}").stdout
+    assert "cellmill: bridges.scib-metrics: ./pyhton: no such file" in refused
+    refused = project.snakemake("-n", target, "--config", "bridges={scib_metrics: ./python}").stdout
+    assert "config/config.yaml: bridges: no bridge 'scib_metrics'; did you mean 'scib-metrics'?" in refused
+    config = project.write_config("none.yaml", evaluate={"datasets": []})
+    refused = project.snakemake("-n", "--configfile", config, "--", target).stdout
+    assert "run tiny is not evaluated on dataset 'sim'" in refused
+
+
 def test_a_requested_file_runs_only_the_stages_it_needs(project: Project) -> None:
     made = project.snakemake("results/corpora/sim/vocabulary.tsv")
     assert made.returncode == 0, made.stdout

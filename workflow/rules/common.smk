@@ -58,6 +58,9 @@ if pipeline.private:
     os.umask(0o077)  # every command inherits it: a stage's job on a cluster reads this file too
 
 
+bridge_folder = Path(str(workflow.current_basedir)).parent / "bridges"  # scripts, which import each other
+
+
 wildcard_constraints:
     corpus="|".join(map(re.escape, pipeline.corpora)),
     run="|".join(map(re.escape, pipeline.runs)),
@@ -268,6 +271,44 @@ def label_columns(wildcards):
     """obs columns of the labels for each dataset the run is evaluated on; '-' for none."""
     table = datasets[pipeline.runs[wildcards.run].corpus]
     return ["|".join(table[name].labels) or "-" for name in pipeline.evaluated_on(wildcards.run)]
+
+
+def bridged(pattern):
+    """Function of the wildcards: `pattern`, if the run is evaluated on the dataset."""
+
+    def file(wildcards):
+        known = pipeline.evaluated_on(wildcards.run)
+        if wildcards.dataset not in known:
+            raise WorkflowError(
+                f"run {wildcards.run} is not evaluated on dataset {wildcards.dataset!r}; it is on: {', '.join(known)}"
+            )
+        return pattern.format(corpus=corpus_of(wildcards), **wildcards)
+
+    return file
+
+
+def bridge_label(wildcards):
+    """obs column of the first label of a dataset."""
+    corpus = pipeline.runs[wildcards.run].corpus
+    labels = datasets[corpus][wildcards.dataset].labels
+    if not labels:
+        raise WorkflowError(
+            f"{pipeline.corpora[corpus].table}: dataset {wildcards.dataset} has no label, which bridges read; name an "
+            "obs column in column label"
+        )
+    return labels[0]
+
+
+def bridge_script(package):
+    """Interpreter and script of a bridge. Takes `resources`, so that it is no reason to rerun, as `fits_processes`."""
+
+    def words(wildcards, resources):
+        python = pipeline.bridges.get(package, "python")
+        if "/" in python and not os.path.exists(python):
+            sys.exit(f"cellmill: bridges.{package}: {python}: no such file")
+        return [python, f"{bridge_folder}/{package.partition('-')[0]}_bridge.py"]
+
+    return words
 
 
 def parent_model(wildcards):
