@@ -14,6 +14,8 @@ import anndata as ad
 import numpy as np
 import pytest
 
+from cellmill.report.collect import read_corpus, read_run
+from cellmill.report.remake import remake_commands
 from tests.workflow.conftest import Project
 
 pytestmark = pytest.mark.xdist_group("workflow")  # all use the same finished project
@@ -75,6 +77,15 @@ def test_a_second_run_has_nothing_to_do(done: tuple[Project, str]) -> None:
     again = done[0].snakemake()
     assert again.returncode == 0
     assert "Nothing to be done (all requested files are present and up to date)." in again.stdout
+
+
+def test_every_file_with_a_command_in_the_page_is_a_target(done: tuple[Project, str]) -> None:
+    run = read_run(done[0].folder / "results/runs/tiny")
+    corpus = read_corpus(done[0].folder / "results/corpora/sim")
+    commands = remake_commands("runs", run.name, run.made) | remake_commands("corpora", corpus.name, corpus.made)
+    assert len(commands) == len(CORPUS) + len(RUN)
+    targets = [shlex.split(command)[-1] for command in commands.values()]
+    assert done[0].jobs("--force", *targets) == dict.fromkeys([*CORPUS, *RUN], 1)
 
 
 @pytest.mark.parametrize(
