@@ -67,6 +67,9 @@ wildcard_constraints:
     at=r"(/steps/[1-9]\d*)?",
     model=r"[\w.-]+/[\w.-]+(@[\w./-]+)?",
     part=r"\d+-of-\d+",
+    digest="[0-9a-f]{12}",
+    external="|".join(sorted({re.escape(name) for run in pipeline.runs.values() for name in run.evaluate.external}))
+    or "a^",
     sweep="|".join(map(re.escape, swept)) or "a^",  # nothing, without sweeps
     dataset="|".join(sorted({re.escape(name) for table in datasets.values() for name in table})),
 
@@ -331,6 +334,25 @@ def gene_vectors(wildcards):
 def task_files(wildcards):
     """Files that the options of the run's evaluation tasks name."""
     return [path for task in pipeline.runs[wildcards.run].evaluate.tasks.values() for path in task.paths().values()]
+
+
+def external_embeddings(wildcards):
+    """Embeddings by the models of `evaluate.external`: those of the first dataset, then of the next one."""
+    models = pipeline.runs[wildcards.run].evaluate.external.items()
+    return [
+        f"{corpus_of(wildcards)}/external/{name}/{dataset}-{model.digest[:12]}.h5ad"
+        for dataset in pipeline.evaluated_on(wildcards.run)
+        for name, model in models
+    ]
+
+
+def external_model(wildcards):
+    """The options of an external model, by its name and digest."""
+    of_name = (run.evaluate.external.get(wildcards.external) for run in pipeline.runs.values())
+    for model in of_name:
+        if model is not None and model.digest.startswith(wildcards.digest):
+            return model
+    raise WorkflowError(f"no run has an evaluate.external.{wildcards.external} of digest {wildcards.digest}")
 
 
 def parent_argument(wildcards):
