@@ -9,8 +9,8 @@ pretrained with cell_decoding on these cells without labels, and on the files of
 method, number of labels and seed is given to Snakemake, whose rule predict labels the test cells, so a table that was
 interrupted goes on where it stopped. Every run makes the same number of optimizer steps, and its last checkpoint is
 judged: there is no validation, as labels are few. Regression is logistic, on log1p of counts per 10,000 of all genes,
-and on the pretrained model's vectors, both standardised and as they are, the better one by test accuracy, which
-flatters them.
+on 50 principal components of them that are fitted to the training cells, and on the pretrained model's vectors, each
+standardised and as it is, the better one by test accuracy, which flatters them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 import yaml
+from sklearn.decomposition import PCA
 from sklearn.metrics import f1_score
 
 from cellmill.evaluate.classifiers import classifiers, fit
@@ -47,7 +48,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "profile": {"family": "profile", "hidden": 128, "layers": 1},
     "encoder": {"family": "encoder", "hidden": 64, "layers": 2, "heads": 4},
 }
-REGRESSIONS = ("frozen vectors, logistic regression", "all genes, logistic regression")
+REGRESSIONS = (
+    "frozen vectors, logistic regression",
+    "all genes, logistic regression",
+    "PCA50, logistic regression",
+)
 Score = tuple[float, float]
 """Accuracy and macro-F1."""
 
@@ -160,6 +165,9 @@ def features(folder: Path, kind: str) -> list[Any]:
         counts = sp.csr_matrix(adata.X, dtype=np.float64)
         scaled = sp.diags(1e4 / np.maximum(np.asarray(counts.sum(1)).ravel(), 1)) @ counts
         found.append(scaled.log1p().tocsr())
+    if kind == REGRESSIONS[2]:
+        components = PCA(50, random_state=0).fit(found[0].toarray())
+        found = [components.transform(each.toarray()) for each in found]
     return found
 
 

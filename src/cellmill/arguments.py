@@ -1,4 +1,4 @@
-"""Arguments of every sub-command of `cellmill`."""
+"""Arguments of every sub-command of `cellmill`, in one file: a table that is read as a whole."""
 
 import argparse
 from collections.abc import Iterable
@@ -124,6 +124,12 @@ def _add_model(stages: Any) -> None:
     help_append = "write all of the .h5ad --input too, which --out may be, instead of obs alone"
     embed.add_argument("--append", action="store_true", help=help_append)
 
+    external = _command(stages, "embed_external", "embed the cells of a dataset by a command of another environment")
+    external.add_argument("--name", required=True, help="name in evaluate.external")
+    external.add_argument("--command", required=True, help="program and arguments, with {cells} and {out} among them")
+    external.add_argument("--input", type=Path, required=True, help="preprocessed .h5ad")
+    external.add_argument("--out", type=Path, required=True, help="the .h5ad to write, for evaluate --external")
+
     predict = _stage(stages, "predict", "label the cells of a dataset with an exported classifier", "run")
     predict.add_argument("--model", type=Path, required=True, help="folder of an exported model")
     predict.add_argument("--input", type=input_path, required=True, help=f"preprocessed or raw counts: {_INPUT}")
@@ -138,6 +144,8 @@ def _add_model(stages: Any) -> None:
     evaluate.add_argument("--ancestors", type=Path, nargs="*", default=[], help=ancestors)
     evaluate.add_argument("--baselines", type=Path, help="folder that keeps predictions of baselines for other runs")
     evaluate.add_argument("--cells", type=input_path, nargs="+", required=True, help=f"preprocessed: {_INPUT}")
+    beside = "of stage embed_external: one per model of evaluate.external for the first file of --cells, then the next"
+    evaluate.add_argument("--external", type=Path, nargs="*", default=[], help=beside)
     embeddings = "one per file of --cells, in the same order"
     evaluate.add_argument("--embeddings", type=Path, nargs="+", required=True, help=embeddings)
     evaluate.add_argument(

@@ -21,7 +21,7 @@ HYBRID = {"strategy": "fsdp", "sharding_strategy": "HYBRID_SHARD"}
 
 
 def run_options(steps: int, **train: Any) -> dict[str, Any]:
-    """A small run; a step takes some 100 ms with four processes on two cores."""
+    """A small run."""
     length = {"steps": steps, "checkpoint_every_steps": 10, "val_every_steps": 10_000, "global_batch": 64}
     return options(HYBRID, model={"hidden": 48, "layers": 3}, train=length | train)
 
@@ -68,9 +68,14 @@ class Launched:
         opts: dict[str, Any],
         environment: dict[str, str],
         log: Path | None = None,
+        rest_s: float = 0.1,
         **machine: Any,
     ) -> Launched:
-        """Start it in a process group of its own, as a terminal does. Appends to its log."""
+        """Start it in a process group of its own, as a terminal does. Its workers rest `rest_s` after each step.
+        Appends to its log.
+        """
+        paths = [str(Path(__file__).parent / "paced"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paced = {"PYTHONPATH": os.pathsep.join(paths), "REST_S": str(rest_s)}
         train.parent.mkdir(parents=True, exist_ok=True)
         log = log or train.parent / "printed.log"
         with open(log, "ab") as file:
@@ -78,7 +83,7 @@ class Launched:
                 words(corpus, train, opts, **machine),
                 stdout=file,
                 stderr=file,
-                env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | paced | environment,
                 start_new_session=True,
             )
         return cls(process, train, log)

@@ -274,7 +274,7 @@ FAULTS: list[Callable[[FaultyRun], None]] = [
 
 def undisturbed(corpus: str, folder: Path) -> dict[int, float]:
     """The curve of the same run on one machine."""
-    run = Launched.start(corpus, folder / "train", run_options(STEPS), {}, nodes=2, nproc_per_node=1)
+    run = Launched.start(corpus, folder / "train", run_options(STEPS), {}, rest_s=0, nodes=2, nproc_per_node=1)
     assert run.end() == 0, run.printed
     return run.losses()
 

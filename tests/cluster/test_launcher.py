@@ -27,7 +27,7 @@ STEPS = 80
 def alone(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The undisturbed curve of four processes on one machine."""
     train = tmp_path_factory.mktemp("alone") / "train"
-    left = Launched.start(corpus, train, run_options(STEPS), {}, nodes=2, nproc_per_node=2)
+    left = Launched.start(corpus, train, run_options(STEPS), {}, rest_s=0, nodes=2, nproc_per_node=2)
     assert left.end() == 0, left.printed
     return left.losses()
 
@@ -59,8 +59,8 @@ def test_a_run_longer_than_its_time_limit_is_a_chain_of_jobs_with_one_curve(
 ) -> None:
     # the first job is signalled 20 to 50 s after its start, and has two minutes to save also on a busy machine
     folder = tmp_path / 'it\'s a "run" $(touch pwned); of mine' / "train"
-    slow = run_options(STEPS, token_budget=64)  # one cell at a time: a fast machine must not be done by then
-    run = Launched.start(corpus, folder, slow, rig.environment, **on_slurm(runtime=3, save_within_s=160))
+    machine = on_slurm(runtime=3, save_within_s=160)
+    run = Launched.start(corpus, folder, run_options(STEPS), rig.environment, rest_s=0.8, **machine)
     while run.process.poll() is None:  # one limit is enough
         for job_id in run.job_ids()[1:]:
             rig.call("scontrol", "update", f"jobid={job_id}", "timelimit=30", check=False)
@@ -77,8 +77,8 @@ def test_another_user_on_another_node_neither_reads_nor_ends_a_run(
 ) -> None:
     if not rig.namespaces:
         pytest.skip("all nodes share one network")
-    slow = run_options(STEPS, token_budget=64)
-    run = Launched.start(corpus, tmp_path / "run" / "train", slow, rig.environment, **on_slurm(runtime=60))
+    train, machine = tmp_path / "run" / "train", on_slurm(runtime=60)
+    run = Launched.start(corpus, train, run_options(STEPS), rig.environment, rest_s=1, **machine)
     run.wait_for_step(3)
     for node in ("node1", "node2"):
         listening = subprocess.check_output([*inside(node), "ss", "-Hltn"], text=True).splitlines()
@@ -147,8 +147,9 @@ def test_a_run_that_lost_a_node_has_all_of_them_again_when_its_job_starts_again(
         pytest.skip("a node can be killed only where it has a namespace of its own: root, and the right to make them")
     for node in ("node1", "node2"):
         wait_for(lambda node=node: rig.node_state(node) == "idle")
-    slow = run_options(STEPS, token_budget=64)  # a fast machine must not be done on one node
-    run = Launched.start(corpus, tmp_path / "run" / "train", slow, rig.environment, **on_slurm(nodes="1-2", runtime=30))
+    train, machine = tmp_path / "run" / "train", on_slurm(nodes="1-2", runtime=30)
+    # it must not be done on one node
+    run = Launched.start(corpus, train, run_options(STEPS), rig.environment, rest_s=0.6, **machine)
     run.wait_for_step(12)
     rig.kill_node("node2")
     try:

@@ -58,5 +58,10 @@ def test_a_stage_that_can_never_start_says_why(rig: Rig, cells: Path, tmp_path: 
         assert cellmill("status")[-1] == f"stage preprocess: job {job}: {reason}"
     finally:
         os.killpg(process.pid, signal.SIGINT)
-        process.wait(120)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:  # seen once: Snakemake went on waiting for its job
+            os.killpg(process.pid, signal.SIGKILL)
+            for line in rig.squeue():
+                rig.call("scancel", line.split()[0])
     wait_for(lambda: not rig.squeue(), lambda: str(rig.squeue()))

@@ -6,6 +6,7 @@ the first traceback.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import multiprocessing
@@ -18,6 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 IMPORTED = [
     "tests.distributed.cases",
@@ -94,6 +97,16 @@ class Pool:
             self.processes.append(process)
 
 
+def _forget() -> None:
+    """Empty torch's caches: they hold the meshes of the ended case, whose groups have threads of gloo that poll."""
+    _clear_sharding_prop_cache()
+    getattr(_redistribute, "clear_redistribute_planner_cache", gc.collect)()  # torch 2.11 has none
+    for cache in gc.get_objects():
+        if type(cache) is functools._lru_cache_wrapper and cache.__module__.startswith("torch.distributed"):
+            cache.cache_clear()
+    gc.collect()
+
+
 def _serve(rank: int, world: int, local_world: int, rendezvous: str, pipe: Connection) -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"LOCAL_RANK": str(rank % local_world), "LOCAL_WORLD_SIZE": str(local_world)}
@@ -104,7 +117,7 @@ def _serve(rank: int, world: int, local_world: int, rendezvous: str, pipe: Conne
         # a world for each case, or the groups of meshes and their gloo threads would accumulate. The previous world is
         # destroyed here, when all ranks are done with it
         if dist.is_initialized():
-            gc.collect()
+            _forget()
             dist.destroy_process_group()
         number += 1
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}-{number}", rank=rank, world_size=world)

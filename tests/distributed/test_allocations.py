@@ -1,4 +1,4 @@
-"""The plan's memory is within 10 % of what tensors of real processes allocate, at tens of megabytes.
+"""The plan's memory is within 10 to 15 % of what tensors of real processes allocate, at tens of megabytes.
 
 These tests measure tensor-parallel sizes, so none of this module may use the fixture `alone`, which holds a group.
 """
@@ -49,8 +49,8 @@ def test_planned_memory_agrees_with_what_processes_allocate(
         # memory freed in another thread is not reported: the smallest of equal ranks is nearest the truth
         measured = min(rank["peak_bytes"] for rank in alike if rank["tokens"] == tokens)
         assert measured > 20e6
-        # with a reduction in each micro-batch more is freed by gloo's threads, unseen: up to 27 % on a busy machine
-        least = 0.7 if "each" in name else 0.9
+        # on a busy machine gloo's threads free more, unseen: up to 10.3 %, with a reduction in each micro-batch 27 %
+        least = 0.7 if "each" in name else 0.85
         assert least * measured <= planned.total <= 1.1 * measured, f"stage {stage}: {planned}"
 
 

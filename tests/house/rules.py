@@ -8,10 +8,24 @@ from pathlib import Path
 WORKFLOW = Path(__file__).resolve().parents[2] / "workflow"
 
 
+BRIDGES = "bridges.smk"
+"""Rules of other packages, which call a script in an environment of its own and no stage."""
+
+
 def rules() -> dict[str, str]:
-    """Body of each rule by name."""
+    """Body of each rule by name, but for bridges."""
+    files = sorted((WORKFLOW / "rules").glob("*.smk"))
+    return _bodies([WORKFLOW / "Snakefile", *(path for path in files if path.name != BRIDGES)])
+
+
+def bridges() -> dict[str, str]:
+    """Body of each bridge by name."""
+    return _bodies([WORKFLOW / "rules" / BRIDGES])
+
+
+def _bodies(files: list[Path]) -> dict[str, str]:
     bodies: dict[str, str] = {}
-    for path in (WORKFLOW / "Snakefile", *sorted((WORKFLOW / "rules").glob("*.smk"))):
+    for path in files:
         for match in re.finditer(r"^rule (\w+):\n((?:    .*\n|\n(?=\s))*)", path.read_text(encoding="utf-8"), re.M):
             bodies[match[1]] = match[2]
     return bodies
@@ -25,4 +39,5 @@ def directive(body: str, name: str) -> str:
 
 def outputs() -> list[str]:
     """Every output pattern."""
-    return [path for body in rules().values() for path in re.findall(r'"([^"]+/[^"]+)"', directive(body, "output"))]
+    bodies = (rules() | bridges()).values()
+    return [path for body in bodies for path in re.findall(r'"([^"]+/[^"]+)"', directive(body, "output"))]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.rules import directive, rules
+from tests.house.rules import WORKFLOW, bridges, directive, rules
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKING = {name: body for name, body in rules().items() if name != "all"}
@@ -31,6 +31,28 @@ def test_the_rule_calls_its_sub_command_and_quotes_every_interpolation(name: str
     assert filled
     assert all(part.endswith(":q") for part in filled), filled
     assert "{log:q}" in shell
+
+
+@pytest.mark.parametrize("name", bridges())
+def test_a_bridge_has_a_log_an_environment_of_its_own_and_a_script_without_cellmill(name: str) -> None:
+    body, package = bridges()[name], name.replace("_", "-")
+    assert directive(body, "log").strip().startswith(f'"logs/{name}/')
+    assert directive(body, "benchmark").strip().startswith(f'"results/benchmarks/{name}/')
+    assert f"/bridges/{{dataset}}.{package}.json" in directive(body, "output")
+    environment = (ROOT / "envs" / f"bridge-{package}.yaml").read_text(encoding="utf-8")
+    assert f"envs/bridge-{package}.yaml" in directive(body, "conda")
+    script = (WORKFLOW / "bridges" / f"{name.partition('_')[0]}_bridge.py").read_text(encoding="utf-8")
+    tested = re.search(r'end_without\("([\w-]+)", "([\d.]+)", error\)', script)
+    assert tested is not None
+    assert f"- {tested[1]}=={tested[2]}\n" in environment
+    filled = re.findall(r"\{([^}]+)\}", directive(body, "shell"))
+    assert filled
+    assert all(part.endswith(":q") for part in filled), filled
+
+
+def test_bridges_import_nothing_of_cellmill() -> None:
+    for path in (WORKFLOW / "bridges").glob("*.py"):
+        assert not re.search(r"^\s*(from|import) cellmill", path.read_text(encoding="utf-8"), re.M), path.name
 
 
 @pytest.mark.parametrize("name", WORKING)

@@ -220,6 +220,7 @@ ELSEWHERE = {
     "evaluate.tasks": "unit/test_evaluate_stage.py",
     "evaluate.seed": "unit/test_evaluate_stage.py",
     "evaluate.gate": "unit/test_gate.py",
+    "evaluate.external": "unit/test_external.py",
     "stream.weight_start_exponent": "unit/test_repeats.py",
     "report.title": "unit/test_report.py",
     "corpora.table": "unit/test_config.py",

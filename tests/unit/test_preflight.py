@@ -933,6 +933,13 @@ def test_each_stage_is_checked_against_its_partition(
         "ok  stage evaluate: fits gpu, 60 min, 32000 MB, 8 CPUs, GPUs a100:1",
     ]
     assert (code, last) == (2, "cellmill preflight: no go: 6 reasons")
+    project = Path("config.yaml")
+    given = project.read_text()
+    project.write_text(f"{given}evaluate: {{external: {{a: {{command: 'run {{cells}} {{out}}'}}}}}}\n")
+    _, lines, _ = preflight(capsys, "profiles/one", "--no-job")
+    project.write_text(given)
+    beside = "no  stage embed_external: memory: 1 node of cpu has 16000 MB, requested: 32000; set-resources: "
+    assert beside + "embed_external: mem_mb: 16000" in lines
     commands(sbatch=("sbatch: error: Batch job submission failed: Invalid account\n", 1))
     _, lines, _ = preflight(capsys, "profiles/one", "--no-job")
     assert (

@@ -305,3 +305,15 @@ def test_the_largest_memory_is_given_with_its_rank(tmp_path: Path) -> None:
     lines = [{"step": 1, "peak_allocated_gb": [3.0, 5.5, 1.0]}, {"step": 2, "peak_allocated_gb": [4.0, 5.0, 1.0]}]
     assert largest_memory(lines, "peak_allocated_gb") == (5.5, 1)
     assert largest_memory([{"step": 1, "loss": 2.0}], "peak_allocated_gb") is None
+
+
+def test_each_file_has_the_command_that_makes_it_again(page: str) -> None:
+    text = " ".join(_Page(page).text.split())
+    for file in ("plan.json", "evaluate/metrics.json"):
+        assert f"{file} snakemake --profile PROFILE --force results/runs/first/{file}" in text
+    trained = "results/runs/first/train"
+    moved = f"mv {trained} {trained}.old && snakemake --profile PROFILE {trained}/status.json"
+    assert f"train/status.json {moved}" in text
+    assert "shards/manifest.json snakemake --profile PROFILE --force results/corpora/pbmc/shards/manifest.json" in text
+    assert f"--force 'results/runs/{EVIL}/plan.json'" in text, "what a shell would read is quoted"
+    assert "embeddings/" not in text, "a file that is not there"

@@ -14,6 +14,8 @@ import anndata as ad
 import numpy as np
 import pytest
 
+from cellmill.report.collect import read_corpus, read_run
+from cellmill.report.remake import remake_commands
 from tests.workflow.conftest import Project
 
 pytestmark = pytest.mark.xdist_group("workflow")  # all use the same finished project
@@ -75,6 +77,15 @@ def test_a_second_run_has_nothing_to_do(done: tuple[Project, str]) -> None:
     again = done[0].snakemake()
     assert again.returncode == 0
     assert "Nothing to be done (all requested files are present and up to date)." in again.stdout
+
+
+def test_every_file_with_a_command_in_the_page_is_a_target(done: tuple[Project, str]) -> None:
+    run = read_run(done[0].folder / "results/runs/tiny")
+    corpus = read_corpus(done[0].folder / "results/corpora/sim")
+    commands = remake_commands("runs", run.name, run.made) | remake_commands("corpora", corpus.name, corpus.made)
+    assert len(commands) == len(CORPUS) + len(RUN)
+    targets = [shlex.split(command)[-1] for command in commands.values()]
+    assert done[0].jobs("--force", *targets) == dict.fromkeys([*CORPUS, *RUN], 1)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +201,79 @@ def test_a_run_may_start_from_a_model_folder_and_label_any_dataset(project: Proj
     jobs = project.jobs("--configfile", config, "--", "results/runs/tuned/predictions/sim.h5ad")
     expected = [*CORPUS, "plan", "train", "consolidate", "predict"]
     assert jobs == dict.fromkeys(expected, 1)
+
+
+def test_a_bridge_is_made_on_request_after_the_evaluation(project: Project) -> None:
+    for package in ("scib-metrics", "cz-benchmarks"):
+        target = f"results/runs/tiny/bridges/sim.{package}.json"
+        assert project.jobs(target) == dict.fromkeys([*CORPUS, *RUN, package.replace("-", "_")], 1)
+    target = "results/runs/tiny/bridges/sim.scib-metrics.json"
+    shown = project.snakemake("-n", "-p", target).stdout
+    assert re.search(
+        r"Shell command: python \S+/workflow/bridges/scib_bridge\.py --cells results/corpora/sim/cells/sim\.h5ad "
+        r"--embedding results/runs/tiny/embeddings/sim\.h5ad --metrics results/runs/tiny/evaluate/metrics\.json "
+        r"--umap results/runs/tiny/evaluate/umap\.tsv --label cell_type --out " + re.escape(target),
+        shown,
+    )
+    (project.folder / "python").touch()
+    shown = project.snakemake("-n", "-p", target, "--config", "bridges={scib-metrics: ./python}").stdout
+    assert "Shell command: ./python /" in shown
+    refused = project.snakemake("-n", target, "--config", "bridges={scib-metrics: ./pyhton}").stdout
+    assert "cellmill: bridges.scib-metrics: ./pyhton: no such file" in refused
+    refused = project.snakemake("-n", target, "--config", "bridges={scib_metrics: ./python}").stdout
+    assert "config/config.yaml: bridges: no bridge 'scib_metrics'; did you mean 'scib-metrics'?" in refused
+    config = project.write_config("none.yaml", evaluate={"datasets": []})
+    refused = project.snakemake("-n", "--configfile", config, "--", target).stdout
+    assert "run tiny is not evaluated on dataset 'sim'" in refused
+
+
+EXTERNAL = """
+import sys
+import anndata as ad
+import numpy as np
+cells = ad.read_h5ad(sys.argv[1])
+profiles = np.log1p(cells.X.toarray().astype(float))
+u, s, _ = np.linalg.svd(profiles - profiles.mean(0), full_matrices=False)
+print("components of", cells.n_obs)
+ad.AnnData(obs=cells.obs[[]], obsm={"X_emb": (u * s)[:, :5]}).write_h5ad(sys.argv[2])
+"""
+
+
+def test_an_external_model_is_run_once_and_is_a_row_of_every_run_of_the_corpus(project: Project) -> None:
+    script = project.folder / "embed it.py"
+    script.write_text(EXTERNAL)
+    external = {"pca": {"command": f"{sys.executable} 'embed it.py' {{cells}} {{out}}", "files": ["embed it.py"]}}
+    tasks = {"tasks": {"probe": {"neighbors": 5, "seeds": 1}, "few_shot": {"shots": [5], "draws": 2}}}
+    runs = {"tiny": {"corpus": "sim"}, "other": {"corpus": "sim", "train": {"seed": 1}}}
+    both = project.write_config("both.yaml", runs=runs, evaluate=tasks | {"external": external})
+    targets = [f"results/runs/{run}/evaluate/metrics.json" for run in runs]
+    twice = dict.fromkeys(CORPUS, 1) | dict.fromkeys(RUN, 2) | {"embed_external": 1}
+    assert project.jobs("--configfile", both, "--", *targets) == twice
+    config = project.write_config("external.yaml", evaluate=tasks | {"external": external})
+    asked = ("--configfile", config, "--", targets[0])
+    made = project.snakemake(*asked)
+    assert made.returncode == 0, made.stdout
+    [log] = (project.folder / "logs/embed_external").iterdir()
+    assert re.fullmatch(r"sim\.pca\.sim-[0-9a-f]{12}\.log", log.name)
+    of_tasks = json.loads((project.folder / targets[0]).read_text())["datasets"]["sim"]
+    assert f"components of {of_tasks['n_cells']}\n" in log.read_text()
+    for task in ("probe", "few_shot"):
+        names = [row["name"] for row in of_tasks["tasks"][task]["rows"] if row["kind"] == "external"]
+        assert "external: pca + kNN" in names
+    assert project.jobs(*asked) == {}
+    without = project.write_config("without.yaml", evaluate=tasks)
+    assert project.jobs("--configfile", without, "--", targets[0]) == {"evaluate": 1}
+    script.write_text("import sys; print('no such weights'); sys.exit(4)")
+    assert project.jobs(*asked) == {"embed_external": 1, "evaluate": 1}
+    failed = project.snakemake(*asked)
+    assert failed.returncode != 0
+    assert log.read_text().splitlines()[-2:] == [
+        "no such weights",
+        "cellmill embed_external: evaluate.external.pca.command: it ended with exit status 4; its last lines are above",
+    ]
+    script.unlink()
+    refused = project.snakemake("-n", *asked).stdout
+    assert "cellmill: runs.tiny.evaluate.external.pca.files: embed it.py: no such file" in refused
 
 
 def test_a_requested_file_runs_only_the_stages_it_needs(project: Project) -> None:

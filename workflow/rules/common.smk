@@ -58,12 +58,18 @@ if pipeline.private:
     os.umask(0o077)  # every command inherits it: a stage's job on a cluster reads this file too
 
 
+bridge_folder = Path(str(workflow.current_basedir)).parent / "bridges"  # scripts, which import each other
+
+
 wildcard_constraints:
     corpus="|".join(map(re.escape, pipeline.corpora)),
     run="|".join(map(re.escape, pipeline.runs)),
     at=r"(/steps/[1-9]\d*)?",
     model=r"[\w.-]+/[\w.-]+(@[\w./-]+)?",
     part=r"\d+-of-\d+",
+    digest="[0-9a-f]{12}",
+    external="|".join(sorted({re.escape(name) for run in pipeline.runs.values() for name in run.evaluate.external}))
+    or "a^",
     sweep="|".join(map(re.escape, swept)) or "a^",  # nothing, without sweeps
     dataset="|".join(sorted({re.escape(name) for table in datasets.values() for name in table})),
 
@@ -270,6 +276,44 @@ def label_columns(wildcards):
     return ["|".join(table[name].labels) or "-" for name in pipeline.evaluated_on(wildcards.run)]
 
 
+def bridged(pattern):
+    """Function of the wildcards: `pattern`, if the run is evaluated on the dataset."""
+
+    def file(wildcards):
+        known = pipeline.evaluated_on(wildcards.run)
+        if wildcards.dataset not in known:
+            raise WorkflowError(
+                f"run {wildcards.run} is not evaluated on dataset {wildcards.dataset!r}; it is on: {', '.join(known)}"
+            )
+        return pattern.format(corpus=corpus_of(wildcards), **wildcards)
+
+    return file
+
+
+def bridge_label(wildcards):
+    """obs column of the first label of a dataset."""
+    corpus = pipeline.runs[wildcards.run].corpus
+    labels = datasets[corpus][wildcards.dataset].labels
+    if not labels:
+        raise WorkflowError(
+            f"{pipeline.corpora[corpus].table}: dataset {wildcards.dataset} has no label, which bridges read; name an "
+            "obs column in column label"
+        )
+    return labels[0]
+
+
+def bridge_script(package):
+    """Interpreter and script of a bridge. Takes `resources`, so that it is no reason to rerun, as `fits_processes`."""
+
+    def words(wildcards, resources):
+        python = pipeline.bridges.get(package, "python")
+        if "/" in python and not os.path.exists(python):
+            sys.exit(f"cellmill: bridges.{package}: {python}: no such file")
+        return [python, f"{bridge_folder}/{package.partition('-')[0]}_bridge.py"]
+
+    return words
+
+
 def parent_model(wildcards):
     """Weights of the run, or in the folder, that this one starts from; empty if it starts anew."""
     parent = pipeline.runs[wildcards.run].init_from
@@ -290,6 +334,25 @@ def gene_vectors(wildcards):
 def task_files(wildcards):
     """Files that the options of the run's evaluation tasks name."""
     return [path for task in pipeline.runs[wildcards.run].evaluate.tasks.values() for path in task.paths().values()]
+
+
+def external_embeddings(wildcards):
+    """Embeddings by the models of `evaluate.external`: those of the first dataset, then of the next one."""
+    models = pipeline.runs[wildcards.run].evaluate.external.items()
+    return [
+        f"{corpus_of(wildcards)}/external/{name}/{dataset}-{model.digest[:12]}.h5ad"
+        for dataset in pipeline.evaluated_on(wildcards.run)
+        for name, model in models
+    ]
+
+
+def external_model(wildcards):
+    """The options of an external model, by its name and digest."""
+    of_name = (run.evaluate.external.get(wildcards.external) for run in pipeline.runs.values())
+    for model in of_name:
+        if model is not None and model.digest.startswith(wildcards.digest):
+            return model
+    raise WorkflowError(f"no run has an evaluate.external.{wildcards.external} of digest {wildcards.digest}")
 
 
 def parent_argument(wildcards):

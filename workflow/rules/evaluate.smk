@@ -29,6 +29,31 @@ rule embed:
         " --out {output:q} 2>&1 | tee -i {log:q}"
 
 
+# By a command of `evaluate.external`; the file is that of all runs of the corpus with the same command. No container: the
+# command has an environment of its own, which an image of this one would hide.
+rule embed_external:
+    input:
+        cells="results/corpora/{corpus}/cells/{dataset}.h5ad",
+        files=lambda wildcards: external_model(wildcards).files,
+    output:
+        "results/corpora/{corpus}/external/{external}/{dataset}-{digest}.h5ad",
+    log:
+        "logs/embed_external/{corpus}.{external}.{dataset}-{digest}.log",
+    benchmark:
+        "results/benchmarks/embed_external/{corpus}.{external}.{dataset}-{digest}.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    threads: 4
+    resources:
+        mem_mb=sized(32000, 3),
+        runtime=sized(240, 25),
+    params:
+        command=lambda wildcards: external_model(wildcards).command,
+    shell:
+        "cellmill embed_external --name {wildcards.external:q} --command={params.command:q} --input {input.cells:q}"
+        " --out {output:q} 2>&1 | tee -i {log:q}"
+
+
 # Labels of any dataset of the corpus's table; only on request: results/runs/{run}/predictions/{dataset}.h5ad.
 rule predict:
     input:
@@ -66,6 +91,7 @@ rule evaluate:
         cells=evaluated("{corpus}/cells/{dataset}.h5ad"),
         embeddings=evaluated("results/runs/{run}{at}/embeddings/{dataset}.h5ad"),
         files=task_files,
+        external=external_embeddings,
     output:
         metrics=report(
             "results/runs/{run}{at}/evaluate/metrics.json",
@@ -94,4 +120,4 @@ rule evaluate:
     shell:
         'cellmill evaluate --options {params.options_file:q} --model "$(dirname {input.weights:q})"'
         " --manifest {input.manifest:q} --ancestors {input.ancestors:q} --cells {input.cells:q} --embeddings {input.embeddings:q}"
-        " --labels {params.labels:q} --baselines {params.baselines:q} --out {output.metrics:q} 2>&1 | tee -i {log:q}"
+        " --external {input.external:q} --labels {params.labels:q} --baselines {params.baselines:q} --out {output.metrics:q} 2>&1 | tee -i {log:q}"

@@ -81,7 +81,8 @@ def run(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: float)
             folder = out / of_machine(parsed.name, name)
             to_try[name] = NodeCheck(machine, parsed.device(name), folder, 60 * wait_min)
     if facts:
-        shown.show(check_stages(parsed))
+        external = isinstance(pipeline, Workflow) and any(run.evaluate.external for run in pipeline.runs.values())
+        shown.show(check_stages(parsed, () if external else ("embed_external",)))
         shown.show([pipeline] if isinstance(pipeline, Check) else check_genes(pipeline))
     for name, job in to_try.items():
         shown.show([job] if isinstance(job, Check) else job.run(), name)

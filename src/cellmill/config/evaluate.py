@@ -4,6 +4,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     SerializeAsAny,
@@ -13,9 +14,11 @@ from pydantic import (
     model_validator,
 )
 
+from cellmill.config.external import ExternalModel
 from cellmill.config.gate import BaselineGate
 from cellmill.config.plugin import Plugin, by_name
 from cellmill.config.section import EachOnce, Section
+from cellmill.config.table import check_name
 
 
 class TaskConfig(Plugin):
@@ -183,6 +186,13 @@ class Evaluate(Section):
         "difference of the model's best row and the baseline's. Results are then in metrics.failed.json.",
     )
 
+    external: dict[Annotated[str, AfterValidator(check_name)], ExternalModel] = Field(
+        {},
+        description="Models of other packages by name, each with `command` (run without a shell, with {cells} and "
+        "{out} among its arguments) and `files` (whose change runs it again): rows beside the model in the tasks that "
+        "read embeddings alone, in no verdict and no gate.",
+    )
+
     @model_validator(mode="after")
     def _gates_of_tasks(self) -> Self:
         if unknown := [gate.task for gate in self.gate if gate.task not in self.tasks]:
@@ -190,7 +200,7 @@ class Evaluate(Section):
         return self
 
     @model_serializer(mode="wrap")
-    def _without_no_gate(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Options without `gate` where there is none: evaluations of earlier versions stay as they are."""
+    def _without_what_is_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Options without `gate` and `external` where there are none: earlier evaluations stay as they are."""
         tree: dict[str, Any] = handler(self)
-        return tree if self.gate else {key: value for key, value in tree.items() if key != "gate"}
+        return {key: value for key, value in tree.items() if value or key not in ("gate", "external")}

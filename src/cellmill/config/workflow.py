@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self, get_origin
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from cellmill.config.checks import check_together
 from cellmill.config.corpus import IS_CONTROL, ORGANISM, Dataset, read_datasets
@@ -30,6 +30,9 @@ from cellmill.config.section import EachOnce, Section, part_of
 from cellmill.config.sweep import Sweep, expand
 from cellmill.config.transfer_task import check_transfer
 from cellmill.errors import ConfigError, did_you_mean
+
+BRIDGES = ("scib-metrics", "cz-benchmarks")
+"""Packages that rules of workflow/rules/bridges.smk run."""
 
 
 # with several bases, pydantic puts the fields of the last one first
@@ -101,6 +104,20 @@ class Workflow(Section):
         description="Everything the workflow writes is for its user alone (umask 077); files that exist stay as they "
         "are. Off: the umask of the shell. Changing it reruns nothing.",
     )
+    bridges: Mapping[str, str] = Field(
+        default_factory=dict,
+        description="Python of an environment that has the package, by package, where conda makes none (`--sdm "
+        "conda`), for `results/runs/RUN/bridges/DATASET.scib-metrics.json`, or `.cz-benchmarks.json`. Changing it "
+        "reruns nothing.",
+    )
+
+    @field_validator("bridges", mode="before")
+    @classmethod
+    def _bridges_exist(cls, value: Any) -> Any:
+        for name in value if isinstance(value, dict) else ():
+            if name not in BRIDGES:
+                raise ValueError(f"no bridge {name!r}; {did_you_mean(name, BRIDGES)}")
+        return value
 
     @model_validator(mode="after")
     def _names_and_references(self) -> Self:

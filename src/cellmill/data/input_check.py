@@ -48,6 +48,8 @@ def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:
         for task in run.evaluate.tasks.values():
             for option, path in task.paths().items():
                 yield f"runs.{name}.evaluate.tasks.{task.name}.{option}", path
+        for external, model in run.evaluate.external.items():
+            yield from ((f"runs.{name}.evaluate.external.{external}.files", path) for path in model.files)
         parent = run.init_from
         if parent is not None and parent not in pipeline.runs and not is_url(parent):
             yield f"runs.{name}.init_from", str(Path(parent) / "model.safetensors")

@@ -42,8 +42,10 @@ def put(file: h5py.File, group: str, key: str, value: Any) -> None:
     write_elem(file[group], key, value)
 
 
-def read_embedding(path: Path, names: pd.Index, model_digest: str, width: int) -> np.ndarray:
+def read_embedding(path: Path, names: pd.Index, model_digest: str, width: int | None) -> np.ndarray:
     """Vectors of a file written by `write_embedding`, `(cells, width)` float32; a row is finite, or all NaN.
+
+    None is any width.
 
     Raises DataError when the file is of another model, or its obs names are not `names` in this order.
     """
@@ -63,10 +65,10 @@ def read_embedding(path: Path, names: pd.Index, model_digest: str, width: int) -
         if digest != model_digest:
             raise DataError(f"{path}: made by model {digest[:12]}, expected {model_digest[:12]}; {AGAIN}")
         _check_cells(path, own, names)
-        if shape != (len(names), width) or dtype.kind != "f":
+        if len(shape) != 2 or shape != (len(names), width or shape[1]) or dtype.kind != "f":
+            expected = f"{len(names):,} rows of" if width is None else f"{len(names):,} x {width:,}"
             raise DataError(
-                f"{path}: obsm[{KEY!r}]: expected {len(names):,} x {width:,} numbers, got shape {shape} of {dtype}; "
-                f"{AGAIN}"
+                f"{path}: obsm[{KEY!r}]: expected {expected} numbers, got shape {shape} of {dtype}; {AGAIN}"
             )
         try:
             vectors = np.asarray(stored[:], np.float32)

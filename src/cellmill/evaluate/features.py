@@ -10,12 +10,17 @@ from sklearn.preprocessing import StandardScaler
 from cellmill.data.count_matrix import log_normalise, select_columns, summed
 from cellmill.data.genes import match_columns
 from cellmill.evaluate.embed import embed_batches, tokens_of
-from cellmill.evaluate.score_table import EMBEDDING, UNTRAINED
+from cellmill.evaluate.score_table import EMBEDDING, EXTERNAL, UNTRAINED
 from cellmill.evaluate.task import COMPONENTS, TOKEN_BUDGET, Context
 from cellmill.models.family import Model
 
 ALL_GENES = "all genes"
 OF_SCORED = f"PCA{COMPONENTS} of the scored cells"
+
+
+def with_external(features: dict[str, Any], context: Context, cells: np.ndarray) -> dict[str, Any]:
+    """The features, with the embeddings of `cells` (indices) by models of other packages."""
+    return features | {f"{EXTERNAL}{name}": vectors[cells] for name, vectors in context.external.items()}
 
 
 class Features:

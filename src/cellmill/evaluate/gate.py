@@ -37,11 +37,11 @@ def _best(gate: BaselineGate, where: str, result: Mapping[str, Any], model: bool
     column = gate.column or result["metric"]
     if column is None:
         raise ConfigError(f"evaluate.gate: {where}: no column ranks its rows; set column")
-    rows = [row for row in result["rows"] if (row.get("kind") == "model") == model]
+    rows = [row for row in result["rows"] if (row.get("kind") == "model") == model and row.get("kind") != "external"]
     if not model:
         rows = [row for row in rows if row["name"] == gate.baseline or row["name"].startswith(f"{gate.baseline} + ")]
         if not rows:
-            names = ", ".join(row["name"] for row in result["rows"] if row.get("kind") != "model")
+            names = ", ".join(row["name"] for row in result["rows"] if row.get("kind") not in ("model", "external"))
             raise ConfigError(f"evaluate.gate: {where}: no baseline {gate.baseline!r}; there are: {names}")
     key = f"{column}_mean" if any(f"{column}_mean" in row for row in rows) else column
     known = [

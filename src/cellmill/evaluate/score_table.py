@@ -15,9 +15,12 @@ from cellmill.evaluate.paired import NOT_TESTED, cell_scores, paired_difference
 from cellmill.runs.verdict import Verdict, compare
 
 EMBEDDING = "embedding"
-"""Name of the model's features; other names are baselines."""
+"""Name of the model's features; other names are baselines, but for those of `EXTERNAL`."""
 UNTRAINED = "untrained"
 """Name of the features of the same architecture with initial weights, a baseline."""
+
+EXTERNAL = "external: "
+"""Beginning of the names of features by models of other packages: shown beside baselines, and none of them."""
 
 
 @dataclass
@@ -33,7 +36,8 @@ class ScoreColumn:
 
     def best(self, own: bool, among: Collection[str] | None = None) -> str:
         """Method with the highest mean: of the embedding, or of the baselines."""
-        names = [name for name in self.scores if is_own(name) == own and (among is None or name in among)]
+        kind = "model" if own else "baseline"
+        names = [name for name in self.scores if kind_of(name) == kind and (among is None or name in among)]
         return max(names, key=self.mean)
 
     def compare(self, own: str, other: str) -> Verdict:
@@ -87,6 +91,11 @@ def is_own(name: str) -> bool:
     return name.startswith(EMBEDDING)
 
 
+def kind_of(name: str) -> str:
+    """Kind of a method's row: model, external or baseline."""
+    return "model" if is_own(name) else "external" if name.startswith(EXTERNAL) else "baseline"
+
+
 def table_rows(columns: Iterable[ScoreColumn]) -> list[dict[str, Any]]:
     """A row for each method: of each column its mean over repetitions, their standard deviation and single values.
 
@@ -95,7 +104,7 @@ def table_rows(columns: Iterable[ScoreColumn]) -> list[dict[str, Any]]:
     columns = list(columns)
     rows = []
     for name in dict.fromkeys(name for column in columns for name in column.scores):
-        row: dict[str, Any] = {"name": name, "kind": "model" if is_own(name) else "baseline"}
+        row: dict[str, Any] = {"name": name, "kind": kind_of(name)}
         for column in columns:
             values = np.nanmean(column.scores[name], axis=1) if name in column.scores else None
             row[f"{column.heading}_mean"] = None if values is None else column.mean(name)
@@ -106,7 +115,7 @@ def table_rows(columns: Iterable[ScoreColumn]) -> list[dict[str, Any]]:
 
 
 def differences(columns: Iterable[ScoreColumn]) -> list[dict[str, Any]]:
-    """Every method of the embedding minus every baseline, in each column."""
+    """Every method of the embedding minus every other, in each column."""
     return [
         {"column": column.heading, "compared": own, "against": other}
         | asdict(paired_difference(column.scores[own], column.scores[other]))

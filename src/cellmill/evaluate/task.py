@@ -92,6 +92,8 @@ class Context:
     baselines: BaselineCache = field(default_factory=BaselineCache)
     embedding_cost: Mapping[str, float] | None = None
     """`seconds` and `peak_gb` of stage `embed`; None for an embedding of an earlier version."""
+    external: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Embeddings of all cells by models of other packages, `(n_obs, width)` float32, finite; `evaluate.external`."""
     datasets: EvaluatedDatasets | None = None
     """All datasets of the evaluation, this one among them, for tasks that need several."""
 
@@ -112,8 +114,8 @@ class TaskResult:
     """Result of a task on one dataset: plain numbers, text, lists and mappings; None for a missing number, not NaN."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """Table: `name`, optionally `kind` ("model", "baseline" or "ceiling"), then one key per column. `x_mean` and `x_sd`
-    are shown as one column `x`; lists are kept in metrics.json and not shown."""
+    """Table: `name`, optionally `kind` ("model", "baseline", "external" or "ceiling"), then one key per column.
+    `x_mean` and `x_sd` are shown as one column `x`; lists are kept in metrics.json and not shown."""
     metric: str | None = None
     """Column that ranks the rows, higher is better: drawn as a figure, and compared between runs."""
     verdicts: list[Verdict] = field(default_factory=list)

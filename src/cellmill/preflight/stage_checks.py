@@ -3,7 +3,7 @@
 SLURM accepts a job over a partition's time limit and lets it wait for ever, so nobody else says it. Queues nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 from snakemake.cli import parse_set_resources, parse_set_threads
@@ -25,6 +25,7 @@ DECLARED: dict[str, dict[str, int]] = {
     "shard": {"mem_mb": 16000, "runtime": 240},
     "consolidate": {},
     "embed": {"mem_mb": 32000, "runtime": 240, "threads": 4},
+    "embed_external": {"mem_mb": 32000, "runtime": 240, "threads": 4},
     "predict": {"mem_mb": 32000, "runtime": 240, "threads": 4},
     "evaluate": {"mem_mb": 32000, "runtime": 240, "threads": 4},
 }
@@ -46,8 +47,8 @@ class NoInput(list[str]):
     size_mb = 0
 
 
-def check_stages(profile: Profile) -> Iterator[Check]:
-    """A line for each stage: that its job fits, or the first reason why it does not."""
+def check_stages(profile: Profile, unused: Container[str] = ()) -> Iterator[Check]:
+    """A line for each stage but the unused: that its job fits, or the first reason why it does not."""
     if profile.options.get("executor") != "slurm":
         return
     try:
@@ -55,7 +56,7 @@ def check_stages(profile: Profile) -> Iterator[Check]:
     except CommandError as error:
         yield doubt("stages", f"unknown: {error}")
         return
-    for stage in DECLARED:
+    for stage in (stage for stage in DECLARED if stage not in unused):
         try:
             yield _check_stage(profile, stage, known)
         except ConfigError as error:

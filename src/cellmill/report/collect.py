@@ -13,6 +13,7 @@ from cellmill.errors import DataError
 from cellmill.evaluate.umap_table import read_umap
 from cellmill.files import read_json
 from cellmill.registry import in_one_line
+from cellmill.report.remake import OF_A_CORPUS, OF_A_RUN, existing_files
 from cellmill.runs.metrics import read_lines
 from cellmill.runs.verdict import Outcome
 
@@ -29,6 +30,7 @@ class ReportedRun:
     lines: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl, without an incomplete last line
     umap: dict[str, list[dict[str, str]]] = field(default_factory=dict)  # rows of umap.tsv by dataset
     kept: dict[int, dict[str, Any]] = field(default_factory=dict)  # metrics.json of kept checkpoints by step
+    made: list[str] = field(default_factory=list)  # files that Snakemake makes again by name
 
     @property
     def supervised_by(self) -> list[str]:
@@ -56,6 +58,7 @@ class ReportedCorpus:
     datasets: list[dict[str, Any]]  # QC reports, by name
     manifest: dict[str, Any] | None
     n_genes: int | None  # genes of the vocabulary
+    made: list[str] = field(default_factory=list)  # files that Snakemake makes again by name
 
 
 def read_run(folder: Path) -> ReportedRun:
@@ -76,6 +79,7 @@ def read_run(folder: Path) -> ReportedRun:
         lines=read_lines(train / "metrics.jsonl"),
         umap=umap,
         kept=_kept(folder),
+        made=existing_files(folder, OF_A_RUN),
     )
 
 
@@ -85,7 +89,13 @@ def read_corpus(folder: Path) -> ReportedCorpus:
     vocabulary = folder / "vocabulary.tsv"
     n_genes = Vocabulary.read(vocabulary).n_genes if vocabulary.exists() else None
     datasets = [_mapping(path) for path in sorted((folder / "cells").glob("*.json"))]
-    return ReportedCorpus(folder.resolve().name, datasets, _optional(folder / "shards" / "manifest.json"), n_genes)
+    return ReportedCorpus(
+        name=folder.resolve().name,
+        datasets=datasets,
+        manifest=_optional(folder / "shards" / "manifest.json"),
+        n_genes=n_genes,
+        made=existing_files(folder, OF_A_CORPUS),
+    )
 
 
 def read_sweep(path: Path) -> dict[str, Any]:

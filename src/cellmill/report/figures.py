@@ -105,18 +105,18 @@ def histogram(title: str, edges: Sequence[float], before: Sequence[int], after: 
     return Figure(title, rows, {"height": 140, "layer": layers})
 
 
-def dots(title: str, points: Sequence[tuple[str, float, float, bool]], metric: str) -> Figure:
-    """(name, value, sd, is a baseline) of each row of a table; baselines are drawn hollow."""
+def dots(title: str, points: Sequence[tuple[str, float, float, str]], metric: str) -> Figure:
+    """(name, value, sd, kind) of each row of a table; all but the model's are drawn hollow, baselines in grey."""
     rows = [
-        {"name": name, "value": _short(value), "sd": _short(sd), "kind": "baseline" if base else "model",
+        {"name": name, "value": _short(value), "sd": _short(sd), "kind": kind,
          "low": _short(value - sd), "high": _short(value + sd)}
-        for name, value, sd, base in points
+        for name, value, sd, kind in points
     ]  # fmt: skip
     heading = f"{metric.replace('_', ' ')}, mean and sd" if any(sd for _, _, sd, _ in points) else metric
     y = {"field": "name", "type": "nominal", "sort": None, "title": None}
     scale = {"domain": [0, 1]} if all(0 <= value <= 1 for _, value, _, _ in points) else {"zero": False}
     x = {"type": "quantitative", "title": heading.replace("_", " "), "scale": scale}
-    tint = {"condition": {"test": "datum.kind == 'model'", "value": PALETTE[0]}, "value": GREY}
+    tint = {"condition": {"test": "datum.kind != 'baseline'", "value": PALETTE[0]}, "value": GREY}
     filled = {"condition": {"test": "datum.kind == 'model'", "value": PALETTE[0]}, "value": "transparent"}
     tip = [{"field": "name"}, *({"field": field, "type": "quantitative"} for field in ("value", "sd"))]
     layers: list[dict[str, Any]] = [

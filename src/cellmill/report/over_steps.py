@@ -21,11 +21,11 @@ def scores_over_steps(run: ReportedRun, dataset: str) -> Iterator[figures.Figure
     evaluations = dict(sorted({**run.kept, last: run.evaluation}.items()))
     for task, result in run.evaluation["datasets"][dataset]["tasks"].items():
         final = TaskTable(result)
-        series: dict[str, Points] = {name: [] for name, _, _, is_baseline in final.points() if not is_baseline}
+        series: dict[str, Points] = {name: [] for name, _, _, kind in final.points() if kind == "model"}
         for step, evaluation in evaluations.items():
             for name, value in _values(evaluation, dataset, task, final.metric).items():
                 series.setdefault(name, []).append((step, value))
-        baselines = [(value, name) for name, value, _, is_baseline in final.points() if is_baseline]
+        baselines = [(value, name) for name, value, _, kind in final.points() if kind == "baseline"]
         if baselines:
             value, name = max(baselines)
             series[f"{name} (best baseline)"] = [(min(evaluations), value), (max(evaluations), value)]
@@ -41,4 +41,4 @@ def _values(evaluation: dict[str, Any], dataset: str, task: str, metric: str) ->
     result = evaluation["datasets"].get(dataset, {}).get("tasks", {}).get(task)
     if result is None or result["metric"] != metric:
         return {}
-    return {name: value for name, value, _, is_baseline in TaskTable(result).points() if not is_baseline}
+    return {name: value for name, value, _, kind in TaskTable(result).points() if kind == "model"}

@@ -59,8 +59,8 @@ def _of_run(run: ReportedRun) -> Iterator[Standing]:
         for task, result in tasks.items():
             if result is None or not (points := TaskTable(result).points()):
                 continue
-            own = [point for point in points if not point[3]]
-            others = [point for point in points if point[3]]
+            own = [point for point in points if point[3] == "model"]
+            others = [point for point in points if point[3] == "baseline"]
             if own:
                 row, value, sd, _ = max(own, key=lambda point: point[1])
                 best = max(others, key=lambda point: point[1])[:2] if others else None

@@ -14,6 +14,7 @@ from cellmill.report.collect import ReportedCorpus, ReportedRun, sentences_of
 from cellmill.report.drawing import Drawings, allowed, scripts, text_of
 from cellmill.report.over_steps import scores_over_steps
 from cellmill.report.overview import standings
+from cellmill.report.remake import remake_commands
 from cellmill.report.tables import TaskTable, compare_runs, flat, number
 from cellmill.report.training import energy_kwh, planned_and_measured, training_figures
 from cellmill.runs.run_cost import span
@@ -69,6 +70,7 @@ def render(
         figures=figures,
         drawings=drawings,
         labels_in=_labels,
+        remake_commands=remake_commands,
         over_steps=scores_over_steps,
         style=Markup(text_of("page.css")),
         scripts=scripts(),

@@ -54,8 +54,8 @@ def _measures(run: ReportedRun, status: Mapping[str, Any]) -> Iterator[tuple[Mea
         yield LOSS, "model", status["best_val_loss"], None
     for dataset, entry in (run.evaluation or {}).get("datasets", {}).items():
         for task, result in entry["tasks"].items():
-            for name, value, sd, is_baseline in TaskTable(result).points():
-                yield (dataset, task, name, result["metric"]), "baseline" if is_baseline else "model", value, sd
+            for name, value, sd, kind in TaskTable(result).points():
+                yield (dataset, task, name, result["metric"]), kind, value, sd
             if not result["metric"]:
                 for key, value in result["figures"].items():
                     if isinstance(value, int | float):
@@ -66,7 +66,7 @@ def _best_measures(rows: Sequence[Row]) -> list[Measure]:
     """Of each task's rows of the model (features and classifiers), the one with the highest mean; the loss first."""
     values: dict[Measure, list[float]] = {}
     for row in rows:
-        if row["kind"] != "baseline" and row["value"] is not None:
+        if row["kind"] == "model" and row["value"] is not None:
             values.setdefault(_measure(row), []).append(row["value"])
     best: dict[tuple[str, str, str], Measure] = {}
     for measure in sorted(values, key=lambda measure: -float(np.mean(values[measure]))):

@@ -44,15 +44,22 @@ class TaskTable:
                 best.add((str(max(having, key=lambda row: row[key])["name"]), key))
         return best
 
-    def points(self) -> list[tuple[str, float, float, bool]]:
-        """(name, value, sd, is a baseline) of each row by the metric; none where no metric ranks the rows."""
+    def points(self) -> list[tuple[str, float, float, str]]:
+        """(name, value, sd, kind) of each row by the metric; none where no metric ranks the rows.
+
+        The kind is baseline, external, or model, that of all others.
+        """
         ranking = [column for column in self.columns if column.heading == self.metric][:1]
         return [
-            (str(row["name"]), row[column.key], row.get(column.sd_key or "", 0.0), row.get("kind") == "baseline")
+            (str(row["name"]), row[column.key], row.get(column.sd_key or "", 0.0), _kind(row))
             for column in ranking
             for row in self.rows
             if row.get(column.key) is not None and row.get("kind") != "ceiling"
         ]
+
+
+def _kind(row: dict[str, Any]) -> str:
+    return row["kind"] if row.get("kind") in ("baseline", "external") else "model"
 
 
 def columns(rows: list[dict[str, Any]]) -> Iterator[Column]:

@@ -37,7 +37,7 @@ from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.evaluate.baseline_cache import BaselineCache
 from cellmill.evaluate.embed import load_for_inference
-from cellmill.evaluate.embedding_file import read_cost
+from cellmill.evaluate.embedding_file import read_cost, read_embedding
 from cellmill.evaluate.evaluated_datasets import DatasetFiles, EvaluatedDatasets
 from cellmill.evaluate.gate import failures
 from cellmill.evaluate.gene_coverage import gene_coverage
@@ -61,17 +61,20 @@ def run(
     out: Path,
     ancestors: Sequence[Path] = (),
     baselines: Path | None = None,
+    external: Sequence[Path] = (),
 ) -> None:
     """Write metrics.json to `out` and umap.tsv beside it.
 
     `cells` are paths or URLs, `labels` the obs column of each dataset, several separated by |, '-' for none.
     `ancestors` are manifests of the runs that the initial weights came from: their training cells are not held out
-    either. `baselines` is a folder for predictions of baselines, shared by the runs of a corpus.
+    either. `baselines` is a folder for predictions of baselines, shared by the runs of a corpus. `external` are files
+    of stage embed_external: those of the first dataset, in the order of `evaluate.external`, then of the next one.
     """
     paths = [local_input(given) for given in cells]
     names = _dataset_names(paths, embeddings, labels)
     section = options.evaluate
     check_transfer(section, names, "evaluate")
+    others = _external_of(section, names, external)
     shards = Manifest.read(manifest)
     evaluated = _load(model, manifest, shards, section)
     digest = sha256_file(model / "model.safetensors")
@@ -95,7 +98,12 @@ def run(
             embedded = np.isfinite(vectors).all(axis=1)
             cache = BaselineCache(None if baselines is None else baselines / f"{name}.npz")
             cost = read_cost(of_name.embedding)
-            context = Context(name, reader, scored & embedded, vectors, roles, evaluated, section, cache, cost, opened)
+            beside = {
+                model: read_embedding(file, reader.obs.index, section.external[model].command_digest, None)
+                for model, file in others[name].items()
+            }
+            given = (vectors, roles, evaluated, section, cache, cost, beside, opened)
+            context = Context(name, reader, scored & embedded, *given)
             datasets[name] = {
                 "n_cells": reader.n_obs,
                 "n_scored": int(context.scored.sum()),
@@ -185,6 +193,17 @@ def _dataset_names(cells: list[Path], embeddings: list[Path], labels: list[str])
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"--cells: two files are called {twice[0]!r}; a dataset is named by its file, rename one")
     return names
+
+
+def _external_of(options: Evaluate, names: list[str], files: Sequence[Path]) -> dict[str, dict[str, Path]]:
+    """File of each external model by dataset and name."""
+    models = [*options.external]
+    if len(files) != len(names) * len(models):
+        raise ConfigError(
+            f"expected {len(models)} --external for each of {len(names)} --cells, for evaluate.external: "
+            f"{', '.join(models) or 'none'}; got {len(files)} files"
+        )
+    return {name: dict(zip(models, files[at * len(models) :])) for at, name in enumerate(names)}
 
 
 def _load(model: Path, manifest: Path, shards: Manifest, options: Evaluate) -> EvaluatedModel:

@@ -20,11 +20,11 @@ from cellmill.config.structure_tasks import ClusteringConfig
 from cellmill.evaluate.agreement import ari_scores, nmi_scores
 from cellmill.evaluate.baseline_cache import BaselineCache
 from cellmill.evaluate.classifiers import OF_THE_MODEL, read_rows
-from cellmill.evaluate.features import Features, with_components
+from cellmill.evaluate.features import Features, with_components, with_external
 from cellmill.evaluate.labelled import labelled_cells
 from cellmill.evaluate.leiden import LeidenGraph, import_igraph
 from cellmill.evaluate.neighbor_graph import NeighborGraph, jaccard_weights
-from cellmill.evaluate.score_table import EMBEDDING, ScoreColumn, against_best, differences, table_rows
+from cellmill.evaluate.score_table import EMBEDDING, ScoreColumn, against_best, differences, kind_of, table_rows
 from cellmill.evaluate.task import Context, TaskResult
 from cellmill.runs.verdict import Verdict
 
@@ -45,6 +45,7 @@ class Clustering:
         counts = read_rows(context.reader, np.isin(np.arange(context.reader.n_obs), chosen.cells))
         with threadpool_limits(1):  # sums in one order: the same clusters on any number of cores
             features = with_components(Features(context).of(counts, context.vectors[chosen.cells]))
+            features = with_external(features, context, chosen.cells)
             found = {
                 kind: self.cluster(kind, values, chosen.labels, context.options, context.baselines, igraph.__version__)
                 for kind, values in features.items()
@@ -95,5 +96,5 @@ class Clustering:
 
 def judge(columns: list[ScoreColumn]) -> list[Verdict]:
     """Verdicts: against the best baseline in each column, then against every one by ARI at the best resolution."""
-    others = [name for name in columns[0].scores if name != EMBEDDING]
+    others = [name for name in columns[0].scores if kind_of(name) == "baseline"]
     return list(dict.fromkeys([*against_best(columns), *(columns[0].compare(EMBEDDING, name) for name in others)]))

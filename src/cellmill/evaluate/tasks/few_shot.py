@@ -11,7 +11,7 @@ from threadpoolctl import threadpool_limits
 
 from cellmill.config.evaluate import FewShotConfig
 from cellmill.evaluate.classifiers import fit_all, read_rows
-from cellmill.evaluate.features import Features
+from cellmill.evaluate.features import Features, with_external
 from cellmill.evaluate.labelled import labelled_cells
 from cellmill.evaluate.score_table import Predictions, against_best, differences, table_rows
 from cellmill.evaluate.task import Context, TaskResult
@@ -30,7 +30,8 @@ class FewShot:
         if isinstance(chosen, TaskResult):
             return chosen
         counts = read_rows(context.reader, np.isin(np.arange(context.reader.n_obs), chosen.cells))
-        features, predictions = Features(context).of(counts), Predictions(chosen.labels, self.config.draws)
+        features = with_external(Features(context).of(counts), context, chosen.cells)
+        predictions = Predictions(chosen.labels, self.config.draws)
         classes_of, left_out = {}, {}
         for shots in sorted(self.config.shots):
             classes_of[shots] = [name for name, n in chosen.classes.items() if n >= shots + FEWEST_TESTED]

@@ -19,11 +19,11 @@ from cellmill.config.structure_tasks import IntegrationConfig
 from cellmill.data.count_matrix import log_normalise, summed
 from cellmill.evaluate import batch_mixing as mixing
 from cellmill.evaluate.classifiers import read_rows
-from cellmill.evaluate.features import Features, own_components
+from cellmill.evaluate.features import Features, own_components, with_external
 from cellmill.evaluate.harmony import corrected, import_harmonypy
 from cellmill.evaluate.labelled import labelled_cells
 from cellmill.evaluate.neighbor_graph import NeighborGraph
-from cellmill.evaluate.score_table import EMBEDDING, UNTRAINED, ScoreColumn, differences
+from cellmill.evaluate.score_table import EMBEDDING, UNTRAINED, ScoreColumn, differences, kind_of
 from cellmill.evaluate.task import COMPONENTS, Context, TaskResult
 
 CONNECTED = 15  # neighbours in graph connectivity, as in scIB
@@ -77,7 +77,7 @@ class Integration:
         if self.config.harmony:
             made[CORRECTED] = corrected(principal, batches, seed)
         generator = np.random.Generator(np.random.Philox(key=[seed, 2]))
-        return made | {RANDOM: generator.normal(size=embedding.shape)}
+        return with_external(made | {RANDOM: generator.normal(size=embedding.shape)}, context, cells)
 
     def measure(
         self, vectors: np.ndarray, principal: np.ndarray, batches: np.ndarray, labels: np.ndarray
@@ -101,4 +101,4 @@ class Integration:
 
 def _row(name: str, measures: Mapping[str, Any]) -> dict[str, Any]:
     means = {heading: None if values is None else float(np.mean(values)) + 0.0 for heading, values in measures.items()}
-    return {"name": name, "kind": "model" if name == EMBEDDING else "baseline", **means}
+    return {"name": name, "kind": kind_of(name), **means}

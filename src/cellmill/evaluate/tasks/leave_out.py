@@ -16,7 +16,7 @@ from threadpoolctl import threadpool_limits
 
 from cellmill.config.evaluate import LeaveOutConfig
 from cellmill.evaluate.classifiers import read_rows
-from cellmill.evaluate.features import Features
+from cellmill.evaluate.features import Features, with_external
 from cellmill.evaluate.labelled import labelled_cells
 from cellmill.evaluate.score_table import ScoreColumn, against_best, differences, table_rows
 from cellmill.evaluate.task import Context, TaskResult
@@ -40,7 +40,7 @@ class LeaveOut:
         columns: list[ScoreColumn] = []
         figures = chosen.figures
         counts = read_rows(context.reader, np.isin(np.arange(context.reader.n_obs), chosen.cells))
-        features = Features(context).of(counts, context.vectors[chosen.cells])
+        features = with_external(Features(context).of(counts, context.vectors[chosen.cells]), context, chosen.cells)
         for role in roles:
             groups = context.roles[role].iloc[chosen.cells]
             splits = [

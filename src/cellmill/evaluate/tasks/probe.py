@@ -24,7 +24,7 @@ from threadpoolctl import threadpool_limits
 from cellmill.config.evaluate import ProbeConfig
 from cellmill.evaluate.baseline_cache import BaselineCache
 from cellmill.evaluate.classifiers import fit_all, read_rows
-from cellmill.evaluate.features import ALL_GENES, Features
+from cellmill.evaluate.features import ALL_GENES, Features, with_external
 from cellmill.evaluate.labelled import labelled_cells
 from cellmill.evaluate.score_table import (
     EMBEDDING,
@@ -32,7 +32,7 @@ from cellmill.evaluate.score_table import (
     ScoreColumn,
     against_best,
     differences,
-    is_own,
+    kind_of,
     table_rows,
 )
 from cellmill.evaluate.task import Context, TaskResult
@@ -53,7 +53,7 @@ class Probe:
         if isinstance(chosen, TaskResult):
             return chosen
         counts = read_rows(context.reader, np.isin(np.arange(context.reader.n_obs), chosen.cells))
-        features = Features(context).of(counts, context.vectors[chosen.cells])
+        features = with_external(Features(context).of(counts, context.vectors[chosen.cells]), context, chosen.cells)
         with threadpool_limits(1):  # small problems: threads cost more than they save
             predictions = predict_folds(
                 features,
@@ -139,6 +139,6 @@ def judge(columns: list[ScoreColumn]) -> list[Verdict]:
         for name in (name for name in accuracy.scores if f" + {classifier}" in name):
             of_kind.setdefault(name.partition(" + ")[0], []).append(name)
         own = accuracy.best(True, of_kind[EMBEDDING])
-        others = [accuracy.best(False, names) for names in of_kind.values() if not is_own(names[0])]
+        others = [accuracy.best(False, names) for names in of_kind.values() if kind_of(names[0]) == "baseline"]
         verdicts += [accuracy.compare(own, other) for other in others]
     return list(dict.fromkeys(verdicts))

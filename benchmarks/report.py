@@ -1,0 +1,60 @@
+"""Seconds to make the report of many runs, and the size of its page.
+
+    python benchmarks/report.py [RESULTS] [--runs 10]
+
+The first run of RESULTS (default: results, after `make demo`) is copied with small changes of its numbers, so that no
+two curves are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+
+def copy_run(run: Path, out: Path, seed: int) -> None:
+    """The run without weights and cells, its losses changed by some per cent."""
+    shutil.copytree(run, out, ignore=shutil.ignore_patterns("checkpoints", "*.safetensors", "*.h5ad"))
+    draw, metrics = random.Random(seed), out / "train" / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for line in lines:
+        line |= {key: value * draw.uniform(0.97, 1.03) for key, value in line.items() if key.endswith("loss")}
+    metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def main() -> None:
+    """Print one line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("results", type=Path, nargs="?", default=Path("results"))
+    parser.add_argument("--runs", type=int, default=10)
+    given = parser.parse_args()
+    first = min(path.parent.parent for path in given.results.glob("runs/*/evaluate/metrics.json"))
+    with tempfile.TemporaryDirectory(prefix="report-") as name:
+        folder = Path(name)
+        runs = [folder / "runs" / f"{first.name}{number}" for number in range(given.runs)]
+        for number, run in enumerate(runs):
+            copy_run(first, run, number)
+        corpora = sorted(path.parent.parent for path in given.results.glob("corpora/*/shards/manifest.json"))
+        out = folder / "report" / "index.html"
+        command = [sys.executable, "-m", "cellmill.cli", "report", "--config", "config/config.yaml"]
+        command += ["--runs", *map(str, runs), "--corpora", *map(str, corpora), "--out", str(out)]
+        begin = time.monotonic()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        wall_s, used = time.monotonic() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+        figures = len(list((out.parent / "figures").glob("*.svg")))
+        print(
+            f"{given.runs} runs: {out.stat().st_size / 1e6:.2f} MB, {figures} figures, "
+            f"{wall_s:.1f} s, {used.ru_utime + used.ru_stime:.1f} CPU-s, {used.ru_maxrss / 1e6:.2f} GB"
+        )
+
+
+if __name__ == "__main__":
+    main()

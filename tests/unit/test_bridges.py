@@ -1,0 +1,224 @@
+"""Bridges to other packages: the cells that they read, the lines without the package, and with it the values."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+from anndata.io import write_elem
+
+from cellmill.data.count_matrix import log_normalise
+from cellmill.data.h5_file import create_h5
+from cellmill.evaluate import batch_mixing as mixing
+from cellmill.evaluate.embedding_file import write_embedding
+from cellmill.evaluate.features import own_components
+from cellmill.evaluate.labelled import choose_cells
+
+FOLDER = Path(__file__).resolve().parents[2] / "workflow" / "bridges"
+PACKAGES = {"scib-metrics": ("scib", "scib_metrics", "0.5.10"), "cz-benchmarks": ("cz", "czbenchmarks", "0.15.1")}
+BATCH_MEASURES = {"bras", "ilisi_knn", "isolated_labels", "kbet", "kbet_per_label", "pcr_comparison"}
+
+
+def python_of(package: str) -> str:
+    """Interpreter that may have the package: that of CELLMILL_SCIB_METRICS or CELLMILL_CZ_BENCHMARKS, or this one."""
+    return os.environ.get(f"CELLMILL_{package.upper().replace('-', '_')}", sys.executable)
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> argparse.Namespace:
+    """160 cells of two types and a rare one in two batches: every fourth trained on, some without label or batch."""
+    generator = np.random.default_rng(0)
+    labels = np.array(["a", "b"] * 80, object)
+    labels[:3], labels[5], labels[7] = "rare", None, None
+    batches = np.where(generator.random(160) < 0.4, "x", "y").astype(object)
+    batches[9] = None
+    means = np.where(labels[:, None] == "a", *generator.gamma(1, 2, (2, 1, 70)))
+    counts = sp.csr_matrix(generator.poisson(means).astype(np.int32))
+    vectors = generator.normal(size=(160, 8)).astype(np.float32)
+    vectors[labels == "a", 0] += 3
+    vectors[11] = np.nan
+    columns = {"type": pd.Categorical(labels), "batch": pd.Categorical(batches)}
+    obs = pd.DataFrame(columns, index=[f"cell {i}" for i in range(160)])
+    paths = {name: tmp_path / f"{name}.h5ad" for name in ("cells", "embedding")}
+    paths |= {"metrics": tmp_path / "metrics.json", "umap": tmp_path / "umap.tsv"}
+    paths["out"] = tmp_path / "made" / "out.json"
+    with create_h5(paths["cells"]) as file:
+        write_elem(file, "/", ad.AnnData(counts, obs))
+    write_embedding(paths["embedding"], obs, vectors, {"model_digest": ""})
+    datasets = {"cells": {"cells": "heldout"}}
+    paths["metrics"].write_text(json.dumps({"options": {"seed": 0}, "datasets": datasets}))
+    lines = [f"cells\tcell {i}\t0\t0\t{int(i % 4 > 0)}" for i in range(160) if i != 11] + ["other\tcell 4\t0\t0\t1"]
+    paths["umap"].write_text("\n".join(["dataset\tobs_name\tx\ty\theldout", *lines]))
+    return argparse.Namespace(**paths, label="type", batch="batch")
+
+
+def words_of(given: argparse.Namespace) -> list[str]:
+    return [f"--{name}={value}" for name, value in vars(given).items()]
+
+
+def run_bridge(package: str, given: argparse.Namespace) -> subprocess.CompletedProcess[str]:
+    words = [python_of(package), str(FOLDER / f"{PACKAGES[package][0]}_bridge.py"), *words_of(given)]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}  # theirs are their own
+    return subprocess.run(words, capture_output=True, text=True, env=environment)
+
+
+@pytest.fixture
+def embedded_cells(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("embedded_cells")
+
+
+def expected_cells() -> list[int]:
+    """Scored, embedded, with a label that is not rare and a batch."""
+    return [i for i in range(160) if i % 4 and i not in (1, 2, 5, 7, 9, 11)]
+
+
+def test_the_cells_are_those_that_the_tasks_score_and_their_components_are_ours(
+    given: argparse.Namespace, embedded_cells: Any
+) -> None:
+    cells, chosen = embedded_cells.read_cells(given), expected_cells()
+    assert cells.names.tolist() == [f"cell {i}" for i in chosen]
+    assert cells.dropped == {"rare": 2}
+    stored = ad.read_h5ad(given.cells)
+    assert cells.labels.tolist() == stored.obs["type"].iloc[chosen].tolist()
+    assert cells.batches.tolist() == stored.obs["batch"].iloc[chosen].tolist()
+    assert np.array_equal(cells.features["embedding"], ad.read_h5ad(given.embedding).obsm["X_cellmill"][chosen])
+    own, theirs = own_components(log_normalise(stored.X[chosen])), cells.features["PCA50"]
+    assert theirs.shape == own.shape == (len(chosen), 50)
+    np.testing.assert_allclose(theirs, own, atol=5e-3)  # of near components, ARPACK gives so many digits
+
+
+def test_all_cells_are_read_where_evaluate_scored_all_and_one_batch_is_none(
+    given: argparse.Namespace, embedded_cells: Any
+) -> None:
+    given.metrics.write_text(json.dumps({"options": {"seed": 0}, "datasets": {"cells": {"cells": "all"}}}))
+    given.batch = "absent"
+    cells = embedded_cells.read_cells(given)
+    assert cells.batches is None
+    assert cells.names.tolist() == [f"cell {i}" for i in range(160) if i not in (0, 1, 2, 5, 7, 11)]
+
+
+def test_the_draw_of_many_cells_is_that_of_the_tasks(embedded_cells: Any) -> None:
+    labels = np.array(["a", "b", None] * 5_000, object)
+    kept, dropped = embedded_cells._choose(labels, 3)
+    assert kept.tolist() == choose_cells(pd.Series(labels), 10, 3).cells.tolist()
+    assert (len(kept), dropped) == (10_000, {})
+
+
+def test_without_a_label_a_bridge_ends_in_a_line(given: argparse.Namespace, embedded_cells: Any) -> None:
+    given.label = "kind"
+    with pytest.raises(SystemExit) as ended:
+        embedded_cells.read_cells(given)
+    assert ended.value.code == f"cellmill: {given.embedding}: no obs column 'kind'; there are: type, batch"
+    given.label, embedded_cells.FEWEST = "type", 100
+    with pytest.raises(SystemExit) as ended:
+        embedded_cells.read_cells(given)
+    embedded_cells.FEWEST = 10
+    assert ended.value.code == (
+        "cellmill: cells: 0 classes of type have at least 100 scored cells, expected two or more; raise "
+        "shard.test_frac, or name another label in the table of datasets"
+    )
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_without_its_package_a_bridge_says_so_in_one_line_and_writes_nothing(
+    package: str, given: argparse.Namespace, tmp_path: Path
+) -> None:
+    script, module, tested = PACKAGES[package]
+    (tmp_path / "empty" / module).mkdir(parents=True)
+    (tmp_path / "empty" / module / "__init__.py").write_text(f"raise ModuleNotFoundError('No module named {module}')")
+    words = [sys.executable, str(FOLDER / f"{script}_bridge.py"), *words_of(given)]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "empty")}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"cellmill: {package} cannot be imported by {sys.executable} (No module named {module}); install {package} "
+        f"(tested: {tested}) in an environment of its own and set bridges: {{{package}: PATH_OF_ITS_PYTHON}}, or run "
+        "snakemake with --sdm conda\n"
+    )
+    assert not given.out.parent.exists()
+
+
+def test_a_result_is_written_whole_or_not_at_all(given: argparse.Namespace, embedded_cells: Any) -> None:
+    cells = embedded_cells.read_cells(given)
+    values = {"embedding": {"good": 0.5, "undefined": float("nan")}, "PCA50": {"good": 1}}
+    embedded_cells.write_result(given, "numpy", cells, values)
+    made = json.loads(given.out.read_text())
+    assert made["rows"] == [
+        {"name": "embedding", "kind": "model", "metric": "good", "value": 0.5},
+        {"name": "embedding", "kind": "model", "metric": "undefined", "value": None},
+        {"name": "PCA50", "kind": "baseline", "metric": "good", "value": 1.0},
+    ]
+    about = {key: made[key] for key in ("package", "version", "dataset", "label", "batch", "n_cells", "n_classes")}
+    about["dropped_classes"] = made["dropped_classes"]
+    assert about == {
+        "package": "numpy",
+        "version": np.__version__,
+        "dataset": "cells",
+        "label": "type",
+        "batch": "batch",
+        "n_cells": len(expected_cells()),
+        "n_classes": 2,
+        "dropped_classes": {"rare": 2},
+    }
+    before = given.out.read_bytes()
+    given.label = {1}  # not JSON
+    with pytest.raises(TypeError):
+        embedded_cells.write_result(given, "numpy", cells, values)
+    assert given.out.read_bytes() == before
+    assert [path.name for path in given.out.parent.iterdir()] == ["out.json"]
+
+
+def values_of(package: str, given: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Values by features and metric, made by the real package. Skips where it is not installed."""
+    imported = subprocess.run([python_of(package), "-c", f"import {PACKAGES[package][1]}"], capture_output=True)
+    if imported.returncode:
+        pytest.skip(f"{package} is not installed in {python_of(package)}")
+    done = run_bridge(package, given)
+    assert done.returncode == 0, done.stderr
+    made = json.loads(given.out.read_text())
+    assert made["package"] == package
+    values: dict[str, dict[str, float]] = {}
+    for row in made["rows"]:
+        values.setdefault(row["name"], {})[row["metric"]] = row["value"]
+    assert list(values) == ["embedding", "PCA50"]
+    assert all(isinstance(value, float) for of in values.values() for value in of.values())
+    return values
+
+
+def test_scib_metrics_gives_what_our_measures_give(given: argparse.Namespace, embedded_cells: Any) -> None:
+    values = values_of("scib-metrics", given)
+    cells = embedded_cells.read_cells(given)
+    labels, batches = (np.unique(of, return_inverse=True)[1] for of in (cells.labels, cells.batches))
+    before = mixing.batch_variance(cells.features["PCA50"], batches).mean()
+    for name, vectors in cells.features.items():
+        assert values[name]["silhouette_label"] == pytest.approx(mixing.silhouettes(vectors, labels).mean(), abs=1e-4)
+        assert values[name]["bras"] == pytest.approx(mixing.bras(vectors, batches, labels).mean(), abs=1e-4)
+        pcr = 1 - mixing.batch_variance(vectors, batches).mean() / before
+        assert values[name]["pcr_comparison"] == pytest.approx(max(pcr, 0), abs=1e-4)
+    given.batch = "absent"
+    assert set(values["embedding"]) - set(values_of("scib-metrics", given)["embedding"]) == BATCH_MEASURES
+
+
+def test_cz_benchmarks_runs_its_tasks(given: argparse.Namespace, embedded_cells: Any) -> None:
+    values = values_of("cz-benchmarks", given)
+    cells = embedded_cells.read_cells(given)
+    labels = np.unique(cells.labels, return_inverse=True)[1]
+    for name, vectors in cells.features.items():
+        ours = mixing.silhouettes(vectors, labels).mean()
+        assert values[name]["Embedding: silhouette_score"] == pytest.approx(ours, abs=1e-4)
+    assert values["embedding"]["Label Prediction: mean_fold_accuracy: lr"] > 0.8
+    assert {name.partition(":")[0] for name in values["embedding"]} == {
+        *("Clustering", "Embedding", "Label Prediction", "Batch Integration")
+    }

@@ -1,0 +1,55 @@
+# Metrics of other packages on the embedding of an evaluated dataset, made on request alone. Each runs in an environment of
+# its own, without cellmill: that of `--sdm conda`, the Python that `bridges` of the configuration names, or the one that
+# runs Snakemake.
+
+
+rule scib_metrics:
+    input:
+        cells=bridged("{corpus}/cells/{dataset}.h5ad"),
+        embedding="results/runs/{run}{at}/embeddings/{dataset}.h5ad",
+        metrics="results/runs/{run}{at}/evaluate/metrics.json",
+        umap="results/runs/{run}{at}/evaluate/umap.tsv",
+    output:
+        "results/runs/{run}{at}/bridges/{dataset}.scib-metrics.json",
+    log:
+        "logs/scib_metrics/{run}{at}.{dataset}.log",
+    benchmark:
+        "results/benchmarks/scib_metrics/{run}{at}.{dataset}.tsv"
+    conda:
+        "../../envs/bridge-scib-metrics.yaml"
+    threads: 4
+    resources:
+        mem_mb=sized(16000, 3),
+        runtime=120,
+    params:
+        script=bridge_script("scib-metrics"),
+        label=bridge_label,
+    shell:
+        "{params.script:q} --cells {input.cells:q} --embedding {input.embedding:q} --metrics {input.metrics:q}"
+        " --umap {input.umap:q} --label {params.label:q} --out {output:q} 2>&1 | tee -i {log:q}"
+
+
+rule cz_benchmarks:
+    input:
+        cells=bridged("{corpus}/cells/{dataset}.h5ad"),
+        embedding="results/runs/{run}{at}/embeddings/{dataset}.h5ad",
+        metrics="results/runs/{run}{at}/evaluate/metrics.json",
+        umap="results/runs/{run}{at}/evaluate/umap.tsv",
+    output:
+        "results/runs/{run}{at}/bridges/{dataset}.cz-benchmarks.json",
+    log:
+        "logs/cz_benchmarks/{run}{at}.{dataset}.log",
+    benchmark:
+        "results/benchmarks/cz_benchmarks/{run}{at}.{dataset}.tsv"
+    conda:
+        "../../envs/bridge-cz-benchmarks.yaml"
+    threads: 4
+    resources:
+        mem_mb=sized(16000, 3),
+        runtime=120,
+    params:
+        script=bridge_script("cz-benchmarks"),
+        label=bridge_label,
+    shell:
+        "{params.script:q} --cells {input.cells:q} --embedding {input.embedding:q} --metrics {input.metrics:q}"
+        " --umap {input.umap:q} --label {params.label:q} --out {output:q} 2>&1 | tee -i {log:q}"
