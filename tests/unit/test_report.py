@@ -269,13 +269,16 @@ def test_the_standing_names_the_best_run_and_its_difference_from_logistic_regres
         rows = [{"name": own, "kind": "model", "f": value}, {"name": regression, "kind": "baseline", "f": 0.8}]
         line = {"column": "f", "compared": own, "against": regression, "mean": value - 0.8, "low": low, "high": high}
         result = {"rows": rows, "metric": "f", "verdicts": [asdict(LOST)], "figures": {}, "differences": [line]}
-        return ReportedRun(name, None, None, None, None, {"datasets": {"d": {"tasks": {"probe": result}}}})
+        result |= {"sentences": [LOSS]}
+        tasks = {"probe": result, "low_depth": result}  # the same comparison, made twice, counts once
+        return ReportedRun(name, None, None, None, None, {"datasets": {"d": {"tasks": tasks}}})
 
     found = standings([run("a", 0.7, -0.2, -0.01), run("b", 0.9, 0.02, 0.2), run("c", 0.81, -0.1, 0.1)])
     assert [one.best for one in found] == [False, True, False]
     assert [one.regression and one.regression.outcome for one in found] == ["behind", "ahead", "level"]
     assert found[0].outcomes == {"ahead": 0, "level": 0, "behind": 1}
     assert found[0].baseline == ("all genes + logistic regression", 0.8)
+    assert found[0].row == "embedding + kNN"
 
 
 def test_planned_tensors_stand_beside_measured_tensors_and_never_beside_a_process() -> None:

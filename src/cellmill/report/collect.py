@@ -144,10 +144,18 @@ def sentences_of(outcome: str, evaluation: dict[str, Any] | None) -> list[str]:
     return [
         f"{name}: {sentence}"
         for name, dataset in (evaluation or {}).get("datasets", {}).items()
+        for sentence, told in outcomes_of(dataset).items()
+        if told == outcome
+    ]
+
+
+def outcomes_of(dataset: dict[str, Any]) -> dict[str, str]:
+    """Outcome of each comparison of a dataset by its sentence; the same one of two tasks, as of whole cells, is one."""
+    return {
+        sentence: verdict["outcome"]
         for result in dataset["tasks"].values()
         for verdict, sentence in zip(result["verdicts"], result["sentences"])
-        if verdict["outcome"] == outcome
-    ]
+    }
 
 
 def _kept(folder: Path) -> dict[int, dict[str, Any]]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from cellmill.report.collect import ReportedRun
+from cellmill.report.collect import ReportedRun, outcomes_of
 from cellmill.report.tables import TaskTable
 from cellmill.runs.verdict import Outcome
 
@@ -55,7 +55,7 @@ def standings(runs: list[ReportedRun]) -> list[Standing]:
 def _of_run(run: ReportedRun) -> Iterator[Standing]:
     for dataset, entry in ((run.evaluation or {}).get("datasets") or {}).items():
         tasks = {"probe": entry["tasks"].get("probe"), **entry["tasks"]}  # probe ranks runs where it ran
-        outcomes = Counter(verdict["outcome"] for result in entry["tasks"].values() for verdict in result["verdicts"])
+        outcomes = Counter(outcomes_of(entry).values())
         for task, result in tasks.items():
             if result is None or not (points := TaskTable(result).points()):
                 continue
