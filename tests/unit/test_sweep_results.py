@@ -25,10 +25,12 @@ def write_runs(folder: Path) -> None:
             {"name": "PCA50 + kNN", "kind": "baseline", "macro_f1_mean": 0.7, "macro_f1_sd": 0.1},
         ]
         probe = {"rows": rows, "metric": "macro_f1", "verdicts": [], "sentences": [], "figures": {}, "skipped": None}
+        figures = {"cross_entropy": 10 - loss, "n_cells": 90}
+        reconstruct = probe | {"rows": [], "metric": None, "figures": figures}
         files = {
             "plan.json": {"parameters": 7, "cells": n, "steps": 5, "cells_seen": 160},
             "train/status.json": {"best_val_loss": loss},
-            "evaluate/metrics.json": {"datasets": {"pbmc": {"tasks": {"probe": probe}}}},
+            "evaluate/metrics.json": {"datasets": {"pbmc": {"tasks": {"reconstruct": reconstruct, "probe": probe}}}},
         }
         for path, content in files.items():
             (folder / name / path).parent.mkdir(parents=True, exist_ok=True)
@@ -41,8 +43,8 @@ def test_runs_of_a_sweep_are_one_table_and_curves_over_cells(tmp_path: Path) -> 
     out = tmp_path / "sweeps" / "s" / "results.csv"
     assert main(f"sweep --values {tmp_path}/values.json --runs {tmp_path}/runs --out {out}".split()) == 0
     rows = list(csv.DictReader(out.read_text().splitlines()))
-    assert len(rows) == 8 * 3
-    assert rows[1] | {"run": "", "value": ""} == {
+    assert len(rows) == 8 * 5
+    assert rows[3] | {"run": "", "value": ""} == {
         "run": "",
         "stream.train_frac": str(100 / 3000),
         "train.seed": "0",
@@ -60,7 +62,8 @@ def test_runs_of_a_sweep_are_one_table_and_curves_over_cells(tmp_path: Path) -> 
         "value": "",
         "sd": "0.1",
     }
-    loss, probe = json.loads((out.parent / "curves.json").read_text())["curves"]
+    loss, probe, entropy = json.loads((out.parent / "curves.json").read_text())["curves"]
+    assert entropy["metric"] == "cross_entropy", "what is alike in all runs has no curve"
     assert (probe["quantity"], probe["baseline"]) == ("cells", {"name": "PCA50 + kNN", "value": pytest.approx(0.7)})
     (line,) = probe["lines"]
     assert [point["size"] for point in line["points"]] == list(SIZES)

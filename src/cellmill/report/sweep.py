@@ -12,6 +12,7 @@ from cellmill.report.tables import TaskTable
 
 SEED = "train.seed"
 LOSS = ("", "validation", "model", "val_loss")  # dataset, task, name and metric of the best validation loss
+FIGURE = "model"  # in place of a row's name, for a task that has figures alone
 Row = dict[str, Any]
 Measure = tuple[str, str, str, str]
 
@@ -59,20 +60,23 @@ def _measures(run: ReportedRun, status: Mapping[str, Any]) -> Iterator[tuple[Mea
             if not result["metric"]:
                 for key, value in result["figures"].items():
                     if isinstance(value, int | float):
-                        yield (dataset, task, "model", key), "model", value, None
+                        yield (dataset, task, FIGURE, key), "model", value, None
 
 
 def _best_measures(rows: Sequence[Row]) -> list[Measure]:
-    """Of each task's rows of the model (features and classifiers), the one with the highest mean; the loss first."""
+    """Of each task's rows of the model (features and classifiers), the one with the highest mean: the loss first, then
+    task probe, then others, then figures of a task without rows. Such figures that are alike in all runs are left out.
+    """
     values: dict[Measure, list[float]] = {}
     for row in rows:
         if row["kind"] == "model" and row["value"] is not None:
             values.setdefault(_measure(row), []).append(row["value"])
     best: dict[tuple[str, str, str], Measure] = {}
     for measure in sorted(values, key=lambda measure: -float(np.mean(values[measure]))):
-        dataset, task, _, metric = measure
-        best.setdefault((dataset, task, metric), measure)
-    return sorted(best.values(), key=lambda measure: measure != LOSS)
+        dataset, task, name, metric = measure
+        if name != FIGURE or len({*values[measure]}) > 1:
+            best.setdefault((dataset, task, metric), measure)
+    return sorted(best.values(), key=lambda one: (one != LOSS, one[1] != "probe", one[2] == FIGURE))
 
 
 def _measure(row: Row) -> Measure:
