@@ -53,8 +53,8 @@ REGRESSIONS = (
     "all genes, logistic regression",
     "PCA50, logistic regression",
 )
-Score = tuple[float, float]
-"""Accuracy and macro-F1."""
+AGAINST = REGRESSIONS[1]
+Labels = np.ndarray[Any, Any]
 
 
 def run_name(method: str, shots: str, seed: int) -> str:
@@ -130,25 +130,25 @@ def write_config(folder: Path, given: argparse.Namespace) -> list[str]:
     return [*targets, *(f"results/runs/pretrained/embeddings/{name}.h5ad" for name in ("train", "test"))]
 
 
-def predicted(folder: Path, run: str, truth: pd.Series) -> Score:
-    """Score of a run's labels of the test cells; a cell that got none is wrong."""
+def predicted(folder: Path, run: str, truth: pd.Series) -> Labels:
+    """A run's labels of the test cells; a cell that got none is wrong."""
     obs = ad.read_h5ad(folder / "results" / "runs" / run / "predictions" / "test.h5ad").obs
-    return score(truth, obs["cellmill_label"].astype(object).reindex(truth.index).fillna("none").astype(str))
+    return obs["cellmill_label"].astype(object).reindex(truth.index).fillna("none").to_numpy(str)
 
 
-def regressed(train: Any, test: Any, labels: pd.Series, truth: pd.Series) -> Score:
-    """Score of the better logistic regression on features of the train and test cells."""
-    known, scores = labels.notna().to_numpy(), []
+def regressed(train: Any, test: Any, labels: pd.Series, truth: pd.Series) -> Labels:
+    """Labels of the test cells by the better logistic regression on features of the train cells."""
+    known, found = labels.notna().to_numpy(), []
     for name, classifier in classifiers(1, sp.issparse(train)).items():
         if name.startswith("logistic"):
             fit(classifier, train[known], labels[known].astype(str).to_numpy())
-            scores.append(score(truth, classifier.predict(test)))
-    return max(scores)
+            found.append(classifier.predict(test))
+    return max(found, key=lambda labels: score(truth, labels))
 
 
-def score(truth: pd.Series, labels: Any) -> Score:
+def score(truth: pd.Series, labels: Labels) -> tuple[float, float]:
     """Accuracy and macro-F1."""
-    return float(np.mean(truth.to_numpy() == np.asarray(labels))), float(f1_score(truth, labels, average="macro"))
+    return float(np.mean(truth.to_numpy() == labels)), float(f1_score(truth, labels, average="macro"))
 
 
 def features(folder: Path, kind: str) -> list[Any]:
@@ -171,29 +171,61 @@ def features(folder: Path, kind: str) -> list[Any]:
     return found
 
 
-def lines(folder: Path, given: argparse.Namespace) -> list[str]:
-    """Rows of the table: mean and standard deviation over seeds of accuracy, and mean macro-F1."""
-    truth = ad.read_h5ad(folder / "test.h5ad").obs["true"].astype(str)
+def labelled(folder: Path, given: argparse.Namespace, truth: pd.Series) -> dict[tuple[str, str], list[Labels]]:
+    """Labels of the test cells of each seed, by row and number of labels."""
     columns = ad.read_h5ad(folder / "train.h5ad").obs
     made = {kind: features(folder, kind) for kind in REGRESSIONS}
-    rows = [
+    return {
+        (name, k): [
+            regressed(made[name][0], made[name][1], columns[f"label_{k}_{seed}"], truth)
+            if name in REGRESSIONS
+            else predicted(folder, run_name(name, k, seed), truth)
+            for seed in range(given.seeds)
+        ]
+        for name in (*given.methods, *REGRESSIONS)
+        for k in given.shots
+    }
+
+
+def scores(found: list[Labels], truth: pd.Series) -> str:
+    """Mean and standard deviation over seeds of accuracy, and mean macro-F1."""
+    accuracy, f1 = np.array([score(truth, labels) for labels in found]).T
+    spread = f" ± {accuracy.std(ddof=1):.3f}" if len(found) > 1 else ""
+    return f"{accuracy.mean():.3f}{spread} / {f1.mean():.3f}"
+
+
+def difference(own: list[Labels], other: list[Labels], truth: pd.Series) -> str:
+    """Accuracy of `own` less that of `other`, with the 95 % interval by bootstrap over seeds and cells."""
+    true, draw = truth.to_numpy(), np.random.default_rng(0)
+    less = (np.array(own) == true).astype(float) - (np.array(other) == true)
+    seeds, cells = less.shape
+    drawn = [less[draw.integers(0, seeds, seeds)][:, draw.integers(0, cells, cells)].mean() for _ in range(4000)]
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return f"{less.mean():+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+def lines(folder: Path, given: argparse.Namespace) -> list[str]:
+    """The table of scores, and that of differences from all genes."""
+    truth = ad.read_h5ad(folder / "test.h5ad").obs["true"].astype(str)
+    found = labelled(folder, given, truth)
+    head = [
         "| | " + " | ".join(f"{k} labels a class" for k in given.shots) + " |",
         "|---" * (1 + len(given.shots)) + "|",
     ]
-    for name in (*given.methods, *REGRESSIONS):
-        cells = []
-        for k in given.shots:
-            scores = [
-                regressed(*made[name], columns[f"label_{k}_{seed}"], truth)
-                if name in REGRESSIONS
-                else predicted(folder, run_name(name, k, seed), truth)
-                for seed in range(given.seeds)
-            ]
-            accuracy, f1 = np.array(scores).T
-            spread = f" ± {accuracy.std(ddof=1):.3f}" if given.seeds > 1 else ""
-            cells.append(f"{accuracy.mean():.3f}{spread} / {f1.mean():.3f}")
-        rows.append(f"| {name} | {' | '.join(cells)} |")
-    return [f"{len(columns):,} training cells, {len(truth):,} test cells; accuracy / macro-F1", "", *rows]
+
+    def row(name: str, entries: list[str]) -> str:
+        return f"| {name} | {' | '.join(entries)} |"
+
+    names = (*given.methods, *REGRESSIONS)
+    table = [row(name, [scores(found[name, k], truth) for k in given.shots]) for name in names]
+    paired = [
+        row(name, [difference(found[name, k], found[AGAINST, k], truth) for k in given.shots])
+        for name in names
+        if name != AGAINST
+    ]
+    n_train = len(ad.read_h5ad(folder / "train.h5ad", backed="r").obs)
+    about = f"{n_train:,} training cells, {len(truth):,} test cells; accuracy / macro-F1"
+    return [about, "", *head, *table, "", f"Accuracy less that of {AGAINST}, 95 % interval", "", *head, *paired]
 
 
 def main() -> None:
