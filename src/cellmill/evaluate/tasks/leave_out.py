@@ -22,6 +22,7 @@ from cellmill.evaluate.score_table import ScoreColumn, against_best, differences
 from cellmill.evaluate.task import Context, TaskResult
 from cellmill.evaluate.tasks.probe import predict_splits
 
+MANY = {"donor": "donors", "batch": "batches"}
 Split = tuple[np.ndarray, np.ndarray]  # indices of training and of test cells
 
 
@@ -48,7 +49,7 @@ class LeaveOut:
                 for train, test in splits_of(groups, self.config.most_folds)
                 if len(np.unique(chosen.labels[train])) > 1  # nothing else can be fitted
             ]
-            figures = figures | {f"{role}s": int(groups.nunique()), f"{role}_folds": len(splits)}
+            figures = figures | {MANY[role]: int(groups.nunique()), f"{role}_folds": len(splits)}
             figures[f"classes_of_one_{role}"] = ", ".join(_of_one_group(chosen.labels, groups)) or "none"
             if not splits:
                 continue
@@ -57,8 +58,9 @@ class LeaveOut:
                 predictions = predict_splits(
                     features, chosen.labels, numbered, len(splits), self.config.neighbors, baselines=context.baselines
                 )
-            columns.append(predictions.column("", "accuracy", f"accuracy, new {role}", f"accuracy, {role}s not seen"))
-            columns.append(predictions.column("", "macro_f1", f"macro F1, new {role}", f"macro-F1, {role}s not seen"))
+            unseen = f"{MANY[role]} not seen"
+            columns.append(predictions.column("", "accuracy", f"accuracy, new {role}", f"accuracy, {unseen}"))
+            columns.append(predictions.column("", "macro_f1", f"macro F1, new {role}", f"macro-F1, {unseen}"))
         if not columns:
             return TaskResult(
                 figures=figures, skipped=f"the scored cells of two classes or more have one {' and one '.join(roles)}"
