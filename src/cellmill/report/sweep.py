@@ -11,8 +11,8 @@ from cellmill.report.power_law import fit_law
 from cellmill.report.tables import TaskTable
 
 SEED = "train.seed"
-LOSS = ("", "validation", "model", "val_loss")  # dataset, task, name and metric of the best validation loss
 FIGURE = "model"  # in place of a row's name, for a task that has figures alone
+LOSS = ("", "validation", FIGURE, "val_loss")  # dataset, task, name and metric of the best validation loss
 Row = dict[str, Any]
 Measure = tuple[str, str, str, str]
 
@@ -74,7 +74,7 @@ def _best_measures(rows: Sequence[Row]) -> list[Measure]:
     best: dict[tuple[str, str, str], Measure] = {}
     for measure in sorted(values, key=lambda measure: -float(np.mean(values[measure]))):
         dataset, task, name, metric = measure
-        if name != FIGURE or len({*values[measure]}) > 1:
+        if name != FIGURE or measure == LOSS or len({*values[measure]}) > 1:
             best.setdefault((dataset, task, metric), measure)
     return sorted(best.values(), key=lambda one: (one != LOSS, one[1] != "probe", one[2] == FIGURE))
 
