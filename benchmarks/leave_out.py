@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import yaml
 from quality import MODELS
-from transfer import CLASSIFIERS, snakemake
+from transfer import snakemake, table, verdicts
 
 DATA: dict[str, dict[str, Any]] = {
     "cellbench": {"batch": "batch", "preprocess": {}, "tokens": {"max_tokens": 256}},
@@ -29,7 +28,8 @@ DATA: dict[str, dict[str, Any]] = {
         "tokens": {"max_tokens": 512},
     },
 }
-FEATURES = ("all genes", "PCA50", "PCA50 of the training cells", "untrained", "embedding")
+ROWS = ("all genes", "PCA50", "PCA50 of the training cells", "untrained", "embedding")
+FEATURES = {name: name for name in ROWS}
 COLUMNS = ("accuracy, new batch", "macro F1, new batch")
 
 
@@ -63,23 +63,6 @@ def write_config(folder: Path, data: Path, seeds: int) -> dict[str, list[Path]]:
     }
 
 
-def table(dataset: str, runs: list[dict[str, Any]]) -> list[str]:
-    """Rows of one dataset."""
-    means = [{row["name"]: row for row in run["rows"]} for run in runs]
-    lines = []
-    for features in FEATURES:
-        cells = [
-            max(
-                statistics.mean(rows[f"{features} + {name}"][f"{column}_mean"] for rows in means)
-                for name in classifiers
-            )
-            for column in COLUMNS
-            for classifiers in CLASSIFIERS.values()
-        ]
-        lines.append(f"| {dataset} | {features} | {' | '.join(f'{value:.3f}' for value in cells)} |")
-    return lines
-
-
 def main() -> None:
     """Write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -95,14 +78,10 @@ def main() -> None:
         name: [json.loads(path.read_text())["datasets"][name]["tasks"]["leave_out"] for path in paths]
         for name, paths in made.items()
     }
-    titles = [f"{column}: {classifier}" for column in COLUMNS for classifier in CLASSIFIERS]
-    print(f"| data | features | {' | '.join(titles)} |\n|{'---|' * (len(titles) + 2)}")
-    for name, runs in results.items():
-        print("\n".join(table(name, runs)))
+    print("\n".join(table(results, FEATURES, COLUMNS)))
     for name, runs in results.items():
         print(f"\n{name}: {runs[0]['figures']}")
-        for seed, run in enumerate(runs):
-            print("\n".join(f"- seed {seed}: {sentence}" for sentence in run["sentences"]))
+        print("\n".join(verdicts(runs)))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,22 +99,35 @@ def snakemake(folder: Path, targets: list[str], cores: int) -> None:
         sys.exit(f"the workflow failed; see {log}")
 
 
-def table(title: str, runs: list[dict[str, Any]]) -> list[str]:
-    """Rows of one pair; empty where it has no such column."""
-    lines = []
-    for words, features in FEATURES.items():
-        cells = []
-        for column in COLUMNS:
-            for names in CLASSIFIERS.values():
-                of_runs = [[_mean(run, f"{features} + {name}", column) for run in runs] for name in names]
-                means = [statistics.mean(values) for values in of_runs if None not in values]
-                cells.append(f"{max(means):.3f}" if means else "")
-        lines.append(f"| {title} | {words} | {' | '.join(cells)} |")
+def table(
+    results: Mapping[str, list[dict[str, Any]]], features: Mapping[str, str], columns: Iterable[str]
+) -> list[str]:
+    """Means over the runs of each data, by its title; empty where it has no such column. `features` are names of rows
+    by the words of the table.
+    """
+    columns = list(columns)
+    titles = [f"{column}: {classifier}" for column in columns for classifier in CLASSIFIERS]
+    lines = [f"| data | features | {' | '.join(titles)} |", f"|{'---|' * (len(titles) + 2)}"]
+    for title, runs in results.items():
+        for words, name in features.items():
+            cells = [_better(runs, name, names, column) for column in columns for names in CLASSIFIERS.values()]
+            lines.append(f"| {title} | {words} | {' | '.join(cells)} |")
     return lines
+
+
+def _better(runs: list[dict[str, Any]], features: str, classifiers: Iterable[str], column: str) -> str:
+    of_runs = [[_mean(run, f"{features} + {name}", column) for run in runs] for name in classifiers]
+    means = [statistics.mean(values) for values in of_runs if None not in values]
+    return f"{max(means):.3f}" if means else ""
 
 
 def _mean(run: dict[str, Any], name: str, column: str) -> Any:
     return next((row.get(f"{column}_mean") for row in run["rows"] if row["name"] == name), None)
+
+
+def verdicts(runs: list[dict[str, Any]]) -> list[str]:
+    """Sentences of each seed."""
+    return [f"- seed {seed}: {sentence}" for seed, run in enumerate(runs) for sentence in run["sentences"]]
 
 
 def main() -> None:
@@ -128,22 +142,18 @@ def main() -> None:
     snakemake(folder, [str(path.relative_to(folder)) for paths in made.values() for path in paths], arguments.cores)
     minutes, cpu_minutes = (time.monotonic() - started) / 60, all_cpu_seconds(folder) / 60
     print(f"{minutes:.0f} minutes; {cpu_minutes:.0f} CPU-minutes of all stages\n")
-    titles = [f"{column}: {classifier}" for column in COLUMNS for classifier in CLASSIFIERS]
-    print(f"| data | features | {' | '.join(titles)} |\n|{'---|' * (len(titles) + 2)}")
     results = {
         title: [
             json.loads(path.read_text())["datasets"][[*PAIRS[title]["parts"]][1]]["tasks"]["transfer"] for path in paths
         ]
         for title, paths in made.items()
     }
-    for title, runs in results.items():
-        print("\n".join(table(title, runs)))
+    print("\n".join(table(results, FEATURES, COLUMNS)))
     for title, runs in results.items():
         figures = runs[0]["figures"]
         names = ("n_fitted", "n_cells", "n_new_classes", "new_classes", "n_copies", "shared_genes")
         print(f"\n{title}: {', '.join(f'{name} {figures[name]}' for name in names)}")
-        for seed, run in enumerate(runs):
-            print("\n".join(f"- seed {seed}: {sentence}" for sentence in run["sentences"]))
+        print("\n".join(verdicts(runs)))
 
 
 if __name__ == "__main__":
