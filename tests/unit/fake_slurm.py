@@ -29,6 +29,8 @@ with open(folder / "lock", "w") as lock:
     if len(queue) > 1:
         answers[program] = queue[1:]
         (folder / "answers.json").write_text(json.dumps(answers))
+if "{name}" in out and not (folder / "name").exists():
+    (folder / "too_early").write_text(f"{program} was to answer {out!r} before a job was submitted")
 name = (folder / "name").read_text() if (folder / "name").exists() else ""
 if isinstance(code, dict):
     time.sleep(code["sleep"])

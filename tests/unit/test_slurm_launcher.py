@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,11 @@ class Scripted:
 
 
 @pytest.fixture
-def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scripted:
-    return Scripted(tmp_path, monkeypatch)
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripted]:
+    scripted = Scripted(tmp_path, monkeypatch)
+    yield scripted
+    early = scripted.fake / "too_early"
+    assert not early.exists(), early.read_text()
 
 
 @pytest.mark.parametrize(
@@ -179,9 +183,10 @@ def test_a_requeued_job_that_the_queue_forgets_for_a_moment_is_not_followed_by_a
 
 
 def test_a_job_may_save_though_the_queue_does_not_answer_when_it_is_cancelled(scripted: Scripted) -> None:
+    (scripted.fake / "name").write_text("a")
     scripted.answers(squeue=[[1, "", "slurm_load_jobs error"], listed("COMPLETED")], scancel=[NONE])
-    save_job("7", "", 60)
-    assert scripted.calls("scancel") == ["scancel --name= --signal=USR2 7"]
+    save_job("7", "a", 60)
+    assert scripted.calls("scancel") == ["scancel --name=a --signal=USR2 7"]
 
 
 def test_another_launcher_may_go_on_once_nothing_is_known_of_a_job(scripted: Scripted) -> None:
@@ -288,9 +293,10 @@ def test_an_unusable_answer_is_waited_out_and_never_taken_for_the_end_of_a_job(
 ) -> None:
     if isinstance(nonsense[0], dict):
         monkeypatch.setattr("cellmill.runs.slurm_command.ANSWER_WITHIN_S", 5)
-    first = [] if isinstance(nonsense[0], dict) else [nonsense]
+    early = not isinstance(nonsense[0], dict) and "{name}" not in nonsense[1]
+    before = [nonsense] if early else []
     scripted.answers(
-        squeue=[*first, NONE, listed("RUNNING"), nonsense, nonsense, listed("RUNNING"), listed("COMPLETED")],
+        squeue=[*before, NONE, NONE, listed("RUNNING"), nonsense, nonsense, listed("RUNNING"), listed("COMPLETED")],
         sbatch=[SUBMITTED],
     )
     scripted.states = ["done"]
@@ -550,10 +556,11 @@ def test_filters_of_slurm_commands_in_the_environment_hide_no_job(
         path = scripted.fake / "bin" / program
         text = path.read_text()
         path.write_text(text.replace("import fcntl", noting(seen), 1))
+    (scripted.fake / "name").write_text("a")
     scripted.answers(squeue=[listed("RUNNING")], scancel=[[0, "", ""]])
     queue = queue_module.Queue(poll_s=1)
-    assert queue.state("7", "").name == "RUNNING"
-    queue.cancel("7", "")
+    assert queue.state("7", "a").name == "RUNNING"
+    queue.cancel("7", "a")
     assert not re.search("SQUEUE_|SCANCEL_|SACCT_", seen.read_text())
     assert scripted.calls("squeue") == [f"squeue -a -h -t all -u {os.getuid()} -o %i|%T|%r|%N|%j"]
 
