@@ -16,9 +16,6 @@ standardised and as it is, the better one by test accuracy, which flatters them.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -30,10 +27,10 @@ import scipy.sparse as sp
 import yaml
 from sklearn.decomposition import PCA
 from sklearn.metrics import f1_score
+from workflow_runs import snakemake
 
 from cellmill.evaluate.classifiers import classifiers, fit
 
-ROOT = Path(__file__).resolve().parents[1]
 TEST_FRAC = 0.3
 FULL = {"method": "full", "trunk_lr_frac": 0.1, "layer_decay": 0.8}
 METHODS: dict[str, dict[str, Any]] = {
@@ -248,14 +245,7 @@ def main() -> None:
     if not (folder / "test.h5ad").exists():
         split(given.source, given.label, given.shots, given.seeds, folder)
     targets = write_config(folder, given)
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--quiet", "all"]
-    command += ["--cores", str(given.cores), "--scheduler", "greedy", "--set-threads", "train=1", "plan=1", "embed=1"]
-    command += ["predict=1", "--set-resources", "train:nproc_per_node=1", "train:cpus_per_task=1", "--"]
-    log, environment = folder / "snakemake.log", os.environ | {"OMP_NUM_THREADS": "1"}
-    with open(log, "w") as file:
-        done = subprocess.run([*command, *targets], cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT)
-    if done.returncode:
-        sys.exit(f"the workflow failed; see {log}")
+    snakemake(folder, targets, given.cores)
     print("\n".join(lines(folder, given)))
 
 

@@ -11,14 +11,13 @@ the training; below it stand the verdicts of each seed.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import yaml
 from quality import MODELS
-from transfer import snakemake, table, verdicts
+from transfer import table
+from workflow_runs import metrics_file, result, snakemake, verdicts, write_config
 
 DATA: dict[str, dict[str, Any]] = {
     "cellbench": {"batch": "batch", "preprocess": {}, "tokens": {"max_tokens": 256}},
@@ -33,34 +32,20 @@ FEATURES = {name: name for name in ROWS}
 COLUMNS = ("accuracy, new batch", "macro F1, new batch")
 
 
-def write_config(folder: Path, data: Path, seeds: int) -> dict[str, list[Path]]:
-    """Write config/; returns metrics.json of the runs of each dataset."""
-    (folder / "config").mkdir(parents=True, exist_ok=True)
-    rows, runs = ["dataset\tpath\tcounts\tlabel\tbatch\n"], {}
-    model = MODELS["profile"]
+def write_runs(folder: Path, data: Path, seeds: int) -> dict[str, list[str]]:
+    """Write config/; returns the runs of each dataset."""
+    rows, runs, model = ["dataset\tpath\tcounts\tlabel\tbatch"], {}, MODELS["profile"]
     for name, of in DATA.items():
-        rows.append(f"{name}\t{(data / name).resolve()}.h5ad\tX\tcell_type\t{of['batch']}\n")
+        rows.append(f"{name}\t{(data / name).resolve()}.h5ad\tX\tcell_type\t{of['batch']}")
         for seed in range(seeds):
             train = model["train"] | {"seed": seed, "steps": 400, "checkpoint_every_steps": 400}
             runs[f"{name}-{seed}"] = {"corpus": name, "tokens": of["tokens"]} | model | {"train": train}
-    tree = {
-        "corpora": {
-            name: {"table": "config/datasets.tsv", "datasets": [name], "preprocess": of["preprocess"]}
-            for name, of in DATA.items()
-        },
-        "shard": {"val_frac": 0.1, "test_frac": 0.3},
-        "tokens": {"tokenizer": "continuous"},
-        "parallel": {"precision": "32-true"},  # a CPU emulates bfloat16
-        "train": {"global_batch": 32, "token_budget": 32768, "warmup_steps": 20, "lr": 5e-3}
-        | {"val_every_steps": 100, "val_cells": 100},
-        "evaluate": {"tasks": {"leave_out": {}}},
-        "runs": runs,
+    corpora = {
+        name: {"table": "config/datasets.tsv", "datasets": [name], "preprocess": of["preprocess"]}
+        for name, of in DATA.items()
     }
-    (folder / "config" / "datasets.tsv").write_text("".join(rows))
-    (folder / "config" / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
-    return {
-        name: [folder / f"results/runs/{name}-{seed}/evaluate/metrics.json" for seed in range(seeds)] for name in DATA
-    }
+    write_config(folder, rows, corpora=corpora, evaluate={"tasks": {"leave_out": {}}}, runs=runs)
+    return {name: [f"{name}-{seed}" for seed in range(seeds)] for name in DATA}
 
 
 def main() -> None:
@@ -72,12 +57,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     folder = given.out or Path(tempfile.mkdtemp(prefix="leave-out-"))
-    made = write_config(folder, given.data, given.seeds)
-    snakemake(folder, [str(path.relative_to(folder)) for paths in made.values() for path in paths], given.cores)
-    results = {
-        name: [json.loads(path.read_text())["datasets"][name]["tasks"]["leave_out"] for path in paths]
-        for name, paths in made.items()
-    }
+    made = write_runs(folder, given.data, given.seeds)
+    snakemake(folder, [metrics_file(run) for runs in made.values() for run in runs], given.cores)
+    results = {name: [result(folder, run, name, "leave_out") for run in runs] for name, runs in made.items()}
     print("\n".join(table(results, FEATURES, COLUMNS)))
     for name, runs in results.items():
         print(f"\n{name}: {runs[0]['figures']}")

@@ -22,11 +22,9 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,10 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
+from origin import commit
 from scipy.stats import t as student
+from workflow_runs import SECTIONS, all_cpu_seconds, metrics_file, snakemake, write_config
 
-ROOT = Path(__file__).resolve().parents[1]
 DATASETS: dict[str, dict[str, Any]] = {
     "pbmc68k": {"label": "bulk_labels", "preprocess": {"min_genes": 50}},
     "merfish_mouse": {"label": "cell_type", "preprocess": {"organism": "mouse", "min_genes": 5}},
@@ -94,11 +92,9 @@ Tasks = dict[str, Any]
 """Results of the tasks of one run on its dataset, from metrics.json."""
 
 
-def write_config(folder: Path, data: Path, datasets: list[str], models: list[str], seeds: int) -> list[str]:
+def write_runs(folder: Path, data: Path, datasets: list[str], models: list[str], seeds: int) -> list[str]:
     """Write config/; returns the files that Snakemake has to make."""
-    (folder / "config").mkdir(parents=True, exist_ok=True)
-    rows = [f"{name}\t{(data / name).resolve()}.h5ad\tX\t{DATASETS[name]['label']}\n" for name in datasets]
-    (folder / "config" / "datasets.tsv").write_text("dataset\tpath\tcounts\tlabel\n" + "".join(rows))
+    rows = [f"{name}\t{(data / name).resolve()}.h5ad\tX\t{DATASETS[name]['label']}" for name in datasets]
     corpora, runs = {}, {}
     for dataset in datasets:
         sections = {name: DATASETS[dataset].get(name, {}) for name in ("preprocess", "shard")}
@@ -110,18 +106,10 @@ def write_config(folder: Path, data: Path, datasets: list[str], models: list[str
                 train = options.get("train", {}) | {"seed": seed, "steps": steps, "checkpoint_every_steps": steps}
                 own = {name: DATASETS[dataset].get(name, {}) for name in ("tokens", "evaluate")}
                 runs[f"{dataset}-{model}-{seed}"] = {"corpus": dataset, **own, **options, "train": train}
-    tree = {
-        "corpora": corpora,
-        "shard": {"val_frac": 0.1, "test_frac": 0.3},
-        "tokens": {"tokenizer": "continuous", "max_tokens": 512},
-        "parallel": {"precision": "32-true"},  # a CPU emulates bfloat16
-        "train": {"global_batch": 32, "token_budget": 32768, "warmup_steps": 20, "optimizer": "muon", "lr": 5e-3}
-        | {"val_every_steps": 100, "val_cells": 100},
-        "evaluate": {"tasks": TASKS},
-        "runs": runs,
-    }
-    (folder / "config" / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
-    return [f"results/runs/{run}/evaluate/metrics.json" for run in runs]
+    train, evaluate = SECTIONS["train"] | {"optimizer": "muon"}, {"tasks": TASKS}
+    table = ["dataset\tpath\tcounts\tlabel", *rows]
+    write_config(folder, table, corpora=corpora, train=train, evaluate=evaluate, runs=runs)
+    return [metrics_file(run) for run in runs]
 
 
 def _with_label(value: Any, label: str) -> Any:
@@ -133,7 +121,7 @@ def _with_label(value: Any, label: str) -> Any:
 
 def tasks_of(folder: Path, run: str, dataset: str) -> Tasks:
     """Results of a run's tasks; `supervised` stands in the model's name here, not in those of the rows."""
-    text = (folder / "results" / "runs" / run / "evaluate" / "metrics.json").read_text()
+    text = (folder / metrics_file(run)).read_text()
     metrics = json.loads(re.sub(r", supervised by this label \([^)]*\)", "", text))
     return metrics["datasets"][dataset]["tasks"]  # type: ignore[no-any-return]
 
@@ -151,12 +139,6 @@ def cpu_seconds(folder: Path, run: str) -> float:
     """CPU time of stage `train`, from Snakemake's benchmark file."""
     with open(folder / "results" / "benchmarks" / "train" / f"{run}.tsv", newline="") as file:
         return float(next(csv.DictReader(file, delimiter="\t"))["cpu_time"])
-
-
-def all_cpu_seconds(folder: Path) -> float:
-    """CPU time of all stages that were run in `folder`."""
-    files = (folder / "results" / "benchmarks").glob("*/*.tsv")
-    return sum(float(row["cpu_time"]) for file in files for row in csv.DictReader(file.open(), delimiter="\t"))
 
 
 def table(folder: Path, dataset: str, models: dict[str, list[Tasks]]) -> list[str]:
@@ -223,21 +205,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     folder = arguments.out or Path(tempfile.mkdtemp(prefix="quality-"))
-    targets = write_config(folder, arguments.data, arguments.datasets, arguments.models, arguments.seeds)
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--quiet", "all"]
-    command += ["--cores", str(arguments.cores), "--scheduler", "greedy"]  # the default one takes a third of a core
-    command += ["--set-threads", "train=1", "plan=1", "embed=1", "evaluate=1", "--set-resources"]
-    command += ["train:nproc_per_node=1", "train:cpus_per_task=1", "--"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    log, started = folder / "snakemake.log", time.monotonic()
-    with open(log, "w") as file:
-        done = subprocess.run([*command, *targets], cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT)
-    if done.returncode:
-        sys.exit(f"the workflow failed; see {log}")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    targets = write_runs(folder, arguments.data, arguments.datasets, arguments.models, arguments.seeds)
+    started = time.monotonic()
+    snakemake(folder, targets, arguments.cores)
     minutes = (time.monotonic() - started) / 60
     cpu_minutes = all_cpu_seconds(folder) / 60
-    print(f"`python benchmarks/quality.py {' '.join(sys.argv[1:])}`, commit {commit.strip()}, {platform.machine()}")
+    print(f"`python benchmarks/quality.py {' '.join(sys.argv[1:])}`, commit {commit()}, {platform.machine()}")
     print(f"{minutes:.0f} minutes; {cpu_minutes:.0f} CPU-minutes of all stages\n")
     titles = [f"{column}: {classifier}" for column in COLUMNS for classifier in CLASSIFIERS]
     print(f"| data | features | {' | '.join(titles)} | CPU-s |\n|{'---|' * (len(titles) + 3)}")

@@ -11,21 +11,16 @@ verdicts of each seed, the embedding's best row against the best baseline with t
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-from quality import MODELS, all_cpu_seconds
+from quality import MODELS
+from workflow_runs import Result, all_cpu_seconds, metrics_file, result, snakemake, verdicts, write_config
 
-ROOT = Path(__file__).resolve().parents[1]
 PAIRS: dict[str, dict[str, Any]] = {
     "CellBench, CEL-seq2 to Drop-seq": {
         "file": "cellbench",
@@ -57,51 +52,26 @@ COLUMNS = ("accuracy", "macro_f1", "nearness")
 CLASSIFIERS = {"LR": ("logistic regression", "logistic regression, unscaled"), "kNN": ("kNN",)}
 
 
-def write_config(folder: Path, data: Path, seeds: int) -> dict[str, list[Path]]:
-    """Write config/; returns metrics.json of the runs of each pair."""
-    (folder / "config").mkdir(parents=True, exist_ok=True)
-    rows, corpora, runs, made = ["dataset\tpath\tcounts\tlabel\tfilter\n"], {}, {}, {}
+def write_runs(folder: Path, data: Path, seeds: int) -> dict[str, list[str]]:
+    """Write config/; returns the runs of each pair."""
+    rows, corpora, runs, made = ["dataset\tpath\tcounts\tlabel\tfilter"], {}, {}, {}
     for title, pair in PAIRS.items():
         path, (first, second) = (data / pair["file"]).resolve(), pair["parts"]
-        rows += [f"{name}\t{path}.h5ad\tX\t{pair['label']}\t{chosen}\n" for name, chosen in pair["parts"].items()]
+        rows += [f"{name}\t{path}.h5ad\tX\t{pair['label']}\t{chosen}" for name, chosen in pair["parts"].items()]
         corpora[first] = {"table": "config/datasets.tsv", "datasets": [first], **pair["sections"]}
         tasks = {"transfer": {"fit_on": [first], "neighbors": 5}}
         evaluate = {"datasets": [first, second], "tasks": tasks}
-        made[title] = [folder / f"results/runs/{first}-{seed}/evaluate/metrics.json" for seed in range(seeds)]
+        made[title] = [f"{first}-{seed}" for seed in range(seeds)]
         for seed in range(seeds):
             model = MODELS["profile"]
             train = model["train"] | {"seed": seed, "steps": 400, "checkpoint_every_steps": 400}
             own = {"corpus": first, "tokens": pair["tokens"], "evaluate": evaluate}
             runs[f"{first}-{seed}"] = own | model | {"train": train}
-    tree = {
-        "corpora": corpora,
-        "shard": {"val_frac": 0.1, "test_frac": 0.1},
-        "tokens": {"tokenizer": "continuous"},
-        "parallel": {"precision": "32-true"},  # a CPU emulates bfloat16
-        "train": {"global_batch": 32, "token_budget": 32768, "warmup_steps": 20, "lr": 5e-3}
-        | {"val_every_steps": 100, "val_cells": 100},
-        "runs": runs,
-    }
-    (folder / "config" / "datasets.tsv").write_text("".join(rows))
-    (folder / "config" / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+    write_config(folder, rows, corpora=corpora, shard={"val_frac": 0.1, "test_frac": 0.1}, runs=runs)
     return made
 
 
-def snakemake(folder: Path, targets: list[str], cores: int) -> None:
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--quiet", "all"]
-    command += ["--cores", str(cores), "--scheduler", "greedy"]
-    command += ["--set-threads", "train=1", "plan=1", "embed=1", "evaluate=1", "--set-resources"]
-    command += ["train:nproc_per_node=1", "train:cpus_per_task=1", "--"]
-    log, environment = folder / "snakemake.log", os.environ | {"OMP_NUM_THREADS": "1"}
-    with open(log, "w") as file:
-        done = subprocess.run([*command, *targets], cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT)
-    if done.returncode:
-        sys.exit(f"the workflow failed; see {log}")
-
-
-def table(
-    results: Mapping[str, list[dict[str, Any]]], features: Mapping[str, str], columns: Iterable[str]
-) -> list[str]:
+def table(results: Mapping[str, list[Result]], features: Mapping[str, str], columns: Iterable[str]) -> list[str]:
     """Means over the runs of each data, by its title; empty where it has no such column. `features` are names of rows
     by the words of the table.
     """
@@ -115,19 +85,14 @@ def table(
     return lines
 
 
-def _better(runs: list[dict[str, Any]], features: str, classifiers: Iterable[str], column: str) -> str:
+def _better(runs: list[Result], features: str, classifiers: Iterable[str], column: str) -> str:
     of_runs = [[_mean(run, f"{features} + {name}", column) for run in runs] for name in classifiers]
     means = [statistics.mean(values) for values in of_runs if None not in values]
     return f"{max(means):.3f}" if means else ""
 
 
-def _mean(run: dict[str, Any], name: str, column: str) -> Any:
+def _mean(run: Result, name: str, column: str) -> Any:
     return next((row.get(f"{column}_mean") for row in run["rows"] if row["name"] == name), None)
-
-
-def verdicts(runs: list[dict[str, Any]]) -> list[str]:
-    """Sentences of each seed."""
-    return [f"- seed {seed}: {sentence}" for seed, run in enumerate(runs) for sentence in run["sentences"]]
 
 
 def main() -> None:
@@ -138,15 +103,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     folder, started = arguments.out or Path(tempfile.mkdtemp(prefix="transfer-")), time.monotonic()
-    made = write_config(folder, arguments.data, arguments.seeds)
-    snakemake(folder, [str(path.relative_to(folder)) for paths in made.values() for path in paths], arguments.cores)
+    made = write_runs(folder, arguments.data, arguments.seeds)
+    snakemake(folder, [metrics_file(run) for runs in made.values() for run in runs], arguments.cores)
     minutes, cpu_minutes = (time.monotonic() - started) / 60, all_cpu_seconds(folder) / 60
     print(f"{minutes:.0f} minutes; {cpu_minutes:.0f} CPU-minutes of all stages\n")
     results = {
-        title: [
-            json.loads(path.read_text())["datasets"][[*PAIRS[title]["parts"]][1]]["tasks"]["transfer"] for path in paths
-        ]
-        for title, paths in made.items()
+        title: [result(folder, run, [*PAIRS[title]["parts"]][1], "transfer") for run in runs]
+        for title, runs in made.items()
     }
     print("\n".join(table(results, FEATURES, COLUMNS)))
     for title, runs in results.items():

@@ -1,0 +1,101 @@
+"""Runs of a benchmark by the workflow: their common options, the call of Snakemake, and tables of the results."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+SECTIONS: dict[str, dict[str, Any]] = {
+    "shard": {"val_frac": 0.1, "test_frac": 0.3},
+    "tokens": {"tokenizer": "continuous", "max_tokens": 512},
+    "parallel": {"precision": "32-true"},  # a CPU emulates bfloat16
+    "train": {"global_batch": 32, "token_budget": 32768, "warmup_steps": 20, "lr": 5e-3}
+    | {"val_every_steps": 100, "val_cells": 100},
+}
+"""Options of small models on two cores."""
+Result = dict[str, Any]
+"""Result of one task on one dataset, from metrics.json."""
+
+
+def write_config(folder: Path, table: Iterable[str], **sections: Any) -> None:
+    """Write config/datasets.tsv, its lines given without their ends, and config/config.yaml beside it."""
+    (folder / "config").mkdir(parents=True, exist_ok=True)
+    write(folder / "config" / "datasets.tsv", "".join(f"{line}\n" for line in table))
+    write(folder / "config" / "config.yaml", yaml.safe_dump(SECTIONS | sections, sort_keys=False))
+
+
+def write(path: Path, text: str) -> None:
+    """Write, unless the file has this text: results made from a newer one would be made again."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def snakemake(folder: Path, targets: Sequence[str], cores: int) -> None:
+    """Make `targets` in `folder`, each stage on one core, as many at once as there are cores. Exits if it fails."""
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--quiet", "all"]
+    command += ["--cores", str(cores), "--scheduler", "greedy"]  # the default one takes a third of a core
+    command += ["--set-threads", "train=1", "plan=1", "embed=1", "evaluate=1", "predict=1", "--set-resources"]
+    command += ["train:nproc_per_node=1", "train:cpus_per_task=1", "--"]
+    log, environment = folder / "snakemake.log", os.environ | {"OMP_NUM_THREADS": "1"}
+    with open(log, "w") as file:
+        done = subprocess.run([*command, *targets], cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    if done.returncode:
+        sys.exit(f"the workflow failed; see {log}")
+
+
+def metrics_file(run: str) -> str:
+    return f"results/runs/{run}/evaluate/metrics.json"
+
+
+def result(folder: Path, run: str, dataset: str, task: str) -> Result:
+    """Result of one task. Exits if it was skipped: a benchmark asks for no task that its data cannot have."""
+    found = json.loads((folder / metrics_file(run)).read_text())["datasets"][dataset]["tasks"][task]
+    if found["skipped"]:
+        sys.exit(f"{run}: {task} was skipped: {found['skipped']}")
+    return found  # type: ignore[no-any-return]
+
+
+def all_cpu_seconds(folder: Path) -> float:
+    """CPU time of all stages that were run in `folder`."""
+    files = (folder / "results" / "benchmarks").glob("*/*.tsv")
+    return sum(float(row["cpu_time"]) for file in files for row in csv.DictReader(file.open(), delimiter="\t"))
+
+
+def row_table(results: dict[str, list[Result]]) -> list[str]:
+    """All rows and columns of one task: means over the runs of each title, ± the standard deviation over them."""
+    columns = list(dict.fromkeys(key for runs in results.values() for run in runs for key in _columns(run)))
+    words = [column.removesuffix("_mean") for column in columns]
+    lines = [f"| data | row | {' | '.join(words)} |", f"|---|---|{'---:|' * len(columns)}"]
+    for title, runs in results.items():
+        for name in dict.fromkeys(row["name"] for run in runs for row in run["rows"]):
+            cells = " | ".join(_over_runs(runs, name, column) for column in columns)
+            lines.append(f"| {title} | {name} | {cells} |")
+    return lines
+
+
+def _columns(run: Result) -> list[str]:
+    other = ("name", "kind")
+    return [key for row in run["rows"] for key in row if key not in other and not key.endswith(("_sd", "_repetitions"))]
+
+
+def _over_runs(runs: list[Result], name: str, column: str) -> str:
+    values = [row[column] for run in runs for row in run["rows"] if row["name"] == name and row.get(column) is not None]
+    if not values:
+        return ""
+    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.3f}" + (f" ± {spread:.3f}" if spread >= 0.0005 else "")
+
+
+def verdicts(runs: list[Result]) -> list[str]:
+    """Sentences of each seed."""
+    return [f"- seed {seed}: {sentence}" for seed, run in enumerate(runs) for sentence in run["sentences"]]
