@@ -18,16 +18,7 @@ from typing import Any
 
 import anndata as ad
 from origin import commit, machine
-from workflow_runs import (
-    SECTIONS,
-    metrics_file,
-    result,
-    row_table,
-    snakemake,
-    verdicts,
-    write,
-    write_config,
-)
+from workflow_runs import SECTIONS, metrics_file, result, seeded_runs, snakemake, tables, write, write_config
 
 DATASETS: dict[str, dict[str, str]] = {"pbmc_donor_a": {}, "kang_wide": {"condition": "condition"}}
 PROFILE = {"family": "profile", "hidden": 128, "layers": 1}
@@ -99,16 +90,16 @@ def write_runs(folder: Path, data: Path, datasets: list[str], models: list[str],
     write(folder / "edges.tsv", edges)
     rows = [f"{name}\t{(data / name).resolve()}.h5ad\tX\t{DATASETS[name].get('condition', '')}" for name in datasets]
     corpora = {name: {"table": "config/datasets.tsv", "datasets": [name]} for name in datasets}
-    runs, made = {}, {}
-    for dataset, model in ((dataset, model) for dataset in datasets for model in models):
-        made[f"{dataset}, {model}"] = [f"{dataset}-{model}-{seed}" for seed in range(seeds)]
-        for seed, run in enumerate(made[f"{dataset}, {model}"]):
-            train = MODELS[model].get("train", {}) | {"seed": seed}
-            runs[run] = {"corpus": dataset} | MODELS[model] | {"train": train}
+    made = {
+        f"{dataset}, {model}": seeded_runs(f"{dataset}-{model}", {"corpus": dataset} | MODELS[model], seeds)
+        for dataset in datasets
+        for model in models
+    }
+    runs = {run: options for of in made.values() for run, options in of.items()}
     train = SECTIONS["train"] | {"optimizer": "muon", "steps": 400, "checkpoint_every_steps": 400}
     table = ["dataset\tpath\tcounts\tcondition", *rows]
     write_config(folder, table, corpora=corpora, train=train, evaluate={"tasks": TASKS}, runs=runs)
-    return made
+    return {title: [*of] for title, of in made.items()}
 
 
 def main() -> None:
@@ -130,10 +121,7 @@ def main() -> None:
             title: [result(folder, run, title.partition(",")[0], task) for run in runs] for title, runs in made.items()
         }
         print(f"\n## {task}\n")
-        print("\n".join(row_table(results)))
-        for title, found in results.items():
-            print(f"\n{title}: {found[0]['figures']}")
-            print("\n".join(verdicts(found)))
+        print("\n".join(tables(results)))
 
 
 if __name__ == "__main__":

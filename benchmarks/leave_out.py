@@ -17,7 +17,7 @@ from typing import Any
 
 from quality import MODELS
 from transfer import table
-from workflow_runs import metrics_file, result, snakemake, verdicts, write_config
+from workflow_runs import metrics_file, result, seeded_runs, snakemake, verdicts, write_config
 
 DATA: dict[str, dict[str, Any]] = {
     "cellbench": {"batch": "batch", "preprocess": {}, "tokens": {"max_tokens": 256}},
@@ -34,18 +34,18 @@ COLUMNS = ("accuracy, new batch", "macro F1, new batch")
 
 def write_runs(folder: Path, data: Path, seeds: int) -> dict[str, list[str]]:
     """Write config/; returns the runs of each dataset."""
-    rows, runs, model = ["dataset\tpath\tcounts\tlabel\tbatch"], {}, MODELS["profile"]
+    rows, made = ["dataset\tpath\tcounts\tlabel\tbatch"], {}
     for name, of in DATA.items():
         rows.append(f"{name}\t{(data / name).resolve()}.h5ad\tX\tcell_type\t{of['batch']}")
-        for seed in range(seeds):
-            train = model["train"] | {"seed": seed, "steps": 400, "checkpoint_every_steps": 400}
-            runs[f"{name}-{seed}"] = {"corpus": name, "tokens": of["tokens"]} | model | {"train": train}
+        options = {"corpus": name, "tokens": of["tokens"]} | MODELS["profile"]
+        made[name] = seeded_runs(name, options, seeds, steps=400, checkpoint_every_steps=400)
     corpora = {
         name: {"table": "config/datasets.tsv", "datasets": [name], "preprocess": of["preprocess"]}
         for name, of in DATA.items()
     }
+    runs = {run: options for of in made.values() for run, options in of.items()}
     write_config(folder, rows, corpora=corpora, evaluate={"tasks": {"leave_out": {}}}, runs=runs)
-    return {name: [f"{name}-{seed}" for seed in range(seeds)] for name in DATA}
+    return {name: [*of] for name, of in made.items()}
 
 
 def main() -> None:

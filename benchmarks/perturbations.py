@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from origin import commit, machine
-from workflow_runs import Result, metrics_file, result, row_table, snakemake, verdicts, write_config
+from workflow_runs import Result, metrics_file, result, seeded_runs, snakemake, tables, write_config
 
 CONTROL = "non-targeting"
 RESPONSE = {"name": "perturbation_response", "control": CONTROL, "batch_column": "batch"}
@@ -47,16 +47,16 @@ def write_runs(folder: Path, data: Path, seeds: int, splits: list[int]) -> dict[
         batch = {"split_by": "batch", "val_frac": 0.0, "test_frac": 0.3, "seed": split}
         corpora[f"batch-{split}"] = {"datasets": ["screen"], "shard": batch}
     runs: dict[str, Any] = {}
-    for corpus in corpora:
+    for corpus, of in corpora.items():
+        of["table"] = "config/datasets.tsv"
         setting = corpus.partition("-")[0]
-        made[setting][corpus] = [f"{corpus}-{seed}" for seed in range(seeds)]
         held_out = ["batch"] if setting == "batch" else ["perturbation"]
         evaluate = {"datasets": ["screen"], "tasks": {"perturbation": {"held_out": held_out}}}
-        for seed, run in enumerate(made[setting][corpus]):
-            runs[run] = {"corpus": corpus, "train": {"seed": seed}, "evaluate": evaluate}
-            runs[run] |= {} if setting == "controls" else {"objective": RESPONSE}
-    for of in corpora.values():
-        of["table"] = "config/datasets.tsv"
+        options = {"corpus": corpus, "evaluate": evaluate}
+        options |= {} if setting == "controls" else {"objective": RESPONSE}
+        of_corpus = seeded_runs(corpus, options, seeds)
+        made[setting][corpus] = [*of_corpus]
+        runs |= of_corpus
     model = {"family": "profile", "hidden": 64, "layers": 1}
     train = {"epochs": 10, "global_batch": 64, "lr": 3e-3, "warmup_steps": 20}
     write_config(folder, table, corpora=corpora, preprocess=PREPROCESS, model=model, train=train, runs=runs)
@@ -82,10 +82,7 @@ def main() -> None:
             corpus: [result(folder, run, "screen", "perturbation") for run in runs] for corpus, runs in corpora.items()
         }
         print(f"\n## {SETTINGS[setting]}\n")
-        print("\n".join(row_table(results)))
-        for corpus, found in results.items():
-            print(f"\n{corpus}: {found[0]['figures']}")
-            print("\n".join(verdicts(found)))
+        print("\n".join(tables(results)))
 
 
 if __name__ == "__main__":

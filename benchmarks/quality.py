@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from origin import commit
 from scipy.stats import t as student
-from workflow_runs import SECTIONS, all_cpu_seconds, metrics_file, snakemake, write_config
+from workflow_runs import SECTIONS, all_cpu_seconds, metrics_file, seeded_runs, snakemake, write_config
 
 DATASETS: dict[str, dict[str, Any]] = {
     "pbmc68k": {"label": "bulk_labels", "preprocess": {"min_genes": 50}},
@@ -95,17 +95,16 @@ Tasks = dict[str, Any]
 def write_runs(folder: Path, data: Path, datasets: list[str], models: list[str], seeds: int) -> list[str]:
     """Write config/; returns the files that Snakemake has to make."""
     rows = [f"{name}\t{(data / name).resolve()}.h5ad\tX\t{DATASETS[name]['label']}" for name in datasets]
-    corpora, runs = {}, {}
+    corpora: dict[str, Any] = {}
+    runs: dict[str, Any] = {}
     for dataset in datasets:
         sections = {name: DATASETS[dataset].get(name, {}) for name in ("preprocess", "shard")}
         corpora[dataset] = {"table": "config/datasets.tsv", "datasets": [dataset], **sections}
         for model in models:
-            for seed in range(seeds):
-                options = _with_label(MODELS[model], DATASETS[dataset]["label"])
-                steps = STEPS.get(model.partition("-")[0], 250)
-                train = options.get("train", {}) | {"seed": seed, "steps": steps, "checkpoint_every_steps": steps}
-                own = {name: DATASETS[dataset].get(name, {}) for name in ("tokens", "evaluate")}
-                runs[f"{dataset}-{model}-{seed}"] = {"corpus": dataset, **own, **options, "train": train}
+            own = {name: DATASETS[dataset].get(name, {}) for name in ("tokens", "evaluate")}
+            options = {"corpus": dataset, **own, **_with_label(MODELS[model], DATASETS[dataset]["label"])}
+            steps = STEPS.get(model.partition("-")[0], 250)
+            runs |= seeded_runs(f"{dataset}-{model}", options, seeds, steps=steps, checkpoint_every_steps=steps)
     train, evaluate = SECTIONS["train"] | {"optimizer": "muon"}, {"tasks": TASKS}
     table = ["dataset\tpath\tcounts\tlabel", *rows]
     write_config(folder, table, corpora=corpora, train=train, evaluate=evaluate, runs=runs)

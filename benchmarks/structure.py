@@ -20,7 +20,7 @@ from typing import Any
 
 from origin import commit, machine
 from quality import DATASETS, MODELS
-from workflow_runs import Result, metrics_file, result, row_table, snakemake, verdicts, write_config
+from workflow_runs import Result, metrics_file, result, seeded_runs, snakemake, tables, write_config
 
 BATCHES = {"cellbench": "batch", "papalexi": "batch"}
 TASKS: dict[str, dict[str, Any]] = {"clustering": {}, "integration": {"harmony": True}}
@@ -31,19 +31,18 @@ ALL_TASKS: dict[str, dict[str, Any]] = TASKS | {
 
 def write_runs(folder: Path, data: Path, datasets: list[str], seeds: int) -> dict[str, list[str]]:
     """Write config/; returns the runs of each dataset."""
-    rows, corpora, runs = ["dataset\tpath\tcounts\tlabel\tbatch"], {}, {}
+    rows, corpora, made = ["dataset\tpath\tcounts\tlabel\tbatch"], {}, {}
     for name in datasets:
-        of, model = DATASETS[name], MODELS["profile"]
+        of = DATASETS[name]
         rows.append(f"{name}\t{(data / name).resolve()}.h5ad\tX\t{of['label']}\t{BATCHES.get(name, '')}")
         sections = {section: of.get(section, {}) for section in ("preprocess", "shard")}
         corpora[name] = {"table": "config/datasets.tsv", "datasets": [name], **sections}
-        for seed in range(seeds):
-            train = model["train"] | {"seed": seed, "steps": 400, "checkpoint_every_steps": 400}
-            evaluate = {"tasks": ALL_TASKS if seed == 0 else TASKS}
-            own = {"corpus": name, "tokens": of.get("tokens", {}), "evaluate": evaluate}
-            runs[f"{name}-{seed}"] = own | model | {"train": train}
+        options = {"corpus": name, "tokens": of.get("tokens", {}), "evaluate": {"tasks": TASKS}} | MODELS["profile"]
+        made[name] = seeded_runs(name, options, seeds, steps=400, checkpoint_every_steps=400)
+        made[name][f"{name}-0"]["evaluate"] = {"tasks": ALL_TASKS}
+    runs = {run: options for of in made.values() for run, options in of.items()}
     write_config(folder, rows, corpora=corpora, runs=runs)
-    return {name: [f"{name}-{seed}" for seed in range(seeds)] for name in datasets}
+    return {name: [*of] for name, of in made.items()}
 
 
 def seconds(folder: Path, run: str, dataset: str) -> str:
@@ -83,10 +82,7 @@ def main() -> None:
             if task in _tasks(name)
         }
         print(f"\n## {task}\n")
-        print("\n".join(row_table(results)))
-        for name, found in results.items():
-            print(f"\n{name}: {found[0]['figures']}")
-            print("\n".join(verdicts(found)))
+        print("\n".join(tables(results)))
     heads = ["data", "cells", "embed, cells/s", "peak GB", *ALL_TASKS, "stage, s", "stage, CPU-s"]
     print(f"\n## Seconds\n\n| {' | '.join(heads)} |\n|---|{'---:|' * (len(heads) - 1)}")
     print("\n".join(seconds(folder, runs[0], name) for name, runs in made.items()))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from quality import MODELS
-from workflow_runs import Result, all_cpu_seconds, metrics_file, result, snakemake, verdicts, write_config
+from workflow_runs import Result, all_cpu_seconds, metrics_file, result, seeded_runs, snakemake, verdicts, write_config
 
 PAIRS: dict[str, dict[str, Any]] = {
     "CellBench, CEL-seq2 to Drop-seq": {
@@ -54,19 +54,19 @@ CLASSIFIERS = {"LR": ("logistic regression", "logistic regression, unscaled"), "
 
 def write_runs(folder: Path, data: Path, seeds: int) -> dict[str, list[str]]:
     """Write config/; returns the runs of each pair."""
-    rows, corpora, runs, made = ["dataset\tpath\tcounts\tlabel\tfilter"], {}, {}, {}
+    rows, made = ["dataset\tpath\tcounts\tlabel\tfilter"], {}
+    corpora: dict[str, Any] = {}
+    runs: dict[str, Any] = {}
     for title, pair in PAIRS.items():
         path, (first, second) = (data / pair["file"]).resolve(), pair["parts"]
         rows += [f"{name}\t{path}.h5ad\tX\t{pair['label']}\t{chosen}" for name, chosen in pair["parts"].items()]
         corpora[first] = {"table": "config/datasets.tsv", "datasets": [first], **pair["sections"]}
         tasks = {"transfer": {"fit_on": [first], "neighbors": 5}}
         evaluate = {"datasets": [first, second], "tasks": tasks}
-        made[title] = [f"{first}-{seed}" for seed in range(seeds)]
-        for seed in range(seeds):
-            model = MODELS["profile"]
-            train = model["train"] | {"seed": seed, "steps": 400, "checkpoint_every_steps": 400}
-            own = {"corpus": first, "tokens": pair["tokens"], "evaluate": evaluate}
-            runs[f"{first}-{seed}"] = own | model | {"train": train}
+        options = {"corpus": first, "tokens": pair["tokens"], "evaluate": evaluate} | MODELS["profile"]
+        of_pair = seeded_runs(first, options, seeds, steps=400, checkpoint_every_steps=400)
+        made[title] = [*of_pair]
+        runs |= of_pair
     write_config(folder, rows, corpora=corpora, shard={"val_frac": 0.1, "test_frac": 0.1}, runs=runs)
     return made
 

@@ -31,13 +31,22 @@ def write_config(folder: Path, table: Iterable[str], **sections: Any) -> None:
     """Write config/datasets.tsv, its lines given without their ends, and config/config.yaml beside it."""
     (folder / "config").mkdir(parents=True, exist_ok=True)
     write(folder / "config" / "datasets.tsv", "".join(f"{line}\n" for line in table))
-    write(folder / "config" / "config.yaml", yaml.safe_dump(SECTIONS | sections, sort_keys=False))
+    without_anchors = json.loads(json.dumps(SECTIONS | sections))
+    write(folder / "config" / "config.yaml", yaml.safe_dump(without_anchors, sort_keys=False))
 
 
 def write(path: Path, text: str) -> None:
     """Write, unless the file has this text: results made from a newer one would be made again."""
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
+
+
+def seeded_runs(name: str, options: dict[str, Any], seeds: int, **train: Any) -> dict[str, dict[str, Any]]:
+    """Runs `name-0`, `name-1`, ...: a run's `options` with each seed of the training."""
+    return {
+        f"{name}-{seed}": options | {"train": options.get("train", {}) | train | {"seed": seed}}
+        for seed in range(seeds)
+    }
 
 
 def snakemake(folder: Path, targets: Sequence[str], cores: int) -> None:
@@ -80,6 +89,14 @@ def row_table(results: dict[str, list[Result]]) -> list[str]:
         for name in dict.fromkeys(row["name"] for run in runs for row in run["rows"]):
             cells = " | ".join(_over_runs(runs, name, column) for column in columns)
             lines.append(f"| {title} | {name} | {cells} |")
+    return lines
+
+
+def tables(results: dict[str, list[Result]]) -> list[str]:
+    """`row_table`, then the figures of each title's first run and the verdicts of each seed."""
+    lines = row_table(results)
+    for title, runs in results.items():
+        lines += ["", f"{title}: {runs[0]['figures']}", *verdicts(runs)]
     return lines
 
 
