@@ -1,4 +1,4 @@
-"""Options of tasks that judge what a model knows of genes. Torch-free."""
+"""Options of tasks that evaluate gene embeddings and imputation. Torch-free."""
 
 from typing import Annotated, ClassVar, Literal, Self
 

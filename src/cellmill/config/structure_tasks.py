@@ -1,4 +1,4 @@
-"""Options of tasks that judge embeddings without a classifier: their geometry, and their cost. Torch-free."""
+"""Options of tasks without a classifier: clustering, batch integration and throughput. Torch-free."""
 
 from typing import Annotated, ClassVar, Literal
 

@@ -77,7 +77,7 @@ class Tokens(Plugin):
 
     @property
     def needs_quantiles(self) -> bool:
-        """Whether `fitted` needs quantiles of the corpus."""
+        """True if `fitted` needs quantiles of the corpus."""
         return False
 
     def fitted(self, quantiles: Sequence[float]) -> Self:

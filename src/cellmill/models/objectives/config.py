@@ -45,7 +45,7 @@ class MaskedObjectiveConfig(ObjectiveConfig):
 
     @property
     def reads_cells(self) -> bool:  # type: ignore[override]
-        """Whether the second loss is on."""
+        """True if the second loss is on."""
         return self.cell_loss_weight > 0
 
 
@@ -65,7 +65,7 @@ class MaskedValueConfig(MaskedObjectiveConfig):
 
     @property
     def needs_counts(self) -> bool:  # type: ignore[override]
-        """Whether values are made again."""
+        """True if values are renormalised."""
         return self.renormalize
 
     def check_tokens(self, tokens: Tokens) -> None:

@@ -83,7 +83,7 @@ class SumConfig(ObjectiveConfig):
 
     @property
     def needs_counts(self) -> bool:  # type: ignore[override]
-        """Whether a part needs the counts of tokens."""
+        """True if a part needs the counts of tokens."""
         return any(part.needs_counts for part in self.each())
 
     def each(self) -> list[ObjectiveConfig]:
