@@ -109,7 +109,7 @@ def _package(point: EntryPoint) -> str:
 
 
 def _misfit(options: Any, contract: Any, name: str) -> str:
-    """What keeps an installed object from being the options class of the choice `name`; empty if nothing does."""
+    """Reason why an installed object cannot be the options class of the choice `name`; empty if there is none."""
     if not isinstance(options, type) or not issubclass(options, contract) or options is contract:
         return f"is no subclass of {contract.__module__}.{contract.__name__}"
     field = options.model_fields[contract.key]  # type: ignore[attr-defined]

@@ -35,25 +35,28 @@ class Preprocess(Section):
     )
     reference_organism: Literal["human", "mouse"] | None = Field(
         None,
-        description="Organism to whose genes those of another are mapped, by one-to-one orthologs, so that a corpus "
-        "may have both; genes without one are dropped and counted. null keeps each dataset's own genes.",
+        description="Organism whose genes the other organism's genes are mapped to, by one-to-one orthologs, so that a "
+        "corpus can contain both; genes without an ortholog are dropped and counted. null keeps each "
+        "dataset's own genes.",
     )
     orthologs: str | None = Field(
         None,
         description="Tab-separated file of orthologs to use instead of the packaged table: a header with the names of "
-        "both organisms, Ensembl ids below; pairs in which a gene occurs once are used. Requires reference_organism.",
+        "both organisms, then Ensembl ids; only pairs whose genes occur once are used. Requires "
+        "reference_organism.",
     )
     organism_column: bool = Field(
         False,
-        description="Add obs column `organism` to the cells: human or mouse, as their dataset. Datasets of both may "
-        "then be one corpus without reference_organism, each with its own genes, and tokens.covariates: [organism] "
-        "tells the model which.",
+        description="Add obs column `organism` to the cells: human or mouse, from their dataset. Datasets of both can "
+        "then form one corpus without reference_organism, each with its own genes, and tokens.covariates: "
+        "[organism] tells the model the organism.",
     )
     min_genes: int = Field(200, ge=0, description="Drop cells with fewer detected genes.")
     min_counts: int = Field(
         1,
         ge=1,
-        description="Drop cells with fewer counts (sequences with fewer residues); those with none are always dropped.",
+        description="Drop cells with fewer counts (sequences with fewer residues); cells without counts are always "
+        "dropped.",
     )
     max_mito_frac: float = Field(
         0.2, ge=0, le=1, description="Drop cells with a larger fraction of mitochondrial counts; 1 keeps all."
@@ -65,14 +68,14 @@ class Preprocess(Section):
         "the other cells of its file. `vocabulary.min_cells` counts over the corpus.",
     )
     min_coverage_frac: float = Field(
-        0.5, ge=0, le=1, description="Smallest accepted fraction of a dataset's genes that map to an Ensembl id."
+        0.5, ge=0, le=1, description="Minimum fraction of a dataset's genes that map to an Ensembl id."
     )
     keep_obs: list[str] | None = Field(None, description="obs columns to keep; null keeps all.")
     row_block: int = Field(4096, ge=1, description="Cells in memory at a time.")
     compression: Literal["gzip"] | None = Field(
         "gzip",
-        description="Compression of the written cells, which any AnnData reader opens. null takes about four times the "
-        "disk and less CPU time (benchmarks/README.md); shards are the same.",
+        description="Compression of the preprocessed cells; any AnnData reader opens them. null takes about four times "
+        "the disk and less CPU time (benchmarks/README.md); the shards are the same.",
     )
 
     @model_validator(mode="after")
@@ -85,28 +88,31 @@ class Preprocess(Section):
 class VocabularyConfig(Section):
     """Selection of the genes that become tokens."""
 
-    min_cells: int = Field(1, ge=1, description="Leave out genes detected in fewer cells of the corpus.")
-    max_genes: int | None = Field(None, ge=1, description="Most genes to keep, chosen by `select`; null keeps all.")
+    min_cells: int = Field(1, ge=1, description="Drop genes detected in fewer cells of the corpus.")
+    max_genes: int | None = Field(
+        None, ge=1, description="Maximum number of genes, chosen by `select`; null keeps all."
+    )
     select: Literal["detected", "seurat", "seurat_v3"] = Field(
         "detected",
-        description="Genes that max_genes keeps: detected in most cells, or highly variable over all cells of the "
-        "corpus by this flavor of scanpy's highly_variable_genes. seurat_v3 requires scikit-misc (`cellmill[hvg]`).",
+        description="Which genes max_genes keeps: those detected in most cells, or the most variable over all cells of "
+        "the corpus, by this flavor of scanpy's highly_variable_genes. seurat_v3 requires scikit-misc "
+        "(`cellmill[hvg]`).",
     )
     quantiles: bool = Field(
         False,
-        description="Keep the quantiles of all values of the corpus, per mille, for runs with tokens.binning "
+        description="Store the quantiles of all values of the corpus, per mille, for runs with tokens.binning "
         "quantile_corpus. They are within 0.5 % of the exact counts per 10,000.",
     )
     variability: bool = Field(
         False,
-        description="Keep the order of the genes by their variability over the corpus, for runs with tokens.truncation "
-        "variable: by flavor seurat_v3 if that is `select`, else by seurat.",
+        description="Store the order of the genes by their variability over the corpus, for runs with "
+        "tokens.truncation variable: by flavor seurat_v3 if that is `select`, else by seurat.",
     )
     genes: str | None = Field(
         None,
-        description="File with one Ensembl id or current symbol a line; other genes are left out. null keeps all.",
+        description="File with one Ensembl id or current symbol per line; other genes are dropped. null keeps all.",
     )
-    protein_coding: bool = Field(False, description="Leave out genes that GENCODE does not list as protein coding.")
+    protein_coding: bool = Field(False, description="Drop genes that GENCODE does not list as protein coding.")
 
     @model_validator(mode="after")
     def _variable_genes_have_a_number(self) -> Self:
@@ -126,22 +132,23 @@ class Shard(Section):
     )
     train_values: list[str] = Field(
         [],
-        description="Values of split_by whose cells are all for training, such as the control where whole "
-        "perturbations are held out; the fractions are those of the other values.",
+        description="Values of split_by whose cells all go to training, such as the control if whole perturbations are "
+        "held out; the fractions apply to the other values.",
     )
     val_frac: float = Field(0.1, ge=0, lt=1, description="Fraction of cells, or of split_by's values, for validation.")
     test_frac: float = Field(0.1, ge=0, lt=1, description="Fraction held out for evaluation.")
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of the split and of the order on disk.")
     duplicates: Literal["keep", "drop"] = Field(
         "keep",
-        description="Cells with the same counts of the same genes as an earlier cell of the corpus: keep counts and "
-        "reports them, drop leaves them out. With few counts, different cells may be equal by chance.",
+        description="Duplicate cells, which have the same counts of the same genes as an earlier cell of the "
+        "corpus: keep counts and reports them, drop removes them. With few counts, different cells may be equal by "
+        "chance.",
     )
     jobs: int = Field(
         1,
         ge=1,
         le=1000,
-        description="Jobs that write the shards, each a part of them; the shards do not depend on it.",
+        description="Number of jobs that write the shards, each a part of them; the shards do not depend on it.",
     )
 
     @model_validator(mode="after")
@@ -164,8 +171,8 @@ class ObsColumns(Section):
 
     filter: str | None = Field(
         None,
-        description="Condition that kept cells fulfil, as for `pandas.DataFrame.query`: comparisons of obs columns "
-        "(`` `in backticks` `` if the name has spaces) with texts, numbers and lists, joined by and, or, not.",
+        description="Filter for cells to keep, as for `pandas.DataFrame.query`: comparisons of obs columns (`` `in "
+        "backticks` `` if the name has spaces) with strings, numbers and lists, joined by and, or, not.",
     )
     label: str | None = Field(
         None,
@@ -182,8 +189,8 @@ class ObsColumns(Section):
     )
     control: str | None = Field(
         None,
-        description="Value of the perturbation, or of the condition of a dataset without perturbations, of untreated "
-        "cells: `is_control` of preprocessed cells.",
+        description="Value of the perturbation column (of the condition column if the dataset has no perturbations) "
+        "that marks untreated cells: `is_control` of preprocessed cells.",
     )
     dose: str | None = Field(
         None, description="obs column of the dose, a number; preprocessed cells have it as `dose`."

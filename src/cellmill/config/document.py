@@ -33,11 +33,11 @@ INTRODUCTION = f"""# Configuration
 `config/config.yaml` sets what is computed; a profile sets where ([profiles/README.md](../profiles/README.md)). A
 section at the top of the file is the default for all corpora or runs; a corpus or run may override any key of it.
 `train.steps` in a run replaces `train.epochs` of the defaults and vice versa; a section that chooses another family,
-objective, tokenizer or method inherits only the options that all choices have; a mapping of names is replaced as a
+objective, tokenizer or method inherits only the options that all choices share; a mapping of names is replaced as a
 whole. Off is `null`.
 
-A changed key reruns the stages that read its section, and all that depends on them. An unknown key, a wrong type or a
-value out of range ends every command with one line that names it. On the command line, Snakemake's
+A changed key reruns the stages that read its section, and everything downstream. An unknown key, a wrong type or a
+value out of range stops every command with a one-line error that names it. On the command line, Snakemake's
 `--config 'train={{lr: 1e-4}}'` changes single keys, and `--configfile FILE --replace-workflow-config` uses another
 file; [examples/](examples) has complete ones.
 """

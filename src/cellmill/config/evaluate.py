@@ -43,17 +43,17 @@ class ProbeConfig(TaskConfig):
 
     name: Literal["probe"] = Field("probe", description="Name of the task.")
     neighbors: int = Field(15, ge=1, description="k of the kNN classifier.")
-    seeds: int = Field(5, ge=1, description="Repetitions of the cross-validation, each with folds of its own.")
+    seeds: int = Field(5, ge=1, description="Repetitions of the cross-validation, each with different folds.")
 
 
 class ReconstructConfig(TaskConfig):
-    """The training objective on the scored cells, against the gene statistics of training cells."""
+    """The training objective on the evaluated cells, against the gene statistics of training cells."""
 
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.reconstruct:Reconstruct"
 
     name: Literal["reconstruct"] = Field("reconstruct", description="Name of the task.")
     objective: dict[str, Any] = Field(
-        {}, description="Options of the training objective to change here, for instance `mask_frac`."
+        {}, description="Options of the training objective to override here, for instance `mask_frac`."
     )
 
     @field_validator("objective")
@@ -65,21 +65,21 @@ class ReconstructConfig(TaskConfig):
 
 
 class FewShotConfig(TaskConfig):
-    """Classifiers of the label that are trained on a few cells of each class; skipped without a label."""
+    """Few-shot classifiers of the label, trained on a few cells per class; skipped without a label."""
 
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.few_shot:FewShot"
     reads_label: ClassVar[bool] = True
 
     name: Literal["few_shot"] = Field("few_shot", description="Name of the task.")
     shots: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field(
-        [5, 10, 20], min_length=1, description="Numbers of training cells of each class."
+        [5, 10, 20], min_length=1, description="Numbers of training cells per class."
     )
-    draws: int = Field(10, ge=2, description="Draws of the training cells.")
+    draws: int = Field(10, ge=2, description="Number of random draws of the training cells.")
     neighbors: int = Field(5, ge=1, description="k of the kNN classifier, at most the number of training cells.")
 
 
 class LeaveOutConfig(TaskConfig):
-    """Classifiers of the label for donors or batches left out of their training; skipped without a label."""
+    """Classifiers of the label tested on left-out donors or batches; skipped without a label."""
 
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.leave_out:LeaveOut"
     reads_label: ClassVar[bool] = True
@@ -88,19 +88,24 @@ class LeaveOutConfig(TaskConfig):
     roles: Annotated[list[Literal["donor", "batch"]], EachOnce] = Field(
         ["donor", "batch"],
         min_length=1,
-        description="Roles whose values are left out whole; of those, the ones that the dataset has.",
+        description="Roles to leave out by value, such as donor or batch; roles that the dataset lacks are ignored.",
     )
     most_folds: int = Field(
-        10, ge=2, description="One value after another is left out, or of more values, so many groups of them."
+        10,
+        ge=2,
+        description="Maximum number of left-out groups: values are left out one at a time, or, if there are more "
+        "values, in this many groups.",
     )
     neighbors: int = Field(15, ge=1, description="k of the kNN classifier.")
 
 
 class DegradedConfig(TaskConfig):
-    """Options of tasks that classify cells which lost something."""
+    """Options of tasks that classify cells with removed counts or genes."""
 
     neighbors: int = Field(15, ge=1, description="k of the kNN classifier.")
-    repeats: int = Field(3, ge=1, description="Draws of what is lost, each with folds of its own.")
+    repeats: int = Field(
+        3, ge=1, description="Number of random draws of the removed counts or genes, each with different folds."
+    )
 
 
 class LowDepthConfig(DegradedConfig):
@@ -111,24 +116,24 @@ class LowDepthConfig(DegradedConfig):
 
     name: Literal["low_depth"] = Field("low_depth", description="Name of the task.")
     count_fracs: Annotated[list[Annotated[float, Field(gt=0, lt=1)]], EachOnce] = Field(
-        [0.3, 0.1], min_length=1, description="Fractions of the counts that are kept."
+        [0.3, 0.1], min_length=1, description="Fractions of the counts to keep."
     )
 
 
 class MissingGenesConfig(DegradedConfig):
-    """Classifiers of the label on cells of which a few genes were measured; skipped without a label."""
+    """Classifiers of the label on cells with few measured genes; skipped without a label."""
 
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.missing_genes:MissingGenes"
     reads_label: ClassVar[bool] = True
 
     name: Literal["missing_genes"] = Field("missing_genes", description="Name of the task.")
     genes: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field(
-        [200, 75], min_length=1, description="Numbers of genes that are kept, drawn from the expressed ones."
+        [200, 75], min_length=1, description="Numbers of genes to keep, drawn from the expressed ones."
     )
 
 
 class PerturbationConfig(TaskConfig):
-    """Changes of expression under perturbations, donors or batches that were left out; skipped without controls."""
+    """Expression changes under held-out perturbations, donors or batches; skipped without controls."""
 
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.perturbation:Perturbation"
 
@@ -136,18 +141,25 @@ class PerturbationConfig(TaskConfig):
     held_out: Annotated[list[Literal["perturbation", "label", "condition", "donor", "batch"]], EachOnce] = Field(
         ["perturbation", "donor", "batch"],
         min_length=1,
-        description="What is left out whole: perturbations, or values of a role, of those that the dataset has; label "
-        "is for cell types.",
+        description="Roles to leave out by value: perturbations, or any other role that the dataset has; label "
+        "stands for cell types.",
     )
     min_cells: int = Field(
-        20, ge=4, description="Perturbations with fewer cells (in a donor, where donors are left out) are not used."
+        20, ge=4, description="Perturbations with fewer cells (per donor if donors are left out) are not used."
     )
-    top_genes: int = Field(20, ge=1, description="Genes of largest seen change whose predicted direction counts.")
-    seeds: int = Field(3, ge=1, description="Repetitions of the folds of perturbations; `evaluate.folds` of them each.")
+    top_genes: int = Field(
+        20,
+        ge=1,
+        description="Number of genes with the largest measured change over which the predicted direction is scored.",
+    )
+    seeds: int = Field(
+        3, ge=1, description="Repetitions of the cross-validation over perturbations, with `evaluate.folds` folds each."
+    )
     most_folds: int = Field(
         10,
         ge=2,
-        description="One value of a role after another is left out, or of more values, so many groups of them.",
+        description="Maximum number of left-out groups of a role: values are left out one at a time, or, if there are "
+        "more values, in this many groups.",
     )
 
 
@@ -155,7 +167,7 @@ _DEFAULT_TASKS: Any = {"probe": {}, "reconstruct": {}}
 
 
 class Evaluate(Section):
-    """Tasks that judge the exported model on held-out cells."""
+    """Tasks that evaluate the exported model on held-out cells."""
 
     moved: ClassVar[dict[str, str]] = {
         "neighbors": "evaluate.tasks.probe.neighbors",
@@ -163,16 +175,16 @@ class Evaluate(Section):
     }
 
     datasets: Annotated[list[str], EachOnce] | None = Field(
-        None, description="Datasets to evaluate; null is those of the run's corpus."
+        None, description="Datasets to evaluate; null means those of the run's corpus."
     )
     cells: Literal["heldout", "all"] = Field(
-        "heldout", description="heldout leaves out every cell that the model was trained or validated on."
+        "heldout", description="heldout excludes every cell that the model was trained or validated on."
     )
     precision: Literal["32-true", "bf16-mixed"] = Field(
         "32-true",
         description="Number format of the model in tasks that run it again; set it as embed.precision.",
     )
-    folds: int = Field(5, ge=2, description="Cross-validation folds of tasks that fit something.")
+    folds: int = Field(5, ge=2, description="Cross-validation folds of tasks that fit a model.")
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of folds, masks, the untrained model and the UMAP.")
     tasks: Annotated[dict[str, SerializeAsAny[TaskConfig]], BeforeValidator(partial(by_name, TaskConfig))] = Field(
         _DEFAULT_TASKS,
@@ -181,16 +193,17 @@ class Evaluate(Section):
     )
     gate: list[BaselineGate] = Field(
         [],
-        description="Conditions without which the stage fails, each with `task`, `baseline` (a row, or features, whose "
-        "best classifier counts), `column` (default: the one that ranks the rows) and `margin` (default 0): the least "
-        "difference of the model's best row and the baseline's. Results are then in metrics.failed.json.",
+        description="Minimum results; the stage fails if one is missed. Each has `task`, `baseline` (a row, or "
+        "features, whose best classifier counts), `column` (default: the one that ranks the rows) and `margin` "
+        "(default 0): the minimum difference between the model's best row and the baseline's. Results are then in "
+        "metrics.failed.json.",
     )
 
     external: dict[Annotated[str, AfterValidator(check_name)], ExternalModel] = Field(
         {},
         description="Models of other packages by name, each with `command` (run without a shell, with {cells} and "
-        "{out} among its arguments) and `files` (whose change runs it again): rows beside the model in the tasks that "
-        "read embeddings alone, in no verdict and no gate.",
+        "{out} among its arguments) and `files` (a change of which reruns it): they add rows beside the model in the "
+        "tasks that read only embeddings, but enter no verdict and no gate.",
     )
 
     @model_validator(mode="after")

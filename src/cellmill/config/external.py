@@ -15,10 +15,10 @@ class ExternalModel(Section):
     """One command, run for each dataset; its embedding is a row beside the model."""
 
     command: str = Field(
-        description="Program and arguments, split as a shell would and run without one; {cells} is the .h5ad of the "
-        "cells, {out} the .h5ad to write."
+        description="Program and arguments, split like a shell would but run without one; {cells} is the input .h5ad, "
+        "{out} the .h5ad to write."
     )
-    files: list[str] = Field([], description="Files, such as its script, whose change runs the command again.")
+    files: list[str] = Field([], description="Files, such as its script; a change of one reruns the command.")
 
     @field_validator("command")
     @classmethod

@@ -64,7 +64,7 @@ class SizedFamilyConfig(FamilyConfig):
     size: sizes.SizeName | None = Field(
         None,
         exclude=True,
-        description="Size by name (docs/objectives.md): sets hidden, layers and heads where they are left out.",
+        description="Named size (docs/objectives.md): sets hidden, layers and heads if they are not given.",
     )
 
     @model_validator(mode="before")

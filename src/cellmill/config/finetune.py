@@ -20,16 +20,16 @@ class MethodConfig(Plugin):
     method: str
     new_genes: Literal["random", "mean"] = Field(
         "random",
-        description="First rows, in embeddings and heads, of genes of the corpus that the model of init_from lacks: "
-        "drawn as for a new model, or the mean over the genes that it has. With model.gene_vectors they have their "
-        "own vector besides, if its file has one (the same file as that of the model).",
+        description="Initial rows, in embeddings and heads, of corpus genes that the model of init_from lacks: "
+        "random, as in a new model, or the mean over the genes it has. With model.gene_vectors such genes also get "
+        "their own vector, if the file has one (the same file as that of the model).",
     )
     min_known_frac: float = Field(
         0.01,
         ge=0,
         le=1,
-        description="Smallest share of the genes that a cell of the corpus expresses which the model of init_from must "
-        "have; below it the training is refused.",
+        description="Minimum fraction of a corpus cell's expressed genes that the model of init_from must have; "
+        "below it the training is refused.",
     )
 
 
@@ -42,25 +42,23 @@ class FullConfig(MethodConfig):
     trunk_lr_frac: float = Field(
         1.0,
         gt=0,
-        description="Learning rate of the trunk, which is everything but the objective's heads, as a fraction of "
-        "train.lr, that of the heads.",
+        description="Learning rate of the trunk (everything except the objective's heads) as a fraction of "
+        "train.lr, the rate of the heads.",
     )
     layer_decay: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="Factor of the learning rate from each block to the one before it: of N blocks, block i from 0 has "
-        "layer_decay ** (N - 1 - i), embeddings have layer_decay ** N. 1 is one rate for the trunk.",
+        description="Factor of the learning rate from each block to the previous one: of N blocks, block i from 0 has "
+        "layer_decay ** (N - 1 - i), embeddings have layer_decay ** N. 1 is one rate for the whole trunk.",
     )
-    head_steps: int = Field(
-        0, ge=0, description="First optimizer steps, in which heads train alone and the trunk stays as it is."
-    )
+    head_steps: int = Field(0, ge=0, description="Number of initial optimizer steps that train only the heads.")
     block_steps: int = Field(
         0,
         ge=0,
-        description="Steps from the one in which a block begins to train to that of the block before it; the last "
-        "block, with the norm behind it, begins after head_steps, embeddings begin after the first block. 0: all begin "
-        "after head_steps.",
+        description="Steps between unfreezing a block and the block before it; the last block, with the norm after it, "
+        "starts after head_steps, and the embeddings start after the first block. 0: all start after "
+        "head_steps.",
     )
 
 
@@ -73,14 +71,14 @@ class HeadOnlyConfig(MethodConfig):
 
 
 class PartialConfig(MethodConfig):
-    """Train the last blocks, the norm behind them and the objective's heads; the rest is frozen."""
+    """Train the last blocks, the norm after them and the objective's heads; the rest is frozen."""
 
     implementation: ClassVar[str] = "cellmill.finetune.partial:Partial"
 
-    method: Literal["partial"] = Field("partial", description="Heads and the last blocks train, the rest is frozen.")
-    last_blocks: int = Field(4, ge=1, description="Number of blocks that train, the last ones.")
+    method: Literal["partial"] = Field("partial", description="Heads and the last blocks train; the rest is frozen.")
+    last_blocks: int = Field(4, ge=1, description="Number of last blocks that train.")
     trunk_lr_frac: float = Field(
-        0.01, gt=0, description="Learning rate of these blocks as a fraction of train.lr, that of the heads."
+        0.01, gt=0, description="Learning rate of these blocks as a fraction of train.lr, the rate of the heads."
     )
 
 
@@ -91,8 +89,8 @@ class LoraConfig(MethodConfig):
 
     method: Literal["lora"] = Field(
         "lora",
-        description="Low-rank adapters of linear layers (Hu et al. 2022), merged into the exported model and beside it "
-        "in the layout of the package peft.",
+        description="Low-rank adapters of linear layers (Hu et al. 2022), merged into the exported model and also "
+        "stored beside it in the layout of the package peft.",
     )
     rank: int = Field(8, ge=1, description="Rank of the adapters.")
     alpha: float = Field(16.0, gt=0, description="The adapters' product is multiplied by alpha / rank.")
@@ -102,5 +100,5 @@ class LoraConfig(MethodConfig):
         description="Names of the linear layers in a block, such as qkv; null adapts every linear layer of the blocks.",
     )
     trunk_lr_frac: float = Field(
-        0.1, gt=0, description="Learning rate of the adapters as a fraction of train.lr, that of the heads."
+        0.1, gt=0, description="Learning rate of the adapters as a fraction of train.lr, the rate of the heads."
     )

@@ -1,4 +1,4 @@
-"""Options of tasks that judge what a model knows of genes. Torch-free."""
+"""Options of tasks that evaluate gene embeddings and imputation. Torch-free."""
 
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -9,49 +9,54 @@ from cellmill.config.section import EachOnce
 
 
 class ImputationConfig(TaskConfig):
-    """Expression of genes that are hidden from the model, from the others; skipped without enough cells."""
+    """Imputation of hidden genes from the others; skipped without enough cells."""
 
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.imputation:Imputation"
 
     name: Literal["imputation"] = Field("imputation", description="Name of the task.")
     hidden_frac: float = Field(
-        0.2, gt=0, le=0.9, description="Share of the genes that is hidden, by a seeded draw, in all cells alike."
+        0.2, gt=0, le=0.9, description="Fraction of the genes to hide: a seeded draw, the same for all cells."
     )
     genes: Annotated[list[str], EachOnce] | None = Field(
         None,
         min_length=1,
-        description="Genes to hide instead of a share, by Ensembl id or symbol; null draws them.",
+        description="Genes to hide instead of a random fraction, by Ensembl id or symbol; null draws them.",
     )
-    max_genes: int = Field(500, ge=1, description="Most genes that are drawn.")
-    min_cells: int = Field(10, ge=2, description="Genes that fewer of the scored cells express are not hidden.")
-    neighbors: int = Field(15, ge=1, description="k of the average over nearest cells.")
+    max_genes: int = Field(500, ge=1, description="Maximum number of hidden genes.")
+    min_cells: int = Field(10, ge=2, description="Genes expressed by fewer of the evaluated cells are not hidden.")
+    neighbors: int = Field(15, ge=1, description="k of the kNN average.")
     seeds: int = Field(
-        3, ge=1, description="Repetitions of the cross-validation; one where donors or batches are its folds."
+        3, ge=1, description="Repetitions of the cross-validation; one if the folds are donors or batches."
     )
     most_folds: int = Field(
-        10, ge=2, description="Donors, or batches, are tested one after another, or of more, so many groups of them."
+        10,
+        ge=2,
+        description="Maximum number of groups: donors or batches are tested one at a time, or, if there "
+        "are more, in this many groups.",
     )
 
 
 class GeneEmbeddingConfig(TaskConfig):
-    """Membership of gene sets, and transcription factors, from vectors of genes; skipped for a model without any."""
+    """Prediction of gene sets and transcription factors from gene embeddings; skipped for a model without any."""
 
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.gene_embedding:GeneEmbedding"
     files: ClassVar[tuple[str, ...]] = ("gene_sets", "transcription_factors")
 
     name: Literal["gene_embedding"] = Field("gene_embedding", description="Name of the task.")
     gene_sets: str | None = Field(
-        None, description="GMT file of gene sets: on each line a name, a description and the genes, tab-separated."
+        None, description="GMT file of gene sets: per line a name, a description and the genes, tab-separated."
     )
     transcription_factors: str | None = Field(
-        None, description="File of transcription factors, one a line, by Ensembl id or symbol."
+        None, description="File of transcription factors, one per line, by Ensembl id or symbol."
     )
-    min_genes: int = Field(10, ge=2, description="Sets with fewer known genes are left out, by name.")
+    min_genes: int = Field(10, ge=2, description="Gene sets with fewer known genes are skipped, by name.")
     max_others: int = Field(
-        2000, ge=50, description="Genes of no set, at most: a seeded draw of those that training cells express."
+        2000,
+        ge=50,
+        description="Maximum number of genes outside all sets: a seeded draw of those that training cells express.",
     )
     seeds: int = Field(
-        3, ge=1, description="Repetitions of the cross-validation and of the draw, `evaluate.folds` each."
+        3, ge=1, description="Repetitions of the cross-validation and of the draw, with `evaluate.folds` folds each."
     )
 
     @model_validator(mode="after")
@@ -64,20 +69,22 @@ class GeneEmbeddingConfig(TaskConfig):
 
 
 class GrnConfig(TaskConfig):
-    """Similarity of genes against known regulations; an error where too few of them are among the model's genes."""
+    """Gene similarity against known regulatory edges; an error if too few of them are among the model's genes."""
 
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.grn:Grn"
     files: ClassVar[tuple[str, ...]] = ("edges",)
 
     name: Literal["grn"] = Field("grn", description="Name of the task.")
     edges: str = Field(
-        description="File of edges: on each line a transcription factor and a target, tab-separated, by Ensembl id or "
-        "symbol; more columns are not read."
+        description="File of edges: per line a transcription factor and a target, tab-separated, by Ensembl id or "
+        "symbol; further columns are ignored."
     )
-    min_edges: int = Field(20, ge=1, description="Fewest edges between known genes; with fewer the task fails.")
+    min_edges: int = Field(
+        20, ge=1, description="Minimum number of edges between known genes; with fewer the task fails."
+    )
     min_targets: int = Field(
-        3, ge=1, description="Transcription factors with fewer known targets are left out, by name."
+        3, ge=1, description="Transcription factors with fewer known targets are skipped, by name."
     )
     absolute: bool = Field(
-        False, description="Rank pairs by the size of a similarity, so that a negative one counts as much."
+        False, description="Rank pairs by absolute similarity, so that negative similarities count equally."
     )

@@ -8,22 +8,23 @@ from cellmill.config.section import Section
 
 
 class GeneVectorsConfig(Section):
-    """Vectors of genes from a file, such as those of a protein or text model."""
+    """Pretrained gene vectors from a file, such as those of a protein or text model."""
 
     gene_vectors: str | None = Field(
         None,
-        description="File with a vector per gene, by Ensembl id or symbol: .npy, (genes, numbers), with the names one "
-        "a line in the file of the same name with .genes.txt in place of .npy; or .safetensors, a tensor per name. A "
-        "gene's embedding is its learned one plus a learned projection of its vector; one without a vector has the "
-        "learned one alone.",
+        description="File with a vector per gene, by Ensembl id or symbol: .npy with shape (genes, dim) and the names, "
+        "one per line, in the file of the same name with .genes.txt in place of .npy; or .safetensors with a "
+        "tensor per name. The vector is projected by a learned matrix and added to the gene's learned "
+        "embedding; a gene without a vector has only the learned embedding.",
     )
     gene_vector_dim: int | None = Field(
         None,
         ge=1,
-        description="Numbers of each vector; null has no vectors. Without a file they are those of init_from.",
+        description="Dimension of the vectors; null means no vectors. Without a file the vectors are those of "
+        "init_from.",
     )
     train_gene_vectors: bool = Field(
-        False, description="Train the vectors too; otherwise only their projection is trained."
+        False, description="Also train the vectors; otherwise only their projection is trained."
     )
 
     @model_validator(mode="after")

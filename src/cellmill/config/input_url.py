@@ -1,4 +1,4 @@
-"""URLs of inputs, told from paths, and without what nobody should read in a log."""
+"""URLs of inputs: told apart from paths, and redacted for logs."""
 
 import re
 from pathlib import Path

@@ -10,7 +10,7 @@ from cellmill.config.tokens import Tokens
 
 
 class ObjectiveConfig(Plugin):
-    """What a model is trained to predict, and how its loss is made."""
+    """Training target of a model, and its loss."""
 
     kind: ClassVar[str] = "objective"
     default: ClassVar[str | None] = "cell_decoding"

@@ -10,7 +10,7 @@ from cellmill.config.transformer import TransformerConfig
 
 
 class PostNormConfig(TransformerConfig):
-    """Architecture of post-norm blocks, and the cell's vector."""
+    """Architecture of post-norm blocks, and the pooling."""
 
     objectives: ClassVar[tuple[str, ...]] = ("cell_decoding", "masked_value", "masked_gene", "supervised_contrastive")
     weight_keys: ClassVar[tuple[str, ...]] = (*(*TransformerConfig.weight_keys, "activation", "norm_eps", "ends"),)
@@ -19,10 +19,10 @@ class PostNormConfig(TransformerConfig):
     activation: Literal["gelu", "relu"] = Field("relu", description="Activation inside the feed-forward layers.")
     norm_eps: float = Field(1e-5, gt=0, description="Epsilon of the layer norms.")
     ends: Literal["none", "cls", "cls_eos"] = Field(
-        "none", description="Tokens added to each cell: none; <cls> before it; and <eos> after it."
+        "none", description="Special tokens added to each cell: none; <cls> at its start; or also <eos> at its end."
     )
     pooling: Literal["mean", "cls"] = Field(
-        "mean", description="Vector of a cell: mean over its genes, without <cls> and <eos>, or the state of <cls>."
+        "mean", description="Cell embedding: mean over its genes, without <cls> and <eos>, or the state of <cls>."
     )
     embed_layer: int = Field(
         0, le=0, description="Block whose output is pooled when cells are embedded: 0 is the last, -1 the one before."
@@ -37,7 +37,7 @@ class PostNormConfig(TransformerConfig):
         return self
 
     def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
-        """Refuse labels predicted from another block than the one whose output is the cell's vector."""
+        """Refuse labels predicted from another block than the one whose output is the cell embedding."""
         if self.embed_layer and any(part.name == "classification" for part in objective.each()):
             raise ValueError(
                 f"model.embed_layer {self.embed_layer}: objective classification predicts labels from the last block; "

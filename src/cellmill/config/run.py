@@ -20,62 +20,66 @@ class Stream(Section):
     window_blocks: int = Field(16, ge=1, description="Blocks of one lane whose cells are shuffled together.")
     equal_steps: bool = Field(
         False,
-        description="Spread the cells of an epoch evenly over its steps, whose sizes then differ by one cell at most. "
-        "Otherwise the last step of an epoch has what is left, which may be a handful of cells. The number of steps is "
-        "the same. Recommended for new runs; off is what earlier runs were trained with.",
+        description="Spread the cells of an epoch evenly over its steps, whose sizes then differ by at most one cell. "
+        "Otherwise the last step of an epoch has the remaining cells, which may be a handful. The number of "
+        "steps is the same. Recommended for new runs; off reproduces earlier runs.",
     )
     train_frac: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="Fraction of the training cells that the run reads, drawn evenly over the corpus; a smaller "
-        "fraction is part of a larger one, and the validation and test cells are the same for all.",
+        description="Fraction of the training cells that the run reads, sampled evenly over the corpus; a smaller "
+        "fraction is a subset of a larger one, and the validation and test cells are always the same.",
     )
     weight_by: str | None = Field(
         None,
-        description="obs column, such as a label, or `dataset`, whose rare values are read more often and frequent "
-        "ones less: an epoch keeps its number of cells, repeats some and leaves out others. null reads each cell once.",
+        description="obs column, such as a label, or `dataset`, for weighted sampling: cells of rare values are "
+        "read more often and cells of frequent values less. An epoch keeps its number of cells, repeating some and "
+        "omitting others. null reads each cell once.",
     )
     weight_exponent: float = Field(
         1.0,
         ge=0,
         le=1,
-        description="A cell of a value that n cells have is read in proportion to n ** -weight_exponent: 1 reads all "
-        "values equally often, 0 each cell once.",
+        description="A cell of a value with n cells is read in proportion to n ** -weight_exponent: 1 reads all values "
+        "equally often, 0 each cell once.",
     )
     max_repeats: float = Field(
-        10.0, ge=1, le=1000, description="Most times that a cell is read in an epoch, on the mean of its value's cells."
+        10.0,
+        ge=1,
+        le=1000,
+        description="Maximum number of times that a cell is read per epoch, as a mean over the cells of its value.",
     )
     weight_warmup_steps: int = Field(
         0,
         ge=0,
-        description="Steps over which weights go linearly from those of weight_start_exponent to those of "
-        "weight_exponent; each epoch has the weights of its first step. 0 begins with the latter.",
+        description="Steps over which the weights change linearly from those of weight_start_exponent to those of "
+        "weight_exponent; each epoch uses the weights of its first step. 0 starts with the latter.",
     )
     weight_start_exponent: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="weight_exponent at step 0 of a curriculum over weight_warmup_steps: 0 begins with each cell once, "
-        "1 with all values equally often.",
+        description="weight_exponent at step 0 of a curriculum over weight_warmup_steps: 0 starts with each cell "
+        "once, 1 with all values equally often.",
     )
     io_threads: int = Field(
         4,
         ge=1,
-        description="Threads that read blocks: the reads that a process has in flight. A read is of block_cells cells.",
+        description="Reader threads: the number of reads that a process has in flight. One read is block_cells cells.",
     )
     stage_to: str | None = Field(
         None,
         min_length=1,
-        description="Folder on each node's own disk, such as $TMPDIR or $SLURM_TMPDIR, to which one process per node "
-        "copies the shards that the node reads while the training runs. A shard is read from the shared folder until "
-        "its copy is complete and has the manifest's SHA-256. A failure is one warning; copies are removed at the end. "
-        "null reads the shared folder. Variables are those of the node.",
+        description="Folder on each node's local disk, such as $TMPDIR or $SLURM_TMPDIR, to which one process per node "
+        "copies the shards that the node reads while the training runs. A shard is read from the shared "
+        "folder until its copy is complete and matches the manifest's SHA-256. A failure is one warning; "
+        "copies are removed at the end. null reads the shared folder. Variables are expanded on the node.",
     )
     stage_limit_gb: float | None = Field(
         None,
         gt=0,
-        description="Most GB of shards that a node copies; null, and any more, leaves 5 % of its disk free.",
+        description="Maximum GB of shards that a node copies; in any case, also with null, 5 % of its disk stay free.",
     )
 
     def train_cells(self, n: int) -> int:
@@ -100,7 +104,7 @@ class Plan(Section):
     """Assumptions of the plan about the machine."""
 
     memory_gb: float | None = Field(
-        None, gt=0, description="Device memory of one process; null takes that of the profile's device."
+        None, gt=0, description="Device memory of one process; null uses that of the profile's device."
     )
     memory_frac: float = Field(0.9, gt=0, le=1, description="Fraction of that memory a run may use.")
     mfu_frac: float = Field(
@@ -110,10 +114,10 @@ class Plan(Section):
         description="Assumed fraction of the device's peak FLOP/s; communication and idle time are added.",
     )
     intra_node_gbs: float | None = Field(
-        None, gt=0, description="GB/s one process can send inside its node; null takes that of the profile's device."
+        None, gt=0, description="GB/s one process can send within its node; null uses that of the profile's device."
     )
     inter_node_gbs: float | None = Field(
-        None, gt=0, description="GB/s one process can send to other nodes; null takes that of the profile's device."
+        None, gt=0, description="GB/s one process can send to other nodes; null uses that of the profile's device."
     )
 
 
@@ -124,7 +128,7 @@ class Train(Section):
         None,
         ge=1,
         le=10**9,
-        description="Optimizer steps; exactly one of steps and epochs is set. A run whose length changed goes on.",
+        description="Optimizer steps; exactly one of steps and epochs is set. A run whose length is changed continues.",
     )
     epochs: float | None = Field(None, gt=0, le=10**6, description="Passes over the training cells.")
     global_batch: int = Field(256, ge=1, le=10**7, description="Cells per optimizer step over all processes.")
@@ -159,8 +163,8 @@ class Train(Section):
         None,
         gt=0,
         lt=1,
-        description="Decay of an exponential moving average of the trained weights in a step; after t steps at most "
-        "(1 + t) / (10 + t). Validation, and so the best checkpoint, and the exported model are of the average. null "
+        description="Decay per step of an exponential moving average of the trained weights; after t steps at most "
+        "(1 + t) / (10 + t). Validation, and so the best checkpoint, and the exported model use the average. null "
         "keeps none.",
     )
     max_bad_steps: int = Field(
@@ -187,20 +191,22 @@ class Train(Section):
     early_stop_patience: int | None = Field(
         None,
         ge=1,
-        description="Validations in a row without an improvement of best_metric after which the run is done; may be "
-        "raised later, and the run goes on. null trains to the last step.",
+        description="Number of consecutive validations without an improvement of best_metric after which the run "
+        "ends; if it is raised later, the run continues. null trains to the last step.",
     )
     early_stop_min_delta: float = Field(
-        0.0, ge=0, description="An improvement is more than this; the best checkpoint is the best all the same."
+        0.0,
+        ge=0,
+        description="Minimum improvement that resets the patience; the best checkpoint is the best regardless.",
     )
     checkpoint_every_steps: int = Field(500, ge=1, description="Steps between checkpoints.")
     checkpoint_every_min: float | None = Field(
-        None, gt=0, description="Minutes between additional checkpoints; null has none."
+        None, gt=0, description="Minutes between additional checkpoints; null writes none."
     )
     keep_checkpoints: int = Field(2, ge=1, description="Number of newest checkpoints kept in addition to the best.")
     keep_steps: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field(
         [],
-        description="Steps whose checkpoints are written and kept to the end, whatever checkpoint_every_steps and "
+        description="Steps whose checkpoints are written and kept permanently, whatever checkpoint_every_steps and "
         "keep_checkpoints say, such as those from which other runs branch (trunk_step).",
     )
     log_every_steps: int = Field(10, ge=1, description="Steps between logged metrics.")
@@ -267,7 +273,7 @@ class Embed(Section):
     precision: Literal["32-true", "bf16-mixed"] = Field(
         "32-true",
         description="Number format of the forward pass. bf16-mixed is for a GPU, where attention in float32 is one "
-        "call per cell length; vectors then have two to three decimal digits. Not tested on a GPU.",
+        "call per cell length; embeddings then have two to three decimal digits. Not tested on a GPU.",
     )
     min_coverage_frac: float = Field(
         0.3, ge=0, le=1, description="Minimum fraction of a dataset's counts in genes of the model's vocabulary."
@@ -276,8 +282,8 @@ class Embed(Section):
         0.01,  # a panel of 1,000 genes in a corpus of whole transcriptomes has .03, and is no mistake
         ge=0,
         le=1,
-        description="Minimum share of the model's genes that a dataset measures, weighted by the training cells that "
-        "express them. Below one half there is a warning.",
+        description="Minimum fraction of the model's genes that a dataset measures, weighted by how many training "
+        "cells express them. Below one half there is a warning.",
     )
 
 
@@ -288,14 +294,14 @@ class Predict(Section):
         None,
         gt=0,
         lt=1,
-        description="Smallest calibrated probability of a cell's likeliest label; cells below it are `unknown`.",
+        description="Minimum calibrated probability of a cell's predicted label; cells below it are `unknown`.",
     )
     min_accuracy: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="Smallest share of right labels among the validation cells that get one: min_probability is then "
-        "the lowest that reaches it. null, with min_probability null too, leaves no cell unknown.",
+        description="Minimum accuracy among the validation cells that get a label: min_probability is then the lowest "
+        "value that reaches it. null, with min_probability null too, labels every cell.",
     )
 
     @model_validator(mode="after")

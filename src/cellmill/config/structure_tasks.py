@@ -1,4 +1,4 @@
-"""Options of tasks that judge embeddings without a classifier: their geometry, and their cost. Torch-free."""
+"""Options of tasks without a classifier: clustering, batch integration and throughput. Torch-free."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -7,41 +7,41 @@ from pydantic import Field
 from cellmill.config.evaluate import TaskConfig
 from cellmill.config.section import EachOnce
 
-MIN_CELLS = Field(10, ge=2, description="Classes with fewer scored cells are left out, by name.")
+MIN_CELLS = Field(10, ge=2, description="Classes with fewer evaluated cells are skipped, by name.")
 
 
 class ClusteringConfig(TaskConfig):
-    """Leiden clusters of embeddings against the label (extra `cluster`); skipped without a label."""
+    """Leiden clustering of the embeddings against the label (extra `cluster`); skipped without a label."""
 
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.clustering:Clustering"
     reads_label: ClassVar[bool] = True
 
     name: Literal["clustering"] = Field("clustering", description="Name of the task.")
     neighbors: int = Field(15, ge=2, description="k of the neighbour graph.")
-    resolution: float = Field(1.0, gt=0, description="The fixed resolution of the clustering.")
+    resolution: float = Field(1.0, gt=0, description="Fixed Leiden resolution.")
     resolutions: Annotated[list[Annotated[float, Field(gt=0)]], EachOnce] = Field(
         [0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.4, 2.0],
         min_length=1,
-        description="Resolutions of which the best is taken, by the label, for every kind of features.",
+        description="Leiden resolutions; the best one for each feature set is chosen with the label.",
     )
-    seeds: int = Field(5, ge=1, description="Clusterings by other random numbers at a resolution.")
+    seeds: int = Field(5, ge=1, description="Number of clusterings per resolution, with different seeds.")
     min_cells: int = MIN_CELLS
 
 
 class IntegrationConfig(TaskConfig):
-    """Mixing of batches and separation of labels in embeddings, apart; skipped without a batch or a label."""
+    """Batch mixing and label separation of the embeddings, reported separately; skipped without a batch or a label."""
 
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.integration:Integration"
     reads_label: ClassVar[bool] = True
 
     name: Literal["integration"] = Field("integration", description="Name of the task.")
     neighbors: int = Field(90, ge=15, description="k of the neighbour graph; LISI's perplexity is a third of it.")
-    harmony: bool = Field(False, description="With a row of PCA50 corrected by Harmony (extra `integrate`).")
+    harmony: bool = Field(False, description="Add a row for PCA50 corrected by Harmony (extra `integrate`).")
     min_cells: int = MIN_CELLS
 
 
 class ThroughputConfig(TaskConfig):
-    """Cells per second and memory of stage `embed` on the dataset, as it was run."""
+    """Cells per second and peak memory of stage `embed` on the dataset, as it was run."""
 
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.throughput:Throughput"
 

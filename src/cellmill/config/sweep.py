@@ -26,7 +26,7 @@ class Sweep(Section):
     The run of a combination is called after the sweep and the values, such as `size-seed0-hidden128`.
     """
 
-    run: dict[str, Any] = Field(description="What all of its runs have: `corpus`, and any key of a run.")
+    run: dict[str, Any] = Field(description="Shared by all its runs: `corpus`, and any key of a run.")
     over: dict[str, list[Any] | dict[str, dict[str, Any]]] = Field(
         min_length=1,
         description="Values by option, such as `train.seed: [0, 1]`; or, under a name of your own, named points that "

@@ -31,32 +31,32 @@ class Tokens(Plugin):
     max_tokens: int = Field(
         2048,
         ge=1,
-        description="Most tokens of a cell; `truncation` says which are cut; of a sequence, its end.",
+        description="Maximum number of tokens per cell; `truncation` says which are cut (of a sequence, its end).",
     )
     truncation: Literal["top", "random", "variable"] = Field(
         "top",
-        description="Genes that a cell with more than max_tokens keeps. top: those of the highest rank value. random: "
-        "a draw, anew each epoch of a training, and always the same of a cell's counts in validation and embedding. "
-        "variable: those that vary most over the corpus, which requires vocabulary.variability.",
+        description="Which genes a cell with more than max_tokens keeps. top: the highest rank values. random: a "
+        "random sample, new each epoch in training, and fixed by the cell's counts in validation and embedding. "
+        "variable: the genes that vary most over the corpus, which requires vocabulary.variability.",
     )
     zero_frac: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="Share of a cell's tokens that are genes without counts, with value 0, drawn as by truncation "
-        "random; fewer where the vocabulary has no more. They count in max_tokens.",
+        description="Fraction of a cell's tokens that are genes without counts, with value 0, sampled as by truncation "
+        "random; fewer if the vocabulary has no more. They count towards max_tokens.",
     )
     covariates: Annotated[list[str], EachOnce] = Field(
         [],
-        description="obs columns, or `dataset`, of which each cell has a token before its genes; the cell's vector "
-        "leaves these tokens out of its mean.",
+        description="obs columns, or `dataset`: each adds a token before the cell's genes; mean pooling leaves these "
+        "tokens out.",
     )
     covariate_unknown_frac: float = Field(
         0.1,
         ge=0,
         le=1,
-        description="Probability with which a covariate of a training cell is replaced by the unknown level, which "
-        "cells have when a file lacks the column or the corpus the value.",
+        description="Probability with which a covariate of a training cell is replaced by the unknown level. Cells get "
+        "this level if a file lacks the column or the corpus lacks the value.",
     )
 
     @model_validator(mode="after")
@@ -77,7 +77,7 @@ class Tokens(Plugin):
 
     @property
     def needs_quantiles(self) -> bool:
-        """Whether `fitted` needs quantiles of the corpus."""
+        """True if `fitted` needs quantiles of the corpus."""
         return False
 
     def fitted(self, quantiles: Sequence[float]) -> Self:
@@ -90,7 +90,7 @@ class Tokens(Plugin):
 
 
 class ContinuousTokens(Tokens):
-    """Tokens of a gene and log(1 + counts per 10,000)."""
+    """Tokens of a gene and its normalised value, log(1 + counts per 10,000)."""
 
     implementation: ClassVar[str] = "cellmill.data.tokenizers.continuous:ContinuousTokenizer"
     value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "scalar"
@@ -108,17 +108,17 @@ class BinnedTokens(Tokens):
     bins: int = Field(51, ge=2, description="Number of bins.")
     binning: Literal["quantile_cell", "uniform", "quantile_corpus"] = Field(
         "quantile_cell",
-        description="Edges of the bins. quantile_cell: quantiles of the cell's own counts (scGPT). uniform: equal "
-        "steps of log(1 + counts per 10,000) from 0 to max_value. quantile_corpus: quantiles of these values over all "
-        "cells of the corpus, which requires vocabulary.quantiles.",
+        description="Bin edges. quantile_cell: quantiles of the cell's own counts (scGPT). uniform: equal steps of "
+        "log(1 + counts per 10,000) from 0 to max_value. quantile_corpus: quantiles of these values over all cells of "
+        "the corpus, which requires vocabulary.quantiles.",
     )
     max_value: float = Field(
-        10.0, gt=0, description="Upper end of the last bin of binning uniform; larger values are in that bin too."
+        10.0, gt=0, description="Upper edge of the last bin of binning uniform, which also contains larger values."
     )
     edges: list[float] | None = Field(
         None,
         description="The bins - 1 inner edges of binning quantile_corpus, as log(1 + counts per 10,000), ascending; "
-        "null takes those of the run's vocabulary.",
+        "null uses those of the run's vocabulary.",
     )
 
     @property
@@ -154,13 +154,13 @@ def _interpolated(quantiles: Sequence[float], probability: float) -> float:
 
 
 class RankTokens(Tokens):
-    """Tokens of a gene and its place in the cell."""
+    """Tokens of a gene and its rank in the cell."""
 
     implementation: ClassVar[str] = "cellmill.data.tokenizers.rank:RankTokenizer"
     value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "place"
 
     tokenizer: Literal["rank"] = Field(
-        "rank", description="Value: place of the gene in the cell, sorted by count over corpus median."
+        "rank", description="Value: rank of the gene in the cell, sorted by count over corpus median."
     )
 
     @property
@@ -169,7 +169,7 @@ class RankTokens(Tokens):
 
 
 class SequenceTokens(Tokens):
-    """Tokens of a residue and its place in the sequence."""
+    """Tokens of a residue and its position in the sequence."""
 
     # the places of residues that stand in sequence order are those of genes that stand in rank order
     implementation: ClassVar[str] = "cellmill.data.tokenizers.rank:RankTokenizer"
@@ -177,7 +177,7 @@ class SequenceTokens(Tokens):
     sequences: ClassVar[bool] = True
 
     tokenizer: Literal["sequence"] = Field(
-        "sequence", description="Residues of a FASTA file, in their order. Value: place in the sequence."
+        "sequence", description="Residues of a FASTA file, in their order. Value: position in the sequence."
     )
 
     @property

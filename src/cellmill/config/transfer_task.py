@@ -10,22 +10,20 @@ from cellmill.errors import ConfigError
 
 
 class TransferConfig(TaskConfig):
-    """Classifiers of the label that are fitted on some datasets and tested on others; skipped without a label."""
+    """Classifiers of the label, fitted on some datasets and tested on others; skipped without a label."""
 
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.transfer:Transfer"
     reads_label: ClassVar[bool] = True
 
     name: Literal["transfer"] = Field("transfer", description="Name of the task.")
     fit_on: Annotated[list[str], EachOnce] = Field(
-        min_length=1, description="Evaluated datasets whose labelled cells the classifiers are fitted on."
+        min_length=1, description="Datasets whose labelled cells the classifiers are fitted on."
     )
     test_on: Annotated[list[str], EachOnce] | None = Field(
-        None, min_length=1, description="Evaluated datasets that are tested; null is all others."
+        None, min_length=1, description="Datasets to test on; null means all other evaluated datasets."
     )
     neighbors: int = Field(15, ge=1, description="k of the kNN classifier.")
-    ontology: bool = Field(
-        True, description="With scores by the Cell Ontology where labels are its ids, such as CL:0000084."
-    )
+    ontology: bool = Field(True, description="Add Cell Ontology scores if the labels are its ids, such as CL:0000084.")
 
     @model_validator(mode="after")
     def _tested_are_not_fitted(self) -> Self:

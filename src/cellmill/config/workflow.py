@@ -52,27 +52,28 @@ class RunConfig(EvaluateOptions, PredictOptions, ConsolidateOptions, PlanOptions
     init_from: str | None = Field(
         None,
         description="Run whose exported model provides the initial weights; or the path of a model folder, with a `/`, "
-        "such as ./pretrained; or hf://owner/name[@revision], on the Hugging Face hub. Which cells the model of a path "
-        "or of the hub was trained on is not known to evaluate.",
+        "such as ./pretrained; or hf://owner/name[@revision], on the Hugging Face hub. For a path or a hub "
+        "model, evaluate does not know which cells the model was trained on.",
     )
     trunk: str | None = Field(
         None,
-        description="Run from whose checkpoint of step trunk_step this one goes on: weights, optimizer, place in the "
-        "data and curve. Its numbers are those of a run of its own from step 0, so all options but the length and the "
-        "schedule are those of the trunk, and the learning rates up to that step are the same, as with schedule wsd or "
-        "constant.",
+        description="Run from whose checkpoint at trunk_step this one continues: weights, optimizer, data position and "
+        "curve. Its results equal those of a separate run from step 0, so all options except length and "
+        "schedule must be those of the trunk, and the learning rates up to that step must be the same, as "
+        "with schedule wsd or constant.",
     )
     trunk_step: int | None = Field(
         None, ge=1, description="Step of the trunk's checkpoint, which its train.keep_steps must list."
     )
     evaluate_steps: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field(
         default=[],
-        description="Steps of train.keep_steps whose checkpoints are exported, embedded and evaluated too, in "
-        "`results/runs/NAME/steps/STEP`; the report draws the scores over steps. Changing it trains nothing again.",
+        description="Steps of train.keep_steps whose checkpoints are also exported, embedded and evaluated, in "
+        "`results/runs/NAME/steps/STEP`; the report plots the scores over steps. Changing it retrains "
+        "nothing.",
     )
     machine: str | None = Field(
         None,
-        description="Machine of its training: `set-resources: train.NAME` of the profile; null for `train`. "
+        description="Machine for its training: `set-resources: train.NAME` of the profile; null uses `train`. "
         "Changing it reruns nothing.",
     )
 
@@ -96,18 +97,18 @@ class Workflow(Section):
     runs: dict[str, RunConfig] = Field(min_length=1)
     sweep: Mapping[str, Sweep] = Field(
         default_factory=dict,
-        description="Sweeps by name: runs as the product of values of some options. A run's name has those values. "
+        description="Sweeps by name: a grid of runs over values of some options. Run names contain these values. "
         "`snakemake results/sweeps/NAME/results.csv` makes all runs of one.",
     )
     private: bool = Field(
         False,
-        description="Everything the workflow writes is for its user alone (umask 077); files that exist stay as they "
-        "are. Off: the umask of the shell. Changing it reruns nothing.",
+        description="Make everything the workflow writes readable only by its user (umask 077); existing files stay as "
+        "they are. Off: the umask of the shell. Changing it reruns nothing.",
     )
     bridges: Mapping[str, str] = Field(
         default_factory=dict,
-        description="Python of an environment that has the package, by package, where conda makes none (`--sdm "
-        "conda`), for `results/runs/RUN/bridges/DATASET.scib-metrics.json`, or `.cz-benchmarks.json`. Changing it "
+        description="Python of an environment that has the package, by package, for use without conda (`--sdm conda`), "
+        "for `results/runs/RUN/bridges/DATASET.scib-metrics.json`, or `.cz-benchmarks.json`. Changing it "
         "reruns nothing.",
     )
 

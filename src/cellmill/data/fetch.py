@@ -89,7 +89,7 @@ def default_cache() -> Path:
 
 
 def read_record(path: Path) -> Fetched:
-    """What `Fetched.to_json` wrote. Raises DataError."""
+    """Parse the output of `Fetched.to_json`. Raises DataError."""
     stored = read_json(path)
     try:
         return Fetched(str(stored["url"]), Path(stored["path"]), str(stored["sha256"]), int(stored["bytes"]))

@@ -177,7 +177,7 @@ def _codes(series: pd.Series, kept: np.ndarray) -> tuple[np.ndarray, list[str]]:
 
 
 def _by_dataset(dataset: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Each dataset and the places of its cells."""
+    """Each dataset and the positions of its cells."""
     for number in np.unique(dataset).tolist():
         yield number, np.flatnonzero(dataset == number)
 

@@ -20,7 +20,7 @@ _VALUES = 8  # of a column, in a message
 
 
 class ObsChoice(NamedTuple):
-    """What preprocessing takes from the obs of a file."""
+    """obs columns that preprocessing takes from a file."""
 
     keep: np.ndarray  # cells that the filter keeps; bool
     obs: pd.DataFrame  # all cells, with the columns to write

@@ -1,4 +1,4 @@
-"""One read of consecutive bytes of a file into many places of memory, which an array lists.
+"""One read of consecutive bytes of a file into many memory locations, listed in an array.
 
 `os.preadv` takes a list of buffers: to make it cost half a microsecond a cell, in which no other thread ran Python.
 """

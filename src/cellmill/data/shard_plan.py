@@ -1,4 +1,4 @@
-"""The plan of a corpus's shards: split, shard and place of every cell, before any shard is written.
+"""Plan of a corpus's shards: split, shard and position of every cell, before any shard is written.
 
 One pass over the datasets keeps a few numbers per cell: nonzeros and largest count among the vocabulary's genes, and a
 hash of its content. From these follow the splits and the order on disk, and with them everything but the shards
@@ -290,7 +290,7 @@ def _divide(cells: list[Path], scans: list[_Scan], options: ShardOptions) -> tup
 
 
 def _duplicates(hashes: np.ndarray, split: np.ndarray) -> tuple[np.ndarray, int]:
-    """Mask of the cells equal to an earlier one, and the number of cells of which another split has an equal one."""
+    """Mask of duplicates of earlier cells, and the number of cells with a duplicate in another split."""
     order = hash_order(hashes)
     ordered = hashes[order]
     equal = (ordered[1:] == ordered[:-1]).all(axis=1)

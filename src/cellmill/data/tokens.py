@@ -142,7 +142,7 @@ def most_micro_batches(lengths: np.ndarray, n_cells: np.ndarray, token_budget: i
 
 
 def cut_evenly(lengths: np.ndarray, most: int) -> list[int]:
-    """Borders of at most `most` micro-batches, the largest of which is as small as possible."""
+    """Boundaries of at most `most` micro-batches that minimise the largest one."""
     low, high = int(lengths.max(initial=1)), max(int(lengths.sum()), 1)
     while low < high:  # bisect for the smallest budget that needs at most `most` micro-batches
         budget = (low + high) // 2

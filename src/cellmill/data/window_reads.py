@@ -90,7 +90,7 @@ class WindowReader:
 
 
 class _Reads:
-    """Where each row of a window goes, row by row in the order of the files."""
+    """Target position of each row of a window, in file order."""
 
     def __init__(self, window: WindowCells, position: np.ndarray) -> None:
         self._memory = window.counts
@@ -108,7 +108,7 @@ class _Reads:
         self._window = window  # lives as long as its places
 
     def read(self, runs: list[tuple[RowFile, int, int, int]]) -> None:
-        """Read runs of cells: shard, first row in it, place of the first among all rows, and number."""
+        """Read runs of cells: shard, first row in it, position of the first among all rows, and number."""
         for shard, first, at, n in runs:
             start = int(shard.indptr[first])
             shard.scatter_genes(start, self._genes[self._each * at : self._each * (at + n)])

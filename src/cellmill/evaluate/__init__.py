@@ -1,4 +1,4 @@
-"""Embeddings of cells, and tasks that judge them against baselines."""
+"""Cell embeddings, and tasks that evaluate them against baselines."""
 
 import os
 

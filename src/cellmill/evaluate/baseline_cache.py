@@ -55,7 +55,7 @@ class BaselineCache:
 
 
 class CachedClassifier:
-    """A classifier that is fitted only when a prediction is asked for that is not known.
+    """Classifier that is fitted only for a prediction that is not cached.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Cells of which the model sees all genes but some: their counts, tokens and vectors.
+"""Cells with some genes hidden from the model: their counts, tokens and embeddings.
 
 A hidden gene is as one that was not measured. Its counts are taken away before anything is made of a cell, so that
 neither a value nor the library size tells of them; nor does a model whose tokens have zeros (`tokens.zero_frac`) see

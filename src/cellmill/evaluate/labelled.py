@@ -34,7 +34,7 @@ class Labelled:
 def labelled_cells(
     context: Context, task: str, fewest: int, needed_by: str, max_cells: int = MAX_CELLS
 ) -> Labelled | TaskResult:
-    """The scored cells of classes with at least `fewest` cells; the result of a skipped task if these are not two.
+    """Evaluated cells of classes with at least `fewest` cells; the result of a skipped task if fewer than two.
 
     Prints the classes. `task` and `needed_by`, an option in brackets, are named in messages.
     """

@@ -200,7 +200,7 @@ class JobFollower:
 
 
 def pending_hint(reason: str, **request: str) -> str:
-    """What can be done about a job that waits for this reason; empty where it need only wait.
+    """Advice for a job that is pending for this reason; empty if it only has to wait.
 
     Parameters
     ----------

@@ -40,7 +40,7 @@ Endpoint = tuple[str, int]
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What an agent has to know to meet the others of its start."""
+    """Rendezvous information that an agent needs to find the others of its start."""
 
     secret: str
     node: int

@@ -144,7 +144,7 @@ class SlurmLauncher:
         return follower.record
 
     def _is_alive(self, follower: JobFollower) -> bool:
-        """Whether the job has not ended. Cancels it, and raises FolderDeleted, if the run's folder was deleted."""
+        """True if the job has not ended. Cancels it, and raises FolderDeleted, if the run's folder was deleted."""
         try:
             self.watch.check(f"; job {follower.job_id}, which can save nothing, was cancelled")
         except FolderDeleted:

@@ -1,4 +1,4 @@
-"""Tokens of obs columns before the genes of each cell: what a model is told of a cell beside its expression.
+"""Covariate tokens: values of obs columns that a model reads before the genes of each cell.
 
 One token per column of `tokens.covariates`, without a value, whose embedding is that of the cell's level. In a batch
 these tokens are `<pad>`, so objectives neither mask nor predict them, and `covariate_rows` tells their rows of the

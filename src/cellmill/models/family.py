@@ -77,7 +77,7 @@ class Model(nn.Module):
 
     @property
     def vector_width(self) -> int:
-        """Width of a cell's vector; H unless a family narrows it."""
+        """Width of the cell embedding; H unless a family narrows it."""
         return self.width
 
     def view(self, batch: TensorBatch, *, seed: int, step: int) -> TensorBatch:

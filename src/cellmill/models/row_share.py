@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True)
 class RowShare:
-    """What a micro-batch adds to the loss of one table of rows (`Objective.loss_of_rows`)."""
+    """Contribution of a micro-batch to the loss of one table of rows (`Objective.loss_of_rows`)."""
 
     value: torch.Tensor
     """Float scalar: the loss, times the own part of the table's rows."""

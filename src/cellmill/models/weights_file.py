@@ -1,4 +1,4 @@
-"""model.safetensors of an exported model, of which only the elements that are asked for are read."""
+"""model.safetensors of an exported model; reads only the requested elements."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

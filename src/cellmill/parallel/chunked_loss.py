@@ -28,7 +28,7 @@ SCALED_ROWS = 4096  # rows of a gradient that are scaled in float32 at a time
 
 
 class Targets(Protocol):
-    """What is predicted, for N targets."""
+    """Targets of the loss, N of them."""
 
     first_row: int
     """That of this rank's part of the table."""

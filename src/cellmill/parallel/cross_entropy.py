@@ -48,7 +48,7 @@ def profile_loss(
 
 
 class _Asked(Protocol):
-    """What a chunk's targets ask of their logits (n, V)."""
+    """Targets of a chunk, and their terms of its logits' gradient (n, V)."""
 
     def picked(self, logits: torch.Tensor) -> torch.Tensor:
         """(n,): the logit of each target, or the expected one."""

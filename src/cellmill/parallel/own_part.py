@@ -1,4 +1,4 @@
-"""Which elements of a full tensor a rank keeps, asked of torch's own placements: no layout is computed here."""
+"""Elements of a full tensor that a rank keeps, from torch's own placements: no layout is computed here."""
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor

@@ -38,7 +38,7 @@ class CommandMachines:
     """False for a command that starts no training, such as --report, and needs no profile."""
 
     def resources(self, machine: str | None, rule: str) -> dict[str, Any]:
-        """What the machine of a run changes in a rule; nothing for a run that names none, or an unknown one."""
+        """Options of a rule that the machine of a run changes; none for a run that names none, or an unknown one."""
         return self.named.get(machine or "", {}).get(rule, {})
 
     def keys(self, rule: str) -> set[str]:

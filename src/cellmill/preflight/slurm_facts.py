@@ -1,4 +1,4 @@
-"""Everything that SLURM says of a site, asked once for a new profile."""
+"""Everything that SLURM reports about a site, queried once for a new profile."""
 
 import grp
 import os

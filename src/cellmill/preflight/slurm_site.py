@@ -161,7 +161,7 @@ def accounting() -> None:
 
 
 def estimate(machine: Machine) -> str:
-    """When and where SLURM expects to start a training's job on this machine (`sbatch --test-only`).
+    """Expected start time and node of a training's job on this machine, by SLURM (`sbatch --test-only`).
 
     Raises Refused with SLURM's reason, CommandError without an answer.
     """

@@ -1,4 +1,4 @@
-"""What a reader wants first: which run is best, whether it beats plain logistic regression, and what it cost."""
+"""Overview: the best run, its difference from plain logistic regression, and its cost."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -81,7 +81,7 @@ def claim(folder: Path, job: str, wait: Callable[[float], None] = time.sleep) ->
 
 
 def lives(folder: Path, job: str) -> bool | None:
-    """Whether the job that claimed `folder` last still renews its claim; None if that is not `job`."""
+    """True if the job that claimed `folder` last still renews its claim; None if that is not `job`."""
     newest = _newest(folder / "claims")
     if newest is None or holder(newest) != job:
         return None

@@ -1,4 +1,4 @@
-"""The training that a folder already holds: done, to go on, or refused because it is not the one that was asked for.
+"""The training that a folder already holds: done, resumable, or refused because it is not the requested one.
 
 Nobody's training of days begins afresh unasked. Another length goes on from the newest checkpoint, with the schedule of
 the new length; any other change is refused until `--restart` says that the earlier training may be set aside.
@@ -17,7 +17,7 @@ from cellmill.runs.progress import status
 
 @dataclass(frozen=True)
 class Wanted:
-    """The training that was asked for."""
+    """The requested training."""
 
     identity: dict[str, Any]
     """From `runs.identity.identity`."""
@@ -83,7 +83,7 @@ def _newest(folder: TrainFolder, steps: int) -> Checkpoint | None:
 
 
 def _set_aside(folder: TrainFolder, state: dict[str, Any], changes: dict[str, str], wanted: Wanted) -> bool:
-    """Set a training aside that differs from the one that was asked for; return whether it did."""
+    """Set aside a training that differs from the requested one; return True if it did."""
     different = _listed(changes)
     if state["fingerprint"] != wanted.fingerprint:
         different.append(f"data {state['fingerprint'][:12]} -> {wanted.fingerprint[:12]}")

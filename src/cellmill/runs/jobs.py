@@ -139,7 +139,7 @@ class Jobs:
         return next((record for record in self.all() if (record.job_id, record.name) == (job_id, name)), None)
 
     def may_be_alive(self) -> bool:
-        """True if SLURM must be asked: the newest submission has no end on record, or no record."""
+        """True if SLURM must be queried: the newest submission has no end on record, or no record."""
         folders, newest = self._folders(), self.newest()
         return bool(folders) and (newest is None or newest.path != folders[-1] or newest.ended_at is None)
 

@@ -1,4 +1,4 @@
-"""evaluate: tasks that judge the exported model on cells it was not trained on.
+"""evaluate: tasks that evaluate the exported model on cells it was not trained on.
 
 metrics.json, written last:
 

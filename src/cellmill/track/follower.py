@@ -1,4 +1,4 @@
-"""A tracker or observer of a training run, told of the run by its files alone.
+"""A tracker or observer of a training run, which follows the run only through its files.
 
 train/track/NAME/sent.json      what it has been sent (`track.sent`); NAME.observer/ for an observer
 train/track/NAME/log.txt        output of its own library

@@ -1,4 +1,4 @@
-"""Index of a checkpoint, `index.json`: the place of each part of each tensor, read without unpickling anything.
+"""Index of a checkpoint, `index.json`: the location of each part of each tensor, read without unpickling anything.
 
 DCP's own index, `.metadata`, is a pickle of objects for every part that any rank has saved: seconds on each rank of a
 large job. Here the parts of a tensor are columns of numbers, of which a rank picks those that overlap its own part.

@@ -1,4 +1,4 @@
-"""Task `clustering`: Leiden clusters of scored cells against their label, by NMI and ARI.
+"""Task `clustering`: Leiden clusters of the evaluated cells against their label, by NMI and ARI.
 
 Every kind of features gets the same graph (k nearest cells, Jaccard weights), seeds and resolutions: the embedding;
 the same architecture untrained; 50 principal components of the model's training cells; 50 of the scored cells

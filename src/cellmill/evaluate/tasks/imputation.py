@@ -87,7 +87,7 @@ class Imputation:
         )
 
     def _folds(self, context: Context, cells: np.ndarray) -> tuple[str, list[Fold]]:
-        """What is left out whole, empty for cells, and the folds."""
+        """Role that is left out by value (empty for cells), and the folds."""
         for role in ("donor", "batch"):
             if role in context.roles:
                 groups = context.roles[role].iloc[cells]

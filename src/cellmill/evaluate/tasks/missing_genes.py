@@ -1,4 +1,4 @@
-"""Task `missing_genes`: classification of cells of which a few genes were measured, drawn at random."""
+"""Task `missing_genes`: classification of cells with few measured genes, drawn at random."""
 
 from functools import partial
 

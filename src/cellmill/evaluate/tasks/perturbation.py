@@ -49,7 +49,7 @@ Fold = tuple[int, np.ndarray, np.ndarray]  # repetition, training units, test un
 
 @dataclass(frozen=True)
 class Units:
-    """What is predicted: a perturbation, its dose, and its context if contexts are held out."""
+    """Unit of prediction: a perturbation, its dose, and its context if contexts are held out."""
 
     of_cell: np.ndarray  # (cells,) int64; -1 for controls, and for units with too few cells
     perturbation: np.ndarray  # (units,) text

@@ -1,4 +1,4 @@
-"""Task `reconstruct`: the training objective on the scored cells, against gene statistics of training cells.
+"""Task `reconstruct`: the training objective on the evaluated cells, against gene statistics of training cells.
 
 Masks are keyed by cell and position, so they are the same in every evaluation.
 """
@@ -61,7 +61,7 @@ class Reconstruct:
 
 
 def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.ndarray]:
-    """What `objective.observe` returns over all batches of `cells`, concatenated; empty without any token."""
+    """Output of `objective.observe` over all batches of `cells`, concatenated; empty without any token."""
     model, reader = context.model, context.reader
     mask = np.isin(np.arange(reader.n_obs), cells)
     device, columns = next(network.parameters()).device, match_columns(reader, model.vocabulary)

@@ -1,4 +1,4 @@
-"""The autoencoder: the encoder's pooled states pass a linear bottleneck, whose outputs are the cell's vector.
+"""The autoencoder: the encoder's pooled states pass through a linear bottleneck, whose output is the cell embedding.
 
 The objective's decoder reads nothing else of the cell, so the family is the encoder with one matrix more.
 """

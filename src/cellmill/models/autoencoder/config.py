@@ -9,7 +9,7 @@ from cellmill.models.encoder.config import EncoderConfig
 
 
 class AutoencoderConfig(EncoderConfig):
-    """Architecture of the autoencoder: that of the encoder and a bottleneck. The objective has the decoder."""
+    """Architecture of the autoencoder: that of the encoder plus a bottleneck. The objective provides the decoder."""
 
     implementation: ClassVar[str] = "cellmill.models.autoencoder.bottleneck:AutoencoderModel"
     value_kinds: ClassVar[tuple[str, ...]] = ("class", "scalar", "place")
@@ -24,9 +24,9 @@ class AutoencoderConfig(EncoderConfig):
 
     family: Literal["autoencoder"] = Field(  # type: ignore[assignment]
         "autoencoder",
-        description="A transformer encoder of the visible genes, whose pooled states pass a bottleneck: the cell's "
-        "vector. The objective, query_decoding or cell_decoding, has the decoder.",
+        description="A transformer encoder of the visible genes, whose pooled states pass through a bottleneck: the "
+        "cell embedding. The objective, query_decoding or cell_decoding, provides the decoder.",
     )
     latent: int | None = Field(
-        64, ge=1, description="Width of the bottleneck, and of the embedding; null is hidden, without a bottleneck."
+        64, ge=1, description="Width of the bottleneck, and so of the embedding; null is hidden, without a bottleneck."
     )

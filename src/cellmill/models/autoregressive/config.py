@@ -19,7 +19,7 @@ class AutoregressiveConfig(TransformerConfig):
         description="A pre-norm transformer whose tokens, in rank order, attend to earlier tokens of their cell. For "
         "generating cells; nothing shows that its embeddings are better.",
     )
-    layers: int = Field(4, ge=0, description="Transformer blocks; with 0 a gene depends on the gene before it alone.")
+    layers: int = Field(4, ge=0, description="Transformer blocks; with 0 a gene depends only on the gene before it.")
     pooling: Literal["mean", "last"] = Field(
-        "mean", description="Vector of a cell: mean of its tokens' states, or the state of its last token."
+        "mean", description="Cell embedding: mean of its tokens' states, or the state of its last token."
     )

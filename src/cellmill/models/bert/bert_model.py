@@ -36,7 +36,7 @@ class BertModel(PostNormEncoder):
         return self.embedding_norm(self.embedded_genes(genes) + F.embedding(places, self.place_embedding.weight))
 
     def _places(self, prepared: EncoderBatch) -> torch.Tensor:
-        """(T,) int64: place of each token in its cell, <cls> and <eos> counted."""
+        """(T,) int64: position of each token in its cell, <cls> and <eos> counted."""
         if not self.config.n_ends:
             return prepared.values  # of the rank tokenizer
         places = torch.arange(len(prepared.genes), device=prepared.genes.device)

@@ -15,6 +15,6 @@ class BertFamilyConfig(PostNormConfig):
 
     family: Literal["bert"] = Field(
         "bert",
-        description="BERT over genes in rank order, as Geneformer: embeddings of genes and places, a norm, post-norm "
-        "blocks. The command import makes one of Geneformer's weights.",
+        description="BERT over genes in rank order, as in Geneformer: gene and position embeddings, a norm, post-norm "
+        "blocks. The command import converts Geneformer's weights to one.",
     )

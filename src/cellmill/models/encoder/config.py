@@ -26,9 +26,9 @@ class EncoderConfig(GeneVectorsConfig, TransformerConfig):
     )
     pooling: Literal["mean", "cls", "attention"] = Field(
         "mean",
-        description="The cell's vector: mean of its tokens' states, the state of a learned token before them (cls), or "
-        "their mean weighted by a learned query (attention). Only mean works with objectives that do not read the "
-        "vector, such as masked_gene with cell_loss_weight 0.",
+        description="Cell embedding: mean of its tokens' states (mean), the state of a learned token before them "
+        "(cls), or their mean weighted by a learned query (attention). Only mean works with objectives that do not "
+        "read the embedding, such as masked_gene with cell_loss_weight 0.",
     )
 
     def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:

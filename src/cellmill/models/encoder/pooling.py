@@ -1,4 +1,4 @@
-"""Pooling: the states of a cell's tokens to the cell's vector.
+"""Pooling: from the states of a cell's tokens to the cell embedding.
 
 Legend: T tokens of the batch, C cells, H hidden.
 """

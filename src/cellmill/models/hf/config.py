@@ -40,19 +40,22 @@ class HfConfig(FamilyConfig):
 
     family: Literal["hf"] = Field(
         "hf",
-        description="An encoder or causal model of the transformers library, such as ESM-2, by its config.json. Cells "
-        "of a micro-batch are padded to the longest. Dropout is off, and remote code is never run.",
+        description="An encoder or causal model of the transformers library, such as ESM-2, from its config.json. "
+        "Cells of a micro-batch are padded to the longest. Dropout is off, and remote code is never run.",
     )
     path: str | None = Field(
         None,
-        description="Folder with config.json, vocab.txt for residues, and *.safetensors; or the name of a model of the "
-        "Hugging Face hub that is in this machine's cache (`hf download NAME`); null if architecture is given.",
+        description="Folder with config.json, vocab.txt for residues, and *.safetensors; or the name of a Hugging Face "
+        "hub model in this machine's cache (`hf download NAME`); null if architecture is given.",
     )
     revision: str | None = Field(None, description="Revision of a hub name: a branch, tag or commit; null is main.")
     weights: Literal["pretrained", "random"] = Field(
-        "pretrained", description="Initial weights: those of the folder, or random ones, with the config's own spread."
+        "pretrained",
+        description="Initial weights: those of the folder, or random ones, with the config's initializer range.",
     )
-    architecture: dict[str, Any] | None = Field(None, description="Contents of a config.json; null reads that of path.")
+    architecture: dict[str, Any] | None = Field(
+        None, description="Contents of a config.json; null reads the one in path."
+    )
     residue_ids: dict[str, int] | None = Field(
         None,
         description="Token id of each residue, and of `pad`, `mask`, `begin` and `end`; null reads the vocab.txt of "

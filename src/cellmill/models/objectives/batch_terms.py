@@ -36,7 +36,7 @@ class LevelTerms(nn.Module):
 
 
 class Adversary(nn.Module):
-    """Classifier of the level by a cell's vector, whose gradient reaches the vector reversed, times `scale`."""
+    """Classifier of the level from the cell embedding, whose gradient to the embedding is reversed, times `scale`."""
 
     def __init__(self, hidden: int, levels: int, scale: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""cell_decoding: the cell's vector predicts the hidden part of the cell's expression, over the whole vocabulary.
+"""cell_decoding: predict the hidden part of a cell's expression, over the whole vocabulary, from its embedding.
 
 A view of each cell is encoded and pooled to a vector; a decoder turns it into a softmax over all genes, whose
 cross-entropy with the hidden expression is the loss. Which genes are on is what a cell is: values of detected genes
@@ -141,7 +141,7 @@ class CellDecoding(Objective):
 
     @property
     def predicts_log_counts(self) -> bool:
-        """Whether the profile is of log(1 + count), not of counts."""
+        """True if the profile is of log(1 + count), not of counts."""
         return not self._is_nb and self.config.weights == "log1p"
 
     def loss(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:

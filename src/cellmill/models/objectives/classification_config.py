@@ -12,7 +12,7 @@ BALANCED = "balanced"
 
 
 class ClassificationConfig(ObjectiveConfig):
-    """Labels of cells, predicted from their vectors."""
+    """Cell labels predicted from the cell embedding."""
 
     implementation: ClassVar[str] = "cellmill.models.objectives.classification:Classification"
     hides_tokens: ClassVar[bool] = False
@@ -22,20 +22,20 @@ class ClassificationConfig(ObjectiveConfig):
 
     name: Literal["classification"] = Field(
         "classification",
-        description="Predict the label of a cell from its vector; `cellmill predict` then labels other cells. The run "
-        "is supervised, and named so in cards and tables.",
+        description="Predict the label of a cell from its embedding; `cellmill predict` then labels other cells. Model "
+        "cards and tables mark the run as supervised.",
     )
     label_column: str = Field(
-        description="obs column of the label. Cells without a label take no part; test cells are in no shard that a "
+        description="obs column of the label. Cells without a label are ignored; test cells are in no shard that a "
         "training reads."
     )
     class_weights: Literal["balanced"] | dict[str, float] | None = Field(
         None,
-        description="Factor of the loss of a cell by its label, 1 for labels that are left out. balanced: N / (K n) "
-        "for a label of n of the N labelled training cells, with K labels; train writes the numbers into the run.",
+        description="Weight of a cell's loss by its label, 1 for labels that are not listed. balanced: N / (K n) for a "
+        "label with n of the N labelled training cells, with K labels; train writes the numbers into the run.",
     )
     head_hidden: int | None = Field(
-        None, ge=1, description="Width of a hidden layer between vector and labels; null has none: a linear classifier."
+        None, ge=1, description="Width of a hidden layer between embedding and labels; null is a linear classifier."
     )
     head_dropout: float = Field(
         0.0, ge=0, lt=1, description="Dropout before the last layer of the head, the same in every layout."
@@ -44,9 +44,9 @@ class ClassificationConfig(ObjectiveConfig):
     adversarial_scale: float | None = Field(
         None,
         gt=0,
-        description="As a part of a sum: the gradient reaches the cell's vector reversed, times this, so that the head "
-        "learns the label and the model hides it, as of a batch or donor (0.02 is mild; at 0.2 embeddings collapsed). "
-        "Such a label is not predicted. null trains head and model alike.",
+        description="As a part of a sum: the gradient to the cell embedding is reversed and multiplied by this, so "
+        "that the head learns the label and the model hides it, for example a batch or donor (0.02 is mild; at 0.2 "
+        "embeddings collapsed). Such a label is not predicted. null trains head and model together.",
     )
 
     @field_validator("class_weights")

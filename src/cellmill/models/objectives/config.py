@@ -18,8 +18,8 @@ class MaskedObjectiveConfig(ObjectiveConfig):
         0.0,
         ge=0,
         lt=1,
-        description="Fraction of the masked tokens that show random content in training instead of none: a random gene "
-        "of the vocabulary, or the value of a random visible gene of the cell. BERT has 0.1; 0 hides all.",
+        description="Fraction of the masked tokens that show random content in training instead of a mask: a random "
+        "gene of the vocabulary, or the value of a random visible gene of the cell. BERT has 0.1; 0 masks all.",
     )
     keep_frac: float = Field(
         0.0,
@@ -45,7 +45,7 @@ class MaskedObjectiveConfig(ObjectiveConfig):
 
     @property
     def reads_cells(self) -> bool:  # type: ignore[override]
-        """Whether the second loss is on."""
+        """True if the second loss is on."""
         return self.cell_loss_weight > 0
 
 
@@ -57,15 +57,15 @@ class MaskedValueConfig(MaskedObjectiveConfig):
     name: Literal["masked_value"] = Field("masked_value", description="Predict the values of masked tokens.")
     renormalize: bool = Field(
         False,
-        description="Set it to yes in new runs: values of visible tokens are made from visible counts alone. Without "
-        "it they leak the answer: a whole cell's values sum to 10,000 counts, so those of the visible tokens tell the "
-        "sum of the hidden ones, and bins shift with hidden counts. The values to predict stay those of the whole "
-        "cell. The default is what earlier runs were trained with, which another default would make other runs.",
+        description="Compute values of visible tokens only from visible counts; set it to yes in new runs. "
+        "Otherwise they leak the answer: a cell's values sum to 10,000 counts, so the visible ones reveal the sum of "
+        "the hidden ones, and bins shift with hidden counts. The values to predict are always those of the whole "
+        "cell. The default is off so that earlier runs stay reproducible.",
     )
 
     @property
     def needs_counts(self) -> bool:  # type: ignore[override]
-        """Whether values are made again."""
+        """True if values are renormalised."""
         return self.renormalize
 
     def check_tokens(self, tokens: Tokens) -> None:
@@ -87,11 +87,11 @@ class MaskedGeneConfig(MaskedObjectiveConfig):
 
 
 class HiddenShareConfig(ObjectiveConfig):
-    """Options of objectives that hide a random share of each cell."""
+    """Options of objectives that hide a random fraction of each cell."""
 
-    min_hidden_frac: float = Field(0.2, ge=0, lt=1, description="Smallest hidden share of a cell's genes or counts.")
+    min_hidden_frac: float = Field(0.2, ge=0, lt=1, description="Minimum hidden fraction of a cell's genes or counts.")
     max_hidden_frac: float = Field(
-        0.8, gt=0, lt=1, description="Largest; each cell and step draws its share evenly between both."
+        0.8, gt=0, lt=1, description="Maximum; the fraction is drawn uniformly between both for each cell and step."
     )
 
     @model_validator(mode="after")
@@ -105,7 +105,7 @@ class HiddenShareConfig(ObjectiveConfig):
 
 
 class QueryDecodingConfig(HiddenShareConfig):
-    """Predict the value of each asked gene, zeros included, from the cell's vector; only the gene is told."""
+    """Predict the value of each queried gene, zeros included, from the cell embedding and the gene."""
 
     implementation: ClassVar[str] = "cellmill.models.objectives.query_decoding:QueryDecoding"
     needs_counts: ClassVar[bool] = True
@@ -114,15 +114,16 @@ class QueryDecodingConfig(HiddenShareConfig):
 
     name: Literal["query_decoding"] = Field(
         "query_decoding",
-        description="Predict the values of hidden genes one by one, zeros included; a decoder is told the gene.",
+        description="Predict the values of hidden genes one by one, zeros included; the decoder receives the gene.",
     )
     max_asked: int = Field(
         256,
         ge=1,
-        description="Most hidden detected genes of a cell that are asked in a step. They bound the decoder's memory.",
+        description="Maximum number of hidden detected genes per cell to predict in a step. It bounds the decoder's "
+        "memory.",
     )
     undetected_ratio: float = Field(
-        1.0, gt=0, description="Hidden undetected genes that are asked for each detected one."
+        1.0, gt=0, description="Number of hidden undetected genes to predict per detected one."
     )
     decoder_hidden: int = Field(128, ge=1, description="Width of the decoder.")
     decoder_layers: int = Field(2, ge=0, description="Feed-forward layers of the decoder.")
@@ -147,6 +148,6 @@ class NextGeneConfig(ObjectiveConfig):
     value_loss_weight: float = Field(
         1.0,
         ge=0,
-        description="Weight of the loss of values: cross-entropy of bins, squared error of continuous ones. 0 turns it "
-        "off; tokenizers without values have none.",
+        description="Weight of the value loss: cross-entropy of bins, squared error of continuous values. 0 turns "
+        "it off; tokenizers without values have none.",
     )

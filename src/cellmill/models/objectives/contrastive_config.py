@@ -8,22 +8,24 @@ from cellmill.config.objective import ObjectiveConfig
 
 
 class SupervisedContrastiveConfig(ObjectiveConfig):
-    """Vectors of cells of one label near to each other, and far from those of other labels."""
+    """Supervised contrastive embeddings: cells of one label close together, and far from other labels."""
 
     implementation: ClassVar[str] = "cellmill.models.objectives.supervised_contrastive:SupervisedContrastive"
     hides_tokens: ClassVar[bool] = False
 
     name: Literal["supervised_contrastive"] = Field(
         "supervised_contrastive",
-        description="Tell cells of one label from all others of the global batch, by their vectors (Khosla et al. "
-        "2020). The run is supervised, and named so in cards and tables.",
+        description="Supervised contrastive loss: separate cells of one label from all others of the global batch, by "
+        "their embeddings (Khosla et al. 2020). Model cards and tables mark the run as supervised.",
     )
     label_column: str = Field(
-        description="obs column of the label. Cells of unknown label take no part; test cells are in no shard that a "
-        "training reads."
+        description="obs column of the label. Cells without a known label are ignored; test cells are in no shard "
+        "that a training reads."
     )
     temperature: float = Field(
-        0.1, gt=0, description="Divisor of the cosines of vectors; the smaller, the more the nearest cells weigh."
+        0.1,
+        gt=0,
+        description="Temperature, which divides cosine similarities; lower values give the nearest cells more weight.",
     )
 
     @property

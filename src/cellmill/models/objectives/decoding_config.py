@@ -9,7 +9,7 @@ from cellmill.models.objectives.config import HiddenShareConfig
 
 
 class DecodingConfig(HiddenShareConfig):
-    """Options of objectives that predict expression, over the whole vocabulary, from the cell's vector."""
+    """Options of objectives that predict expression, over the whole vocabulary, from the cell embedding."""
 
     implementation: ClassVar[str] = "cellmill.models.objectives.cell_decoding:CellDecoding"
     needs_counts: ClassVar[bool] = True
@@ -18,9 +18,9 @@ class DecodingConfig(HiddenShareConfig):
 
     likelihood: Literal["softmax", "nb"] = Field(
         "softmax",
-        description="softmax: cross-entropy of the predicted with the true profile. nb: negative binomial of the count "
-        "of every gene, zeros included; the mean is the softmax times the sum of the cell's counts to predict, the "
-        "dispersion is learned per gene. Genes that tokens.max_tokens cuts off count as zeros.",
+        description="softmax: cross-entropy between predicted and true profile. nb: negative binomial of the count of "
+        "every gene, zeros included; the mean is the softmax times the sum of the cell's counts to predict, "
+        "the dispersion is learned per gene. Genes cut off by tokens.max_tokens count as zeros.",
     )
     weights: Literal["log1p", "counts"] = Field(
         "log1p",
@@ -32,34 +32,37 @@ class DecodingConfig(HiddenShareConfig):
     )
     view_loss: Literal["vicreg"] | None = Field(
         None,
-        description="A second loss, on the vectors of a cell's shown and hidden part over the global batch, in "
-        "training only; it encodes both parts, in two forward passes. vicreg: equal vectors of both parts, "
-        "directions of equal spread and without correlation (Bardes et al. 2022).",
+        description="A second loss, in training only, on the embeddings of a cell's shown and hidden part over the "
+        "global batch; it encodes both parts, in two forward passes. vicreg: variance-invariance-covariance "
+        "regularisation (Bardes et al. 2022).",
     )
     # the paper's 25 : 25 : 1; with ten times as much, probes of the demo's cells lost 0.04 of accuracy
     invariance_weight: float = Field(
-        0.1, ge=0, description="Weight of vicreg's mean square difference; the cross-entropy of a cell has weight 1."
+        0.1,
+        ge=0,
+        description="Weight of vicreg's invariance term, the mean squared difference; the cross-entropy of a cell has "
+        "weight 1.",
     )
     variance_weight: float = Field(
-        0.1, ge=0, description="Weight of vicreg's variance term, 0 where all standard deviations are at least 1."
+        0.1, ge=0, description="Weight of vicreg's variance term, which is 0 if all standard deviations are at least 1."
     )
     covariance_weight: float = Field(0.004, ge=0, description="Weight of vicreg's covariance term.")
     batch_column: str | None = Field(
         None,
-        description="obs column, or `dataset`, of the cell's batch, for which the decoder has a term, so that the "
-        "cell's vector need not hold it; null has none.",
+        description="obs column, or `dataset`, of the cell's batch. The decoder gets a term per batch, so that the "
+        "cell embedding need not encode the batch; null has none.",
     )
     batch_adversary: float | None = Field(
         None,
         gt=0,
-        description="Weight of the loss of a classifier of the batch, through a reversed gradient, so that the cell's "
-        "vector does not hold it; requires batch_column. null has none.",
+        description="Weight of the loss of a batch classifier with reversed gradient, which removes the batch from the "
+        "cell embedding; requires batch_column. null has none.",
     )
     batch_adversary_scale: float = Field(
         0.02,
         gt=0,
-        description="Factor of the reversed gradient, beyond the weight of the classifier's loss. Where their product "
-        "is large, the embedding collapses.",
+        description="Factor of the reversed gradient, in addition to the weight of the classifier's loss. If their "
+        "product is large, the embedding collapses.",
     )
 
     @model_validator(mode="after")
@@ -85,16 +88,16 @@ class DecodingConfig(HiddenShareConfig):
 
 
 class CellDecodingConfig(DecodingConfig):
-    """Predict the hidden part of a cell's expression, over the whole vocabulary, from the cell's vector."""
+    """Predict the hidden part of a cell's expression, over the whole vocabulary, from the cell embedding."""
 
     name: Literal["cell_decoding"] = Field(
-        "cell_decoding", description="Predict the hidden part of a cell's expression from the cell's vector."
+        "cell_decoding", description="Predict the hidden part of a cell's expression from the cell embedding."
     )
     view: Literal["drop_thin", "thin", "drop"] = Field(
         "drop_thin",
-        description="Part of a cell that the model is given. drop: its genes but for a random share. thin: of each "
-        "count a binomial draw. drop_thin: of the genes that are left the draws, with a share of its own for both. "
-        "The rest is hidden.",
+        description="Part of a cell that the model sees. drop: all genes except a random fraction. thin: a binomial "
+        "draw of each count. drop_thin: binomial draws of the remaining genes, with a separate fraction for each. The "
+        "rest is hidden.",
     )
     target: Literal["hidden", "all"] = Field("hidden", description="Predict the hidden part, or the whole cell.")
 
@@ -109,7 +112,7 @@ class CellDecodingConfig(DecodingConfig):
 
 
 class DenoiseConfig(DecodingConfig):
-    """Predict a whole cell from binomial draws of its counts: cell_decoding of view thin and target all."""
+    """Predict a whole cell from binomial draws of its counts: cell_decoding with view thin and target all."""
 
     view: ClassVar[Literal["thin"]] = "thin"
     target: ClassVar[Literal["all"]] = "all"

@@ -56,7 +56,7 @@ class MaskedBatch(EncoderBatch):
 
 @dataclass(frozen=True)
 class Fates:
-    """What happens to the content of masked tokens, (tokens,) bool each; every masked token has one fate."""
+    """Treatment of the content of masked tokens, (tokens,) bool each; every masked token has one fate."""
 
     hidden: torch.Tensor
     random: torch.Tensor
@@ -183,7 +183,7 @@ class MaskedObjective(Objective):
 
     @property
     def _splits(self) -> bool:
-        """Whether some masked tokens show content."""
+        """True if some masked tokens show content."""
         return self.config.random_frac + self.config.keep_frac > 0
 
     def loss_of(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:

@@ -169,7 +169,7 @@ class NextGene(Objective):
 
     @property
     def predicts_values(self) -> bool:
-        """Whether tokens have values, which are predicted."""
+        """True if tokens have values, which are predicted."""
         return self.tokens.value_kind in ("class", "scalar") and self.config.value_loss_weight > 0
 
     @property

@@ -103,7 +103,7 @@ class PerturbationResponse(CellDecoding):
 
 
 def _response(model: Any, perturbation: torch.Tensor, perturbed: torch.Tensor) -> torch.Tensor:
-    """(C,) and (C, M) -> (C, H): what a perturbation adds to a cell's vector."""
+    """(C,) and (C, M) -> (C, H): the term that a perturbation adds to the cell embedding."""
     embedded = embed_tokens(perturbed.flatten(), model.profile_genes.weight).unflatten(0, perturbed.shape)
     is_gene = (perturbed != PAD_TOKEN)[..., None]
     mean = (embedded * is_gene).sum(1) / is_gene.sum(1).clamp(min=1)

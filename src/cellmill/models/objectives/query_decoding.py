@@ -1,4 +1,4 @@
-"""query_decoding: a decoder that is told a gene predicts its value, zeros included, from the cell's vector alone.
+"""query_decoding: a decoder predicts the value of a queried gene, zeros included, from the cell embedding alone.
 
 The visible genes of a cell are encoded once and pooled to its vector. For each asked gene, hidden from the encoder, the
 decoder multiplies a projection of the vector with an embedding of the gene, and feed-forward layers turn the product

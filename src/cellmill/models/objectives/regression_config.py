@@ -9,7 +9,7 @@ from cellmill.config.objective import ObjectiveConfig
 
 
 class RegressionConfig(ObjectiveConfig):
-    """A number of each cell, predicted from its vector."""
+    """A number per cell, predicted from the cell embedding."""
 
     implementation: ClassVar[str] = "cellmill.models.objectives.regression:Regression"
     hides_tokens: ClassVar[bool] = False
@@ -19,28 +19,31 @@ class RegressionConfig(ObjectiveConfig):
 
     name: Literal["regression"] = Field(
         "regression",
-        description="Predict a number of the cell from its vector; `cellmill predict` then predicts that of other "
-        "cells. The run is supervised, and named so in cards and tables.",
+        description="Predict a number per cell from its embedding; `cellmill predict` then predicts it for other "
+        "cells. Model cards and tables mark the run as supervised.",
     )
     target_column: str = Field(
-        description="obs column of the number; cells without one take no part. It is standardised: the model learns "
-        "(number - target_mean) / target_std, and predictions are in the column's own unit."
+        description="obs column of the target; cells without a value are ignored. It is standardised: the model learns "
+        "(target - target_mean) / target_std, and predictions are in the column's own unit."
     )
     loss: Literal["mse", "huber", "pearson"] = Field(
         "mse",
-        description="Squared error; Huber's loss, which grows linearly above huber_delta (Huber 1964); or pearson: 1 "
-        "minus Pearson's correlation over the cells of a global batch, in training and in validation. With pearson "
-        "predictions follow the number up to scale and offset alone, as these do not change the loss.",
+        description="mse: squared error; huber: Huber loss, linear above huber_delta (Huber 1964); pearson: 1 minus "
+        "Pearson's correlation over the cells of a global batch, in training and in validation. With pearson, "
+        "scale and offset of the predictions are arbitrary, as they do not change the loss.",
     )
-    huber_delta: float = Field(1.0, gt=0, description="In standard deviations of the number; read with loss huber.")
+    huber_delta: float = Field(
+        1.0,
+        gt=0,
+        description="Threshold of the Huber loss, in standard deviations of the target; read with loss huber.",
+    )
     target_mean: float | None = Field(
-        None, description="null takes the mean of the training cells; train writes it into the run."
+        None,
+        description="Mean of the target; null computes it from the training cells, and train writes it into the run.",
     )
-    target_std: float | None = Field(
-        None, gt=0, description="null takes the standard deviation of the training cells, likewise."
-    )
+    target_std: float | None = Field(None, gt=0, description="Standard deviation of the target; null likewise.")
     number_hidden: int | None = Field(
-        None, ge=1, description="Width of a hidden layer between vector and number; null has none: a linear model."
+        None, ge=1, description="Width of a hidden layer between embedding and target; null is a linear model."
     )
     number_dropout: float = Field(
         0.0, ge=0, lt=1, description="Dropout before the last layer of the head, the same in every layout."

@@ -10,7 +10,7 @@ from cellmill.models.objectives.decoding_config import DecodingConfig, refuse_se
 
 
 class PerturbationResponseConfig(DecodingConfig):
-    """Predict the hidden part of a cell's expression from its vector and its perturbation."""
+    """Predict the hidden part of a cell's expression from its embedding and its perturbation."""
 
     implementation: ClassVar[str] = "cellmill.models.objectives.perturbation_response:PerturbationResponse"
     view: ClassVar[Literal["thin"]] = "thin"
@@ -19,23 +19,23 @@ class PerturbationResponseConfig(DecodingConfig):
 
     name: Literal["perturbation_response"] = Field(
         "perturbation_response",
-        description="Predict the hidden part of a cell's expression from its vector and its perturbation, so that a "
-        "control's expression under a perturbation can be asked for. Task perturbation judges it.",
+        description="Predict the hidden part of a cell's expression from its embedding and its perturbation, so "
+        "that the model can predict a control's expression under a perturbation. Task perturbation evaluates it.",
     )
-    likelihood: Literal["softmax"] = Field(
-        "softmax", description="Cross-entropy of the predicted with the true profile."
-    )
+    likelihood: Literal["softmax"] = Field("softmax", description="Cross-entropy between predicted and true profile.")
     weights: Literal["counts"] = Field(
-        "counts", description="Weight of a gene in its cell's cross-entropy: its count, as changes are of counts."
+        "counts",
+        description="Weight of a gene in its cell's cross-entropy: its count, because expression changes are "
+        "measured in counts.",
     )
     perturbation_column: str = Field(
-        "perturbation", description="obs column of the perturbation; cells without one are no targets."
+        "perturbation", description="obs column of the perturbation; cells without a value are not targets."
     )
-    control: str = Field(description="Its value of cells that are not perturbed.")
+    control: str = Field(description="Value that marks unperturbed cells.")
     perturbed_genes: dict[str, list[int]] | None = Field(
         None,
-        description="Token ids of the genes of each perturbation; null finds those that perturbations are named after "
-        "(several joined by +), and train writes them into the run.",
+        description="Token ids of the genes of each perturbation; null finds the genes that perturbations are named "
+        "after (several joined by +), and train writes them into the run.",
     )
 
     @model_validator(mode="after")

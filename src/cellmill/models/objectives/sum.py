@@ -33,7 +33,7 @@ SHARED = [field.name for field in fields(EncoderBatch)]
 
 @dataclass(frozen=True)
 class SumBatch:
-    """What each part prepared; it has the attributes of the batch that the model is given."""
+    """Batches prepared by each part; it has the attributes of the batch that the model is given."""
 
     given: Any
     parts: tuple[Any, ...]

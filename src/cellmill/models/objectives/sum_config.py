@@ -64,9 +64,9 @@ class SumConfig(ObjectiveConfig):
         WithJsonSchema({"type": "object", "additionalProperties": {"type": ["object", "null"]}}),
     ] = Field(
         description="Objectives, each with its options and `weight`, the factor of its mean loss (1.0). A part may "
-        "have any name and the objective's in `name`, so that several predict different columns. At most one "
-        "draws a view (cell_decoding, denoise, query_decoding), which all of them then see, and at most one hides "
-        "tokens (masked_value, masked_gene, next_gene). Weights are above 0.",
+        "have any name, with the objective in `name`, so that several parts can predict different columns. At most "
+        "one part may define a view (cell_decoding, denoise, query_decoding), which all parts then see, and at most "
+        "one may hide tokens (masked_value, masked_gene, next_gene). Weights are above 0.",
     )
 
     @model_validator(mode="after")
@@ -83,7 +83,7 @@ class SumConfig(ObjectiveConfig):
 
     @property
     def needs_counts(self) -> bool:  # type: ignore[override]
-        """Whether a part needs the counts of tokens."""
+        """True if a part needs the counts of tokens."""
         return any(part.needs_counts for part in self.each())
 
     def each(self) -> list[ObjectiveConfig]:

@@ -19,10 +19,10 @@ class ProfileConfig(GeneVectorsConfig, FamilyConfig):
 
     family: Literal["profile"] = Field(
         "profile",
-        description="A multilayer perceptron on the expression profile, without attention: fast, and the small model "
-        "that a transformer has to beat.",
+        description="An MLP on the expression profile, without attention: fast, and the small model that a transformer "
+        "has to beat.",
     )
-    hidden: int = Field(256, ge=8, description="Width of the residual stream, and of the embedding.")
+    hidden: int = Field(256, ge=8, description="Width of the residual stream and of the embedding.")
     layers: int = Field(2, ge=0, description="Feed-forward blocks.")
     ffn_hidden: int | None = Field(None, ge=1, description="Width inside the feed-forward layers; null is 4 * hidden.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the residual branches, the same in every layout.")

@@ -1,4 +1,4 @@
-"""A model folder of published weights: the files that `consolidate` writes, with the source in place of a training."""
+"""A model folder of published weights: the files that `consolidate` writes, with their source instead of a training."""
 
 from collections.abc import Mapping
 from pathlib import Path

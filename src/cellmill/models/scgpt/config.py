@@ -15,7 +15,7 @@ class ScgptConfig(PostNormConfig):
 
     family: Literal["scgpt"] = Field(
         "scgpt",
-        description="scGPT: the sum of a normed gene embedding and a normed perceptron of the bin's number, then "
-        "post-norm blocks; the cell's vector has length 1. The command import makes one of scGPT's weights.",
+        description="scGPT: a normed gene embedding plus a normed MLP of the bin index, then post-norm blocks; the "
+        "cell embedding is normalised to length 1. The command import converts scGPT's weights to one.",
     )
     cls_value: float = Field(0.0, description="Value of the token <cls>; scGPT's pad_value.")
