@@ -1,16 +1,22 @@
 """Atomic files: write to a temporary file in the same folder, fsync, rename.
 
 Every output of the workflow is written through here, so a killed process, a full disk or a lost node leaves the old
-file or none, never a partial one. A folder's manifest is written last: if it exists, the rest is complete.
+file or none, never a partial one. A folder's manifest is written last: if it exists, the rest is complete. The
+temporary file of a killed process is removed by the next one that writes the same file.
 """
 
 import errno
+import glob
 import hashlib
 import json
 import os
+import re
 import secrets
+import shutil
+import socket
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,13 +25,19 @@ from cellmill.errors import DataError
 
 SPECIAL_KINDS = {stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
 
+_HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
+_TEMPORARY = r"\.+{stem}(\.(?P<host>[0-9a-f]{{6}})-(?P<pid>\d+)-[0-9a-f]{{8}}\.incomplete)+"
+_SURELY_LEFT_S = 86400  # age of a temporary file of another host that nobody writes to any more
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
 
 @contextmanager
 def atomic_path(final: Path) -> Iterator[Path]:
     """A temporary path to write to, fsynced and renamed to `final` when the block ends without an error.
 
     It has the suffix of `final`, since libraries choose a format by suffix. Removed if the block raises. Raises
-    DataError for a `final` that is a device, FIFO or socket, which the rename would replace.
+    DataError for a `final` that is a device, FIFO or socket, which the rename would replace, and OSError with the name
+    of `final` if the disk or the quota is full, which libraries report without a name.
     """
     final = Path(final)
     if final.is_dir():  # the rename would name the temporary path
@@ -33,17 +45,65 @@ def atomic_path(final: Path) -> Iterator[Path]:
     if (kind := special_kind(final)) is not None:
         raise DataError(f"{final}: expected the name of a file, got a {kind}")
     final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = final.with_name(f".{final.stem}.{secrets.token_hex(4)}.incomplete{final.suffix}")
+    remove_incomplete(final, older_than_s=_SURELY_LEFT_S)
+    writer = f"{_HOST}-{os.getpid()}-{secrets.token_hex(4)}"
+    temporary = final.with_name(f".{final.stem}.{writer}.incomplete{final.suffix}")
     temporary.touch(exist_ok=False)
     mode = temporary.stat().st_mode
     try:
-        yield temporary
+        with named_errors(final, _FULL):
+            yield temporary
         temporary.chmod(mode)  # safetensors replaces the file by one of mode 0600, which the group cannot read
         fsync(temporary)
         temporary.replace(final)
         fsync(final.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def named_errors(path: Path, codes: Collection[int] | None = None) -> Iterator[None]:
+    """Add `path` to an OSError that names no file; only to those with one of `codes`, if these are given.
+
+    numpy's error for a full disk has no code: without one, space that has run out is the reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        code = error.errno
+        if code is None and shutil.disk_usage(path if path.exists() else path.parent).free < 1 << 20:
+            code = errno.ENOSPC
+        if code is None or error.filename is not None or (codes is not None and code not in codes):
+            raise
+        raise OSError(code, os.strerror(code), str(path)) from None
+
+
+def remove_incomplete(final: Path, older_than_s: float = 0) -> None:
+    """Remove temporary files of `final` whose writer was killed.
+
+    Those of living processes of this host stay. Of a process of another host nothing is known: its files are removed if
+    nobody has written to them for `older_than_s`; leave it at 0 where no other host can be writing `final`.
+    """
+    temporary = re.compile(_TEMPORARY.format(stem=re.escape(final.stem)) + re.escape(final.suffix))
+    for path in final.parent.glob(f".*{glob.escape(final.stem)}.*.incomplete*"):
+        if (match := temporary.fullmatch(path.name)) is None:
+            continue
+        try:
+            here = match["host"] == _HOST
+            if not _is_alive(int(match["pid"])) if here else time.time() - path.stat().st_mtime >= older_than_s:
+                path.unlink()
+        except FileNotFoundError:  # another process removed it first
+            continue
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def write_text(final: Path, text: str) -> None:
@@ -78,6 +138,12 @@ def require_file(path: Path) -> None:
         raise DataError(f"{path}: {error.strerror}") from None
     if not stat.S_ISREG(mode):
         raise DataError(f"{path}: expected a file, got a {special_kind(path) or 'folder'}")
+
+
+def refuse_special(path: Path) -> None:
+    """Raise DataError for a FIFO, socket or device: opening a FIFO would wait without end."""
+    if (kind := special_kind(path)) is not None:
+        raise DataError(f"{path}: expected a file, got a {kind}")
 
 
 def special_kind(path: Path) -> str | None:

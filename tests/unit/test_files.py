@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
+import shutil
 import signal
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cellmill.errors import DataError
-from cellmill.files import atomic_path, digest, read_json, sha256_file, write_json, write_text
+from cellmill.files import (
+    atomic_path,
+    digest,
+    named_errors,
+    read_json,
+    remove_incomplete,
+    sha256_file,
+    write_json,
+    write_text,
+)
 
 WRITER = """
 import resource, signal, sys, time
@@ -59,6 +72,45 @@ def test_a_killed_writer_leaves_the_old_file_or_none(tmp_path: Path, before: str
     assert len(left) == 1
     assert left[0].startswith(".out.")
     assert left[0].endswith(".incomplete.bin")
+    write_text(final, "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.bin"]
+
+
+def test_the_file_of_a_writer_that_lives_stays(tmp_path: Path) -> None:
+    final = tmp_path / "out.bin"
+    with start_writer(final, 0) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "written\n"
+        write_text(final, "new")
+        remove_incomplete(final)
+        left = [path.name for path in tmp_path.iterdir() if path != final]
+        assert len(left) == 1
+        writer.send_signal(signal.SIGKILL)
+    # of another host it is not known whether its writer lives
+    other = tmp_path / re.sub(r"\.[0-9a-f]{6}-", ".ffffff-", left[0])
+    (tmp_path / left[0]).rename(other)
+    write_text(final, "new")
+    assert other.exists()
+    os.utime(other, (0, 0))
+    write_text(final, "new")
+    assert not other.exists()
+
+
+def test_an_error_without_a_name_gets_that_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    final = tmp_path / "out.npy"
+    with pytest.raises(OSError, match="No space left") as error, atomic_path(final):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert error.value.filename == str(final)
+    with pytest.raises(ConnectionResetError) as other, atomic_path(final):
+        raise OSError(errno.ECONNRESET, "of a source that is read")
+    assert other.value.filename is None
+    with pytest.raises(OSError, match="700 requested") as numpy_error, atomic_path(final):
+        raise OSError("700 requested and 248 written")
+    assert numpy_error.value.errno is None  # there is space: something else is wrong
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    with pytest.raises(OSError, match="No space left") as full, named_errors(final):
+        raise OSError("700 requested and 248 written")
+    assert full.value.filename == str(final)
 
 
 @pytest.mark.parametrize("before", [None, "old"])

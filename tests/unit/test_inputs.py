@@ -471,6 +471,7 @@ def depths(n_cells: int, seed: int) -> np.ndarray:
         (lambda c: c[:10], None),
         (lambda c: np.rint(c / c.sum(1, keepdims=True) * 1e4), "of cells have no gene with a count of 1"),
         (lambda c: np.rint(c / c.sum(1, keepdims=True) * np.median(c.sum(1))), "the sums of 90% of cells lie between"),
+        (lambda c: np.rint(np.log1p(np.tile(c, (1, 5)))), "no count above 10, as in logarithms"),
         (lambda c: 2 * c, "100% of cells have no gene with a count of 1"),
     ],
 )

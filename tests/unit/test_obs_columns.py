@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import anndata as ad
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -188,6 +190,43 @@ def test_a_dataset_has_options_of_its_own() -> None:
     assert Dataset(dataset="d", path="p").preprocess(corpus) == corpus
     with pytest.raises(ValueError, match="control is a value of the perturbation or the condition"):
         ObsColumns(control="NT")
+
+
+def as_zarr(raw: Path, version: int) -> Path:
+    folder = raw.with_name(f"raw{version}.zarr")
+    with warnings.catch_warnings(), ad.settings.override(zarr_write_format=version):
+        warnings.simplefilter("ignore")
+        ad.read_h5ad(raw).write_zarr(folder)
+    return folder
+
+
+def as_loom(raw: Path) -> Path:
+    adata = ad.read_h5ad(raw)
+    with h5py.File(raw.with_suffix(".loom"), "w") as file:
+        file["matrix"] = adata.X.toarray().T
+        file["row_attrs/Gene"] = adata.var_names.to_numpy(dtype="S")
+        file["col_attrs/CellID"] = adata.obs_names.to_numpy(dtype="S")
+        file["col_attrs/guide"] = adata.obs["guide"].astype(str).to_numpy(dtype="S")
+    return raw.with_suffix(".loom")
+
+
+@pytest.mark.parametrize("form", [lambda raw: as_zarr(raw, 2), lambda raw: as_zarr(raw, 3), as_loom])
+def test_columns_and_counts_of_other_formats_are_looked_for_too(
+    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Callable[[Path], Path]
+) -> None:
+    path = form(raw)
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text("corpora: {c: {table: t.tsv}}\nruns: {r: {corpus: c}}\ntrain: {steps: 1}\n")
+
+    def check(counts: str, label: str) -> None:
+        Path("t.tsv").write_text(f"dataset\tpath\tcounts\tlabel\none\t{path}\t{counts}\t{label}\n")
+        check_datasets(load_config(Path("c.yaml")))
+
+    check("X", "guide")
+    with pytest.raises(UserError, match=r"has no obs column 'gide' \(label\); did you mean 'guide'\?"):
+        check("X", "gide")
+    with pytest.raises(UserError, match=r"has no matrix 'spliced' \(counts\)"):
+        check("spliced", "guide")
 
 
 CHECKED: dict[str, tuple[str, str, str]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,10 @@ def test_a_wrong_table_is_named(tmp_path: Path, text: str | None, message: str) 
     if text is not None:
         path.write_text(text)
     with pytest.raises((ConfigError, DataError), match=message):
+        orthologs("mouse", "human", path)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(DataError, match=r"expected a file, got a FIFO"):
         orthologs("mouse", "human", path)
 
 

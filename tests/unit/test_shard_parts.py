@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,11 @@ def test_the_next_process_keeps_what_a_killed_one_finished(tmp_path: Path, monke
 
     def killed(path: Path, *_: object, **__: object) -> None:
         if path.name.startswith(".train-00001"):
-            shutil.copy(path, path.with_name(path.name.replace(".incomplete", "x.incomplete")))  # nobody tidies up
+            with subprocess.Popen(["true"]) as ended:
+                of_killed = path.name.replace(f"-{os.getpid()}-", f"-{ended.pid}-")
+            shutil.copy(path, path.with_name(of_killed))  # nobody tidies up
+            writer = of_killed.removeprefix(".train-00001").removesuffix(".h5ad")
+            shutil.copy(path, path.with_name(f"..train-00001{writer}{writer}.h5ad"))  # that of the HDF5 file itself
             raise KeyboardInterrupt
 
     monkeypatch.setattr(shard_writer, "_narrow_indptr", killed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -434,6 +435,27 @@ def test_columns_of_the_table_reach_the_stage_and_a_wrong_one_is_found_by_a_dry_
     refused = project.snakemake("--dry-run")
     assert "config.yaml: line" in refused.stdout
     assert "key 'train' is there twice; remove one" in refused.stdout
+
+
+def test_what_snakemake_s_own_reader_of_yaml_cannot_take_is_one_line(project: Project) -> None:
+    config = project.folder / "config" / "config.yaml"
+    text = config.read_text()
+    config.write_text(f"{text}\ntokens: {'[' * 10_000}\n")
+    refused = project.snakemake("--dry-run")
+    assert last_lines(refused.stdout) == ["cellmill: config/config.yaml: not valid YAML: nested too deeply"]
+    config.unlink()
+    os.mkfifo(config)
+    refused = project.snakemake("--dry-run")
+    assert last_lines(refused.stdout) == ["cellmill: config/config.yaml: expected a file, got a FIFO"]
+    config.unlink()
+    config.write_text(text)
+    (project.folder / "results").mkdir(exist_ok=True)
+    (project.folder / "results" / "options").write_text("in the place of the folder, as on a read-only disk")
+    refused = project.snakemake()
+    assert refused.returncode == 1
+    assert last_lines(refused.stdout)[-1] == (
+        "cellmill: results/options/report: Not a directory; the workflow writes to its working directory"
+    )
 
 
 def test_a_missing_dataset_is_named(project: Project) -> None:

@@ -15,7 +15,6 @@ from cellmill.config.checks import check_nodes
 from cellmill.config.corpus import ObsColumns
 from cellmill.config.input_url import is_url
 from cellmill.config.machine import Machine
-from cellmill.config.yaml_text import read_yaml
 from cellmill.errors import ConfigError, UserError
 from cellmill.files import digest, write_json
 from cellmill.launch.stage_jobs import StageWatch
@@ -30,8 +29,6 @@ restarted = config.pop("restart", [])
 restarted = list(map(str, restarted if isinstance(restarted, list) else [restarted]))
 
 try:
-    for path in workflow.configfiles:
-        read_yaml(path)  # refuses a key that is there twice, of which Snakemake has taken the last
     # --replace-workflow-config leaves the workflow's own file, a text here and no Path, unread
     replaced = "config/config.yaml" if workflow.config_settings.replace_workflow_config else None
     used = [path for path in workflow.configfiles if path != replaced] or workflow.configfiles
@@ -113,7 +110,12 @@ def written(stage, name, tree):
     """
     path = Path("results/options", stage, f"{f'{name}.' if name else ''}{digest(tree)[:12]}.json")
     if workflow.executor_plugin is not None and not workflow.dryrun and not path.exists():
-        write_json(path, tree)
+        try:
+            write_json(path, tree)
+        except OSError as error:  # the first file that a workflow writes
+            sys.exit(
+                f"cellmill: {error.filename or path}: {error.strerror}; the workflow writes to its working directory"
+            )
     return str(path)
 
 

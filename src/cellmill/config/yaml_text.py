@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 
 from cellmill.errors import ConfigError
+from cellmill.files import refuse_special
 
 
 class _OneKeyOnce(yaml.SafeLoader):
@@ -21,7 +22,8 @@ class _OneKeyOnce(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> Any:
-    """The tree in a YAML file. Raises ConfigError with one line."""
+    """The tree in a YAML file. Raises ConfigError, or DataError for a FIFO, with one line."""
+    refuse_special(path)
     try:
         # a subclass of SafeLoader, which makes texts, numbers, lists and mappings alone
         return yaml.load(Path(path).read_text(encoding="utf-8-sig"), Loader=_OneKeyOnce)

@@ -12,10 +12,12 @@ TARGET_SUM = 10_000.0  # counts of a cell after normalisation, as `target_sum` o
 MAX_COUNT = int(np.iinfo(np.uint32).max)
 
 
-def select_columns(block: sp.csr_matrix, target: np.ndarray, n_columns: int) -> sp.csr_matrix:
+def select_columns(
+    block: sp.csr_matrix, target: np.ndarray, n_columns: int, what: str = "columns of one gene"
+) -> sp.csr_matrix:
     """Move column j of `block` to column `target[j]` (int32); -1 drops it.
 
-    Columns with the same target are summed. The result is canonical.
+    Columns with the same target, which `what` names, are summed. The result is canonical.
     """
     columns = target[block.indices]
     keep = columns >= 0 if (target < 0).any() else None
@@ -25,7 +27,7 @@ def select_columns(block: sp.csr_matrix, target: np.ndarray, n_columns: int) -> 
         indptr = np.concatenate([[0], np.cumsum(keep)])[block.indptr]
         columns, data = columns[keep], block.data[keep]
     moved = sp.csr_matrix((data, columns, indptr), shape=(block.shape[0], n_columns))
-    return moved if moved.has_canonical_format else sum_repeated(moved, "columns of one gene")
+    return moved if moved.has_canonical_format else sum_repeated(moved, what)
 
 
 def select_rows(block: sp.csr_matrix, keep: np.ndarray) -> sp.csr_matrix:

@@ -1,17 +1,16 @@
 """Columns that the configuration names, looked for in the files of the table before anything runs.
 
-Only names are read, and the categories of a control's column: milliseconds per .h5ad file. Other files, and those that
-are damaged or not made yet, are left to stage preprocess, which checks all of it again before it reads counts.
+Only names are read, and the categories of a control's column. Inputs whose names are not known without their data
+(`declared_names`), and those that are not made yet, are left to stage preprocess, which checks all of it again before
+it reads counts.
 """
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-import h5py
 
 from cellmill.config.corpus import IS_CONTROL, ORGANISM, Dataset
 from cellmill.config.workflow import CorpusConfig, Workflow
+from cellmill.data.declared_names import DeclaredNames, declared_names
 from cellmill.data.obs_levels import DATASET
 from cellmill.errors import ConfigError, DataError, did_you_mean
 
@@ -22,10 +21,9 @@ def check_datasets(pipeline: Workflow) -> None:
         table = pipeline.datasets(name)
         columns: dict[str, set[str]] = {}
         for dataset in read_by_runs(pipeline, name):
-            path = Path(table[dataset].path)
-            if path.suffix == ".h5ad" and (file := _opened(path)) is not None:
-                with file:
-                    columns[dataset] = _check_file(file, corpus.table, table[dataset], corpus)
+            with declared_names(Path(table[dataset].path)) as names:
+                if names is not None:  # otherwise stage preprocess says what it is
+                    columns[dataset] = _check_names(names, corpus.table, table[dataset], corpus)
         trained = [columns[dataset] for dataset in pipeline.trained_on(name) if dataset in columns]
         if len(trained) == len(pipeline.trained_on(name)):
             _check_options(pipeline, name, trained)
@@ -38,25 +36,14 @@ def read_by_runs(pipeline: Workflow, corpus: str) -> list[str]:
     return list(dict.fromkeys([*pipeline.trained_on(corpus), *evaluated]))
 
 
-def _opened(path: Path) -> h5py.File | None:
-    """The file; None if it is missing or damaged, which is the business of the stage that reads it."""
-    if not path.is_file():  # opening a FIFO would wait without end
-        return None
-    try:
-        return h5py.File(path, "r")
-    except OSError:
-        return None
-
-
-def _check_file(file: h5py.File, table: str, dataset: Dataset, corpus: CorpusConfig) -> set[str]:
-    """Check one file, and return the obs columns that its preprocessed cells will have."""
-    path = Path(dataset.path)
+def _check_names(names: DeclaredNames, table: str, dataset: Dataset, corpus: CorpusConfig) -> set[str]:
+    """Check one input, and return the obs columns that its preprocessed cells will have."""
+    path, known = Path(dataset.path), names.columns
     where = f"{table}: dataset {dataset.dataset}: {path}"
-    obs = file.get("obs")
-    if not isinstance(obs, h5py.Group):
-        return set()  # stage preprocess says what it is
-    _check_counts(where, file, dataset.counts)
-    known = [str(name) for name in obs.attrs.get("column-order", [])]
+    if dataset.counts not in names.counts:
+        raise DataError(
+            f"{where} has no matrix {dataset.counts!r} (counts); {did_you_mean(dataset.counts, names.counts)}"
+        )
     for column, owner in dataset.asked_for.items():
         if column not in known:
             raise DataError(f"{where} has no obs column {column!r} ({owner}); {did_you_mean(column, known)}")
@@ -65,7 +52,7 @@ def _check_file(file: h5py.File, table: str, dataset: Dataset, corpus: CorpusCon
         if column not in known:
             raise DataError(f"{path}: no obs column {column!r} (preprocess.keep_obs); {did_you_mean(column, known)}")
     if dataset.control is not None and dataset.controlled is not None:
-        _check_control(where, obs, dataset.roles[dataset.controlled], dataset.control)
+        _check_control(where, names, dataset.roles[dataset.controlled], dataset.control)
     made = {*dataset.roles, *({IS_CONTROL} if dataset.control else ())}
     made |= {ORGANISM} if corpus.preprocess.organism_column else set()
     own = {*known} if kept is None else {*kept, *dataset.labels}
@@ -73,19 +60,10 @@ def _check_file(file: h5py.File, table: str, dataset: Dataset, corpus: CorpusCon
     return own | made | renamed
 
 
-def _check_counts(where: str, file: h5py.File, counts: str) -> None:
-    layers = file.get("layers")
-    known = [name for name, at in (("X", "X"), ("raw", "raw/X")) if at in file]
-    known += [*layers] if isinstance(layers, h5py.Group) else []
-    if counts not in known:
-        raise DataError(f"{where} has no matrix {counts!r} (counts); {did_you_mean(counts, known)}")
-
-
-def _check_control(where: str, obs: h5py.Group, column: str, control: str) -> None:
-    node: Any = obs[column]
-    if not isinstance(node, h5py.Group) or "categories" not in node:
+def _check_control(where: str, names: DeclaredNames, column: str, control: str) -> None:
+    if column not in names.categories:
         return  # text in full, which takes as long as the stage
-    values = [value.decode() if isinstance(value, bytes) else str(value) for value in node["categories"][:]]
+    values = [value.decode() if isinstance(value, bytes) else str(value) for value in names.categories[column][:]]
     if control not in values:
         raise DataError(
             f"{where} has no {control!r} (control) in obs column {column!r}; {did_you_mean(control, values)}"

@@ -9,6 +9,7 @@ from cellmill.config.corpus import VocabularyConfig
 from cellmill.data.gene_tables import ORGANISMS, gene_table, organism_of
 from cellmill.data.genes import map_genes
 from cellmill.errors import ConfigError, DataError
+from cellmill.files import refuse_special
 
 
 def allowed_genes(gene_ids: list[str], options: VocabularyConfig) -> np.ndarray:
@@ -42,6 +43,7 @@ def _listed(gene_ids: list[str], path: Path) -> np.ndarray:
 
 
 def _read(path: Path) -> list[str]:
+    refuse_special(path)
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Any, Literal
 import h5py
 
 from cellmill.errors import ConfigError, DataError
-from cellmill.files import atomic_path
+from cellmill.files import atomic_path, named_errors
 
 ALIGNMENT = 4096  # bytes; for direct I/O and page-aligned preads
 
@@ -127,17 +126,6 @@ class _Disk(io.FileIO):
         n_read = super().readinto(view) or 0
         view[n_read:] = bytes(len(view) - n_read)  # dropped by a failed write
         return len(view)
-
-
-@contextmanager
-def named_errors(path: Path) -> Iterator[None]:
-    """Add `path` to an OSError that names no file."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None or error.filename is not None:
-            raise
-        raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
 
 
 def one_line(error: BaseException) -> str:

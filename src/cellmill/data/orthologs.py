@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cellmill.data.gene_tables import PREFIXES, gene_id
 from cellmill.errors import ConfigError, DataError
+from cellmill.files import refuse_special
 
 PACKAGED = Path(__file__).parent / "genes" / "orthologs.tsv.gz"
 
@@ -58,6 +59,7 @@ def _one_to_one(path: Path, pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def _lines(path: Path) -> Iterator[str]:
+    refuse_special(path)
     try:
         opened = gzip.open if path.suffix == ".gz" else open
         with opened(path, "rt", encoding="utf-8-sig") as file:

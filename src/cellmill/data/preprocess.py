@@ -169,7 +169,7 @@ def _measure(reader: CountsReader, genes: Genes, options: Preprocess, keep: np.n
     )
     first = 0
     for raw in reader.rows(options.row_block):
-        block = select_columns(raw, genes.target, size)
+        block = select_columns(raw, genes.target, size, f"{reader.path}: columns of one gene")
         rows = slice(first, first + block.shape[0])
         n_genes, n_counts = np.diff(block.indptr), row_sums(block)
         mito = np.flatnonzero(genes.is_mito[block.indices])

@@ -8,7 +8,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from cellmill.data.counts_writer import count_dtype
-from cellmill.data.h5_file import named_errors
+from cellmill.files import named_errors
 
 
 class RowSpill:

@@ -19,7 +19,7 @@ import numpy as np
 
 from cellmill.data.manifest import REMEDY, Manifest
 from cellmill.errors import DataError
-from cellmill.files import atomic_path
+from cellmill.files import atomic_path, remove_incomplete
 from cellmill.registry import in_one_line
 
 OFFSETS, HASHES, LEVELS = "offsets", "hashes", "levels"
@@ -33,6 +33,7 @@ def index_name(split: str, kind: str) -> str:
 @contextmanager
 def new_array(path: Path, shape: tuple[int, ...], dtype: str) -> Iterator[np.ndarray]:
     """An array to fill, which is complete at `path` when the block ends without an error."""
+    remove_incomplete(path)
     with atomic_path(path) as temporary:
         array = np.lib.format.open_memmap(temporary, "w+", dtype, shape)
         yield array

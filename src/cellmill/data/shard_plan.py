@@ -37,7 +37,7 @@ from cellmill.data.shuffle import SHARDS, permutation
 from cellmill.data.split import SPLITS, hash_cells, hash_genes, places, require_column, split_by_content, split_by_value
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
-from cellmill.files import digest, fsync, read_json, write_json
+from cellmill.files import digest, fsync, named_errors, read_json, write_json
 
 BLOCK = 1024  # cells read, ordered and written at a time
 CELL = np.dtype([("dataset", "<i4"), ("row", "<i8"), ("nnz", "<i4"), ("largest", "<u4")])
@@ -170,37 +170,38 @@ def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, 
         corpus, hashes, split = (array[~repeated] for array in (corpus, hashes, split))
         across_splits = 0
     manifest.unlink(missing_ok=True)
-    remove_plan(folder)
-    obs = JointObs(folder / "obs", names, columns_of([scan.facts for scan in scans]))
-    kept = _write_obs(obs, cells, scans, corpus)
-    chosen, index = {}, {}
-    for number, name in enumerate(SPLITS):
-        order = np.flatnonzero(split == number)
-        order = order[permutation(len(order), options.seed, SHARDS, number)]
-        chosen[name] = corpus[order]
-        np.save(folder / f"{name}.npy", chosen[name])
-        index[name] = write_split_index(
-            manifest.parent, name, chosen[name]["nnz"], hashes[order], options.cells_per_shard
+    with named_errors(folder):
+        remove_plan(folder)
+        obs = JointObs(folder / "obs", names, columns_of([scan.facts for scan in scans]))
+        kept = _write_obs(obs, cells, scans, corpus)
+        chosen, index = {}, {}
+        for number, name in enumerate(SPLITS):
+            order = np.flatnonzero(split == number)
+            order = order[permutation(len(order), options.seed, SHARDS, number)]
+            chosen[name] = corpus[order]
+            np.save(folder / f"{name}.npy", chosen[name])
+            index[name] = write_split_index(
+                manifest.parent, name, chosen[name]["nnz"], hashes[order], options.cells_per_shard
+            )
+        sizes = [len(scan.nnz) for scan in scans]
+        plan = ShardPlan(
+            folder=folder,
+            key=key,
+            datasets=names,
+            ordered=any(scan.ordered for scan in scans),
+            cells_per_shard=options.cells_per_shard,
+            n_obs={name: len(own) for name, own in chosen.items()},
+            index=index,
+            left_out={name: int((scan.nnz == 0).sum()) for name, scan in zip(names, scans)},
+            duplicates={name: n for name, n in zip(names, duplicates) if n},
+            across_splits=across_splits,
+            columns=obs.columns,
+            obs_levels=write_levels(manifest.parent, obs, kept, sizes, chosen, index),
+            ranked=any(scan.ranked for scan in scans),
         )
-    sizes = [len(scan.nnz) for scan in scans]
-    plan = ShardPlan(
-        folder=folder,
-        key=key,
-        datasets=names,
-        ordered=any(scan.ordered for scan in scans),
-        cells_per_shard=options.cells_per_shard,
-        n_obs={name: len(own) for name, own in chosen.items()},
-        index=index,
-        left_out={name: int((scan.nnz == 0).sum()) for name, scan in zip(names, scans)},
-        duplicates={name: n for name, n in zip(names, duplicates) if n},
-        across_splits=across_splits,
-        columns=obs.columns,
-        obs_levels=write_levels(manifest.parent, obs, kept, sizes, chosen, index),
-        ranked=any(scan.ranked for scan in scans),
-    )
-    for path in folder.rglob("*.npy"):
-        fsync(path)  # before plan.json, which says that they are complete
-    plan.write()
+        for path in folder.rglob("*.npy"):
+            fsync(path)  # before plan.json, which says that they are complete
+        plan.write()
     return plan
 
 

@@ -32,7 +32,7 @@ from cellmill.data.shard_plan import BLOCK, ShardPlace, ShardPlan, make_plan, re
 from cellmill.data.split import SPLITS
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
-from cellmill.files import atomic_path, read_json, sha256_file, write_json
+from cellmill.files import atomic_path, read_json, remove_incomplete, sha256_file, write_json
 
 _READ_THREADS = 4
 _FILE_NAME = re.compile(r"(train|val|test)-(\d{5}\.h5ad|(offsets|hashes|levels)\.npy)")
@@ -147,8 +147,7 @@ class _Writer:
     def write(self, place: ShardPlace) -> None:
         """Write a shard, then its entry of the manifest beside the plan."""
         path, cells = self._folder / place.name, self._plan.cells(place)
-        for left in self._folder.glob(f".{path.stem}.*.incomplete*"):  # of a process that was killed
-            left.unlink()
+        remove_incomplete(path)
         obs = self._plan.obs.frame(cells["dataset"], cells["row"])
         nnz, dtype = int(cells["nnz"].sum(dtype=np.int64)), count_dtype(int(cells["largest"].max()))
         content = hashlib.sha256("\n".join(obs.index).encode())

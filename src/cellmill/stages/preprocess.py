@@ -7,7 +7,7 @@ from cellmill.config.options import PreprocessOptions
 from cellmill.data.dataset_file import local_input, open_dataset, origin_of
 from cellmill.data.preprocess import preprocess
 from cellmill.data.sequences import preprocess_sequences
-from cellmill.files import write_json
+from cellmill.files import remove_incomplete, write_json
 
 
 def run(
@@ -27,6 +27,7 @@ def run(
 
     `columns` are the dataset's filter, labels and roles: obs columns, which are checked before counts are read.
     """
+    remove_incomplete(out)
     path = local_input(input)
     with open_dataset(path, counts) as reader:
         reader.round_counts = round_counts

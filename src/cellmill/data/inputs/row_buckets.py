@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import scipy.sparse as sp
 
-from cellmill.data.h5_file import named_errors
 from cellmill.data.inputs.source import reblocked
+from cellmill.files import named_errors
 
 _ROWS = 1024  # fewest rows of one bucket: smaller ones make writes too short
 _MOST_BUCKETS = 60_000  # their numbers are sorted as 16-bit integers, which is fast
