@@ -16,6 +16,7 @@ from cellmill.data.level_table import values_of_columns
 from cellmill.data.tokens import split_batch
 from cellmill.errors import ConfigError
 from cellmill.evaluate.embed import ROW_BLOCK, inference, levels_of, tokens_of
+from cellmill.evaluate.predict import classifiers_of, temperature_of
 from cellmill.evaluate.task import TOKEN_BUDGET, Context, EvaluatedModel, TaskResult
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import build
@@ -38,6 +39,8 @@ class Reconstruct:
         arrays = _observe(context, network, cells)
         if not arrays:
             return TaskResult(skipped="no scored cell has a gene that the model knows")
+        for head, classifier in classifiers_of(network, context.model.config).values():
+            head.temperature = temperature_of(classifier)
         figures, verdicts = network.objective.judge(*arrays, train=context.model.gene_statistics)
         return TaskResult(figures={"n_cells": len(cells)} | figures, verdicts=verdicts)
 
