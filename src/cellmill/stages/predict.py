@@ -3,13 +3,18 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
+
 from cellmill.config.options import PredictOptions
 from cellmill.data.dataset_file import open_dataset
+from cellmill.data.obs_levels import DATASET
 from cellmill.evaluate.embed import embed_cells, load_for_inference
 from cellmill.evaluate.embedding_checks import check_coverage, limits_of
 from cellmill.evaluate.predict import Prediction, classifiers_of, uncalibrated
 from cellmill.evaluate.predicted import predict_heads, thresholds_of
 from cellmill.evaluate.prediction_file import append_prediction, write_prediction
+from cellmill.evaluate.unknown_labels import count_labels, texts_of
 from cellmill.stages.embed import checked_input
 
 
@@ -33,6 +38,7 @@ def run(
     predicted = predict_heads(network, config, embedding, smallest)
     for end, (_, classifier) in classifiers_of(network, config).items():
         _say(path, len(obs), classifier, predicted.heads[end], smallest[end], out)
+        _say_agreement(path, obs, classifier, predicted.heads[end])
     for key, column in predicted.about.items():
         if key.startswith("value_column"):
             print(f"{path.stem}: {len(obs):,} cells have a predicted {column} -> {out}")
@@ -51,3 +57,20 @@ def _say(
     print(f"{path.stem}: {n_cells:,} cells labelled by {classifier['label_column']}, {known} -> {out}")
     if not classifier["calibration"]:
         print(f"{path.stem}: warning: probabilities are not calibrated: {uncalibrated(classifier)}")
+
+
+def _say_agreement(path: Path, obs: pd.DataFrame, classifier: dict[str, Any], prediction: Prediction) -> None:
+    """Say how many cells are predicted as the file labels them, and which labels the model does not know."""
+    column, labels = classifier["label_column"], classifier["labels"]
+    if column not in obs or column == DATASET:
+        return
+    counts = count_labels(obs, path.stem, column, labels)
+    if n_known := counts.n_labelled - counts.n_unknown:
+        own = pd.Series(texts_of(obs[column]))
+        n_equal = int((own.isin(labels) & (own == np.asarray(prediction.labels, object))).sum())
+        print(
+            f"{path.stem}: {n_equal:,} of the {n_known:,} cells whose {column} the model knows have it as predicted "
+            f"label ({n_equal / n_known:.3f})"
+        )
+    for line in counts.problems():
+        print(f"{path.stem}: warning: obs column {line}")

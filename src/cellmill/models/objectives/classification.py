@@ -137,6 +137,10 @@ class Classification(Objective):
         """Return the label and the logits of each cell."""
         return prepared.labels, self._logits(model, model.states(prepared), prepared)
 
+    def judged_labels(self) -> dict[str, list[str]]:
+        """Return the labels of the head."""
+        return {self.config.label_column: self.labels}
+
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
         """Return figures of the cells, and a verdict against the labels' own frequencies."""
         labels, logits = observed
