@@ -11,8 +11,10 @@ from typing import Any
 import h5py
 
 from cellmill.config.corpus import IS_CONTROL, ORGANISM, Dataset
+from cellmill.config.label_map import read_label_map
 from cellmill.config.workflow import CorpusConfig, Workflow
-from cellmill.data.obs_levels import DATASET
+from cellmill.data.mapped_labels import check_labels
+from cellmill.data.obs_levels import DATASET, text_of
 from cellmill.errors import ConfigError, DataError, did_you_mean
 
 
@@ -22,6 +24,9 @@ def check_datasets(pipeline: Workflow) -> None:
         table = pipeline.datasets(name)
         columns: dict[str, set[str]] = {}
         for dataset in read_by_runs(pipeline, name):
+            for label_map in map(Path, table[dataset].label_maps.values()):
+                if label_map.is_file():  # a missing one is named once rules are known that may make it
+                    read_label_map(label_map)
             path = Path(table[dataset].path)
             if path.suffix == ".h5ad" and (file := _opened(path)) is not None:
                 with file:
@@ -66,11 +71,18 @@ def _check_file(file: h5py.File, table: str, dataset: Dataset, corpus: CorpusCon
             raise DataError(f"{path}: no obs column {column!r} (preprocess.keep_obs); {did_you_mean(column, known)}")
     if dataset.control is not None and dataset.controlled is not None:
         _check_control(where, obs, dataset.roles[dataset.controlled], dataset.control)
+    for column, label_map in dataset.label_maps.items():
+        if Path(label_map).is_file() and (categories := _categories(obs, column)) is not None:
+            check_labels(Path(label_map), map(text_of, categories), path, column)
     made = {*dataset.roles, *({IS_CONTROL} if dataset.control else ())}
     made |= {ORGANISM} if corpus.preprocess.organism_column else set()
-    own = {*known} if kept is None else {*kept, *dataset.labels}
+    own = {*known} if kept is None else {*kept}
     renamed = {f"{role}_original" for role in made & own if dataset.roles.get(role) != role}
-    return own | made | renamed
+    labels = dict(zip(dataset.label_names, dataset.labels))
+    renamed |= {
+        f"{name}_original" for name in labels.keys() & own if labels[name] != name or name in dataset.label_maps
+    }
+    return own | made | renamed | labels.keys()
 
 
 def _check_counts(where: str, file: h5py.File, counts: str) -> None:
@@ -82,14 +94,19 @@ def _check_counts(where: str, file: h5py.File, counts: str) -> None:
 
 
 def _check_control(where: str, obs: h5py.Group, column: str, control: str) -> None:
-    node: Any = obs[column]
-    if not isinstance(node, h5py.Group) or "categories" not in node:
-        return  # text in full, which takes as long as the stage
-    values = [value.decode() if isinstance(value, bytes) else str(value) for value in node["categories"][:]]
-    if control not in values:
+    categories = _categories(obs, column)
+    if categories is not None and control not in (values := [str(value) for value in categories]):
         raise DataError(
             f"{where} has no {control!r} (control) in obs column {column!r}; {did_you_mean(control, values)}"
         )
+
+
+def _categories(obs: h5py.Group, column: str) -> list[Any] | None:
+    """Categories of a column; None for text in full, whose values take as long as the stage."""
+    node: Any = obs[column]
+    if not isinstance(node, h5py.Group) or "categories" not in node:
+        return None
+    return [value.decode() if isinstance(value, bytes) else value for value in node["categories"][:]]
 
 
 def _check_options(pipeline: Workflow, name: str, columns: list[set[str]]) -> None:
