@@ -62,7 +62,7 @@ def _add_corpus(stages: Any) -> None:
     _add(preprocess, "--counts", "X", "matrix of the counts: X, raw, the name of a layer, or a genome of a 10x file")
     preprocess.add_argument("--dataset", required=True, help="name of the dataset")
     for name, field in ObsColumns.model_fields.items():
-        preprocess.add_argument(f"--{name}", help=str(field.description).replace("%", "%%"))
+        preprocess.add_argument(f"--{name.replace('_', '-')}", help=str(field.description).replace("%", "%%"))
     preprocess.add_argument("--round-counts", action="store_true", help="round fractional counts")
     preprocess.add_argument("--source", default="", help="origin of the data, for the report")
     preprocess.add_argument("--licence", default="", help="licence of the data, for the report")

@@ -81,6 +81,31 @@ def test_the_loss_is_the_weighted_cross_entropy_of_labelled_cells_and_validation
     assert verdicts[0].against == "the frequencies of labels"
 
 
+def _expected_error(logits: np.ndarray, labels: np.ndarray, temperature: float) -> float:
+    """Calibration error after Guo et al. 2017, equation 3, cell by cell."""
+    members: dict[int, list[tuple[float, bool]]] = {}
+    for row, label in zip(logits / temperature, labels):
+        probabilities = np.exp(row) / np.exp(row).sum()
+        highest = float(probabilities.max())
+        members.setdefault(min(int(highest * 15), 14), []).append((highest, probabilities.argmax() == label))
+    gaps = [len(own) * abs(np.mean([r for _, r in own]) - np.mean([p for p, _ in own])) for own in members.values()]
+    return float(sum(gaps) / len(labels))
+
+
+def test_the_judge_measures_calibration_with_and_without_the_temperature() -> None:
+    rng, objective = np.random.default_rng(0), _model().objective
+    logits, labels = rng.normal(0, 3, (40, 3)).astype(np.float32), rng.integers(0, 3, 40)
+    figures, _ = objective.judge(labels, logits, train=None)  # type: ignore[arg-type]
+    assert figures["calibration_error_uncalibrated"] == pytest.approx(_expected_error(logits, labels, 1.0))
+    assert "calibration_error" not in figures
+    objective.temperature = 2.5  # type: ignore[attr-defined]
+    figures, _ = objective.judge(labels, logits, train=None)  # type: ignore[arg-type]
+    assert figures["calibration_error"] == pytest.approx(_expected_error(logits, labels, 2.5))
+    assert figures["calibration_error_uncalibrated"] == pytest.approx(_expected_error(logits, labels, 1.0))
+    assert figures["calibration_error"] != pytest.approx(figures["calibration_error_uncalibrated"], rel=0.05)
+    assert figures["temperature"] == 2.5
+
+
 def test_a_batch_without_labels_has_loss_and_gradients_of_zero() -> None:
     model, batch = _model(), _batch()
     batch.levels[:, 1] = 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import anndata as ad
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.sparse as sp
 
@@ -102,6 +103,39 @@ def test_labels_are_those_of_the_command(tmp_path: Path, simulated: Path, folder
     assert list(made.labels) == list(written.obs["cellmill_label"])
     assert 0 < made.n_unknown < len(made.labels)
     assert (made.probabilities == np.asarray(written.obsm["cellmill_probabilities"])).all()
+
+
+def test_predictions_of_all_heads_are_those_of_the_command(tmp_path: Path, simulated: Path, folder: Path) -> None:
+    levels = {"cell_type": ("a", "b", "c", "<missing>"), "tissue": ("lung", "skin")}
+    parts: dict[str, Any] = {name: {"name": "classification", "label_column": name} for name in levels}
+    numbers = {"age": {"name": "regression", "target_column": "age", "target_mean": 40.0, "target_std": 12.0}}
+    entries = {name: {"label_column": name, "labels": [*levels[name][:3]], "calibration": None} for name in levels}
+    about = {"temperature": 0.5, "calibration_error": 0.1, "n_cells": 9, "accuracy_above": [0.5], "labelled_above": [1]}
+    entries["tissue"]["calibration"] = about
+    heads = {"classifier": entries["cell_type"], "more_classifiers": {"tissue": entries["tissue"]}}
+    for name, given, written in (("all", parts | numbers, heads), ("numbers", numbers, {})):
+        objective: dict[str, Any] = {"objective": "sum", "parts": given, "levels": levels}
+        model = export_model(tmp_path / name, folder / "vocabulary.tsv", seed=1, **objective)
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | written))
+        options = PredictOptions.model_validate({"embed": {}, "predict": {"min_probability": 0.4}})
+        predict.run(options=options, model=model, input=simulated, counts="X", out=tmp_path / "out.h5ad")
+        expected, adata = ad.read_h5ad(tmp_path / "out.h5ad"), ad.read_h5ad(simulated)
+        made = cellmill.load(model).predict(adata, min_probability=0.4)
+        made.add_to(adata)
+        adata.write_h5ad(tmp_path / "added.h5ad")
+        added = ad.read_h5ad(tmp_path / "added.h5ad")
+        pd.testing.assert_frame_equal(added.obs[expected.obs.columns], expected.obs)
+        assert added.obsm.keys() >= expected.obsm.keys()
+        assert all((added.obsm[key] == table).all() for key, table in expected.obsm.items())
+        assert repr(added.uns["cellmill_prediction"]) == repr(expected.uns["cellmill_prediction"])
+        if name == "all":
+            assert {"cellmill_label", "cellmill_label_tissue", "cellmill_value"} <= {*made.obs}
+            assert list(made.labels) == list(expected.obs["cellmill_label"])
+            assert made.heads["_tissue"].labels.categories.tolist() == ["lung", "skin", "unknown"]
+    assert {"cellmill_value"} == {*made.obs}
+    with pytest.raises(ConfigError, match=r"^the model predicts no labels; its numbers are in obs: cellmill_value$"):
+        _ = made.labels
 
 
 def test_importing_the_package_loads_neither_torch_nor_numpy() -> None:

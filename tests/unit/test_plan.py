@@ -155,6 +155,7 @@ def test_the_plan_is_printed_as_a_table(corpus: Manifest, tmp_path: Path, capsys
         "traffic",
         "step time",
         "hours",
+        "warning",  # masked_value without renormalize
     ]
     assert lines[4] == "processes   4 x h100, HYBRID_SHARD (1 replicas of 4 shards), 32-true"
     assert "of 72 GB per process: parameters" in lines[5]
@@ -200,6 +201,22 @@ def test_the_default_rate_is_scaled_to_another_batch_as_a_hint(
         "hint        train.lr 0.001 is the default, for train.global_batch 256; scaled to 16 it is 0.00025 (square "
         "root, usual for AdamW) or 6.3e-05 (linear)"
     )
+
+
+def test_values_that_leak_hidden_counts_are_a_warning(
+    corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = (
+        "warning     {}.renormalize is no: values of visible tokens are made with a cell's whole library size, so they "
+        "leak the sum of the hidden counts; set it to yes in a new run"
+    )
+    _plan(corpus, tmp_path, train={"warmup_steps": 2})
+    assert [line for line in capsys.readouterr().out.splitlines() if "leak" in line] == [said.format("objective")]
+    planned = _plan(corpus, tmp_path, objective={"renormalize": True})
+    assert (planned["warnings"], "leak" in capsys.readouterr().out) == ([], False)
+    parts: dict[str, Any] = {"cell_decoding": {}, "masked_value": {}}
+    _plan(corpus, tmp_path, objective={"name": "sum", "parts": parts})
+    assert said.format("objective.parts.masked_value") in capsys.readouterr().out.splitlines()
 
 
 def test_processes_share_the_memory_of_a_machine(corpus: Manifest, tmp_path: Path) -> None:

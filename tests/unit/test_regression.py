@@ -7,8 +7,11 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
+from cellmill.config.objective import ObjectiveConfig
+from cellmill.config.tokens import Tokens
 from cellmill.data.shard_levels import read_shard_numbers
 from cellmill.errors import DataError
 from cellmill.models.objectives.regression import anticorrelation
@@ -23,6 +26,25 @@ def test_the_loss_pearson_is_one_minus_the_correlation_of_the_cells() -> None:
     assert anticorrelation(table).item() == pytest.approx(9 * (1 - np.corrcoef(x, y)[0, 1]), abs=1e-6)
     moved = table * torch.tensor([1.0, 3.0, 1.0]) + table[:, :1] * torch.tensor([0.0, 7.0, 0.0])
     assert anticorrelation(moved).item() == pytest.approx(anticorrelation(table).item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["mse", "pearson"])
+def test_the_judge_has_rank_correlation_and_errors_in_the_unit_of_the_column(loss: str) -> None:
+    given = {"name": "regression", "target_column": "age", "loss": loss, "target_mean": 40.0, "target_std": 12.0}
+    config, rng = ObjectiveConfig.model_validate(given), np.random.default_rng(0)
+    numbers = rng.integers(0, 6, 50).astype(np.float32)  # many ties
+    predicted = (numbers + rng.normal(0, 2, 50)).round(1).astype(np.float32)
+    objective = config.load()(config, Tokens.model_validate({}))
+    figures, _ = objective.judge(numbers, predicted, train=None)
+    assert figures["spearman"] == pytest.approx(scipy.stats.spearmanr(numbers, predicted).statistic)
+    assert figures["pearson"] == pytest.approx(scipy.stats.pearsonr(numbers, predicted).statistic)
+    own = {name: figures.get(name) for name in ("root_mean_squared_error", "mean_absolute_error")}
+    if loss == "pearson":  # predictions have no unit
+        assert own == {"root_mean_squared_error": None, "mean_absolute_error": None}
+        return
+    ages, of_model = (40 + 12 * values.astype(np.float64) for values in (numbers, predicted))
+    assert own["root_mean_squared_error"] == pytest.approx(((ages - of_model) ** 2).mean() ** 0.5)
+    assert own["mean_absolute_error"] == pytest.approx(np.abs(ages - of_model).mean())
 
 
 @pytest.mark.parametrize("n", [0, 1, 5])

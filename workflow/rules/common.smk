@@ -232,8 +232,13 @@ def column_arguments(wildcards):
     """What the table says of a dataset's obs and counts, as arguments of `cellmill preprocess`."""
     dataset = dataset_of(wildcards)
     given = {name: getattr(dataset, name) for name in ObsColumns.model_fields}
-    words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
     return words + ["--round-counts"] * dataset.round_counts
+
+
+def label_maps_of(wildcards):
+    """Files that rename labels of a dataset."""
+    return list(dict.fromkeys(dataset_of(wildcards).label_maps.values()))
 
 
 def file_of(section, key):
@@ -275,7 +280,7 @@ def evaluated_steps():
 def label_columns(wildcards):
     """obs columns of the labels for each dataset the run is evaluated on; '-' for none."""
     table = datasets[pipeline.runs[wildcards.run].corpus]
-    return ["|".join(table[name].labels) or "-" for name in pipeline.evaluated_on(wildcards.run)]
+    return ["|".join(table[name].label_names) or "-" for name in pipeline.evaluated_on(wildcards.run)]
 
 
 def bridged(pattern):
@@ -295,7 +300,7 @@ def bridged(pattern):
 def bridge_label(wildcards):
     """obs column of the first label of a dataset."""
     corpus = pipeline.runs[wildcards.run].corpus
-    labels = datasets[corpus][wildcards.dataset].labels
+    labels = datasets[corpus][wildcards.dataset].label_names
     if not labels:
         raise WorkflowError(
             f"{pipeline.corpora[corpus].table}: dataset {wildcards.dataset} has no label, which bridges read; name an "

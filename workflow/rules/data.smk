@@ -43,6 +43,7 @@ rule preprocess:
     input:
         raw=input_of,
         orthologs=file_of("preprocess", "orthologs"),
+        label_maps=label_maps_of,
     output:
         cells="results/corpora/{corpus}/cells/{dataset}.h5ad",
         report=report(

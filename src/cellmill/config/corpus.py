@@ -22,6 +22,10 @@ ORGANISM = "organism"
 """obs column of preprocessed cells with `organism_column`."""
 
 
+RESERVED = (*ROLES, IS_CONTROL, ORGANISM, "dataset")
+"""obs columns of cells or shards that no `label_name` may take."""
+
+
 def is_fasta(path: Path) -> bool:
     """True if a dataset is a FASTA file, by its name."""
     return path.name.lower().removesuffix(".gz").endswith(FASTA)
@@ -179,6 +183,19 @@ class ObsColumns(Section):
         description="obs column that the probes predict, or several, separated by |; empty for no probes. Kept "
         "whatever preprocess.keep_obs says.",
     )
+    label_name: str | None = Field(
+        None,
+        description="Name of the label in preprocessed cells, so that datasets whose columns have other names share "
+        "one; of several labels one for each, separated by |. Empty for the name of the column.",
+    )
+    label_map: str | None = Field(
+        None,
+        description="Tab-separated file with the columns `from` and `to`, which renames values of the label in "
+        "preprocessed cells, and with that in shards, training and evaluation; of several labels one for each, "
+        "separated by |, where an empty one renames nothing. Cells of a `from` whose `to` is empty have no label; "
+        "labels that the file leaves out stay as they are, and are reported. A `from` that no cell has is refused. "
+        "`filter` reads the values before they are renamed.",
+    )
     batch: str | None = Field(None, description="obs column of the batch; preprocessed cells have it as `batch`.")
     donor: str | None = Field(None, description="obs column of the donor; preprocessed cells have it as `donor`.")
     condition: str | None = Field(
@@ -204,6 +221,22 @@ class ObsColumns(Section):
         return value
 
     @model_validator(mode="after")
+    def _each_label_has_a_name(self) -> Self:
+        labels, names = self.labels, self.label_names
+        for key in ("label_name", "label_map"):
+            given = getattr(self, key)
+            if given is not None and (n := len(given.split("|"))) != len(labels):
+                raise ValueError(f"{key}: expected one for each label, {len(labels)}, got {n}; separate them by |")
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"label_name: two labels are called {twice[0]!r}; rename one")
+        for label, name in zip(labels, names):
+            if name != label and (not name or name in RESERVED):
+                raise ValueError(
+                    f"label_name: expected a name of its own for label {label!r}, got {name!r}; choose another"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _control_is_of_something(self) -> Self:
         if self.control is not None and self.controlled is None:
             raise ValueError("control is a value of the perturbation or the condition; name one of these columns too")
@@ -213,6 +246,17 @@ class ObsColumns(Section):
     def labels(self) -> list[str]:
         """obs columns of the labels."""
         return [name for name in map(str.strip, (self.label or "").split("|")) if name]
+
+    @property
+    def label_names(self) -> list[str]:
+        """Names of the labels in preprocessed cells, in the order of `labels`."""
+        return self.labels if self.label_name is None else [name.strip() for name in self.label_name.split("|")]
+
+    @property
+    def label_maps(self) -> dict[str, str]:
+        """Path of the label map by obs column of the file, of the labels that have one."""
+        paths = map(str.strip, (self.label_map or "").split("|"))
+        return {label: path for label, path in zip(self.labels, paths) if path}
 
     @property
     def roles(self) -> dict[str, str]:

@@ -68,5 +68,9 @@ class ObjectiveConfig(Plugin):
         """Option that names levels of a column, and these levels, by column: each must be there."""
         return {}
 
+    def warnings(self, option: str = "objective") -> list[str]:
+        """Return what `plan` warns of, one line each; `option` is where the options are."""
+        return []
+
     def check_tokens(self, tokens: Tokens) -> None:
         """Raise ValueError when the objective cannot be computed from such tokens."""

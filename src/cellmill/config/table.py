@@ -30,17 +30,19 @@ def check_name(name: str) -> str:
     return name
 
 
-def read_rows(table: Path, known: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
+def read_rows(
+    table: Path, known: Sequence[str], what: str = "the table of datasets", required: Sequence[str] = ()
+) -> list[tuple[int, dict[str, str]]]:
     """Line number and filled cells of each row. Raises ConfigError naming the line.
 
-    Empty lines are skipped. `known` are the columns that a table may have.
+    Empty lines are skipped. `known` are the columns that a table may have, `required` those that it must have.
     """
     if (kind := special_kind(table)) is not None:  # opening a FIFO would wait without end
-        raise ConfigError(f"{table}: expected the table of datasets, got a {kind}")
+        raise ConfigError(f"{table}: expected {what}, got a {kind}")
     try:
         lines = table.read_text(encoding="utf-8-sig").split("\n")  # Excel writes a byte-order mark
     except OSError as error:
-        raise ConfigError(f"{table}: {error.strerror}; expected the table of datasets") from None
+        raise ConfigError(f"{table}: {error.strerror}; expected {what}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{table}: not UTF-8 text; save it as tab-separated UTF-8") from None
     header, *rows = [_cells(table, number, line) for number, line in enumerate(lines, start=1)]
@@ -48,6 +50,8 @@ def read_rows(table: Path, known: Sequence[str]) -> list[tuple[int, dict[str, st
         raise ConfigError(f"{table}: unknown column {unknown[0][:80]!r}; {did_you_mean(unknown[0], known)}")
     if twice := [name for name in header if header.count(name) > 1]:
         raise ConfigError(f"{table}: two columns are called {twice[0]!r}; remove one")
+    if lacking := [name for name in required if name not in header]:
+        raise ConfigError(f"{table}: expected the columns {', '.join(required)}, got no {lacking[0]!r}; add it")
     filled = []
     for number, cells in enumerate(rows, start=2):
         if len(cells) > len(header):

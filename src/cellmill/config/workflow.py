@@ -214,7 +214,7 @@ class Workflow(Section):
         if kept is None:
             return
         rows = [self.datasets(run.corpus)[dataset] for dataset in self.trained_on(run.corpus)]
-        own = {*(role for row in rows for role in row.roles), *(label for row in rows for label in row.labels)}
+        own = {*(role for row in rows for role in row.roles), *(name for row in rows for name in row.label_names)}
         own |= {IS_CONTROL} if any(row.control for row in rows) else set()
         own |= {ORGANISM} if self.corpora[run.corpus].preprocess.organism_column else set()
         for column, option in (run.read_columns() | run.number_columns()).items():

@@ -9,9 +9,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cellmill.config.corpus import IS_CONTROL, ORGANISM, Dataset
+from cellmill.config.label_map import read_label_map
 from cellmill.config.workflow import CorpusConfig, Workflow
 from cellmill.data.declared_names import DeclaredNames, declared_names
-from cellmill.data.obs_levels import DATASET
+from cellmill.data.mapped_labels import check_labels
+from cellmill.data.obs_levels import DATASET, text_of
 from cellmill.errors import ConfigError, DataError, did_you_mean
 
 
@@ -21,6 +23,9 @@ def check_datasets(pipeline: Workflow) -> None:
         table = pipeline.datasets(name)
         columns: dict[str, set[str]] = {}
         for dataset in read_by_runs(pipeline, name):
+            for label_map in map(Path, table[dataset].label_maps.values()):
+                if label_map.is_file():  # a missing one is named once rules are known that may make it
+                    read_label_map(label_map)
             with declared_names(Path(table[dataset].path)) as names:
                 if names is not None:  # otherwise stage preprocess says what it is
                     columns[dataset] = _check_names(names, corpus.table, table[dataset], corpus)
@@ -53,18 +58,23 @@ def _check_names(names: DeclaredNames, table: str, dataset: Dataset, corpus: Cor
             raise DataError(f"{path}: no obs column {column!r} (preprocess.keep_obs); {did_you_mean(column, known)}")
     if dataset.control is not None and dataset.controlled is not None:
         _check_control(where, names, dataset.roles[dataset.controlled], dataset.control)
+    for column, label_map in dataset.label_maps.items():
+        if Path(label_map).is_file() and (categories := names.categories_of(column)) is not None:
+            check_labels(Path(label_map), map(text_of, categories), path, column)
     made = {*dataset.roles, *({IS_CONTROL} if dataset.control else ())}
     made |= {ORGANISM} if corpus.preprocess.organism_column else set()
-    own = {*known} if kept is None else {*kept, *dataset.labels}
+    own = {*known} if kept is None else {*kept}
     renamed = {f"{role}_original" for role in made & own if dataset.roles.get(role) != role}
-    return own | made | renamed
+    labels = dict(zip(dataset.label_names, dataset.labels))
+    renamed |= {
+        f"{name}_original" for name in labels.keys() & own if labels[name] != name or name in dataset.label_maps
+    }
+    return own | made | renamed | labels.keys()
 
 
 def _check_control(where: str, names: DeclaredNames, column: str, control: str) -> None:
-    if column not in names.categories:
-        return  # text in full, which takes as long as the stage
-    values = [value.decode() if isinstance(value, bytes) else str(value) for value in names.categories[column][:]]
-    if control not in values:
+    categories = names.categories_of(column)
+    if categories is not None and control not in (values := [str(value) for value in categories]):
         raise DataError(
             f"{where} has no {control!r} (control) in obs column {column!r}; {did_you_mean(control, values)}"
         )

@@ -21,8 +21,12 @@ class DeclaredNames:
 
     columns: list[str]
     counts: list[str]
-    categories: dict[str, Any] = field(default_factory=dict)
-    """Arrays of the categories of categorical columns, as far as they can be read here."""
+    _categories: dict[str, Any] = field(default_factory=dict)
+
+    def categories_of(self, column: str) -> list[Any] | None:
+        """Categories of a column; None for text in full, whose values take as long as the stage, and in Zarr."""
+        array = self._categories.get(column)
+        return None if array is None else [each.decode() if isinstance(each, bytes) else each for each in array[:]]
 
 
 @contextmanager

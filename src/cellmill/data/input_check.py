@@ -37,8 +37,12 @@ def check_inputs(pipeline: Workflow, is_made: Callable[[str], bool] = lambda pat
 
 
 def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:
-    """Option and path of every file but those of tables."""
+    """Option and path of every file but the datasets of tables."""
     for name, corpus in pipeline.corpora.items():
+        table = pipeline.datasets(name)
+        for dataset in read_by_runs(pipeline, name):
+            for label_map in table[dataset].label_maps.values():
+                yield f"{corpus.table}: dataset {dataset}: label_map", label_map
         for section, key in (("preprocess", "orthologs"), ("vocabulary", "genes")):
             if (path := getattr(getattr(corpus, section), key)) is not None:
                 yield f"corpora.{name}.{section}.{key}", path

@@ -48,12 +48,16 @@ def numbers_of(obs: pd.DataFrame, dataset: str, levels: Mapping[str, Sequence[st
     """Return `(n_obs, columns)` int32: numbers of levels of the obs of a dataset, 0 in columns that it lacks."""
     numbers = np.zeros((len(obs), len(levels)), np.int32)
     for at, (name, known) in enumerate(levels.items()):
-        if name == DATASET:
-            numbers[:, at] = level_numbers(np.zeros(len(obs), np.int64), [dataset], known)
-            continue
-        # shards keep a column that a user called `dataset` under another name
-        own = DATASET if name == f"{DATASET}_original" else name
-        if own in obs:
-            codes, values = pd.factorize(obs[own])
-            numbers[:, at] = level_numbers(codes, values, known)
+        found = values_of_column(obs, dataset, name)
+        if found is not None:
+            numbers[:, at] = level_numbers(*found, known)
     return numbers
+
+
+def values_of_column(obs: pd.DataFrame, dataset: str, name: str) -> tuple[np.ndarray, Any] | None:
+    """Codes of cells, -1 for a missing value, and the values of the codes, of a column of shards; None without it."""
+    if name == DATASET:
+        return np.zeros(len(obs), np.int64), [dataset]
+    # shards keep a column that a user called `dataset` under another name
+    own = DATASET if name == f"{DATASET}_original" else name
+    return pd.factorize(obs[own]) if own in obs else None

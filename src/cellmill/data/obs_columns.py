@@ -5,7 +5,8 @@ cells have them under the name of the role, so that splits, covariates, batch te
 all datasets. A column of the file that has the name of a role and is not it is kept as `ROLE_original`.
 """
 
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -14,6 +15,7 @@ from cellmill.config.corpus import IS_CONTROL, ORGANISM, ObsColumns
 from cellmill.config.obs_filter import parse_filter
 from cellmill.data.counts_reader import CountsReader
 from cellmill.data.h5_file import one_line
+from cellmill.data.mapped_labels import MappedLabels, map_labels
 from cellmill.errors import DataError, did_you_mean
 
 _VALUES = 8  # of a column, in a message
@@ -24,6 +26,7 @@ class ObsChoice(NamedTuple):
 
     keep: np.ndarray  # cells that the filter keeps; bool
     obs: pd.DataFrame  # all cells, with the columns to write
+    mapped: dict[str, MappedLabels]  # labels with a map, by their name in the written cells
 
     def kept(self, cells: np.ndarray) -> pd.DataFrame:
         """obs of some cells (bool), categories without unused ones."""
@@ -31,6 +34,11 @@ class ObsChoice(NamedTuple):
         for name in frame.select_dtypes("category"):
             frame[name] = frame[name].cat.remove_unused_categories()
         return frame
+
+    def label_report(self, cells: np.ndarray) -> dict[str, Any]:
+        """Entry `labels` of the QC report, on some cells (bool); empty without label maps."""
+        reports = {name: mapped.report(cells) for name, mapped in self.mapped.items()}
+        return {"labels": reports} if reports else {}
 
 
 def choose_obs(
@@ -46,8 +54,17 @@ def choose_obs(
     for name, owner in columns.asked_for.items():
         reader.obs_column(name, f"the dataset's {owner}")
     keep = _kept_cells(reader, columns.filter)
-    names = [*reader.obs.columns] if keep_obs is None else list(dict.fromkeys([*keep_obs, *columns.labels]))
-    return ObsChoice(keep, _with_roles(reader, names, columns, keep, organism))
+    mapped = {
+        name: map_labels(reader.obs[label], Path(columns.label_maps[label]), reader.path)
+        for label, name in zip(columns.labels, columns.label_names)
+        if label in columns.label_maps
+    }
+    labels = {name: label for label, name in zip(columns.labels, columns.label_names)}
+    made = {name: reader.obs[label] for name, label in labels.items() if name != label}
+    made |= {name: pd.Series(own.column, index=reader.obs.index) for name, own in mapped.items()}
+    as_they_are = [name for name in labels if name not in made]
+    names = [*reader.obs.columns] if keep_obs is None else list(dict.fromkeys([*keep_obs, *as_they_are]))
+    return ObsChoice(keep, _with_roles(reader, names, columns, keep, organism, made), mapped)
 
 
 def _kept_cells(reader: CountsReader, condition: str | None) -> np.ndarray:
@@ -82,8 +99,14 @@ def _comparable(column: pd.Series) -> pd.Series:
 
 
 def _with_roles(
-    reader: CountsReader, names: list[str], columns: ObsColumns, keep: np.ndarray, organism: str | None
+    reader: CountsReader,
+    names: list[str],
+    columns: ObsColumns,
+    keep: np.ndarray,
+    organism: str | None,
+    labels: dict[str, pd.Series],
 ) -> pd.DataFrame:
+    """obs with roles and `labels`, those that are renamed, under their names."""
     made = {role: reader.obs[column] for role, column in columns.roles.items()}
     if organism is not None:
         made[ORGANISM] = pd.Series(pd.Categorical([organism] * reader.n_obs), index=reader.obs.index)
@@ -94,11 +117,13 @@ def _with_roles(
         made[IS_CONTROL] = _is_control(reader, made[columns.controlled], columns.control, keep)
     frame = reader.obs[names].copy()
     taken = {role: f"{role}_original" for role in made if role in names and columns.roles.get(role) != role}
-    if labels := [name for name in columns.labels if name in taken]:
+    if both := [name for name in columns.label_names if name in taken or (name in made and name in labels)]:
         raise DataError(
-            f"{reader.path}: label {labels[0]!r} is also a role, which the table gives to "
-            f"{columns.roles.get(labels[0])!r}; rename one of the columns"
+            f"{reader.path}: label {both[0]!r} is also a role, which the table gives to "
+            f"{columns.roles.get(both[0])!r}; rename one of the columns, or set label_name"
         )
+    made |= labels
+    taken |= {name: f"{name}_original" for name in labels if name in names}
     for role, name in taken.items():
         if name in frame:
             raise DataError(f"{reader.path}: obs has {role!r} and {name!r}, and the table makes {role!r}; rename one")

@@ -72,7 +72,7 @@ def preprocess(
         write_cells(
             out, lambda: chosen.kept(cells.reason < 0), var, blocks, nnz, dtype, compression=options.compression
         )
-    return _report(reader, options, genes, cells, keep_gene)
+    return _report(reader, options, genes, cells, keep_gene) | chosen.label_report(cells.reason < 0)
 
 
 def name_genes(reader: CountsReader, options: Preprocess) -> Genes:

@@ -51,7 +51,7 @@ def preprocess_sequences(
     blocks = _kept_rows(reader, kept, options.row_block)
     dtype, ranked = count_dtype(1), reader.ranked
     write_cells(out, chosen.kept(kept), reader.var, blocks, nnz, dtype, True, options.compression, ranked)
-    return _report(reader, options, lengths, kept, dropped)
+    return _report(reader, options, lengths, kept, dropped) | chosen.label_report(kept)
 
 
 def _measure(reader: CountsReader, options: Preprocess, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

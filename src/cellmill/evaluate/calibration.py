@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 from scipy.optimize import minimize_scalar
-from scipy.special import log_softmax, softmax
+from scipy.special import log_softmax
 
-BINS = 15
-"""Bins of the calibration error."""
+from cellmill.models.calibration_error import calibration_error, error_of_logits, highest_of
+
 STEPS = 100
 """Thresholds of the table: 0, 1 / STEPS, ..."""
 LARGEST = 100.0
@@ -44,7 +44,7 @@ def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
     """Return the calibration of logits, (cells, labels) float, on cells of these labels, (cells,) int from 0."""
     logits = logits.astype(np.float64)
     temperature = fit_temperature(logits, labels)
-    highest, right = _highest(logits / temperature, labels)
+    highest, right = highest_of(logits / temperature, labels)
     above = highest[:, None] >= np.arange(STEPS) / STEPS
     accuracy = [float(right[chosen].mean()) if chosen.any() else None for chosen in above.T]
     return Calibration(
@@ -52,7 +52,7 @@ def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
         n_cells=len(labels),
         accuracy=float(right.mean()),
         calibration_error=calibration_error(highest, right),
-        calibration_error_uncalibrated=calibration_error(*_highest(logits, labels)),
+        calibration_error_uncalibrated=error_of_logits(logits, labels),
         accuracy_above=accuracy,
         labelled_above=above.mean(axis=0).tolist(),
     )
@@ -67,16 +67,3 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
 
     bound = float(np.log(LARGEST))
     return float(np.exp(minimize_scalar(loss, bounds=(-bound, bound), method="bounded").x))
-
-
-def calibration_error(highest: np.ndarray, right: np.ndarray) -> float:
-    """Return the expected calibration error of cells with these highest probabilities, (cells,), right or wrong."""
-    bins = np.minimum((highest * BINS).astype(np.int64), BINS - 1)
-    gaps = np.bincount(bins, weights=right - highest, minlength=BINS)
-    return float(np.abs(gaps).sum() / len(highest))
-
-
-def _highest(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each cell's highest probability, and whether its label is right, 0 or 1."""
-    probabilities = softmax(logits, axis=1)
-    return probabilities.max(axis=1), (probabilities.argmax(axis=1) == labels).astype(np.float64)

@@ -10,10 +10,9 @@ from cellmill.config.load import check_options
 from cellmill.config.run import Embed, Predict
 from cellmill.data.counts_reader import CountsReader
 from cellmill.data.inputs.in_memory import open_memory
-from cellmill.errors import ConfigError
-from cellmill.evaluate.embed import embed_cells, load_for_inference
+from cellmill.evaluate.embed import Embedding, embed_cells, load_for_inference
 from cellmill.evaluate.embedding_checks import check_coverage, limits_of
-from cellmill.evaluate.predict import Prediction, predict, threshold
+from cellmill.evaluate.predicted import Predicted, predict_heads, thresholds_of
 
 
 class LoadedModel:
@@ -21,7 +20,7 @@ class LoadedModel:
 
     Neither the other cells nor their order change it (but for rounding, 5e-6), and it is that of `cellmill embed`.
 
-    Attributes: `folder`, `config` (config.json), `vocabulary`, and `labels`, those of `predict`; empty without them.
+    Attributes: `folder`, `config` (config.json), `vocabulary`, and `labels`, of the first head; empty without any.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,6 +48,9 @@ class LoadedModel:
         DataError
             If the matrix holds no counts, or the model knows too few of its genes.
         """
+        return self._embed(adata, counts, dataset, options).vectors
+
+    def _embed(self, adata: Any, counts: str, dataset: str, options: dict[str, Any]) -> Embedding:
         section = check_options(Embed, options, "options of embed")
         with CountsReader(open_memory(adata, counts, dataset)) as reader:
             reader.dataset = dataset
@@ -58,8 +60,8 @@ class LoadedModel:
             check_coverage(reader.path, embedding, section)
             reader.warn_if_rounded()
         for line in limits_of(embedding):
-            warnings.warn(f"{dataset}: {line.removeprefix('warning: ')}", stacklevel=2)
-        return embedding.vectors
+            warnings.warn(f"{dataset}: {line.removeprefix('warning: ')}", stacklevel=3)
+        return embedding
 
     def predict(
         self,
@@ -68,16 +70,17 @@ class LoadedModel:
         *,
         min_probability: float | None = None,
         min_accuracy: float | None = None,
+        dataset: str = "adata",
         **options: Any,
-    ) -> Prediction:
-        """Labels and calibrated probabilities of all cells, by a model of a run with objective classification.
+    ) -> Predicted:
+        """Predictions of all heads, as `cellmill predict` writes them: labels, calibrated probabilities and numbers.
 
-        Thresholds are those of section `predict` of the configuration; other arguments are those of `embed`. Raises
-        ConfigError for a model that predicts no labels.
+        `obs`, `obsm` and `about` have what the command writes, under its names, and `add_to(adata)` adds it;
+        `labels` and `probabilities` are those of the first head of labels. Thresholds are those of section `predict` of
+        the configuration; other arguments are those of `embed`. Raises ConfigError for a model that predicts neither
+        labels nor numbers.
         """
-        if not self.labels:
-            raise ConfigError(f"{self.folder}: it predicts no labels; export a run with objective classification")
         given = {"min_probability": min_probability, "min_accuracy": min_accuracy}
-        smallest = threshold(check_options(Predict, given, "options of predict"), self.config["classifier"])
-        vectors = self.embed(adata, counts, **options)
-        return predict(self._model, vectors, self.config["classifier"], smallest)
+        section = check_options(Predict, given, "options of predict")
+        smallest = thresholds_of(self._model, self.config, section, str(self.folder))
+        return predict_heads(self._model, self.config, self._embed(adata, counts, dataset, options), smallest)

@@ -132,6 +132,11 @@ def calibration_of(
     return calibrate(logits_of(model, np.concatenate(vectors), objective), found) if len(found) else None
 
 
+def temperature_of(classifier: dict[str, Any]) -> float | None:
+    """Return the fitted temperature of a head; None if it is not calibrated."""
+    return None if classifier["calibration"] is None else float(classifier["calibration"]["temperature"])
+
+
 def uncalibrated(classifier: dict[str, Any]) -> str:
     """Return why the probabilities of a model are not calibrated."""
     return str(classifier.get("uncalibrated", NO_VALIDATION))
@@ -171,8 +176,7 @@ def predict(
 
     `classifier` is the entry of config.json of `objective`; None is the first head.
     """
-    calibration = classifier["calibration"]
-    temperature = 1.0 if calibration is None else calibration["temperature"]
+    temperature = temperature_of(classifier) or 1.0
     probabilities = softmax(logits_of(model, vectors, objective).astype(np.float64) / temperature, axis=1).astype(
         np.float32
     )

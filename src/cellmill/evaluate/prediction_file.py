@@ -1,8 +1,6 @@
 """Predicted labels and numbers in .h5ad files: written beside the cells' obs, or added to a copy of their file."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import anndata as ad
 import h5py
@@ -13,31 +11,7 @@ from anndata.io import write_elem
 from cellmill.data.h5_file import change_h5, create_h5
 from cellmill.errors import DataError
 from cellmill.evaluate.embedding_file import put
-from cellmill.evaluate.predict import Prediction
-
-LABEL, PROBABILITY = "cellmill_label", "cellmill_probability"  # obs
-PROBABILITIES = "cellmill_probabilities"  # obsm, in the order of uns[ABOUT]["labels"]
-VALUE = "cellmill_value"  # obs
-ABOUT = "cellmill_prediction"  # uns
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """Predictions of all heads of a model, as a file has them; names end in `_PART` where a sum has several alike."""
-
-    obs: dict[str, Any]
-    obsm: dict[str, np.ndarray]
-    about: dict[str, Any]
-
-    def add_labels(self, end: str, prediction: Prediction, about: dict[str, Any]) -> None:
-        """Add labels and probabilities."""
-        self.obs[LABEL + end], self.obs[PROBABILITY + end] = prediction.labels, prediction.highest
-        self.obsm[PROBABILITIES + end] = prediction.probabilities
-        self.about.update({key + end: value for key, value in about.items()})
-
-    def add_values(self, end: str, values: np.ndarray, column: str) -> None:
-        """Add numbers of the obs column `column`."""
-        self.obs[VALUE + end], self.about[f"value_column{end}"] = values, column
+from cellmill.evaluate.predicted import ABOUT, LABEL, PROBABILITIES, PROBABILITY, VALUE, Predicted
 
 
 def write_prediction(path: Path, obs: pd.DataFrame, predicted: Predicted) -> None:

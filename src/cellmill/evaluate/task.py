@@ -126,9 +126,13 @@ class TaskResult:
     confusion: dict[str, Any] | None = None
     """Of one `row`: `classes`, and `counts` of cells, a list by true class of lists by predicted class."""
 
+    notes: list[str] = field(default_factory=list)
+    """Sentences shown behind those of the verdicts, such as on cells that are not judged."""
+
     def to_json(self) -> dict[str, Any]:
         """The task's entry in metrics.json."""
-        return asdict(self) | {"sentences": [sentence(verdict) for verdict in self.verdicts]}
+        entry = asdict(self)
+        return entry | {"sentences": [*map(sentence, self.verdicts), *entry.pop("notes")]}
 
 
 def named_supervised(result: TaskResult, supervised: str | None) -> TaskResult:

@@ -135,6 +135,10 @@ class Objective:
         """
         raise NotImplementedError
 
+    def judged_labels(self) -> Mapping[str, Sequence[str]]:
+        """Return the labels that the model knows, by obs column; `evaluate` names cells of others, not in `judge`."""
+        return {}
+
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
         """Return figures of the observed targets, and verdicts that compare them with a baseline without a model."""
         raise NotImplementedError

@@ -63,6 +63,7 @@ def describe(options: PlanOptions, cells: Cells, hardware: Hardware, cost: Cost)
         "warmup_steps": options.train.warmup_steps,
         "global_batch": options.train.global_batch,
         "scaled_lr": scaled_lr(options.train),
+        "warnings": options.objective.warnings(),
     }
 
 
@@ -122,16 +123,19 @@ def table(plan: dict[str, Any]) -> str:
             rows["validation"] += f", {plan['validation_frac']:.0%} of the hours"
             if plan["validation_frac"] > LARGE_FRAC:
                 rows["validation"] += ": lower train.val_cells or raise train.val_every_steps"
+    lines = [*rows.items(), *(("warning", line) for line in plan["warnings"])]
     if plan["scaled_lr"] is not None:
         root, linear = plan["scaled_lr"]
-        rows["hint"] = (
+        hint = (
             f"train.lr {default_of('lr'):g} is the default, for train.global_batch {default_of('global_batch'):g}; "
             f"scaled to {plan['global_batch']:,} it is {root:.2g} "
             f"(square root, usual for AdamW) or {linear:.2g} (linear)"
         )
+        lines.append(("hint", hint))
     if plan["warmup_steps"] >= plan["steps"]:
-        rows["warning"] = f"train.warmup_steps {plan['warmup_steps']} leaves no step at the peak learning rate"
-    return "\n".join(f"{name:<12}{value}" for name, value in rows.items())
+        late = f"train.warmup_steps {plan['warmup_steps']} leaves no step at the peak learning rate"
+        lines.append(("warning", late))
+    return "\n".join(f"{name:<12}{value}" for name, value in lines)
 
 
 def _assumed(plan: dict[str, Any]) -> str:

@@ -3,22 +3,18 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
+
 from cellmill.config.options import PredictOptions
 from cellmill.data.dataset_file import open_dataset
-from cellmill.errors import ConfigError
+from cellmill.data.obs_levels import DATASET
 from cellmill.evaluate.embed import embed_cells, load_for_inference
 from cellmill.evaluate.embedding_checks import check_coverage, limits_of
-from cellmill.evaluate.predict import (
-    Prediction,
-    classifiers_of,
-    predict,
-    regressions_of,
-    threshold,
-    uncalibrated,
-    values_of,
-)
-from cellmill.evaluate.prediction_file import Predicted, append_prediction, write_prediction
-from cellmill.files import sha256_file
+from cellmill.evaluate.predict import Prediction, classifiers_of, uncalibrated
+from cellmill.evaluate.predicted import predict_heads, thresholds_of
+from cellmill.evaluate.prediction_file import append_prediction, write_prediction
+from cellmill.evaluate.unknown_labels import count_labels, texts_of
 from cellmill.stages.embed import checked_input
 
 
@@ -33,45 +29,25 @@ def run(
     """
     path = checked_input(input, out, append)
     network, vocabulary, tokens, config = load_for_inference(model)
-    heads, section = classifiers_of(network, config), options.embed
-    if not heads and not regressions_of(network.objective):
-        raise ConfigError(
-            f"--model {model}: it predicts no labels; export a run with objective classification or regression"
-        )
-    smallest = {end: threshold(options.predict, classifier) for end, (_, classifier) in heads.items()}
+    section, smallest = options.embed, thresholds_of(network, config, options.predict, f"--model {model}")
     with open_dataset(path, counts) as reader:
         embedding = embed_cells(reader, network, vocabulary, tokens, section.token_budget, precision=section.precision)
         check_coverage(path, embedding, section)
         reader.warn_if_rounded()
         obs = reader.obs
-    about = {"model_digest": sha256_file(model / "model.safetensors"), "n_without_genes": embedding.n_without_genes}
-    predicted = Predicted({}, {}, about)
-    for end, (objective, classifier) in heads.items():
-        prediction = predict(network, embedding.vectors, classifier, smallest[end], objective)
-        predicted.add_labels(end, prediction, _about(classifier, prediction, smallest[end]))
-        _say(path, len(obs), classifier, prediction, smallest[end], out)
-    for end, (column, values) in values_of(network, embedding.vectors).items():
-        predicted.add_values(end, values, column)
-        print(f"{path.stem}: {len(obs):,} cells have a predicted {column} -> {out}")
+    predicted = predict_heads(network, config, embedding, smallest)
+    for end, (_, classifier) in classifiers_of(network, config).items():
+        _say(path, len(obs), classifier, predicted.heads[end], smallest[end], out)
+        _say_agreement(path, obs, classifier, predicted.heads[end])
+    for key, column in predicted.about.items():
+        if key.startswith("value_column"):
+            print(f"{path.stem}: {len(obs):,} cells have a predicted {column} -> {out}")
     if append:
         append_prediction(path, out, predicted)
     else:
         write_prediction(out, obs, predicted)
     for line in limits_of(embedding):
         print(f"{path.stem}: {line}")
-
-
-def _about(classifier: dict[str, Any], prediction: Prediction, smallest: float) -> dict[str, Any]:
-    """Entries of uns for a head that predicts labels."""
-    calibration = classifier["calibration"] or {}
-    about = {
-        "label_column": classifier["label_column"],
-        "labels": classifier["labels"],
-        "min_probability": smallest,
-        "n_unknown": prediction.n_unknown,
-    }
-    kept = ("temperature", "calibration_error", "n_cells")
-    return about | {key: calibration[key] for key in kept if key in calibration}
 
 
 def _say(
@@ -81,3 +57,20 @@ def _say(
     print(f"{path.stem}: {n_cells:,} cells labelled by {classifier['label_column']}, {known} -> {out}")
     if not classifier["calibration"]:
         print(f"{path.stem}: warning: probabilities are not calibrated: {uncalibrated(classifier)}")
+
+
+def _say_agreement(path: Path, obs: pd.DataFrame, classifier: dict[str, Any], prediction: Prediction) -> None:
+    """Say how many cells are predicted as the file labels them, and which labels the model does not know."""
+    column, labels = classifier["label_column"], classifier["labels"]
+    if column not in obs or column == DATASET:
+        return
+    counts = count_labels(obs, path.stem, column, labels)
+    if n_known := counts.n_labelled - counts.n_unknown:
+        own = pd.Series(texts_of(obs[column]))
+        n_equal = int((own.isin(labels) & (own == np.asarray(prediction.labels, object))).sum())
+        print(
+            f"{path.stem}: {n_equal:,} of the {n_known:,} cells whose {column} the model knows have it as predicted "
+            f"label ({n_equal / n_known:.3f})"
+        )
+    for line in counts.problems():
+        print(f"{path.stem}: warning: obs column {line}")

@@ -5,6 +5,7 @@ from pathlib import Path
 from cellmill.config.corpus import NO_COLUMNS, ObsColumns
 from cellmill.config.options import PreprocessOptions
 from cellmill.data.dataset_file import local_input, open_dataset, origin_of
+from cellmill.data.mapped_labels import sentence
 from cellmill.data.preprocess import preprocess
 from cellmill.data.sequences import preprocess_sequences
 from cellmill.files import remove_incomplete, write_json
@@ -42,5 +43,7 @@ def run(
     print(f"{dataset}: {cells['out']:,} of {cells['in']:,} cells, {genes['out']:,} of {genes['in']:,} genes -> {out}")
     if (coverage := figures["coverage"]).get("reference"):
         print(f"{dataset}: {coverage['ortholog_frac']:.1%} of its genes have an ortholog in {coverage['reference']}")
+    for name, labels in figures.get("labels", {}).items():
+        print(f"{dataset}: {sentence(name, labels)}")
     if dropped:
         print(f"{dataset}: cells dropped: {dropped}")

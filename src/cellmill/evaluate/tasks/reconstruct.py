@@ -4,6 +4,7 @@ Masks are keyed by cell and position, so they are the same in every evaluation.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +17,14 @@ from cellmill.data.level_table import values_of_columns
 from cellmill.data.tokens import split_batch
 from cellmill.errors import ConfigError
 from cellmill.evaluate.embed import ROW_BLOCK, inference, levels_of, tokens_of
+from cellmill.evaluate.predict import classifiers_of, temperature_of
 from cellmill.evaluate.task import TOKEN_BUDGET, Context, EvaluatedModel, TaskResult
+from cellmill.evaluate.unknown_labels import count_labels
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import spec_of
 from cellmill.models.family import Model
+from cellmill.models.objective import Objective
 
 MAX_CELLS = 10_000  # cells used at most; R² then has a standard error below 0.001
 
@@ -38,8 +42,11 @@ class Reconstruct:
         arrays = _observe(context, network, cells)
         if not arrays:
             return TaskResult(skipped="no scored cell has a gene that the model knows")
+        for head, classifier in classifiers_of(network, context.model.config).values():
+            head.temperature = temperature_of(classifier)
         figures, verdicts = network.objective.judge(*arrays, train=context.model.gene_statistics)
-        return TaskResult(figures={"n_cells": len(cells)} | figures, verdicts=verdicts)
+        unknown, notes = _unknown_labels(context, network.objective, cells)
+        return TaskResult(figures={"n_cells": len(cells)} | figures | unknown, verdicts=verdicts, notes=notes)
 
     def _network(self, model: EvaluatedModel) -> Model:
         """The network with the changed options of its objective, sharing its parameters."""
@@ -78,6 +85,19 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
                 prepared = on_device(network.prepare(network.view(to_tensors(part), **keys), **keys), device)
                 batches.append([_array(tensor) for tensor in network.objective.observe(network, prepared)])
     return [np.concatenate(arrays) for arrays in zip(*batches)]
+
+
+def _unknown_labels(context: Context, objective: Objective, cells: np.ndarray) -> tuple[dict[str, Any], list[str]]:
+    """Figures and sentences on cells that `judge` leaves out because the model does not know their label."""
+    reader, figures, notes = context.reader, dict[str, Any](), list[str]()
+    for name, leaf in objective.leaves().items():
+        for column, labels in leaf.judged_labels().items():
+            counts = count_labels(reader.obs.iloc[cells], reader.dataset or context.dataset, column, labels)
+            figures |= {f"{name}.{key}" if name else key: value for key, value in counts.figures().items()}
+            some = counts.n_unknown < counts.n_labelled
+            result = "such cells are not judged" if some else "no cell is judged"
+            notes += [f"{leaf.config.name} of {line}; {result}." for line in counts.problems()]
+    return figures, notes
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from cellmill.data.obs_levels import MISSING
 from cellmill.models.batch import TensorBatch, with_genes
+from cellmill.models.calibration_error import error_of_logits
 from cellmill.models.counter_rng import keyed_dropout, keyed_state
 from cellmill.models.encoder_batch import EncoderBatch, whole
 from cellmill.models.initial import with_std
@@ -73,6 +74,9 @@ class Classification(Objective):
     config: ClassificationConfig
     figure_names = ("accuracy",)
     n_sums = 2
+
+    temperature: float | None = None
+    """Fitted temperature of an exported head, with which `judge` measures calibration; set by `evaluate`."""
 
     def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
         """Return the share of cells whose likeliest label is theirs."""
@@ -133,6 +137,10 @@ class Classification(Objective):
         """Return the label and the logits of each cell."""
         return prepared.labels, self._logits(model, model.states(prepared), prepared)
 
+    def judged_labels(self) -> dict[str, list[str]]:
+        """Return the labels of the head."""
+        return {self.config.label_column: self.labels}
+
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
         """Return figures of the cells, and a verdict against the labels' own frequencies."""
         labels, logits = observed
@@ -146,6 +154,11 @@ class Classification(Objective):
         accuracy = float((log_probabilities.argmax(1) == labels).mean())
         figures = {"n_targets": n, "cross_entropy": loss, "cross_entropy_frequencies": by_frequency}
         figures |= {"accuracy": accuracy, "accuracy_largest_label": float(shares.max())}
+        logits = logits.astype(np.float64)
+        if self.temperature is not None:
+            figures |= {"temperature": self.temperature}
+            figures |= {"calibration_error": error_of_logits(logits, labels, self.temperature)}
+        figures |= {"calibration_error_uncalibrated": error_of_logits(logits, labels)}
         name = f"classification of {self.config.label_column}"
         return figures, [compare(name, "the frequencies of labels", "nats", loss - by_frequency, lower_is_better=True)]
 

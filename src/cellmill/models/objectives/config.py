@@ -68,6 +68,15 @@ class MaskedValueConfig(MaskedObjectiveConfig):
         """True if values are renormalised."""
         return self.renormalize
 
+    def warnings(self, option: str = "objective") -> list[str]:
+        """Say what leaks without `renormalize`."""
+        if self.renormalize:
+            return []
+        return [
+            f"{option}.renormalize is no: values of visible tokens are made with a cell's whole library size, so they "
+            "leak the sum of the hidden counts; set it to yes in a new run"
+        ]
+
     def check_tokens(self, tokens: Tokens) -> None:
         """Refuse tokenizers whose values are places, not counts: there is no value to hide."""
         if tokens.value_kind not in ("class", "scalar"):

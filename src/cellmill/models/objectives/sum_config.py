@@ -125,6 +125,10 @@ class SumConfig(ObjectiveConfig):
         """Return the options with the genes of every part."""
         return self.model_copy(update={"parts": {name: part.with_genes(tokens) for name, part in self.parts.items()}})
 
+    def warnings(self, option: str = "objective") -> list[str]:
+        """Return the warnings of every part."""
+        return [line for name, part in self.parts.items() for line in part.warnings(f"{option}.parts.{name}")]
+
     def check_tokens(self, tokens: Tokens) -> None:
         """Refuse tokens that a part cannot use."""
         for part in self.each():

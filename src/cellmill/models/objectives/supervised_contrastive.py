@@ -94,6 +94,11 @@ class SupervisedContrastive(Objective):
         (rows,) = self.rows(model, model.states(prepared), prepared)
         return prepared.labels, rows[:, 1:]
 
+    def judged_labels(self) -> dict[str, list[str]]:
+        """Return the labels of the corpus."""
+        column = self.config.label_column
+        return {column: [level for level in self.levels[column] if level != MISSING]}
+
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
         """Return the loss among all observed cells, and a verdict against vectors that are all alike."""
         labels, vectors = (torch.from_numpy(array) for array in observed)

@@ -1,0 +1,162 @@
+"""Labels that a model does not know are named, in evaluation and prediction, and never taken for another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+
+import cellmill
+from cellmill.config.options import EmbedOptions, EvaluateOptions, PredictOptions
+from cellmill.evaluate.calibration import calibration_error
+from cellmill.evaluate.unknown_labels import MOST_NAMES, count_labels
+from cellmill.report.collect import read_run
+from cellmill.report.page import render
+from cellmill.stages import embed, evaluate, predict
+from tests.unit.exported import export_model, make_corpus
+
+LABELS = ["T cell", "B cell"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> dict[str, Path]:
+    return make_corpus(tmp_path_factory.mktemp("corpus"), simulated)
+
+
+def _model(folder: Path, corpus: dict[str, Path], **objective: Any) -> Path:
+    levels = {"kind": (*LABELS, "<missing>")}
+    given: dict[str, Any] = objective or {"objective": "classification", "label_column": "kind"}
+    model = export_model(folder / "model", corpus["vocabulary"], levels=levels, **given)
+    config = json.loads((model / "config.json").read_text())
+    classifier = {"label_column": "kind", "labels": LABELS, "calibration": None}
+    (model / "config.json").write_text(json.dumps(config | {"classifier": classifier}))
+    return model
+
+
+def test_evaluation_measures_calibration_with_the_exported_temperature(tmp_path: Path, corpus: dict[str, Path]) -> None:
+    model, cells = _model(tmp_path, corpus), _cells(tmp_path, corpus, ["T cell", "B cell"])
+    config = json.loads((model / "config.json").read_text())
+    config["classifier"]["calibration"] = {"temperature": 0.25, "accuracy_above": [], "labelled_above": []}
+    (model / "config.json").write_text(json.dumps(config))
+    figures = _reconstruct(corpus, tmp_path, model, cells)["figures"]
+    predicted = cellmill.load(model).predict(ad.read_h5ad(cells))
+    right = np.asarray(predicted.labels, object) == ad.read_h5ad(cells).obs["kind"].to_numpy(object)
+    expected = calibration_error(predicted.highest.astype(np.float64), right.astype(np.float64))
+    assert figures["calibration_error"] == pytest.approx(expected, abs=1e-5)
+    assert figures["temperature"] == 0.25
+    assert figures["calibration_error_uncalibrated"] < figures["calibration_error"]  # random weights, made surer
+
+
+def _cells(folder: Path, corpus: dict[str, Path], kinds: list[str | None] | None) -> Path:
+    adata = ad.read_h5ad(corpus["cells"])
+    if kinds is not None:
+        adata.obs["kind"] = pd.Categorical([kinds[i % len(kinds)] for i in range(adata.n_obs)])
+    adata.write_h5ad(folder / "cells.h5ad")
+    return folder / "cells.h5ad"
+
+
+def _reconstruct(corpus: dict[str, Path], folder: Path, model: Path, cells: Path) -> dict[str, Any]:
+    embedding = folder / "embedding" / "cells.h5ad"
+    embed.run(options=EmbedOptions.model_validate({"embed": {}}), model=model, input=cells, counts="X", out=embedding)
+    evaluate.run(
+        options=EvaluateOptions.model_validate({"evaluate": {"tasks": {"reconstruct": {}}, "cells": "all"}}),
+        model=model,
+        manifest=corpus["manifest"],
+        cells=[cells],
+        embeddings=[embedding],
+        labels=["-"],
+        out=folder / "run" / "evaluate" / "metrics.json",
+    )
+    metrics = json.loads((folder / "run" / "evaluate" / "metrics.json").read_text())
+    result: dict[str, Any] = metrics["datasets"]["cells"]["tasks"]["reconstruct"]
+    return result
+
+
+def test_evaluation_names_labels_that_the_model_does_not_know(tmp_path: Path, corpus: dict[str, Path]) -> None:
+    cells = _cells(tmp_path, corpus, ["T cell", "HSC", "HSC", None, "B cell", "Mast"])
+    n = {kind: int(count) for kind, count in ad.read_h5ad(cells).obs["kind"].value_counts().items()}
+    result = _reconstruct(corpus, tmp_path, _model(tmp_path, corpus), cells)
+    assert result["figures"]["n_targets"] == n["T cell"] + n["B cell"]
+    assert result["figures"]["unknown_labels"] == {"HSC": n["HSC"], "Mast": n["Mast"]}
+    assert result["figures"]["n_cells_of_unknown_labels"] == n["HSC"] + n["Mast"]
+    said = (
+        f"classification of kind: {n['HSC'] + n['Mast']} of {sum(n.values())} labelled cells have a label that the "
+        f"model does not know: 'HSC' {n['HSC']}, 'Mast' {n['Mast']}; such cells are not judged."
+    )
+    assert result["sentences"][-1] == said
+    assert len(result["sentences"]) == 2
+    page = render("x", [read_run(tmp_path / "run")], [])
+    assert said.replace("'", "&#39;") in page
+
+
+def test_evaluation_says_that_it_knows_none_of_the_labels(tmp_path: Path, corpus: dict[str, Path]) -> None:
+    parts = {"kind": {"name": "classification", "label_column": "kind"}}
+    model = _model(tmp_path, corpus, objective="sum", parts=parts)
+    cells = _cells(tmp_path, corpus, ["t", "b"])
+    result = _reconstruct(corpus, tmp_path, model, cells)
+    n = len(ad.read_h5ad(cells).obs)
+    assert result["figures"]["kind.n_targets"] == 0
+    assert result["figures"]["kind.unknown_labels"] == {"b": n // 2, "t": n - n // 2}
+    assert result["sentences"] == [
+        f"classification of kind: none of {n} labelled cells has a label that the model knows: expected T cell, B "
+        f"cell; got 'b' {n // 2}, 't' {n - n // 2}; no cell is judged."
+    ]
+    result = _reconstruct(corpus, tmp_path / "none", model, _cells(tmp_path, corpus, None))
+    assert result["sentences"] == ["classification of kind: the file has no such obs column; no cell is judged."]
+
+
+@pytest.mark.parametrize("smallest", [None, 0.6])
+def test_prediction_says_how_many_cells_agree_and_which_labels_are_unknown(
+    tmp_path: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str], smallest: float | None
+) -> None:
+    model, cells = _model(tmp_path, corpus), _cells(tmp_path, corpus, ["T cell", "unknown", None, "B cell"])
+    options = PredictOptions.model_validate({"embed": {}, "predict": {"min_probability": smallest}})
+    predict.run(options=options, model=model, input=cells, counts="X", out=tmp_path / "out.h5ad")
+    obs = ad.read_h5ad(tmp_path / "out.h5ad").obs
+    known = obs["kind"].isin(LABELS)
+    equal, n_other = (
+        int((obs["kind"].astype(str) == obs["cellmill_label"].astype(str))[known].sum()),
+        (obs["kind"] == "unknown").sum(),
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        f"cells: {equal} of the {known.sum()} cells whose kind the model knows have it as predicted label "
+        f"({equal / known.sum():.3f})"
+    ) in lines
+    assert (
+        f"cells: warning: obs column kind: {n_other} of {known.sum() + n_other} labelled cells have a label that the "
+        f"model does not know: 'unknown' {n_other}"
+    ) in lines
+
+
+def test_prediction_says_that_it_knows_none_of_the_labels(
+    tmp_path: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = PredictOptions.model_validate({"embed": {}, "predict": {}})
+    for kinds, said in (
+        (["t"], "none of {n} labelled cells has a label that the model knows: expected T cell, B cell; got 't' {n}"),
+        ([None], "no cell has a label"),
+    ):
+        cells = _cells(tmp_path, corpus, kinds)  # type: ignore[arg-type]
+        predict.run(options=options, model=_model(tmp_path, corpus), input=cells, counts="X", out=tmp_path / "out.h5ad")
+        lines = [line for line in capsys.readouterr().out.splitlines() if "obs column kind" in line]
+        n = len(ad.read_h5ad(cells).obs)
+        assert lines == [f"cells: warning: obs column kind: {said.format(n=n)}"]
+
+
+def test_labels_of_most_cells_are_named_and_whole_numbers_are_those_of_the_shards() -> None:
+    kinds = np.repeat(np.arange(30.0), np.arange(1, 31))
+    obs = pd.DataFrame({"kind": [*kinds, np.nan]}, index=[str(i) for i in range(len(kinds) + 1)])
+    counts = count_labels(obs, "one", "kind", ["29"])
+    (line,) = counts.problems()
+    assert line.startswith(
+        "kind: 435 of 465 labelled cells have a label that the model does not know: '28' 29, '27' 28,"
+    )
+    assert line.endswith("'9' 10 and 9 more")
+    assert list(counts.figures()["unknown_labels"]) == [str(i) for i in range(28, 28 - MOST_NAMES, -1)]
+    assert count_labels(obs, "one", "dataset", ["two"]).unknown == {"one": 466}
