@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,11 @@ from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.run import Train
 from cellmill.config.tokens import Tokens
 from cellmill.data.tokens import tokenized
+from cellmill.files import write_json
 from cellmill.finetune.method import Method, load_method, trained_names
 from cellmill.models.batch import TensorBatch, to_tensors
 from cellmill.models.build import ModelSpec, build
-from cellmill.models.export import initial_tensors
+from cellmill.models.export import initial_tensors, write_tensors
 from cellmill.models.family import Model
 from cellmill.parallel.apply import freeze
 from cellmill.parallel.materialize import materialize, plain_name
@@ -103,3 +106,30 @@ def test_frozen_stays_trained_moves_and_merged_is_as_adapted(family: str, method
     moved = {name for name in merged if not torch.equal(merged[name], before[name])}
     in_blocks = any(name.startswith(f"{plain.plan.blocks}.") for name in moved)
     assert in_blocks == (method != "head_only")
+
+
+@pytest.mark.parametrize("family", [name for name in NAMES if name.values[0] in ("encoder", "hf bert", "hf gpt2")])
+def test_peft_reads_the_adapter_and_merges_it_to_the_same_model(family: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: envs/requirements-hf.lock has it")
+    transformers = pytest.importorskip("transformers")
+    model, made, before = tuned(family, "lora")
+    given = made.adapter(model)
+    assert given is not None
+    config, tensors = given
+    write_tensors(tmp_path / "adapter_model.safetensors", {name: tensor.clone() for name, tensor in tensors.items()})
+    write_json(tmp_path / "adapter_config.json", config)
+    made.merge(model)
+    base: Any = build(spec_of(family))
+    materialize(base, torch.device("cpu"), initial_tensors(base, 0, None, None))  # type: ignore[arg-type]
+    for name, parameter in base.named_parameters():  # peft brings the trained heads
+        torch.testing.assert_close(parameter.data, before[name], atol=0, rtol=0)
+    base.config = transformers.PreTrainedConfig()  # peft asks it whether embeddings are tied
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        theirs = peft.PeftModel.from_pretrained(base, tmp_path).merge_and_unload()
+    ours, moved = model.state_dict(), 0
+    assert theirs.state_dict().keys() == ours.keys()
+    for name, tensor in theirs.state_dict().items():
+        torch.testing.assert_close(tensor, ours[name], atol=1e-6, rtol=0, msg=name)
+        moved += name in before and not torch.equal(tensor, before[name])
+    assert moved >= len(config["target_modules"]) + 2  # adapted layers, and the head's weight and bias
