@@ -74,14 +74,16 @@ class _NoSignal(StopFlag):
         self.received = None
 
 
-def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tuple[Trainer, Lines]:
-    """Return a trainer over the shards in `corpus`, in the layout of `options`."""
+def trainer(
+    corpus: str, options: dict[str, Any], folder: str, steps: int, init_from: str | None = None
+) -> tuple[Trainer, Lines]:
+    """Return a trainer over the shards in `corpus`, in the layout of `options`; `init_from` is an exported model."""
     parsed = TrainOptions.model_validate(options)
     vocabulary = Vocabulary.read(Path(corpus) / "vocabulary.tsv")
     mesh = build_mesh(parsed.parallel, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "cpu")
     manifest = Manifest.read(Path(corpus) / "shards" / "manifest.json")
     levels = manifest.levels(parsed.obs_columns())
-    model = build_model(parsed, vocabulary, None, mesh, DEVICE, levels)
+    model = build_model(parsed, vocabulary, init_from, mesh, DEVICE, levels)
     train_stream, val_stream = build_streams(parsed, manifest.path, mesh)
     lines = Lines()
     method = load_method(parsed.finetune)
@@ -111,6 +113,7 @@ def trainer(corpus: str, options: dict[str, Any], folder: str, steps: int) -> tu
             "fingerprint": train_stream.fingerprint,
             "vocabulary_digest": vocabulary.digest,
             "options": parsed.model_dump(mode="json"),
+            "init_from": init_from,
             **({"levels": levels} if levels else {}),
         },
         batch_column=batch_column(parsed, manifest),
@@ -136,6 +139,10 @@ def logged(corpus: str, options: dict[str, Any], folder: str, steps: int, load: 
     made, lines = trainer(corpus, options, folder, steps)
     if load:
         go_on(made, folder)
+    return _logged(made, lines)
+
+
+def _logged(made: Trainer, lines: Lines) -> list[dict[str, float]]:
     made.run()
     for stream in (made.train_stream, made.val_stream):
         if stream is not None:
@@ -143,6 +150,15 @@ def logged(corpus: str, options: dict[str, Any], folder: str, steps: int, load: 
     kept = ("step", "loss", "grad_norm", "lr", "cells", "tokens")
     parts = ("loss_", "lr_", "val_")  # the name of an objective's part, or of a figure
     return [{key: line[key] for key in line if key in kept or key.startswith(parts)} for line in lines.lines]
+
+
+def begun_and_logged(
+    corpus: str, options: dict[str, Any], folder: str, steps: int, init_from: str | None
+) -> tuple[dict[str, np.ndarray], list[dict[str, float]]]:
+    """Every parameter before the first step, and the lines of `logged`."""
+    made, lines = trainer(corpus, options, folder, steps, init_from)
+    first = {plain_name(name): full(p).numpy().copy() for name, p in made.model.named_parameters()}
+    return first, _logged(made, lines)
 
 
 def embedding_figures(

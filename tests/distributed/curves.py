@@ -1,4 +1,4 @@
-"""Curves of a training in one process, and the check that every layout has the same."""
+"""Curves of a training in one process, and the check that layouts have the same, one after the other too."""
 
 from __future__ import annotations
 
@@ -28,3 +28,13 @@ def assert_curve_in_every_rank(pool: Pool, given: dict[str, Any], expected: np.n
     curves = pool.run("curve", **given)
     np.testing.assert_allclose(np.array(curves[0]), expected, atol=TOLERANCE, rtol=TOLERANCE)
     assert all(curve == curves[0] for curve in curves), "ranks disagree about a number that is global"
+
+
+def assert_curve_through_layouts(
+    pool: Pool, given: dict[str, Any], through: list[dict[str, Any]], steps: int, expected: np.ndarray
+) -> None:
+    """Train `steps` steps with each of the options `through`, on from a checkpoint: the curve is the expected one."""
+    for part, options in enumerate(through):
+        last = len(expected) if options is through[-1] else steps * (part + 1)
+        own = given | {"options": options, "steps": last, "load": part > 0}
+        assert_curve_in_every_rank(pool, own, expected[steps * part : last])

@@ -1,4 +1,4 @@
-"""Objective cell_decoding in the layouts: views, losses and gradient norms are those of one process."""
+"""Objectives cell_decoding and denoise in the layouts: views, losses and gradient norms are those of one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.distributed import cases
 from tests.distributed.conftest import options
-from tests.distributed.curves import assert_curve_in_every_rank, curves_of_one_process
+from tests.distributed.curves import assert_curve_in_every_rank, assert_curve_through_layouts, curves_of_one_process
 from tests.distributed.pool import Pool
 from tests.models import split
 
@@ -20,15 +20,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "encoder of thinned counts, linear decoder": ENCODER | {"view": "thin", "decoder_hidden": None},
     "encoder without blocks": ENCODER | {"layers": 0, "weights": "counts"},
     "profile": {"family": "profile", "hidden": 32, "layers": 2, "dropout": 0.1},
+    "denoise": {"family": "profile", "hidden": 32, "layers": 2, "objective": "denoise"},
 }
 DDP: dict[str, Any] = {"strategy": "ddp"}
 HYBRID: dict[str, Any] = {"sharding_strategy": "HYBRID_SHARD"}
 SHARDED_TP: dict[str, Any] = {"sharding_strategy": "FULL_SHARD", "tp": 2}
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("encoder", DDP),
     ("encoder", HYBRID),
     ("encoder", SHARDED_TP | {"sequence_parallel": True}),
-    ("encoder", {"pp": 2, "sharding_strategy": "FULL_SHARD"}),
     ("encoder of thinned counts, linear decoder", {"tp": 4}),
     ("encoder of thinned counts, linear decoder", {"pp": 2, "tp": 2, "sequence_parallel": True}),
     ("encoder without blocks", HYBRID),
@@ -42,7 +41,7 @@ STEPS = 4
 
 def _options(model: str, layout: dict[str, Any] | None = None) -> dict[str, Any]:
     train = {"token_budget": 256, "checkpoint_every_steps": 2}  # several micro-batches a step
-    return options(layout, train=train) | split(MODELS[model] | {"objective": "cell_decoding"})
+    return options(layout, train=train) | split({"objective": "cell_decoding"} | MODELS[model])
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +58,23 @@ def test_curves_are_those_of_one_process(
     assert_curve_in_every_rank(pool, given, references[model])
 
 
-@pytest.mark.parametrize(("model", "layout"), [("encoder", DDP), ("profile", SHARDED_TP)], ids=str)
-def test_a_run_of_one_process_goes_on_in_another_layout(
-    pool: Pool, corpus: str, references: dict[str, np.ndarray], tmp_path: Path, model: str, layout: dict[str, Any]
+@pytest.mark.parametrize(
+    ("model", "first", "then"),
+    [("encoder", DDP, {"pp": 2, "sharding_strategy": "FULL_SHARD"}), ("denoise", HYBRID, SHARDED_TP)],
+    ids=str,
+)
+def test_a_run_goes_on_in_another_layout(
+    pool: Pool,
+    corpus: str,
+    references: dict[str, np.ndarray],
+    tmp_path: Path,
+    model: str,
+    first: dict[str, Any],
+    then: dict[str, Any],
 ) -> None:
     given = {"corpus": corpus, "folder": str(tmp_path)}
-    cases.curve(options=_options(model), steps=2, **given)
-    curves = pool.run("curve", options=_options(model, layout), steps=STEPS, load=True, **given)
-    np.testing.assert_allclose(np.array(curves[0]), references[model][2:], atol=5e-6, rtol=5e-6)
+    course = [_options(model, layout) for layout in (first, then)]
+    assert_curve_through_layouts(pool, given, course, 2, references[model])
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,14 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
     ("hidden layer", {"sharding_strategy": "FULL_SHARD", "pp": 2, "microbatches": 4}, 4096),
     ("sum", {"sharding_strategy": "HYBRID_SHARD"}, 1024),
 ]
+THEN: dict[str, dict[str, Any]] = {"sum": {"sharding_strategy": "FULL_SHARD", "tp": 2}}
+"""Layout of the last two steps, if another."""
 STEPS = 4
 Lines = list[dict[str, float]]
 
 
 def _options(objective: str, token_budget: int, layout: dict[str, Any] | None = None) -> dict[str, Any]:
-    train = {"token_budget": token_budget, "val_every_steps": 2}
+    train = {"token_budget": token_budget, "val_every_steps": 2, "checkpoint_every_steps": 2}
     return options(layout, train=train) | {"objective": OBJECTIVES[objective]}
 
 
@@ -62,8 +64,12 @@ def test_losses_and_validation_are_those_of_one_process(
     layout: dict[str, Any],
     token_budget: int,
 ) -> None:
-    given = _options(objective, token_budget, layout)
-    lines = pool.run("logged", corpus=corpus, options=given, folder=str(tmp_path), steps=STEPS)[0]
+    given = {"corpus": corpus, "folder": str(tmp_path)}
+    then, first = THEN.get(objective), _options(objective, token_budget, layout)
+    lines: Lines = pool.run("logged", options=first, steps=STEPS if then is None else 2, **given)[0]
+    if then is not None:
+        rest = _options(objective, token_budget, then)
+        lines += pool.run("logged", options=rest, steps=STEPS, load=True, **given)[0]
     expected = references[objective]
     assert any("val_loss" in line for line in expected)
     assert [line.keys() for line in lines] == [line.keys() for line in expected]

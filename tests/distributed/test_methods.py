@@ -1,9 +1,8 @@
-"""Fine-tuning methods: what trains, from which step on and how fast, and the same in every layout."""
+"""Fine-tuning methods: what trains, from which step on and how fast, the same in every layout; exports are merged."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cellmill import registry
 from cellmill.errors import ConfigError
 from cellmill.train.muon import Muon
 from tests.distributed import adapted, cases
@@ -34,21 +32,23 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gradual", {"pp": 2, "sharding_strategy": "FULL_SHARD"}),
     ("partial", LAYOUTS["HYBRID_SHARD"] | {"activation_checkpointing": "selective"}),
     ("partial", {"pp": 2, "schedule": "ZBV", "tp": 2}),
-    ("lora", LAYOUTS[BOTH_CUT]),
+    ("head_only", {"pp": 2, "sharding_strategy": "FULL_SHARD"}),
+    ("head_only", {"pp": 4, "cpu_offload": "optimizer"}),
+    ("head_only", {"pp": 2, "schedule": "ZBV", "sharding_strategy": "NO_SHARD"}),
 ]
+ADAPTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (LAYOUTS["ddp"], LAYOUTS["FULL_SHARD"] | {"activation_checkpointing": "selective"}),
+    (LAYOUTS["HYBRID_SHARD"] | {"cpu_offload": "optimizer"}, LAYOUTS["tp 4"]),
+    (LAYOUTS[BOTH_CUT], {"pp": 2, "sharding_strategy": "FULL_SHARD"}),
+    ({"pp": 2, "schedule": "ZBV", "tp": 2}, LAYOUTS["FULL_SHARD x tp 2"]),
+]
+"""Layouts of the first and of the last two steps of adapters."""
 Found = dict[str, Any]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def unregistered() -> Iterator[None]:
-    """`adapted.tuned` registers a method of its own."""
-    yield
-    del registry.BUILT_IN["method"]["low_rank"]
-
-
-def run(method: str, parallel: dict[str, Any] | None = None) -> dict[str, Any]:
+def run(method: str, parallel: dict[str, Any] | None = None, **model: Any) -> dict[str, Any]:
     train = {"steps": STEPS, "schedule": "constant", "checkpoint_every_steps": 2}
-    return options(parallel, finetune=dict(METHODS[method]), model={"layers": LAYERS}, train=train)
+    return options(parallel, finetune=dict(METHODS[method]), model={"layers": LAYERS} | model, train=train)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_adapters_of_all_linear_layers_and_heads_move_without_decay(references: 
     every = set(found["before"])
     adapters = {f"blocks.{i}.{layer}.{part}.weight" for i in range(LAYERS) for layer in LINEAR for part in "ab"}
     assert adapters <= every
-    assert moved(found) == found["states"] == adapters | heads(every)
+    assert moved(found) == found["states"] == found["with gradient"] == adapters | heads(every)
     assert rates(found) == pytest.approx(dict.fromkeys(adapters, 1e-4) | dict.fromkeys(heads(every), 1e-3))
     assert found["rates"][-1] == pytest.approx({"lr_heads": 1e-3, "lr_trunk": 1e-4})
     assert not any(references["head_only"]["rates"])
@@ -157,17 +157,52 @@ def test_an_unknown_target_is_refused(alone: None, corpus: str, tmp_path: Path) 
         cases.trainer(corpus, given, str(tmp_path), STEPS)
 
 
+def assert_trained_alike(rank: Found, expected: Found, curve: list[list[float]]) -> None:
+    """The curve is this one; what the method trains has moved, and all else is as it was, to the bit."""
+    np.testing.assert_allclose(np.array(rank["curve"]), np.array(curve), atol=5e-6, rtol=5e-6)
+    assert moved(rank) == moved(expected) & rank["before"].keys()
+    assert rank["with gradient"] == expected["with gradient"] & rank["before"].keys()
+
+
 @pytest.mark.parametrize(("method", "layout"), CASES, ids=str)
 def test_a_method_trains_as_in_one_process(
     pool: Pool, corpus: str, references: dict[str, Found], tmp_path: Path, method: str, layout: dict[str, Any]
 ) -> None:
     expected = references[method]
     ranks = pool.run("adapted.tuned", corpus=corpus, options=run(method, layout), folder=str(tmp_path), steps=STEPS)
+    if method == "head_only":
+        assert not all(rank["states"] for rank in ranks), "every rank trains something"
     for rank in ranks:
-        np.testing.assert_allclose(np.array(rank["curve"]), np.array(expected["curve"]), atol=5e-6, rtol=5e-6)
-        assert moved(rank) == moved(expected) & rank["before"].keys()
+        assert_trained_alike(rank, expected, expected["curve"])
         assert rates(rank) == {name: lr for name, lr in rates(expected).items() if name in rank["before"]}
     assert set().union(*(rank["before"] for rank in ranks)) == expected["before"].keys()
+
+
+@pytest.mark.parametrize(("first", "then"), ADAPTED, ids=str)
+def test_adapters_train_as_in_one_process_and_go_on_in_another_layout(
+    pool: Pool,
+    corpus: str,
+    references: dict[str, Found],
+    tmp_path: Path,
+    first: dict[str, Any],
+    then: dict[str, Any],
+) -> None:
+    expected, given = references["lora"], {"corpus": corpus, "folder": str(tmp_path)}
+    begun = pool.run("adapted.tuned", options=run("lora", first), steps=2, **given)
+    ended = pool.run("adapted.tuned", options=run("lora", then), steps=STEPS, load=True, **given)
+    for ranks, curve in ((begun, expected["curve"][:2]), (ended, expected["curve"][2:])):
+        assert all(rank["curve"] == ranks[0]["curve"] for rank in ranks)
+        for rank in ranks:
+            assert_trained_alike(rank, expected, curve)
+            assert rank["before"].items() <= expected["before"].items()
+        assert set().union(*(rank["before"] for rank in ranks)) == expected["before"].keys()
+
+
+def test_tied_parameters_can_be_frozen(pool: Pool, alone: None, corpus: str, tmp_path: Path) -> None:
+    one, four = (run("lora", layout, objective="masked_gene") for layout in ({}, {"pp": 4}))
+    expected = adapted.tuned(corpus, one, str(tmp_path / "one"), STEPS)
+    for rank in pool.run("adapted.tuned", corpus=corpus, options=four, folder=str(tmp_path / "four"), steps=STEPS):
+        assert_trained_alike(rank, expected, expected["curve"])
 
 
 def test_a_run_that_unfreezes_goes_on_where_it_stopped(
@@ -188,9 +223,16 @@ def test_muon_leaves_a_matrix_without_a_gradient_as_it_is() -> None:
     assert not torch.equal(matrices[0], torch.eye(3))
 
 
-def test_a_method_without_anything_to_train_at_first_is_refused(alone: None, corpus: str, tmp_path: Path) -> None:
-    given = run("gradual") | {"objective": {"name": "supervised_contrastive", "label_column": "cell_type"}}
-    with pytest.raises(
-        ConfigError, match="trains no parameter of this model in its first 1 steps: the objective has no"
-    ):
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("gradual", "full trains no parameter of this model in its first 1 steps: the objective has no heads"),
+        ("head_only", "head_only trains no parameter of this model; set another"),
+    ],
+)
+def test_a_method_without_anything_to_train_is_refused(
+    alone: None, corpus: str, tmp_path: Path, method: str, message: str
+) -> None:
+    given = run(method) | {"objective": {"name": "supervised_contrastive", "label_column": "cell_type"}}
+    with pytest.raises(ConfigError, match=f"finetune.method {message}"):
         cases.trainer(corpus, given, str(tmp_path), STEPS)

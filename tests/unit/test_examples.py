@@ -1,26 +1,40 @@
-"""Every run of every example trains: a tiny copy of it, on simulated cells or sequences."""
+"""Every run of every example does what its file says: a tiny copy of it, on simulated cells or sequences.
+
+A run begins with the exported model of the run that its `init_from` names; one with labels or numbers predicts them.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import anndata as ad
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import load_file
 
 from cellmill.cli import main
 from cellmill.config.load import load_config
+from cellmill.config.options import TrainOptions
 from cellmill.config.sweep import expand
+from cellmill.config.tokens import SPECIAL
+from cellmill.data.manifest import Manifest
+from cellmill.data.vocabulary import Vocabulary
+from cellmill.planner.train_inputs import check_genes, check_weights, fitted, with_counts, with_named_genes
+from tests.distributed import cases
 from tests.distributed.pool import Pool
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [ROOT / "config" / "config.yaml", *sorted((ROOT / "config" / "examples").glob("*.yaml"))]
 SMALLER = {"hidden": 16, "layers": 2, "heads": 2, "latent": 8}
-STEPS = {"steps": 2, "epochs": None, "global_batch": 16, "token_budget": 2048, "warmup_steps": 1, "val_every_steps": 2}
+STEPS = {"steps": 2, "epochs": None, "global_batch": 16, "token_budget": 2048, "warmup_steps": 1}
+LEARNED = 60  # steps after which a tiny model is sure of some labels
 
 
 def _runs() -> list[Any]:
@@ -30,21 +44,27 @@ def _runs() -> list[Any]:
     for path, tree in trees.items():
         for of_sweep in expand(tree.get("sweep", {}), {})[1].values():
             runs[path] += [next(iter(of_sweep)), list(of_sweep)[-1]]
-    return [pytest.param(path, run, id=f"{path.stem}-{run}") for path, names in runs.items() for run in names]
+    return [
+        pytest.param(path, run, id=f"{path.stem}-{run}", marks=pytest.mark.xdist_group(path.stem))  # one starts another
+        for path, names in runs.items()
+        for run in names
+    ]
 
 
-def _tiny(options: dict[str, Any]) -> dict[str, Any]:
+def _tiny(options: dict[str, Any], steps: int) -> dict[str, Any]:
     """Options of a run with few small steps, in one process."""
     model = options["model"] | {key: value for key, value in SMALLER.items() if options["model"].get(key)}
     changed = {"model": model, "parallel": {}, "stream": {"lanes": 2, "block_cells": 8, "window_blocks": 2}}
+    if options["finetune"].get("head_steps"):
+        changed["finetune"] = options["finetune"] | {"head_steps": 1, "block_steps": 1}
     changed["tokens"] = options["tokens"] | {"max_tokens": min(48, options["tokens"]["max_tokens"])}
-    changed["train"] = options["train"] | STEPS
+    changed["train"] = options["train"] | STEPS | {"steps": steps, "val_every_steps": steps}
     return options | changed
 
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folder of a corpus of cells and of one of sequences."""
+    """Folder of a corpus of cells, of one of the same cells with half of their genes, and of one of sequences."""
     made = {}
     for kind, suffix, keep in (("cells", "h5ad", "min_genes: 1"), ("sequences", "fasta", "min_counts: 1")):
         folder = made[kind] = tmp_path_factory.mktemp(kind)
@@ -64,18 +84,28 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         )
         if kind == "cells":
             _with_labels_of_the_demo(raw)
-        for command in (
+        commands = [
             f"preprocess {shared} --input {raw} --dataset sim --out {cells} --report {folder}/qc.json",
             f"vocabulary {shared} --cells {cells} --out {genes}",
             f"shard {shared} --cells {cells} --vocabulary {genes} --out {folder}/shards/manifest.json",
-        ):
+        ]
+        if kind == "cells":
+            half = made["panel"] = folder / "panel"
+            fewer = config.with_name("panel.yaml")
+            fewer.write_text(config.read_text() + "vocabulary: {max_genes: 45}\n")
+            commands += [
+                f"vocabulary --config {fewer} --corpus sim --cells {cells} --out {half}/vocabulary.tsv",
+                f"shard --config {fewer} --corpus sim --cells {cells} --vocabulary {half}/vocabulary.tsv "
+                f"--out {half}/shards/manifest.json",
+            ]
+        for command in commands:
             assert main(command.split()) == 0
     return made
 
 
 def _with_labels_of_the_demo(raw: Path) -> None:
     adata = ad.read_h5ad(raw)
-    adata.obs = adata.obs.rename(columns={"cell_type": "bulk_labels"})
+    adata.obs = adata.obs.rename(columns={"cell_type": "bulk_labels"}).assign(phase=adata.obs["batch"])
     adata.write_h5ad(raw)
 
 
@@ -86,18 +116,124 @@ def process() -> Iterator[Pool]:
     pool.close()
 
 
-@pytest.mark.parametrize(("path", "run"), _runs())
-def test_the_example_trains(
-    path: Path, run: str, corpora: dict[str, Path], process: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@dataclass(frozen=True)
+class Trained:
+    """A tiny run that has ended."""
+
+    folder: Path
+    corpus: Path
+    init_from: Path | None
+    options: dict[str, Any]
+    first: dict[str, np.ndarray]
+    lines: list[dict[str, float]]
+
+    @property
+    def model(self) -> Path:
+        """Folder of the exported model."""
+        out = self.folder / "model"
+        if not out.exists():
+            (self.folder / "run.json").write_text(json.dumps({"manifest": f"{self.corpus}/shards/manifest.json"}))
+            cases.exported(str(self.corpus), self.folder, out)
+        return out
+
+
+class Runs:
+    """Tiny runs of examples, each trained once, after those that they start from."""
+
+    def __init__(self, corpora: dict[str, Path], process: Pool, folder: Path) -> None:
+        self.corpora, self.process, self.folder = corpora, process, folder
+        self.trained: dict[tuple[Path, str], Trained] = {}
+
+    def train(self, path: Path, run: str) -> Trained:
+        if (path, run) not in self.trained:
+            self.trained[path, run] = self._train(path, run)
+        return self.trained[path, run]
+
+    def _train(self, path: Path, run: str) -> Trained:
+        config = load_config(path)
+        entry, options = config.runs[run], config.section("train", run)
+        if options["model"]["family"] == "hf" and find_spec("transformers") is None:
+            pytest.skip("the package transformers is not installed")
+        few = config.section("vocabulary", entry.corpus)["vocabulary"]["max_genes"]
+        kind = "sequences" if options["tokens"]["tokenizer"] == "sequence" else "cells" if few is None else "panel"
+        corpus, folder = self.corpora[kind], self.folder / path.stem / run
+        init_from = None if entry.init_from is None else self.train(path, entry.init_from).model
+        steps = STEPS["steps"] if entry.predict.min_accuracy is None else LEARNED
+        tiny = _with_data(_tiny(options, steps), corpus, init_from)
+        given = {"corpus": str(corpus), "options": tiny, "folder": str(folder), "steps": steps}
+        source = None if init_from is None else str(init_from)
+        first, lines = self.process.run("begun_and_logged", init_from=source, **given)[0]
+        return Trained(folder, corpus, init_from, tiny, first, lines)
+
+
+def _with_data(options: dict[str, Any], corpus: Path, init_from: Path | None) -> dict[str, Any]:
+    """Options with what `train` takes from vocabulary, shards and first weights, which it checks."""
+    vocabulary, shards = corpus / "vocabulary.tsv", Manifest.read(corpus / "shards" / "manifest.json")
+    parsed = with_counts(fitted(TrainOptions.model_validate(options), vocabulary), shards)
+    parsed = with_named_genes(parsed, vocabulary, shards)
+    if init_from is not None:
+        check_weights(parsed, init_from)
+        check_genes(parsed, init_from, vocabulary)
+    return parsed.model_dump(mode="json")
+
+
+@pytest.fixture(scope="module")
+def runs(corpora: dict[str, Path], process: Pool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(corpora, process, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # examples name their tables from there
-    options = load_config(path).section("train", run)
-    if options["model"]["family"] == "hf" and find_spec("transformers") is None:
-        pytest.skip("the package transformers is not installed")
-    kind = "sequences" if options["tokens"]["tokenizer"] == "sequence" else "cells"
-    lines = process.run("logged", corpus=str(corpora[kind]), options=_tiny(options), folder=str(tmp_path), steps=2)[0]
-    losses = [line["loss"] for line in lines if "loss" in line]
-    assert len(losses) == 2
+
+
+@pytest.mark.parametrize(("path", "run"), _runs())
+def test_the_example_trains_from_the_model_it_names_and_predicts(
+    path: Path, run: str, runs: Runs, tmp_path: Path
+) -> None:
+    trained = runs.train(path, run)
+    losses = [line["loss"] for line in trained.lines if "loss" in line]
+    assert len(losses) >= 2
     assert losses[0] != losses[1]
-    assert all(math.isfinite(value) for line in lines for key, value in line.items() if "loss" in key)
-    assert any("val_loss" in line for line in lines)
+    assert all(math.isfinite(value) for line in trained.lines for key, value in line.items() if "loss" in key)
+    assert any("val_loss" in line for line in trained.lines)
+    if trained.init_from is not None:
+        _check_first_weights(trained, trained.init_from)
+    objective = trained.options["objective"]
+    names = {objective["name"], *objective.get("parts", {})}
+    if names & {"classification", "regression"}:
+        _check_predictions(trained, load_config(path).section("predict", run), names, tmp_path / "predicted.h5ad")
+
+
+def _check_first_weights(trained: Trained, source: Path) -> None:
+    """The run began with the tensors of the model; genes that this lacks with what finetune.new_genes says."""
+    theirs, rows = load_file(source / "model.safetensors"), Vocabulary.read(source / "vocabulary.tsv")
+    shared = trained.first.keys() & theirs.keys()
+    assert any(name.startswith("blocks.") for name in shared)
+    known = rows.rows_of(Vocabulary.read(trained.corpus / "vocabulary.tsv").gene_ids)
+    extended = [name for name in shared if trained.first[name].shape != theirs[name].shape]
+    assert bool(extended) == (known < 0).any() == (trained.options["finetune"]["new_genes"] == "mean")
+    for name in shared:
+        if name not in extended:
+            np.testing.assert_array_equal(trained.first[name], theirs[name], err_msg=name)
+            continue
+        ours, given = trained.first[name][len(SPECIAL) :], theirs[name][len(SPECIAL) :]
+        np.testing.assert_array_equal(ours[known >= 0], given[known[known >= 0]], err_msg=name)
+        mean = np.broadcast_to(given.mean(0), ours[known < 0].shape)
+        np.testing.assert_allclose(ours[known < 0], mean, atol=1e-6, err_msg=name)
+
+
+def _check_predictions(trained: Trained, options: dict[str, Any], names: set[str], out: Path) -> None:
+    """`predict` writes labels, with their probabilities, or numbers of every cell."""
+    cells = trained.corpus / "cells.h5ad"
+    words = ["predict", "--options", json.dumps(options), "--model", str(trained.model), "--input", str(cells)]
+    assert main([*words, "--out", str(out)]) == 0
+    found = ad.read_h5ad(out)
+    assert len(found) == len(ad.read_h5ad(cells, backed="r"))
+    if "regression" in names:
+        assert np.isfinite(found.obs["cellmill_value"]).all()
+    if "classification" in names:
+        known = {*found.uns["cellmill_prediction"]["labels"]}
+        assert {*found.obs["cellmill_label"]} <= {*known, "unknown"}
+        assert {*found.obs["cellmill_label"]} & known
+        np.testing.assert_allclose(np.asarray(found.obsm["cellmill_probabilities"]).sum(1), 1, atol=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ train: {steps: 12, global_batch: 16, token_budget: 2048, warmup_steps: 2, log_ev
 evaluate: {folds: 3, tasks: {probe: {neighbors: 5, seeds: 2}, reconstruct: {}}}
 runs: {tiny: {corpus: sim}}
 """
+KEPT = [4, 8]
+"""Steps of the checkpoints that the finished project keeps, beside the last ones."""
 
 
 @dataclass
@@ -58,11 +61,7 @@ class Project:
         """Number of jobs of each rule that would run, except `all`."""
         done = self.snakemake("--dry-run", *arguments, profile=profile)
         assert done.returncode == 0, done.stdout
-        if "Job stats:" not in done.stdout:
-            assert "Nothing to be done" in done.stdout, done.stdout
-            return {}
-        table = done.stdout.split("Job stats:")[1].split("total")[0]
-        return {name: int(n) for name, n in re.findall(r"^(\w+) +(\d+)$", table, re.M) if name != "all"}
+        return jobs_in(done.stdout)
 
     def write_config(self, name: str = "config.yaml", **sections: Any) -> str:
         """Write config/`name`: CONFIG with keys of some sections changed."""
@@ -73,6 +72,15 @@ class Project:
         path.parent.mkdir(exist_ok=True)
         path.write_text(yaml.safe_dump(tree, sort_keys=False))
         return f"config/{name}"
+
+
+def jobs_in(printed: str) -> dict[str, int]:
+    """Number of jobs of each rule, except `all`, that a dry run has printed."""
+    if "Job stats:" not in printed:
+        assert "Nothing to be done" in printed, printed
+        return {}
+    table = printed.split("Job stats:")[1].split("total")[0]
+    return {name: int(n) for name, n in re.findall(r"^(\w+) +(\d+)$", table, re.M) if name != "all"}
 
 
 @pytest.fixture(scope="session")
@@ -104,6 +112,14 @@ def project(tmp_path: Path, cells: Path) -> Project:
 def done(tmp_path_factory: pytest.TempPathFactory, cells: Path) -> tuple[Project, str]:
     """A project in which everything has run, and the output of that run. Tests do not change it."""
     project = make_project(tmp_path_factory.mktemp("done") / "project", cells)
+    project.write_config(train={"keep_steps": KEPT})
     run = project.snakemake()
     assert run.returncode == 0, run.stdout
     return project, run.stdout
+
+
+@pytest.fixture
+def finished(done: tuple[Project, str], tmp_path: Path) -> Project:
+    """A copy of the project in which everything has run, for tests that go on from there."""
+    shutil.copytree(done[0].folder, tmp_path / "project", symlinks=True)
+    return Project(tmp_path / "project")

@@ -9,15 +9,15 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import anndata as ad
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from cellmill.report.collect import read_corpus, read_run
 from cellmill.report.remake import remake_commands
-from tests.workflow.conftest import Project
+from tests.workflow.conftest import KEPT, Project, jobs_in
 
 pytestmark = pytest.mark.xdist_group("workflow")  # all use the same finished project
 
@@ -116,9 +116,30 @@ def test_a_changed_profile_reruns_nothing(done: tuple[Project, str]) -> None:
     assert done[0].jobs(profile=None) == {}
 
 
-def test_an_added_run_does_not_rerun_the_first(done: tuple[Project, str]) -> None:
-    runs = "runs={tiny: {corpus: sim}, tuned: {corpus: sim, init_from: tiny, train: {lr: 1e-4}}}"
-    assert done[0].jobs("--config", runs) == dict.fromkeys([*RUN, "report"], 1)
+def test_an_added_run_adapts_the_model_of_the_first_and_labels_cells(finished: Project) -> None:
+    labels = {"name": "classification", "label_column": "cell_type"}
+    adapted = {"corpus": "sim", "init_from": "tiny", "objective": labels, "finetune": {"method": "lora", "rank": 2}}
+    config = finished.write_config(
+        "adapted.yaml",
+        train={"keep_steps": KEPT},
+        runs={"tiny": {"corpus": "sim"}, "adapted": adapted | {"train": {"lr": 1e-2}}},
+    )
+    folder = finished.folder / "results/runs/adapted"
+    targets = [f"results/runs/adapted/{name}" for name in ("predictions/sim.h5ad", "evaluate/metrics.json")]
+    asked = ("--configfile", config, "--", *targets)
+    assert finished.jobs(*asked) == dict.fromkeys([*RUN, "predict"], 1), "nothing of the first run"
+    made = finished.snakemake(*asked)
+    assert made.returncode == 0, made.stdout
+    before, after = (load_file(path / "model/model.safetensors") for path in (folder.with_name("tiny"), folder))
+    moved = {name for name in before.keys() & after.keys() if not np.array_equal(before[name], after[name])}
+    assert moved == {f"blocks.0.{layer}.weight" for layer in ("qkv", "out", "up", "down")}
+    assert json.loads((folder / "model/adapter/adapter_config.json").read_text())["r"] == 2
+    predicted = ad.read_h5ad(folder / "predictions/sim.h5ad")
+    assert {*predicted.obs["cellmill_label"]} <= {*predicted.obs["cell_type"], "unknown"}
+    assert predicted.n_obs == ad.read_h5ad(finished.folder / FILES["preprocess"][0], backed="r").n_obs
+    metrics = json.loads((folder / "evaluate/metrics.json").read_text())
+    assert metrics["model"]["supervised_by"] == ["cell_type"]
+    assert metrics["datasets"]["sim"]["supervised"]
 
 
 def test_the_report_of_snakemake_has_the_captions(done: tuple[Project, str]) -> None:
@@ -152,28 +173,24 @@ def test_a_branch_waits_for_its_trunk_which_keeps_the_checkpoint(project: Projec
     assert "runs.short.trunk_step: 5 is not in train.keep_steps of tiny ([4]); add it there" in refused
 
 
-def test_kept_checkpoints_are_evaluated_without_training_again(project: Project) -> None:
-    run: dict[str, Any] = {"corpus": "sim", "train": {"keep_steps": [4, 8]}}
-    tasks = {"tasks": {"probe": {"seeds": 1}}}
-    config = project.write_config("kept.yaml", runs={"tiny": run}, evaluate=tasks)
-    made = project.snakemake("--configfile", config)
-    assert made.returncode == 0, made.stdout
-    project.write_config("kept.yaml", runs={"tiny": run | {"evaluate_steps": [4, 8]}}, evaluate=tasks)
+def test_kept_checkpoints_are_evaluated_without_training_again(finished: Project) -> None:
+    run, train = {"corpus": "sim"}, {"keep_steps": KEPT}
+    config = finished.write_config("kept.yaml", runs={"tiny": run | {"evaluate_steps": KEPT}}, train=train)
     kept = dict.fromkeys(["consolidate", "embed", "evaluate"], 2) | {"report": 1}
-    assert project.jobs("--configfile", config) == kept
-    made = project.snakemake("--configfile", config)
+    assert finished.jobs("--configfile", config) == kept
+    made = finished.snakemake("--configfile", config)
     assert made.returncode == 0, made.stdout
-    results = project.folder / "results"
-    for step in (4, 8):
+    results = finished.folder / "results"
+    for step in KEPT:
         metrics = json.loads((results / f"runs/tiny/steps/{step}/evaluate/metrics.json").read_text())
         assert metrics["model"]["step"] == step
     assert "probe: accuracy over steps" in (results / "report/index.html").read_text()
-    gone = project.snakemake("--configfile", config, "--", "results/runs/tiny/steps/5/model/config.json")
+    gone = finished.snakemake("--configfile", config, "--", "results/runs/tiny/steps/5/model/config.json")
     assert re.search(
         r"no checkpoint of step 5; there are those of steps 4, [\d, ]*8, .*; list the step in train", gone.stdout
     )
-    project.write_config("kept.yaml", runs={"tiny": run | {"evaluate_steps": [5]}}, evaluate=tasks)
-    refused = project.snakemake("--configfile", config, "--dry-run").stdout
+    finished.write_config("kept.yaml", runs={"tiny": run | {"evaluate_steps": [5]}}, train=train)
+    refused = finished.snakemake("--configfile", config, "--dry-run").stdout
     assert "runs.tiny: evaluate_steps: 5 is not in train.keep_steps; add it there" in refused
 
 
@@ -193,15 +210,20 @@ def test_shards_are_written_by_as_many_jobs_as_asked(project: Project) -> None:
     assert jobs == dict.fromkeys([*CORPUS, "divide"], 1) | {"shard_part": 3}
 
 
-def test_a_run_may_start_from_a_model_folder_and_label_any_dataset(project: Project) -> None:
+def test_a_run_may_start_from_a_model_folder_or_the_hub_and_label_any_dataset(project: Project) -> None:
     (project.folder / "given").mkdir()
     (project.folder / "given" / "model.safetensors").touch()
-    labels = {"name": "classification", "label_column": "cell_type"}
-    runs = {"tuned": {"corpus": "sim", "init_from": "./given", "objective": labels}}
+    shared = {"corpus": "sim", "objective": {"name": "classification", "label_column": "cell_type"}}
+    runs = {"tuned": shared | {"init_from": "./given"}, "hub": shared | {"init_from": "hf://me/pbmc@v1.0"}}
     config = project.write_config("given.yaml", runs=runs)
-    jobs = project.jobs("--configfile", config, "--", "results/runs/tuned/predictions/sim.h5ad")
-    expected = [*CORPUS, "plan", "train", "consolidate", "predict"]
-    assert jobs == dict.fromkeys(expected, 1)
+    targets = [f"results/runs/{run}/predictions/sim.h5ad" for run in runs]
+    shown = project.snakemake("--dry-run", "--printshellcmds", "--configfile", config, "--", *targets)
+    assert shown.returncode == 0, shown.stdout
+    expected = dict.fromkeys(["plan", "train", "consolidate", "predict"], 2)
+    assert jobs_in(shown.stdout) == dict.fromkeys([*CORPUS, "pull"], 1) | expected
+    assert "cellmill pull me/pbmc@v1.0 --out results/hub/me/pbmc@v1.0 " in shown.stdout
+    starts = dict(re.findall(r"cellmill train .* --out .*runs/(\w+)/.* --init-from (\S+)", shown.stdout))
+    assert starts == {"tuned": "given", "hub": "results/hub/me/pbmc@v1.0"}
 
 
 def test_a_bridge_is_made_on_request_after_the_evaluation(project: Project) -> None:
@@ -240,40 +262,40 @@ ad.AnnData(obs=cells.obs[[]], obsm={"X_emb": (u * s)[:, :5]}).write_h5ad(sys.arg
 """
 
 
-def test_an_external_model_is_run_once_and_is_a_row_of_every_run_of_the_corpus(project: Project) -> None:
-    script = project.folder / "embed it.py"
+def test_an_external_model_is_run_once_and_is_a_row_of_every_run_of_the_corpus(finished: Project) -> None:
+    script = finished.folder / "embed it.py"
     script.write_text(EXTERNAL)
     external = {"pca": {"command": f"{sys.executable} 'embed it.py' {{cells}} {{out}}", "files": ["embed it.py"]}}
     tasks = {"tasks": {"probe": {"neighbors": 5, "seeds": 1}, "few_shot": {"shots": [5], "draws": 2}}}
-    runs = {"tiny": {"corpus": "sim"}, "other": {"corpus": "sim", "train": {"seed": 1}}}
-    both = project.write_config("both.yaml", runs=runs, evaluate=tasks | {"external": external})
+    runs, train = {"tiny": {"corpus": "sim"}, "other": {"corpus": "sim", "train": {"seed": 1}}}, {"keep_steps": KEPT}
+    both = finished.write_config("both.yaml", runs=runs, train=train, evaluate=tasks | {"external": external})
     targets = [f"results/runs/{run}/evaluate/metrics.json" for run in runs]
-    twice = dict.fromkeys(CORPUS, 1) | dict.fromkeys(RUN, 2) | {"embed_external": 1}
-    assert project.jobs("--configfile", both, "--", *targets) == twice
-    config = project.write_config("external.yaml", evaluate=tasks | {"external": external})
+    expected = dict.fromkeys(RUN, 1) | {"embed_external": 1, "evaluate": 2}  # the run `tiny` is done
+    assert finished.jobs("--configfile", both, "--", *targets) == expected
+    config = finished.write_config("external.yaml", train=train, evaluate=tasks | {"external": external})
     asked = ("--configfile", config, "--", targets[0])
-    made = project.snakemake(*asked)
+    made = finished.snakemake(*asked)
     assert made.returncode == 0, made.stdout
-    [log] = (project.folder / "logs/embed_external").iterdir()
+    [log] = (finished.folder / "logs/embed_external").iterdir()
     assert re.fullmatch(r"sim\.pca\.sim-[0-9a-f]{12}\.log", log.name)
-    of_tasks = json.loads((project.folder / targets[0]).read_text())["datasets"]["sim"]
+    of_tasks = json.loads((finished.folder / targets[0]).read_text())["datasets"]["sim"]
     assert f"components of {of_tasks['n_cells']}\n" in log.read_text()
     for task in ("probe", "few_shot"):
         names = [row["name"] for row in of_tasks["tasks"][task]["rows"] if row["kind"] == "external"]
         assert "external: pca + kNN" in names
-    assert project.jobs(*asked) == {}
-    without = project.write_config("without.yaml", evaluate=tasks)
-    assert project.jobs("--configfile", without, "--", targets[0]) == {"evaluate": 1}
+    assert finished.jobs(*asked) == {}
+    without = finished.write_config("without.yaml", train=train, evaluate=tasks)
+    assert finished.jobs("--configfile", without, "--", targets[0]) == {"evaluate": 1}
     script.write_text("import sys; print('no such weights'); sys.exit(4)")
-    assert project.jobs(*asked) == {"embed_external": 1, "evaluate": 1}
-    failed = project.snakemake(*asked)
+    assert finished.jobs(*asked) == {"embed_external": 1, "evaluate": 1}
+    failed = finished.snakemake(*asked)
     assert failed.returncode != 0
     assert log.read_text().splitlines()[-2:] == [
         "no such weights",
         "cellmill embed_external: evaluate.external.pca.command: it ended with exit status 4; its last lines are above",
     ]
     script.unlink()
-    refused = project.snakemake("-n", *asked).stdout
+    refused = finished.snakemake("-n", *asked).stdout
     assert "cellmill: runs.tiny.evaluate.external.pca.files: embed it.py: no such file" in refused
 
 

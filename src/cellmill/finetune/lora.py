@@ -4,6 +4,8 @@ A layer W x + c becomes W x + c + (alpha / rank) B A x, where A is drawn and B b
 from the model as it was. The merged layer has the weight W + (alpha / rank) B A. There is no dropout of x: rows between
 layers have no keys, so it would not be the same in every layout.
 
+GPT-2's layers are transformers' Conv1D, whose weight is (in, out): its merged weight has the transposed product.
+
 Source: Hu et al. 2022 (LoRA). `adapter` has the names of the package peft, version 0.10 and later.
 """
 
@@ -30,14 +32,27 @@ STYLES: dict[Style, tuple[Style, Style, Style]] = {
 """Tensor-parallel styles of base, A and B of a layer with a style."""
 
 
+def is_transposed(layer: nn.Module) -> bool:
+    """Return whether a layer is transformers' Conv1D: linear, with a weight of (in, out)."""
+    return type(layer).__name__ == "Conv1D" and type(layer).__module__ == "transformers.pytorch_utils"
+
+
 class AdaptedLinear(nn.Module):
     """base(x) + scale * b(a(x)); `b` begins as zeros."""
 
-    def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
+    def __init__(self, base: nn.Module, rank: int, scale: float) -> None:
         super().__init__()
         self.base, self.scale = base, scale
-        self.a = with_std(Linear(base.in_features, rank, bias=False), base.in_features**-0.5)
-        self.b = with_std(Linear(rank, base.out_features, bias=False), 0.0)
+        weight: Any = base.weight
+        n_out, n_in = weight.shape[::-1] if is_transposed(base) else weight.shape
+        self.a = with_std(Linear(n_in, rank, bias=False), n_in**-0.5)
+        self.b = with_std(Linear(rank, n_out, bias=False), 0.0)
+
+    @property
+    def product(self) -> torch.Tensor:
+        """What merging adds to the weight of `base`."""
+        product: torch.Tensor = self.scale * self.b.weight @ self.a.weight
+        return product.T if is_transposed(self.base) else product
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""
@@ -78,7 +93,9 @@ class Lora(Method):
         first = next(iter(blocks.children()), None)
         if first is None:
             raise ConfigError("finetune.method lora: the model has no blocks whose layers it could adapt; set another")
-        known = [path for path, module in first.named_modules() if isinstance(module, nn.Linear)]
+        known = [
+            path for path, module in first.named_modules() if isinstance(module, nn.Linear) or is_transposed(module)
+        ]
         if not known:
             raise ConfigError("finetune.method lora: the model's blocks have no linear layers to adapt; set another")
         names = dict.fromkeys(path.split(".")[-1] for path in known)
@@ -105,7 +122,7 @@ class Lora(Method):
         """Add each adapter's product to its layer, in float32."""
         for path in self.paths:
             adapted: Any = model.get_submodule(path)
-            adapted.base.weight += self.scale * adapted.b.weight @ adapted.a.weight
+            adapted.base.weight += adapted.product
             model.set_submodule(path, adapted.base)
 
     def adapter(self, model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -124,7 +141,7 @@ class Lora(Method):
             "lora_alpha": self.config.alpha,
             "lora_dropout": 0.0,
             "bias": "none",
-            "fan_in_fan_out": False,
+            "fan_in_fan_out": any(is_transposed(model.get_submodule(f"{path}.base")) for path in self.paths),
             "inference_mode": True,
             "target_modules": self.paths,
             "modules_to_save": [name for name in heads if isinstance(getattr(model, name), nn.Module)] or None,
