@@ -108,8 +108,8 @@ class Workflow(Section):
     bridges: Mapping[str, str] = Field(
         default_factory=dict,
         description="Python of an environment that has the package, by package, for use without conda (`--sdm conda`), "
-        "for `results/runs/RUN/bridges/DATASET.scib-metrics.json`, `.cz-benchmarks.json` or `.cell-eval.json`. Changing it "
-        "reruns nothing.",
+        "for `results/runs/RUN/bridges/DATASET.scib-metrics.json`, `.cz-benchmarks.json` or `.cell-eval.json`. "
+        "Changing it reruns nothing.",
     )
 
     @field_validator("bridges", mode="before")
