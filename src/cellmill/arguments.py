@@ -153,6 +153,14 @@ def _add_model(stages: Any) -> None:
     )
     evaluate.add_argument("--out", type=Path, required=True, help="metrics.json")
 
+    changes = _stage(stages, "predict_changes", "predict expression under held-out perturbations, for bridges", "run")
+    changes.add_argument("--model", type=Path, required=True, help="folder of the exported model")
+    changes.add_argument("--manifest", type=Path, required=True, help="manifest.json of the shards it was trained on")
+    changes.add_argument("--ancestors", type=Path, nargs="*", default=[], help=ancestors)
+    changes.add_argument("--cells", type=input_path, required=True, help=f"preprocessed: {_INPUT}")
+    changes.add_argument("--embedding", type=Path, required=True, help="of the cells, by stage embed")
+    changes.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
+
     generate = _command(stages, "generate", "draw cells from an exported model of family autoregressive")
     generate.add_argument("--model", type=Path, required=True, help="folder of an exported model")
     generate.add_argument("--out", type=Path, required=True, help="the .h5ad to write")

@@ -26,7 +26,11 @@ from cellmill.evaluate.features import own_components
 from cellmill.evaluate.labelled import choose_cells
 
 FOLDER = Path(__file__).resolve().parents[2] / "workflow" / "bridges"
-PACKAGES = {"scib-metrics": ("scib", "scib_metrics", "0.5.10"), "cz-benchmarks": ("cz", "czbenchmarks", "0.15.1")}
+PACKAGES = {
+    "scib-metrics": ("scib", "scib_metrics", "0.5.10"),
+    "cz-benchmarks": ("cz", "czbenchmarks", "0.15.1"),
+    "cell-eval": ("cell", "cell_eval", "0.8.2"),  # on predicted cells: test_predict_changes.py
+}
 BATCH_MEASURES = {"bras", "ilisi_knn", "isolated_labels", "kbet", "kbet_per_label", "pcr_comparison"}
 
 

@@ -15,9 +15,10 @@ from cellmill.data.perturbed_genes import perturbed_genes
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.evaluate.change_baselines import of_new_contexts, of_new_perturbations
 from cellmill.evaluate.change_scores import change_scores
+from cellmill.evaluate.held_out_units import find_units
 from cellmill.evaluate.perturbed import read_profiles
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.perturbation import Perturbation, find_units
+from cellmill.evaluate.tasks.perturbation import Perturbation
 from tests.unit.evaluated import make_context
 
 CONFIG = PerturbationConfig(name="perturbation", min_cells=4, seeds=2, top_genes=5)

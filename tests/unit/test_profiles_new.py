@@ -129,7 +129,8 @@ def test_the_best_partition_is_written_with_the_figures_of_its_smallest_node(
         "slurm_partition": "cpu", "slurm_account": "lab", "runtime": 60, "mem_mb": 4000
     }  # fmt: skip
     assert tree["set-threads"] == {
-        "preprocess": 2, "shard": 2, "shard_part": 2, "embed": 8, "embed_external": 8, "predict": 8, "evaluate": 8
+        "preprocess": 2, "shard": 2, "shard_part": 2, "embed": 8, "embed_external": 8, "predict": 8, "evaluate": 8,
+        "predict_changes": 8
     }  # fmt: skip
     on_a_gpu = {"slurm_partition": "gpu", "gpu": 1, "gpu_model": "h100", "tasks_per_gpu": 0}
     assert tree["set-resources"]["embed"] == on_a_gpu | {
@@ -231,7 +232,7 @@ def test_no_attempt_of_a_stage_exceeds_the_limits_of_its_partition(cluster: Call
     cluster(short, "")
     _, tree, _ = new("--partition", "debug")
     for stage, resources in tree["set-resources"].items():
-        gpu = stage in ("embed", "embed_external", "predict", "evaluate")
+        gpu = stage in ("embed", "embed_external", "predict", "evaluate", "predict_changes")
         for key, limit in (("runtime", 30 if gpu else 200), ("mem_mb", 1031000 if gpu else 20000)):
             if stage in ("plan", "train"):
                 continue

@@ -250,6 +250,17 @@ def test_a_bridge_is_made_on_request_after_the_evaluation(project: Project) -> N
     assert "run tiny is not evaluated on dataset 'sim'" in refused
 
 
+def test_predicted_changes_are_judged_on_request_without_an_evaluation(project: Project) -> None:
+    target = "results/runs/tiny/bridges/sim.cell-eval.json"
+    expected = [*CORPUS, "plan", "train", "consolidate", "embed", "predict_changes", "cell_eval"]
+    assert project.jobs(target) == dict.fromkeys(expected, 1)
+    assert re.search(
+        r"Shell command: python \S+/workflow/bridges/cell_bridge\.py --changes results/runs/tiny/changes/sim\.h5ad "
+        r"--threads 2 --out " + re.escape(target),
+        project.snakemake("-n", "-p", target).stdout,
+    )
+
+
 EXTERNAL = """
 import sys
 import anndata as ad

@@ -23,7 +23,7 @@ try:
         MetadataLabelPredictionTaskInput,
         MetricResult,
     )
-    from embedded_cells import EmbeddedCells, parse_arguments, read_cells, write_result
+    from embedded_cells import EmbeddedCells, judge
     from sklearn.exceptions import UndefinedMetricWarning
 except ImportError as error:
     end_without("cz-benchmarks", "0.15.1", error)
@@ -54,14 +54,7 @@ def _named(task: str, result: MetricResult) -> str:
     return ": ".join(filter(None, words))
 
 
-def main() -> None:
+if __name__ == "__main__":
     logging.getLogger("czbenchmarks").setLevel(logging.WARNING)
     warnings.simplefilter("ignore", UndefinedMetricWarning)  # a class that a classifier never predicts: precision 0
-    given = parse_arguments()
-    cells = read_cells(given)
-    values = {name: measure(vectors, cells) for name, vectors in cells.features.items()}
-    write_result(given, "cz-benchmarks", cells, values)
-
-
-if __name__ == "__main__":
-    main()
+    judge("cz-benchmarks", measure)

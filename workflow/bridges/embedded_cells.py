@@ -1,4 +1,4 @@
-"""Embedded cells that stage `evaluate` scored, for the metrics of another package, and the result of a bridge.
+"""Embedded cells that stage `evaluate` scored, for the metrics of another package.
 
 Bridges run in the interpreter of that package, so nothing of cellmill is imported: numpy, scipy, h5py, anndata and
 scikit-learn are dependencies of every package here. The cells are those of evaluation task `integration`: scored, with
@@ -10,11 +10,9 @@ same cells.
 import argparse
 import csv
 import json
-import math
-import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ import h5py
 import numpy as np
 import scipy.sparse as sp
 from anndata.io import read_elem, sparse_dataset
+from bridge_result import write_rows
 from sklearn.decomposition import PCA
 from sklearn.neighbors import NearestNeighbors
 
@@ -40,8 +39,12 @@ class EmbeddedCells:
     dropped: dict[str, int]  # cells of each class with fewer than FEWEST
 
 
+Measure = Callable[[np.ndarray, EmbeddedCells], dict[str, float]]
+"""Metrics by name, of vectors `(cells, width)` of the cells."""
+
+
 def parse_arguments() -> argparse.Namespace:
-    """Arguments of every bridge."""
+    """Arguments of the bridges that read an embedding."""
     parser = argparse.ArgumentParser()
     for name in ("cells", "embedding", "metrics", "umap", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
@@ -127,34 +130,24 @@ def neighbors_with_self(vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.nda
     return np.hstack([own, indices]), np.hstack([np.zeros((len(vectors), 1)), distances])
 
 
+def judge(package: str, measure: Measure) -> None:
+    """Measure each kind of features of the cells that the arguments name, and write the result: all of a bridge."""
+    given = parse_arguments()
+    cells = read_cells(given)
+    write_result(given, package, cells, {name: measure(vectors, cells) for name, vectors in cells.features.items()})
+
+
 def write_result(
     given: argparse.Namespace, package: str, cells: EmbeddedCells, values: dict[str, dict[str, float]]
 ) -> None:
-    """Write the values of each kind of features by metric to `--out`, complete or not at all, and print them."""
-    rows = [
-        {"name": name, "kind": "model" if name == "embedding" else "baseline", "metric": metric}
-        | {"value": float(value) if math.isfinite(value) else None}
-        for name, of_metrics in values.items()
-        for metric, value in of_metrics.items()
-    ]
-    tree = {
-        "package": package,
-        "version": version(package),
+    """Write the values of each kind of features by metric to `--out`, and print them."""
+    about = {
         "dataset": given.cells.stem,
         "label": given.label,
         "batch": None if cells.batches is None else given.batch,
         "n_cells": len(cells.names),
         "n_classes": len(set(cells.labels)),
         "dropped_classes": cells.dropped,
-        "rows": rows,
     }
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    beside = given.out.with_name(f".{given.out.name}.{os.getpid()}")
-    try:
-        beside.write_text(json.dumps(tree, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        beside.replace(given.out)
-    finally:
-        beside.unlink(missing_ok=True)
-    for row in rows:
-        shown = "none" if row["value"] is None else f"{row['value']:.4f}"
-        print(f"{given.cells.stem}: {row['name']}: {row['metric']} {shown}")
+    kinds = {name: "model" if name == "embedding" else "baseline" for name in values}
+    write_rows(given.out, package, about, kinds, values)

@@ -9,7 +9,7 @@ from missing import end_without
 try:
     import numpy as np
     import scib_metrics as scib
-    from embedded_cells import EmbeddedCells, neighbors_with_self, parse_arguments, read_cells, write_result
+    from embedded_cells import EmbeddedCells, judge, neighbors_with_self
     from scib_metrics.nearest_neighbors import NeighborsResults
 except ImportError as error:
     end_without("scib-metrics", "0.5.10", error)
@@ -40,12 +40,5 @@ def measure(vectors: np.ndarray, cells: EmbeddedCells) -> dict[str, float]:
     return {name: float(value) for name, value in found.items()}
 
 
-def main() -> None:
-    given = parse_arguments()
-    cells = read_cells(given)
-    values = {name: measure(vectors, cells) for name, vectors in cells.features.items()}
-    write_result(given, "scib-metrics", cells, values)
-
-
 if __name__ == "__main__":
-    main()
+    judge("scib-metrics", measure)

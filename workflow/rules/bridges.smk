@@ -1,6 +1,6 @@
-# Metrics of other packages on the embedding of an evaluated dataset, made on request alone. Each runs in an environment of
-# its own, without cellmill: that of `--sdm conda`, the Python that `bridges` of the configuration names, or the one that
-# runs Snakemake.
+# Metrics of other packages on an evaluated dataset, made on request alone: on its embedding, or (cell_eval) on predicted
+# changes of its perturbations. Each runs in an environment of its own, without cellmill: that of `--sdm conda`, the
+# Python that `bridges` of the configuration names, or the one that runs Snakemake.
 
 
 rule scib_metrics:
@@ -53,3 +53,24 @@ rule cz_benchmarks:
     shell:
         "{params.script:q} --cells {input.cells:q} --embedding {input.embedding:q} --metrics {input.metrics:q}"
         " --umap {input.umap:q} --label {params.label:q} --out {output:q} 2>&1 | tee -i {log:q}"
+
+
+rule cell_eval:
+    input:
+        changes="results/runs/{run}{at}/changes/{dataset}.h5ad",
+    output:
+        "results/runs/{run}{at}/bridges/{dataset}.cell-eval.json",
+    log:
+        "logs/cell_eval/{run}{at}.{dataset}.log",
+    benchmark:
+        "results/benchmarks/cell_eval/{run}{at}.{dataset}.tsv"
+    conda:
+        "../../envs/bridge-cell-eval.yaml"
+    threads: 4
+    resources:
+        mem_mb=sized(16000, 3),
+        runtime=240,
+    params:
+        script=bridge_script("cell-eval"),
+    shell:
+        "{params.script:q} --changes {input.changes:q} --threads {threads:q} --out {output:q} 2>&1 | tee -i {log:q}"

@@ -121,3 +121,34 @@ rule evaluate:
         'cellmill evaluate --options {params.options_file:q} --model "$(dirname {input.weights:q})"'
         " --manifest {input.manifest:q} --ancestors {input.ancestors:q} --cells {input.cells:q} --embeddings {input.embeddings:q}"
         " --external {input.external:q} --labels {params.labels:q} --baselines {params.baselines:q} --out {output.metrics:q} 2>&1 | tee -i {log:q}"
+
+
+# Predicted changes of held-out perturbations, for rule cell_eval; only on request: results/runs/{run}/changes/{dataset}.h5ad.
+rule predict_changes:
+    input:
+        weights="results/runs/{run}{at}/model/model.safetensors",
+        manifest=lambda wildcards: f"{corpus_of(wildcards)}/shards/manifest.json",
+        ancestors=ancestor_manifests,
+        cells=bridged("{corpus}/cells/{dataset}.h5ad"),
+        embedding="results/runs/{run}{at}/embeddings/{dataset}.h5ad",
+    output:
+        "results/runs/{run}{at}/changes/{dataset}.h5ad",
+    log:
+        "logs/predict_changes/{run}{at}.{dataset}.log",
+    benchmark:
+        "results/benchmarks/predict_changes/{run}{at}.{dataset}.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    container:
+        "envs/cellmill.sif"
+    threads: 4
+    resources:
+        mem_mb=sized(32000, 3),
+        runtime=sized(240, 25),
+    params:
+        options=options("predict_changes"),
+        options_file=options_file("predict_changes"),
+    shell:
+        'cellmill predict_changes --options {params.options_file:q} --model "$(dirname {input.weights:q})"'
+        " --manifest {input.manifest:q} --ancestors {input.ancestors:q} --cells {input.cells:q}"
+        " --embedding {input.embedding:q} --out {output:q} 2>&1 | tee -i {log:q}"

@@ -99,5 +99,6 @@ OPTIONS: dict[str, type[Section]] = {
     "embed": EmbedOptions,
     "predict": PredictOptions,
     "evaluate": EvaluateOptions,
+    "predict_changes": EvaluateOptions,
     "report": ReportOptions,
 }

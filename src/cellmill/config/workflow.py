@@ -31,7 +31,7 @@ from cellmill.config.sweep import Sweep, expand
 from cellmill.config.transfer_task import check_transfer
 from cellmill.errors import ConfigError, did_you_mean
 
-BRIDGES = ("scib-metrics", "cz-benchmarks")
+BRIDGES = ("scib-metrics", "cz-benchmarks", "cell-eval")
 """Packages that rules of workflow/rules/bridges.smk run."""
 
 
@@ -108,8 +108,8 @@ class Workflow(Section):
     bridges: Mapping[str, str] = Field(
         default_factory=dict,
         description="Python of an environment that has the package, by package, for use without conda (`--sdm conda`), "
-        "for `results/runs/RUN/bridges/DATASET.scib-metrics.json`, or `.cz-benchmarks.json`. Changing it "
-        "reruns nothing.",
+        "for `results/runs/RUN/bridges/DATASET.scib-metrics.json`, `.cz-benchmarks.json` or `.cell-eval.json`. "
+        "Changing it reruns nothing.",
     )
 
     @field_validator("bridges", mode="before")

@@ -87,6 +87,13 @@ def read_profiles(context: Context, roles: Sequence[str]) -> Profiles:
     )
 
 
+def without_changes(context: Context) -> str | None:
+    """Reason why a dataset has no changes of expression; None if it has."""
+    if controlled_role(context) not in context.roles or IS_CONTROL not in context.roles:
+        return "the dataset has no perturbation and control columns"
+    return "sequences have no expression" if context.reader.ordered else None
+
+
 def controlled_role(context: Context) -> str:
     """Role whose values are perturbations: as in the table, the condition of a dataset without perturbations."""
     return "perturbation" if "perturbation" in context.roles else "condition"

@@ -135,6 +135,12 @@ class TaskResult:
         return entry | {"sentences": [*map(sentence, self.verdicts), *entry.pop("notes")]}
 
 
+def supervised_name(name: str, supervised: str | None) -> str:
+    """Name of a row of the model, with `supervised` behind its features if there is any."""
+    features, plus, classifier = name.partition(" + ")
+    return name if supervised is None else f"{features}, {supervised}{plus}{classifier}"
+
+
 def named_supervised(result: TaskResult, supervised: str | None) -> TaskResult:
     """Return the result with `supervised` behind the name of the model in rows, verdicts and differences."""
     if supervised is None:
@@ -142,8 +148,7 @@ def named_supervised(result: TaskResult, supervised: str | None) -> TaskResult:
     others = {row["name"] for row in result.rows if row.get("kind") != "model"}
 
     def named(name: str) -> str:
-        features, plus, classifier = name.partition(" + ")
-        return name if name in others else f"{features}, {supervised}{plus}{classifier}"
+        return name if name in others else supervised_name(name, supervised)
 
     rows = [row | {"name": named(row["name"])} for row in result.rows]
     verdicts = [replace(verdict, compared=named(verdict.compared)) for verdict in result.verdicts]

@@ -54,7 +54,7 @@ class ProfileValues:
     """Of plan."""
     stages: Place
     vectors: Place
-    """Of embed, embed_external, predict and evaluate, which use one GPU."""
+    """Of embed, embed_external, predict, evaluate and predict_changes, which use one GPU."""
     vectors_gpu: Mapping[str, str | int]
     """Their keys for it; comments if `vectors` has no partition."""
     status_command: str

@@ -28,6 +28,7 @@ DECLARED: dict[str, dict[str, int]] = {
     "embed_external": {"mem_mb": 32000, "runtime": 240, "threads": 4},
     "predict": {"mem_mb": 32000, "runtime": 240, "threads": 4},
     "evaluate": {"mem_mb": 32000, "runtime": 240, "threads": 4},
+    "predict_changes": {"mem_mb": 32000, "runtime": 240, "threads": 4},
 }
 """Stages that are no local rules, and what their rules declare for the smallest input: default-resources lie under it,
 set-resources over."""

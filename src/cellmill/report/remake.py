@@ -10,6 +10,7 @@ OF_A_RUN = (
     "model/model.safetensors",
     "embeddings/*.h5ad",
     "predictions/*.h5ad",
+    "changes/*.h5ad",
     "evaluate/metrics.json",
     "steps/*/evaluate/metrics.json",
 )

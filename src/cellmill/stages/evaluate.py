@@ -30,21 +30,19 @@ import numpy as np
 from cellmill.config.evaluate import Evaluate
 from cellmill.config.options import EvaluateOptions
 from cellmill.config.transfer_task import check_transfer
-from cellmill.data.counts_reader import CountsReader
 from cellmill.data.dataset_file import local_input
 from cellmill.data.genes import match_columns
 from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.evaluate.baseline_cache import BaselineCache
-from cellmill.evaluate.embed import load_for_inference
 from cellmill.evaluate.embedding_file import read_cost, read_embedding
 from cellmill.evaluate.evaluated_datasets import DatasetFiles, EvaluatedDatasets
 from cellmill.evaluate.gate import failures
 from cellmill.evaluate.gene_coverage import gene_coverage
 from cellmill.evaluate.projection import umap_rows
-from cellmill.evaluate.task import Context, EvaluatedModel, Task, named_supervised
+from cellmill.evaluate.scored_cells import TrainedCells, load_evaluated, scored_cells
+from cellmill.evaluate.task import Context, Task, named_supervised
 from cellmill.evaluate.tidy_scores import write_scores
-from cellmill.evaluate.training_cells import TrainedContents, held_out, seen_cells
 from cellmill.evaluate.umap_table import write_umap
 from cellmill.files import sha256_file, write_json
 from cellmill.registry import in_one_line
@@ -76,7 +74,7 @@ def run(
     check_transfer(section, names, "evaluate")
     others = _external_of(section, names, external)
     shards = Manifest.read(manifest)
-    evaluated = _load(model, manifest, shards, section)
+    evaluated = load_evaluated(model, manifest, shards, section.seed)
     digest = sha256_file(model / "model.safetensors")
     files = {
         name: DatasetFiles(path, embedding, [] if label == "-" else label.split("|"))
@@ -84,17 +82,14 @@ def run(
     }
     opened = EvaluatedDatasets(files, digest, evaluated.network.vector_width)
     tasks: dict[str, Task] = {name: config.load()(config) for name, config in section.tasks.items()}
-    manifests = [shards, *map(Manifest.read, ancestors)]
-    seen, contents = seen_cells(manifests, names), TrainedContents(manifests)
+    trained = TrainedCells([shards, *map(Manifest.read, ancestors)], names)
     datasets: dict[str, Any] = {}
     points: list[tuple[Any, ...]] = []
     for name, of_name in files.items():
         with opened.open(name) as dataset:
             reader, vectors, roles = dataset.reader, dataset.vectors, dataset.roles
-            unnamed = held_out(reader.obs.index, seen[name])
-            unseen = unnamed & ~contents.copies(reader, unnamed)
-            n_copies = _told_copies(name, unnamed & ~unseen)
-            scored = _scored(reader, unseen, section)
+            unseen, n_copies = trained.unseen(name, reader)
+            scored = scored_cells(reader, unseen, section)
             embedded = np.isfinite(vectors).all(axis=1)
             cache = BaselineCache(None if baselines is None else baselines / f"{name}.npz")
             cost = read_cost(of_name.embedding)
@@ -110,7 +105,7 @@ def run(
                 "cells": section.cells,
                 "n_without_genes": int((scored & ~embedded).sum()),
                 "genes": asdict(gene_coverage(match_columns(reader, evaluated.vocabulary), evaluated.vocabulary)),
-                "in_corpus": bool(seen[name]),
+                "in_corpus": trained.in_corpus(name),
                 "n_copies": n_copies,
                 "roles": {role: str(column.name) for role, column in roles.items() if column.name != role},
                 "supervised": context.supervised,
@@ -204,32 +199,3 @@ def _external_of(options: Evaluate, names: list[str], files: Sequence[Path]) -> 
             f"{', '.join(models) or 'none'}; got {len(files)} files"
         )
     return {name: dict(zip(models, files[at * len(models) :])) for at, name in enumerate(names)}
-
-
-def _load(model: Path, manifest: Path, shards: Manifest, options: Evaluate) -> EvaluatedModel:
-    network, vocabulary, tokens, config = load_for_inference(model)
-    if vocabulary.digest != shards.vocabulary["digest"]:
-        raise DataError(
-            f"{manifest}: its vocabulary is {shards.vocabulary['digest'][:12]}, the model's {vocabulary.digest[:12]}; "
-            "pass the manifest of the shards that the model was trained on"
-        )
-    return EvaluatedModel(network, config, vocabulary, tokens, shards, options.seed)
-
-
-def _told_copies(name: str, copied: np.ndarray) -> int:
-    """Number of the cells that are copies of training cells under another name, which is printed."""
-    n = int(copied.sum())
-    if n:
-        print(f"{name}: {n:,} cells are equal to training or validation cells of other names: not held out", flush=True)
-    return n
-
-
-def _scored(reader: CountsReader, unseen: np.ndarray, options: Evaluate) -> np.ndarray:
-    if options.cells == "all":
-        return np.ones(reader.n_obs, dtype=bool)
-    if not unseen.any():
-        raise DataError(
-            f"{reader.path}: no held-out cells: all {reader.n_obs:,} were trained or validated on; "
-            "raise shard.test_frac, or set evaluate.cells to all"
-        )
-    return unseen

@@ -20,45 +20,27 @@ perturbation's cells as the prediction of that of the other, which is noisier th
 Intervals are over perturbations and repetitions (`evaluate.paired`): contexts of one perturbation are one draw.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from sklearn.model_selection import GroupKFold, KFold
 
-from cellmill.config.corpus import IS_CONTROL
 from cellmill.config.evaluate import PerturbationConfig
-from cellmill.data.perturbed_genes import perturbed_genes
-from cellmill.evaluate.change_baselines import of_new_contexts, of_new_perturbations
 from cellmill.evaluate.change_scores import METRICS, change_scores
-from cellmill.evaluate.gene_features import features_of, gene_features
-from cellmill.evaluate.perturbed import Profiles, controlled_role, read_profiles
-from cellmill.evaluate.responses import predicted_changes
-from cellmill.evaluate.score_table import EMBEDDING, ScoreColumn, against_best, differences, is_own, table_rows
+from cellmill.evaluate.held_out_units import (
+    Fold,
+    Units,
+    find_units,
+    folds_of,
+    genes_of,
+    predictions,
+    scored_units,
+    strata_of,
+)
+from cellmill.evaluate.perturbed import Profiles, controlled_role, read_profiles, without_changes
+from cellmill.evaluate.score_table import ScoreColumn, against_best, differences, is_own, table_rows
 from cellmill.evaluate.task import Context, TaskResult
 
 CEILING = "split halves"
-RESPONSE = f"{EMBEDDING} + response head"
-UNSEEN_FRAC = 0.9
-"""Share of the cells of a perturbation that are scored where it counts as not seen in training; others may be equal to
-training cells, or have no gene of the model."""
-STRATA = ("batch", "donor")
-Fold = tuple[int, np.ndarray, np.ndarray]  # repetition, training units, test units
-
-
-@dataclass(frozen=True)
-class Units:
-    """Unit of prediction: a perturbation, its dose, and its context if contexts are held out."""
-
-    of_cell: np.ndarray  # (cells,) int64; -1 for controls, and for units with too few cells
-    perturbation: np.ndarray  # (units,) text
-    group: np.ndarray  # (units,) text: what is held out whole, the perturbation or the context
-    unseen: np.ndarray  # (units,) bool: of a group that the model saw no cell of
-    left_out: list[str]
-
-    def __len__(self) -> int:
-        return len(self.group)
 
 
 class Perturbation:
@@ -67,23 +49,19 @@ class Perturbation:
 
     def run(self, context: Context) -> TaskResult:
         """Scores for each role that is held out; skipped without perturbations and controls."""
-        role = controlled_role(context)
-        if role not in context.roles or IS_CONTROL not in context.roles:
-            return TaskResult(skipped="the dataset has no perturbation and control columns")
-        if context.reader.ordered:
-            return TaskResult(skipped="sequences have no expression")
+        if (reason := without_changes(context)) is not None:
+            return TaskResult(skipped=reason)
         columns: list[ScoreColumn] = []
         ceilings: list[ScoreColumn] = []
         figures: dict[str, Any] = {}
         for held_out in self.config.held_out:
-            if held_out != "perturbation" and (held_out not in context.roles or held_out == role):
+            if held_out != "perturbation" and (held_out not in context.roles or held_out == controlled_role(context)):
                 continue
-            strata = STRATA if held_out in (*STRATA, "perturbation") else (*STRATA, held_out)
-            profiles = read_profiles(context, strata)
+            profiles = read_profiles(context, strata_of(held_out))
             if profiles.stratum.max() < 0:
                 continue
             units = find_units(context, profiles, held_out, self.config.min_cells)
-            folds = list(self._folds(context, units, held_out))
+            folds = list(folds_of(context, self.config, units, held_out))
             figures |= self._figures(context, held_out, units, folds)
             if folds:
                 found = self._scores(context, profiles, units, folds, held_out)
@@ -99,34 +77,12 @@ class Perturbation:
             rows, columns[0].heading, against_best(judged), figures, differences=differences(compared)
         )  # fmt: skip
 
-    def _folds(self, context: Context, units: Units, held_out: str) -> Iterator[Fold]:
-        """Units to fit on and to test; none where the model saw cells of all groups, or groups are too few."""
-        groups, unseen = np.unique(units.group), np.unique(units.group[units.unseen])
-        every = np.arange(len(units))
-        if len(groups) < 2 or not len(unseen):
-            return
-        if len(unseen) < len(groups):
-            yield 0, every[~units.unseen], every[units.unseen]
-        elif held_out == "perturbation":
-            for repetition in range(self.config.seeds):
-                shuffled = KFold(
-                    min(context.options.folds, len(groups)),
-                    shuffle=True,
-                    random_state=context.options.seed + repetition,
-                )
-                for _, test in shuffled.split(groups):
-                    tested = np.isin(units.group, groups[test])
-                    yield repetition, every[~tested], every[tested]
-        else:
-            for train, test in GroupKFold(min(len(groups), self.config.most_folds)).split(every, groups=units.group):
-                yield 0, train, test
-
     def _figures(self, context: Context, held_out: str, units: Units, folds: list[Fold]) -> dict[str, Any]:
         tested = np.unique(np.concatenate([test for _, _, test in folds])) if folds else np.array([], np.int64)
         figures: dict[str, Any] = {
             f"{held_out}_perturbations_tested": len(np.unique(units.perturbation[tested])),
             f"{held_out}_perturbations_with_a_gene": sum(
-                map(bool, dict(zip(units.perturbation, _genes_of(context, units.perturbation))).values())
+                map(bool, dict(zip(units.perturbation, genes_of(context, units.perturbation))).values())
             ),
             f"{held_out}_groups": len(np.unique(units.group)),
             f"{held_out}_folds": len(folds),
@@ -145,28 +101,15 @@ class Perturbation:
     ) -> dict[str, dict[str, np.ndarray]]:
         """(repetitions, units) by metric and method."""
         given, measured = profiles.control_means(0), profiles.control_means(1)
-        scored = np.where(context.scored, units.of_cell, -1)
-        known, seen = profiles.changes(units.of_cell, len(units), given), profiles.changes(scored, len(units), measured)
-        genes = _genes_of(context, units.perturbation)
+        scored = scored_units(context, units)
+        seen = profiles.changes(scored, len(units), measured)
         place = {int(row): at for at, row in enumerate(profiles.genes)}
-        perturbed = np.zeros(known.shape, bool)
-        for unit, rows in enumerate(genes):
+        perturbed = np.zeros(seen.shape, bool)
+        for unit, rows in enumerate(genes_of(context, units.perturbation)):
             perturbed[unit, [place[row] for row in rows if row in place]] = True
-        features = {}
-        if held_out == "perturbation":
-            features = {name: features_of(genes, values) for name, values in gene_features(context.model).items()}
-        states = profiles.controls_of(units.of_cell, len(units), given)
-        shares = np.nan_to_num(profiles.strata_of(scored, len(units)))
-        responses = predicted_changes(context, profiles, shares, units.perturbation.tolist(), genes)
         n_repetitions = 1 + max(repetition for repetition, _, _ in folds)
         scores: dict[str, dict[str, np.ndarray]] = {metric: {} for metric in METRICS}
-        for repetition, train, test in folds:
-            if held_out == "perturbation":
-                predicted = of_new_perturbations(known, train, test, features)
-            else:
-                predicted = of_new_contexts(known, train, test, units.perturbation, states)
-            if responses is not None:
-                predicted[RESPONSE] = responses[test]
+        for repetition, test, predicted in predictions(context, profiles, units, folds, held_out):
             for name, change in predicted.items():
                 of_method = change_scores(change, seen[test], perturbed[test], self.config.top_genes)
                 _record(scores, name, of_method, test, (n_repetitions, len(units)), repetition)
@@ -174,39 +117,6 @@ class Perturbation:
             ceiling = change_scores(first[test], second[test], perturbed[test], self.config.top_genes)
             _record(scores, CEILING, ceiling, test, (n_repetitions, len(units)), repetition)
         return {metric: {name: _by_perturbation(v, units) for name, v in of.items()} for metric, of in scores.items()}
-
-
-def find_units(context: Context, profiles: Profiles, held_out: str, min_cells: int) -> Units:
-    """Units of at least `min_cells` cells; of units that may be tested, of scored cells."""
-    text = profiles.perturbation
-    values = (
-        text if held_out == "perturbation" else context.roles[held_out].astype(str).to_numpy(dtype=object).astype(str)
-    )
-    missing = (text == "") | (profiles.stratum < 0)
-    if held_out != "perturbation":
-        missing |= context.roles[held_out].isna().to_numpy()
-    groups, group = np.unique(np.where(missing, "", values), return_inverse=True)
-    n_scored, n_cells = (np.bincount(group[among], minlength=len(groups)) for among in (context.scored, slice(None)))
-    unseen_group = n_scored >= UNSEEN_FRAC * n_cells
-    names = np.array([" | ".join(parts) for parts in zip(text, profiles.dose, values)])
-    labels, first, number = np.unique(names, return_index=True, return_inverse=True)
-    unseen = unseen_group[group[first]]
-    counted = ~missing & (context.scored | ~unseen[number])
-    enough = np.bincount(number[counted], minlength=len(labels)) >= min_cells
-    is_unit = np.bincount(number[~missing], minlength=len(labels)) > 0
-    kept = np.flatnonzero(enough & is_unit)
-    place = np.full(len(labels), -1, np.int64)
-    place[kept] = np.arange(len(kept))
-    left_out = sorted({str(text[first[at]]) for at in np.flatnonzero(is_unit & ~enough)})
-    return Units(
-        np.where(missing, -1, place[number]), text[first[kept]], values[first[kept]], unseen[kept], left_out
-    )  # fmt: skip
-
-
-def _genes_of(context: Context, perturbation: np.ndarray) -> list[list[int]]:
-    """Rows of the vocabulary of each unit's perturbed genes."""
-    rows = perturbed_genes(sorted(set(perturbation)), context.model.vocabulary)
-    return [rows[name] for name in perturbation]
 
 
 def _halves(

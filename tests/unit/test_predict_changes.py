@@ -1,0 +1,273 @@
+"""Predicted expression for other packages: what the task scores, of no tested cell, as cells with these means."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+
+from cellmill.config.evaluate import PerturbationConfig
+from cellmill.config.options import EmbedOptions, EvaluateOptions
+from cellmill.errors import ConfigError, DataError
+from cellmill.evaluate.change_scores import METRICS, change_scores
+from cellmill.evaluate.changes_file import write_changes
+from cellmill.evaluate.held_out_units import find_units, folds_of, genes_of, predictions, strata_of
+from cellmill.evaluate.perturbed import read_profiles
+from cellmill.evaluate.task import Context, named_supervised
+from cellmill.evaluate.tasks.perturbation import Perturbation
+from cellmill.stages import embed, predict_changes
+from tests.unit.evaluated import make_context
+from tests.unit.exported import export_model, make_corpus
+
+CONFIG = PerturbationConfig(name="perturbation", held_out=["perturbation"], min_cells=4, seeds=2, top_genes=5)
+BRIDGES = Path(__file__).resolve().parents[2] / "workflow" / "bridges"
+RESPONSE = {
+    "family": "profile",
+    "heads": None,
+    "layers": 1,
+    "objective": "perturbation_response",
+    "perturbation_column": "guide",
+    "control": "control",
+    "levels": {"guide": ("control",)},
+}
+
+
+@pytest.fixture(scope="module")
+def screen(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> Context:
+    """Seven perturbations and controls in two batches of unequal size; five of them were not trained on."""
+    context = make_context(tmp_path_factory.mktemp("screen"), simulated, **RESPONSE)
+    n_obs, symbols = context.reader.n_obs, context.model.vocabulary.symbols
+    names = [*symbols[:6], "unheard", "control"]
+    perturbation = pd.Series([names[cell % 8] for cell in range(n_obs)])
+    batch = pd.Series(["x" if cell // 8 % 3 * (cell % 8) % 5 else "y" for cell in range(n_obs)])
+    roles = {"perturbation": perturbation, "batch": batch, "is_control": perturbation == "control"}
+    return replace(context, roles=roles, scored=perturbation.isin(names[2:7]).to_numpy())
+
+
+@pytest.fixture(scope="module")
+def perturbed_cells() -> Any:
+    sys.path.insert(0, str(BRIDGES))
+    yield importlib.import_module("perturbed_cells")
+    sys.path.remove(str(BRIDGES))
+
+
+@pytest.fixture(scope="module", params=["unseen perturbations", "folds"])
+def cells(
+    request: pytest.FixtureRequest, screen: Context, perturbed_cells: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Context, Any, Path]:
+    """The context, what a bridge reads, and its file: of a model that saw two perturbations, or none."""
+    scored = screen.scored if request.param != "folds" else np.ones_like(screen.scored)
+    context, out = replace(screen, scored=scored), tmp_path_factory.mktemp("changes") / "simulated.h5ad"
+    profiles, changes = predict_changes.predict(context, CONFIG)
+    write_changes(out, context, profiles, changes, "digest")
+    return context, perturbed_cells.read_changes(out), out
+
+
+def measured_and_given(found: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(U, G) twice: changes measured from the cells of a file, and the controls that predictions start from."""
+    obs, dense = found.measured.obs, found.measured.X.toarray().astype(float)
+    start, seen, given = found.start.X.toarray().astype(float), [], []
+    for name in found.perturbations:
+        mine = (obs.perturbation == name).to_numpy()
+        strata = obs.stratum[mine].to_numpy()
+        of_stratum = {s: (obs.group == "measured control") & (obs.stratum == s) for s in np.unique(strata)}
+        controls = {s: dense[cells.to_numpy()].mean(0) for s, cells in of_stratum.items()}
+        starts = {s: start[(found.start.obs.stratum == s).to_numpy()].mean(0) for s in controls}
+        seen.append(dense[mine].mean(0) - np.mean([controls[s] for s in strata], axis=0))
+        given.append(np.mean([starts[s] for s in strata], axis=0))
+    return np.array(seen), np.array(given)
+
+
+def mean_of(cells: ad.AnnData, name: str) -> np.ndarray:
+    """(G,): mean over the cells of a perturbation, or of the control."""
+    return np.asarray(cells.X[(cells.obs.perturbation == name).to_numpy()].mean(axis=0)).ravel()
+
+
+def test_scores_of_the_profiles_are_those_of_the_task(cells: tuple[Context, Any, Path]) -> None:
+    context, found, path = cells
+    about = ad.read_h5ad(path).uns["cellmill_changes"]
+    folds = int(about["n_folds"])
+    result = named_supervised(Perturbation(CONFIG).run(context), context.supervised)
+    rows = {row["name"]: row for row in result.rows if row["kind"] != "ceiling"}
+    assert sorted(found.changes) == sorted(rows)
+    assert "embedding, supervised by guide + response head" in rows
+    assert found.kinds == {name: row["kind"] for name, row in rows.items()}
+    seen, given = measured_and_given(found)
+    genes = genes_of(context, np.array(found.perturbations))
+    perturbed = np.zeros(seen.shape, bool)
+    for unit, of_unit in enumerate(genes):
+        symbols = [context.model.vocabulary.symbols[row] for row in of_unit]
+        perturbed[unit] = found.start.var_names.isin(symbols)
+    for name, row in rows.items():
+        change = np.round(found.profiles(name) - given, 5)  # no change is 0, of which no Pearson is defined
+        scores = change_scores(change, seen, perturbed, CONFIG.top_genes)
+        # discrimination is among perturbations that are tested together: in folds fewer than a file has
+        for metric in METRICS if folds == 1 else ("MAE", "Pearson", "direction"):
+            first = (row.get(f"{metric}, new perturbation_repetitions") or [np.nan])[0]
+            mean = np.nanmean(scores[metric]) if np.isfinite(scores[metric]).any() else np.nan
+            assert mean == pytest.approx(first, abs=1e-4, nan_ok=True), (name, metric)
+
+
+def test_the_file_has_measured_cells_and_both_halves_of_the_controls_in_order(
+    cells: tuple[Context, Any, Path],
+) -> None:
+    context, found, path = cells
+    stored, names = ad.read_h5ad(path), context.reader.obs.index
+    profiles = read_profiles(context, strata_of("perturbation"))
+    place = names.get_indexer(stored.obs_names)
+    assert (np.diff(place) > 0).all()
+    np.testing.assert_array_equal(stored.X.toarray(), profiles.expression[place].toarray())
+    control = context.roles["is_control"].to_numpy()
+    halves = {"start control": 0, "measured control": 1}
+    for group, half in halves.items():
+        assert place[stored.obs.group == group].tolist() == np.flatnonzero(profiles.half == half).tolist()
+    tested = context.roles["perturbation"].isin(found.perturbations).to_numpy()
+    assert place[stored.obs.group == "measured"].tolist() == np.flatnonzero(tested & context.scored & ~control).tolist()
+    given = context.roles["perturbation"].to_numpy()[place]
+    assert stored.obs.perturbation.tolist() == given.tolist()
+    assert stored.var_names.tolist() == [context.model.vocabulary.gene_ids[row] for row in profiles.genes]
+    assert found.start.var_names.tolist() == [context.model.vocabulary.symbols[row] for row in profiles.genes]
+    assert found.control == "control"
+    assert found.perturbations == sorted({*given} - {"control"})
+
+
+def test_predictions_read_no_expression_of_the_tested_cells(cells: tuple[Context, Any, Path]) -> None:
+    context, found, _ = cells
+    profiles = read_profiles(context, strata_of("perturbation"))
+    units = find_units(context, profiles, "perturbation", CONFIG.min_cells)
+    for fold in folds_of(context, CONFIG, units, "perturbation"):
+        if fold[0]:
+            continue
+        changed = profiles.expression.tolil()
+        tested = np.isin(units.of_cell, fold[2])
+        changed[np.flatnonzero(tested | (profiles.half == 1))] = 7.0  # nor of the controls of the measured changes
+        other = replace(profiles, expression=changed.tocsr())
+        blind = np.full_like(context.vectors, np.nan)
+        blind[~tested] = context.vectors[~tested]
+        elsewhere = replace(context, vectors=blind)
+        _, test, predicted = next(predictions(elsewhere, other, units, [fold], "perturbation"))
+        rows = [found.perturbations.index(name) for name in units.perturbation[test]]
+        for values, name in zip(predicted.values(), found.changes, strict=True):
+            np.testing.assert_allclose(values, found.changes[name][rows], atol=1e-6, err_msg=name)
+
+
+def test_predicted_cells_begin_as_controls_of_the_strata_and_have_the_predicted_means(
+    cells: tuple[Context, Any, Path], perturbed_cells: Any
+) -> None:
+    _, found, path = cells
+    obs = found.measured.obs
+    for name in found.perturbations:
+        drawn = np.concatenate([*found._draw(name, np.random.default_rng(0))])
+        mine = obs.stratum[obs.perturbation == name].to_numpy()
+        assert found.start.obs.stratum.iloc[drawn].tolist() == sorted(mine)
+        times = np.bincount(drawn, minlength=found.start.n_obs)
+        for stratum in np.unique(mine):
+            of_stratum = times[(found.start.obs.stratum == stratum).to_numpy()]
+            assert np.ptp(of_stratum) <= 1
+    for method in found.changes:
+        made = found.predicted(method)
+        assert made.obs.perturbation[: -found.start.n_obs].tolist() == [
+            name for name in found.perturbations for _ in range((obs.perturbation == name).sum())
+        ]
+        assert set(made.obs.perturbation[-found.start.n_obs :]) == {"control"}
+        np.testing.assert_array_equal(made.X[-found.start.n_obs :].toarray(), found.start.X.toarray())
+        assert made.var_names.equals(found.measured.var_names)
+        means = [mean_of(made, name) for name in found.perturbations]
+        np.testing.assert_allclose(means, found.profiles(method).clip(0), atol=1e-5)
+        assert made.X.min() >= 0
+        assert made.X.max() <= np.log1p(1e4) + 1e-5
+    again = perturbed_cells.read_changes(path)
+    assert (again.predicted("mean").X != found.predicted("mean").X).nnz == 0
+
+
+def test_a_gene_gets_its_mean_by_the_number_of_cells_that_have_it(perturbed_cells: Any) -> None:
+    generator = np.random.default_rng(0)
+    cells = np.zeros((100, 6))
+    cells[:40, :5] = 2.0
+    means = np.array([0.8, 0.4, 1.2, 0.0, 3.0, 0.02])
+    made = perturbed_cells.with_means(cells, means, np.full(6, 4.0), generator)
+    np.testing.assert_allclose(made.mean(0), means)
+    # as it was; half of the cells; half as many more; none; all, each with more; one that had none
+    assert (made > 0).sum(0).tolist() == [40, 20, 60, 0, 100, 1]
+    assert np.array_equal(made[:, 0], cells[:, 0])
+    assert ((made[:, 1] > 0) <= (cells[:, 1] > 0)).all()
+    assert ((made[:, 2] > 0) >= (cells[:, 2] > 0)).all()
+    np.testing.assert_allclose(perturbed_cells.with_means(cells, means - 9, np.ones(6), generator), 0)
+    most = perturbed_cells.with_means(cells, np.full(6, 99.0), np.ones(6), generator)
+    np.testing.assert_allclose(most, np.log1p(1e4))
+
+
+def test_a_gene_is_called_as_perturbations_are(perturbed_cells: Any) -> None:
+    var = pd.DataFrame({"symbol": ["A", "B", "A", "C"]}, index=["E1", "E2", "E3", "E4"])
+    assert perturbed_cells._gene_names(var, ["A", "E2"]) == ["A", "E2", "E3", "C"]
+
+
+def test_the_stage_holds_out_what_the_model_did_not_see_or_says_what_to_set(tmp_path: Path, simulated: Path) -> None:
+    corpus = make_corpus(tmp_path, simulated)
+    adata = ad.read_h5ad(corpus["cells"])
+    adata.obs["perturbation"] = [("a", "b", "c", "control")[i % 4] for i in range(adata.n_obs)]
+    adata.obs["is_control"] = adata.obs["perturbation"] == "control"
+    paths = {"cells": tmp_path / "other" / "simulated.h5ad", "embedding": tmp_path / "embedding.h5ad"}
+    paths["cells"].parent.mkdir()
+    adata.write_h5ad(paths["cells"])
+    model = export_model(tmp_path / "model", corpus["vocabulary"])
+    given = {"model": model, "manifest": corpus["manifest"]} | paths | {"out": tmp_path / "changes" / "simulated.h5ad"}
+    options = EmbedOptions.model_validate({"embed": {}})
+    embed.run(options=options, model=model, input=paths["cells"], counts="X", out=paths["embedding"])
+
+    def run(**evaluate: Any) -> None:
+        predict_changes.run(options=EvaluateOptions.model_validate({"evaluate": evaluate}), **given)
+
+    with pytest.raises(ConfigError, match=r"^evaluate\.tasks: no task perturbation, whose predictions these are"):
+        run()
+    tasks: dict[str, Any] = {"perturbation": {"held_out": ["batch"]}}
+    with pytest.raises(ConfigError, match="held_out: expected perturbation among them"):
+        run(tasks=tasks)
+    tasks["perturbation"] = {}
+    with pytest.raises(DataError, match=r"one that the model saw no cell of, got 3 and 0; set shard\.split_by"):
+        run(tasks=tasks)
+    assert not given["out"].exists()
+    run(tasks=tasks, cells="all")
+    made = ad.read_h5ad(given["out"])
+    assert made.uns["cellmill_changes"]["perturbations"].tolist() == ["a", "b", "c"]
+    assert made.obs["group"].value_counts().to_dict() == {"measured": 450, "start control": 75, "measured control": 75}
+
+
+def test_cell_eval_judges_each_method(cells: tuple[Context, Any, Path], tmp_path: Path) -> None:
+    python, (_, found, path) = os.environ.get("CELLMILL_CELL_EVAL", sys.executable), cells
+    if subprocess.run([python, "-c", "import cell_eval"], capture_output=True).returncode:
+        pytest.skip(f"cell-eval is not installed in {python}")
+    words = [
+        python,
+        str(BRIDGES / "cell_bridge.py"),
+        f"--changes={path}",
+        "--threads=2",
+        f"--out={tmp_path / 'out.json'}",
+    ]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}  # theirs are their own
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    made = json.loads((tmp_path / "out.json").read_text())
+    values: dict[str, dict[str, float | None]] = {}
+    for row in made["rows"]:
+        values.setdefault(row["name"], {})[row["metric"]] = row["value"]
+    assert list(values) == [*found.changes, "split halves"]
+    control = mean_of(found.measured, "control")
+    seen = [mean_of(found.measured, name) - control for name in found.perturbations]
+    for method in found.changes:
+        change = found.profiles(method).clip(0) - mean_of(found.start, "control")
+        pearson = [np.corrcoef(own, other)[0, 1] for own, other in zip(change, seen)]
+        assert values[method]["pearson_delta"] == pytest.approx(np.mean(pearson), abs=1e-4)
+        assert values[method]["mae_delta"] == pytest.approx(np.abs(change - np.array(seen)).mean(), abs=1e-5)
+    assert made["version"]
+    assert made["n_perturbations"] == len(found.perturbations)
