@@ -232,6 +232,7 @@ def test_a_deleted_folder_is_named_its_job_cancelled_and_nothing_made_again(
     scripted: Scripted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], all_results: bool
 ) -> None:
     monkeypatch.setattr("cellmill.runs.folder_watch.SURE_S", 0.3)
+    monkeypatch.setattr("cellmill.launch.follow.TICK_S", 0.05)
     folder = scripted.train.parents[1] if all_results else scripted.train.parent
     squeue = scripted.fake / "bin" / "squeue"
     delete = f"import shutil\nif 'RUNNING' in out:\n    shutil.rmtree({str(folder)!r}, ignore_errors=True)\nprint(out"
