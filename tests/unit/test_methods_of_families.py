@@ -25,7 +25,7 @@ from cellmill.models.export import initial_tensors, write_tensors
 from cellmill.models.family import Model
 from cellmill.parallel.apply import freeze
 from cellmill.parallel.materialize import materialize, plain_name
-from cellmill.train.optimizer import build_optimizer
+from cellmill.train.optimizer import build_optimizer, decayed_parameters
 
 N_GENES, LENGTHS = 60, (20, 31, 1, 14, 2, 9)
 SHAPE = {"hidden": 16, "layers": 2, "heads": 2}
@@ -71,6 +71,17 @@ def cells(tokens: Tokens) -> TensorBatch:
 def tensors_of(model: Model) -> dict[str, torch.Tensor]:
     """A copy of every parameter, by plain name."""
     return {plain_name(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_matrices_of_blocks_decay_and_nothing_of_one_dimension_does(family: str) -> None:
+    model = build(spec_of(family))
+    decayed = decayed_parameters(model)
+    parameters = dict(model.named_parameters())
+    assert decayed
+    assert all(parameters[name].dim() == 2 for name in decayed)
+    matrices = {name for name, parameter in parameters.items() if name.startswith(model.plan.blocks)}
+    assert {name for name in matrices if parameters[name].dim() == 2} <= decayed
 
 
 def tuned(family: str, method: str) -> tuple[Model, Method, dict[str, torch.Tensor]]:

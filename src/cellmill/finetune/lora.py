@@ -21,6 +21,7 @@ from cellmill.finetune.depth import Depth
 from cellmill.finetune.method import Method
 from cellmill.models.family import Model
 from cellmill.models.initial import with_std
+from cellmill.models.linear_layers import is_linear, is_transposed
 from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.tensor_parallel import Style
 
@@ -30,11 +31,6 @@ STYLES: dict[Style, tuple[Style, Style, Style]] = {
     "norm": ("norm", "norm", "norm"),
 }
 """Tensor-parallel styles of base, A and B of a layer with a style."""
-
-
-def is_transposed(layer: nn.Module) -> bool:
-    """Return whether a layer is transformers' Conv1D: linear, with a weight of (in, out)."""
-    return type(layer).__name__ == "Conv1D" and type(layer).__module__ == "transformers.pytorch_utils"
 
 
 class AdaptedLinear(nn.Module):
@@ -93,9 +89,7 @@ class Lora(Method):
         first = next(iter(blocks.children()), None)
         if first is None:
             raise ConfigError("finetune.method lora: the model has no blocks whose layers it could adapt; set another")
-        known = [
-            path for path, module in first.named_modules() if isinstance(module, nn.Linear) or is_transposed(module)
-        ]
+        known = [path for path, module in first.named_modules() if is_linear(module)]
         if not known:
             raise ConfigError("finetune.method lora: the model's blocks have no linear layers to adapt; set another")
         names = dict.fromkeys(path.split(".")[-1] for path in known)

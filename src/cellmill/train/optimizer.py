@@ -11,6 +11,7 @@ from torch import nn
 
 from cellmill.config.run import Train
 from cellmill.errors import ConfigError, did_you_mean
+from cellmill.models.linear_layers import is_linear
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import mesh_of
 from cellmill.parallel.pipeline_stages import PipelineStages
@@ -94,11 +95,7 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[
 
 def decayed_parameters(model: nn.Module) -> set[str]:
     """Return the names of the parameters that decay: weights of linear layers."""
-    return {
-        f"{name}.weight" if name else "weight"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    }
+    return {f"{name}.weight" if name else "weight" for name, module in model.named_modules() if is_linear(module)}
 
 
 def _is_in_block(model: nn.Module, name: str) -> bool:
