@@ -1,6 +1,6 @@
 # make demo    the whole workflow on 700 real PBMC, from nothing but Python and pip
 # make test    every test
-# make check   format, types, lint, generated files, figures and laws of the source tree
+# make check   format, types, lint, generated files, figures and checks of the source tree
 # make matrix  tests under other versions of Python and torch; MATRIX="3.12:2.15" chooses, which needs 7 GB each
 # make docs    the documentation as a site, in site/
 # PYTHON=…     the Python that .venv is made with, if not python3

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cellmill.arguments import new_parser
+from cellmill.arguments import CONFIG, new_parser
 from cellmill.config import OPTIONS, check_options, load_config
 from cellmill.config.corpus import ObsColumns
 from cellmill.config.machine import Machine
@@ -81,7 +81,7 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
     text, config, name = arguments.pop("options"), arguments.pop("config"), arguments.pop("name", None)
     if text is not None:
         return check_options(OPTIONS[stage], *_sections(text))
-    if stage in ("embed", "predict") and name is None:  # an exported model needs no configuration
+    if stage in ("embed", "predict") and name is None and config == CONFIG:  # an exported model needs no configuration
         return check_options(OPTIONS[stage], {section: {} for section in OPTIONS[stage].model_fields}, stage)
     workflow = load_config(config)
     owners = workflow.entries(stage)

@@ -118,6 +118,15 @@ def test_an_unknown_run_is_answered_with_the_known_ones(config: Path, capsys: py
     assert capsys.readouterr().err == f"cellmill plan: no run 'three' in {config}; there are: one, two\n"
 
 
+@pytest.mark.parametrize("stage", ["embed", "predict"])
+def test_a_configuration_that_is_given_is_read_though_a_model_needs_none(
+    stage: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([stage, "--config", str(config), "--model", "m", "--input", "cells.h5ad", "--out", "o.h5ad"]) == 2
+    expected = f"cellmill {stage}: --run is required for {config}; there are: one, two\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_a_missing_input_is_named_in_one_line(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing, out = tmp_path / "none.h5ad", tmp_path / "cells.h5ad"
     files = ["--input", str(missing), "--out", str(out), "--report", str(tmp_path / "report.json")]

@@ -110,6 +110,12 @@ def test_a_changed_key_reruns_the_stages_that_read_it_and_those_after_them(
     assert done[0].jobs("--config", change) == dict.fromkeys(rules, 1)
 
 
+def test_a_model_is_not_taken_for_that_of_a_training_that_failed(finished: Project) -> None:
+    (finished.folder / "results/runs/tiny/train/status.json").unlink()  # as Snakemake does
+    model = "results/runs/tiny/model/model.safetensors"
+    assert finished.jobs("--config", "train={lr: 5e-4}", "--", model) == dict.fromkeys(RUN[:3], 1)
+
+
 def test_a_changed_profile_reruns_nothing(done: tuple[Project, str]) -> None:
     assert done[0].jobs("--set-resources", "train:nproc_per_node=1", "plan:nproc_per_node=1") == {}
     assert done[0].jobs("--set-threads", "train=1", "--cores", "1") == {}

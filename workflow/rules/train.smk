@@ -119,6 +119,8 @@ rule consolidate:
         "../../envs/cellmill.yaml"
     params:
         options=options("consolidate"),
+        # Snakemake deletes the status of a training that failed, and asks for it only if this rule has a reason to run
+        trained=lambda wildcards: digest(section_of("train", wildcards)),
         options_file=options_file("consolidate"),
     shell:
         'cellmill consolidate --options {params.options_file:q} --train "$(dirname {input.status:q})"'
