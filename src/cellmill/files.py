@@ -17,7 +17,7 @@ import socket
 import stat
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,17 @@ from cellmill.errors import DataError
 
 SPECIAL_KINDS = {stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
 
-_HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
+
+def _processes() -> str:
+    """Six hexadecimal digits for the processes that a process id is one of: those of a host, or of a container."""
+    known = [socket.gethostname()]
+    for read in (lambda: os.readlink("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id").read_text):
+        with suppress(OSError):
+            known.append(read())
+    return hashlib.sha256("\n".join(known).encode()).hexdigest()[:6]
+
+
+_HOST = _processes()
 _TEMPORARY = r"\.+{stem}(\.(?P<host>[0-9a-f]{{6}})-(?P<pid>\d+)-[0-9a-f]{{8}}\.incomplete)+"
 _SURELY_LEFT_S = 86400  # age of a temporary file of another host that nobody writes to any more
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -92,7 +102,7 @@ def remove_incomplete(final: Path, older_than_s: float = 0) -> None:
             here = match["host"] == _HOST
             if not _is_alive(int(match["pid"])) if here else time.time() - path.stat().st_mtime >= older_than_s:
                 path.unlink()
-        except FileNotFoundError:  # another process removed it first
+        except OSError:  # another process removed it first, or it is another user's
             continue
 
 

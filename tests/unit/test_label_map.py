@@ -65,6 +65,19 @@ def test_mapped_labels_have_the_name_of_the_table_and_others_stay(raw: Path, tmp
     }
 
 
+def test_one_column_may_be_two_labels_each_with_a_map_of_its_own(raw: Path, tmp_path: Path) -> None:
+    with open_counts(raw) as reader:
+        kinds = sorted(set(reader.obs["kind"].dropna().astype(str)))
+        coarse, fine = tmp_path / "coarse.tsv", tmp_path / "fine.tsv"
+        coarse.write_text("from\tto\n" + "".join(f"{kind}\tall\n" for kind in kinds))
+        fine.write_text(f"from\tto\n{kinds[0]}\tfirst\n")
+        given = {"label": "kind|kind|kind", "label_name": "coarse|fine|kind", "label_map": f"{coarse}|{fine}|"}
+        obs = choose_obs(reader, None, ObsColumns.model_validate(given)).obs
+    assert set(obs["coarse"].dropna()) == {"all"}
+    assert set(obs["fine"].dropna()) == {"first", *kinds[1:]}
+    assert set(obs["kind"].dropna().astype(str)) == set(kinds)
+
+
 def test_a_label_keeps_its_name_and_whole_numbers_are_text_as_in_shards(raw: Path, tmp_path: Path) -> None:
     path = _map(tmp_path, "from\tto\n1\tone\n2\ttwo\n")
     with open_counts(raw) as reader:

@@ -19,6 +19,7 @@ from cellmill.config.corpus import Dataset, ObsColumns, Preprocess
 from cellmill.config.obs_filter import parse_filter
 from cellmill.data.counts_reader import CountsReader, open_counts
 from cellmill.data.dataset_check import check_datasets
+from cellmill.data.declared_names import declared_names
 from cellmill.data.obs_columns import choose_obs
 from cellmill.errors import DataError, UserError
 
@@ -227,6 +228,34 @@ def test_columns_and_counts_of_other_formats_are_looked_for_too(
         check("X", "gide")
     with pytest.raises(UserError, match=r"has no matrix 'spliced' \(counts\)"):
         check("spliced", "guide")
+
+
+def test_names_that_are_damaged_are_left_to_the_stage_and_bytes_are_read(raw: Path, tmp_path: Path) -> None:
+    with declared_names(raw) as names:
+        assert names is not None
+        columns = names.columns
+    with h5py.File(raw, "a") as file:
+        file["obs"].attrs["column-order"] = np.array(columns, "S")
+    with declared_names(raw) as names:
+        assert names is not None
+        assert names.columns == columns
+        assert names.categories_of("guide")
+    with h5py.File(raw, "a") as file:
+        del file["obs/guide/categories"]
+        file["obs/guide/categories"] = 7
+    with declared_names(raw) as names:
+        assert names is not None
+        assert names.categories_of("guide") is None
+    for damaged in (h5py.Empty("S4"), 3):
+        with h5py.File(raw, "a") as file:
+            file["obs"].attrs["column-order"] = damaged
+        with declared_names(raw) as names:
+            assert names is None
+    (tmp_path / "c.zarr" / "obs").mkdir(parents=True)
+    for text in ("{}", "[]", '"text"', "null", '{"attributes": 3}'):
+        (tmp_path / "c.zarr" / "obs" / "zarr.json").write_text(text)
+        with declared_names(tmp_path / "c.zarr") as names:
+            assert names is None
 
 
 CHECKED: dict[str, tuple[str, str, str]] = {

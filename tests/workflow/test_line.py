@@ -114,6 +114,7 @@ def test_a_model_is_not_taken_for_that_of_a_training_that_failed(finished: Proje
     (finished.folder / "results/runs/tiny/train/status.json").unlink()  # as Snakemake does
     model = "results/runs/tiny/model/model.safetensors"
     assert finished.jobs("--config", "train={lr: 5e-4}", "--", model) == dict.fromkeys(RUN[:3], 1)
+    assert set(RUN[:3]) <= set(finished.jobs("--config", "shard={test_frac: 0.3}", "--", model))
 
 
 def test_a_changed_profile_reruns_nothing(done: tuple[Project, str]) -> None:

@@ -101,6 +101,7 @@ rule consolidate:
     input:
         status="results/runs/{run}/train/status.json",
         vocabulary=lambda wildcards: f"{corpus_of(wildcards)}/vocabulary.tsv",
+        shards=lambda wildcards: f"{corpus_of(wildcards)}/shards/manifest.json",
     output:
         weights="results/runs/{run}{at}/model/model.safetensors",
         config="results/runs/{run}{at}/model/config.json",
@@ -119,7 +120,8 @@ rule consolidate:
         "../../envs/cellmill.yaml"
     params:
         options=options("consolidate"),
-        # Snakemake deletes the status of a training that failed, and asks for it only if this rule has a reason to run
+        # Snakemake deletes the status of a training that failed, and asks for it only if this rule has a reason to run:
+        # other options of the training, or newer shards
         trained=lambda wildcards: digest(section_of("train", wildcards)),
         options_file=options_file("consolidate"),
     shell:

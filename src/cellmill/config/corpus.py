@@ -190,6 +190,7 @@ class ObsColumns(Section):
     )
     label_map: str | None = Field(
         None,
+        pattern=r"^[^{}<>\r\n]+$",  # Snakemake reads braces and angles in an input as wildcards
         description="Tab-separated file with the columns `from` and `to`, which renames values of the label in "
         "preprocessed cells, and with that in shards, training and evaluation; of several labels one for each, "
         "separated by |, where an empty one renames nothing. Cells of a `from` whose `to` is empty have no label; "
@@ -254,9 +255,9 @@ class ObsColumns(Section):
 
     @property
     def label_maps(self) -> dict[str, str]:
-        """Path of the label map by obs column of the file, of the labels that have one."""
+        """Path of the label map by name of the label in preprocessed cells, of the labels that have one."""
         paths = map(str.strip, (self.label_map or "").split("|"))
-        return {label: path for label, path in zip(self.labels, paths) if path}
+        return {name: path for name, path in zip(self.label_names, paths) if path}
 
     @property
     def roles(self) -> dict[str, str]:

@@ -58,14 +58,14 @@ def _check_names(names: DeclaredNames, table: str, dataset: Dataset, corpus: Cor
             raise DataError(f"{path}: no obs column {column!r} (preprocess.keep_obs); {did_you_mean(column, known)}")
     if dataset.control is not None and dataset.controlled is not None:
         _check_control(where, names, dataset.roles[dataset.controlled], dataset.control)
-    for column, label_map in dataset.label_maps.items():
-        if Path(label_map).is_file() and (categories := names.categories_of(column)) is not None:
-            check_labels(Path(label_map), map(text_of, categories), path, column)
+    labels = dict(zip(dataset.label_names, dataset.labels))
+    for name, label_map in dataset.label_maps.items():
+        if Path(label_map).is_file() and (categories := names.categories_of(labels[name])) is not None:
+            check_labels(Path(label_map), map(text_of, categories), path, labels[name])
     made = {*dataset.roles, *({IS_CONTROL} if dataset.control else ())}
     made |= {ORGANISM} if corpus.preprocess.organism_column else set()
     own = {*known} if kept is None else {*kept}
     renamed = {f"{role}_original" for role in made & own if dataset.roles.get(role) != role}
-    labels = dict(zip(dataset.label_names, dataset.labels))
     renamed |= {
         f"{name}_original" for name in labels.keys() & own if labels[name] != name or name in dataset.label_maps
     }

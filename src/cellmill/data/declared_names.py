@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy as np
 
 from cellmill.errors import DataError
 from cellmill.files import read_json
@@ -26,7 +27,12 @@ class DeclaredNames:
     def categories_of(self, column: str) -> list[Any] | None:
         """Categories of a column; None for text in full, whose values take as long as the stage, and in Zarr."""
         array = self._categories.get(column)
-        return None if array is None else [each.decode() if isinstance(each, bytes) else each for each in array[:]]
+        if not isinstance(array, h5py.Dataset) or array.shape is None or len(array.shape) != 1:
+            return None
+        try:
+            return [each.decode() if isinstance(each, bytes) else each for each in array[:]]
+        except (OSError, ValueError):  # damaged, or not UTF-8
+            return None
 
 
 @contextmanager
@@ -48,13 +54,19 @@ def declared_names(path: Path) -> Iterator[DeclaredNames | None]:
 
 def _of_anndata(file: h5py.File) -> DeclaredNames | None:
     obs, layers = file.get("obs"), file.get("layers")
-    if not isinstance(obs, h5py.Group):
+    if not isinstance(obs, h5py.Group) or (columns := _texts(obs.attrs.get("column-order"))) is None:
         return None
     counts = [name for name, at in (("X", "X"), ("raw", "raw/X")) if at in file]
     counts += [*layers] if isinstance(layers, h5py.Group) else []
-    columns = [str(name) for name in obs.attrs.get("column-order", [])]
     categorical = {name: obs.get(f"{name}/categories") for name in columns if isinstance(obs.get(name), h5py.Group)}
     return DeclaredNames(columns, counts, {name: node for name, node in categorical.items() if node is not None})
+
+
+def _texts(values: Any) -> list[str] | None:
+    """Names in an attribute; None if it is absent or damaged."""
+    if not isinstance(values, np.ndarray) or values.ndim != 1:
+        return None
+    return [value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in values]
 
 
 def _of_loom(file: h5py.File) -> DeclaredNames | None:
@@ -67,7 +79,7 @@ def _of_loom(file: h5py.File) -> DeclaredNames | None:
 def _of_zarr(folder: Path) -> DeclaredNames | None:
     try:
         columns = _attributes(folder / "obs").get("column-order")
-    except (DataError, AttributeError):
+    except (DataError, AttributeError, KeyError, TypeError):
         return None
     if not isinstance(columns, list):
         return None

@@ -148,8 +148,9 @@ def _matched(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
         if (best[measured] >= 0).all():
             break  # no table can match more
     if most == 0:
+        first = next(iter(reader.var_names), None)
         raise DataError(
-            f"{reader.path}: no genes in common with the model: its first is {reader.var_names[0]!r}, the model's "
+            f"{reader.path}: no genes in common with the model: its first is {first!r}, the model's "
             f"{vocabulary.gene_ids[0]!r} ({vocabulary.symbols[0]}); name genes by Ensembl id or current symbol"
         )
     return GeneColumns(best, measured)

@@ -55,9 +55,9 @@ def choose_obs(
         reader.obs_column(name, f"the dataset's {owner}")
     keep = _kept_cells(reader, columns.filter)
     mapped = {
-        name: map_labels(reader.obs[label], Path(columns.label_maps[label]), reader.path)
+        name: map_labels(reader.obs[label], Path(columns.label_maps[name]), reader.path)
         for label, name in zip(columns.labels, columns.label_names)
-        if label in columns.label_maps
+        if name in columns.label_maps
     }
     labels = {name: label for label, name in zip(columns.labels, columns.label_names)}
     made = {name: reader.obs[label] for name, label in labels.items() if name != label}
