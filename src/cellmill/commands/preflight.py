@@ -81,8 +81,7 @@ def run(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: float)
             folder = out / of_machine(parsed.name, name)
             to_try[name] = NodeCheck(machine, parsed.device(name), folder, 60 * wait_min)
     if facts:
-        external = isinstance(pipeline, Workflow) and any(run.evaluate.external for run in pipeline.runs.values())
-        shown.show(check_stages(parsed, () if external else ("embed_external",)))
+        shown.show(check_stages(parsed, _unused_stages(pipeline)))
         shown.show([pipeline] if isinstance(pipeline, Check) else check_genes(pipeline))
     for name, job in to_try.items():
         shown.show([job] if isinstance(job, Check) else job.run(), name)
@@ -164,6 +163,16 @@ def _check_file(profile: Profile, asked: str) -> Iterator[Check]:
             f"{', '.join(unread)} does not reach a training, whose rule declares its own",
             f"write it under {TRAIN[:-1]} too",
         )
+
+
+def _unused_stages(pipeline: Workflow | Check) -> set[str]:
+    """Stages that no run of the configuration can need."""
+    sections = [run.evaluate for run in pipeline.runs.values()] if isinstance(pipeline, Workflow) else []
+    needed = {
+        "embed_external": any(section.external for section in sections),
+        "predict_changes": any("perturbation" in section.tasks for section in sections),
+    }
+    return {stage for stage, is_needed in needed.items() if not is_needed}
 
 
 def _check_runs(machine: Machine, pipeline: Workflow, name: str) -> Iterator[Check]:
