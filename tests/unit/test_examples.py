@@ -150,10 +150,10 @@ class Runs:
         return self.trained[path, run]
 
     def _train(self, path: Path, run: str) -> Trained:
+        if "family: hf" in path.read_text() and find_spec("transformers") is None:
+            pytest.skip("the package transformers is not installed")
         config = load_config(path)
         entry, options = config.runs[run], config.section("train", run)
-        if options["model"]["family"] == "hf" and find_spec("transformers") is None:
-            pytest.skip("the package transformers is not installed")
         few = config.section("vocabulary", entry.corpus)["vocabulary"]["max_genes"]
         kind = "sequences" if options["tokens"]["tokenizer"] == "sequence" else "cells" if few is None else "panel"
         corpus, folder = self.corpora[kind], self.folder / path.stem / run
