@@ -54,7 +54,7 @@ def seconds(folder: Path, run: str, dataset: str) -> str:
     embed = next(iter(found["throughput"]["rows"]))
     cells = found["probe"]["figures"]["n_cells"]
     stage = f"{float(whole['s']):.0f} | {float(whole['cpu_time']):.0f}"
-    speed = f"{embed['cells/s']:,.0f} | {embed['peak memory, GB']:.2f}"
+    speed = f"{embed['cells per s']:,.0f} | {embed['peak memory, GB']:.2f}"
     return f"| {dataset} | {cells:,} | {speed} | {' | '.join(tasks)} | {stage} |"
 
 

@@ -63,10 +63,10 @@ def atomic_path(final: Path) -> Iterator[Path]:
     try:
         with named_errors(final, _FULL):
             yield temporary
-        temporary.chmod(mode)  # safetensors replaces the file by one of mode 0600, which the group cannot read
-        fsync(temporary)
-        temporary.replace(final)
-        fsync(final.parent)
+            temporary.chmod(mode)  # safetensors replaces the file by one of mode 0600, which the group cannot read
+            fsync(temporary)  # where a network file system may first say that it is full
+            temporary.replace(final)
+            fsync(final.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
