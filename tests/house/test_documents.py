@@ -121,7 +121,7 @@ def test_documented_profiles_configurations_and_make_targets_exist() -> None:
             for value in [words[i + 1] for i, word in enumerate(words[:-1]) if word == flag]:
                 linked = flag == "--profile" and (value in written or (ROOT / "profiles" / value).exists())
                 assert value == "FILE" or linked or (ROOT / value).exists(), f"{name}: {flag} {value}"
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     for name, words in documented("make"):
         assert set(words[1:2]) <= {*targets, "PYTHON=python3.12"}, f"{name}: {' '.join(words)}"
 
