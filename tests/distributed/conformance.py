@@ -399,11 +399,10 @@ CUTS: list[Any] = [
 """How a step is cut into micro-batches and computed."""
 CHAINS: list[tuple[int, str, list[str], bool]] = [
     (2, "optimizer adamw", ["tp", "fsdp", "pp", "ddp", "one process"], False),
-    (2, "optimizer muon", ["ddp", "tp"], False),
+    *((2, f"optimizer {name}", ["ddp", "tp"], False) for name in OPTIMIZERS if name != "adamw"),
     (2, "average", ["fsdp", "pp"], False),
     (4, "genes", [TP, "pp 2, 1F1B x FULL_SHARD", "HYBRID_SHARD, offloaded"], False),
-    (4, "optimizer adamw", ["tp 4", TP, "FULL_SHARD", "one process"], True),
-    (4, "optimizer muon", ["tp 4", TP, "FULL_SHARD", "one process"], True),
+    *((4, f"optimizer {name}", ["tp 4", TP, "FULL_SHARD", "one process"], True) for name in OPTIMIZERS),
     (4, "optimizer muon", ["ddp", TP], True),
     (4, "optimizer muon", ["FULL_SHARD", PP], True),
     (4, "optimizer muon", ["pp 2, 1F1B x tp 2", "HYBRID_SHARD"], True),

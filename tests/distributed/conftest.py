@@ -19,10 +19,12 @@ from tests.models import split
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one pool run in one worker of pytest: a pool is started once."""
-    for item in items:
-        if "pool" in getattr(item, "fixturenames", ()) and Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("pool"))
+    """One worker of pytest runs the modules that use the pool, which it starts once, and one each other module."""
+    ours = [item for item in items if Path(__file__).parent in item.path.parents]
+    pooled = {item.path for item in ours if "pool" in getattr(item, "fixturenames", ())}
+    for item in ours:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group("pool" if item.path in pooled else item.path.stem))
 
 
 @pytest.fixture(scope="session")

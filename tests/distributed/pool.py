@@ -23,14 +23,15 @@ from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 IMPORTED = [
-    "tests.distributed.cases",
+    "anndata",
+    "tests.distributed.conformance",
     "cellmill.data.tokenizers.continuous",
     "cellmill.models.encoder.model",
     "cellmill.models.objectives.cell_decoding",
     "cellmill.models.objectives.masked_value",
 ]
 """Modules of the process that the pool is forked from; imported in each of the four, they took most of the time."""
-FORGET_THREADS = int(os.environ.get("FT", "40"))  # torch's caches are emptied above it
+FORGET_THREADS = 40  # torch's caches are emptied above it
 MOST_THREADS = 60  # gloo's, of groups that torch still knows after their world has ended; they are not idle
 
 
