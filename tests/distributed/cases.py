@@ -28,11 +28,10 @@ from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import UserError
 from cellmill.finetune.group_rates import group_rates
 from cellmill.finetune.method import load_method
-from cellmill.models import attention
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import load_model
-from cellmill.parallel import chunked_loss, compile_blocks, cpu_matmul, cross_entropy
+from cellmill.parallel import chunked_loss, compile_blocks, cross_entropy
 from cellmill.parallel.gather_json import gather_json
 from cellmill.parallel.materialize import named_tensors, plain_name
 from cellmill.parallel.mesh import build_mesh
@@ -161,32 +160,6 @@ def begun_and_logged(
     return first, _logged(made, lines)
 
 
-def embedding_figures(
-    corpus: str, options: dict[str, Any], folder: str, steps: int
-) -> list[tuple[float | None, float | None]]:
-    """Effective rank and R² of depth at each validation; None for a missing figure."""
-    made, lines = trainer(corpus, options, folder, steps)
-    made.run()
-    for stream in (made.train_stream, made.val_stream):
-        assert stream is not None
-        stream.close()
-    validated = [line for line in lines.lines if "val_loss" in line]
-    return [(line.get("effective_rank"), line.get("depth_r2")) for line in validated]
-
-
-def curve_and_share(
-    corpus: str, options: dict[str, Any], folder: str, steps: int
-) -> tuple[list[list[float]], list[float]]:
-    """[loss, gradient norm] of each step, and the share of the batch in the embedding at each validation."""
-    made, lines = trainer(corpus, options, folder, steps)
-    made.run()
-    for stream in (made.train_stream, made.val_stream):
-        assert stream is not None
-        stream.close()
-    curve = [[line["loss"], line["grad_norm"]] for line in lines.lines if "loss" in line]
-    return curve, [line["batch_r2"] for line in lines.lines if "batch_r2" in line]
-
-
 def newest(folder: str) -> tuple[int, list[str]]:
     """Step of the checkpoint that a run in `folder` resumes from, and a line for each damaged one."""
     checkpoint, damaged = Checkpoints(TrainFolder(Path(folder)), 2).newest_whole()
@@ -225,16 +198,6 @@ def curve_compiled(
     finally:
         compile_blocks.BACKEND = kept
     return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def curve_by_products(corpus: str, options: dict[str, Any], folder: str, steps: int) -> list[list[float]]:
-    """As `curve`, with the CPU paths for long cells and large matrices used for small ones too."""
-    kept = attention.LONG, cpu_matmul.LARGE
-    attention.LONG, cpu_matmul.LARGE = 1, 0
-    try:
-        return curve(corpus, options, folder, steps)
-    finally:
-        attention.LONG, cpu_matmul.LARGE = kept
 
 
 def profiled(corpus: str, options: dict[str, Any], folder: str, steps: int, first: int, last: int) -> list[list[float]]:
@@ -329,16 +292,6 @@ def all_parameters_after(corpus: str, options: dict[str, Any], folder: str, step
     if made.val_stream is not None:
         made.val_stream.close()
     return [(plain_name(name), full(p).numpy().tobytes()) for name, p in made.model.named_parameters()]
-
-
-def validation(corpus: str, options: dict[str, Any], folder: str) -> float:
-    """Validation loss before any step."""
-    made, lines = trainer(corpus, options, folder, 1)
-    made._validate(made.val_stream)
-    made.train_stream.close()
-    assert made.val_stream is not None
-    made.val_stream.close()
-    return float(lines.lines[-1]["val_loss"])
 
 
 class _Spoiled:

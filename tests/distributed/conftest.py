@@ -3,23 +3,49 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
+import anndata as ad
+import numpy as np
 import pytest
 import torch.distributed as dist
 
 from cellmill.cli import main
+from cellmill.data.vocabulary import Vocabulary
 from tests.distributed.pool import Pool
 from tests.models import split
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker of pytest runs the modules that use the pool, which it starts once, and one each other module."""
+    ours = [item for item in items if Path(__file__).parent in item.path.parents]
+    pooled = {item.path for item in ours if "pool" in getattr(item, "fixturenames", ())}
+    for item in ours:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group("pool" if item.path in pooled else item.path.stem))
+
+
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+def pools() -> Iterator[Callable[[int], Pool]]:
+    """Pools by their number of processes, of which one is alive: two on a node, or eight as two nodes of four."""
+    made: dict[int, Pool] = {}
+
+    def pool_of(world: int) -> Pool:
+        for other in made.keys() - {world}:
+            made[other].close()
+        return made.setdefault(world, Pool(world, local_world=4 if world == 8 else 2))
+
+    yield pool_of
+    for pool in made.values():
+        pool.close()
+
+
+@pytest.fixture
+def pool(pools: Callable[[int], Pool]) -> Pool:
     """Four processes, as two nodes of two."""
-    made = Pool(world=4, local_world=2)
-    yield made
-    made.close()
+    return pools(4)
 
 
 @pytest.fixture(scope="module")
@@ -34,23 +60,49 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with vocabulary.tsv and shards/manifest.json of 240 simulated cells."""
+    """A folder with vocabulary.tsv and shards/manifest.json of 240 simulated cells.
+
+    Most have an age, which follows from their type; all have a depth.
+    """
     folder = tmp_path_factory.mktemp("corpus")
-    config = folder / "config.yaml"
-    table = folder / "datasets.tsv"
-    table.write_text("dataset\tpath\nsim\traw.h5ad\n")
-    config.write_text(CONFIG.replace("TABLE", str(table)))
-    raw, cells = folder / "raw.h5ad", folder / "cells" / "sim.h5ad"
-    report, vocabulary, manifest = folder / "sim.json", folder / "vocabulary.tsv", folder / "shards" / "manifest.json"
-    shared = f"--config {config} --corpus sim"
+    assert main(f"simulate --out {folder}/raw.h5ad --cells 240 --genes 120 --types 4 --batches 2 --seed 1".split()) == 0
+    cells = ad.read_h5ad(folder / "raw.h5ad")
+    age = 30.0 + 8 * cells.obs["cell_type"].cat.codes.to_numpy() + np.random.default_rng(0).normal(size=len(cells))
+    age[::10] = np.nan
+    cells.obs = cells.obs.assign(age=age, depth=np.asarray(cells.X.sum(1)).ravel(), one=1.0)
+    cells.write_h5ad(folder / "raw.h5ad")
+    return _sharded(folder, "raw.h5ad")
+
+
+@pytest.fixture(scope="session")
+def proteins(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same of 120 simulated proteins."""
+    folder = tmp_path_factory.mktemp("proteins")
+    assert main(f"simulate --out {folder}/raw.fasta --cells 120 --types 3 --seed 1".split()) == 0
+    return _sharded(folder, "raw.fasta")
+
+
+def _sharded(folder: Path, raw: str) -> str:
+    (folder / "datasets.tsv").write_text(f"dataset\tpath\nsim\t{raw}\n")
+    (folder / "config.yaml").write_text(CONFIG.replace("TABLE", str(folder / "datasets.tsv")))
+    shared, cells = f"--config {folder}/config.yaml --corpus sim", f"{folder}/cells/sim.h5ad"
     for command in (
-        f"simulate --out {raw} --cells 240 --genes 120 --types 4 --batches 2 --seed 1",
-        f"preprocess {shared} --input {raw} --dataset sim --out {cells} --report {report}",
-        f"vocabulary {shared} --cells {cells} --out {vocabulary}",
-        f"shard {shared} --cells {cells} --vocabulary {vocabulary} --out {manifest}",
+        f"preprocess {shared} --input {folder}/{raw} --dataset sim --out {cells} --report {folder}/sim.json",
+        f"vocabulary {shared} --cells {cells} --out {folder}/vocabulary.tsv",
+        f"shard {shared} --cells {cells} --vocabulary {folder}/vocabulary.tsv --out {folder}/shards/manifest.json",
     ):
         assert main(command.split()) == 0
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def vectors(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file with vectors of two thirds of the corpus's genes."""
+    genes = Vocabulary.read(Path(corpus) / "vocabulary.tsv").gene_ids
+    path = tmp_path_factory.mktemp("vectors") / "vectors.npy"
+    np.save(path, np.random.default_rng(0).normal(1, 3, (len(genes) * 2 // 3, 6)))
+    path.with_suffix(".genes.txt").write_text("".join(f"{gene}\n" for gene in genes[: len(genes) * 2 // 3]))
+    return str(path)
 
 
 def options(parallel: dict[str, Any] | None = None, **overrides: dict[str, Any]) -> dict[str, Any]:
@@ -75,6 +127,11 @@ def options(parallel: dict[str, Any] | None = None, **overrides: dict[str, Any])
     for section, values in overrides.items():
         tree[section] = tree.get(section, {}) | values
     return tree | split(tree["model"])
+
+
+def quick(values: Iterable[Any], chosen: Iterable[Any]) -> list[Any]:
+    """Values of a parametrized test, of which those that are not chosen are only in `make test-all`."""
+    return [pytest.param(value, marks=() if value in chosen else pytest.mark.full) for value in values]
 
 
 CONFIG = """

@@ -13,7 +13,7 @@ import pytest
 from cellmill.config.options import TrainOptions
 from cellmill.planner.memory import memory_of
 from cellmill.planner.planned_model import PlannedModel
-from tests.distributed.conftest import options
+from tests.distributed.conftest import options, quick
 from tests.distributed.pool import Pool
 
 WORLD, LOCAL_WORLD, N_GENES = 4, 2, 120
@@ -30,14 +30,19 @@ STEPS = {
     "one micro-batch": {"global_batch": 12},
     "several": {"global_batch": 12, "token_budget": 128},
 }
+QUICK = [("HYBRID_SHARD", "several"), ("FULL_SHARD x tp 2", "one micro-batch"), ("pp 2 x FULL_SHARD", "several")]
 
 
-@pytest.mark.parametrize("train", STEPS.values(), ids=STEPS)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_planned_memory_agrees_with_what_processes_allocate(
-    pool: Pool, corpus: str, name: str, train: dict[str, Any]
-) -> None:
-    given = options(LAYOUTS[name], model=MODEL, tokens={"max_tokens": 100}, train=train)
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        pytest.param(name, steps, marks=() if (name, steps) in QUICK else pytest.mark.full)
+        for name in LAYOUTS
+        for steps in STEPS
+    ],
+)
+def test_planned_memory_agrees_with_what_processes_allocate(pool: Pool, corpus: str, name: str, steps: str) -> None:
+    given = options(LAYOUTS[name], model=MODEL, tokens={"max_tokens": 100}, train=STEPS[steps])
     parsed = TrainOptions.model_validate(given)
     model = PlannedModel.of(parsed, N_GENES, WORLD, LOCAL_WORLD)
     ranks = pool.run("measures.allocated", corpus=corpus, options=given)
@@ -56,7 +61,11 @@ def test_planned_memory_agrees_with_what_processes_allocate(
 
 @pytest.mark.parametrize(
     ("model", "sequence_parallel"),
-    [({}, True), ({"objective": "masked_gene", "dropout": 0.0}, False), ({"cell_loss_weight": 0}, True)],
+    [
+        ({}, True),
+        pytest.param({"objective": "masked_gene", "dropout": 0.0}, False, marks=pytest.mark.full),
+        pytest.param({"cell_loss_weight": 0}, True, marks=pytest.mark.full),
+    ],
     ids=str,
 )
 def test_a_tensor_parallel_rank_holds_the_measured_sizes(
@@ -74,7 +83,7 @@ def test_a_tensor_parallel_rank_holds_the_measured_sizes(
         assert rank["activations_per_token"] == pytest.approx(expected, rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["HYBRID_SHARD", "FULL_SHARD x tp 2", "pp 2 x FULL_SHARD"])
+@pytest.mark.parametrize("name", quick(["HYBRID_SHARD", "FULL_SHARD x tp 2", "pp 2 x FULL_SHARD"], ["HYBRID_SHARD"]))
 def test_memory_of_every_rank_is_logged(pool: Pool, corpus: str, tmp_path: Path, name: str) -> None:
     ranks = pool.run("measures.logged_memory", corpus=corpus, options=options(LAYOUTS[name]), folder=str(tmp_path))
     peaks = [peak for _, peak in ranks]

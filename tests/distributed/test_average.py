@@ -1,4 +1,4 @@
-"""The average of the weights: its formula, validation and export by it, and resume into another layout."""
+"""The average of the weights: its formula, validation and export by it; `test_conformance` has it in layouts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,8 @@ from cellmill.runs.folder import Checkpoint, TrainFolder
 from cellmill.train.checkpoint import CheckpointReader, load_tensors
 from tests.distributed import cases
 from tests.distributed.conftest import options
-from tests.distributed.pool import Pool
-from tests.distributed.test_layouts import BOTH_CUT, LAYOUTS
 
 DECAY, STEPS = 0.3, 6  # after the warm-up, (1 + t) / (10 + t), of the first three steps
-CHAINS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    (LAYOUTS["ddp"], LAYOUTS[BOTH_CUT]),
-    ({"pp": 2, "schedule": "ZBV", "tp": 2}, LAYOUTS["HYBRID_SHARD"] | {"cpu_offload": "full"}),
-]
-"""Layouts of the first and of the second half."""
 
 
 def run(parallel: dict[str, Any] | None = None, decay: float | None = DECAY, every: int = 3) -> dict[str, Any]:
@@ -58,20 +51,3 @@ def test_the_average_follows_its_formula_and_is_validated_and_exported(
     assert "| step | 6, weights averaged with decay 0.3 |" in (tmp_path / "model" / "README.md").read_text()
     assert exported.keys() == expected.keys()
     torch.testing.assert_close(exported, read(checkpoints[-1], "average."), atol=0, rtol=0)
-
-
-@pytest.fixture(scope="module")
-def reference(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
-    return cases.logged(corpus, run(), str(tmp_path_factory.mktemp("one")), STEPS)
-
-
-@pytest.mark.parametrize("chain", CHAINS, ids=["ddp, FULL_SHARD x tp 2", "pp 2 x tp 2, HYBRID_SHARD on the CPU"])
-def test_the_average_is_that_of_one_process_through_layouts(
-    pool: Pool, corpus: str, reference: list[dict[str, float]], tmp_path: Path, chain: tuple[Any, Any]
-) -> None:
-    given = {"corpus": corpus, "folder": str(tmp_path)}
-    lines = pool.run("logged", options=run(chain[0]), steps=3, **given)[0]
-    lines += pool.run("logged", options=run(chain[1]), steps=STEPS, load=True, **given)[0]
-    for key in ("loss", "val_loss"):
-        found, expected = ([line[key] for line in of if key in line] for of in (lines, reference))
-        np.testing.assert_allclose(found, expected, atol=5e-6, rtol=5e-6)

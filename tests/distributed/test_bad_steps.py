@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import cases
-from tests.distributed.conftest import options
+from tests.distributed.conftest import options, quick
 from tests.distributed.pool import Pool
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -22,7 +22,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, ["HYBRID_SHARD", "FULL_SHARD x pp 2"]))
 def test_a_skipped_step_changes_no_bit_of_parameters_and_moments(
     pool: Pool, corpus: str, tmp_path: Path, layout: str
 ) -> None:
@@ -59,7 +59,7 @@ def test_a_resumed_run_skips_and_ends_as_an_uninterrupted_one(pool: Pool, corpus
         assert [rank[key] for rank in resumed] == [rank[key] for rank in alone], key
 
 
-@pytest.mark.parametrize("layout", ["ddp", "FULL_SHARD x tp 2", "FULL_SHARD x pp 2"])
+@pytest.mark.parametrize("layout", quick(["ddp", "FULL_SHARD x tp 2", "FULL_SHARD x pp 2"], ["ddp"]))
 def test_the_final_error_names_the_rank_and_the_cells(pool: Pool, corpus: str, tmp_path: Path, layout: str) -> None:
     run = options(LAYOUTS[layout], train={"max_bad_steps": 2})
     found = pool.run("spoiled", corpus=corpus, options=run, folder=str(tmp_path), steps=6, bad=[2, 3])

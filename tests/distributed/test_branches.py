@@ -57,9 +57,14 @@ def test_a_branch_is_bitwise_the_run_of_its_length(corpus: str, trunk: Path, tmp
         assert (branch.path / file.name).read_bytes() == file.read_bytes()
     assert branch.best_step() == alone.best_step()
     assert branch.state()["options"]["train"]["steps"] == 8
+
+
+@pytest.mark.full
+def test_a_branch_that_has_begun_needs_no_trunk(corpus: str, trunk: Path, tmp_path: Path) -> None:
+    assert _train(corpus, tmp_path / "branch", trunk, steps=8) == 0
+    branch = TrainFolder(tmp_path / "branch").checkpoints()[-1]
     assert _train(corpus, tmp_path / "branch", trunk, steps=8) == 0  # done: nothing is copied again
     assert branch.path.exists()
-    # a branch that has begun goes on when its trunk is gone
     (tmp_path / "branch" / "status.json").unlink()
     assert _train(corpus, tmp_path / "branch", tmp_path / "gone" / "checkpoints" / trunk.name, steps=9) == 0
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from cellmill import registry
 from tests.distributed import buffered, cases
-from tests.distributed.conftest import options
+from tests.distributed.conformance import BOTH_CUT, LAYOUTS
+from tests.distributed.conftest import options, quick
 from tests.distributed.pool import Pool
-from tests.distributed.test_layouts import BOTH_CUT, LAYOUTS
 
 STEPS = 4
 SPREAD: dict[str, dict[str, Any]] = {
@@ -46,7 +46,7 @@ def reference(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory
     return buffered.curve_and_buffers(corpus, run({}), str(tmp_path_factory.mktemp("one")), STEPS)
 
 
-@pytest.mark.parametrize("layout", SPREAD)
+@pytest.mark.parametrize("layout", quick(SPREAD, ["pp 2"]))
 def test_every_rank_has_the_buffers_of_one_process_and_a_checkpoint_restores_them(
     pool: Pool, corpus: str, reference: tuple[Any, Any, Any], tmp_path: Path, layout: str
 ) -> None:

@@ -18,11 +18,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from cellmill.errors import DataError
 from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import CheckpointReader, Checkpoints, load_tensors
-from cellmill.train.optimizer import OPTIMIZERS
 from tests.distributed import cases
-from tests.distributed.conftest import options
+from tests.distributed.conformance import BOTH_CUT, LAYOUTS
+from tests.distributed.conftest import options, quick
 from tests.distributed.pool import Pool
-from tests.distributed.test_layouts import BOTH_CUT, LAYOUTS
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def half(pool: Pool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, [BOTH_CUT]))
 def test_a_hybrid_checkpoint_resumes_in_every_layout(
     pool: Pool, corpus: str, half: Path, unbroken: np.ndarray, tmp_path: Path, layout: str
 ) -> None:
@@ -56,25 +55,6 @@ def test_a_hybrid_checkpoint_resumes_in_one_process(
     shutil.copytree(half, tmp_path / "run")
     curve = cases.curve(corpus, options(train={"steps": 8}), str(tmp_path / "run"), 8, load=True)
     np.testing.assert_allclose(np.array(curve)[-4:], unbroken[-4:], atol=5e-6, rtol=5e-6)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_run_goes_through_layouts_with_its_optimizer(
-    optimizer: str, pool: Pool, alone: None, corpus: str, tmp_path: Path
-) -> None:
-    train = {
-        "optimizer": optimizer,
-        "steps": 8,
-        "schedule": "constant",
-        "checkpoint_every_steps": 2,
-    }  # lr independent of the last step
-    unbroken = np.array(cases.curve(corpus, options(train=train), str(tmp_path / "unbroken"), 8))
-    for steps, layout in ((2, "tp 4"), (4, BOTH_CUT), (6, "FULL_SHARD")):
-        each = options(LAYOUTS[layout], train=train)
-        found = pool.run("curve", corpus=corpus, options=each, folder=str(tmp_path), steps=steps, load=steps > 2)[0]
-        np.testing.assert_allclose(np.array(found), unbroken[steps - 2 : steps], rtol=2e-6)
-    last = cases.curve(corpus, options(train=train), str(tmp_path), 8, load=True)
-    np.testing.assert_allclose(np.array(last), unbroken[6:], rtol=2e-6)
 
 
 def test_resuming_in_the_same_layout_is_bitwise_the_uninterrupted_run(

@@ -10,7 +10,7 @@ import pytest
 from cellmill.config.options import TrainOptions
 from cellmill.planner.communication import traffic_of
 from cellmill.planner.planned_model import PlannedModel
-from tests.distributed.conftest import options
+from tests.distributed.conftest import options, quick
 from tests.distributed.pool import Pool
 
 WORLD, LOCAL_WORLD, N_GENES = 4, 2, 120
@@ -28,14 +28,26 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sequence parallel": {"sharding_strategy": "FULL_SHARD", "tp": 2, "sequence_parallel": True},
     "pp 2 x FULL_SHARD": {"sharding_strategy": "FULL_SHARD", "pp": 2},
 }
+QUICK: list[Any] = [
+    ("ddp", {}),
+    ("SHARD_GRAD_OP", ACCUMULATED),
+    ("sequence parallel", {}),
+    ("pp 2 x FULL_SHARD", ACCUMULATED),
+]
 RECOMPUTED: dict[str, dict[str, Any]] = {
     f"{name}, recomputed": LAYOUTS[name] | {"activation_checkpointing": "full"}
     for name in ("FULL_SHARD x tp 2", "sequence parallel")
 }
 
 
-@pytest.mark.parametrize("train", [{}, ACCUMULATED], ids=["one micro-batch", "several"])
-@pytest.mark.parametrize("name", [*LAYOUTS, *RECOMPUTED])
+@pytest.mark.parametrize(
+    ("name", "train"),
+    [
+        pytest.param(name, train, marks=() if (name, train) in QUICK else pytest.mark.full)
+        for name in [*LAYOUTS, *RECOMPUTED]
+        for train in ({}, ACCUMULATED)
+    ],
+)
 def test_bytes_of_each_collective_and_axis_agree_with_the_plan(
     pool: Pool, corpus: str, name: str, train: dict[str, Any]
 ) -> None:
@@ -57,7 +69,7 @@ def test_bytes_of_each_collective_and_axis_agree_with_the_plan(
         assert dict(calls) == pytest.approx({key: part.calls for key, part in expected.items()}, abs=1), f"rank {rank}"
 
 
-@pytest.mark.parametrize("train", [{}, ACCUMULATED], ids=["one micro-batch", "several"])
+@pytest.mark.parametrize("train", quick([{}, ACCUMULATED], [ACCUMULATED]), ids=["one micro-batch", "several"])
 def test_hybrid_shard_gathers_and_scatters_inside_a_shard_group_and_reduces_across_replicas_once_a_step(
     pool: Pool, corpus: str, train: dict[str, Any]
 ) -> None:

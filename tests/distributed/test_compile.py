@@ -7,6 +7,7 @@ every step. Layouts are traced and differentiated by torch (`aot_eager`); the co
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import numpy as np
 import pytest
 
 from tests.distributed import cases
+from tests.distributed.conformance import AXES, BOTH_CUT, LAYOUTS, PIPELINED
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
-from tests.distributed.test_layouts import BOTH_CUT, LAYOUTS, PIPELINED
 
 STEPS = 4
 COMPILED: dict[str, dict[str, Any]] = {
@@ -24,6 +25,7 @@ COMPILED: dict[str, dict[str, Any]] = {
     "tp 4, sequence parallel, recomputed": LAYOUTS["tp 4, sequence parallel"] | {"activation_checkpointing": "full"},
     "pp 2 Interleaved1F1B": PIPELINED["pp 2"] | {"schedule": "Interleaved1F1B"},
 }
+ON_TWO = "tp"  # sequence parallel
 # 4 blocks for 4 stages; validation, so that the code without dropout is compiled too
 RUN: dict[str, Any] = {"model": {"layers": 4}, "train": {"val_every_steps": 2}}
 
@@ -33,12 +35,14 @@ def reference(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory
     return np.array(cases.curve(corpus, options(**RUN), str(tmp_path_factory.mktemp("one")), STEPS))
 
 
-@pytest.mark.parametrize("layout", COMPILED)
+@pytest.mark.parametrize(
+    ("layout", "ranks"), [(ON_TWO, 2), *(pytest.param(name, 4, marks=pytest.mark.full) for name in COMPILED)]
+)
 def test_compiled_layouts_train_the_model_of_one_process(
-    pool: Pool, corpus: str, reference: np.ndarray, tmp_path: Path, layout: str
+    pools: Callable[[int], Pool], corpus: str, reference: np.ndarray, tmp_path: Path, layout: str, ranks: int
 ) -> None:
-    opts = options(COMPILED[layout] | {"compile": True}, **RUN)
-    found = pool.run(
+    opts = options((AXES if ranks == 2 else COMPILED)[layout] | {"compile": True}, **RUN)
+    found = pools(ranks).run(
         "curve_compiled", corpus=corpus, options=opts, folder=str(tmp_path), steps=STEPS, backend="aot_eager"
     )
     for curve, graphs in found:
@@ -46,6 +50,7 @@ def test_compiled_layouts_train_the_model_of_one_process(
         np.testing.assert_allclose(np.array(curve), reference, atol=5e-6, rtol=5e-6)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler")
 def test_inductor_code_trains_the_same_model_with_dropout(
     alone: None, corpus: str, reference: np.ndarray, tmp_path: Path

@@ -23,7 +23,7 @@ FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 STOPPED_AT = {"run_of_0.1.0": 3, "profile_run_of_92da339": 14}
 
 
-@pytest.fixture(params=STOPPED_AT)
+@pytest.fixture(params=["run_of_0.1.0", pytest.param("profile_run_of_92da339", marks=pytest.mark.full)])
 def earlier(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a run, which is the working directory."""
     with tarfile.open(FIXTURES / f"{request.param}.tar.xz") as archive:

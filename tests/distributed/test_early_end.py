@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from cellmill.cli import main
 from cellmill.runs.folder import TrainFolder
@@ -25,22 +26,23 @@ def _run(layout: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
     return options(layout, train=given)
 
 
+@pytest.mark.parametrize("layout", [LAYOUTS[0], pytest.param(LAYOUTS[1], marks=pytest.mark.full)], ids=str)
 def test_all_ranks_end_at_the_same_validation_in_every_layout_and_after_a_resume(
-    pool: Pool, alone: None, corpus: str, tmp_path: Path
+    pool: Pool, alone: None, corpus: str, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     whole = cases.logged(corpus, _run(), str(tmp_path / "whole"), 9)
     end = max(line["step"] for line in whole)
     assert end < 9
-    for at, layout in enumerate(LAYOUTS):
-        given = {"corpus": corpus, "options": _run(layout), "folder": str(tmp_path / str(at))}
-        lines = pool.run("logged", steps=2, **given)[0] + pool.run("logged", steps=9, load=True, **given)[0]
-        for key in ("loss", "val_loss"):
-            found, expected = ([line[key] for line in of if key in line] for of in (lines, whole))
-            np.testing.assert_allclose(found, expected, atol=1e-4)
-        best, newest = (TrainFolder(tmp_path / str(at)).best().step, TrainFolder(tmp_path / str(at)).saved_step())
-        assert (best, newest) == (TrainFolder(tmp_path / "whole").best().step, end)
+    given = {"corpus": corpus, "options": _run(layout), "folder": str(tmp_path / "spread")}
+    lines = pool.run("logged", steps=2, **given)[0] + pool.run("logged", steps=9, load=True, **given)[0]
+    for key in ("loss", "val_loss"):
+        found, expected = ([line[key] for line in of if key in line] for of in (lines, whole))
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+    best, newest = (TrainFolder(tmp_path / "spread").best().step, TrainFolder(tmp_path / "spread").saved_step())
+    assert (best, newest) == (TrainFolder(tmp_path / "whole").best().step, end)
 
 
+@pytest.mark.full
 def test_the_command_takes_it_for_done_and_goes_on_when_patience_is_raised(corpus: str, tmp_path: Path) -> None:
     out = tmp_path / "train"
     first = run_command(corpus, out, _run(steps=50), nproc=2)

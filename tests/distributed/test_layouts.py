@@ -1,73 +1,18 @@
-"""Every layout trains the same model: loss and gradient norm equal those of one process, step by step."""
+"""How layouts cut a model, and what holds in them beside the promises of `test_conformance`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.distributed import cases
+from tests.distributed.conformance import BOTH_CUT, LAYOUTS, THREE_AXES
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "ddp": {"strategy": "ddp"},
-    "FULL_SHARD": {"strategy": "fsdp", "sharding_strategy": "FULL_SHARD"},
-    "SHARD_GRAD_OP": {"strategy": "fsdp", "sharding_strategy": "SHARD_GRAD_OP"},
-    "HYBRID_SHARD": {"strategy": "fsdp", "sharding_strategy": "HYBRID_SHARD"},
-    "HYBRID_SHARD of 4": {"strategy": "fsdp", "sharding_strategy": "HYBRID_SHARD", "shard_size": 4},
-    "NO_SHARD": {"strategy": "fsdp", "sharding_strategy": "NO_SHARD"},
-    "tp 4": {"tp": 4},
-    "tp 4, sequence parallel": {"tp": 4, "sequence_parallel": True},
-    "FULL_SHARD x tp 2": {"sharding_strategy": "FULL_SHARD", "tp": 2},
-    "FULL_SHARD x tp 2, sequence parallel": {"sharding_strategy": "FULL_SHARD", "tp": 2, "sequence_parallel": True},
-    "NO_SHARD x tp 2, sequence parallel": {"sharding_strategy": "NO_SHARD", "tp": 2, "sequence_parallel": True},
-    "ddp x tp 2": {"strategy": "ddp", "tp": 2},
-}
-PIPELINED: dict[str, dict[str, Any]] = {"pp 2": {"pp": 2, "sharding_strategy": "FULL_SHARD"}}
-CUT = [name for name, layout in LAYOUTS.items() if "tp" in layout]
-BOTH_CUT = "FULL_SHARD x tp 2, sequence parallel"
-STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def reference(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
-    return np.array(cases.curve(corpus, options(), str(tmp_path_factory.mktemp("one")), STEPS))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_loss_and_gradient_norm_are_those_of_one_process(
-    pool: Pool, corpus: str, reference: np.ndarray, tmp_path: Path, layout: str
-) -> None:
-    curves = pool.run("curve", corpus=corpus, options=options(LAYOUTS[layout]), folder=str(tmp_path), steps=STEPS)
-    np.testing.assert_allclose(np.array(curves[0]), reference, atol=5e-6, rtol=5e-6)
-    assert all(curve == curves[0] for curve in curves), "ranks disagree about a number that is global"
-
-
-@pytest.mark.parametrize("layout", ["FULL_SHARD", BOTH_CUT])
-@pytest.mark.parametrize("recompute", [None, "full"])
-def test_tiled_attention_and_fast_products_change_nothing(
-    pool: Pool, corpus: str, reference: np.ndarray, tmp_path: Path, layout: str, recompute: str | None
-) -> None:
-    opts = options(LAYOUTS[layout] | {"activation_checkpointing": recompute})
-    curves = pool.run("curve_by_products", corpus=corpus, options=opts, folder=str(tmp_path), steps=STEPS)
-    np.testing.assert_allclose(np.array(curves[0]), reference, atol=5e-6, rtol=5e-6)
-
-
-@pytest.mark.parametrize("layout", CUT)
-def test_a_cut_vocabulary_predicts_genes_as_one_process_does(
-    pool: Pool, alone: None, corpus: str, tmp_path: Path, layout: str
-) -> None:
-    # 122 tokens on 4 processes: the last has fewer rows
-    one, cut = (options(LAYOUTS[layout] if cut else {}, model={"objective": "masked_gene"}) for cut in (False, True))
-    expected = cases.curve(corpus, one, str(tmp_path / "one"), STEPS)
-    curves = pool.run("curve", corpus=corpus, options=cut, folder=str(tmp_path / "cut"), steps=STEPS)
-    np.testing.assert_allclose(np.array(curves[0]), np.array(expected), atol=5e-6, rtol=5e-6)
-    assert all(curve == curves[0] for curve in curves)
 
 
 @pytest.mark.parametrize("rows", [122, 9, 3])
@@ -86,57 +31,6 @@ def test_the_loss_over_a_cut_vocabulary_is_torchs_with_any_number_of_rows(pool: 
             np.testing.assert_allclose(ours, theirs.detach().numpy(), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("layout", "reduction"),
-    [
-        *((layout, "step") for layout in ("ddp", "HYBRID_SHARD", "tp 4", BOTH_CUT)),
-        *((layout, "micro_batch") for layout in ("HYBRID_SHARD", BOTH_CUT)),
-    ],
-)
-def test_accumulation_changes_nothing(
-    pool: Pool, corpus: str, reference: np.ndarray, tmp_path: Path, layout: str, reduction: str
-) -> None:
-    parallel = LAYOUTS[layout] | {"gradient_reduction": reduction}
-    small = options(parallel, train={"token_budget": 100 if "tp" not in LAYOUTS[layout] else 300})
-    curves = pool.run("curve", corpus=corpus, options=small, folder=str(tmp_path), steps=STEPS)
-    np.testing.assert_allclose(np.array(curves[0]), reference, atol=5e-6, rtol=5e-6)
-
-
-@pytest.mark.parametrize("how", ["full", "selective"])
-@pytest.mark.parametrize("layout", ["ddp", "HYBRID_SHARD", BOTH_CUT, "pp 2"])
-def test_activation_checkpointing_changes_nothing(
-    pool: Pool, corpus: str, reference: np.ndarray, tmp_path: Path, layout: str, how: str
-) -> None:
-    recomputed = options((LAYOUTS | PIPELINED)[layout] | {"activation_checkpointing": how})
-    curves = pool.run("curve", corpus=corpus, options=recomputed, folder=str(tmp_path), steps=STEPS)
-    np.testing.assert_allclose(np.array(curves[0]), reference, atol=5e-6, rtol=5e-6)
-
-
-@pytest.mark.parametrize("layout", ["ddp", "HYBRID_SHARD"])
-def test_bf16_stays_near_fp32(pool: Pool, corpus: str, reference: np.ndarray, tmp_path: Path, layout: str) -> None:
-    half = options(LAYOUTS[layout] | {"precision": "bf16-mixed"})
-    curves = np.array(
-        pool.run("curve", corpus=corpus, options=half, folder=str(tmp_path), steps=STEPS)[0],
-    )
-    assert not np.array_equal(curves, reference), "bf16-mixed computed in fp32"
-    np.testing.assert_allclose(curves[:, 0], reference[:, 0], rtol=2e-2)
-
-
-@pytest.mark.parametrize("layout", ["NO_SHARD", *CUT])
-def test_bf16_is_that_of_one_process(pool: Pool, alone: None, corpus: str, tmp_path: Path, layout: str) -> None:
-    one, spread = (options(parallel | {"precision": "bf16-mixed"}) for parallel in ({}, LAYOUTS[layout]))
-    expected = cases.curve(corpus, one, str(tmp_path / "one"), STEPS)
-    curves = pool.run("curve", corpus=corpus, options=spread, folder=str(tmp_path / "spread"), steps=STEPS)
-    np.testing.assert_allclose(np.array(curves[0])[:, 0], np.array(expected)[:, 0], rtol=5e-3)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_initial_weights_are_bitwise_equal_in_every_layout(pool: Pool, alone: None, corpus: str, layout: str) -> None:
-    expected = cases.initial_parameters(corpus, options())
-    for found in pool.run("initial_parameters", corpus=corpus, options=options(LAYOUTS[layout])):
-        assert {n: p["bytes"] for n, p in found.items()} == {n: p["bytes"] for n, p in expected.items()}
-
-
 def test_hybrid_shard_shards_inside_a_node_and_replicates_across(pool: Pool, corpus: str) -> None:
     for found in pool.run("initial_parameters", corpus=corpus, options=options(LAYOUTS["HYBRID_SHARD"])):
         for name, parameter in found.items():
@@ -146,7 +40,7 @@ def test_hybrid_shard_shards_inside_a_node_and_replicates_across(pool: Pool, cor
                 assert parameter["local"][0] == parameter["full"][0] // 2, name
 
 
-@pytest.mark.parametrize("layout", ["tp 4", "FULL_SHARD x tp 2"])
+@pytest.mark.parametrize("layout", ["tp 4", pytest.param("FULL_SHARD x tp 2", marks=pytest.mark.full)])
 def test_tensor_parallel_cuts_matrices_by_heads_width_and_tokens(pool: Pool, corpus: str, layout: str) -> None:
     cut = {"qkv.weight": 0, "qkv.bias": 0, "out.weight": 1, "up.weight": 0, "up.bias": 0, "down.weight": 1}
     tp = LAYOUTS[layout]["tp"]
@@ -161,6 +55,7 @@ def test_tensor_parallel_cuts_matrices_by_heads_width_and_tokens(pool: Pool, cor
                 assert len(parameter["mesh"]) == (0 if tp == 4 else 1), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "HYBRID_SHARD", BOTH_CUT])
 def test_ranks_hold_the_same_parameters_after_20_steps(pool: Pool, corpus: str, tmp_path: Path, layout: str) -> None:
     found = pool.run(
@@ -181,3 +76,12 @@ def test_every_process_group_of_a_mesh_gets_the_timeout(pool: Pool) -> None:
     for found in pool.run("timeouts", parallel=LAYOUTS["HYBRID_SHARD"], seconds=77.0):
         assert len(found) > 2
         assert set(found) == {77.0}
+
+
+@pytest.mark.full
+@pytest.mark.xdist_group("layouts of 8, 0")
+def test_three_axes_cut_a_matrix_by_two_of_them(pools: Callable[[int], Pool], corpus: str) -> None:
+    layout = THREE_AXES["replicate 2 x shard 2 x tp 2"]
+    for found in pools(8).run("initial_parameters", corpus=corpus, options=options(layout)):
+        qkv = found["blocks.0.qkv.weight"]
+        assert (qkv["mesh"], qkv["full"], qkv["local"]) == ([2, 2, 2], [96, 32], [24, 32])

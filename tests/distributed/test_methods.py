@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from cellmill.errors import ConfigError
 from cellmill.train.muon import Muon
 from tests.distributed import adapted, cases
+from tests.distributed.conformance import BOTH_CUT, LAYOUTS
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
-from tests.distributed.test_layouts import BOTH_CUT, LAYOUTS
 
 STEPS, LAYERS = 4, 4
 LINEAR = ("qkv", "out", "up", "down")
@@ -44,6 +44,10 @@ ADAPTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 """Layouts of the first and of the last two steps of adapters."""
 Found = dict[str, Any]
+
+
+def few(cases: list[Any], chosen: list[Any]) -> list[Any]:
+    return [pytest.param(*case, marks=() if case in chosen else pytest.mark.full) for case in cases]
 
 
 def run(method: str, parallel: dict[str, Any] | None = None, **model: Any) -> dict[str, Any]:
@@ -164,7 +168,7 @@ def assert_trained_alike(rank: Found, expected: Found, curve: list[list[float]])
     assert rank["with gradient"] == expected["with gradient"] & rank["before"].keys()
 
 
-@pytest.mark.parametrize(("method", "layout"), CASES, ids=str)
+@pytest.mark.parametrize(("method", "layout"), few(CASES, CASES[2:4]), ids=str)
 def test_a_method_trains_as_in_one_process(
     pool: Pool, corpus: str, references: dict[str, Found], tmp_path: Path, method: str, layout: dict[str, Any]
 ) -> None:
@@ -178,7 +182,7 @@ def test_a_method_trains_as_in_one_process(
     assert set().union(*(rank["before"] for rank in ranks)) == expected["before"].keys()
 
 
-@pytest.mark.parametrize(("first", "then"), ADAPTED, ids=str)
+@pytest.mark.parametrize(("first", "then"), few(ADAPTED, ADAPTED[2:3]), ids=str)
 def test_adapters_train_as_in_one_process_and_go_on_in_another_layout(
     pool: Pool,
     corpus: str,
@@ -198,6 +202,7 @@ def test_adapters_train_as_in_one_process_and_go_on_in_another_layout(
         assert set().union(*(rank["before"] for rank in ranks)) == expected["before"].keys()
 
 
+@pytest.mark.full
 def test_tied_parameters_can_be_frozen(pool: Pool, alone: None, corpus: str, tmp_path: Path) -> None:
     one, four = (run("lora", layout, objective="masked_gene") for layout in ({}, {"pp": 4}))
     expected = adapted.tuned(corpus, one, str(tmp_path / "one"), STEPS)

@@ -86,6 +86,7 @@ def test_an_installed_tracker_gets_every_number_and_a_broken_one_is_one_warning(
     assert "tracker 'broken' failed and is dropped: TypeError" in warnings[0]
 
 
+@pytest.mark.full
 def test_an_installed_tracker_is_told_that_the_run_failed(corpus: str, tmp_path: Path, installed: None) -> None:
     out, calls = tmp_path / "results" / "one" / "train", tmp_path / "calls.jsonl"
     done = train(corpus, out, calls, train={"steps": 50, "lr": 1e30, "warmup_steps": 0, "max_bad_steps": 1})

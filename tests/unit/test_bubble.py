@@ -24,15 +24,23 @@ KEPT = {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_WEIGHT": -1}
 TABLED = ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"]
 
 
-@pytest.fixture(params=[2, 4])
+@pytest.fixture
 def pp(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
     yield request.param
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("schedule", TABLED)
+@pytest.mark.parametrize(
+    ("schedule", "times", "pp"),
+    [
+        pytest.param(schedule, times, pp, marks=() if (times, pp) == pair else pytest.mark.full)
+        for schedule, pair in zip(TABLED, [(1, 2), (2, 4), (1, 4), (2, 2), (2, 4)])
+        for times in (1, 2)
+        for pp in (2, 4)
+    ],
+    indirect=["pp"],
+)
 def test_idle_time_and_kept_micro_batches_agree_with_the_schedule_table(pp: int, schedule: str, times: int) -> None:
     parallel = Parallel(pp=pp, schedule=schedule)  # type: ignore[arg-type]
     micro_batches = times * parallel.stages

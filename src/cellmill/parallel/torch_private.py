@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 # a gradient that is still being reduced: tests/distributed/test_loss_scale.py
 from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
 
-# recomputation of a module that keeps its names: tests/distributed/test_layouts.py
+# recomputation of a module that keeps its names: tests/distributed/test_conformance.py
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl as CheckpointImpl
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
@@ -52,7 +52,7 @@ def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal
 
 
 def flatten_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return all axes of `mesh` as one axis `name`, always the same one: tests/distributed/test_layouts.py.
+    """Return all axes of `mesh` as one axis `name`, always the same one: tests/distributed/test_conformance.py.
 
     Collective: every rank.
     """
@@ -101,7 +101,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def operator_name(operator: Any) -> str:
-    """Return the name of an operator, such as aten::mm, or "" for a function: tests/distributed/test_layouts.py."""
+    """Return the name of an operator, such as aten::mm, or "" for a function: tests/distributed/test_conformance.py."""
     schema = getattr(operator, "_schema", None)
     return "" if schema is None else schema.name
 

@@ -1,4 +1,4 @@
-"""Labels are learned alike in every layout, by any method, and an export predicts them, calibrated."""
+"""Labels and numbers that an export predicts, calibrated and in their units, and the obs columns that it reads."""
 
 from __future__ import annotations
 
@@ -9,72 +9,26 @@ from typing import Any
 
 import anndata as ad
 import numpy as np
+import pandas as pd
 import pytest
 
 from cellmill.cli import main
-from tests.distributed import cases
+from cellmill.config.load import stored_options
+from cellmill.data.counts_reader import open_counts
+from cellmill.data.manifest import Manifest
+from cellmill.data.obs_numbers import read_numbers
+from cellmill.errors import UserError
+from cellmill.evaluate.embed import embed_cells, load_for_inference
+from cellmill.planner.train_inputs import with_counts
+from tests.distributed import cases, conformance
 from tests.distributed.conftest import options
-from tests.distributed.pool import Pool
 
 LABEL = {"name": "classification", "label_column": "cell_type"}
-OBJECTIVES: dict[str, dict[str, Any]] = {
-    "hidden layer": LABEL | {"head_hidden": 8, "head_dropout": 0.3, "class_weights": {"type1": 3.0}},
-    "sum": {
-        "name": "sum",
-        "parts": {
-            "classification": {"label_column": "cell_type"},
-            "hidden": LABEL | {"adversarial_scale": 0.1},
-            "cell_decoding": {},
-        },
-    },
+HEADS: dict[str, Any] = {
+    "kind": LABEL,
+    "age": {"name": "regression", "target_column": "age", "target_mean": 40.0, "target_std": 9.0},
+    "lot": {"name": "classification", "label_column": "batch"},
 }
-CASES: list[tuple[str, dict[str, Any], int]] = [
-    ("hidden layer", {"strategy": "ddp"}, 1024),
-    ("hidden layer", {"sharding_strategy": "FULL_SHARD", "tp": 2, "sequence_parallel": True}, 4096),
-    ("hidden layer", {"sharding_strategy": "FULL_SHARD", "pp": 2, "microbatches": 4}, 4096),
-    ("sum", {"sharding_strategy": "HYBRID_SHARD"}, 1024),
-]
-THEN: dict[str, dict[str, Any]] = {"sum": {"sharding_strategy": "FULL_SHARD", "tp": 2}}
-"""Layout of the last two steps, if another."""
-STEPS = 4
-Lines = list[dict[str, float]]
-
-
-def _options(objective: str, token_budget: int, layout: dict[str, Any] | None = None) -> dict[str, Any]:
-    train = {"token_budget": token_budget, "val_every_steps": 2, "checkpoint_every_steps": 2}
-    return options(layout, train=train) | {"objective": OBJECTIVES[objective]}
-
-
-@pytest.fixture(scope="module")
-def references(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Lines]:
-    """Lines of one process with one micro-batch a step."""
-    return {
-        name: cases.logged(corpus, _options(name, 8192), str(tmp_path_factory.mktemp("one")), STEPS)
-        for name in OBJECTIVES
-    }
-
-
-@pytest.mark.parametrize(("objective", "layout", "token_budget"), CASES, ids=str)
-def test_losses_and_validation_are_those_of_one_process(
-    pool: Pool,
-    corpus: str,
-    references: dict[str, Lines],
-    tmp_path: Path,
-    objective: str,
-    layout: dict[str, Any],
-    token_budget: int,
-) -> None:
-    given = {"corpus": corpus, "folder": str(tmp_path)}
-    then, first = THEN.get(objective), _options(objective, token_budget, layout)
-    lines: Lines = pool.run("logged", options=first, steps=STEPS if then is None else 2, **given)[0]
-    if then is not None:
-        rest = _options(objective, token_budget, then)
-        lines += pool.run("logged", options=rest, steps=STEPS, load=True, **given)[0]
-    expected = references[objective]
-    assert any("val_loss" in line for line in expected)
-    assert [line.keys() for line in lines] == [line.keys() for line in expected]
-    for line, other in zip(lines, expected):
-        np.testing.assert_allclose(list(line.values()), list(other.values()), atol=5e-6, rtol=5e-6, err_msg=str(other))
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +112,65 @@ def test_cells_below_the_threshold_are_unknown_and_the_rest_of_a_file_stays(
     assert message in capsys.readouterr().err
     assert main([*given, '{"embed": {}, "predict": {"min_accuracy": 0.7}}']) == 0
     assert ad.read_h5ad(tmp_path / "b.h5ad").uns["cellmill_prediction"]["min_probability"] == 0.01
+
+
+def test_numbers_are_standardised_on_training_cells(corpus: str) -> None:
+    manifest = Manifest.read(Path(corpus) / "shards" / "manifest.json")
+    shards = [ad.read_h5ad(manifest.shard_path(shard)).obs["age"] for shard in manifest.splits["train"].shards]
+    ages = pd.concat(shards)
+    np.testing.assert_array_equal(read_numbers(manifest, "train", ["age"])[:, 0], ages)
+    assert ages.isna().any()
+
+    def fitted(**objective: Any) -> Any:
+        tree = options() | {"objective": {"name": "regression"} | objective}
+        return with_counts(stored_options(tree, "test"), manifest).objective
+
+    own = fitted(target_column="age")
+    assert (own.target_mean, own.target_std) == pytest.approx((ages.mean(), ages.std(ddof=0)))
+    assert fitted(target_column="age", target_std=2.0).target_std == 2.0
+    for column, message in {
+        "one": "objective.target_column one: expected numbers that differ, got",
+        "batch": "obs column 'batch' (objective.target_column) is text, such as 'batch",
+        "agee": "no obs column 'agee'; did you mean 'age'?",
+    }.items():
+        with pytest.raises(UserError) as error:
+            fitted(target_column=column)
+        assert message in str(error.value)
+
+
+def test_an_export_predicts_every_column_in_its_own_unit(alone: None, corpus: str, tmp_path: Path) -> None:
+    train, model, out = tmp_path / "train", tmp_path / "model", tmp_path / "out.h5ad"
+    tree = options(train={"steps": 80, "lr": 1e-2, "global_batch": 32, "token_budget": 8192, "clip_norm": None})
+    tree |= {"model": {"family": "profile", "hidden": 16, "layers": 1}}
+    cases.logged(corpus, tree | {"objective": {"name": "sum", "parts": HEADS}}, str(train), 80)
+    (train / "run.json").write_text(json.dumps({"manifest": f"{corpus}/shards/manifest.json"}))
+    cases.exported(corpus, train, model)
+    assert "| predicts | numbers of obs column age |" in (model / "README.md").read_text()
+    words = ["predict", "--options", '{"embed": {}, "predict": {}}', "--model", str(model)]
+    assert main([*words, "--input", f"{corpus}/raw.h5ad", "--out", str(out)]) == 0
+    found = ad.read_h5ad(out)
+    known = found.obs["age"].notna()
+    assert np.abs(found.obs["cellmill_value"] - found.obs["age"])[known].mean() < 4
+    assert (found.obs["cellmill_label"].astype(str) == found.obs["cell_type"].astype(str)).mean() > 0.9
+    assert set(found.obs["cellmill_label_lot"].cat.categories) == set(found.obs["batch"].astype(str))
+    assert found.obsm["cellmill_probabilities_lot"].shape == (len(found), 2)
+    about = found.uns["cellmill_prediction"]
+    assert (about["value_column"], about["label_column"], about["label_column_lot"]) == ("age", "cell_type", "batch")
+    assert {"temperature", "temperature_lot"} <= about.keys()
+
+
+def test_an_exported_model_reads_the_columns_of_a_file(alone: None, corpus: str, tmp_path: Path) -> None:
+    cases.logged(corpus, conformance.run("encoder, batch", {}, {}), str(tmp_path / "train"), 4)
+    exported = cases.exported(corpus, tmp_path / "train", tmp_path)
+    assert {"batch_terms.weight", "batch_adversary.out.bias", "covariates.tables.1.weight"} <= exported.keys()
+    model, vocabulary, tokens, config = load_for_inference(tmp_path)
+    obs = ad.read_h5ad(Path(corpus) / "cells" / "sim.h5ad").obs
+    assert config["levels"] == {name: sorted(obs[name].unique()) for name in ("batch", "donor")}
+    with open_counts(Path(corpus) / "cells" / "sim.h5ad") as reader:
+        vectors = embed_cells(reader, model, vocabulary, tokens, 4096).vectors
+        reader.obs["donor"] = "a stranger"
+        unknown = embed_cells(reader, model, vocabulary, tokens, 4096).vectors
+        del reader.obs["donor"]
+        absent = embed_cells(reader, model, vocabulary, tokens, 4096).vectors
+    assert np.abs(vectors - unknown).max() > 1e-4
+    np.testing.assert_array_equal(unknown, absent)

@@ -1,0 +1,421 @@
+"""The table of models and layouts that `test_conformance` takes its cases from, and what a rank of a case returns."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from cellmill.models import attention
+from cellmill.parallel import cpu_matmul
+from cellmill.parallel.materialize import plain_name
+from cellmill.train.optimizer import OPTIMIZERS
+from tests.distributed import cases
+from tests.distributed.conftest import options
+from tests.models import split
+
+Layout = dict[str, Any]
+SP = {"sequence_parallel": True}
+FULL_SHARD: Layout = {"sharding_strategy": "FULL_SHARD"}
+AXES: dict[str, Layout] = {"ddp": {"strategy": "ddp"}, "fsdp": FULL_SHARD, "tp": {"tp": 2} | SP, "pp": {"pp": 2}}
+"""One axis each, on two processes."""
+LAYOUTS: dict[str, Layout] = {
+    "ddp": {"strategy": "ddp"},
+    "FULL_SHARD": {"strategy": "fsdp"} | FULL_SHARD,
+    "SHARD_GRAD_OP": {"strategy": "fsdp", "sharding_strategy": "SHARD_GRAD_OP"},
+    "HYBRID_SHARD": {"strategy": "fsdp", "sharding_strategy": "HYBRID_SHARD"},
+    "HYBRID_SHARD of 4": {"strategy": "fsdp", "sharding_strategy": "HYBRID_SHARD", "shard_size": 4},
+    "NO_SHARD": {"strategy": "fsdp", "sharding_strategy": "NO_SHARD"},
+    "tp 4": {"tp": 4},
+    "tp 4, sequence parallel": {"tp": 4} | SP,
+    "FULL_SHARD x tp 2": {"tp": 2} | FULL_SHARD,
+    "FULL_SHARD x tp 2, sequence parallel": {"tp": 2} | SP | FULL_SHARD,
+    "NO_SHARD x tp 2, sequence parallel": {"sharding_strategy": "NO_SHARD", "tp": 2} | SP,
+    "ddp x tp 2": {"strategy": "ddp", "tp": 2},
+}
+BOTH_CUT = "FULL_SHARD x tp 2, sequence parallel"
+CUT = [name for name, layout in LAYOUTS.items() if "tp" in layout]
+PIPELINED: dict[str, Layout] = {"pp 2": {"pp": 2} | FULL_SHARD}
+PIPELINES: dict[str, Layout] = {
+    "pp 4, GPipe": {"pp": 4, "schedule": "GPipe"},
+    "pp 4, 1F1B": {"pp": 4},
+    "pp 2, 1F1B x FULL_SHARD": {"pp": 2} | FULL_SHARD,
+    "pp 2, 1F1B x ddp": {"pp": 2, "strategy": "ddp"},
+    "pp 2, 1F1B x tp 2": {"pp": 2, "tp": 2},
+    "pp 2, Interleaved1F1B x tp 2, sequence parallel": {"pp": 2, "schedule": "Interleaved1F1B", "tp": 2} | SP,
+    "pp 2, Interleaved1F1B x FULL_SHARD": {"pp": 2, "schedule": "Interleaved1F1B"} | FULL_SHARD,
+    "pp 2, InterleavedZeroBubble x HYBRID_SHARD": {"pp": 2, "schedule": "InterleavedZeroBubble"},
+    "pp 2, ZBV x SHARD_GRAD_OP": {"pp": 2, "schedule": "ZBV", "sharding_strategy": "SHARD_GRAD_OP"},
+    "pp 2, DualPipeV x FULL_SHARD": {"pp": 2, "schedule": "DualPipeV"} | FULL_SHARD,
+    "pp 4, ZBV": {"pp": 4, "schedule": "ZBV"},
+}
+THREE_AXES: dict[str, Layout] = {
+    "replicate 2 x shard 2 x tp 2": {"sharding_strategy": "HYBRID_SHARD", "tp": 2},
+    "replicate 2 x shard 2 x tp 2, sequence parallel": {"sharding_strategy": "HYBRID_SHARD", "tp": 2} | SP,
+    "pp 2 x FULL_SHARD of 2 x tp 2": {"pp": 2, "tp": 2} | FULL_SHARD,
+    "pp 2 x replicate 2 x shard 2": {"pp": 2, "sharding_strategy": "HYBRID_SHARD", "shard_size": 2},
+    "pp 2, ZBV x FULL_SHARD of 2 x tp 2, sequence parallel": {"pp": 2, "schedule": "ZBV", "tp": 2} | SP | FULL_SHARD,
+}
+"""Layouts of eight processes."""
+MORE: dict[str, Layout] = {
+    "one process": {},
+    "tp of whole tokens": {"tp": 2},
+    "pp 2, ZBV x tp 2": {"pp": 2, "schedule": "ZBV", "tp": 2},
+    "HYBRID_SHARD x tp 2": {"sharding_strategy": "HYBRID_SHARD", "tp": 2},
+    "HYBRID_SHARD, offloaded": {"cpu_offload": "optimizer"},
+    "HYBRID_SHARD, on the CPU": {"cpu_offload": "full"},
+    "FULL_SHARD, on the CPU": {"cpu_offload": "full"} | FULL_SHARD,
+    "FULL_SHARD x tp 2, offloaded": LAYOUTS[BOTH_CUT] | {"cpu_offload": "optimizer"},
+    "pp 2, offloaded": {"pp": 2, "cpu_offload": "optimizer"} | FULL_SHARD,
+}
+EVERY: dict[str, Layout] = AXES | LAYOUTS | PIPELINED | PIPELINES | THREE_AXES | MORE
+
+SIZES = {"hidden": 32, "layers": 2, "heads": 4, "dropout": 0.1}
+ENCODER: dict[str, Any] = {"family": "encoder"} | SIZES
+PROFILE: dict[str, Any] = {"family": "profile", "hidden": 32, "layers": 2, "dropout": 0.1}
+QUERY = {"objective": "query_decoding", "decoder_hidden": 16, "decoder_layers": 1, "max_asked": 12}
+LABEL = {"label_column": "cell_type"}
+AGE = {"target_column": "age", "target_mean": 40.0, "target_std": 9.0}
+BATCH = {"batch_column": "batch", "batch_adversary": 0.5, "batch_adversary_scale": 2.0}
+DECODING = {"objective": "cell_decoding"}
+VICREG = DECODING | {"view_loss": "vicreg", "invariance_weight": 1, "variance_weight": 1, "covariance_weight": 0.04}
+VECTORS = {"gene_vectors": "VECTORS", "gene_vector_dim": 6}
+MASKED = {"mask_frac": 0.3, "random_frac": 0.2, "keep_frac": 0.2}
+NUMBER = {"objective": "regression", "number_hidden": 8, "number_dropout": 0.3} | AGE
+RESPONSE = {"objective": "perturbation_response", "perturbation_column": "donor", "control": "donor_0"}
+SUM_OF_LABELS = {
+    "classification": LABEL,
+    "hidden": {"name": "classification", "adversarial_scale": 0.1} | LABEL,
+    "cell_decoding": {},
+}
+SEVERAL_HEADS = {
+    "kind": {"name": "classification"} | LABEL,
+    "lot": {"name": "classification", "label_column": "batch"},
+    "age": {"name": "regression"} | AGE,
+    "depth": {"name": "regression", "target_column": "depth", "target_mean": 4e3, "target_std": 1e3},
+    "cell_decoding": {},
+}
+VIEWS = {"view_loss": "vicreg"}
+CONTRASTED = {
+    "supervised_contrastive": LABEL | {"weight": 0.3},
+    "cell_decoding": {"decoder_hidden": 16} | VIEWS,
+    "masked_value": {"weight": 0.5},
+}
+ESM = {
+    "model_type": "esm",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 130,
+    "position_embedding_type": "rotary",
+    "token_dropout": True,
+}
+PAIRS: dict[str, dict[str, Any]] = {
+    "masked_value": ENCODER,
+    "masked_gene": {"family": "bert", "ends": "cls_eos", "objective": "masked_gene", "cell_loss_weight": 0.5} | SIZES,
+    "cell_decoding": {"family": "scgpt", "ends": "cls", "pooling": "cls"} | DECODING | SIZES,
+    "query_decoding": {"family": "autoencoder", "latent": 12} | SIZES | QUERY,
+    "denoise": PROFILE | {"objective": "denoise"},
+    "next_gene": {"family": "autoregressive", "objective": "next_gene"} | SIZES,
+    "perturbation_response": ENCODER
+    | RESPONSE
+    | {"perturbed_genes": {"donor_1": [5, 90], "donor_2": [40]}, "dropout": 0.0}
+    | BATCH,
+    "supervised_contrastive": ENCODER | {"objective": "supervised_contrastive", "temperature": 0.3} | LABEL,
+    "classification": ENCODER
+    | {"objective": "classification", "head_hidden": 8, "head_dropout": 0.3, "class_weights": {"type1": 3.0}}
+    | LABEL,
+    "regression": ENCODER | NUMBER | {"loss": "huber", "huber_delta": 0.5},
+    "sum": ENCODER
+    | {
+        "objective": "sum",
+        "parts": {"cell_decoding": {"decoder_hidden": 16}, "masked_value": {"weight": 0.3, "mask_frac": 0.3}},
+    },
+}
+"""One model of each objective; together they have every family whose layers cellmill makes."""
+OTHERS: dict[str, dict[str, Any]] = {
+    "genes": ENCODER | {"objective": "masked_gene"},
+    "eight layers": ENCODER | {"layers": 8},
+    "eight layers, genes": ENCODER | {"layers": 8, "objective": "masked_gene"},  # ties the first and the last stage
+    "next_gene, binned": PAIRS["next_gene"],
+    "encoder, batch": ENCODER | DECODING | BATCH | {"dropout": 0.0},
+    "profile, batch": PROFILE | DECODING | BATCH | {"layers": 1, "decoder_hidden": None, "dropout": 0.0},
+    "encoder, decoding": ENCODER | DECODING,
+    "encoder, thinned": ENCODER | DECODING | {"view": "thin", "decoder_hidden": None},
+    "encoder without blocks": ENCODER | DECODING | {"layers": 0, "weights": "counts"},
+    "profile, decoding": PROFILE | DECODING,
+    "sum of labels": ENCODER | {"objective": "sum", "parts": SUM_OF_LABELS},
+    "sum of contrasts": ENCODER | {"objective": "sum", "parts": CONTRASTED},
+    "negative binomial": ENCODER | DECODING | {"likelihood": "nb", "decoder_hidden": 16},
+    "cls": ENCODER | DECODING | {"pooling": "cls"},
+    "attention, renormalized": ENCODER | {"pooling": "attention", "renormalize": True},
+    "vectors": ENCODER | MASKED | VECTORS,
+    "vectors, trained": ENCODER | MASKED | VECTORS | {"train_gene_vectors": True},
+    "profile, vectors": PROFILE | DECODING | VECTORS | {"layers": 1, "dropout": 0.0},
+    "profile, vectors, trained": PROFILE | DECODING | VECTORS | {"layers": 1, "train_gene_vectors": True},
+    "encoder, queries": ENCODER | QUERY,
+    "pearson": ENCODER | NUMBER | {"loss": "pearson"},
+    "sum with numbers": ENCODER
+    | {"objective": "sum", "parts": {"age": {"name": "regression", "loss": "pearson"} | AGE, "cell_decoding": VIEWS}},
+    "several heads": ENCODER | {"objective": "sum", "parts": SEVERAL_HEADS},
+    "view loss": ENCODER | VICREG,
+    "profile, view loss": PROFILE | VICREG,
+    "proteins": ENCODER | {"objective": "masked_gene"},
+    "hf": {"family": "hf", "weights": "random", "architecture": ESM, "objective": "masked_gene", "cell_loss_weight": 0},
+    "average": ENCODER | {"layers": 4},
+} | {f"optimizer {name}": ENCODER for name in OPTIMIZERS}
+MODELS = PAIRS | OTHERS
+BINNED, SEQUENCE = {"tokenizer": "binned"}, {"tokenizer": "sequence"}
+RANDOM = {"truncation": "random", "zero_frac": 0.2}
+TOKENS: dict[str, dict[str, Any]] = {
+    "masked_gene": {"tokenizer": "rank"},
+    "cell_decoding": BINNED,
+    "next_gene, binned": BINNED,
+    "encoder, batch": {"covariates": ["donor", "batch"], "covariate_unknown_frac": 0.3},
+    "vectors": RANDOM,
+    "vectors, trained": RANDOM,
+    "proteins": SEQUENCE,
+    "hf": SEQUENCE,
+}
+TRAIN: dict[str, dict[str, Any]] = {
+    "average": {"lr": 1e-2, "ema_decay": 0.3, "val_every_steps": 1},
+    "optimizer muon": {"lr": 5e-3},
+}
+STEPS, EACH = 4, 2
+
+
+CORPORA = {"proteins": "proteins", "hf": "proteins"}
+DEFAULT: dict[str, Any] = {"token_budget": 512}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its layout, and how its steps are cut and computed, which changes no number."""
+
+    model: str
+    layout: str
+    ranks: int = 4
+    train: dict[str, Any] = field(default_factory=lambda: DEFAULT)
+    parallel: Layout = field(default_factory=dict)
+    precision: str = "32-true"
+    by_products: bool = False
+    """With the CPU paths for long cells and large matrices used for small ones too."""
+
+    def __str__(self) -> str:
+        cut = self.parallel | (self.train if self.train != DEFAULT else {})
+        more = [f"{key} {value}" for key, value in cut.items()] + ["products"] * self.by_products
+        return ", ".join(
+            [self.model, f"{self.layout} on {self.ranks}", *more, *([self.precision] * (self.precision != "32-true"))]
+        )
+
+
+def run(model: str, layout: Layout, train: dict[str, Any], precision: str = "32-true") -> dict[str, Any]:
+    """Options of a training of a model of the table."""
+    optimizer = {"optimizer": model.split()[1]} if model.startswith("optimizer") else {}
+    course = {"schedule": "constant", "val_every_steps": EACH, "checkpoint_every_steps": EACH} | optimizer
+    tokens, layout = TOKENS.get(model, {}), layout | {"precision": precision}
+    return options(layout, tokens=tokens, train=course | TRAIN.get(model, {}) | train) | split(MODELS[model])
+
+
+def spread(case: Case) -> dict[str, Any]:
+    """Options of the case in its layout."""
+    return run(case.model, EVERY[case.layout] | case.parallel, case.train, case.precision)
+
+
+def digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def of_family(name: str) -> list[Any]:
+    """Skipped where the family's package is missing."""
+    missing = name == "hf" and find_spec("transformers") is None
+    return [pytest.mark.skip(reason="transformers is not installed: pip install 'cellmill[hf]'")] if missing else []
+
+
+def grouped(given: Case, full: bool, *more: Any) -> Any:
+    """A row of the table: cases of one number of processes share a pool, of which each worker of pytest has one."""
+    half = sum(map(ord, given.model)) % 2 if given.ranks == 2 else 0
+    group = pytest.mark.xdist_group(f"layouts of {given.ranks}, {half}")
+    marks = [group, *of_family(given.model), *([pytest.mark.full] if full else [])]
+    return pytest.param(given, *more, marks=marks, id=str(given) if not more else f"{given.model}, {more[0]}")
+
+
+def trained(
+    corpus: str, options: dict[str, Any], folder: str, steps: int, load: bool = False, by_products: bool = False
+) -> dict[str, Any]:
+    """Digests of this rank's full parameters before and after a training, with their names, and its logged lines."""
+    kept = attention.LONG, cpu_matmul.LARGE
+    if by_products:
+        attention.LONG, cpu_matmul.LARGE = 1, 0
+    try:
+        made, lines = cases.trainer(corpus, options, folder, steps)
+        first = digests(made.model)
+        if load:
+            cases.go_on(made, folder)
+        made.run()
+        last = digests(made.model)
+    finally:
+        attention.LONG, cpu_matmul.LARGE = kept
+        for stream in (made.train_stream, made.val_stream):
+            if stream is not None:
+                stream.close()
+    names = ("step", "loss", "grad_norm", "lr", "cells", "tokens", *MEASURED)
+    parts = ("loss_", "lr_", "val_")  # the name of an objective's part, or of a metric
+    logged = [{key: line[key] for key in line if key in names or key.startswith(parts)} for line in lines.lines]
+    return {"first": first, "last": last, "lines": logged}
+
+
+MEASURED = ("effective_rank", "depth_r2", "batch_r2")
+"""Metrics of the embedding at validation."""
+
+
+def digests(model: torch.nn.Module) -> list[tuple[str, str]]:
+    """Pairs, as a rank may have two copies of a tied parameter."""
+    return [(plain_name(name), digest_of(cases.full(parameter))) for name, parameter in model.named_parameters()]
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+
+
+TP, PP = BOTH_CUT, "pp 2"
+COMBINED: list[Case] = [
+    *(Case("genes", layout) for layout in ("SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD", "FULL_SHARD x tp 2", TP)),
+    Case("genes", "ddp x tp 2", parallel={"activation_checkpointing": "selective"}),
+    Case("genes", "HYBRID_SHARD", parallel={"cpu_offload": "optimizer", "activation_checkpointing": "full"}),
+    Case("genes", "FULL_SHARD", parallel={"cpu_offload": "full"}, train={"token_budget": 300}),
+    Case("eight layers, genes", "pp 2, ZBV x SHARD_GRAD_OP"),
+    Case("eight layers, genes", "pp 2, Interleaved1F1B x FULL_SHARD", parallel={"activation_checkpointing": "full"}),
+    Case("genes", "pp 2, 1F1B x tp 2"),
+    Case("genes", "HYBRID_SHARD", precision="bf16-mixed"),
+]
+"""Combined axes, of one model."""
+FEW, SMALL, PARTS4 = {"token_budget": 256}, {"token_budget": 100}, {"microbatches": 4}
+RECOMPUTED = [{"activation_checkpointing": how} for how in ("full", "selective")]
+OFFLOADED = {"cpu_offload": "optimizer"}
+PRODUCT: list[Case] = [
+    *(Case("masked_value", layout) for layout in LAYOUTS),
+    *(Case("genes", layout) for layout in CUT),
+    *(Case("eight layers, genes", layout) for layout in PIPELINES),
+    *(Case("eight layers", layout) for layout in ("pp 4, 1F1B", "pp 2, ZBV x SHARD_GRAD_OP")),
+    *(Case("eight layers, genes", layout, 8) for layout in THREE_AXES if "pp" in layout),
+    *(Case(model, layout, 8) for model in ("masked_value", "genes") for layout in THREE_AXES if "pp" not in layout),
+    *(Case("masked_value", layout, parallel=how) for layout in ("ddp", "HYBRID_SHARD", TP, PP) for how in RECOMPUTED),
+    *(Case("masked_value", layout, parallel=OFFLOADED) for layout in ("ddp", "FULL_SHARD", "HYBRID_SHARD")),
+    *(Case("masked_value", layout, parallel=OFFLOADED) for layout in ("tp 4", TP, PP)),
+    *(
+        Case("masked_value", layout, parallel={"cpu_offload": "full"}, train={"token_budget": 300})
+        for layout in ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD", TP, PP)
+    ),
+    *(Case("masked_value", layout, precision="bf16-mixed") for layout in ("ddp", "HYBRID_SHARD", "NO_SHARD", *CUT)),
+    *(
+        Case("masked_value", "FULL_SHARD", parallel={"cpu_offload": how} | RECOMPUTED[1], precision="bf16-mixed")
+        for how in ("optimizer", "full")
+    ),
+    *(
+        Case("eight layers", layout, precision="bf16-mixed")
+        for layout in ("pp 4, 1F1B", "pp 2, 1F1B x FULL_SHARD", "pp 2, 1F1B x tp 2")
+    ),
+    *(Case("next_gene", layout, train=FEW) for layout in ("ddp", "HYBRID_SHARD", TP, PP)),
+    *(Case("next_gene, binned", layout, train=FEW) for layout in ("tp 4", "pp 2, 1F1B x tp 2")),
+    *(Case("encoder, batch", layout, train=FEW) for layout in ("HYBRID_SHARD", TP, PP)),
+    *(Case("profile, batch", layout, train=FEW) for layout in ("ddp", "FULL_SHARD x tp 2")),
+    *(Case("perturbation_response", layout, train=FEW) for layout in (TP, PP)),
+    *(Case("encoder, decoding", layout, train=FEW) for layout in ("HYBRID_SHARD", TP, PP)),
+    *(Case("encoder, thinned", layout, train=FEW) for layout in ("tp 4", "pp 2, 1F1B x tp 2")),
+    *(Case("encoder without blocks", layout, train=FEW) for layout in ("HYBRID_SHARD", "tp 4, sequence parallel")),
+    *(Case("profile, decoding", layout, train=FEW) for layout in ("ddp", "HYBRID_SHARD", "FULL_SHARD x tp 2")),
+    *(
+        Case("classification", layout, train=train)
+        for layout, train in (("ddp", {"token_budget": 1024}), (TP, DEFAULT))
+    ),
+    Case("classification", PP, parallel=PARTS4, train={"token_budget": 4096}),
+    *(Case("sum of labels", layout) for layout in ("HYBRID_SHARD", "FULL_SHARD x tp 2")),
+    *(Case("supervised_contrastive", layout, train=FEW) for layout in ("ddp", "HYBRID_SHARD")),
+    Case("supervised_contrastive", TP, train={"token_budget": 4096}),
+    Case("supervised_contrastive", PP, parallel=PARTS4, train={"token_budget": 4096}),
+    Case("sum of contrasts", "HYBRID_SHARD", train=FEW),
+    *(Case("negative binomial", layout, train=FEW) for layout in ("tp 4", PP)),
+    *(Case(model, layout, train=FEW) for model in ("cls", "attention, renormalized") for layout in (TP, PP)),
+    *(Case("vectors", layout, train=FEW) for layout in ("HYBRID_SHARD", "pp 2, 1F1B x tp 2")),
+    Case("vectors, trained", TP, train=FEW),
+    Case("profile, vectors", "ddp", train=FEW),
+    Case("profile, vectors, trained", "tp 4", train=FEW),
+    *(Case("masked_gene", layout, train=FEW) for layout in ("ddp", "HYBRID_SHARD", TP, PP)),
+    Case("cell_decoding", "pp 2, 1F1B x tp 2", train=FEW),
+    *(Case("query_decoding", layout, train=FEW) for layout in ("ddp", "HYBRID_SHARD", TP, PP)),
+    Case("encoder, queries", "pp 2, 1F1B x tp 2", train=FEW),
+    *(Case("regression", layout, train={"token_budget": 1024}) for layout in ("ddp",)),
+    Case("regression", PP, parallel=PARTS4, train={"token_budget": 4096}),
+    Case("pearson", "ddp", train={"token_budget": 1024}),
+    Case("pearson", PP, parallel=PARTS4, train={"token_budget": 4096}),
+    Case("pearson", "HYBRID_SHARD x tp 2", train={"token_budget": 2048}),
+    Case("sum with numbers", "FULL_SHARD", train={"token_budget": 1024}),
+    Case("several heads", TP, train={"token_budget": 4096}),
+    *(Case("sum", layout, train=FEW) for layout in ("ddp", "HYBRID_SHARD", TP, PP)),
+    *(Case("view loss", layout, train=FEW) for layout in ("ddp", "HYBRID_SHARD")),
+    Case("view loss", TP, train={"token_budget": 4096}),
+    # a rank needs a new schedule of torch where its lengths change, its data-parallel peer maybe not
+    Case("view loss", PP, parallel=PARTS4, train={"token_budget": 4096}),
+    Case("profile, view loss", "ddp", train={"token_budget": 4096}),
+    Case("proteins", TP),
+    Case("hf", "ddp"),
+    Case("hf", "HYBRID_SHARD", parallel=RECOMPUTED[0]),
+]
+"""Every other layout, objective and precision that is tested."""
+CUTS: list[Any] = [
+    grouped(Case("view loss", "fsdp", 2, {"token_budget": 128}), False),
+    grouped(Case("supervised_contrastive", "ddp", 2, {"token_budget": 128}), False),
+    grouped(Case("sum of contrasts", "ddp", 2, {"token_budget": 128}), True),
+    grouped(Case("genes", "HYBRID_SHARD", train=SMALL, parallel={"gradient_reduction": "micro_batch"}), False),
+    grouped(Case("masked_value", "HYBRID_SHARD", train=SMALL, parallel={"gradient_reduction": "step"}), True),
+    *(
+        grouped(Case("masked_value", name, train=SMALL, parallel={"gradient_reduction": "step"}), True)
+        for name in ("ddp", "tp 4")
+    ),
+    *(
+        grouped(Case("masked_value", TP, train={"token_budget": 300}, parallel={"gradient_reduction": how}), True)
+        for how in ("step", "micro_batch")
+    ),
+    grouped(Case("eight layers, genes", "pp", 2, SMALL), False),
+    *(
+        grouped(Case("eight layers", layout, train=train, parallel=parallel), True)
+        for layout in ("pp 2, InterleavedZeroBubble x HYBRID_SHARD", "pp 4, ZBV")
+        for train, parallel in ((SMALL, {}), (DEFAULT, {"microbatches": 12}), (DEFAULT, RECOMPUTED[0]))
+    ),
+    grouped(Case("masked_value", "fsdp", 2, by_products=True, parallel=RECOMPUTED[0]), False),
+    *(
+        grouped(Case("masked_value", layout, by_products=True, parallel=how), True)
+        for layout in ("FULL_SHARD", TP)
+        for how in ({}, RECOMPUTED[0])
+    ),
+]
+"""How a step is cut into micro-batches and computed."""
+CHAINS: list[tuple[int, str, list[str], bool]] = [
+    (2, "optimizer adamw", ["tp", "fsdp", "pp", "ddp", "one process"], False),
+    *((2, f"optimizer {name}", ["ddp", "tp"], False) for name in OPTIMIZERS if name != "adamw"),
+    (2, "average", ["fsdp", "pp"], False),
+    (4, "genes", [TP, "pp 2, 1F1B x FULL_SHARD", "HYBRID_SHARD, offloaded"], False),
+    *((4, f"optimizer {name}", ["tp 4", TP, "FULL_SHARD", "one process"], True) for name in OPTIMIZERS),
+    (4, "optimizer muon", ["ddp", TP], True),
+    (4, "optimizer muon", ["FULL_SHARD", PP], True),
+    (4, "optimizer muon", ["pp 2, 1F1B x tp 2", "HYBRID_SHARD"], True),
+    (4, "eight layers, genes", ["pp 2, 1F1B x FULL_SHARD", TP, "pp 4, ZBV", "FULL_SHARD", "one process"], True),
+    (4, "average", ["ddp", TP], True),
+    (4, "average", ["pp 2, ZBV x tp 2", "HYBRID_SHARD, on the CPU"], True),
+    (4, "masked_value", ["FULL_SHARD x tp 2, offloaded", "ddp", "FULL_SHARD, on the CPU", "pp 2, offloaded"], True),
+    (4, "masked_value", ["pp 2, offloaded", "one process"], True),
+    (4, "next_gene", ["one process", PP], True),
+    (4, "query_decoding", ["one process", "FULL_SHARD x tp 2"], True),
+    (4, "encoder, decoding", ["ddp", PP], True),
+    (4, "denoise", ["HYBRID_SHARD", "FULL_SHARD x tp 2"], True),
+    (4, "sum of labels", ["HYBRID_SHARD", "FULL_SHARD x tp 2"], True),
+    *((4, "masked_value", ["HYBRID_SHARD", layout], True) for layout in [*LAYOUTS, "one process"]),
+]
+"""Layouts that a run goes through, two steps in each."""

@@ -1,0 +1,141 @@
+"""Every layout trains the model of one process: a test for each promise, over the table in `conformance.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed import cases, conformance
+from tests.distributed.conformance import AXES, CHAINS, COMBINED, CUTS, PAIRS, PRODUCT, Case, grouped
+from tests.distributed.pool import Pool
+
+TOLERANCE = 5e-6
+ON_TWO = [Case(model, axis, 2) for model in PAIRS if model != "denoise" for axis in AXES]
+ON_TWO += [Case("denoise", axis, 2) for axis in ("ddp", "fsdp", "tp of whole tokens")]  # profile has one block a cell
+OF_SEQUENCES = [Case("hf", "ddp", 2), Case("hf", "fsdp", 2), Case("proteins", "tp", 2)]
+BEGUN = [*(Case("masked_gene", axis, 2) for axis in AXES), *COMBINED[:6], *COMBINED[8:11]]
+EXPORTED = [*(Case(model, axis, 2) for model, axis in zip(PAIRS, 3 * [*AXES]) if model != "denoise"), COMBINED[4]]
+ALL = [*ON_TWO, *OF_SEQUENCES, *COMBINED]
+Trained = dict[str, Any]
+
+
+def rows(quick: list[Case], product: list[Case] = PRODUCT) -> Any:
+    """Cases of `make test`, and of the product those that only `make test-all` has."""
+    made = [grouped(case, full=False) for case in quick]
+    return pytest.mark.parametrize("case", made + [grouped(case, full=True) for case in product if case not in quick])
+
+
+class Table:
+    """Trainings of the table, each made once in a session."""
+
+    def __init__(self, pools: Callable[[int], Pool], corpora: dict[str, str], vectors: str, folder: Path) -> None:
+        self.pools, self.corpora, self.vectors, self.folder = pools, corpora, vectors, folder
+        self.made: dict[str, list[Trained]] = {}
+
+    def corpus(self, model: str) -> str:
+        return self.corpora[conformance.CORPORA.get(model, "cells")]
+
+    def train(self, model: str, ranks: int, given: dict[str, Any], folder: Path, **more: Any) -> list[Trained]:
+        """What each rank returns of a training."""
+        given = json.loads(json.dumps(given).replace('"VECTORS"', json.dumps(self.vectors)))
+        more |= {"corpus": self.corpus(model), "options": given, "folder": str(folder)}
+        return [conformance.trained(**more)] if ranks == 1 else self.pools(ranks).run("conformance.trained", **more)
+
+    def once(self, case: Case) -> tuple[list[Trained], Path]:
+        """The same of a case, and its folder."""
+        given, key = conformance.spread(case), {"by_products": case.by_products, "steps": conformance.STEPS}
+        name = conformance.digest([case.ranks, given, key])
+        if name not in self.made:
+            self.made[name] = self.train(case.model, case.ranks, given, self.folder / name, **key)
+        return self.made[name], self.folder / name
+
+    def alone(self, model: str, precision: str = "32-true", steps: int = conformance.STEPS) -> Trained:
+        """The same of one process with one micro-batch a step."""
+        given = conformance.run(model, {}, {"token_budget": 8192}, precision)
+        name = conformance.digest([given, steps])
+        if name not in self.made:
+            self.made[name] = self.train(model, 1, given, self.folder / name, steps=steps)
+        return self.made[name][0]
+
+
+@pytest.fixture(scope="session")
+def made(
+    pools: Callable[[int], Pool], corpus: str, proteins: str, vectors: str, tmp_path_factory: pytest.TempPathFactory
+) -> Table:
+    return Table(pools, {"cells": corpus, "proteins": proteins}, vectors, tmp_path_factory.mktemp("table"))
+
+
+@pytest.fixture
+def table(made: Table, alone: None) -> Table:
+    return made
+
+
+def assert_lines(ranks: list[Trained], expected: list[dict[str, float]], low: bool = False) -> None:
+    """Logged lines are the expected ones in every rank; with low precision, their losses nearly."""
+    lines = ranks[0]["lines"]
+    assert all(rank["lines"] == lines for rank in ranks), "ranks disagree about a number that is global"
+    assert [line.keys() for line in lines] == [line.keys() for line in expected]
+    for line, other in zip(lines, expected):
+        if low:
+            assert line.get("loss") == pytest.approx(other.get("loss"), rel=5e-3)
+            continue
+        for key, value in other.items():
+            rtol, atol = (1e-3, 1e-6) if key in conformance.MEASURED else (TOLERANCE, TOLERANCE)
+            found, wanted = np.array([line[key], value], float)  # None, a metric without a value, is nan
+            np.testing.assert_allclose(found, wanted, rtol=rtol, atol=atol, err_msg=f"{key} of {other}")
+
+
+@rows(ALL)
+def test_curve_and_validation_equal_those_of_one_process(table: Table, case: Case) -> None:
+    expected, low = table.alone(case.model, case.precision)["lines"], case.precision != "32-true"
+    assert any("val_loss" in line for line in expected)
+    assert_lines(table.once(case)[0], expected, low)
+    if low:
+        assert expected != table.alone(case.model)["lines"], f"{case.precision} computed in float32"
+
+
+@rows(BEGUN)
+def test_first_weights_equal_those_of_one_process_to_the_bit(table: Table, case: Case) -> None:
+    expected = dict(table.alone(case.model)["first"])
+    found = [set(rank["first"]) for rank in table.once(case)[0]]
+    assert all(of_rank <= expected.items() for of_rank in found)
+    assert set().union(*found) == expected.items()
+    assert all(len(of_rank) < len(expected) for of_rank in found) or "pp" not in case.layout
+
+
+@rows(BEGUN)
+def test_ranks_end_with_the_same_parameters(table: Table, case: Case) -> None:
+    found = [pair for rank in table.once(case)[0] for pair in rank["last"]]  # copies of a tied one too
+    assert len(set(found)) == len(dict(found)), "copies of a parameter differ"
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_how_a_step_is_cut_and_computed_changes_nothing(table: Table, case: Case) -> None:
+    assert_lines(table.once(case)[0], table.alone(case.model)["lines"])
+
+
+@pytest.mark.parametrize(
+    ("case", "chain"), [grouped(Case(model, chain[0], ranks), full, chain) for ranks, model, chain, full in CHAINS]
+)
+def test_a_run_resumes_in_another_layout(table: Table, tmp_path: Path, case: Case, chain: list[str]) -> None:
+    each, model = conformance.EACH, case.model
+    expected = table.alone(model, steps=each * len(chain))["lines"]
+    for part, layout in enumerate(chain):
+        ranks = 1 if layout == "one process" else case.ranks
+        given = conformance.spread(Case(model, layout, case.ranks))
+        found = table.train(model, ranks, given, tmp_path, steps=each * (part + 1), load=part > 0)
+        lines = [line for line in expected if each * part < line["step"] <= each * (part + 1)]
+        assert_lines(found, lines)
+
+
+@rows(EXPORTED, COMBINED)
+def test_an_export_is_the_trained_model_to_the_bit(table: Table, tmp_path: Path, case: Case) -> None:
+    ranks, folder = table.once(case)
+    tensors = cases.exported(table.corpus(case.model), folder, tmp_path)
+    for name, content in {pair for rank in ranks for pair in rank["last"]}:
+        assert conformance.digest_of(tensors[name]) == content, name
