@@ -1,7 +1,8 @@
-"""Agents on this machine: one that fails ends the others and gives the exit code."""
+"""Agents on this machine: one that fails ends the others and gives the exit code; signals of their launcher."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 
@@ -9,6 +10,7 @@ import pytest
 
 from cellmill.launch.job import agent_environment
 from cellmill.launch.local import _wait
+from cellmill.launch.signals import requests
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -23,3 +25,16 @@ def test_processes_share_the_cores_that_are_reserved_for_them(monkeypatch: pytes
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(16))
     assert [agent_environment(2, cores)["OMP_NUM_THREADS"] for cores in (0, 6, 1)] == ["8", "3", "1"]
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
+    earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with requests() as asked:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert asked.asked is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert asked.asked == "cancel"
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, earlier)

@@ -61,6 +61,10 @@ def test_lost_processes_are_restarted_if_that_can_help(
     assert (task.returncode == 0) == (starts == 3)
     assert printed in printed_all
     assert ("starting all again" in printed_all) == (starts > 1)
+    assert ("rank 0 on" in printed_all) == (not says_why), "its own line is enough"
+    for noise in ("Traceback", "ChildFailedError", "master_addr", "client socket"):
+        assert noise not in printed_all
+    assert "SIGKILL" in (tmp_path / "node-0.log").read_text()
     assert json.loads((tmp_path / "attempt-000.json").read_text())["exit_code"] == (0 if starts == 3 else 1)
 
 

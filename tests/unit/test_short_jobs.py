@@ -37,6 +37,22 @@ def test_jobs_at_their_limit_that_mostly_started_are_named_once(tmp_path: Path) 
     assert line("d", 540, 54, 3) == ""
 
 
+def test_a_start_up_that_the_limit_cut_off_is_named_with_its_time(tmp_path: Path) -> None:
+    trained = [0.0]
+    short = ShortJobs(lambda: trained[-1])
+    short.begin()
+    announced = record(tmp_path / "a", 500)  # SLURM announced the limit, and the processes ended
+    assert short.start_up(announced, 0, was_to_save=True) == (
+        "start-up took 500 s of the limit's 600 s, and no step was made: raise runtime to at least 18 (min) in the "
+        "profile"
+    )
+    assert short.start_up(announced, 0, was_to_save=False) == "", "it did not reach its limit"
+    assert short.start_up(record(tmp_path / "b", 100), 0, was_to_save=True) == "", "it was preempted"
+    assert short.start_up(announced, 3, was_to_save=True) == ""
+    trained.append(4.0)
+    assert short.start_up(announced, 0, was_to_save=True) == "", "it made steps"
+
+
 def test_jobs_that_train_are_not_named(tmp_path: Path) -> None:
     trained = [0.0]
     short = ShortJobs(lambda: trained[-1])

@@ -47,7 +47,6 @@ class Scripted:
             (self.fake / "bin" / name).chmod(0o755)
         monkeypatch.setenv("PATH", f"{self.fake / 'bin'}:/usr/bin:/bin")
         monkeypatch.setenv("FAKE_SLURM", str(self.fake))
-        monkeypatch.setattr("tempfile.tempdir", str(folder))  # the shared answer of one test is not another's
         monkeypatch.setattr("cellmill.launch.follow.GONE_S", 0.3)
         self.machine = Machine(launcher="slurm", poll_s=0.05, **machine)
         self.states = ["running"]
@@ -94,16 +93,33 @@ def test_a_rejected_job_quotes_sbatch_and_is_tried_once(scripted: Scripted, said
     assert list((scripted.train / "jobs").iterdir()) == []
 
 
-def test_a_held_job_is_waited_for_and_says_how_it_is_released(
-    scripted: Scripted, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("limit", ["AssocMaxSubmitJobLimit", "QOSMaxSubmitJobPerUserLimit", "AssocGrpSubmitJobsLimit"])
+def test_a_full_quota_of_jobs_is_waited_out_and_said_once(
+    scripted: Scripted, capsys: pytest.CaptureFixture[str], limit: str
 ) -> None:
-    held = listed("PENDING", "JobHeldUser")
+    said = "Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size and/or time)"
+    full = [1, "", f"sbatch: error: {limit}\nsbatch: error: {said}\n"]
+    scripted.answers(squeue=[NONE, NONE, NONE, NONE, listed("COMPLETED")], sbatch=[full, full, SUBMITTED])
+    scripted.states = ["done"]
+    scripted.run()
+    printed = capsys.readouterr().out
+    line = f"sbatch: {limit}: SLURM accepts no further job of yours until others have ended; waiting\n"
+    assert printed.startswith(f"{line}submitted job 7;")
+    assert printed.count(limit) == 1
+    assert [path.name for path in (scripted.train / "jobs").iterdir()] == ["001"]
+
+
+@pytest.mark.parametrize("reason", ["JobHeldUser", "job requeued in held state", "job_requeued_in_held_state"])
+def test_a_held_job_is_waited_for_and_says_how_it_is_released(
+    scripted: Scripted, capsys: pytest.CaptureFixture[str], reason: str
+) -> None:
+    held = listed("PENDING", reason)
     scripted.answers(squeue=[NONE, NONE, held, held, listed("RUNNING"), listed("COMPLETED")], sbatch=[SUBMITTED])
     scripted.states = ["done"]
     scripted.run()
     printed = capsys.readouterr().out
-    assert "job 7: PENDING (JobHeldUser): held: `scontrol release 7` releases it\n" in printed
-    assert printed.count("JobHeldUser") == 1
+    assert f"job 7: PENDING ({reason}): held: `scontrol release 7` releases it\n" in printed
+    assert printed.count(reason) == 1
     assert printed.endswith("job 7: RUNNING on node1\njob 7: COMPLETED\n")
 
 
@@ -150,6 +166,112 @@ def test_a_failed_collective_is_the_reason_if_no_process_knew_more(
         scripted.run()
     line = "job 7 ended with FAILED: rank 3 on node1: all_reduce failed: closed; going on from step 0 with another job"
     assert capsys.readouterr().out.count(f"{line}\n") == 2
+
+
+def leaving(scripted: Scripted, log: str) -> None:
+    """Let each submitted job have this log."""
+    sbatch, jobs = scripted.fake / "bin" / "sbatch", str(scripted.train / "jobs")
+    leave = f"import glob\nfor job in glob.glob({jobs!r} + '/*'):\n    Path(job, '7_0_log.out').write_text({log!r})\n"
+    sbatch.write_text(sbatch.read_text().replace("print(out", f"{leave}print(out"))
+
+
+@pytest.mark.parametrize("holder", ["6", "7"])
+def test_a_start_refused_by_a_living_one_is_followed_by_one_job_once_that_has_ended(
+    scripted: Scripted, capsys: pytest.CaptureFixture[str], holder: str
+) -> None:
+    own, scripted.machine = claim(scripted.train, holder), scripted.machine.model_copy(update={"max_jobs": 2})
+    folder, name = Jobs(scripted.train).new()
+    JobRecord.of(scripted.machine, folder, holder, name).now("FAILED", ended=True)
+    (folder / "attempt-000.json").write_text(json.dumps({"hosts": ["node3"]}))
+    first = "an earlier start of job 7" if holder == "7" else "job 6"
+    leaving(
+        scripted,
+        f"{BEGINS}\n{first} is training in {scripted.train}; {'this start' if holder == '7' else 'job 7'} ends\n",
+    )
+    again = [0, "Submitted batch job 8\n", ""]
+    waits = [*[NONE] * 8, [0, "", "released"]]
+    scripted.answers(
+        squeue=[NONE, NONE, listed("FAILED"), *waits, NONE, listed("COMPLETED", job=8)], sbatch=[SUBMITTED, again]
+    )
+    squeue = scripted.fake / "bin" / "squeue"
+    release = f'if err == \'released\':\n    Path({str(own.file)!r}).write_text(\'{{"job": "6", "released": true}}\')\n'
+    squeue.write_text(squeue.read_text().replace("print(out", f"{release}print(out", 1))
+    calls = scripted.fake / "calls"
+    files = RunFiles(lambda: "done" if calls.read_text().count("sbatch") == 2 else "running", lambda: 0)
+    SlurmLauncher(scripted.train, scripted.machine, files).run(lambda folder: Job("some.module", [str(folder)], 1, 1))
+    line = (
+        f"job {holder} still trains on node3, which SLURM may have lost; another job is submitted once it has ended; "
+        f"to let it save and end, run there: `pkill -f {scripted.train}`\n"
+    )
+    assert capsys.readouterr().out.count(line) == 1
+    lines = calls.read_text().splitlines()
+    second = [number for number, call in enumerate(lines) if call.startswith("sbatch")][1]
+    assert second > 9, "it did not wait"
+
+
+def test_a_job_that_sacct_alone_calls_running_and_that_is_silent_is_taken_for_ended(
+    scripted: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = claim(scripted.train, "7")
+    os.utime(own.file, (time.time() - 100, time.time() - 100))
+    scripted.answers(
+        squeue=[NONE, NONE, listed("RUNNING"), *[NONE] * 50],
+        sbatch=[SUBMITTED, [1, "", "sbatch: error: enough\n"]],
+        sacct=[[0, "RUNNING\n", ""]],
+    )
+    with pytest.raises(UserError, match="enough"):
+        scripted.run()
+    assert (
+        "job 7: squeue no longer lists it and it gives no sign of life, though sacct says RUNNING: taken for ended "
+        "(`sacctmgr show runawayjobs` lets an administrator correct sacct)\njob 7: GONE\n"
+        "job 7 ended with GONE; going on from step 0 with another job\n"
+    ) in capsys.readouterr().out
+
+
+def test_a_time_limit_below_the_start_up_is_said_after_one_job(scripted: Scripted) -> None:
+    scripted.answers(squeue=[NONE, NONE, listed("RUNNING"), listed("TIMEOUT")], sbatch=[SUBMITTED])
+    scripted.machine = scripted.machine.model_copy(update={"runtime": 5})
+    with pytest.raises(UserError) as error:
+        scripted.run()
+    log = scripted.train / "jobs" / "001" / "7_0_log.out"
+    assert str(error.value) == (
+        "start-up took 300 s of the limit's 300 s, and no step was made: raise runtime to at least 12 (min) in the "
+        f"profile (job 7, log: {log})"
+    )
+    assert len(scripted.calls("sbatch")) == 1
+
+
+@pytest.mark.parametrize(
+    "line", ["ModuleNotFoundError: No module named 'anndata'", "/env/bin/python: No module named submitit.core"]
+)
+def test_a_module_that_cannot_be_imported_on_a_node_ends_the_run_after_one_job(scripted: Scripted, line: str) -> None:
+    leaving(scripted, f"Traceback (most recent call last):\n{line}\nsrun: error: node1: task 0: Exited with code 1\n")
+    scripted.answers(squeue=[NONE, NONE, listed("FAILED")], sbatch=[SUBMITTED])
+    with pytest.raises(UserError, match=f"^{line}; check modules, setup and container in the profile"):
+        scripted.run()
+    assert len(scripted.calls("sbatch")) == 1
+
+
+def test_a_broken_torch_on_a_node_is_one_line_with_the_node_and_its_python(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted.answers(squeue=[NONE, NONE, listed("COMPLETED")], sbatch=[SUBMITTED])
+    scripted.states = ["done"]
+    scripted.run()
+    (scripted.fake / "torch").mkdir()
+    (scripted.fake / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.99:\\ncannot open')")
+    folder = scripted.train / "jobs" / "001"
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}
+    slurm |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SUBMITIT_EXECUTOR": "slurm", "PYTHONPATH": str(scripted.fake)}
+    words = [sys.executable, "-m", "submitit.core._submit", str(folder)]
+    done = subprocess.run(words, env=os.environ | slurm, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "torchrun ended with exit code 1"
+    assert (folder / "error.txt").read_text() == (
+        f"{os.uname().nodename}: {sys.executable} cannot import torch: ImportError: libcudart.so.99: cannot open; "
+        "check modules, setup and container in the profile, and PYTHONPATH"
+    )
 
 
 def test_a_job_for_another_machine_is_followed_with_a_warning(
@@ -199,7 +321,7 @@ def test_another_launcher_may_go_on_once_nothing_is_known_of_a_job(scripted: Scr
     assert launcher.living() == record
     assert not launcher.is_gone(record)
     scripted.answers(squeue=[NONE])
-    time.sleep(4 * machine.poll_s)  # an answer is good for all launchers so long
+    time.sleep(4 * machine.poll_s)  # an answer is good for so long
     assert launcher.is_gone(record)
     assert launcher.living() is None
 
@@ -461,12 +583,19 @@ def test_a_folder_whose_name_slurm_would_interpret_is_refused(tmp_path: Path, mo
         scripted.run()
 
 
-def test_many_launchers_share_one_query_of_the_queue(scripted: Scripted) -> None:
-    scripted.answers(squeue=[listed("RUNNING")])
+@pytest.mark.parametrize("answer", [listed("RUNNING"), [1, "", "slurm_load_jobs error: Unable to contact slurm"]])
+def test_squeue_is_called_once_in_a_poll_interval_without_a_lock_or_a_file(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, answer: list[Any]
+) -> None:
+    (temporary := scripted.fake / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    scripted.answers(squeue=[answer])
     (scripted.fake / "name").write_text("cellmill-a-0.001")
-    queues = [queue_module.Queue(poll_s=60) for _ in range(50)]
-    assert {queue.state("7", "cellmill-a-0.001").name for queue in queues} == {"RUNNING"}
+    queue = queue_module.Queue(poll_s=60)
+    state = "UNKNOWN" if answer[0] else "RUNNING"
+    assert {queue.state("7", "cellmill-a-0.001").name for _ in range(50)} == {state}
     assert len(scripted.calls("squeue")) == 1
+    assert list(temporary.iterdir()) == []
 
 
 def test_a_task_that_cannot_be_launched_ends_the_job_instead_of_letting_the_others_wait(
@@ -575,13 +704,6 @@ def test_arrays_heterogeneous_jobs_and_states_of_other_jobs_are_passed_over() ->
     ]
 
 
-def test_launchers_share_a_failed_query_of_the_queue(scripted: Scripted) -> None:
-    scripted.answers(squeue=[[1, "", "slurm_load_jobs error: Unable to contact slurm controller"]])
-    queues = [queue_module.Queue(poll_s=60) for _ in range(20)]
-    assert {queue.state("7", "").name for queue in queues} == {"UNKNOWN"}
-    assert len(scripted.calls("squeue")) == 1
-
-
 def test_a_job_is_submitted_to_the_cluster_that_is_queried(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CONF", "/etc/other/slurm.conf")
     monkeypatch.setenv("SLURM_JOB_ID", "99")
@@ -603,9 +725,13 @@ def test_wishes_in_the_environment_reach_sbatch_unless_the_profile_or_cellmill_s
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     for name in ("SBATCH_EXCLUSIVE", "SBATCH_TIMELIMIT", "SBATCH_SIGNAL", "SBATCH_ACCOUNT", "SBATCH_ARRAY_INX"):
         monkeypatch.setenv(name, "mine")
+    for name in ("SLURM_NTASKS", "SLURM_NNODES", "SLURM_DISTRIBUTION", "SLURM_CONF", "SLURM_CLUSTERS"):
+        monkeypatch.setenv(name, "mine")
     machine = Machine(launcher="slurm", runtime=90)
     with submitting(machine):
         assert {name for name in os.environ if name.startswith("SBATCH_")} == {"SBATCH_EXCLUSIVE", "SBATCH_ACCOUNT"}
+        kept = {name for name in os.environ if name.startswith("SLURM_")}
+        assert kept == {"SLURM_CONF", "SLURM_CLUSTERS"}, "srun in the job would read the others"
     with submitting(machine.model_copy(update={"slurm_account": "lab"})):
         assert "SBATCH_ACCOUNT" not in os.environ
     monkeypatch.setenv("SLURM_JOB_ID", "99")

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,11 +28,10 @@ with TrainFolder(Path(sys.argv[1])).locked(follows=len(sys.argv) > 2):
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty results folder; PATH has only tmp_path/bin, and SLURM's answers are kept in tmp_path."""
-    for name in ("bin", "tmp", "results/runs"):
+    """An empty results folder; PATH has only tmp_path/bin."""
+    for name in ("bin", "results/runs"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     return tmp_path / "results"
 
 
@@ -219,10 +217,11 @@ def test_one_damaged_run_hides_no_other(results: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("three", "'three': no such run; {runs} has one, two"),
-        ("../one", "'../one': expected the name of a run, got a path; {runs} has one, two"),
-        ("one/train", "'one/train': expected the name of a run, got a path; {runs} has one, two"),
-        ("..", "'..': no such run; {runs} has one, two"),
+        ("three", "'three': no such run in {runs}; there are: one, two"),
+        ("tow", "'tow': no such run in {runs}; did you mean 'two'?"),
+        ("../one", "'../one': expected the name of a run, got a path in {runs}; did you mean 'one'?"),
+        ("one/train", "'one/train': expected the name of a run, got a path in {runs}; there are: one, two"),
+        ("..", "'..': no such run in {runs}; there are: one, two"),
     ],
 )
 @pytest.mark.parametrize("stage", ["status", "attach", "cancel", "logs"])
@@ -247,9 +246,23 @@ def test_an_empty_results_folder_has_no_run_yet(results: Path, capsys: pytest.Ca
     assert status(results, capsys) == f"{results}/runs: no run yet\n"
 
 
+@pytest.mark.parametrize("stage", ["status", "attach", "cancel", "logs"])
+def test_before_the_first_run_a_workflow_has_no_run_yet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: str
+) -> None:
+    (tmp_path / "workflow").mkdir()
+    results = tmp_path / "results"
+    code = main([stage, *(["one"] if stage != "status" else []), "--results", str(results)])
+    said = capsys.readouterr()
+    if stage == "status":
+        assert (code, said.out) == (0, f"{results}/runs: no run yet\n")
+    else:
+        assert (code, said.err) == (2, f"cellmill {stage}: 'one': no such run in {results}/runs; no run yet\n")
+
+
 def test_the_commands_load_nothing_heavy() -> None:
     heavy = ("torch", "pandas", "numpy", "scipy", "anndata", "submitit")
-    names = ", ".join(f"cellmill.commands.{name}" for name in ("status", "attach", "cancel", "logs"))
+    names = ", ".join(f"cellmill.commands.{name}" for name in ("status", "watch", "attach", "cancel", "logs"))
     code = f"import cellmill.cli, {names}, sys; print(*[name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "\n"
 

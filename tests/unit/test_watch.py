@@ -34,6 +34,7 @@ def append(train: Path, *lines: dict[str, Any]) -> None:
 
 def test_a_run_is_waited_for_shown_one_line_per_news_and_left_when_it_is_done(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cellmill.cli", "watch", "one", "--results", "results", "--every-s", "0.1"]
+    (tmp_path / "Snakefile").touch()
     watching = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     assert watching.stdout is not None
     assert watching.stdout.readline() == "one: not begun\n"
@@ -73,6 +74,26 @@ def test_a_finished_run_is_shown_once_and_a_path_is_refused(tmp_path: Path, caps
     assert capsys.readouterr().out == "one: done  step 10/20 (50%)  loss 0.5  lr 1.00e-03  2 steps skipped\n"
     assert main(["watch", "../one"]) == 2
     assert capsys.readouterr().err == "cellmill watch: '../one': expected the name of a run, got a path\n"
+
+
+def test_a_mistyped_run_is_refused_with_the_nearest_and_one_of_the_configuration_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracked_run(tmp_path)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.yaml").write_text("runs: {demo: {corpus: pbmc}}\n")
+    results, config = str(tmp_path / "results"), tmp_path / "config" / "config.yaml"
+    for name, nearest in (("noe", "one"), ("dmeo", "demo")):
+        assert main(["watch", name, "--results", results]) == 2
+        message = f"no such run in {results}/runs or {config}; did you mean {nearest!r}?"
+        assert capsys.readouterr().err == f"cellmill watch: {name!r}: {message}\n"
+    monkeypatch.setattr("time.sleep", _interrupt)
+    assert main(["watch", "demo", "--results", results]) == 0
+    assert capsys.readouterr().out == "demo: not begun\n"
+
+
+def _interrupt(seconds: float) -> None:
+    raise KeyboardInterrupt
 
 
 class Terminal(io.StringIO):

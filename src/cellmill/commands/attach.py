@@ -17,7 +17,7 @@ from cellmill.runs.jobs import Jobs
 from cellmill.runs.lock import Holder, holder_of
 from cellmill.runs.metrics import TAIL_BYTES
 
-SLOWEST_POLL_S = 10.0  # for a job that is followed for long: the queue is shared
+SLOWEST_POLL_S = 10.0  # for a job that is followed for long
 SETTLE_S = 10  # how long a shared folder may take to show what a node wrote
 
 

@@ -21,7 +21,7 @@ from cellmill.runs.lock import holder_of
 from cellmill.track.follower import Follower, without_secrets
 from cellmill.track.followers import POLL_S
 
-QUEUE_S = 10.0  # between questions about jobs: the queue is shared
+QUEUE_S = 10.0  # between queries of jobs
 
 
 def run(*, run: str, to: str, results: Path) -> None:

@@ -3,16 +3,20 @@
 import shutil
 from pathlib import Path
 
-from cellmill.errors import UserError
+from cellmill.errors import UserError, did_you_mean
 from cellmill.launch.queue import Queue, QueuedJob
 from cellmill.runs.jobs import Jobs
 from cellmill.runs.slurm_command import CommandError
 
 
 def run_names(results: Path) -> list[str]:
-    """Every run under `results`. Raises UserError if it is not a results folder."""
+    """Every run under `results`. Raises UserError if it is not the results folder of a workflow."""
     folder = results / "runs"
     if not folder.is_dir():
+        if results.is_dir() or any(
+            (results.parent / name).exists() for name in ("Snakefile", "workflow", ".snakemake")
+        ):
+            return []
         raise UserError(f"{folder}: no such folder; set --results to the results folder of a workflow")
     return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
@@ -22,7 +26,8 @@ def train_folder(results: Path, run: str) -> Path:
     runs = run_names(results)
     if run not in runs:
         problem = "expected the name of a run, got a path" if "/" in run or "\\" in run else "no such run"
-        raise UserError(f"{run!r}: {problem}; {results / 'runs'} has {', '.join(runs) or 'none yet'}")
+        hint = did_you_mean(run, runs) if runs else "no run yet"
+        raise UserError(f"{run!r}: {problem} in {results / 'runs'}; {hint}")
     return results / "runs" / run / "train"
 
 

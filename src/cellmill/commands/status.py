@@ -39,7 +39,7 @@ KILLED = "stopped (killed)"
 def run(*, runs: list[str], results: Path) -> None:
     """Print the table of `runs`, or of all runs under `results`."""
     stages = waiting_stages(results)
-    names = runs or ([] if stages and not (results / "runs").exists() else run_names(results))
+    names = runs or run_names(results)
     folders = {name: train_folder(results, name) for name in names}
     if not folders:
         print("\n".join([f"{results / 'runs'}: no run yet", *stages]))

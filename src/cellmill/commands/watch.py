@@ -1,7 +1,7 @@
 """watch: a run live, from its files alone: loss, effective rank, throughput, waiting for data, time left.
 
 On a terminal a block of lines is drawn again at each update; into a pipe or file goes one line per update that brings
-something new. A run that does not exist yet is waited for; one that has ended is shown once.
+something new. A run that has not begun is waited for; one that has ended is shown once.
 """
 
 import os
@@ -11,8 +11,12 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from cellmill.arguments import CONFIG
+from cellmill.commands.results import run_names
 from cellmill.commands.status import KILLED, job_of, state_of
-from cellmill.errors import UserError
+from cellmill.config.load import with_sweeps
+from cellmill.config.yaml_text import read_yaml
+from cellmill.errors import UserError, did_you_mean
 from cellmill.runs.lock import holder_of
 from cellmill.runs.progress import progress_of
 from cellmill.runs.run_cost import span
@@ -23,9 +27,14 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def run(*, run: str, results: Path, every_s: float) -> None:
-    """Show `run` until it has ended. Raises UserError for a path, and once the run's folder is deleted."""
+    """Show `run` until it has ended. Raises UserError for a path or an unknown run, and once its folder is deleted."""
     if "/" in run or "\\" in run:
         raise UserError(f"{run!r}: expected the name of a run, got a path")
+    known, config = set(run_names(results)), results.parent / CONFIG
+    if config.exists() and run not in known:
+        known |= set((with_sweeps(read_yaml(config)) or {}).get("runs") or ())
+    if known and run not in known:
+        raise UserError(f"{run!r}: no such run in {results / 'runs'} or {config}; {did_you_mean(run, sorted(known))}")
     screen, watched = Screen(sys.stdout), WatchedRun(run, results / "runs" / run / "train")
     try:
         while True:

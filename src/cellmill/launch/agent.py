@@ -5,22 +5,36 @@
 Alone in this room it imports torch: nodes alone run it.
 """
 
+import logging
 import os
 import resource
 import socket
+import sys
 from datetime import timedelta
+from pathlib import Path
 
-from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
-from torch.distributed.run import main
-
+from cellmill.files import write_text
+from cellmill.launch.job import ERROR_FILE
 from cellmill.launch.rendezvous import LOOPBACK, Gate, Relay, Rendezvous
+
+try:
+    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousParameters,
+        RendezvousStoreInfo,
+        rendezvous_handler_registry,
+    )
+    from torch.distributed.run import main
+except Exception as error:  # a library that torch loads may be missing too
+    write_text(
+        Path(os.environ[ERROR_FILE]),
+        f"{socket.gethostname()}: {sys.executable} cannot import torch: {type(error).__name__}: "
+        f"{' '.join(str(error).split())}; check modules, setup and container in the profile, and PYTHONPATH",
+    )
+    sys.exit(1)
 
 BACKEND = "cellmill"
 _STORES = 5  # tries to close a store before a stranger connects
@@ -95,6 +109,27 @@ def _allow_many_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """Run torchrun. Its messages and tracebacks go to `node-N.log` beside the job's error file."""
+    error_file, host = Path(os.environ[ERROR_FILE]), socket.gethostname()
+    log = error_file.with_name(f"node-{Rendezvous.from_environment().node}.log")
+    logging.raiseExceptions = False  # the disk may be full
+    for name in ("torch", "torch.distributed"):
+        logging.getLogger(name).handlers = [logging.FileHandler(log, delay=True)]
     rendezvous_handler_registry.register(BACKEND, ClosedRendezvous)
-    main()
+    try:
+        main()
+    except ChildFailedError as error:
+        logging.getLogger("torch").error("%s", error)
+        rank, failure = error.get_first_failure()
+        ended = f"signal {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        sys.exit(1 if error_file.exists() else f"rank {rank} on {host} ended with {ended}")
+    except Exception as error:
+        logging.getLogger("torch").exception("torchrun failed")
+        sys.exit(
+            f"torchrun on {host}: {type(error).__name__}: {' '.join(str(error).split())[:300]}; its traceback: {log}"
+        )
+
+
+if __name__ == "__main__":
+    run()

@@ -11,7 +11,7 @@ from pathlib import Path
 from cellmill.errors import Stopped, UserError
 from cellmill.launch.queue import Queue
 from cellmill.runs.claim import lives
-from cellmill.runs.job_states import GONE, UNKNOWN, JobState
+from cellmill.runs.job_states import GONE, UNKNOWN, UNLISTED, JobState
 from cellmill.runs.jobs import JobRecord
 
 PATIENCE_S = 3600  # how long to wait for a queue that gives no answer
@@ -30,6 +30,9 @@ _HINTS = {
     "AssocMaxWallDurationPerJobLimit": "{runtime} is more than the account allows: lower it in the profile",
     "JobHeldUser": "held: `scontrol release {job_id}` releases it",
     "JobHeldAdmin": "held by an administrator, who must release it",
+    "job requeued in held state": "held: `scontrol release {job_id}` releases it",
+    "launch failed requeued held": "held after a failed start: `scontrol release {job_id}` tries again",
+    "JobHoldMaxRequeue": "held after too many requeues: `scontrol release {job_id}` tries again",
     "BadConstraints": "no node satisfies it: change constraint, gpus_per_node or mem_mb in the profile",
     "ReqNodeNotAvail": "its nodes are down or reserved",
     "DependencyNeverSatisfied": "it will never start: cancel it",
@@ -73,7 +76,9 @@ class Tail:
 
     def refusal(self) -> str:
         """The line of a job that ended because another one has the run; empty if it is no such job."""
-        found = re.search(rb"^job .* is training in .*; job .* ends$", self._end(), re.MULTILINE)
+        found = re.search(
+            rb"^(an earlier start of )?job .* is training in .*; (job .*|this start) ends$", self._end(), re.MULTILINE
+        )
         return found[0].decode(errors="replace") if found else ""
 
     def failed_setup(self) -> str:
@@ -83,13 +88,24 @@ class Tail:
         )
         return found[1].decode(errors="replace") if found else ""
 
+    def failed_import(self) -> str:
+        """The last line about a Python module that could not be imported; empty if there is none."""
+        found = re.findall(
+            rb"^((?:ModuleNotFound|Import)Error: .*|\S+: No module named .*)$", self._end(), re.MULTILINE
+        )
+        return found[-1].decode(errors="replace") if found else ""
+
+    def was_to_save(self) -> bool:
+        """True if SLURM announced the end of the job, as it does before the time limit."""
+        return re.search(rb"^SIGUSR2: saving$", self._end(), re.MULTILINE) is not None
+
     def _end(self) -> bytes:
-        """The last 64 KiB of the log."""
+        """What the last start left in the last 64 KiB of the log."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(0, os.SEEK_END)
                 file.seek(max(0, file.tell() - 65536))
-                return file.read()
+                return file.read().rsplit(BEGINS.encode(), 1)[-1]
         except OSError:
             return b""
 
@@ -155,9 +171,17 @@ class JobFollower:
         if self._silent_since:
             say("squeue answers again")
             self._silent_since = 0.0
-        if state.name == GONE and not self._is_gone():
+        if state.name != GONE and state.reason != UNLISTED:
+            self._gone_since = 0.0
+        elif self._is_gone():
+            if state.reason == UNLISTED:
+                say(
+                    f"job {self.job_id}: squeue no longer lists it and it gives no sign of life, though sacct says "
+                    f"{state.name}: taken for ended (`sacctmgr show runawayjobs` lets an administrator correct sacct)"
+                )
+            state = JobState(GONE)
+        elif state.name == GONE:
             return
-        self._gone_since = 0.0
         self.state, self.nodes, self._ended = state, state.nodes or self.nodes, not state.alive
         text = self._description(state)
         if text == self._printed:
@@ -207,7 +231,7 @@ def pending_hint(reason: str, **request: str) -> str:
     request
         `runtime`, `nodes` and `job_id`, as they are named to the user.
     """
-    return _HINTS.get(reason.split(",")[0], "").format(**request)
+    return _HINTS.get(reason.split(",")[0].replace("_", " "), "").format(**request)
 
 
 def save_job(

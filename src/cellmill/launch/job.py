@@ -12,6 +12,8 @@ from cellmill.launch.signals import STOP_SIGNALS
 
 # torchrun handles fewer by default: it would die of the signal that announces a time limit, and orphan its workers
 AGENT_SIGNALS = ",".join(number.name for number in (*STOP_SIGNALS, signal.SIGQUIT))
+ERROR_FILE = "CELLMILL_ERROR_FILE"
+"""Variable of the agent: the job's file for the line of a process that knows why it failed."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,12 @@ class Job:
         ]
 
 
-def agent_environment(processes: int, cores: int = 0) -> dict[str, str]:
+def agent_environment(processes: int, cores: int = 0, error_file: str = "") -> dict[str, str]:
     """Environment of an agent and its workers on a machine that runs `processes` of them on `cores`, 0 for all."""
     threads = max(1, (cores or len(os.sched_getaffinity(0))) // processes)  # one per core: more would compete
-    return {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONUNBUFFERED": "1"}
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # its warnings are of host names and of connections that are tried again
+    own = {"PYTHONUNBUFFERED": "1", ERROR_FILE: error_file}
+    return {"OMP_NUM_THREADS": str(threads), **quiet, **os.environ, **own}
 
 
 class Restarts:

@@ -73,7 +73,8 @@ def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None
 def _start(job: Job, place: Rendezvous, keep_open: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         job.command(),
-        env=agent_environment(job.nodes * job.nproc_per_node, job.nodes * job.cores) | place.environment(),
+        env=agent_environment(job.nodes * job.nproc_per_node, job.nodes * job.cores, job.error_file)
+        | place.environment(),
         pass_fds=(keep_open,),
         start_new_session=True,
         preexec_fn=lambda: die_with_parent(signal.SIGTERM),

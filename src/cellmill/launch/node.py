@@ -169,7 +169,9 @@ class NodeTask:
     def environment(self, node: StepNode, restart: int) -> dict[str, str]:
         start = secret_of_start(self.secret, f"{requeues()}-{restart}")
         place = Rendezvous(start, node.rank, len(node.hosts), node.hosts[0])
-        variables = agent_environment(self.nproc_per_node) | place.environment()
+        variables = (
+            agent_environment(self.nproc_per_node, 0, str(Path(self.folder) / "error.txt")) | place.environment()
+        )
         if self.interface:
             variables |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
         return variables
@@ -257,19 +259,15 @@ def _ignore_signals() -> None:
 
 
 def run_task(path: str) -> None:
-    """Run the task in a task.json on this node. Raises NodeFailed if it failed.
-
-    If another job has the run, this process ends, and srun the job's others: one line, and nothing is written.
+    """Run the task in a task.json on this node. If it failed or another job has the run, this process ends in one line,
+    and srun ends the job's others.
     """
     try:
         NodeTask(**read_json(Path(path))).run(StepNode.of_this_process())
-    except Claimed as refused:
-        print(refused, flush=True)
-        os._exit(NOT_THE_OWNER)
+    except (Claimed, NodeFailed) as error:
+        print(error, flush=True)
+        os._exit(NOT_THE_OWNER if isinstance(error, Claimed) else 1)  # submitit would print a traceback
 
 
 if __name__ == "__main__":
-    try:
-        run_task(sys.argv[1])
-    except NodeFailed as error:
-        sys.exit(f"{error}")
+    run_task(sys.argv[1])

@@ -1,25 +1,16 @@
 """States of jobs, by squeue and, for jobs it has forgotten, by sacct.
 
-One squeue answer serves all launchers of a user on a host: it is kept in a file and refreshed when it is older than
-the poll interval. No answer, or one that cannot be parsed, is UNKNOWN and never taken for the end of a job.
+Each launcher queries squeue itself, and holds no lock while it does. No answer, or one that cannot be parsed, is
+UNKNOWN and never taken for the end of a job.
 """
 
-import fcntl
-import hashlib
-import json
 import os
 import re
-import shutil
-import stat
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
-from cellmill.files import write_json
-from cellmill.runs.job_states import ALIVE, ENDED, FOREIGN, GONE, UNKNOWN, JobState
+from cellmill.runs.job_states import ALIVE, ENDED, FOREIGN, GONE, UNKNOWN, UNLISTED, JobState
 from cellmill.runs.slurm_command import CommandError, ask, call
 
 _LINE = re.compile(r"(\d+)\|([A-Z_]+)\|([^|]*)\|([^|]*)\|(.*)")
@@ -34,11 +25,13 @@ class QueuedJob:
     name: str
 
 
+@dataclass
 class Queue:
     """Jobs of this user, by answers that are at most `poll_s` seconds old."""
 
-    def __init__(self, poll_s: float) -> None:
-        self.poll_s = poll_s
+    poll_s: float
+    _asked_at: float = field(default=float("-inf"), init=False)
+    _answer: str | CommandError = field(default="", init=False)
 
     def state(self, job_id: str, name: str) -> JobState:
         """The state of the job of this id and name; FOREIGN if the job of this id has another name."""
@@ -52,7 +45,7 @@ class Queue:
 
     def named(self, ours: Callable[[str], bool]) -> list[QueuedJob]:
         """Jobs alive now whose name is one of `ours`. Raises CommandError without a usable answer."""
-        jobs = [job for job in parse(_shared_answer(0)) if ours(job.name)]
+        jobs = [job for job in self._listed(0) if ours(job.name)]
         for job in jobs:
             if job.state.name == UNKNOWN:
                 raise CommandError(job.state.reason)
@@ -70,14 +63,29 @@ class Queue:
             return str(error)
 
     def _find(self, job_id: str, max_age_s: float) -> QueuedJob | None:
-        return next((job for job in parse(_shared_answer(max_age_s)) if job.job_id == job_id), None)
+        return next((job for job in self._listed(max_age_s) if job.job_id == job_id), None)
+
+    def _listed(self, max_age_s: float) -> list[QueuedJob]:
+        """Jobs by an answer of at most this age. Raises CommandError without a usable answer."""
+        if time.monotonic() - self._asked_at >= max_age_s:
+            try:  # by uid, since the environment can change the name; -a: also hidden partitions
+                command = ["squeue", "-a", "-h", "-t", "all", "-u", str(os.getuid()), "-o", "%i|%T|%r|%N|%j"]
+                self._answer = ask(command)
+            except CommandError as error:  # kept as well: spare a controller in trouble
+                self._answer = error
+            self._asked_at = time.monotonic()
+        if isinstance(self._answer, CommandError):
+            raise self._answer
+        return parse(self._answer)
 
     def _from_accounting(self, job_id: str) -> JobState:
         try:
             words = ask(["sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State"]).split()
         except CommandError:  # without accounting nothing is lost: the run's own files say how far it came
             words = []
-        return JobState(words[0]) if words and words[0] in ALIVE | ENDED else JobState(GONE)
+        if not words or words[0] not in ALIVE | ENDED:
+            return JobState(GONE)
+        return JobState(words[0], UNLISTED if words[0] in ALIVE else "")
 
 
 def parse(answer: str) -> list[QueuedJob]:
@@ -94,56 +102,3 @@ def parse(answer: str) -> list[QueuedJob]:
         elif not re.match(r"\d+[_+]", text.strip()):  # array task or component of a heterogeneous job: not ours
             raise CommandError(f"squeue answered {text.strip()[:80]!r}")
     return jobs
-
-
-def _shared_answer(max_age_s: float) -> str:
-    folder = _own_folder()
-    if folder is None:
-        return _ask()
-    cluster = f"{os.environ.get('SLURM_CONF')} {shutil.which('squeue')}"  # clusters must not answer for each other
-    file = folder / f"squeue-{hashlib.sha256(cluster.encode()).hexdigest()[:12]}.json"
-    asked, kept = time.time(), _kept(file, max_age_s)
-    if kept is None:
-        with open(file.with_suffix(".lock"), "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            # another launcher may have asked while this one waited for the lock
-            kept = _kept(file, max(max_age_s, time.time() - asked)) or _renewed(file)
-    if kept["trouble"]:
-        raise CommandError(kept["trouble"])
-    return str(kept["answer"])
-
-
-def _renewed(file: Path) -> dict[str, Any]:
-    kept = {"asked_at": time.time(), "answer": "", "trouble": ""}
-    try:
-        kept["answer"] = _ask()
-    except CommandError as error:  # kept as well: spare a controller in trouble
-        kept["trouble"] = str(error)
-    write_json(file, kept)
-    return kept
-
-
-def _kept(file: Path, max_age_s: float) -> dict[str, Any] | None:
-    try:
-        kept = json.loads(file.read_text())
-        young = 0 <= time.time() - kept["asked_at"] < max_age_s
-        return kept if young and {"answer", "trouble"} <= set(kept) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _own_folder() -> Path | None:
-    """A folder on this host that only this user can write to; None if another user owns that name."""
-    path = Path(tempfile.gettempdir()) / f"cellmill-{os.getuid()}"
-    try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        status = path.lstat()
-    except OSError:
-        return None
-    ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
-    return path if ours else None
-
-
-def _ask() -> str:
-    # by uid, since the environment can change the name; -a: also hidden partitions
-    return ask(["squeue", "-a", "-h", "-t", "all", "-u", str(os.getuid()), "-o", "%i|%T|%r|%N|%j"])

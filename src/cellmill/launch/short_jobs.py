@@ -1,5 +1,6 @@
-"""Notices that jobs at their time limit spent most of it starting: the limit is too short."""
+"""Notices that jobs at their time limit spent most or all of it starting: the limit is too short."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -26,6 +27,22 @@ class ShortJobs:
     def begin(self) -> None:
         """A job begins."""
         self._before_s = self.training_s() or 0.0
+
+    def start_up(self, ended: JobRecord, steps: int, was_to_save: bool) -> str:
+        """One line if this job ended at its limit before its first step; otherwise empty.
+
+        `was_to_save`: SLURM announced the job's end, which it does before a preemption too.
+        """
+        limit_s, elapsed_s = 60.0 * ended.runtime, _elapsed_s(ended)
+        timeout = ended.state == "TIMEOUT"
+        announced = was_to_save and ended.state != "PREEMPTED" and elapsed_s >= limit_s - ended.save_within_s - EARLY_S
+        if steps or (self.training_s() or 0.0) > self._before_s or not (timeout or announced):
+            return ""
+        took_s = limit_s if timeout else elapsed_s
+        return (
+            f"start-up took {took_s:.0f} s of the limit's {limit_s:.0f} s, and no step was made: raise runtime to at "
+            f"least {math.ceil((2 * took_s + ended.save_within_s) / 60)} (min) in the profile"
+        )
 
     def line(self, ended: JobRecord, steps: int) -> str:
         """One line, once, if this job and the one before it were mostly start-up; otherwise empty.

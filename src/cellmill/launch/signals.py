@@ -28,8 +28,9 @@ class Interrupted(Stopped):
 
 @contextmanager
 def handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Call `handler` on every stop signal; restore the earlier handlers afterwards."""
-    earlier = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    """Call `handler` on every stop signal; restore the earlier handlers afterwards. nohup's ignored SIGHUP stays so."""
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    earlier = {number: signal.signal(number, handler) for number in STOP_SIGNALS if number not in ignored}
     try:
         yield
     finally:

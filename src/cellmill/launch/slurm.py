@@ -6,6 +6,7 @@ one is alive. A job that ends at its time limit, by preemption or with a node is
 checkpoint; an error ends the chain with one line. A queue that gives no answer is waited for.
 """
 
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from cellmill.launch.queue import Queue
 from cellmill.launch.short_jobs import ShortJobs
 from cellmill.launch.signals import Requests, requests
 from cellmill.launch.slurm_jobs import SlurmJobs
+from cellmill.runs.claim import living
 from cellmill.runs.folder_watch import FolderDeleted, FolderWatch
 from cellmill.runs.job_states import FOREIGN, GONE, UNKNOWN, JobState
 from cellmill.runs.jobs import CANCELLED, JobRecord, Jobs
@@ -110,8 +112,15 @@ class SlurmLauncher:
                 self._settle(ended, self.slurm.requests.wait)
                 if self.files.state() == "done":
                     return
-                why = self._why_another(ended)
+                why, log = self._why_another(ended), Tail(ended.log)
+                if why == log.refusal():
+                    record = self._after_claim()
+                    if self.files.state() == "done":
+                        return
+                    continue
                 saved = self.files.saved_step()
+                if too_long := short.start_up(ended, saved - saved_before, log.was_to_save()):
+                    raise UserError(f"{too_long} (job {ended.job_id}, log: {ended.log})")
                 fruitless = 0 if saved > saved_before else fruitless + 1
                 if fruitless == FRUITLESS_JOBS:
                     advice = "" if ended.state == "FAILED" else TOO_SHORT
@@ -124,6 +133,23 @@ class SlurmLauncher:
             f"not done after {self.machine.max_jobs} jobs; run the same command to go on, or raise max_jobs "
             "in the profile"
         )
+
+    def _after_claim(self) -> JobRecord | None:
+        """Wait until no job claims the run, or until SLURM has one of it; return that one's record."""
+        told = False
+        while (record := self.slurm.find()) is None and (job := living(self.train)) and self.files.state() != "done":
+            if not told:
+                records = [record for record in self.slurm.jobs.all() if record.job_id == job]
+                hosts = [host for record in records for start in record.attempts()[-1:] for host in start["hosts"]]
+                say(
+                    f"job {job} still trains on {', '.join(hosts) or 'a node'}, which SLURM may have lost; another job "
+                    "is submitted once it has ended; to let it save and end, run there: "
+                    f"`pkill -f {shlex.quote(str(self.train))}`"
+                )
+                told = True
+            self.watch.check()
+            self.slurm.pause(self.machine.poll_s)
+        return record
 
     def _follow(self, record: JobRecord, requests: Requests) -> JobRecord:
         """Follow a job until it has ended, obeying signals; return its record."""
@@ -203,6 +229,8 @@ class SlurmLauncher:
             return f"job {ended.job_id} ended with FAILED and left no log (can the nodes see {ended.path}?)"
         if ended.state == "FAILED" and ended.connection:
             return f"job {ended.job_id} ended with FAILED: {ended.connection}"
+        if failed := log.failed_import():
+            raise UserError(f"{failed}; check modules, setup and container in the profile {where}")
         if ended.state == "FAILED":  # no error message: a process or its node was lost
             return f"job {ended.job_id} ended with FAILED and no process said why, log: {ended.log}"
         raise UserError(f"the job ended with {ended.state} before the training was done {where}")

@@ -17,7 +17,7 @@ from cellmill.launch.follow import PATIENCE_S, say
 from cellmill.launch.job import Job
 from cellmill.launch.queue import Queue, QueuedJob
 from cellmill.launch.signals import Interrupted, Requests, blocked
-from cellmill.launch.submit import Unreachable, submit
+from cellmill.launch.submit import QuotaFull, Unreachable, submit
 from cellmill.runs.jobs import JobRecord, Jobs
 from cellmill.runs.slurm_command import CommandError
 
@@ -46,7 +46,7 @@ class SlurmJobs:
                 if not warned:
                     say(f"warning: no usable answer from squeue ({error}); waiting for one")
                     warned = True
-            self._pause(min(5.0, self.machine.poll_s))
+            self.pause(min(5.0, self.machine.poll_s))
 
     def find(self) -> JobRecord | None:
         """The record of the job of this folder that SLURM has; a job without a record gets one."""
@@ -70,7 +70,7 @@ class SlurmJobs:
         Waits for SLURM; raises UserError if it refuses. The folder of a submission without an answer stays: its job may
         be accepted late, and then ends at once if another one has claimed the run.
         """
-        deadline, warned = time.monotonic() + self.patience_s, False
+        deadline, warned = time.monotonic() + self.patience_s, set[type]()
         while (accepted := self.find()) is None:
             folder, name = self.jobs.new()
             try:
@@ -82,13 +82,19 @@ class SlurmJobs:
             except UserError:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
+            except QuotaFull as full:
+                shutil.rmtree(folder, ignore_errors=True)
+                deadline = time.monotonic() + self.patience_s
+                if QuotaFull not in warned:
+                    say(f"sbatch: {full}: SLURM accepts no further job of yours until others have ended; waiting")
+                    warned.add(QuotaFull)
             except Unreachable as error:
                 if time.monotonic() > deadline:
                     raise UserError(f"sbatch could not reach SLURM within {self.patience_s:.0f} s: {error}") from None
-                if not warned:
+                if Unreachable not in warned:
                     say(f"warning: sbatch: {error}; trying again")
-                    warned = True
-            self._pause(min(10.0, 5 * self.machine.poll_s))
+                    warned.add(Unreachable)
+            self.pause(min(10.0, 5 * self.machine.poll_s))
         say(f"job {accepted.job_id} of this run is alive; its log: {accepted.log}")
         return accepted
 
@@ -98,7 +104,8 @@ class SlurmJobs:
                 pickled.rename(folder / f"{queued.job_id}_submitted.pkl")
         return JobRecord.of(self.machine, folder, queued.job_id, queued.name).write()
 
-    def _pause(self, seconds: float) -> None:
+    def pause(self, seconds: float) -> None:
+        """Wait. Raises Interrupted at a request."""
         self.requests.wait(seconds)
         if self.requests.asked:
-            raise Interrupted("interrupted while SLURM gave no answer; run the same command to go on")
+            raise Interrupted("interrupted while waiting for SLURM; run the same command to go on")

@@ -27,8 +27,7 @@ TRANSIENT = re.compile(
     "slurm_receive_msg|unexpected message received|could not make sense of sbatch output",
     re.IGNORECASE,
 )
-
-
+QUOTA = re.compile(r"(?:Assoc|QOS)\w*SubmitJobs?\w*Limit")
 _VARIABLES = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "array": "ARRAY_INX"}  # not named as the option is
 
 
@@ -36,10 +35,14 @@ class Unreachable(Exception):
     """sbatch got no answer; the job may have been accepted or not."""
 
 
+class QuotaFull(Exception):
+    """SLURM takes no further job of this user until others have ended."""
+
+
 def submit(job: Job, machine: Machine, folder: Path, name: str) -> str:
     """Submit `job` with its files in `folder`; return its job id.
 
-    Raises Unreachable if SLURM gave no answer, UserError if it refuses.
+    Raises Unreachable if SLURM gave no answer, QuotaFull if it takes no job at present, UserError if it refuses.
     """
     path = str(folder.resolve())
     if "%" in path or "\\" in path:
@@ -54,6 +57,8 @@ def submit(job: Job, machine: Machine, folder: Path, name: str) -> str:
         complaint = _complaint(error)
         if TRANSIENT.search(complaint):
             raise Unreachable(complaint) from None
+        if quota := QUOTA.search(complaint):
+            raise QuotaFull(quota[0]) from None
         raise UserError(
             f"sbatch refused the job: {complaint}; the request is in the profile, set-resources: train"
         ) from None
@@ -61,16 +66,16 @@ def submit(job: Job, machine: Machine, folder: Path, name: str) -> str:
 
 @contextmanager
 def submitting(machine: Machine) -> Iterator[None]:
-    """The environment for sbatch: without the SLURM job this process may be in, but with the cluster it selects.
+    """The environment for sbatch: of SLURM_* only the cluster, since srun in the job would read the others.
 
-    Outside a job, SLURM_* and SBATCH_* are the user's wishes and stay, except for options that cellmill or the profile
-    sets: sbatch would prefer the variable.
+    Outside a job, SBATCH_* are the user's wishes and stay, except for options that cellmill or the profile sets: sbatch
+    would prefer the variable.
     """
     kept = {name: value for name, value in os.environ.items() if name in ("SLURM_CONF", "SLURM_CLUSTERS")}
     if "SLURM_JOB_ID" not in os.environ:
         ours = {*OURS, *sbatch_options(machine), "mem-per-cpu", "mem-per-gpu"}
         set_here = {f"SBATCH_{_VARIABLES.get(name, name.replace('-', '_').upper())}" for name in ours}
-        wishes = {name: value for name, value in os.environ.items() if name.startswith(("SLURM_", "SBATCH_"))}
+        wishes = {name: value for name, value in os.environ.items() if name.startswith("SBATCH_")}
         kept |= {name: value for name, value in wishes.items() if name not in set_here}
     with clean_env():
         os.environ.update(kept)

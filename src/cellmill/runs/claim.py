@@ -85,7 +85,15 @@ def lives(folder: Path, job: str) -> bool | None:
     newest = _newest(folder / "claims")
     if newest is None or holder(newest) != job:
         return None
-    return not _released(newest) and (_silent_s(newest) or 0.0) < LEASE_S
+    return living(folder) == job
+
+
+def living(folder: Path) -> str:
+    """The job that claimed `folder` last, if it still renews its claim; otherwise empty."""
+    newest = _newest(folder / "claims")
+    if newest is None or _released(newest) or (_silent_s(newest) or 0.0) >= LEASE_S:
+        return ""
+    return holder(newest)
 
 
 def holder(file: Path) -> str:
@@ -104,7 +112,10 @@ def _wait_until_silent(newest: Path, job: str, wait: Callable[[float], None]) ->
         if silent_s is None or modified is None:  # removed: there is a newer one
             return
         if modified != first and not _released(newest):
-            raise Claimed(f"job {holder(newest)} is training in {newest.parent.parent}; job {job} ends")
+            other, folder = holder(newest), newest.parent.parent
+            if other == job:  # SLURM lost the node of its first start and requeued it
+                raise Claimed(f"an earlier start of job {job} is training in {folder}; this start ends")
+            raise Claimed(f"job {other} is training in {folder}; job {job} ends")
         if silent_s >= LEASE_S:
             return
         wait(TICK_S)

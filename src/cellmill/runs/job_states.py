@@ -8,6 +8,8 @@ FOREIGN = "FOREIGN"
 """SLURM has a job of this id, but of another name: an allocation that a training ran in, or a number given again."""
 UNKNOWN = "UNKNOWN"
 """squeue gave no usable answer."""
+UNLISTED = "not in squeue"
+"""Reason of a state that sacct alone reports: the job may be one that the controller lost."""
 ALIVE = {
     *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD"),
     *("RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
