@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.run import main
 
-from cellmill.launch.rendezvous import LOOPBACK, Gate, Relay, Rendezvous
+from cellmill.launch.rendezvous import LOOPBACK, NODES, Gate, Relay, Rendezvous
 
 BACKEND = "cellmill"
 _STORES = 5  # tries to close a store before a stranger connects
@@ -49,6 +49,7 @@ class ClosedRendezvous(RendezvousHandler):
             port = Relay(self.rendezvous, None).start()
             store = TCPStore(LOOPBACK, port, is_master=False, timeout=TIMEOUT)
         place = self.rendezvous
+        store.set(f"{NODES}/{place.node}", os.environ.get("SLURMD_NODENAME") or socket.gethostname())
         address = RendezvousStoreInfo(LOOPBACK, port)
         return RendezvousInfo(PrefixStore(self._run_id, store), place.node, place.nodes, address)
 
