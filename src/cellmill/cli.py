@@ -39,7 +39,8 @@ def main(argv: list[str] | None = None) -> int:
             given = {name: value for name in ObsColumns.model_fields if (value := arguments.pop(name)) is not None}
             arguments["columns"] = check_options(ObsColumns, given, "the dataset's columns")
         if "nproc_per_node" in arguments:
-            given = {name: arguments.pop(name) for name in Machine.model_fields if name in arguments}
+            names = ("nodes", "nproc_per_node") if stage == "plan" else Machine.model_fields
+            given = {name: arguments.pop(name) for name in names if name in arguments}
             if stage == "plan":  # which takes a range of nodes, as launcher slurm does
                 given["launcher"] = "slurm"
             arguments["machine"] = check_options(Machine, given, "the machine (profile, set-resources)")

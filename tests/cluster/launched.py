@@ -44,6 +44,7 @@ def on_slurm(**changes: Any) -> dict[str, Any]:
         "nproc_per_node": 2,
         "slurm_partition": "gpu-a100",
         "gpus_per_node": "a100:2",
+        "device": "cpu",
         "mem_mb": 3000,
         "cpus_per_task": 4,
         "runtime": 5,

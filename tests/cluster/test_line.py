@@ -73,6 +73,7 @@ def write_profile(folder: Path, rig: Rig) -> None:
         "nodes": "2",
         "nproc_per_node": 2,
         "gpus_per_node": "a100:2",
+        "device": "cpu",
         "slurm_partition": "gpu-a100",
         "mem_mb": 3000,
         "cpus_per_task": 4,

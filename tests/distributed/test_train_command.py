@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from cellmill.cli import main
 from cellmill.files import sha256_file
@@ -367,6 +368,16 @@ def test_a_rank_that_hangs_is_named_with_its_node_and_what_the_others_wait_in(co
         last,
     )
     assert none_left(out)
+
+
+def test_requested_gpus_that_torch_does_not_see_end_the_start_in_one_line(corpus: str, tmp_path: Path) -> None:
+    without = {"CUDA_VISIBLE_DEVICES": "", "SLURMD_NODENAME": "node7"}
+    flags = [*command(corpus, tmp_path / "train", options(train={"steps": 2}), nproc=2), "--gpus-per-node=2"]
+    done = subprocess.run(flags, capture_output=True, text=True, timeout=580, env=os.environ | without)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        f"cellmill train: expected 2 GPUs per node, one per process, but node7 shows 0 GPUs (torch {torch.__version__} "
+    )
 
 
 @pytest.mark.full

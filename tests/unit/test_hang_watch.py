@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import time
 from dataclasses import asdict
@@ -10,6 +11,7 @@ from dataclasses import asdict
 import pytest
 import torch.distributed as dist
 
+from cellmill.train import hang_watch
 from cellmill.train.hang_watch import HangWatch, Position, hang_line
 
 
@@ -59,17 +61,43 @@ def test_the_line_names_the_rank_behind(earlier: list[Position | None], now: lis
     assert hang_line(earlier, now, 600) == line
 
 
-def test_waiting_for_a_checkpoint_has_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    store, watch, ended = dist.HashStore(), HangWatch(), threading.Event()
+def test_a_rank_that_never_joins_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang_watch, "JOIN_S", 0.0)
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent.set("nodes/1", "node7")
+    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": agent.port, "RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}
+    for name, value in places.items():
+        monkeypatch.setenv(name, str(value))
+    dist.PrefixStore("watch", agent).set("1", json.dumps(asdict(Position(0, "joining the process group", 1, "node0"))))
+    lines: queue.Queue[str] = queue.Queue()
+    watch = HangWatch()
+    watch.start(0.4, lines.put)
+    # rank 1 publishes nothing more either; ranks 2 and 3 never published anything
+    assert lines.get(timeout=20) == (
+        "rank 1 on node0 and 2 more (ranks 2, 3) do not respond; the other ranks have waited 0.4 s (train.timeout_s) "
+        "at joining the process group"
+    )
+    agent.delete_key("watch/1")
+    watch = HangWatch()
+    watch.start(0.4, lines.put)
+    assert "rank 1 and 2 more" in lines.get(timeout=20)  # node 0 has not said its name
+    agent.set("nodes/0", "node6")
+    watch = HangWatch()
+    watch.start(0.4, lines.put)
+    assert lines.get(timeout=20).startswith("rank 1 on node6 and 2 more")
+
+
+def test_waiting_for_a_checkpoint_has_no_timeout() -> None:
+    agent, watch, ended = dist.HashStore(), HangWatch(), threading.Event()
+    store = dist.PrefixStore("watch", agent)
+    watch.joined()
     watch.warm = True
 
     def other(saving: bool) -> None:
         store.set("1", json.dumps(asdict(Position(5, "the checkpoint of step 2", 1, "node1", saving))))
 
     other(saving=True)
-    thread = threading.Thread(target=watch._run, args=(store, 0.1, lambda line: ended.set()), daemon=True)
+    thread = threading.Thread(target=watch._run, args=(agent, 0, 2, 2, 0.1, lambda line: ended.set()), daemon=True)
     thread.start()
     time.sleep(1)
     assert not ended.is_set()

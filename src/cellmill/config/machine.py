@@ -97,6 +97,11 @@ class Machine(Section):
     reservation: Plain = Field("", description="Reservation.")
     gpus_per_node: Plain = Field("", description="GPUs per node: 4, or h100:4.")
     gres: Plain = Field("", description="The same for sites that support only --gres: gpu:h100:4.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="cuda: one GPU per process, or the start is refused; cpu: CPU cores, also of nodes with GPUs; "
+        "auto: cuda if gpus_per_node or gres requests GPUs or a node shows some, else cpu.",
+    )
     runtime: int = Field(60, ge=1, description="Time limit of a job in minutes; a longer training takes several jobs.")
     mem_mb: int = Field(0, ge=0, description="Memory per node in MB; 0 for all of it.")
     cpus_per_task: int = Field(
@@ -147,6 +152,11 @@ class Machine(Section):
         request = re.sub(r"\([^)]*\)", "", (self.gpus_per_node and f"gpu:{self.gpus_per_node}") or self.gres)
         parts = [part.split(":") for part in request.split(",") if part.split(":")[0] == "gpu"]
         return sum(int(part[-1]) if part[-1].isdigit() else 1 for part in parts)
+
+    @property
+    def wanted_device(self) -> str:
+        """cuda, cpu, or auto: whatever the nodes have."""
+        return "cuda" if self.device == "auto" and self.gpus else self.device
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:

@@ -176,7 +176,7 @@ class Train(Section):
         600,
         gt=0,
         description="Seconds without progress after which a hanging process ends the training; five times as long "
-        "during the first steps.",
+        "during the first steps, and at least a minute until all have joined.",
     )
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of weights, shuffling, masks and dropout.")
     val_every_steps: int = Field(200, ge=1, description="Steps between validations; the last step always validates.")

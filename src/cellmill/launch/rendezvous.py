@@ -30,6 +30,7 @@ from pathlib import Path
 
 VARIABLE = "CELLMILL_RENDEZVOUS"
 LOOPBACK = "127.0.0.1"
+NODES = "nodes"  # prefix of the store's keys with the name of each node, by its number
 HANDSHAKE_S = 10.0
 _NONCE, _PROOF = 32, 32  # bytes
 _SO_ATTACH_FILTER = 26

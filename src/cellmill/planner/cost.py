@@ -78,25 +78,28 @@ def step_time(
     flops_per_s: float,
     tokens: float,
     pairs: float,
+    cells: float,
     micro_batches: float,
 ) -> StepTime:
-    """Return the duration of a step in which each rank takes `tokens` tokens and `pairs` (query, key) pairs, padded.
+    """Return the duration of a step in which each rank takes `cells` cells of `tokens` tokens and `pairs` (query, key)
+    pairs in total, padded.
 
     `traffic` is that of the rank that sends the most, `flops_per_s` what computation reaches.
     """
-    compute_s = max(_flops(model, rank, tokens, pairs) for rank in range(model.layout.pp)) / flops_per_s
+    compute_s = max(_flops(model, rank, tokens, pairs, cells) for rank in range(model.layout.pp)) / flops_per_s
     communication_s = _exposed(model, traffic, network, compute_s, micro_batches)
     idle = idle_frac(model.parallel, max(1, round(micro_batches)))
     return StepTime(compute_s, communication_s, (compute_s + communication_s) * idle / (1 - idle))
 
 
-def _flops(model: PlannedModel, rank: int, tokens: float, pairs: float) -> float:
+def _flops(model: PlannedModel, rank: int, tokens: float, pairs: float, cells: float) -> float:
     """FLOPs of a step of pipeline rank `rank`, recomputed forward passes included."""
     per_block = 0.0
     if model.parallel.activation_checkpointing is not None:
-        per_block = model.size.block.flops_per_token * tokens + model.size.pair_flops * pairs
+        block = model.size.block
+        per_block = block.flops_per_token * tokens + model.size.pair_flops * pairs + block.flops_per_cell * cells
     again = 1 - BACKWARD_FRAC
-    return sum(stage.flops(tokens, pairs) + again * stage.blocks * per_block for stage in model.stages(rank))
+    return sum(stage.flops(tokens, pairs, cells) + again * stage.blocks * per_block for stage in model.stages(rank))
 
 
 def _exposed(
@@ -141,19 +144,18 @@ def cost(options: PlanOptions, cells: Cells, hardware: Hardware, device: Device,
     model = PlannedModel.of(options, cells.n_genes, hardware.world, hardware.nproc_per_node, cells.levels)
     work = measure_work(options, cells, model.layout)
     whole = measure(ModelSpec.of(options, cells.n_genes, cells.levels), finetune=options.finetune)
-    per_cell = whole.flops_per_token * cells.tokens_per_cell + whole.flops_per_token_pair * cells.pairs_per_cell
-    flops_per_step = per_cell * work.cells_per_step
+    flops_per_step = whole.flops(cells.tokens_per_cell, cells.pairs_per_cell, 1) * work.cells_per_step
     own_cells = work.cells_per_step / model.layout.dp
     tokens, pairs = own_cells * cells.tokens_per_cell, own_cells * cells.pairs_per_cell
     more = work.padding * tokens  # computed by a pipeline like any other token, in cells of PAD_CELL
-    tokens, pairs = tokens + more, pairs + PAD_CELL * more
+    tokens, pairs, computed = tokens + more, pairs + PAD_CELL * more, own_cells + more / PAD_CELL
     micro_batches = work.micro_batches_per_step
     traffic = peak_traffic(model, tokens, micro_batches)
     peak = device.flops(options.parallel)
     network = _network(options, device)
     if peak is None or network is None:
         return Cost(model, whole, work, memory, flops_per_step, traffic)
-    time = step_time(model, traffic, network, peak * options.plan.mfu_frac, tokens, pairs, micro_batches)
+    time = step_time(model, traffic, network, peak * options.plan.mfu_frac, tokens, pairs, computed, micro_batches)
     steps_s = time.step_s * work.cells_seen / work.cells_per_step
     # validation is a forward pass alone, a third of a step
     validations_s = time.step_s / 3 * work.validations * work.val_cells / work.cells_per_step

@@ -25,6 +25,10 @@ from cellmill.parallel.torch_private import (
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "allreduce_")
 
 
+IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm}
+"""Operations without a formula of their own in torch's registry."""
+
+
 @dataclass
 class Allocation:
     """One storage: its size, and when it was allocated and freed."""
@@ -107,9 +111,10 @@ class OperationMeter(TorchDispatchMode):
             return out  # DTensor infers the shapes of full tensors with these
         self.time += 1
         name = operator_name(func).partition("::")[2]
+        packet = IN_PLACE.get(overload_packet(func), overload_packet(func))
         for window in self._windows:
-            if overload_packet(func) in flop_registry:
-                window.flops += flop_registry[overload_packet(func)](*args, **(kwargs or {}), out_val=out)
+            if packet in flop_registry:
+                window.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
             if name in COLLECTIVES:
                 tensors = [item for item in tree_leaves((args, out)) if isinstance(item, torch.Tensor)]
                 window.reduced_bytes += max(tensor.nbytes for tensor in tensors)

@@ -35,6 +35,7 @@ FLOAT32 = 4
 SAMPLE_TOKENS = 1 << 14  # of the measured batch: random fractions (masks) are within 1 % of their mean
 SMALL_SAMPLE_TOKENS = 1 << 12  # where nothing random is measured
 CELL_TOKENS = 128  # of each measured cell, or fewer
+PER_CELL_FRAC = 0.05  # more FLOPs per token of cells half as long: above it, they are counted by cell
 PASSES = 3  # one forward, and twice as much backward: gradients of inputs and of weights
 WORKSPACE_TOKENS = tuple(1 << power for power in range(8, 19, 2))
 ANY_QUANTILES = (0.0, 10.0)  # of a corpus that is not read: sizes do not depend on values
@@ -54,6 +55,8 @@ class PartSize:
     """Kept from the forward for the backward pass; a block's with its input."""
     sums_per_token: float = 0.0
     """Reduced over tensor-parallel ranks, without sequence parallelism: for a block in each of both passes."""
+    flops_per_cell: float = 0.0
+    """Beside those per token: blocks whose rows are cells, heads of the cell embedding."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,15 @@ class ModelSize:
     def flops_per_token_pair(self) -> float:
         """Forward and backward FLOPs of all blocks' attention per (query, key) pair of a cell."""
         return self.blocks * self.pair_flops
+
+    @property
+    def flops_per_cell(self) -> float:
+        """Forward and backward FLOPs of one cell, beside those of its tokens and pairs."""
+        return self.blocks * self.block.flops_per_cell + self.finish.flops_per_cell
+
+    def flops(self, tokens: float, pairs: float, cells: float) -> float:
+        """Forward and backward FLOPs of `cells` cells with these (query, key) pairs in total."""
+        return self.flops_per_token * tokens + self.flops_per_token_pair * pairs + self.flops_per_cell * cells
 
     def workspace_of(self, tokens: float) -> float:
         """Return the peak elements of `finish` above its kept activations, for a micro-batch of `tokens` tokens."""
@@ -157,10 +169,13 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
         _Passes(model, _sample(spec, cell_tokens, SAMPLE_TOKENS), multiple)
     both = (cell_tokens, max(1, cell_tokens // 2))
     long, short = (_Passes(model, _sample(spec, n, SAMPLE_TOKENS), multiple) for n in both)
+    block_flops, block_cell_flops = _by_token_and_cell(long, short, "block")
+    finish_flops, finish_cell_flops = _by_token_and_cell(long, short, "finish")
     pair_flops = 0.0
-    if long.pairs_per_token > short.pairs_per_token:
+    if long.pairs_per_token > short.pairs_per_token and not block_cell_flops:
         difference = long.block.flops / long.tokens - short.block.flops / short.tokens
-        pair_flops = difference / (long.pairs_per_token - short.pairs_per_token)
+        pair_flops = max(0.0, difference / (long.pairs_per_token - short.pairs_per_token))
+        block_flops -= pair_flops * long.pairs_per_token
     # reductions are measured without sequence parallelism; the planner derives its collectives from them
     reduced = long
     if tp > 1:
@@ -176,19 +191,21 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
     check_trains(method, (plain_name(name) for name, _ in full.named_parameters()))
     counts, blocks = _parts(full), len(list(full.get_submodule(full.plan.blocks).children()))
 
-    def part(name: str, flops_per_token: float, kept: float, reduced_bytes: int) -> PartSize:
+    def part(name: str, flops_per_token: float, kept: float, reduced_bytes: int, cell_flops: float = 0.0) -> PartSize:
         parameters, trained = counts[name]
-        return PartSize(parameters, trained, flops_per_token, kept, reduced_bytes / FLOAT32 / reduced.tokens)
+        sums = reduced_bytes / FLOAT32 / reduced.tokens
+        return PartSize(parameters, trained, flops_per_token, kept, sums, cell_flops)
 
-    block_flops = long.block.flops - pair_flops * long.pairs_per_token * long.tokens
     counts["blocks"] = [count // max(blocks, 1) for count in counts["blocks"]]
     # rows of the global batch take a forward pass of their own, without heads
     passes = PASSES + bool(model.objective.row_widths)
     return ModelSize(
         blocks=blocks,
         begin=part("begin", passes * long.begin.flops / long.tokens, long.kept_by_begin, reduced.begin.reduced_bytes),
-        block=part("blocks", passes * block_flops / long.tokens, long.kept_by_block, reduced.block.reduced_bytes),
-        finish=part("finish", large.flops / large.tokens, kept_by_finish, reduced.finish.reduced_bytes),
+        block=part(
+            "blocks", passes * block_flops, long.kept_by_block, reduced.block.reduced_bytes, passes * block_cell_flops
+        ),
+        finish=part("finish", finish_flops, kept_by_finish, reduced.finish.reduced_bytes, finish_cell_flops),
         tied=PartSize(*counts["tied"]),
         buffers=sum(buffer.numel() for buffer in full.buffers()),
         width=long.width,
@@ -197,6 +214,15 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
         working_per_token=long.working,
         workspace=tuple((n, max(0.0, part.peak - kept_by_finish * part.tokens)) for n, part in finish.items()),
     )
+
+
+def _by_token_and_cell(long: "_Passes", short: "_Passes", part: str) -> tuple[float, float]:
+    """FLOPs of a part per token, and per cell, from cells of two lengths. A chunked loss's are all in its forward."""
+    flops, more = (getattr(passes, part).flops / passes.tokens for passes in (long, short))
+    if more <= (1 + PER_CELL_FRAC) * flops:  # random fractions (masks) differ by less
+        return flops, 0.0
+    per_cell = (more - flops) / (short.cells / short.tokens - long.cells / long.tokens)
+    return max(0.0, flops - per_cell * long.cells / long.tokens), per_cell
 
 
 def _build(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool, one_block: bool = False) -> Model:
@@ -259,6 +285,7 @@ class _Passes:
 
     def __init__(self, model: Model, batch: Batch, multiple: int = 1) -> None:
         prepared, self.tokens = _prepared(model, batch, multiple), int(batch.cu_seqlens[-1])
+        self.cells = len(batch.cu_seqlens) - 1
         self.pairs_per_token = float(np.square(np.diff(batch.cu_seqlens), dtype=np.float64).sum() / self.tokens)
         with OperationMeter() as meter:
             with meter.window() as self.begin:
@@ -292,7 +319,6 @@ class _Finish:
                 loss = _scalar(model.finish(x, prepared))
             with meter.window() as backward:
                 loss.backward()
-        self.flops = forward.flops + backward.flops  # a chunked loss computes gradients in the forward pass
         self.kept = (forward.live_bytes() + x.nbytes) / FLOAT32
         above = forward.live_bytes() + backward.peak_bytes(_gradients(model))
         self.peak = (max(forward.peak_bytes(), above) + x.nbytes) / FLOAT32

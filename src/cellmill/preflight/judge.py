@@ -148,6 +148,8 @@ def judge_version(what: str, nodes: list[dict[str, Any]], here: str | None) -> I
 
 def judge_gpus(machine: Machine, device: str, nodes: list[dict[str, Any]]) -> Check:
     """Verdict on GPUs, of which each process needs one if any were requested or any are visible."""
+    if machine.device == "cpu":
+        return ok("GPUs", "device: cpu: processes compute on CPU cores")
     if not gpu_request(machine)[1] and not any(node["gpus"] for node in nodes):
         return ok("GPUs", "none requested and none visible: processes compute on CPU cores")
     for node in nodes:

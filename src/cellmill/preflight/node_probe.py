@@ -10,8 +10,6 @@ Bandwidth is the bus bandwidth of nccl-tests (github.com/NVIDIA/nccl-tests, doc/
 import json
 import os
 import platform
-import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -29,6 +27,7 @@ from cellmill.errors import DataError
 from cellmill.files import read_json, write_json, write_text
 from cellmill.launch.processes import die_with_parent
 from cellmill.preflight.nodes import ALLREDUCE, HEAD, node_file
+from cellmill.train.device import driver_version, host
 
 CONNECT_WITHIN_S = 120
 WRITTEN_BYTES = 64 << 20
@@ -113,11 +112,6 @@ def facts(folder: Path, node: int) -> dict[str, Any]:
     return value | {"token": head["token"], "head_time": head["time"], "time": time.time(), "head_error": problem}
 
 
-def host() -> str:
-    """The node's name: SLURM's, if there is SLURM."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
 def write_speed(path: Path) -> tuple[float | None, str | None]:
     """Seconds to write and fsync a file of `WRITTEN_BYTES`, or the error."""
     block = os.urandom(1 << 20)  # random: compression must not make the disk look fast
@@ -146,17 +140,6 @@ def nccl_version() -> str | None:
     if torch.version.cuda is None or not torch.cuda.is_available():
         return None
     return ".".join(str(part) for part in torch.cuda.nccl.version())
-
-
-def driver_version() -> str | None:
-    """Version of the NVIDIA driver; None without one."""
-    try:
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    lines = done.stdout.split()
-    return lines[0] if done.returncode == 0 and lines else None
 
 
 def links() -> dict[str, int]:

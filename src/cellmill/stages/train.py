@@ -122,7 +122,7 @@ def _job(folder: TrainFolder, machine: Machine, error_folder: Path) -> Job:
     error = str(error_folder / "error.txt")
     return Job(
         module="cellmill.train.worker",
-        arguments=[str(folder.path), error],
+        arguments=[str(folder.path), error, machine.wanted_device],
         nodes=machine.node_counts[-1],
         nproc_per_node=machine.nproc_per_node,
         cores=machine.cpus_per_task if machine.launcher == "local" else 0,

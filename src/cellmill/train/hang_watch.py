@@ -10,13 +10,16 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
-START_FACTOR = 5  # longer timeout before the first steps are done: rendezvous, weights, compilation, cold files
+from cellmill.launch.rendezvous import NODES
+
+START_FACTOR = 5  # longer timeout before the first steps are done: weights, compilation, cold files
+JOIN_S = 60.0  # shortest timeout until all ranks have joined: they import torch at different speeds
 TICKS = 20  # of the thread within timeout_s
 STORE_TIMEOUT_S = 60.0
 
@@ -39,7 +42,8 @@ class HangWatch:
     """Position of this rank, watched from `start` on."""
 
     def __init__(self) -> None:
-        self.passed, self.what, self.warm = 0, "the start", False
+        self.passed, self.what, self.warm = 0, "joining the process group", False
+        self._has_joined = False
         self.saving: Callable[[], bool] = lambda: False
         """Whether this rank is writing a checkpoint: others may wait for it longer than `timeout_s`."""
         self._closing = threading.Event()
@@ -50,12 +54,18 @@ class HangWatch:
         self.what = what
         self.passed += 1
 
+    def joined(self) -> None:
+        """Note that all ranks have joined the process group."""
+        self._has_joined = True
+        self.at("the start")
+
     def start(self, timeout_s: float, end: Callable[[str], None]) -> None:
-        """Start the thread; it calls `end` with a line that names the hung rank. Needs torchrun."""
+        """Start the thread; it calls `end` with a line that names the hung rank. Needs torchrun, and no group yet."""
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # a connection of its own: a blocking call holds the lock of torch's
         store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S))
-        arguments = (dist.PrefixStore("watch", store), timeout_s, end)
+        names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        arguments = (store, *(int(os.environ[name]) for name in names), timeout_s, end)
         self._thread = threading.Thread(target=self._run, args=arguments, name="watch", daemon=True)
         self._thread.start()
 
@@ -65,8 +75,10 @@ class HangWatch:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, store: dist.Store, timeout_s: float, end: Callable[[str], None]) -> None:
-        rank, world, host = dist.get_rank(), dist.get_world_size(), os.uname().nodename
+    def _run(
+        self, agent: dist.Store, rank: int, world: int, local_world: int, timeout_s: float, end: Callable[[str], None]
+    ) -> None:
+        store, host = dist.PrefixStore("watch", agent), os.uname().nodename
         passed, stalled, tick = -1, 0, 0
         earlier: list[Position | None] = []
         try:
@@ -77,6 +89,8 @@ class HangWatch:
                 stalled = stalled + 1 if mine.passed == passed else 0
                 passed = mine.passed
                 limit = TICKS * (1 if self.warm else START_FACTOR)
+                if not self._has_joined:
+                    limit = round(TICKS * max(1.0, JOIN_S / timeout_s))
                 if stalled == limit // 2:
                     earlier = _positions(store, world)
                 if stalled > limit:
@@ -86,19 +100,23 @@ class HangWatch:
                         continue
                     if mine.passed == min(position.passed for position in now if position is not None):
                         faulthandler.dump_traceback(sys.stderr)  # the stack goes to the log
-                    end(hang_line(earlier, now, timeout_s * limit / TICKS))
+                    end(hang_line(earlier, now, timeout_s * limit / TICKS, _hosts(agent, now, local_world)))
                     return
         except dist.DistError:  # the agent is gone, and is ending this process
             return
 
 
-def hang_line(earlier: list[Position | None], now: list[Position | None], waited_s: float) -> str:
+def hang_line(
+    earlier: list[Position | None], now: list[Position | None], waited_s: float, hosts: Mapping[int, str] | None = None
+) -> str:
     """Return the line that names the ranks for which the others wait.
 
     Parameters
     ----------
     earlier, now
         Positions by rank, `waited_s` / 2 apart; None for a rank that never published one.
+    hosts
+        Nodes of ranks that never published a position, by rank, where known.
     """
     known = {rank: position for rank, position in enumerate(now) if position is not None}
     furthest, hindmost = (of(known.values(), key=lambda position: position.passed) for of in (max, min))
@@ -111,7 +129,8 @@ def hang_line(earlier: list[Position | None], now: list[Position | None], waited
         return f"rank 0 on {furthest.host} has been stuck at {furthest.what} for {waited}; its stack is in the log"
     if not (hung := silent or behind):
         return f"all ranks have waited {waited} at {furthest.what} and none is behind: check the network between them"
-    who = f"rank {hung[0]}" + (f" on {known[hung[0]].host}" if hung[0] in known else "")
+    node = known[hung[0]].host if hung[0] in known else (hosts or {}).get(hung[0])
+    who = f"rank {hung[0]}" + (f" on {node}" if node else "")
     do, be = "does", "is"
     if others := hung[1:]:
         who += f" and {len(others)} more (ranks {', '.join(map(str, others[:8]))}{', …' if len(others) > 8 else ''})"
@@ -123,3 +142,10 @@ def hang_line(earlier: list[Position | None], now: list[Position | None], waited
 def _positions(store: dist.Store, world: int) -> list[Position | None]:
     keys = [str(rank) for rank in range(world)]
     return [Position(**json.loads(store.get(key))) if store.check([key]) else None for key in keys]
+
+
+def _hosts(agent: dist.Store, now: list[Position | None], local_world: int) -> dict[int, str]:
+    """Return the nodes of the ranks without a position, as the nodes' agents published them."""
+    silent = [rank for rank, position in enumerate(now) if position is None][:8]
+    keys = {rank: f"{NODES}/{rank // local_world}" for rank in silent}
+    return {rank: agent.get(key).decode() for rank, key in keys.items() if agent.check([key])}

@@ -215,8 +215,7 @@ class Trainer:
         """Return cells, tokens and FLOPs of this rank's share of a step."""
         lengths = [length for batch in batches for length in batch.lengths]
         pairs = sum(length * length for length in lengths)
-        flops = self.size.flops_per_token * sum(lengths) + self.size.flops_per_token_pair * pairs
-        return len(lengths), sum(lengths), flops
+        return len(lengths), sum(lengths), self.size.flops(sum(lengths), pairs, len(lengths))
 
     def _is_logged(self, step: int) -> bool:
         return step % self.train.log_every_steps == 0 or step in (1, self.steps)

@@ -1,6 +1,7 @@
 """One rank of a training: data, model, layout and loop put together.
 
-Started by torchrun with the folder of the run, whose run.json has everything else, and a file for the error line.
+Started by torchrun with the folder of the run, whose run.json has everything else, a file for the error line, and the
+device that the profile asks for (`Machine.wanted_device`).
 """
 
 import importlib
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from cellmill.config.load import stored_options
 from cellmill.config.options import TrainOptions
@@ -50,6 +52,7 @@ from cellmill.planner.size import measure
 from cellmill.runs.folder import TrainFolder
 from cellmill.track.tracker import ConsoleTracker, JsonlTracker, Tracker
 from cellmill.train.checkpoint import Checkpoints
+from cellmill.train.device import agree
 from cellmill.train.failure import give_up, leave_reason
 from cellmill.train.hang_watch import START_FACTOR, HangWatch
 from cellmill.train.loop import Trainer
@@ -67,15 +70,16 @@ from cellmill.train.weight_average import WeightAverage
 Levels = Mapping[str, Sequence[str]]
 
 
-def main(path: Path, error_file: Path) -> None:
+def main(path: Path, error_file: Path, wanted_device: str) -> None:
     """Train in the folder of the run, `path`. Collective: every process that torchrun started."""
     stop = StopFlag()
     folder = TrainFolder(path)
     record = read_json(folder.path / "run.json")
     options = stored_options(record["options"], "run.json")
-    device = _join(options.parallel, options.train.timeout_s)
     watch = HangWatch()
     watch.start(options.train.timeout_s, partial(give_up, error_file))
+    device = _join(options.parallel, options.train.timeout_s, wanted_device)
+    watch.joined()
     mesh = build_mesh(options.parallel, int(os.environ["LOCAL_WORLD_SIZE"]), device.type)
     vocabulary = Vocabulary.read(Path(record["vocabulary"]))
     manifest = Manifest.read(Path(record["manifest"]))
@@ -156,20 +160,23 @@ def main(path: Path, error_file: Path) -> None:
     watch.close()
 
 
-def _join(parallel: Parallel, timeout_s: float) -> torch.device:
-    """Join the process group and return this rank's device."""
+def _join(parallel: Parallel, timeout_s: float, wanted_device: str) -> torch.device:
+    """Join the process group and return this rank's device. Raise UserError if GPUs are missing."""
     timeout = _timeout(timeout_s)
     torch.manual_seed(0)  # unused: random numbers here are keyed by seed and position
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    device = agree(wanted_device, store)
+    group: dict[str, Any] = {"store": dist.PrefixStore("group", store), "rank": rank, "world_size": world}
+    if device.type == "cuda":
         torch.cuda.set_device(device)
         set_tf32(parallel.tf32, device)
         # the norm of offloaded gradients is reduced on the CPU
         backend = "cpu:gloo,cuda:nccl" if parallel.cpu_offload == "full" else "nccl"
-        dist.init_process_group(backend, device_id=device, timeout=timeout)
+        dist.init_process_group(backend, device_id=device, timeout=timeout, **group)
         return device
-    dist.init_process_group("gloo", timeout=timeout)
-    return torch.device("cpu")
+    dist.init_process_group("gloo", timeout=timeout, **group)
+    return device
 
 
 def _timeout(timeout_s: float) -> timedelta:
@@ -301,7 +308,7 @@ if __name__ == "__main__":
     die_with_parent()
     run_folder, error_file = Path(sys.argv[1]), Path(sys.argv[2])
     try:
-        main(run_folder, error_file)
+        main(run_folder, error_file, sys.argv[3])
         dist.destroy_process_group()
         sys.stdout.flush()
         os._exit(0)  # Python's shutdown restores default handlers, and a second signal would kill

@@ -1,0 +1,88 @@
+"""The device of a training is decided once, and GPUs that are missing are named before it starts."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch.distributed as dist
+
+from cellmill.config.machine import Machine
+from cellmill.errors import UserError
+from cellmill.train import device
+from cellmill.train.device import NodeGpus, agree, decide
+
+
+def node(number: int, gpus: int, cuda: str | None = "12.8", driver: str | None = "570.1") -> NodeGpus:
+    return NodeGpus(f"node{number}", gpus, "2.13.0", cuda, driver)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "decided"),
+    [
+        ("cuda", (4, 4), "cuda"),
+        ("auto", (4, 8), "cuda"),
+        ("auto", (0, 0), "cpu"),
+        ("cpu", (4, 4), "cpu"),
+        ("cpu", (0, 4), "cpu"),
+    ],
+)
+def test_all_ranks_have_one_device(wanted: str, gpus: tuple[int, ...], decided: str) -> None:
+    assert decide(wanted, [node(number, count) for number, count in enumerate(gpus)], 4) == decided
+
+
+@pytest.mark.parametrize(
+    ("wanted", "nodes", "line"),
+    [
+        (
+            "cuda",
+            [node(0, 4), node(1, 0, cuda=None)],
+            "expected 4 GPUs per node, one per process, but node1 shows 0 GPUs (torch 2.13.0 built without CUDA, "
+            "driver 570.1); ",
+        ),
+        (
+            "auto",
+            [node(0, 4), node(1, 3), node(2, 0, driver=None)],
+            "expected 4 GPUs per node, one per process, but node1 shows 3 GPUs (torch 2.13.0 for CUDA 12.8, driver "
+            "570.1), and 1 more nodes like it (node2); ",
+        ),
+    ],
+)
+def test_missing_gpus_are_named_with_node_driver_and_build_of_torch(
+    wanted: str, nodes: list[NodeGpus], line: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        decide(wanted, nodes, 4)
+    assert str(refused.value) == (
+        f"{line}correct gpus_per_node, nproc_per_node or the node's torch and driver, or set device: cpu in the "
+        "profile (set-resources: train) to train on CPU cores"
+    )
+
+
+def test_the_first_rank_decides_and_the_others_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(device.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError) as of_first:
+        agree("cuda", store)
+    monkeypatch.setattr(device.torch.cuda, "is_available", lambda: True)  # on this node alone
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(UserError) as of_other:
+        agree("cuda", store)
+    assert str(of_other.value) == str(of_first.value)
+
+
+def test_device_cpu_hides_the_gpus_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    for name, value in places.items():
+        monkeypatch.setenv(name, value)
+    assert agree("cpu", dist.HashStore()).type == "cpu"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_gpus_that_are_requested_are_wanted_unless_the_profile_says_cpu() -> None:
+    assert Machine(gpus_per_node="h100:4").wanted_device == "cuda"
+    assert Machine(gres="gpu:2", device="cpu").wanted_device == "cpu"
+    assert (Machine().wanted_device, Machine(device="cuda").wanted_device) == ("auto", "cuda")
