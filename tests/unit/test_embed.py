@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
+import cellmill
 from cellmill.config.options import EmbedOptions, PreprocessOptions
 from cellmill.config.tokens import ContinuousTokens, RankTokens, Tokens
 from cellmill.data.corpus import build_vocabulary
@@ -344,3 +345,42 @@ def test_embeddings_of_another_model_or_of_other_cells_are_refused(tmp_path: Pat
     (tmp_path / "text.h5ad").write_text("no HDF5")
     with pytest.raises(DataError, match=r"text\.h5ad: not an HDF5 file; run embed again"):
         read_embedding(tmp_path / "text.h5ad", obs.index, "a" * 64, 4)
+
+
+@pytest.mark.parametrize("other", ["{id}.4", "{id}_PAR_Y", "{symbol}", "{symbol}_{id}.7"])
+def test_a_gene_in_two_columns_has_the_embedding_of_its_sum_raw_and_preprocessed(
+    tmp_path: Path, corpus: dict[str, Path], model: Path, other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = ad.read_h5ad(corpus["cells"])
+    reference = _vectors(model, corpus["cells"])
+    symbols, counts = gene_symbols("human"), whole.X.toarray()  # type: ignore[union-attr]
+    moved = np.arange(0, whole.n_vars, 3)
+    half = np.random.default_rng(0).binomial(counts[:, moved].astype(np.int64), 0.5)
+    counts[:, moved] -= half.astype(counts.dtype)
+    split = ad.AnnData(sp.csr_matrix(np.hstack([counts, half]).astype(np.float32)), whole.obs)
+    twins = [other.format(id=gene, symbol=symbols[gene]) for gene in whole.var_names[moved]]
+    split.var_names = [*whole.var_names, *twins]
+    raw = _written(split, tmp_path / "raw.h5ad")
+    capsys.readouterr()
+    assert (_vectors(model, raw) == reference).all()
+    assert "100.0% of counts on known genes" in capsys.readouterr().out
+    options = PreprocessOptions.model_validate({"preprocess": {"min_genes": 0, "max_mito_frac": 1, "min_cells": 0}})
+    made = tmp_path / "made.h5ad"
+    preprocess.run(options=options, input=raw, counts="X", dataset="d", out=made, report=tmp_path / "made.json")
+    assert (_vectors(model, made) == reference).all()
+    assert (cellmill.load(model).embed(split) == reference).all()
+
+
+def test_counts_on_names_that_are_not_known_are_warned_of(
+    tmp_path: Path, corpus: dict[str, Path], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = ad.read_h5ad(corpus["cells"])
+    most = np.argsort(-np.asarray(data.X.sum(axis=0)).ravel())[:20]  # type: ignore[union-attr]
+    data.var_names = [f"odd-{at}" if at in most else gene for at, gene in enumerate(data.var_names)]
+    _vectors(model, _written(data, tmp_path / "a.h5ad"))
+    warning = re.search(r"a: warning: (\d+\.\d)% of its counts are on genes whose names are not known, most of them on "
+                        r"'odd-(\d+)', ", capsys.readouterr().out)  # fmt: skip
+    assert warning
+    assert int(warning[2]) == most[0]
+    lost = data.X[:, most].sum() / data.X.sum()  # type: ignore[index, union-attr]
+    assert float(warning[1]) == pytest.approx(100 * lost, abs=0.05)

@@ -103,3 +103,17 @@ def test_the_tables_are_sorted_complete_and_without_a_timestamp() -> None:
         assert len(found) == n_genes
         assert sum(row[4] == "protein_coding" for row in rows) == coding
         assert all(gene_id(gene, organism) for gene in found)
+
+
+def test_an_id_beside_a_symbol_is_taken_on_either_side_with_or_without_a_version() -> None:
+    names = [
+        "HLA-DRA_ENSG00000204287",
+        "HLA-DRA_ENSG00000204287.12",
+        "ENSG00000204287.12_HLA-DRA",
+        "7SK|ENSG00000204287",
+    ]
+    assert ids([*names, "GRCh38_ENSG00000204287"]) == ["ENSG00000204287"] * 5
+    assert ids(["Actb_ENSMUSG00000029580"], "mouse") == ["ENSMUSG00000029580"]
+    others = ["HLADRAENSG00000204287", "A_ENSG000002042871", "ENSG00000204287_1", "ENSG00000204287_ENSG00000139618"]
+    assert ids(others) == [""] * 4
+    assert ids(["HLA-DRA_ENSG00000204287"], "mouse") == [""]

@@ -278,6 +278,29 @@ CHECKED: dict[str, tuple[str, str, str]] = {
 }
 
 
+@pytest.mark.parametrize("form", ["plain", "values and mask"])
+def test_repeated_names_of_cells_are_found_before_anything_runs(
+    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with h5py.File(raw, "r+") as file:
+        names = file["obs"][file["obs"].attrs["_index"]]
+        names[3], names[4], names[6] = names[1], names[1], names[5]
+        if form != "plain":
+            texts = names[:]
+            del file[names.name]
+            file[f"{names.name}/values"], file[f"{names.name}/mask"] = texts, np.zeros(len(texts), bool)
+        first = names[1].decode() if form == "plain" else texts[1].decode()
+    Path("t.tsv").write_text(f"dataset\tpath\none\t{raw}\n")
+    Path("c.yaml").write_text("corpora: {c: {table: t.tsv}}\nruns: {r: {corpus: c}}\ntrain: {steps: 1}\n")
+    with pytest.raises(UserError) as caught:
+        check_datasets(load_config(Path("c.yaml")))
+    assert str(caught.value) == (
+        f"t.tsv: dataset one: {raw}: obs names are not unique: {first!r} occurs 3 times and 1 more repeat; call "
+        "obs_names_make_unique() and write the file again"
+    )
+
+
 @pytest.mark.parametrize("case", CHECKED)
 def test_columns_are_looked_for_before_anything_runs(
     raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str

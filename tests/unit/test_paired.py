@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from sklearn.metrics import accuracy_score, f1_score
 from sklearn.model_selection import StratifiedKFold
 
 from cellmill.evaluate.paired import NOT_TESTED, Difference, cell_scores, paired_difference
-from cellmill.evaluate.score_table import Predictions, against_best, differences, table_rows
+from cellmill.evaluate.score_table import Predictions, ScoreColumn, against_best, differences, table_rows
 from cellmill.evaluate.tasks.few_shot import draw_shots
 from cellmill.runs.verdict import compare, sentence
 
@@ -144,6 +146,32 @@ def test_a_verdict_is_level_where_the_interval_contains_zero(
 ) -> None:
     verdict = compare("own", "other", "accuracy", difference, interval)
     assert (verdict.outcome, sentence(verdict)) == (outcome, text)
+
+
+@pytest.mark.parametrize(
+    ("difference", "interval", "n", "text"),
+    [
+        (-0.025, (-0.025, -0.025), 1, "own against other: -0.025 accuracy, undecided, n = 1."),
+        (0.3, (0.1, 0.5), 2, "own against other: +0.300 accuracy (+0.100 to +0.500), undecided, n = 2."),
+        (0.3, (0.3, 0.3), 1200, "own against other: +0.300 accuracy, undecided, all 1,200 differ by the same."),
+        (0.3, (0.1, 0.5), 3, "own is ahead of other by 0.300 accuracy (+0.100 to +0.500)."),
+        (0.0, (0.0, 0.0), 1, "own is level with other: +0.000 accuracy (+0.000 to +0.000)."),
+    ],
+)
+def test_too_few_units_and_intervals_of_no_width_decide_nothing(
+    difference: float, interval: tuple[float, float], n: int, text: str
+) -> None:
+    assert sentence(compare("own", "other", "accuracy", difference, interval, n=n)) == text
+
+
+def test_a_column_counts_its_units_and_knows_which_of_two_errors_is_better() -> None:
+    scores = {"embedding": np.array([[0.2]]), "a": np.array([[0.5]]), "b": np.array([[0.4]])}
+    one = ScoreColumn("x", "error", scores, lower_is_better=True)
+    assert (one.best(own=False), one.compare("embedding", "b").n) == ("b", 1)
+    own, other = np.array([[0.2, 0.3, 0.1, 0.25]]), np.array([[0.4, 0.6, 0.3, 0.5]])
+    column = ScoreColumn("x", "error", {"embedding": own, "a": other}, lower_is_better=True)
+    assert column.compare("embedding", "a").outcome == "ahead"
+    assert replace(column, n_units=2).compare("embedding", "a").outcome == "undecided"
 
 
 def test_a_lower_value_is_ahead_where_lower_is_better() -> None:

@@ -115,6 +115,10 @@ def test_what_the_model_has_not_seen_is_tested_and_the_rest_is_fitted_on(screen:
     assert rows["embedding of genes + linear"]["kind"] == "model"
     assert result.metric == "Pearson, new perturbation"
     assert {verdict.against for verdict in result.verdicts}.isdisjoint({"split halves"})
+    [error] = [verdict for verdict in result.verdicts if verdict.metric == "mean absolute error, new perturbation"]
+    means = {row["name"]: row["MAE, new perturbation_mean"] for row in result.rows if row["kind"] == "baseline"}
+    assert means[error.against] == min(means.values())
+    assert {verdict.outcome for verdict in result.verdicts} <= {"undecided", "level"}  # two perturbations are tested
     json.dumps(result.to_json(), allow_nan=False)
     folds = task.run(replace(screen, scored=np.ones_like(screen.scored)))
     assert folds.figures["perturbation_folds"] == 2 * 3

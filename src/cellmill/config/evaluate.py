@@ -34,6 +34,10 @@ class TaskConfig(Plugin):
         """Files that the options name, by option."""
         return {option: path for option in self.files if (path := getattr(self, option)) is not None}
 
+    def packages(self) -> dict[str, str]:
+        """Modules beside the core that the task imports, and the extra of cellmill that each comes with."""
+        return {}
+
 
 class ProbeConfig(TaskConfig):
     """Classifiers of the label on embeddings, against baselines; skipped without a label."""

@@ -27,6 +27,9 @@ class ClusteringConfig(TaskConfig):
     seeds: int = Field(5, ge=1, description="Number of clusterings per resolution, with different seeds.")
     min_cells: int = MIN_CELLS
 
+    def packages(self) -> dict[str, str]:
+        return {"igraph": "cluster"}
+
 
 class IntegrationConfig(TaskConfig):
     """Batch mixing and label separation of the embeddings, reported separately; skipped without a batch or a label."""
@@ -38,6 +41,9 @@ class IntegrationConfig(TaskConfig):
     neighbors: int = Field(90, ge=15, description="k of the neighbour graph; LISI's perplexity is a third of it.")
     harmony: bool = Field(False, description="Add a row for PCA50 corrected by Harmony (extra `integrate`).")
     min_cells: int = MIN_CELLS
+
+    def packages(self) -> dict[str, str]:
+        return {"harmonypy": "integrate"} if self.harmony else {}
 
 
 class ThroughputConfig(TaskConfig):

@@ -14,6 +14,7 @@ import scipy.sparse as sp
 from anndata.io import write_elem
 
 from cellmill.data.h5_file import ALIGNMENT, NewH5File, create_h5
+from cellmill.data.text_columns import plain_text
 
 
 def count_dtype(largest: int) -> np.dtype[Any]:
@@ -48,14 +49,25 @@ def write_cells(
         group.create_dataset("indptr", data=indptr)
         shape = np.array([len(indptr) - 1, len(var)], np.int64)
         group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape})
-        frame = obs() if callable(obs) else obs
+        frame = plain_text(obs() if callable(obs) else obs)
         assert len(frame) == len(indptr) - 1, f"{len(frame)} obs for {len(indptr) - 1} rows"
         write_elem(file, "obs", frame)
-        write_elem(file, "var", var)
+        write_elem(file, "var", plain_text(var))
         for name in ("layers", "obsm", "obsp", "varm", "varp"):
             write_elem(file, name, {})
         kinds = {name: True for name, holds in (("ordered", ordered), ("ranked", ranked)) if holds}
         write_elem(file, "uns", {"cellmill": kinds} if kinds else {})
+
+
+def write_anndata(file: h5py.File, adata: Any) -> None:
+    """Write an AnnData to a new file. `AnnData` turns text into the `str` of pandas 3, which anndata 0.12 refuses."""
+    file.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
+    if adata.X is not None:
+        write_elem(file, "X", adata.X)
+    for name in ("obs", "var"):
+        write_elem(file, name, plain_text(getattr(adata, name)))
+    for name in ("layers", "obsm", "obsp", "uns", "varm", "varp"):
+        write_elem(file, name, dict(getattr(adata, name)))
 
 
 def _write_values(

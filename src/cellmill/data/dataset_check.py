@@ -12,6 +12,7 @@ from cellmill.config.corpus import IS_CONTROL, ORGANISM, Dataset
 from cellmill.config.label_map import read_label_map
 from cellmill.config.workflow import CorpusConfig, Workflow
 from cellmill.data.declared_names import DeclaredNames, declared_names
+from cellmill.data.h5_probe import check_walk
 from cellmill.data.mapped_labels import check_labels
 from cellmill.data.obs_levels import DATASET, text_of
 from cellmill.errors import ConfigError, DataError, did_you_mean
@@ -19,8 +20,10 @@ from cellmill.errors import ConfigError, DataError, did_you_mean
 
 def check_datasets(pipeline: Workflow) -> None:
     """Raise ConfigError or DataError for the first column that no file has, of all datasets that the workflow reads."""
+    tables = {name: pipeline.datasets(name) for name in pipeline.corpora}
+    check_walk(Path(table[dataset].path) for name, table in tables.items() for dataset in read_by_runs(pipeline, name))
     for name, corpus in pipeline.corpora.items():
-        table = pipeline.datasets(name)
+        table = tables[name]
         columns: dict[str, set[str]] = {}
         for dataset in read_by_runs(pipeline, name):
             for label_map in map(Path, table[dataset].label_maps.values()):
@@ -45,6 +48,13 @@ def _check_names(names: DeclaredNames, table: str, dataset: Dataset, corpus: Cor
     """Check one input, and return the obs columns that its preprocessed cells will have."""
     path, known = Path(dataset.path), names.columns
     where = f"{table}: dataset {dataset.dataset}: {path}"
+    if (repeated := names.repeated_name()) is not None:
+        name, n, others = repeated
+        more = f" and {others:,} more repeat" if others else ""
+        raise DataError(
+            f"{where}: obs names are not unique: {name!r} occurs {n:,} times{more}; call obs_names_make_unique() and "
+            "write the file again"
+        )
     if dataset.counts not in names.counts:
         raise DataError(
             f"{where} has no matrix {dataset.counts!r} (counts); {did_you_mean(dataset.counts, names.counts)}"

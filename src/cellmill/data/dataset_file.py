@@ -9,6 +9,7 @@ from cellmill.config.input_url import is_url, redacted
 from cellmill.data.counts_reader import CountsReader, open_counts
 from cellmill.data.fasta import FastaReader
 from cellmill.data.fetch import RECORD, fetch, read_record
+from cellmill.data.h5_probe import check_walk
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import sha256_file
 
@@ -16,6 +17,7 @@ from cellmill.files import sha256_file
 def open_dataset(path: Path, counts: str = "X") -> CountsReader:
     """Open the matrix `counts` of a local input. Raises DataError."""
     if not is_fasta(path):
+        check_walk([path])
         return open_counts(path, counts)
     if counts != "X":
         raise ConfigError(f"{path}: a FASTA file has no matrix {counts!r}; leave the dataset's `counts` empty")

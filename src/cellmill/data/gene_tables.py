@@ -12,6 +12,10 @@ ORGANISMS = tuple(PREFIXES)
 PROTEIN_CODING = "protein_coding"
 
 _IDS = {organism: re.compile(rf"({prefix}\d{{11}})(?:\.\d+)?(?:_PAR_Y)?") for organism, prefix in PREFIXES.items()}
+_NAMES_WITH_ID = {  # HLA-DRA_ENSG00000204287, as tools write to make symbols unique, or ENSG00000204287.12_HLA-DRA
+    organism: re.compile(rf"\S.*[_|:]{pattern.pattern}|{pattern.pattern}[_|:]+[A-Za-z].*")
+    for organism, pattern in _IDS.items()
+}
 _OPEN_FRAME = re.compile(r"C[\dXY]+orf\d+")
 
 
@@ -27,6 +31,14 @@ def gene_id(name: str, organism: str) -> str:
     """The Ensembl id that `name` is, without a version such as `.12`; empty if it is none of the organism."""
     match = _IDS[organism].fullmatch(name)
     return match[1] if match else ""
+
+
+def gene_id_within(name: str, organism: str) -> str:
+    """The Ensembl id before or after a symbol in `name`, such as `HLA-DRA_ENSG00000204287`; empty if it has none."""
+    if name.count(PREFIXES[organism]) != 1:
+        return ""
+    match = _NAMES_WITH_ID[organism].fullmatch(name)
+    return match[1] or match[2] if match else ""
 
 
 def organism_of(gene: str) -> str | None:

@@ -14,8 +14,9 @@ import numpy as np
 import pandas as pd
 
 from cellmill.data.counts_reader import CountsReader
-from cellmill.data.gene_tables import ORGANISMS, PREFIXES, GeneTable, gene_id, gene_table
+from cellmill.data.gene_tables import ORGANISMS, PREFIXES, GeneTable, gene_id, gene_id_within, gene_table
 from cellmill.data.orthologs import orthologs
+from cellmill.data.text_columns import text_values
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 
@@ -23,6 +24,10 @@ ID_COLUMNS = ("ensembl_id", "ensembl_ids", "ensembl_gene_id", "gene_ids", "gene_
 """var columns searched for Ensembl ids, in this order, when the name itself is not one."""
 SYMBOL_COLUMNS = ("symbol", "gene_symbol", "feature_name", "gene_name", "gene_symbols")
 """var columns searched for symbols of ids that the table lacks."""
+
+MOST_LOST = 0.02
+"""Share of a file's counts on genes without an Ensembl id above which a file is warned about."""
+LOST_NAMES = 5  # that such a warning names
 
 _EXAMPLES = 10
 
@@ -81,13 +86,15 @@ class GeneColumns(NamedTuple):
     target: np.ndarray  # row of the vocabulary for each column, -1 for none; int32
     measured: np.ndarray  # columns of gene expression, not of antibodies or guides; bool
     ordered: bool = False  # rows are sequences, and all columns are residues
+    unnamed: np.ndarray | None = None  # measured columns whose name is not one of a gene; bool, None if all are
 
 
 def map_genes(var_names: Sequence[str], var: pd.DataFrame, organism: str | None) -> MappedGenes:
     """Ensembl ids and symbols of the genes of a dataset.
 
     A gene is looked up by its name if that is an id (a version such as `.12` is cut), by an id in a column of `var`
-    (`ID_COLUMNS`), then by its name as a current symbol, a previous symbol, an alias. Several genes may get the same
+    (`ID_COLUMNS`), by an id beside a symbol in its name, then by its name as a current symbol, a previous symbol, an
+    alias. Several genes may get the same
     id. If `organism` is None, names are used as ids.
     """
     names = [str(name) for name in var_names]
@@ -109,6 +116,16 @@ def map_genes(var_names: Sequence[str], var: pd.DataFrame, organism: str | None)
     return MappedGenes(gene_ids, symbols, _is_mito(symbols), coverage)
 
 
+def map_measured(var_names: Sequence[str], var: pd.DataFrame, organism: str | None) -> tuple[np.ndarray, MappedGenes]:
+    """Rows of `var` that are gene expression (int64), and their genes by `map_genes`.
+
+    The one reading of names, of preprocessing and of files that a model reads: rows with the same id are one gene,
+    whose counts are summed.
+    """
+    rows = np.flatnonzero(is_expression(var))
+    return rows, map_genes([var_names[row] for row in rows.tolist()], var.iloc[rows], organism)
+
+
 def map_orthologs(mapped: MappedGenes, reference: str, table: Path | None = None) -> MappedGenes:
     """Genes of one organism under the ids and symbols of `reference`; those without an ortholog lose their id.
 
@@ -127,7 +144,8 @@ def map_orthologs(mapped: MappedGenes, reference: str, table: Path | None = None
 def match_columns(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
     """Match columns of `reader` to genes of `vocabulary`: by name, through a table of symbols, or through orthologs.
 
-    Takes the reading that matches most genes. Raises DataError when none matches any.
+    Takes the reading that matches most genes, and of those the one that matches most columns: columns of one gene are
+    summed. Raises DataError when none matches any.
     """
     genes = tuple(vocabulary.gene_ids)
     if genes not in reader.matches:  # several parts of an evaluation ask
@@ -140,32 +158,40 @@ def _matched(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
     measured = is_expression(reader.var)
     if reader.ordered:
         return GeneColumns(_match_residues(reader, vocabulary), measured, ordered=True)
-    best, most = np.full(reader.n_vars, -1, np.int32), 0
-    for gene_ids in _readings(reader, vocabulary):
-        target = np.where(measured, vocabulary.rows_of(gene_ids), -1).astype(np.int32)
-        if (matched := len(np.unique(target[target >= 0]))) > most:
-            best, most = target, matched
-        if (best[measured] >= 0).all():
+    best, most = GeneColumns(np.full(reader.n_vars, -1, np.int32), measured), (0, 0)
+    for rows, gene_ids in _readings(reader, vocabulary, np.flatnonzero(measured)):
+        target = np.full(reader.n_vars, -1, np.int32)
+        target[rows] = vocabulary.rows_of(gene_ids)
+        known = target[target >= 0]
+        if (matched := (len(np.unique(known)), len(known))) > most:
+            unnamed = np.zeros(reader.n_vars, bool)
+            unnamed[rows] = [not gene for gene in gene_ids]
+            best, most = GeneColumns(target, measured, unnamed=unnamed if unnamed.any() else None), matched
+        if len(known) == len(rows):
             break  # no table can match more
-    if most == 0:
+    if most == (0, 0):
         first = next(iter(reader.var_names), None)
         raise DataError(
             f"{reader.path}: no genes in common with the model: its first is {first!r}, the model's "
             f"{vocabulary.gene_ids[0]!r} ({vocabulary.symbols[0]}); name genes by Ensembl id or current symbol"
         )
-    return GeneColumns(best, measured)
+    return best
 
 
-def _readings(reader: CountsReader, vocabulary: Vocabulary) -> Iterator[list[str]]:
-    """Ids of the columns: names as they are, as names of an organism of the vocabulary, of another one's orthologs."""
-    yield [*reader.var_names]
+def _readings(
+    reader: CountsReader, vocabulary: Vocabulary, measured: np.ndarray
+) -> Iterator[tuple[np.ndarray, list[str]]]:
+    """Columns and their ids: as names of an organism of the vocabulary, as they are, as of another one's orthologs."""
     known = [o for o in ORGANISMS if any(gene.startswith(PREFIXES[o]) for gene in vocabulary.gene_ids)]
     for organism in known:
-        yield map_genes(reader.var_names, reader.var, organism).gene_ids
+        rows, mapped = map_measured(reader.var_names, reader.var, organism)
+        yield rows, mapped.gene_ids
+    yield measured, [reader.var_names[row] for row in measured]
     if len(known) == 1:
         for organism in ORGANISMS:
             if organism not in known:
-                yield map_orthologs(map_genes(reader.var_names, reader.var, organism), known[0]).gene_ids
+                rows, mapped = map_measured(reader.var_names, reader.var, organism)
+                yield rows, map_orthologs(mapped, known[0]).gene_ids
 
 
 def _match_residues(reader: CountsReader, vocabulary: Vocabulary) -> np.ndarray:
@@ -184,6 +210,17 @@ def _match_residues(reader: CountsReader, vocabulary: Vocabulary) -> np.ndarray:
     return rows
 
 
+def lost_counts(frac: float, names: Sequence[str]) -> str | None:
+    """Warning that names without an Ensembl id have the share `frac` of the counts; None if that is little."""
+    if frac <= MOST_LOST:
+        return None
+    shown = ", ".join(repr(name) for name in names[:LOST_NAMES])
+    return (
+        f"warning: {frac:.1%} of its counts are on genes whose names are not known, most of them on {shown}; name "
+        "genes by Ensembl id or current symbol"
+    )
+
+
 def is_expression(var: pd.DataFrame) -> np.ndarray:
     """Genes of a dataset; False for antibodies and guides of 10x files, whose names (CD3) would pass for genes.
 
@@ -191,14 +228,17 @@ def is_expression(var: pd.DataFrame) -> np.ndarray:
     """
     if "feature_types" not in var:
         return np.ones(len(var), dtype=bool)
-    kinds = var["feature_types"].astype(str).str.strip().str.lower()
-    return kinds.isin(("gene expression", "", "nan", "none")).to_numpy()
+    codes, kinds = np.unique(text_values(var["feature_types"]), return_inverse=True)[::-1]
+    genes = [kind.strip().lower() in ("gene expression", "", "nan", "none") for kind in kinds]
+    return np.array(genes, bool)[codes]
 
 
 def _look_up(name: str, columns: Iterable[str], table: GeneTable, organism: str) -> tuple[str, str]:
     for text in (name, *columns):
         if gene := gene_id(text, organism):
             return gene, "id"
+    if gene := gene_id_within(name, organism):
+        return gene, "id"
     for kind, ids in table.ids.items():
         if name in ids:
             return ids[name], kind if ids[name] else "ambiguous"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import h5py
+import numpy as np
 
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import atomic_path, named_errors
@@ -35,6 +36,16 @@ def open_h5(path: Path, remedy: str = "") -> h5py.File:
         if "signature not found" in text:
             raise DataError(f"{path}: not an HDF5 file{then}") from None
         raise DataError(f"{path}: cannot be read: {text}{then}") from None
+
+
+def read_texts(item: h5py.Dataset | h5py.Group) -> np.ndarray:
+    """Text of an array, `(n,)` object, as anndata stores it: plain, or a group of values and a mask of missing ones."""
+    if isinstance(item, h5py.Dataset):
+        return np.asarray(item.asstr()[:] if len(item) else [], object)  # an empty array may be of numbers
+    texts = np.asarray(item["values"].asstr()[:], object)
+    if "mask" in item:
+        texts[item["mask"][:]] = "nan"
+    return texts
 
 
 def check_h5ad(out: Path, option: str) -> None:

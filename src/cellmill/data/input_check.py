@@ -1,10 +1,11 @@
-"""Files that the configuration names, looked for before anything runs.
+"""Files and packages that the configuration needs, looked for before anything runs.
 
 Snakemake takes an output whose input is missing as it is, and says nothing: a mistyped path would leave the results of
 the file that was named before.
 """
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from cellmill.config.input_url import is_url
@@ -21,8 +22,9 @@ def check_inputs(pipeline: Workflow, is_made: Callable[[str], bool] = lambda pat
     """Look for each file that options and tables name, and that no rule makes (`is_made` of a path).
 
     Returns a line on datasets that are gone since their cells were made, which is fine, or None. Raises ConfigError or
-    DataError for a file that is missing, a FIFO, a socket or a device.
+    DataError for a file that is missing, a FIFO, a socket or a device, or a package that is not installed.
     """
+    _check_packages(pipeline)
     for option, text in _files_of_options(pipeline):
         if not is_made(text) and not Path(text).is_file():
             kind = special_kind(Path(text)) or ("folder" if Path(text).is_dir() else None)
@@ -34,6 +36,24 @@ def check_inputs(pipeline: Workflow, is_made: Callable[[str], bool] = lambda pat
         return None
     more = f" and {len(gone) - _SHOWN} more" if len(gone) > _SHOWN else ""
     return f"used as they are, since their inputs are gone: {', '.join(gone[:_SHOWN])}{more}"
+
+
+def _check_packages(pipeline: Workflow) -> None:
+    """Raise ConfigError for a package that a stage of the workflow imports and that this Python does not have."""
+    for option, module, extra in _packages(pipeline):
+        if find_spec(module) is None:
+            raise ConfigError(f"{option} requires {module}, which is missing: pip install 'cellmill[{extra}]'")
+
+
+def _packages(pipeline: Workflow) -> Iterator[tuple[str, str, str]]:
+    """Option, module and extra of cellmill."""
+    for name, corpus in pipeline.corpora.items():
+        if corpus.vocabulary.select == "seurat_v3":
+            yield f"corpora.{name}.vocabulary.select seurat_v3", "skmisc", "hvg"
+    for name, run in pipeline.runs.items():
+        for task in run.evaluate.tasks.values():
+            for module, extra in task.packages().items():
+                yield f"runs.{name}.evaluate.tasks.{task.name}", module, extra
 
 
 def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:

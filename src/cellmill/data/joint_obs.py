@@ -21,6 +21,7 @@ import pandas as pd
 
 from cellmill.data.level_table import MAX_LEVELS
 from cellmill.data.obs_levels import DATASET
+from cellmill.data.text_columns import text_values
 
 _TYPES = {"bool": "?", "int": "<i8", "float": "<f8"}  # kinds of columns; all others are `text`
 
@@ -169,7 +170,7 @@ def _codes(series: pd.Series, kept: np.ndarray) -> tuple[np.ndarray, list[str]]:
     """Code of each cell, -1 if it is missing or not kept, and the text of each code in order."""
     codes, values = pd.factorize(series)
     codes = np.where(kept, codes, -1)
-    texts = pd.Series(values).astype(object).astype(str).to_numpy(object)
+    texts = text_values(pd.Series(values).astype(object))
     known = sorted(set(texts[np.unique(codes[codes >= 0])]))
     number = {text: i for i, text in enumerate(known)}
     table = np.array([*(number.get(text, -1) for text in texts), -1], np.int32)

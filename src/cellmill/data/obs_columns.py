@@ -16,6 +16,7 @@ from cellmill.config.obs_filter import parse_filter
 from cellmill.data.counts_reader import CountsReader
 from cellmill.data.h5_file import one_line
 from cellmill.data.mapped_labels import MappedLabels, map_labels
+from cellmill.data.text_columns import text_values
 from cellmill.errors import DataError, did_you_mean
 
 _VALUES = 8  # of a column, in a message
@@ -141,7 +142,7 @@ def _numbers(reader: CountsReader, column: pd.Series) -> pd.Series:
 
 
 def _is_control(reader: CountsReader, column: pd.Series, control: str, keep: np.ndarray) -> pd.Series:
-    is_control = column.astype(object).astype(str) == control
+    is_control = pd.Series(text_values(column, missing="nan") == control, index=column.index)
     if not is_control[keep].any():
         known = [str(value) for value in column[keep].dropna().unique()]
         raise DataError(

@@ -21,7 +21,7 @@ from cellmill.data.count_matrix import row_sums, select_columns, select_rows
 from cellmill.data.counts_reader import CountsReader
 from cellmill.data.counts_writer import count_dtype, write_cells
 from cellmill.data.gene_tables import ORGANISMS
-from cellmill.data.genes import Coverage, MappedGenes, is_expression, map_genes, map_orthologs
+from cellmill.data.genes import LOST_NAMES, Coverage, MappedGenes, map_genes, map_measured, map_orthologs
 from cellmill.data.obs_columns import choose_obs
 from cellmill.data.row_spill import RowSpill
 from cellmill.errors import ConfigError, DataError
@@ -44,7 +44,8 @@ class Genes:
     is_mito: np.ndarray
     target: np.ndarray  # gene of each var row, as index into `gene_ids`, or -1; int32
     coverage: Coverage
-    not_expression: int  # number of var rows that are not gene expression
+    rows: np.ndarray  # var rows that are gene expression; int64
+    unnamed: np.ndarray  # those of them without an Ensembl id; int64
     summed: dict[str, list[str]]  # names of the var rows that share an id; their counts are summed
 
 
@@ -80,13 +81,12 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
 
     Raises DataError below `min_coverage_frac`.
     """
-    expression = is_expression(reader.var)
-    rows = np.flatnonzero(expression)
+    rows, mapped = map_measured(reader.var_names, reader.var, options.organism)
     names, var = [reader.var_names[row] for row in rows], reader.var.iloc[rows]
     if not names:
         raise DataError(f"{reader.path}: no genes: no var['feature_types'] is 'Gene Expression'")
-    mapped = map_genes(names, var, options.organism)
     _check_coverage(reader.path, options, mapped.coverage, names, var)
+    unnamed = [int(row) for row, gene in zip(rows, mapped.gene_ids) if not gene]
     if options.reference_organism is not None:
         mapped = _on_reference(reader.path, mapped, options)
     index: dict[str, int] = {}
@@ -110,7 +110,8 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
         is_mito=mapped.is_mito[first],
         target=place[target],
         coverage=mapped.coverage,
-        not_expression=int((~expression).sum()),
+        rows=rows,
+        unnamed=np.array(unnamed, np.int64),
         summed={gene: rows for gene, rows in carriers.items() if len(rows) > 1},
     )
 
@@ -159,18 +160,26 @@ class _Cells:
     reason: np.ndarray  # index into DROPPED, -1 for a kept cell
     detected: np.ndarray  # number of kept cells in which each gene is detected
     largest: int  # largest count of a kept cell
+    of_columns: np.ndarray  # counts of each var row, of all cells; float64, exact below 2^53
 
 
 def _measure(reader: CountsReader, genes: Genes, options: Preprocess, keep: np.ndarray, passing: RowSpill) -> _Cells:
     """Measure every cell; add the rows of those that pass to `passing`."""
     size, n = len(genes.gene_ids), reader.n_obs
     cells = _Cells(
-        np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n), np.full(n, -1, np.int8), np.zeros(size, np.int64), 0
+        np.zeros(n, np.int64),
+        np.zeros(n, np.int64),
+        np.zeros(n),
+        np.full(n, -1, np.int8),
+        np.zeros(size, np.int64),
+        0,
+        np.zeros(reader.n_vars),
     )
     first = 0
     for raw in reader.rows(options.row_block):
         block = select_columns(raw, genes.target, size, f"{reader.path}: columns of one gene")
         rows = slice(first, first + block.shape[0])
+        cells.of_columns += np.bincount(raw.indices, weights=raw.data, minlength=reader.n_vars)
         n_genes, n_counts = np.diff(block.indptr), row_sums(block)
         mito = np.flatnonzero(genes.is_mito[block.indices])
         cell = np.searchsorted(block.indptr, mito, side="right") - 1
@@ -243,14 +252,16 @@ def _report(
             "in": reader.n_vars,
             "out": int(keep_gene.sum()),
             "dropped": {
-                "not gene expression": genes.not_expression,
+                "not gene expression": reader.n_vars - len(genes.rows),
                 "no Ensembl id": coverage.ambiguous + coverage.unmapped,
                 **({"no ortholog": without} if coverage.reference is not None else {}),
                 "summed into another": int((genes.target >= 0).sum()) - len(genes.gene_ids),
                 "min_cells": int((~keep_gene).sum()),
             },
         },
-        "coverage": coverage.as_json() | {"summed": dict(list(genes.summed.items())[:10])},
+        "coverage": coverage.as_json()
+        | {"summed": dict(list(genes.summed.items())[:10])}
+        | _lost_counts(reader.var_names, genes, cells.of_columns),
         "nnz": int(cells.detected[keep_gene].sum()),
         "dtype": count_dtype(cells.largest).name,
         "quantiles": {
@@ -264,6 +275,13 @@ def _report(
         "histograms": {name: histogram(values, kept, name != "mito_frac") for name, values in measures.items()},
         "options": options.model_dump(mode="json"),
     }
+
+
+def _lost_counts(names: list[str], genes: Genes, of_columns: np.ndarray) -> dict[str, Any]:
+    """Share of the counts on genes with an Ensembl id, and the names without one that have most of the others."""
+    lost, total = of_columns[genes.unnamed], float(of_columns[genes.rows].sum())
+    largest = [names[row] for row in genes.unnamed[np.argsort(-lost, kind="stable")][:LOST_NAMES]]
+    return {"counts_frac": 1 - float(lost.sum()) / max(total, 1), "lost_names": largest}
 
 
 def histogram(values: np.ndarray, kept: np.ndarray, logarithmic: bool) -> dict[str, list[float] | list[int]]:

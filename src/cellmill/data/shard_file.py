@@ -17,7 +17,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from cellmill.data.h5_file import one_line, open_h5
+from cellmill.data.h5_file import one_line, open_h5, read_texts
 from cellmill.data.local_copies import LocalCopies
 from cellmill.data.manifest import REMEDY, Manifest, ShardEntry
 from cellmill.data.open_files import OpenFiles
@@ -225,7 +225,7 @@ def read_gene_ids(path: Path) -> list[str]:
     try:
         with open_h5(path, REMEDY) as file:
             var = file["var"]
-            return list(var[var.attrs["_index"]].asstr()[:])
+            return read_texts(var[var.attrs["_index"]]).tolist()
     except (LookupError, AttributeError, TypeError, ValueError, OSError, RuntimeError) as error:
         raise DataError(f"{path}: its genes cannot be read: {one_line(error)}; {REMEDY}") from None
 
@@ -240,7 +240,7 @@ def cell_names(shards: Sequence[RowFile], cells: np.ndarray) -> list[str]:
         row = cell - int(ends[number]) + shard.n_obs
         with open_h5(shard.path, REMEDY) as file:
             obs = file["obs"]
-            name = obs[obs.attrs["_index"]].asstr()[row]
+            name = read_texts(obs[obs.attrs["_index"]])[row]
         names.append(f"{name} ({shard.path.name} row {row})")
     return names
 

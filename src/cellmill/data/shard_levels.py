@@ -7,7 +7,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from cellmill.data.h5_file import one_line, open_h5
+from cellmill.data.h5_file import one_line, open_h5, read_texts
 from cellmill.data.manifest import REMEDY
 from cellmill.data.obs_levels import level_numbers
 from cellmill.errors import DataError
@@ -30,7 +30,7 @@ def _codes(column: h5py.Group | h5py.Dataset) -> tuple[np.ndarray, Iterable[Any]
     if isinstance(column, h5py.Group):  # anndata's categorical; other groups have no codes
         if column["codes"].dtype.kind not in "iu":
             raise TypeError(f"{column.name}/codes are not whole numbers")
-        return column["codes"][:].astype(np.int64), column["categories"].asstr()[:] if len(column["categories"]) else ()
+        return column["codes"][:].astype(np.int64), read_texts(column["categories"])
     values, codes = np.unique(column[:], return_inverse=True)
     if values.dtype.kind == "f":
         codes = np.where(np.isnan(values)[codes], -1, codes)

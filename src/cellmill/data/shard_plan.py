@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.corpus import Shard as ShardOptions
@@ -35,6 +34,7 @@ from cellmill.data.obs_levels import DATASET
 from cellmill.data.shard_index import hash_order, open_array
 from cellmill.data.shuffle import SHARDS, permutation
 from cellmill.data.split import SPLITS, hash_cells, hash_genes, places, require_column, split_by_content, split_by_value
+from cellmill.data.text_columns import text_values
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.files import digest, fsync, named_errors, read_json, write_json
@@ -256,13 +256,13 @@ def _values(reader: CountsReader, column: str) -> np.ndarray:
     if column == DATASET:
         return np.full(reader.n_obs, reader.path.stem, object)
     require_column(column, reader.obs.columns, str(reader.path))
-    codes, values = pd.factorize(reader.obs[column])
-    if (codes < 0).any():
+    values = reader.obs[column]
+    if (missing := values.isna().to_numpy()).any():
         raise DataError(
-            f"{reader.path}: {int((codes < 0).sum()):,} cells have no {column!r} (shard.split_by), so no split; "
+            f"{reader.path}: {int(missing.sum()):,} cells have no {column!r} (shard.split_by), so no split; "
             "fill in the column, or split by another"
         )
-    return pd.Series(values).astype(object).astype(str).to_numpy(object)[codes]
+    return text_values(values.astype(object))
 
 
 def _divide(cells: list[Path], scans: list[_Scan], options: ShardOptions) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

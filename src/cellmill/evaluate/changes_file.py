@@ -21,9 +21,9 @@ from pathlib import Path
 import anndata as ad
 import numpy as np
 import pandas as pd
-from anndata.io import write_elem
 
 from cellmill.config.corpus import IS_CONTROL
+from cellmill.data.counts_writer import write_anndata
 from cellmill.data.h5_file import create_h5
 from cellmill.evaluate.perturbed import Profiles, controlled_role
 from cellmill.evaluate.score_table import kind_of
@@ -58,7 +58,7 @@ def write_changes(
             "perturbation": pd.Categorical(names[changes.unit[cells]]),
             "stratum": profiles.stratum[cells],
         },
-        index=context.reader.obs.index[cells].astype(str),
+        index=context.reader.obs.index[cells],
     )
     vocabulary = context.model.vocabulary
     symbols, ids = ([of[row] for row in profiles.genes] for of in (vocabulary.symbols, vocabulary.gene_ids))
@@ -74,5 +74,5 @@ def write_changes(
     }
     made = ad.AnnData(profiles.expression[cells], obs, pd.DataFrame({"symbol": symbols}, index=ids), uns={ABOUT: about})
     with create_h5(path) as file:
-        write_elem(file, "/", made)
+        write_anndata(file, made)
     return made

@@ -21,7 +21,7 @@ from cellmill.data.cell_tokens import CellTokenizer
 from cellmill.data.count_matrix import row_sums, select_columns
 from cellmill.data.counts_reader import CountsReader
 from cellmill.data.gene_ranking import inverse_medians, rank_order_rows
-from cellmill.data.genes import GeneColumns, match_columns
+from cellmill.data.genes import LOST_NAMES, GeneColumns, match_columns
 from cellmill.data.level_table import numbers_of
 from cellmill.data.obs_levels import DATASET
 from cellmill.data.tokens import Batch, split_batch
@@ -43,6 +43,8 @@ class Embedding:
     coverage_frac: float  # fraction of the cells' counts that fall on genes of the vocabulary
     n_without_genes: int
     genes: GeneCoverage
+    lost_frac: float = 0.0  # fraction of the file's counts on genes whose names are not known
+    lost_names: tuple[str, ...] = ()  # those with most of these counts
     absent_columns: tuple[str, ...] = ()  # covariates of the model that the file has no obs column of
 
 
@@ -113,13 +115,31 @@ def embed_cells(
     check_rows(tokens, reader, str(reader.path))
     columns, totals = match_columns(reader, vocabulary), np.zeros(2, np.int64)
     levels = levels_of(reader, model)
-    batches = tokens_of(reader.rows(ROW_BLOCK), columns, vocabulary, tokens, chosen, totals, levels=levels)
+    of_columns = np.zeros(reader.n_vars)
+    batches = tokens_of(_counted(reader, of_columns), columns, vocabulary, tokens, chosen, totals, levels=levels)
     embedded = embed_batches(batches, model, reader.n_obs, token_budget, precision)[chosen]
     if np.isnan(embedded).all():
         raise DataError(f"{reader.path}: no cell has a count on a gene that the model knows")
     without = int(np.isnan(embedded[:, 0]).sum())
     absent = tuple(name for name in tokens.covariates if name != DATASET and name not in reader.obs)
-    return Embedding(embedded, float(totals[0] / totals[1]), without, gene_coverage(columns, vocabulary), absent)
+    unnamed = [] if columns.unnamed is None else np.flatnonzero(columns.unnamed).tolist()
+    lost = sorted(unnamed, key=lambda column: -of_columns[column])
+    return Embedding(
+        embedded,
+        float(totals[0] / totals[1]),
+        without,
+        gene_coverage(columns, vocabulary),
+        float(of_columns[lost].sum() / max(of_columns[columns.measured].sum(), 1)),
+        tuple(reader.var_names[column] for column in lost[:LOST_NAMES]),
+        absent,
+    )
+
+
+def _counted(reader: CountsReader, of_columns: np.ndarray) -> Iterator[sp.csr_matrix]:
+    """Rows of the file, whose counts are added to those of each column, float64."""
+    for raw in reader.rows(ROW_BLOCK):
+        of_columns += np.bincount(raw.indices, weights=raw.data, minlength=len(of_columns))
+        yield raw
 
 
 def levels_of(reader: CountsReader, model: Model) -> np.ndarray | None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from cellmill.config.run import Embed
+from cellmill.data.genes import lost_counts
 from cellmill.errors import DataError
 from cellmill.evaluate.embed import Embedding
 from cellmill.evaluate.gene_coverage import FEW
@@ -25,6 +26,8 @@ def check_coverage(path: Path, embedding: Embedding, section: Embed) -> None:
 def limits_of(embedding: Embedding) -> list[str]:
     """Lines on what limits the use of the vectors."""
     lines = []
+    if line := lost_counts(embedding.lost_frac, embedding.lost_names):
+        lines.append(line)
     if embedding.genes.expressed_frac < FEW:
         lines.append(f"warning: it measures {embedding.genes}: compare its vectors with each other only")
     if names := ", ".join(embedding.absent_columns):

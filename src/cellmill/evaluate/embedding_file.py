@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from anndata.io import read_elem, write_elem
 
+from cellmill.data.counts_writer import write_anndata
 from cellmill.data.h5_file import change_h5, create_h5, one_line, open_h5
 from cellmill.errors import DataError
 
@@ -22,7 +23,7 @@ def write_embedding(path: Path, obs: pd.DataFrame, vectors: np.ndarray, about: d
     """Write `obs`, obsm["X_cellmill"] and uns["cellmill"] to an .h5ad without X. Atomic; OSError names `path`."""
     adata = ad.AnnData(obs=obs, obsm={KEY: vectors}, uns={ABOUT: about})
     with create_h5(path) as file:  # anndata's own writer crashes the interpreter when the disk is full
-        write_elem(file, "/", adata)
+        write_anndata(file, adata)
 
 
 def append_embedding(source: Path, out: Path, vectors: np.ndarray, about: dict[str, Any]) -> None:
@@ -87,6 +88,13 @@ def read_cost(path: Path) -> dict[str, float] | None:
         if not {*COST} <= {*about}:
             return None
         return {name: float(read_elem(about[name])) for name in COST}
+
+
+def read_coverage(path: Path) -> float | None:
+    """Share of the counts on genes that the model knows; None where it was not stored."""
+    with open_h5(path, AGAIN) as file:
+        about = file["uns"][ABOUT]
+        return float(read_elem(about["coverage_frac"])) if "coverage_frac" in about else None
 
 
 def _check_cells(path: Path, own: pd.Index, names: pd.Index) -> None:

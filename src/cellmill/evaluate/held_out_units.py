@@ -14,6 +14,7 @@ from sklearn.model_selection import GroupKFold, KFold
 
 from cellmill.config.evaluate import PerturbationConfig
 from cellmill.data.perturbed_genes import perturbed_genes
+from cellmill.data.text_columns import text_values
 from cellmill.evaluate.change_baselines import Prediction, of_new_contexts, of_new_perturbations
 from cellmill.evaluate.gene_features import features_of, gene_features
 from cellmill.evaluate.perturbed import Profiles
@@ -51,9 +52,7 @@ def strata_of(held_out: str) -> tuple[str, ...]:
 def find_units(context: Context, profiles: Profiles, held_out: str, min_cells: int) -> Units:
     """Units of at least `min_cells` cells; of units that may be tested, of scored cells."""
     text = profiles.perturbation
-    values = (
-        text if held_out == "perturbation" else context.roles[held_out].astype(str).to_numpy(dtype=object).astype(str)
-    )
+    values = text if held_out == "perturbation" else text_values(context.roles[held_out]).astype(str)
     missing = (text == "") | (profiles.stratum < 0)
     if held_out != "perturbation":
         missing |= context.roles[held_out].isna().to_numpy()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from cellmill.data.text_columns import text_values
 from cellmill.errors import DataError
 from cellmill.evaluate.task import Context, TaskResult
 
@@ -60,7 +61,7 @@ def labelled_cells(
 def choose_cells(labels: pd.Series, fewest: int, seed: int, max_cells: int = MAX_CELLS) -> Labelled:
     """The labelled cells of classes with at least `fewest` cells."""
     missing = labels.isna().to_numpy()
-    text = labels.astype(str).to_numpy(dtype=object)
+    text = text_values(labels)
     drawn = known = np.flatnonzero(~missing)
     if len(known) > max_cells:
         generator = np.random.Generator(np.random.Philox(key=[seed, 0]))
@@ -78,7 +79,7 @@ def choose_cells(labels: pd.Series, fewest: int, seed: int, max_cells: int = MAX
 
 
 def _check_classes(path: Path, column: pd.Series, task: str) -> None:
-    values = column.dropna().astype(str).unique()
+    values = np.unique(text_values(column.dropna()).astype(str))
     if len(values) < 2:
         content = f"one class, {values[0]!r}" if len(values) else "no values"
         raise DataError(

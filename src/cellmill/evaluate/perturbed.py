@@ -18,6 +18,7 @@ import scipy.sparse as sp
 from cellmill.config.corpus import IS_CONTROL
 from cellmill.data.count_matrix import log_normalise, select_columns
 from cellmill.data.genes import match_columns
+from cellmill.data.text_columns import text_values
 from cellmill.evaluate.classifiers import ROW_BLOCK
 from cellmill.evaluate.task import Context
 
@@ -132,4 +133,4 @@ def _numbered(columns: Sequence[pd.Series], n_obs: int) -> np.ndarray:
 
 def _text(column: pd.Series) -> np.ndarray:
     """Values as text; empty where there is none."""
-    return np.where(column.isna().to_numpy(), "", column.astype(str).to_numpy(dtype=object)).astype(str)
+    return text_values(column).astype(str)

@@ -8,7 +8,9 @@ import numpy as np
 import pandas as pd
 from anndata.io import write_elem
 
+from cellmill.data.counts_writer import write_anndata
 from cellmill.data.h5_file import change_h5, create_h5
+from cellmill.data.text_columns import plain_text
 from cellmill.errors import DataError
 from cellmill.evaluate.embedding_file import put
 from cellmill.evaluate.predicted import ABOUT, LABEL, PROBABILITIES, PROBABILITY, VALUE, Predicted
@@ -18,7 +20,7 @@ def write_prediction(path: Path, obs: pd.DataFrame, predicted: Predicted) -> Non
     """Write `obs` with the predictions to an .h5ad without X. Atomic; OSError names `path`."""
     adata = ad.AnnData(obs=obs.assign(**predicted.obs), obsm=predicted.obsm, uns={ABOUT: predicted.about})
     with create_h5(path) as file:
-        write_elem(file, "/", adata)
+        write_anndata(file, adata)
 
 
 def append_prediction(source: Path, out: Path, predicted: Predicted) -> None:
@@ -33,8 +35,8 @@ def append_prediction(source: Path, out: Path, predicted: Predicted) -> None:
                 f"{source}: its obs is of an AnnData before 0.7; read and write it once, or leave out --append"
             )
         _remove_others(file, obs, predicted)
-        for name, column in predicted.obs.items():
-            write_elem(obs, name, column)
+        for name, column in plain_text(pd.DataFrame(predicted.obs)).items():
+            write_elem(obs, name, column.array if isinstance(column.dtype, pd.CategoricalDtype) else column.to_numpy())
         order = [name for name in obs.attrs["column-order"] if name not in predicted.obs and name in obs]
         obs.attrs["column-order"] = np.array([*order, *predicted.obs], dtype=h5py.string_dtype())
         for name, table in predicted.obsm.items():

@@ -30,19 +30,24 @@ class ScoreColumn:
     heading: str
     metric: str  # in words, as verdicts say it
     scores: dict[str, np.ndarray]  # of each method, as `cell_scores` returns them
+    lower_is_better: bool = False
+    n_units: int | None = None  # independent units, where these are not the columns of `scores`
 
     def mean(self, name: str) -> float:
         return float(np.nanmean(self.scores[name]))
 
     def best(self, own: bool, among: Collection[str] | None = None) -> str:
-        """Method with the highest mean: of the embedding, or of the baselines."""
+        """Method with the best mean: of the embedding, or of the baselines."""
         kind = "model" if own else "baseline"
         names = [name for name in self.scores if kind_of(name) == kind and (among is None or name in among)]
-        return max(names, key=self.mean)
+        return (min if self.lower_is_better else max)(names, key=self.mean)
 
     def compare(self, own: str, other: str) -> Verdict:
         found = paired_difference(self.scores[own], self.scores[other])
-        return compare(own, other, self.metric, found.mean, (found.low, found.high))
+        tested = np.isfinite(self.scores[own] - self.scores[other]).any(axis=0)
+        n = int(tested.sum()) if self.n_units is None else self.n_units
+        interval = found.low, found.high
+        return compare(own, other, self.metric, found.mean, interval, self.lower_is_better, n)
 
 
 @dataclass

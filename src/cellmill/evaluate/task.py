@@ -132,6 +132,9 @@ class TaskResult:
     def to_json(self) -> dict[str, Any]:
         """The task's entry in metrics.json."""
         entry = asdict(self)
+        for verdict in entry["verdicts"]:
+            if verdict["n"] is None:
+                del verdict["n"]
         return entry | {"sentences": [*map(sentence, self.verdicts), *entry.pop("notes")]}
 
 

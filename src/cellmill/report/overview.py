@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from cellmill.report.collect import ReportedRun, outcomes_of
 from cellmill.report.tables import TaskTable
 from cellmill.runs.verdict import Outcome
 
+SHOWN = ("ahead", "level", "behind")
 REGRESSION = "all genes + logistic regression"
 
 
@@ -68,7 +69,7 @@ def _of_run(run: ReportedRun) -> Iterator[Standing]:
                     *(run.name, dataset, task, result["metric"], row, value, sd or 0.0),
                     regression=_difference(result, row),
                     baseline=best,
-                    outcomes={outcome: outcomes[outcome] for outcome in get_args(Outcome)},
+                    outcomes={outcome: outcomes[outcome] for outcome in SHOWN},
                 )
                 break
 

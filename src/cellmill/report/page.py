@@ -63,7 +63,7 @@ def render(
         costs={r.name: _cost(r) for r in runs},
         energy={r.name: energy_kwh(r) for r in runs},
         behind={r.name: sentences_of("behind", r.evaluation) for r in runs},
-        level={r.name: sentences_of("level", r.evaluation) for r in runs},
+        level={r.name: sentences_of("level", r.evaluation) + sentences_of("undecided", r.evaluation) for r in runs},
         planned={r.name: planned_and_measured(r) for r in runs},
         training=training_figures(runs),
         measures=MEASURES,

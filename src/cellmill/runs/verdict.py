@@ -1,6 +1,8 @@
 """Verdicts: a comparison of two results as data, and the sentence that states it.
 
 A result is ahead or behind only where the 95 % interval of the difference leaves out 0; otherwise the two are level.
+With fewer than `FEWEST` independent units (perturbations, donors), or where all of them differ by the same, the
+interval says nothing, and the comparison is undecided.
 """
 
 from dataclasses import dataclass
@@ -8,7 +10,9 @@ from typing import Literal
 
 TOLERANCE = 5e-4
 """Differences below this print as 0.000: the two are level."""
-Outcome = Literal["ahead", "level", "behind"]
+FEWEST = 3
+"""Independent units from which an interval is of use: with two, the quantile of Student's t is 12.7."""
+Outcome = Literal["ahead", "level", "behind", "undecided"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,8 @@ class Verdict:
     interval: tuple[float, float] | None
     """95 % interval of the difference; None where none was estimated, and the difference alone decides."""
     outcome: Outcome
+    n: int | None = None
+    """Number of independent units of a comparison that they leave undecided."""
 
 
 def compare(
@@ -30,8 +36,13 @@ def compare(
     difference: float,
     interval: tuple[float, float] | None = None,
     lower_is_better: bool = False,
+    n: int | None = None,
 ) -> Verdict:
-    """Verdict on `difference`."""
+    """Verdict on `difference`, which `n` independent units give; None for a difference without an interval."""
+    if n is not None and interval is not None and abs(difference) >= TOLERANCE:
+        shown = interval if interval[0] < interval[1] else None
+        if n < FEWEST or shown is None:
+            return Verdict(compared, against, metric, difference, shown, "undecided", n)
     low, high = interval or (difference, difference)
     outcome: Outcome = "level"
     if abs(difference) >= TOLERANCE and not low <= 0 <= high:
@@ -42,7 +53,11 @@ def compare(
 def sentence(verdict: Verdict) -> str:
     """The verdict in words, with the difference and its interval."""
     over = "" if verdict.interval is None else " ({:+.3f} to {:+.3f})".format(*verdict.interval)
-    relation = {"ahead": "is ahead of", "level": "is level with", "behind": "is behind"}[verdict.outcome]
+    names, signed = (verdict.compared, verdict.against), f"{verdict.difference:+.3f} {verdict.metric}{over}"
+    if verdict.outcome == "undecided":
+        few = f"n = {verdict.n}" if (verdict.n or 0) < FEWEST else f"all {verdict.n:,} differ by the same"
+        return "{} against {}: ".format(*names) + f"{signed}, undecided, {few}."
     if verdict.outcome == "level":
-        return f"{verdict.compared} {relation} {verdict.against}: {verdict.difference:+.3f} {verdict.metric}{over}."
-    return f"{verdict.compared} {relation} {verdict.against} by {abs(verdict.difference):.3f} {verdict.metric}{over}."
+        return "{} is level with {}: ".format(*names) + f"{signed}."
+    relation = "is ahead of" if verdict.outcome == "ahead" else "is behind"
+    return f"{names[0]} {relation} {names[1]} by {abs(verdict.difference):.3f} {verdict.metric}{over}."

@@ -35,7 +35,7 @@ from cellmill.data.genes import match_columns
 from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.evaluate.baseline_cache import BaselineCache
-from cellmill.evaluate.embedding_file import read_cost, read_embedding
+from cellmill.evaluate.embedding_file import read_cost, read_coverage, read_embedding
 from cellmill.evaluate.evaluated_datasets import DatasetFiles, EvaluatedDatasets
 from cellmill.evaluate.gate import failures
 from cellmill.evaluate.gene_coverage import gene_coverage
@@ -93,6 +93,8 @@ def run(
             embedded = np.isfinite(vectors).all(axis=1)
             cache = BaselineCache(None if baselines is None else baselines / f"{name}.npz")
             cost = read_cost(of_name.embedding)
+            if (frac := read_coverage(of_name.embedding)) is not None:
+                print(f"{name}: {frac:.1%} of counts on known genes", flush=True)
             beside = {
                 model: read_embedding(file, reader.obs.index, section.external[model].command_digest, None)
                 for model, file in others[name].items()

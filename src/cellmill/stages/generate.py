@@ -12,9 +12,9 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
-from anndata.io import write_elem
 
 from cellmill.config.tokens import Tokens
+from cellmill.data.counts_writer import write_anndata
 from cellmill.data.h5_file import check_h5ad, create_h5
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, did_you_mean
@@ -77,7 +77,7 @@ def run(
         for start in range(0, cells, batch_cells):
             drawn += generate_cells(generator, sampling, range(start, min(start + batch_cells, cells)))
         adata = as_anndata(drawn, vocabulary, about)
-        write_elem(file, "/", adata)
+        write_anndata(file, adata)
     print(f"{cells:,} cells, {adata.obs['n_genes'].median():g} genes at the median -> {out}")
     if cut := int((~adata.obs["ended"]).sum()):
         print(f"{cut:,} cells did not end and were cut at {min(sampling.max_genes, vocabulary.n_genes):,} genes")

@@ -35,6 +35,7 @@ def run(
         check_coverage(path, embedding, section)
         reader.warn_if_rounded()
         obs = reader.obs
+    print(f"{path.stem}: {embedding.coverage_frac:.1%} of counts on known genes")
     predicted = predict_heads(network, config, embedding, smallest)
     for end, (_, classifier) in classifiers_of(network, config).items():
         _say(path, len(obs), classifier, predicted.heads[end], smallest[end], out)

@@ -5,6 +5,7 @@ from pathlib import Path
 from cellmill.config.corpus import NO_COLUMNS, ObsColumns
 from cellmill.config.options import PreprocessOptions
 from cellmill.data.dataset_file import local_input, open_dataset, origin_of
+from cellmill.data.genes import lost_counts
 from cellmill.data.mapped_labels import sentence
 from cellmill.data.preprocess import preprocess
 from cellmill.data.sequences import preprocess_sequences
@@ -41,7 +42,12 @@ def run(
     cells, genes = figures["cells"], figures["genes"]
     dropped = ", ".join(f"{reason} {n:,}" for reason, n in cells["dropped"].items() if n)
     print(f"{dataset}: {cells['out']:,} of {cells['in']:,} cells, {genes['out']:,} of {genes['in']:,} genes -> {out}")
-    if (coverage := figures["coverage"]).get("reference"):
+    coverage = figures["coverage"]
+    if "counts_frac" in coverage and coverage["organism"] is not None:
+        print(f"{dataset}: {coverage['counts_frac']:.1%} of counts on genes with an Ensembl id")
+        if line := lost_counts(1 - coverage["counts_frac"], coverage["lost_names"]):
+            print(f"{dataset}: {line}")
+    if coverage.get("reference"):
         print(f"{dataset}: {coverage['ortholog_frac']:.1%} of its genes have an ortholog in {coverage['reference']}")
     for name, labels in figures.get("labels", {}).items():
         print(f"{dataset}: {sentence(name, labels)}")

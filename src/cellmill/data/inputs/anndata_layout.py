@@ -15,6 +15,7 @@ from cellmill.data.inputs.legacy_layout import read_table
 from cellmill.data.inputs.source import CountSource, StoredMatrix
 from cellmill.data.inputs.sparse import CscMatrix, CsrMatrix
 from cellmill.data.inputs.values import MAX_LENGTH, is_array
+from cellmill.data.text_columns import text_index
 from cellmill.errors import DataError, did_you_mean
 
 ORDERED = "uns/cellmill/ordered"  # in a file whose rows of X are sequences, or genes in rank order
@@ -98,7 +99,7 @@ def _read_frame(path: Path, file: Any, name: str) -> pd.DataFrame:
         raise DataError(f"{path}: /{name} cannot be read: {one_line(error)}") from None
     if not isinstance(frame, pd.DataFrame):
         raise DataError(f"{path}: /{name} is not a data frame")
-    return frame.set_axis(frame.index.astype(str), axis=0)
+    return frame.set_axis(text_index(frame.index), axis=0)
 
 
 def _text(value: Any) -> str:

@@ -9,6 +9,7 @@ import scipy.sparse as sp
 
 from cellmill.data.inputs.source import CountSource
 from cellmill.data.inputs.values import native
+from cellmill.data.text_columns import text_index
 from cellmill.errors import DataError, did_you_mean
 
 
@@ -46,7 +47,7 @@ def open_memory(adata: Any, counts: str, dataset: str) -> CountSource:
         kind = f"{type(matrix).__module__}.{type(matrix).__name__}"
         raise DataError(f"{dataset}: {counts} is a {kind}; expected a numpy array or a scipy matrix")
     obs, var = (
-        table.set_axis(table.index.astype(str), axis=0)
+        table.set_axis(text_index(table.index), axis=0)
         for table in (adata.obs, (adata.raw if counts == "raw" else adata).var)
     )
     others = [name for name in there if name != counts]

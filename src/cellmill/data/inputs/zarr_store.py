@@ -89,6 +89,8 @@ def _n_obs(group: Any) -> int:
     """Length of the index of obs, 0 if it is not stored."""
     obs = group["obs"]
     index = obs.get(str(obs.attrs.get("_index", "_index"))) if isinstance(obs, zarr.Group) else None
+    if isinstance(index, zarr.Group):  # text of pandas 3: values and a mask
+        index = index.get("values")
     if not isinstance(index, zarr.Array) or not index.shape or index.nchunks_initialized < index.nchunks:
         return 0
     return int(index.shape[0])

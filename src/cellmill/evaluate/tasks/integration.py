@@ -17,6 +17,7 @@ from threadpoolctl import threadpool_limits
 
 from cellmill.config.structure_tasks import IntegrationConfig
 from cellmill.data.count_matrix import log_normalise, summed
+from cellmill.data.text_columns import text_values
 from cellmill.evaluate import batch_mixing as mixing
 from cellmill.evaluate.classifiers import read_rows
 from cellmill.evaluate.features import Features, own_components, with_external
@@ -46,7 +47,7 @@ class Integration:
             return chosen
         of_cells = context.roles["batch"].iloc[chosen.cells]
         known = of_cells.notna().to_numpy()
-        names, batches = np.unique(of_cells[known].astype(str), return_inverse=True)
+        names, batches = np.unique(text_values(of_cells[known]).astype(str), return_inverse=True)
         figures = chosen.figures | {"n_batches": len(names), "n_without_batch": int((~known).sum())}
         if len(names) < 2:
             return TaskResult(figures=figures, skipped=f"the labelled scored cells have {len(names)} batches, not 2")

@@ -4,10 +4,12 @@ All cells of a donor (or batch) are tested by classifiers fitted on the other do
 with more than `most_folds` of them, groups of donors of about equal numbers of cells. Features and classifiers are
 those of task `probe`, and everything fitted is fitted on the training cells. A class that only the tested donors have
 counts as wrong for every method; such classes are named. Cells of one donor resemble each other, so a donor is one
-draw in the interval of a paired difference (`evaluate.paired`), which is wide for a few donors.
+draw in the interval of a paired difference (`evaluate.paired`), which is wide for a few donors; two of them leave a
+comparison undecided.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -15,6 +17,7 @@ from sklearn.model_selection import GroupKFold
 from threadpoolctl import threadpool_limits
 
 from cellmill.config.evaluate import LeaveOutConfig
+from cellmill.data.text_columns import text_values
 from cellmill.evaluate.classifiers import read_rows
 from cellmill.evaluate.features import Features, with_external
 from cellmill.evaluate.labelled import labelled_cells
@@ -59,8 +62,9 @@ class LeaveOut:
                     features, chosen.labels, numbered, len(splits), self.config.neighbors, baselines=context.baselines
                 )
             unseen = f"{MANY[role]} not seen"
-            columns.append(predictions.column("", "accuracy", f"accuracy, new {role}", f"accuracy, {unseen}"))
-            columns.append(predictions.column("", "macro_f1", f"macro F1, new {role}", f"macro-F1, {unseen}"))
+            for metric, short, words in (("accuracy",) * 3, ("macro_f1", "macro F1", "macro-F1")):
+                column = predictions.column("", metric, f"{short}, new {role}", f"{words}, {unseen}")
+                columns.append(replace(column, n_units=len(splits)))
         if not columns:
             return TaskResult(
                 figures=figures, skipped=f"the scored cells of two classes or more have one {' and one '.join(roles)}"
@@ -73,7 +77,7 @@ class LeaveOut:
 def splits_of(groups: pd.Series, most_folds: int) -> Iterator[Split]:
     """Training and test cells of each fold; cells without a group are in none, and one group gives no fold."""
     known = np.flatnonzero(groups.notna().to_numpy())
-    names = groups.iloc[known].astype(str).to_numpy()
+    names = text_values(groups.iloc[known]).astype(str)
     if (n := len(np.unique(names))) < 2:
         return
     for train, test in GroupKFold(min(n, most_folds)).split(known, groups=names):

@@ -71,10 +71,9 @@ class Perturbation:
             reasons = "; ".join(str(value) for key, value in figures.items() if key.endswith("no_folds"))
             return TaskResult(figures=figures, skipped=reasons or "no stratum has enough controls")
         rows = table_rows(columns) + [row | {"kind": "ceiling"} for row in table_rows(ceilings)]
-        judged = [column for column in columns if any(map(is_own, column.scores)) and "MAE" not in column.heading]
         compared = [column for column in columns if any(map(is_own, column.scores))]
         return TaskResult(
-            rows, columns[0].heading, against_best(judged), figures, differences=differences(compared)
+            rows, columns[0].heading, against_best(compared), figures, differences=differences(compared)
         )  # fmt: skip
 
     def _figures(self, context: Context, held_out: str, units: Units, folds: list[Fold]) -> dict[str, Any]:
@@ -160,5 +159,6 @@ def _columns(scores: dict[str, dict[str, np.ndarray]], held_out: str) -> list[Sc
     for metric, words in METRICS.items():
         of_methods = {name: values for name, values in scores[metric].items() if np.isfinite(values).any()}
         if CEILING in of_methods and len(of_methods) > 1:
-            columns.append(ScoreColumn(f"{metric}, new {held_out}", f"{words}, new {held_out}", of_methods))
+            named = f"{metric}, new {held_out}", f"{words}, new {held_out}"
+            columns.append(ScoreColumn(*named, of_methods, lower_is_better=metric == "MAE"))
     return columns
