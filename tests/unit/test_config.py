@@ -177,6 +177,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "misspelt key": ({"train": {"lrr": 1}}, "train: unknown key 'lrr'; did you mean 'lr'?"),
     "misspelt key of the model": ({"model": {"hiden": 32}}, "model: unknown key 'hiden'; did you mean 'hidden'?"),
     "misspelt key of the report": ({"report": {"titel": "x"}}, "report: unknown key 'titel'; did you mean 'title'?"),
+    "misspelt key of an objective that is required": (
+        {"objective": {"name": "classification", "label_colum": "cell_type"}},
+        "objective: unknown key 'label_colum'; did you mean 'label_column'?",
+    ),
     "misspelt key in a run": (
         {"runs": {"demo": {"corpus": "pbmc", "train": {"lrr": 1}}}},
         "runs.demo.train: unknown key 'lrr'; did you mean 'lr'?",
@@ -280,6 +284,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a name that is no folder": (
         {"runs": {"a/b": {"corpus": "pbmc"}}},
         "runs: 'a/b' names a folder; use letters, digits, '_', '.' and '-'",
+    ),
+    "a run called like a file": (
+        {"runs": {"demo.h5ad": {"corpus": "pbmc"}}},
+        "runs: demo.h5ad is the name of a file; set demo, without .h5ad",
     ),
     "no runs": ({"runs": None}, "runs: expected a mapping with at least one name, got None"),
     "a run that is a word": ({"runs": {"demo": "pbmc"}}, "runs.demo: expected a mapping, got 'pbmc'"),

@@ -112,6 +112,8 @@ def _check_names(kind: str, names: Iterable[Any]) -> None:
             check_name(name)
         except ValueError as error:
             raise ConfigError(f"{kind}: {error}") from None
+        if name.endswith(".h5ad"):
+            raise ConfigError(f"{kind}: {name} is the name of a file; set {name.removesuffix('.h5ad')}, without .h5ad")
 
 
 def _mapping(value: Any, where: str) -> dict[str, Any]:
