@@ -300,6 +300,51 @@ def test_a_mistake_is_refused_in_one_line(config: Config, case: str) -> None:
     assert config.refused(**copy.deepcopy(sections)) == f"config/config.yaml: {message}"
 
 
+PARENT = {"corpus": "pbmc", "model": {"hidden": 32, "heads": 2, "dropout": 0.1}}
+
+
+def test_a_run_takes_model_and_tokens_of_the_one_it_starts_from_unless_it_sets_them(
+    config: Config, tmp_path: Path
+) -> None:
+    tuned = {"corpus": "pbmc", "init_from": "big"}
+    made = config(model={"hidden": 64, "dropout": 0.2}, runs={"tuned": tuned, "big": PARENT, "again": tuned})
+    for name in ("tuned", "again"):
+        model = made.runs[name].model.model_dump()
+        assert (model["hidden"], model["heads"], model["dropout"]) == (32, 2, 0.1)
+    fits = config(model={"hidden": 32, "heads": 2, "dropout": 0.2}, runs={"tuned": tuned, "big": PARENT})
+    assert fits.runs["tuned"].model.model_dump()["dropout"] == 0.2  # as ever: the top suits the model
+    own = config(runs={"tuned": tuned | {"model": {"dropout": 0.3}}, "big": PARENT}).runs["tuned"].model.model_dump()
+    assert (own["hidden"], own["dropout"]) == (32, 0.3)
+    binned = PARENT | {"tokens": {"tokenizer": "binned", "bins": 9}, "objective": {"name": "masked_value"}}
+    masked = tuned | {"objective": {"name": "masked_value"}}
+    assert config(runs={"tuned": masked, "big": binned}).runs["tuned"].tokens.model_dump()["bins"] == 9
+    folder = tmp_path / "given"
+    folder.mkdir()
+    sections = {key: made.section("train", "big")[key] for key in ("model", "tokens")}
+    (folder / "config.json").write_text(json.dumps(sections))
+    assert config(runs={"tuned": tuned | {"init_from": str(folder)}}).runs["tuned"].model.model_dump()["hidden"] == 32
+
+
+def test_a_model_that_cannot_be_the_one_it_starts_from_is_refused_before_training(
+    config: Config, tmp_path: Path
+) -> None:
+    for tokenizer in ("continuous", "rank"):
+        sections = {"model": {"hidden": 128}, "tokens": {"tokenizer": tokenizer}}
+        (tmp_path / tokenizer).mkdir()
+        (tmp_path / tokenizer / "config.json").write_text(json.dumps(sections))
+    wide = {"corpus": "pbmc", "model": {"hidden": 64}}
+    for parent, option, now, before in (
+        ("big", "model.hidden", "64", "32"),
+        (f"{tmp_path}/continuous", "model.hidden", "64", "128"),
+        (f"{tmp_path}/rank", "tokens.tokenizer", "'continuous'", "'rank'"),
+    ):
+        own = wide if option == "model.hidden" else {"corpus": "pbmc", "tokens": {"tokenizer": "continuous"}}
+        assert config.refused(runs={"tuned": own | {"init_from": parent}, "big": PARENT}) == (
+            f"config/config.yaml: runs.tuned: {option} is {now}, the model to start from ({parent}) has {before}; make "
+            "them equal"
+        )
+
+
 def test_an_unknown_dataset_is_named_with_the_known_ones(config: Config, table: Path) -> None:
     end = f"no dataset 'nope' in {table}; there are: sim, other"
     assert config.refused(evaluate={"datasets": ["nope"]}) == (
