@@ -9,6 +9,8 @@ from cellmill import __version__
 from cellmill.config.corpus import ObsColumns
 from cellmill.config.input_url import input_path
 from cellmill.config.machine import Machine
+from cellmill.config.options import OPTIONS
+from cellmill.config.workflow import sections_of
 
 CONFIG = Path("config/config.yaml")
 _INPUT = "an .h5ad, .zarr, 10x .h5, .loom, a folder with matrix.mtx, a SOMA experiment, a FASTA file, or a URL"
@@ -123,6 +125,7 @@ def _add_model(stages: Any) -> None:
     embed.add_argument("--out", type=Path, required=True, help="the .h5ad to write, with obsm['X_cellmill']")
     help_append = "write all of the .h5ad --input too, which --out may be, instead of obs alone"
     embed.add_argument("--append", action="store_true", help=help_append)
+    _add_given(embed, "embed", "min_coverage_frac", "min_expressed_frac")
 
     external = _command(stages, "embed_external", "embed the cells of a dataset by a command of another environment")
     external.add_argument("--name", required=True, help="name in evaluate.external")
@@ -136,6 +139,8 @@ def _add_model(stages: Any) -> None:
     _add(predict, "--counts", "X", "matrix of the counts: X, raw, the name of a layer, or a genome of a 10x file")
     predict.add_argument("--out", type=Path, required=True, help="the .h5ad to write, with obs['cellmill_label']")
     predict.add_argument("--append", action="store_true", help=help_append)
+    _add_given(predict, "embed", "min_coverage_frac", "min_expressed_frac")
+    _add_given(predict, "predict", "min_probability", "min_accuracy")
 
     evaluate = _stage(stages, "evaluate", "evaluate embeddings on held-out cells next to baselines", "run")
     evaluate.add_argument("--model", type=Path, required=True, help="folder of the exported model")
@@ -332,6 +337,18 @@ def _add(parser: Any, flag: str, default: Any, text: str, **more: Any) -> None:
     """Add an option whose default gives its type and is part of its help."""
     text = f"{text} (default: {'none' if default == '' else default})".replace("%", "%%")
     parser.add_argument(flag, **{"type": type(default), "default": default, "help": text} | more)
+
+
+def _add_given(parser: Any, section: str, *names: str) -> None:
+    """Add flags that stand in for options of a section of the configuration."""
+    fields = sections_of(OPTIONS[section])[section].model_fields
+    for name in names:
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            dest=f"{section}.{name}",
+            metavar="FRAC",
+            help=f"{fields[name].description} (default: {section}.{name} of the configuration)".replace("%", "%%"),
+        )
 
 
 def add_machine(parser: Any, names: Iterable[str]) -> None:

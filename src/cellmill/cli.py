@@ -33,8 +33,9 @@ def main(argv: list[str] | None = None) -> int:
     stage = arguments.pop("stage")
     try:
         _check_paths(arguments)
+        flags = {name: arguments.pop(name) for name in [*arguments] if "." in name}
         if stage in OPTIONS:
-            arguments["options"] = _options(stage, arguments)
+            arguments["options"] = _with_flags(_options(stage, arguments), flags)
         if stage == "preprocess":
             given = {name: value for name in ObsColumns.model_fields if (value := arguments.pop(name)) is not None}
             arguments["columns"] = check_options(ObsColumns, given, "the dataset's columns")
@@ -93,6 +94,18 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
         message = f"no {kind} {name!r} in {config}" if name else f"--{kind} is required for {config}"
         raise UserError(f"{message}; there are: {', '.join(owners)}")
     return check_options(OPTIONS[stage], workflow.section(stage, name), str(config))
+
+
+def _with_flags(options: Any, flags: dict[str, str | None]) -> Any:
+    """The options with those that flags give, by `section.option`."""
+    tree, given = options.model_dump(), {key.split(".")[1]: value for key, value in flags.items() if value is not None}
+    if given.keys() & {"min_probability", "min_accuracy"}:
+        tree["predict"] = {}  # one threshold replaces the other
+    for key in flags:
+        section, name = key.split(".")
+        if name in given:
+            tree[section][name] = given[name]
+    return check_options(type(options), tree, "the command") if given else options
 
 
 def _sections(text: str) -> tuple[Any, str]:

@@ -24,7 +24,7 @@ from cellmill.data.shard_writer import write_shards
 from cellmill.data.tokens import tokenized
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError
-from cellmill.evaluate.calibration import STEPS, calibrate, calibration_error
+from cellmill.evaluate.calibration import STEPS, calibrate, calibration_error, fit_temperature
 from cellmill.evaluate.predict import classifications_of, logits_of
 from cellmill.models.batch import to_tensors, with_genes
 from cellmill.models.build import build
@@ -223,6 +223,17 @@ def test_calibration_finds_the_temperature_of_simulated_logits() -> None:
     assert found.labelled_above[0] == 1
     assert len(found.accuracy_above) == STEPS
     assert found.accuracy_above[90] > 0.9 > found.accuracy  # type: ignore[operator]
+
+
+def test_a_temperature_that_raises_the_error_of_held_out_cells_is_not_kept() -> None:
+    rng = np.random.default_rng(0)
+    logits = np.log(np.tile([0.8, 0.2], (500, 1)))
+    labels = (rng.random(500) > 0.8).astype(np.int64)  # calibrated, but for a few wrong labels that it is sure of
+    logits[::100], labels[::100] = [40.0, 0.0], 1
+    assert fit_temperature(logits, labels) > 1.5
+    found = calibrate(logits, labels)
+    assert found.temperature == 1
+    assert found.calibration_error == found.calibration_error_uncalibrated
 
 
 def test_the_calibration_error_is_the_mean_gap_of_bins() -> None:

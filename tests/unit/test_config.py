@@ -177,6 +177,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "misspelt key": ({"train": {"lrr": 1}}, "train: unknown key 'lrr'; did you mean 'lr'?"),
     "misspelt key of the model": ({"model": {"hiden": 32}}, "model: unknown key 'hiden'; did you mean 'hidden'?"),
     "misspelt key of the report": ({"report": {"titel": "x"}}, "report: unknown key 'titel'; did you mean 'title'?"),
+    "misspelt key of an objective that is required": (
+        {"objective": {"name": "classification", "label_colum": "cell_type"}},
+        "objective: unknown key 'label_colum'; did you mean 'label_column'?",
+    ),
     "misspelt key in a run": (
         {"runs": {"demo": {"corpus": "pbmc", "train": {"lrr": 1}}}},
         "runs.demo.train: unknown key 'lrr'; did you mean 'lr'?",
@@ -281,6 +285,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"runs": {"a/b": {"corpus": "pbmc"}}},
         "runs: 'a/b' names a folder; use letters, digits, '_', '.' and '-'",
     ),
+    "a run called like a file": (
+        {"runs": {"demo.h5ad": {"corpus": "pbmc"}}},
+        "runs: demo.h5ad is the name of a file; set demo, without .h5ad",
+    ),
     "no runs": ({"runs": None}, "runs: expected a mapping with at least one name, got None"),
     "a run that is a word": ({"runs": {"demo": "pbmc"}}, "runs.demo: expected a mapping, got 'pbmc'"),
 }
@@ -290,6 +298,51 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_mistake_is_refused_in_one_line(config: Config, case: str) -> None:
     sections, message = WRONG[case]
     assert config.refused(**copy.deepcopy(sections)) == f"config/config.yaml: {message}"
+
+
+PARENT = {"corpus": "pbmc", "model": {"hidden": 32, "heads": 2, "dropout": 0.1}}
+
+
+def test_a_run_takes_model_and_tokens_of_the_one_it_starts_from_unless_it_sets_them(
+    config: Config, tmp_path: Path
+) -> None:
+    tuned = {"corpus": "pbmc", "init_from": "big"}
+    made = config(model={"hidden": 64, "dropout": 0.2}, runs={"tuned": tuned, "big": PARENT, "again": tuned})
+    for name in ("tuned", "again"):
+        model = made.runs[name].model.model_dump()
+        assert (model["hidden"], model["heads"], model["dropout"]) == (32, 2, 0.1)
+    fits = config(model={"hidden": 32, "heads": 2, "dropout": 0.2}, runs={"tuned": tuned, "big": PARENT})
+    assert fits.runs["tuned"].model.model_dump()["dropout"] == 0.2  # as ever: the top suits the model
+    own = config(runs={"tuned": tuned | {"model": {"dropout": 0.3}}, "big": PARENT}).runs["tuned"].model.model_dump()
+    assert (own["hidden"], own["dropout"]) == (32, 0.3)
+    binned = PARENT | {"tokens": {"tokenizer": "binned", "bins": 9}, "objective": {"name": "masked_value"}}
+    masked = tuned | {"objective": {"name": "masked_value"}}
+    assert config(runs={"tuned": masked, "big": binned}).runs["tuned"].tokens.model_dump()["bins"] == 9
+    folder = tmp_path / "given"
+    folder.mkdir()
+    sections = {key: made.section("train", "big")[key] for key in ("model", "tokens")}
+    (folder / "config.json").write_text(json.dumps(sections))
+    assert config(runs={"tuned": tuned | {"init_from": str(folder)}}).runs["tuned"].model.model_dump()["hidden"] == 32
+
+
+def test_a_model_that_cannot_be_the_one_it_starts_from_is_refused_before_training(
+    config: Config, tmp_path: Path
+) -> None:
+    for tokenizer in ("continuous", "rank"):
+        sections = {"model": {"hidden": 128}, "tokens": {"tokenizer": tokenizer}}
+        (tmp_path / tokenizer).mkdir()
+        (tmp_path / tokenizer / "config.json").write_text(json.dumps(sections))
+    wide = {"corpus": "pbmc", "model": {"hidden": 64}}
+    for parent, option, now, before in (
+        ("big", "model.hidden", "64", "32"),
+        (f"{tmp_path}/continuous", "model.hidden", "64", "128"),
+        (f"{tmp_path}/rank", "tokens.tokenizer", "'continuous'", "'rank'"),
+    ):
+        own = wide if option == "model.hidden" else {"corpus": "pbmc", "tokens": {"tokenizer": "continuous"}}
+        assert config.refused(runs={"tuned": own | {"init_from": parent}, "big": PARENT}) == (
+            f"config/config.yaml: runs.tuned: {option} is {now}, the model to start from ({parent}) has {before}; make "
+            "them equal"
+        )
 
 
 def test_an_unknown_dataset_is_named_with_the_known_ones(config: Config, table: Path) -> None:

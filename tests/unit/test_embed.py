@@ -210,7 +210,10 @@ def test_low_coverage_and_foreign_genes_are_refused_in_one_line(
     rest.var_names = [f"foreign {i}" for i in range(rest.n_vars)]
     del rest.var["symbol"]
     mixed = ad.concat([adata[:, :5], rest], axis="var", merge="first")
-    message = r"a\.h5ad: \d\.\d% of its counts fall on genes that the model knows, embed\.min_coverage_frac is 0\.3; "
+    message = (
+        r"a\.h5ad: \d\.\d% of its counts fall on genes that the model knows, embed\.min_coverage_frac is 0\.3; use a "
+        r"model of these genes, or lower it \(--min-coverage-frac\)$"
+    )
     with pytest.raises(DataError, match=message):
         _embed(model, _written(mixed, tmp_path / "a.h5ad"))
     assert not (tmp_path / "embedded" / "a.h5ad").exists()

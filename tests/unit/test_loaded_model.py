@@ -15,6 +15,7 @@ import pytest
 import scipy.sparse as sp
 
 import cellmill
+from cellmill.cli import main
 from cellmill.config.options import EmbedOptions, PredictOptions
 from cellmill.errors import ConfigError, DataError
 from cellmill.stages import embed, predict
@@ -88,7 +89,9 @@ def test_a_backed_adata_is_named_and_genes_of_one_name_are_summed_as_in_a_file(
         model.predict(raw)
 
 
-def test_labels_are_those_of_the_command(tmp_path: Path, simulated: Path, folder: Path) -> None:
+def test_labels_are_those_of_the_command(
+    tmp_path: Path, simulated: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cells, levels = simulated, {"cell_type": ("a", "b", "c", "<missing>")}
     classify: dict[str, Any] = {"objective": "classification", "label_column": "cell_type", "levels": levels}
     folder = export_model(tmp_path / "model", folder / "vocabulary.tsv", seed=1, **classify)
@@ -102,6 +105,24 @@ def test_labels_are_those_of_the_command(tmp_path: Path, simulated: Path, folder
     made = cellmill.load(folder).predict(ad.read_h5ad(cells), **section)
     assert list(made.labels) == list(written.obs["cellmill_label"])
     assert 0 < made.n_unknown < len(made.labels)
+    arguments = ["predict", "--model", str(folder), "--input", str(cells), "--out", str(tmp_path / "by_hand.h5ad")]
+    for flags, given in (([], {}), (["--min-probability", "0.45"], section)):  # the same default, the same threshold
+        assert main([*arguments, *flags]) == 0
+        by_hand = ad.read_h5ad(tmp_path / "by_hand.h5ad").obs["cellmill_label"]
+        assert list(cellmill.load(folder).predict(ad.read_h5ad(cells), **given).labels) == list(by_hand)
+    few = ad.read_h5ad(cells)[:9, :20].copy()
+    few.write_h5ad(tmp_path / "few.h5ad")
+    arguments[4] = str(tmp_path / "few.h5ad")
+    assert main([*arguments, "--min-expressed-frac", "0.9"]) == 2
+    assert "embed.min_expressed_frac is 0.9; " in capsys.readouterr().err
+    assert main([*arguments, "--min-coverage-frac", "2"]) == 2
+    assert capsys.readouterr().err == (
+        "cellmill predict: the command: embed.min_coverage_frac: input should be less than or equal to 1, got '2'\n"
+    )
+    assert main([*arguments, "--min-coverage-frac", "0"]) == 0
+    assert "few: warning: it measures 20 of the model's" in capsys.readouterr().out
+    with pytest.warns(UserWarning, match=r"^adata: it measures 20 of the model's"):
+        cellmill.load(folder).predict(few, min_coverage_frac=0)
     assert (made.probabilities == np.asarray(written.obsm["cellmill_probabilities"])).all()
 
 

@@ -77,7 +77,11 @@ def test_cells_of_another_input_than_the_one_that_is_missing_are_refused(project
         "the path, or delete the cells"
     )
     Path("results/corpora/c/cells/one.h5ad").unlink()
-    assert checked() is None  # Snakemake names it
+    assert checked() == "t.tsv: dataset one: data/new.h5ad: no such file; correct the path, or put the file there"
+    assert checked(made="data/new.h5ad") is None
+    command = "cellmill simulate --out data/new.h5ad --cells 9"
+    Path("t.tsv").write_text(f"dataset\tpath\tsource\none\tdata/new.h5ad\t{command}\n")
+    assert checked() == f"t.tsv: dataset one: data/new.h5ad: no such file; make it: {command}"
 
 
 def test_an_input_that_is_a_fifo_is_named_and_not_waited_for(project: Path) -> None:

@@ -33,6 +33,7 @@ def package(name: str, extra: str) -> Any:
 def send(folder: Path, name: str, **options: Any) -> Path:
     """Send a training that was stopped after step 3, went on from step 2 and is done; return its training folder."""
     train = tracked_run(folder)
+    (train.parent / "plan.json").write_text("{}")  # a file at the top of the run's folder
     tracker = Track.model_validate({"to": {name: options}}).to[name]
     for lines, status in ((LOSSES[:3], "stopped"), (LOSSES[2:], "done")):
         with open(train / "metrics.jsonl", "a") as file:
@@ -80,6 +81,7 @@ def test_mlflow_has_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
     kept = Path(client.download_artifacts(run.info.run_id, "train"))
     assert {path.name for path in kept.iterdir()} == {"run.json", "metrics.jsonl"}
     assert (kept / "metrics.jsonl").read_text() == (train / "metrics.jsonl").read_text()
+    assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["plan.json", "train"]
 
 
 def test_wandb_has_what_was_written(tmp_path: Path) -> None:
@@ -100,7 +102,7 @@ def test_wandb_has_what_was_written(tmp_path: Path) -> None:
     kept = [record.artifact for record in records if record.HasField("artifact")]
     kept += [r.request.log_artifact.artifact for r in records if r.request.HasField("log_artifact")]
     names = {entry.path for artifact in kept for entry in artifact.manifest.contents}
-    assert names == {"train/run.json", "train/metrics.jsonl"}
+    assert names == {"plan.json", "train/run.json", "train/metrics.jsonl"}
 
 
 def file_id(train: Path) -> str:

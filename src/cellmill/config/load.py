@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from cellmill.config.init_from import check_parents, with_parents
 from cellmill.config.options import TrainOptions
 from cellmill.config.section import Section, error_line, explain, unknown_key
 from cellmill.config.sweep import expand
@@ -40,6 +41,7 @@ def check_config(tree: Any, source: str = "config/config.yaml", workflow: type[W
         raise ConfigError(f"{source}: {error_line(_as_written(where, tree), message)}") from None
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
+    check_parents(checked.runs, source, upgrade_options)
     checked.check_datasets(source)
     return checked
 
@@ -101,6 +103,7 @@ def with_defaults(tree: Any, workflow: type[Workflow] = Workflow) -> dict[str, A
         _check_names(kind, entries)
         defaults = {name: _mapping(tree.get(name), name) for name in sections_of(owner)}
         merged[kind] = {name: _merge(defaults, _mapping(own, f"{kind}.{name}"), owner) for name, own in entries.items()}
+    merged["runs"] = with_parents(merged["runs"], tree["runs"], upgrade_options)
     return merged
 
 
@@ -112,6 +115,8 @@ def _check_names(kind: str, names: Iterable[Any]) -> None:
             check_name(name)
         except ValueError as error:
             raise ConfigError(f"{kind}: {error}") from None
+        if name.endswith(".h5ad"):
+            raise ConfigError(f"{kind}: {name} is the name of a file; set {name.removesuffix('.h5ad')}, without .h5ad")
 
 
 def _mapping(value: Any, where: str) -> dict[str, Any]:

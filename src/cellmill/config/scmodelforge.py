@@ -1,9 +1,16 @@
-"""Configurations of scModelForge as ours: each key's counterpart, what had no effect there, and what has none here."""
+"""Configurations of scModelForge as ours: each key's counterpart, what had no effect there, and what has none here.
 
+The line on a key begins with *written* (its value is in the new file), *advice* (what to set or do instead) or
+*dropped* (it had no effect there, or has no counterpart here).
+"""
+
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from cellmill.config.load import check_config
 from cellmill.errors import ConfigError
@@ -48,6 +55,8 @@ CHOICES: dict[str, tuple[str, dict[Any, Any]]] = {
         "parallel.sharding_strategy",
         {name: name for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")},
     ),
+    "training.fsdp.activation_checkpointing": ("parallel.activation_checkpointing", {"True": "full", "False": None}),
+    "training.logger": ("track.to", {name: {name: {}} for name in ("wandb", "tensorboard", "mlflow")}),
 }
 """Keys whose values have other names here."""
 NO_EFFECT = {
@@ -71,7 +80,6 @@ NONE_HERE = {
 }
 """Keys, or sections, without a counterpart, and what stands here."""
 ELSEWHERE = {
-    "data.paths": "the table of datasets that is written beside the configuration",
     "data.source": "the column `path` of the table: a file, a folder or a URL",
     "data.census": "`cellmill convert census URI --filter CONDITION`, and its file in the table of datasets",
     "data.perturbation": "the columns `perturbation` and `control` of the table of datasets",
@@ -86,10 +94,6 @@ ELSEWHERE = {
     "data.max_genes": "tokens.max_tokens, from tokenizer.max_genes",
     "data.num_workers": "stream.io_threads",
     "training.num_workers": "stream.io_threads",
-    "training.batch_size": "train.global_batch, cells of all processes together",
-    "training.num_gpus": "nproc_per_node in the profile",
-    "training.gradient_accumulation": "train.token_budget cuts a step into micro-batches",
-    "training.logger": "track.to, beside metrics.jsonl",
     "training.run_name": "the name under `runs`",
     "training.checkpoint_dir": "results/runs/RUN/train",
     "training.log_dir": "results/runs/RUN/train",
@@ -102,7 +106,6 @@ ELSEWHERE = {
     "training.sampling": "stream.weight_by, weight_exponent, max_repeats and weight_warmup_steps",
     "training.wandb_project": "track.to.wandb.project",
     "training.fsdp.cpu_offload": "parallel.cpu_offload",
-    "training.fsdp.activation_checkpointing": "parallel.activation_checkpointing",
     "training.fsdp.min_num_params": "each block is sharded by itself",
     "finetune": "a run of its own with `init_from`, whose section finetune says what trains",
     "finetune.checkpoint_path": "init_from of that run",
@@ -178,15 +181,26 @@ def translate(tree: Any, table: Path) -> Translation:
     for key, value in DEFAULTS.items():
         if key not in given:
             _one(config, key, value)
-    lines = [_one(config, key, value) for key, value in given.items()]
+    answers = {key: _one(config, key, value) for key, value in given.items()}
     if "vocabulary" in config:
         _put(config, "vocabulary.select", "seurat")
     factors = [given.get(f"training.{key}") or default for key, default in _BATCH.items()]
     if wrong := [value for value in factors if type(value) is not int]:
         raise ConfigError(f"training: expected a whole number for {', '.join(_BATCH)}, got {wrong[0]!r}")
     _put(config, "train.global_batch", factors[0] * factors[1] * factors[2])
+    product = f"{config['train']['global_batch']} = {' x '.join(map(str, factors))} ({', '.join(_BATCH)})"
+    product = f"train.global_batch: {product}"
+    answers |= {f"training.{key}": ("written", product) for key in _BATCH if f"training.{key}" in given}
+    if "training.num_gpus" in given:
+        answers["training.num_gpus"] = ("written", f"{product}; set nproc_per_node in the profile too")
     if config.get("tokens", {}).get("tokenizer") == "binned":
         _put_bins(config, given)
+        for key, here in (("n_bins", "bins"), ("binning_method", "binning")):
+            if f"tokenizer.{key}" in given:
+                answers[f"tokenizer.{key}"] = ("written", f"tokens.{here}: {config['tokens'][here]}")
+    if given.get("training.wandb_project") and "wandb" in config.get("track", {}).get("to", {}):
+        config["track"]["to"]["wandb"]["project"] = given["training.wandb_project"]
+        answers["training.wandb_project"] = ("written", "track.to.wandb.project")
     rank = config.get("tokens", {}).get("tokenizer", "rank") == "rank"
     _put(config, "tokens.tokenizer", config.get("tokens", {}).get("tokenizer", "rank"))
     _put(config, "objective.name", "masked_gene" if rank else "masked_value")
@@ -196,6 +210,8 @@ def translate(tree: Any, table: Path) -> Translation:
         raise ConfigError(f"data.paths: expected a list of paths, got {listed!r}")
     if not listed:
         raise ConfigError("data.paths: expected a list of .h5ad files, got none; add them")
+    answers["data.paths"] = ("written", f"column path of {table}")
+    lines = [f"{mark:<8} {key}: {text}" for key, (mark, text) in answers.items()]
     paths = [Path(path) for path in listed]
     rows = [f"{path.stem}\t{path}" for path in paths]
     return Translation(config, "\n".join(["dataset\tpath", *rows, ""]), lines)
@@ -219,27 +235,28 @@ def check_translation(translation: Translation, source: str) -> None:
     check_config(translation.config, source)
 
 
-def _one(config: dict[str, Any], key: str, value: Any) -> str:
-    """Take one key over, and return the line on it."""
+def _one(config: dict[str, Any], key: str, value: Any) -> tuple[str, str]:
+    """Take one key over, and return what became of it (written, advice or dropped) and the words on it."""
     if key in SAME:
-        if value is not None:
-            _put(config, SAME[key], value)
-        return f"{key}: {SAME[key]}"
+        if value is None:
+            return "dropped", f"null: {SAME[key]} has its default"
+        _put(config, SAME[key], value)
+        return "written", SAME[key]
     if key in CHOICES:
         here, names = CHOICES[key]
         if str(value) not in names:
-            return f"{key}: {value}: none here; set {here}"
-        _put(config, here, names[str(value)])
-        return f"{key}: {here}: {names[str(value)]}"
+            return "advice", f"{value}: none here; set {here}"
+        _put(config, here, copy.deepcopy(names[str(value)]))
+        return "written", f"{here}: {yaml.safe_dump(names[str(value)], default_flow_style=True).splitlines()[0]}"
     parts = key.split(".")
     for place in (".".join(parts[:n]) for n in range(len(parts), 0, -1)):
         if place in NO_EFFECT:
-            return f"{key}: had no effect there either: {NO_EFFECT[place]}"
+            return "dropped", f"had no effect there either: {NO_EFFECT[place]}"
         if place in NONE_HERE:
-            return f"{key}: none here: {NONE_HERE[place]}"
+            return "dropped", f"none here: {NONE_HERE[place]}"
         if place in ELSEWHERE:
-            return f"{key}: {ELSEWHERE[place]}"
-    return f"{key}: unknown to scModelForge too"
+            return "advice", ELSEWHERE[place]
+    return "dropped", "unknown to scModelForge too"
 
 
 def _put(config: dict[str, Any], key: str, value: Any) -> None:

@@ -51,7 +51,8 @@ class Section(BaseModel):
 
 def explain(error: ValidationError, model: type[BaseModel]) -> tuple[list[str], str]:
     """Location and one-line message of the first problem of `error`, raised when validating `model`."""
-    first = error.errors()[0]
+    errors = error.errors()  # a misspelled key is also a missing one; the misspelled one is what to correct
+    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     where = [str(part) for part in first["loc"]]
     if first["type"] == "extra_forbidden":
         section = _model_at(model, where[:-1])

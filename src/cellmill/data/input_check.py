@@ -80,7 +80,7 @@ def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:
 
 
 def _gone(pipeline: Workflow, corpus: str, is_made: Callable[[str], bool]) -> Iterator[str]:
-    """Preprocessed cells of the datasets whose input is missing. Raises DataError if they are not of that input."""
+    """Preprocessed cells of the datasets whose input is missing. Raises DataError if there are none, or not of it."""
     table = pipeline.datasets(corpus)
     for name in read_by_runs(pipeline, corpus):
         text = table[name].path
@@ -90,8 +90,12 @@ def _gone(pipeline: Workflow, corpus: str, is_made: Callable[[str], bool]) -> It
         if (kind := special_kind(Path(text))) is not None:  # opening a FIFO would wait without end
             raise DataError(f"{where}: expected a file or folder, got a {kind}")
         cells = Path(CELLS.format(corpus=corpus, dataset=name))
-        if Path(text).exists() or not cells.exists():
-            continue  # without cells, Snakemake names what is missing
+        if Path(text).exists():
+            continue
+        if not cells.exists():  # Snakemake names it only if no later output stands, such as the report of other runs
+            command = source if (source := table[name].source or "").startswith("cellmill ") else None
+            advice = f"make it: {command}" if command else "correct the path, or put the file there"
+            raise DataError(f"{where}: no such file; {advice}")
         made_of = (
             read_json(cells.with_suffix(".json"))["source"]["file"] if cells.with_suffix(".json").exists() else None
         )

@@ -14,12 +14,12 @@ def check_coverage(path: Path, embedding: Embedding, section: Embed) -> None:
     if embedding.coverage_frac < (least := section.min_coverage_frac):
         raise DataError(
             f"{path}: {embedding.coverage_frac:.1%} of its counts fall on genes that the model knows, "
-            f"embed.min_coverage_frac is {least:g}; use a model of these genes, or lower the threshold"
+            f"embed.min_coverage_frac is {least:g}; use a model of these genes, or lower it (--min-coverage-frac)"
         )
     if embedding.genes.expressed_frac < (least := section.min_expressed_frac):
         raise DataError(
             f"{path}: it measures {embedding.genes}; embed.min_expressed_frac is {least:g}; use a model of these "
-            "genes, or lower the threshold"
+            "genes, or lower it (--min-expressed-frac)"
         )
 
 

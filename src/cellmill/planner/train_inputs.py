@@ -8,6 +8,7 @@ import numpy as np
 
 from cellmill.config import check_options
 from cellmill.config.family import WEIGHTS_FORMAT
+from cellmill.config.init_from import unequal
 from cellmill.config.load import upgrade_options
 from cellmill.config.options import TrainOptions
 from cellmill.config.tokens import SPECIAL
@@ -161,6 +162,4 @@ def check_weights(options: TrainOptions, init_from: Path) -> None:
     pairs.append(("tokens.tokenizer", config["tokens"].get("tokenizer"), options.tokens.tokenizer))
     for key, before, now in pairs:
         if before != now:
-            raise ConfigError(
-                f"{key} is {now!r}, the model to start from ({init_from}) has {before!r}; make them equal"
-            )
+            raise ConfigError(unequal(key, now, init_from, before))

@@ -43,7 +43,8 @@ class MlflowTracker:
         self._client.log_batch(self._run, metrics=metrics)
 
     def artifact(self, name: str, path: Path) -> None:
-        self._client.log_artifact(self._run, str(path), str(Path(name).parent))
+        folder, _, _ = name.rpartition("/")
+        self._client.log_artifact(self._run, str(path), folder or None)  # MLflow refuses the folder `.`
 
     def finish(self, status: str) -> None:
         self._client.set_terminated(self._run, STATUS[status])
