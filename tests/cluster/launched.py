@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,3 +152,12 @@ def wait_for(condition: Callable[[], Any], show: Callable[[], str] = str, within
     while not condition():
         assert time.monotonic() < give_up, f"not within {within_s} s: {show()}"
         time.sleep(0.1)
+
+
+def wrapper(folder: Path, name: str, script: str) -> dict[str, str]:
+    """A shell script in place of a SLURM command (`$REAL`), first on the returned PATH."""
+    folder.mkdir()
+    path = folder / name
+    path.write_text(f"#!/bin/bash\nREAL={shutil.which(name)}\n{script}\n")
+    path.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}

@@ -14,6 +14,7 @@ from tests.cluster.launched import Launched, on_slurm, run_options
 from tests.cluster.rig import Rig
 
 
+@pytest.mark.full
 def test_the_cost_of_a_chain_of_jobs_equals_the_accounting(
     rig_with_accounting: Rig, corpus: str, tmp_path: Path
 ) -> None:

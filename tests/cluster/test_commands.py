@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.launched import Launched, on_slurm, run_options, wait_for
 from tests.cluster.rig import Rig
 
@@ -28,6 +30,7 @@ def printed(rig: Rig, stage: str, results: Path) -> str:
     return cellmill(rig, stage, results).communicate(timeout=500)[0]
 
 
+@pytest.mark.full
 def test_status_attach_logs_and_cancel_work_with_and_without_a_launcher(rig: Rig, corpus: str, tmp_path: Path) -> None:
     results = tmp_path / "results"
     train, opts = results / "runs" / "one" / "train", run_options(5000, checkpoint_every_steps=4)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import stat
 import subprocess
@@ -17,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from cellmill.runs.metrics import read_lines
-from tests.cluster.launched import Launched, on_slurm, pids_with, run_options, wait_for, words
+from tests.cluster.launched import Launched, on_slurm, pids_with, run_options, wait_for, words, wrapper
 from tests.cluster.rig import Rig, inside
+
+pytestmark = pytest.mark.full  # test_life.py has one run that meets most of it
 
 STEPS = 80
 
@@ -355,15 +356,6 @@ def test_what_a_run_leaves_is_for_its_user_alone_and_holds_no_secret(rig: Rig, c
     files = [path for path in run.train.parent.rglob("*") if path.is_file()]
     assert len(files) > 10
     assert not [path for path in files if b"planted-secret" in path.read_bytes()]
-
-
-def wrapper(folder: Path, name: str, script: str) -> dict[str, str]:
-    """A shell script in place of a SLURM command (`$REAL`), first on the returned PATH."""
-    folder.mkdir()
-    path = folder / name
-    path.write_text(f"#!/bin/bash\nREAL={shutil.which(name)}\n{script}\n")
-    path.chmod(0o755)
-    return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
 def workers_of(run: Launched) -> list[int]:

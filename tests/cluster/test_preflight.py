@@ -160,6 +160,7 @@ def test_a_request_the_cluster_cannot_meet_is_reported_without_queueing(rig: Rig
     assert not (project / "results" / "preflight" / "one").exists()
 
 
+@pytest.mark.full
 def test_a_new_profile_is_go_and_has_the_partitions_figures(rig: Rig, project: Path) -> None:
     def cellmill(*words: str) -> list[str]:
         command = [sys.executable, "-m", "cellmill.cli", *words]
@@ -180,6 +181,7 @@ def test_a_new_profile_is_go_and_has_the_partitions_figures(rig: Rig, project: P
     assert lines[-1] == "go"
 
 
+@pytest.mark.full
 def test_a_node_that_does_not_see_the_folder_is_named(rig: Rig, project: Path) -> None:
     if not rig.namespaces:
         pytest.skip("all nodes are one without root: a folder cannot be hidden from one of them")
@@ -203,6 +205,7 @@ def test_a_node_that_does_not_see_the_folder_is_named(rig: Rig, project: Path) -
     wait_for(lambda: not rig.squeue(), lambda: str(rig.squeue()))
 
 
+@pytest.mark.full
 def test_a_job_that_waits_too_long_or_is_interrupted_or_left_behind_is_cancelled(rig: Rig, project: Path) -> None:
     with busy(rig, "gpu-a100"):
         before = rig.squeue()
@@ -232,6 +235,7 @@ def test_a_job_that_waits_too_long_or_is_interrupted_or_left_behind_is_cancelled
         assert rig.squeue() == before
 
 
+@pytest.mark.full
 def test_inside_an_allocation_its_own_nodes_are_tried(rig: Rig, project: Path) -> None:
     machine = {"launcher": "allocation", "nodes": 2, "nproc_per_node": 1, "mem_mb": 1000, "cpus_per_task": 2}
     salloc = ["salloc", "-p", "gpu-h100", "-N", "2", "--mem=3000", "-c", "4", "-t", "5"]
@@ -244,6 +248,7 @@ def test_inside_an_allocation_its_own_nodes_are_tried(rig: Rig, project: Path) -
     assert "go" in lines
 
 
+@pytest.mark.full
 def test_accounts_and_accounting_are_those_of_slurmdbd(rig_with_accounting: Rig, project: Path) -> None:
     rig = rig_with_accounting
     lines = lines_of(start(rig, project, on_two_nodes(slurm_account="lab", qos="normal"), "--no-job"), 0)

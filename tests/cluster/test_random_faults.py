@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.random_faults import run_all
 from tests.cluster.rig import Rig
 
 FAULTS = 20
 
 
+@pytest.mark.full
 def test_runs_come_through_random_faults_with_one_curve_and_never_two_jobs(
     rig: Rig, corpus: str, tmp_path: Path
 ) -> None:

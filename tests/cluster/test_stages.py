@@ -17,6 +17,7 @@ from tests.cluster.test_line import write_profile
 from tests.workflow.conftest import make_project
 
 
+@pytest.mark.full
 def test_a_stage_that_can_never_start_says_why(rig: Rig, cells: Path, tmp_path: Path) -> None:
     if not Path("/etc/slurm/slurm.conf").exists():
         pytest.skip("the executor plugin's jobs look for the cluster in /etc/slurm, which this user cannot write")

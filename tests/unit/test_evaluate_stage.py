@@ -127,22 +127,26 @@ def test_the_table_has_every_baseline_and_random_weights_are_no_better_than_untr
 def test_all_cells_are_scored_when_asked_and_when_the_dataset_is_not_in_the_corpus(
     corpus: dict[str, Path], tmp_path: Path
 ) -> None:
-    dataset = _evaluate(corpus, tmp_path / "metrics.json", cells="all")["datasets"]["simulated"]
+    few: dict[str, Any] = {"tasks": {"reconstruct": {}}}
+    dataset = _evaluate(corpus, tmp_path / "metrics.json", cells="all", **few)["datasets"]["simulated"]
     assert dataset["n_scored"] == dataset["n_cells"] == 600
     other = _changed(corpus, tmp_path, "elsewhere")
-    dataset = _evaluate(other, tmp_path / "metrics.json", cells="all")["datasets"]["elsewhere"]
+    dataset = _evaluate(other, tmp_path / "metrics.json", cells="all", **few)["datasets"]["elsewhere"]
     assert dataset["n_scored"] == 600
     assert dataset["in_corpus"] is False
     # copies of training cells in a dataset of another name, and with other genes around theirs, are not held out
     splits = Manifest.read(corpus["manifest"]).splits
     assert dataset["n_copies"] == splits["train"].n_obs + splits["val"].n_obs
-    dataset = _evaluate(other, tmp_path / "metrics.json")["datasets"]["elsewhere"]
+    dataset = _evaluate(other, tmp_path / "metrics.json", **few)["datasets"]["elsewhere"]
     assert dataset["n_scored"] == splits["test"].n_obs
 
 
 @pytest.mark.parametrize(
     ("column", "said"),
-    [("cell_type", "supervised by this label (cell_type)"), ("donor", "supervised by donor")],
+    [
+        pytest.param("cell_type", "supervised by this label (cell_type)", marks=pytest.mark.full),
+        ("donor", "supervised by donor"),
+    ],
 )
 def test_a_model_that_was_trained_with_labels_is_named_supervised_in_every_row_and_verdict(
     corpus: dict[str, Path], tmp_path: Path, column: str, said: str

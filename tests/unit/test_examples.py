@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = [ROOT / "config" / "config.yaml", *sorted((ROOT / "config" / "examples").glob("*.yaml"))]
 SMALLER = {"hidden": 16, "layers": 2, "heads": 2, "latent": 8}
 STEPS = {"steps": 2, "epochs": None, "global_batch": 16, "token_budget": 2048, "warmup_steps": 1}
+QUICK = ("config", "autoregressive", "finetune-lora", "perturbation", "protein")
+"""Names of the files whose runs are in `make test`."""
 LEARNED = 60  # steps after which a tiny model is sure of some labels
 
 
@@ -44,8 +46,10 @@ def _runs() -> list[Any]:
     for path, tree in trees.items():
         for of_sweep in expand(tree.get("sweep", {}), {})[1].values():
             runs[path] += [next(iter(of_sweep)), list(of_sweep)[-1]]
+    # in one worker: a run may start from another one
+    quick, full = [pytest.mark.xdist_group("examples")], [pytest.mark.full, pytest.mark.xdist_group("all examples")]
     return [
-        pytest.param(path, run, id=f"{path.stem}-{run}", marks=pytest.mark.xdist_group(path.stem))  # one starts another
+        pytest.param(path, run, id=f"{path.stem}-{run}", marks=quick if path.stem in QUICK else full)
         for path, names in runs.items()
         for run in names
     ]

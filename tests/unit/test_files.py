@@ -180,6 +180,22 @@ def test_the_file_mode_follows_the_umask(tmp_path: Path, umask: int) -> None:
     assert ours == plain == 0o666 & ~umask
 
 
+def test_bytes_are_on_disk_before_the_name_and_the_name_before_the_next_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power failure at any moment leaves: each fsync with what it makes durable."""
+    final, durable, fsync = tmp_path / "a.json", list[tuple[str, bool]](), os.fsync
+
+    def recorded(handle: int) -> None:
+        folder = Path(os.readlink(f"/proc/self/fd/{handle}")) == tmp_path
+        durable.append(("folder" if folder else os.pread(handle, 100, 0).decode(), final.exists()))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    write_text(final, "all of it")
+    assert durable == [("all of it", False), ("folder", True)]
+
+
 def test_json_round_trips_and_nan_is_refused(tmp_path: Path) -> None:
     value = {"a": [1, 2.5, None], "é": {"b": True}}
     write_json(tmp_path / "value.json", value)

@@ -51,7 +51,7 @@ def scanpy_genes(path: Path, flavor: str, n: int) -> set[str]:
 
 
 @pytest.mark.parametrize("flavor", ["seurat", "seurat_v3"])
-@pytest.mark.parametrize("n", [15, 60, 200])
+@pytest.mark.parametrize("n", [60, *(pytest.param(n, marks=pytest.mark.full) for n in (15, 200))])
 def test_variable_genes_are_those_of_scanpy_over_files_and_blocks(
     parts: list[Path], simulated: Path, flavor: str, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,10 +61,10 @@ def uncached(model: Any, sampling: Sampling, number: int) -> GeneratedCell:
 @pytest.mark.parametrize(
     ("tokenizer", "sampling"),
     [
-        ("continuous", Sampling(MAX_TOKENS, seed=1)),
+        pytest.param("continuous", Sampling(MAX_TOKENS, seed=1), marks=pytest.mark.full),
         ("continuous", Sampling(20, temperature=0.5, top_k=5, seed=2, prompt=(7, 3))),
-        ("binned", Sampling(MAX_TOKENS, seed=3)),
-        ("rank", Sampling(MAX_TOKENS, temperature=0)),
+        pytest.param("binned", Sampling(MAX_TOKENS, seed=3), marks=pytest.mark.full),
+        pytest.param("rank", Sampling(MAX_TOKENS, temperature=0), marks=pytest.mark.full),
     ],
     ids=str,
 )

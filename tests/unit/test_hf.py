@@ -12,6 +12,7 @@ import torch
 from exported import SMALL, export_model
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'cellmill[hf]'")
+pytestmark = pytest.mark.full
 
 from cellmill.cli import main  # noqa: E402
 from cellmill.config.checks import check_together  # noqa: E402

@@ -26,6 +26,7 @@ from tests.unit.exported import export_model, make_corpus
 if find_spec("huggingface_hub") is None:
     pytest.skip("the package huggingface_hub is not installed", allow_module_level=True)
 
+pytestmark = pytest.mark.full
 COMMIT = "c" * 40
 
 

@@ -42,9 +42,9 @@ time.sleep(600)
     ("restarts", "saves", "says_why", "starts", "printed"),
     [
         (2, True, False, 3, "restart 2 of 2"),
-        (1, True, False, 2, "restart 1 of 1"),
+        pytest.param(1, True, False, 2, "restart 1 of 1", marks=pytest.mark.full),
         (2, False, False, 2, "lost again without a new checkpoint after step 0: not started again"),
-        (2, True, True, 1, ""),
+        pytest.param(2, True, True, 1, "", marks=pytest.mark.full),
     ],
 )
 def test_lost_processes_are_restarted_if_that_can_help(

@@ -19,6 +19,7 @@ from cellmill.models.export import load_model, spec_of
 
 pytest.importorskip("onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")
+pytestmark = pytest.mark.full
 
 N_GENES = 40
 

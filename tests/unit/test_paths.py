@@ -57,7 +57,7 @@ def test_every_path_of_the_command_line_is_known() -> None:
     assert len(PATHS) > 50
 
 
-@pytest.mark.parametrize("kind", [*SPECIAL, "a loop"])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.full) for kind in SPECIAL] + ["a loop"])
 def test_a_path_that_is_no_file_is_one_line(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ def test_even_micro_batches_are_as_small_as_their_number_allows() -> None:
         assert largest == lengths.max() or len(cut_batch(lengths, largest - 1)) - 1 > most
 
 
+@pytest.mark.full
 def test_three_billion_parameters_are_built_without_their_memory() -> None:
     program = """
 import resource, torch

@@ -269,7 +269,7 @@ BIG = {"model": {"hidden": 768, "layers": 8, "heads": 8}, "train": {"token_budge
     ("memory_gb", "remedy"),
     [
         (1.5, "lower train.token_budget to 256"),
-        (1.39, "lower train.token_budget to 128"),
+        pytest.param(1.39, "lower train.token_budget to 128", marks=pytest.mark.full),
         (1.365, "set parallel.activation_checkpointing to full and lower train.token_budget to 256"),
         (0.66, "set parallel.activation_checkpointing to full and use fsdp with parallel.sharding_strategy FULL_SHARD"),
         (0.01, "use a device with more memory (the profile) or a smaller model"),

@@ -144,6 +144,7 @@ def run_here(*words: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.full
 def test_two_local_agents_of_two_processes_are_go(project: Path) -> None:
     profile = write_profile(nodes=2, nproc_per_node=2)
     process = run_here("--profile", profile)

@@ -188,6 +188,7 @@ def test_the_bottleneck_is_the_embedding_of_either_objective() -> None:
             assert model(_prepared(model, batch)).shape == ()
 
 
+@pytest.mark.full
 def test_the_plan_counts_the_decoder() -> None:
     plain, wide = (measure(_spec("autoencoder", decoder_layers=n)) for n in (1, 2))
     assert wide.parameters - plain.parameters == 8 * 12**2 + 7 * 12

@@ -125,7 +125,12 @@ def test_perfect_answers_score_one_and_gene_means_score_zero(tmp_path: Path, cor
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "objective"), [("continuous", "masked_value"), ("binned", "masked_value"), ("rank", "masked_gene")]
+    ("tokenizer", "objective"),
+    [
+        ("continuous", "masked_value"),
+        pytest.param("binned", "masked_value", marks=pytest.mark.full),
+        pytest.param("rank", "masked_gene", marks=pytest.mark.full),
+    ],
 )
 def test_masks_are_the_same_in_every_run_and_packing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, corpus: dict[str, Path], tokenizer: str, objective: str

@@ -19,9 +19,12 @@ from reported import make_corpus, make_run
 from cellmill.config.options import ReportOptions
 from cellmill.stages import report
 
-pytestmark = pytest.mark.skipif(
-    not (shutil.which("chromedriver") and shutil.which("chromium")), reason="no chromium with chromedriver"
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        not (shutil.which("chromedriver") and shutil.which("chromium")), reason="no chromium with chromedriver"
+    ),
+]
 FLAGS = (
     *("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-sync"),
     *("disable-background-networking", "disable-component-update", "hide-scrollbars"),

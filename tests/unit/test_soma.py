@@ -15,6 +15,7 @@ from cellmill.cli import main
 from cellmill.data.counts_reader import open_counts
 
 soma = pytest.importorskip("tiledbsoma", reason="the extra soma is not installed")
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

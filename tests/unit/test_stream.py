@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from itertools import islice, pairwise
 from pathlib import Path
@@ -281,8 +280,10 @@ def test_leaving_a_loop_ends_the_thread_that_reads_ahead(manifest: Manifest) -> 
     stream = stream_of(manifest)
     for _ in stream:
         break
-    time.sleep(0.2)
-    assert not [thread for thread in threads() - before if thread.name == "cellmill-stream"]
+    for thread in threads() - before:
+        if thread.name == "cellmill-stream":
+            thread.join(60)
+            assert not thread.is_alive()
     stream.close()
 
 

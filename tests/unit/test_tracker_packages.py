@@ -20,6 +20,7 @@ from cellmill.runs.metrics import cut_back
 from cellmill.track.follower import Follower
 from tests.unit.tracked import tracked_run
 
+pytestmark = pytest.mark.full
 EXAMPLE = Path(__file__).resolve().parents[2] / "config" / "examples" / "tracking-mlflow.yaml"
 SCORES = "/api/public/scores"
 LOSSES = [(1, 1.0), (2, 0.5), (3, 0.25), (4, 0.125)]

@@ -50,7 +50,7 @@ def options(train: Path, **names: dict[str, Any]) -> Track:
 
 def wait_for(path: Path, n: int) -> None:
     """Wait until a toy has been called `n` times."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 200
     while len(calls(path)) < n:
         assert time.monotonic() < deadline, calls(path)
         time.sleep(0.05)
@@ -109,7 +109,7 @@ def test_a_follower_that_raises_hangs_or_dies_is_one_warning_and_the_others_go_o
         for name in (*kinds, "observer_a"):
             wait_for(train / f"{name}.calls", 1)
         began = time.monotonic()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60, "a tracker that hangs holds the training"
     assert ["finish", "done"] in calls(train / "tracker_a.calls")
     tail, rest = "; metrics.jsonl is complete", ", and `cellmill follow one --to {}` sends the rest"
     problems = {
@@ -139,7 +139,7 @@ def test_followers_end_with_a_launcher_that_is_killed_and_the_next_one_goes_on(t
             os._exit(9)
     os.waitpid(pid, 0)
     append(train, 3)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 200
     while _followers(train) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert _followers(train) == []

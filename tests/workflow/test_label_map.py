@@ -12,6 +12,7 @@ from tests.workflow.conftest import Project
 pytestmark = pytest.mark.xdist_group("workflow")
 
 
+@pytest.mark.full
 def test_two_datasets_of_other_labels_train_one_classifier_and_a_changed_map_reruns_what_reads_it(
     project: Project,
 ) -> None:

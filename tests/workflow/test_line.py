@@ -93,15 +93,15 @@ def test_every_file_with_a_command_in_the_page_is_a_target(done: tuple[Project, 
     ("change", "rules"),
     [
         ("preprocess={min_genes: 6}", EVERYTHING),
-        ("vocabulary={min_cells: 2}", EVERYTHING[1:]),
-        ("shard={test_frac: 0.3}", EVERYTHING[2:]),
+        pytest.param("vocabulary={min_cells: 2}", EVERYTHING[1:], marks=pytest.mark.full),
+        pytest.param("shard={test_frac: 0.3}", EVERYTHING[2:], marks=pytest.mark.full),
         ("tokens={max_tokens: 32}", [*RUN, "report"]),
         ("train={lr: 5e-4}", [*RUN, "report"]),
         ("train={lr: 1e-3}", []),  # the same value in another notation
-        ("consolidate={checkpoint: last}", [*RUN[2:], "report"]),
-        ("embed={token_budget: 999}", ["embed", "evaluate", "report"]),
+        pytest.param("consolidate={checkpoint: last}", [*RUN[2:], "report"], marks=pytest.mark.full),
+        pytest.param("embed={token_budget: 999}", ["embed", "evaluate", "report"], marks=pytest.mark.full),
         ("evaluate={folds: 4}", ["evaluate", "report"]),
-        ("report={title: Ours}", ["report"]),
+        pytest.param("report={title: Ours}", ["report"], marks=pytest.mark.full),
     ],
 )
 def test_a_changed_key_reruns_the_stages_that_read_it_and_those_after_them(
@@ -180,6 +180,7 @@ def test_a_branch_waits_for_its_trunk_which_keeps_the_checkpoint(project: Projec
     assert "runs.short.trunk_step: 5 is not in train.keep_steps of tiny ([4]); add it there" in refused
 
 
+@pytest.mark.full
 def test_kept_checkpoints_are_evaluated_without_training_again(finished: Project) -> None:
     run, train = {"corpus": "sim"}, {"keep_steps": KEPT}
     config = finished.write_config("kept.yaml", runs={"tiny": run | {"evaluate_steps": KEPT}}, train=train)
@@ -233,6 +234,7 @@ def test_a_run_may_start_from_a_model_folder_or_the_hub_and_label_any_dataset(pr
     assert starts == {"tuned": "given", "hub": "results/hub/me/pbmc@v1.0"}
 
 
+@pytest.mark.full
 def test_a_bridge_is_made_on_request_after_the_evaluation(project: Project) -> None:
     for package in ("scib-metrics", "cz-benchmarks"):
         target = f"results/runs/tiny/bridges/sim.{package}.json"
@@ -280,6 +282,7 @@ ad.AnnData(obs=cells.obs[[]], obsm={"X_emb": (u * s)[:, :5]}).write_h5ad(sys.arg
 """
 
 
+@pytest.mark.full
 def test_an_external_model_is_run_once_and_is_a_row_of_every_run_of_the_corpus(finished: Project) -> None:
     script = finished.folder / "embed it.py"
     script.write_text(EXTERNAL)
@@ -378,6 +381,7 @@ def test_impossible_processes_are_refused_by_a_dry_run(project: Project, resourc
     assert "Traceback" not in refused.stdout
 
 
+@pytest.mark.full
 def test_a_range_of_nodes_is_planned_and_trained(project: Project) -> None:
     elastic = ["train:nodes='1-2'", "train:launcher=slurm"]
     assert project.jobs("--set-resources", *elastic)["train"] == 1
@@ -572,6 +576,7 @@ def test_another_machine_of_a_run_reruns_nothing(done: tuple[Project, str], tmp_
     assert project.jobs("--profile", str(tmp_path), *config, profile=None) == {}
 
 
+@pytest.mark.full
 def test_a_failed_stage_prints_a_short_command_that_can_be_run_again(project: Project) -> None:
     vocabulary = "results/corpora/sim/vocabulary.tsv"
     failed = project.snakemake(vocabulary, "--config", "preprocess={min_genes: 149}")

@@ -63,6 +63,7 @@ def test_a_stopped_training_resumes_from_its_checkpoint_with_the_same_command(pr
     assert steps[-1] == 100
 
 
+@pytest.mark.full
 def test_a_changed_option_is_refused_until_a_restart_and_a_longer_run_goes_on(project: Project) -> None:
     folder = (project.folder / STATUS).parent
     assert project.snakemake("--", STATUS).returncode == 0
