@@ -16,9 +16,7 @@ Tree = dict[str, Any]
 SECTIONS: dict[str, type[Plugin]] = {"model": FamilyConfig, "tokens": Tokens}
 
 
-def with_parents(
-    runs: dict[str, Tree], own: Mapping[str, Tree | None], upgrade: Callable[[Tree], Tree]
-) -> dict[str, Tree]:
+def with_parents(runs: dict[str, Tree], own: Mapping[str, Tree], upgrade: Callable[[Tree], Tree]) -> dict[str, Tree]:
     """The runs, where one that starts from a model of other sizes or tokens than those at the top takes that model's.
 
     A key that the run itself sets (`own`) stays. A section that suits the model already stays as it is, so that an
@@ -36,7 +34,7 @@ def with_parents(
             else:
                 # a model on the hub may not be here yet, and options must not change when it comes
                 theirs = None if parent.startswith("hf://") else stored_sections(parent, upgrade)
-            done[name] = run if theirs is None else {**run, **_taken(run, own[name] or {}, theirs)}
+            done[name] = run if theirs is None else {**run, **_taken(run, own[name], theirs)}
         return done[name]
 
     return {name: resolved(name, ()) for name in runs}

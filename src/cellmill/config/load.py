@@ -103,7 +103,8 @@ def with_defaults(tree: Any, workflow: type[Workflow] = Workflow) -> dict[str, A
         _check_names(kind, entries)
         defaults = {name: _mapping(tree.get(name), name) for name in sections_of(owner)}
         merged[kind] = {name: _merge(defaults, _mapping(own, f"{kind}.{name}"), owner) for name, own in entries.items()}
-    merged["runs"] = with_parents(merged["runs"], tree["runs"], upgrade_options)
+    own = {name: _mapping(given, f"runs.{name}") for name, given in tree["runs"].items()}
+    merged["runs"] = with_parents(merged["runs"], own, upgrade_options)
     return merged
 
 

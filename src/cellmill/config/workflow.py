@@ -52,7 +52,8 @@ class RunConfig(EvaluateOptions, PredictOptions, ConsolidateOptions, PlanOptions
     init_from: str | None = Field(
         None,
         description="Run whose exported model provides the initial weights; or the path of a model folder, with a `/`, "
-        "such as ./pretrained; or hf://owner/name[@revision], on the Hugging Face hub. For a path or a hub "
+        "such as ./pretrained; or hf://owner/name[@revision], on the Hugging Face hub. Sections model and "
+        "tokens are those of a run or folder where those at the top of the file do not fit. For a path or a hub "
         "model, evaluate does not know which cells the model was trained on.",
     )
     trunk: str | None = Field(
