@@ -400,7 +400,7 @@ CUTS: list[Any] = [
 ]
 """How a step is cut into micro-batches and computed."""
 CHAINS: list[tuple[int, str, list[str], bool]] = [
-    (2, "optimizer adamw", ["tp", "fsdp", "pp", "ddp", "one process"], False),
+    (2, "optimizer adamw", ["tp", "pp", "one process"], False),
     *((2, f"optimizer {name}", ["ddp", "tp"], False) for name in OPTIMIZERS if name != "adamw"),
     (2, "average", ["fsdp", "pp"], False),
     (4, "genes", [TP, "pp 2, 1F1B x FULL_SHARD", "HYBRID_SHARD, offloaded"], False),
