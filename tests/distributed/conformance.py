@@ -167,7 +167,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "view loss": ENCODER | VICREG,
     "profile, view loss": PROFILE | VICREG,
     "proteins": ENCODER | {"objective": "masked_gene"},
-    "hf": {"family": "hf", "weights": "random", "architecture": ESM, "objective": "masked_gene", "cell_loss_weight": 0},
+    "hf": {"family": "hf", "architecture": ESM, "objective": "masked_gene", "cell_loss_weight": 0},
     "average": ENCODER | {"layers": 4},
 } | {f"optimizer {name}": ENCODER for name in OPTIMIZERS}
 MODELS = PAIRS | OTHERS
@@ -220,7 +220,9 @@ def run(model: str, layout: Layout, train: dict[str, Any], precision: str = "32-
     optimizer = {"optimizer": model.split()[1]} if model.startswith("optimizer") else {}
     course = {"schedule": "constant", "val_every_steps": EACH, "checkpoint_every_steps": EACH} | optimizer
     tokens, layout = TOKENS.get(model, {}), layout | {"precision": precision}
-    return options(layout, tokens=tokens, train=course | TRAIN.get(model, {}) | train) | split(MODELS[model])
+    sections = split(MODELS[model])
+    sections["model"] |= {"weights": "random"} if model == "hf" else {}  # objectives have an option of this name too
+    return options(layout, tokens=tokens, train=course | TRAIN.get(model, {}) | train) | sections
 
 
 def spread(case: Case) -> dict[str, Any]:
@@ -398,7 +400,7 @@ CUTS: list[Any] = [
 ]
 """How a step is cut into micro-batches and computed."""
 CHAINS: list[tuple[int, str, list[str], bool]] = [
-    (2, "optimizer adamw", ["tp", "fsdp", "pp", "ddp", "one process"], False),
+    (2, "optimizer adamw", ["tp", "pp", "one process"], False),
     *((2, f"optimizer {name}", ["ddp", "tp"], False) for name in OPTIMIZERS if name != "adamw"),
     (2, "average", ["fsdp", "pp"], False),
     (4, "genes", [TP, "pp 2, 1F1B x FULL_SHARD", "HYBRID_SHARD, offloaded"], False),

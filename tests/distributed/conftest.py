@@ -18,6 +18,7 @@ from tests.distributed.pool import Pool
 from tests.models import split
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One worker of pytest runs the modules that use the pool, which it starts once, and one each other module."""
     ours = [item for item in items if Path(__file__).parent in item.path.parents]
