@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cellmill.runs import claim as module
-from cellmill.runs.claim import Claim, Claimed, claim, lives
+from cellmill.runs.claim import Claim, Claimed, claim, lives, living
 
 
 def age(own: Claim, seconds: float) -> None:
@@ -60,6 +60,15 @@ def test_a_number_that_newer_claims_have_passed_is_not_taken_again(tmp_path: Pat
 
     with pytest.raises(Claimed, match=r"job 4 is training in .*; job 2 ends"):
         claim(tmp_path, "2", wait=meanwhile)
+
+
+def test_a_requeued_job_whose_first_start_still_trains_is_refused(tmp_path: Path) -> None:
+    own = claim(tmp_path, "1")
+    assert living(tmp_path) == "1"
+    with pytest.raises(Claimed, match=rf"^an earlier start of job 1 is training in {tmp_path}; this start ends$"):
+        claim(tmp_path, "1", wait=lambda seconds: os.utime(own.file))
+    own.release()
+    assert living(tmp_path) == ""
 
 
 def test_a_job_that_was_killed_is_waited_for_until_its_lease_ends(tmp_path: Path) -> None:

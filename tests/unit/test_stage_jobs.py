@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,3 +72,33 @@ def test_a_reason_is_told_once_and_again_when_it_comes_back(tmp_path: Path) -> N
     assert told[2:] == ["stage embed: job 9: PENDING (Priority)"]
     many = jobs(*((str(number), "Resources") for number in range(20, 29)))
     assert waiting_lines(many) == ["stage embed: 9 jobs (20, 21, 22, 23, 24, …): PENDING (Resources)"]
+
+
+SNAKEFILE = """
+from cellmill.launch.stage_jobs import reasons_of_failed
+
+rule all:
+    input: "a.txt", "b.txt"
+
+rule a:
+    output: "a.txt"
+    log: "logs/a b.log"
+    shell: "(echo cellmill train: first; echo 'cellmill train: why'; echo x; exit 2) 2>&1 | tee {log:q}"
+
+rule b:
+    output: "b.txt"
+    shell: "touch {output}"
+
+onerror:
+    print(*reasons_of_failed(log), sep="\\n", file=sys.stderr)
+"""
+
+
+def test_the_reason_of_a_failed_job_is_repeated_below_snakemake_s_own_block(tmp_path: Path) -> None:
+    (tmp_path / "Snakefile").write_text(f"import sys\n{SNAKEFILE}")
+    words = [sys.executable, "-m", "snakemake", "--cores", "1"]
+    done = subprocess.run(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = done.stdout.splitlines()
+    below = lines[max(number for number, line in enumerate(lines) if "CalledProcessError" in line) :]
+    assert [line for line in below if line.startswith("cellmill ")] == ["cellmill train: why"]
+    assert lines[-1] == "At least one job did not complete successfully."

@@ -17,7 +17,7 @@ from cellmill.config.input_url import is_url
 from cellmill.config.machine import Machine
 from cellmill.errors import ConfigError, UserError
 from cellmill.files import digest, write_json
-from cellmill.launch.stage_jobs import StageWatch
+from cellmill.launch.stage_jobs import StageWatch, reasons_of_failed
 from cellmill.preflight.command_line import CommandMachines, machines_of_command
 from cellmill.train.branch import check_branches
 
@@ -410,6 +410,13 @@ def check_named_files():
         sys.exit(f"cellmill: {error}")
     if gone is not None:
         print(f"cellmill: {gone}", file=sys.stderr)
+
+
+def repeat_reasons(log):
+    """Print why jobs failed below Snakemake's own blocks about them."""
+    if not workflow.local_exec:
+        for line in reasons_of_failed(log):
+            print(line, file=sys.stderr, flush=True)
 
 
 def watch_stages():

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from cellmill.arguments import CONFIG
 from cellmill.commands.results import run_names
 from cellmill.commands.status import KILLED, job_of, state_of
 from cellmill.config.load import with_sweeps
@@ -30,7 +29,7 @@ def run(*, run: str, results: Path, every_s: float) -> None:
     """Show `run` until it has ended. Raises UserError for a path or an unknown run, and once its folder is deleted."""
     if "/" in run or "\\" in run:
         raise UserError(f"{run!r}: expected the name of a run, got a path")
-    known, config = set(run_names(results)), results.parent / CONFIG
+    known, config = set(run_names(results)), results.parent / "config" / "config.yaml"
     if config.exists() and run not in known:
         known |= set((with_sweeps(read_yaml(config)) or {}).get("runs") or ())
     if known and run not in known:

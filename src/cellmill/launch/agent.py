@@ -29,11 +29,13 @@ try:
     )
     from torch.distributed.run import main
 except Exception as error:  # a library that torch loads may be missing too
-    write_text(
-        Path(os.environ[ERROR_FILE]),
+    line = (
         f"{socket.gethostname()}: {sys.executable} cannot import torch: {type(error).__name__}: "
-        f"{' '.join(str(error).split())}; check modules, setup and container in the profile, and PYTHONPATH",
+        f"{' '.join(str(error).split())}; check modules, setup and container in the profile, and PYTHONPATH"
     )
+    if not os.environ[ERROR_FILE]:
+        sys.exit(line)
+    write_text(Path(os.environ[ERROR_FILE]), line)
     sys.exit(1)
 
 BACKEND = "cellmill"
@@ -111,9 +113,10 @@ def _allow_many_connections() -> None:
 
 
 def run() -> None:
-    """Run torchrun. Its messages and tracebacks go to `node-N.log` beside the job's error file."""
-    error_file, host = Path(os.environ[ERROR_FILE]), socket.gethostname()
-    log = error_file.with_name(f"node-{Rendezvous.from_environment().node}.log")
+    """Run torchrun. Its messages and tracebacks go to `node-N.log` beside the job's error file, if it has one."""
+    given, host = os.environ[ERROR_FILE], socket.gethostname()
+    error_file = Path(given or os.devnull)
+    log = error_file.with_name(f"node-{Rendezvous.from_environment().node}.log") if given else error_file
     logging.raiseExceptions = False  # the disk may be full
     for name in ("torch", "torch.distributed"):
         logging.getLogger(name).handlers = [logging.FileHandler(log, delay=True)]
@@ -124,7 +127,7 @@ def run() -> None:
         logging.getLogger("torch").error("%s", error)
         rank, failure = error.get_first_failure()
         ended = f"signal {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        sys.exit(1 if error_file.exists() else f"rank {rank} on {host} ended with {ended}")
+        sys.exit(1 if given and error_file.exists() else f"rank {rank} on {host} ended with {ended}")
     except Exception as error:
         logging.getLogger("torch").exception("torchrun failed")
         sys.exit(

@@ -1,4 +1,4 @@
-"""Jobs that Snakemake's SLURM plugin submitted for the stages of a workflow, and why they wait.
+"""Jobs that Snakemake's SLURM plugin submitted for the stages of a workflow: why they wait, and why jobs failed.
 
 The plugin gives each job the comment `rule_STAGE` or `rule_STAGE_wildcards_…`, and runs it in the workflow's folder.
 """
@@ -63,6 +63,18 @@ def _numbers(jobs: Sequence[StageJob]) -> str:
 def _remedy(job: StageJob) -> str:
     hint = pending_hint(job.state.reason, runtime=f"limit {job.limit}", nodes=job.nodes, job_id=job.job_id)
     return f": {hint}" if hint else ""
+
+
+def reasons_of_failed(logs: str | Sequence[str]) -> list[str]:
+    """The last line of cellmill in the log of each job that failed, by Snakemake's own log or logs of the workflow."""
+    reasons = []
+    for log in [logs] if isinstance(logs, str) else logs:
+        for name in re.findall(r"^    log: (.+) \(check log file", Path(log).read_text(encoding="utf-8"), re.MULTILINE):
+            lines = (
+                Path(name).read_text(encoding="utf-8", errors="replace").splitlines() if Path(name).is_file() else []
+            )
+            reasons += [line for line in lines if line.startswith("cellmill ")][-1:]
+    return reasons
 
 
 class StageWatch:

@@ -84,7 +84,13 @@ class NodeCheck:
         def job(path: Path) -> Job:
             head.begin(path)
             module = "cellmill.preflight.node_probe"
-            return Job(module, [str(path.resolve())], machine.node_counts[-1], machine.nproc_per_node)
+            return Job(
+                module,
+                [str(path.resolve())],
+                machine.node_counts[-1],
+                machine.nproc_per_node,
+                error_file=str(path.resolve() / "error.txt"),
+            )
 
         with locked(self.folder, "another preflight of this profile is running ({holder})", wait_s=0) as lock:
             return run_once(job, brief, self.folder, lock, self.wait_s)

@@ -5,6 +5,7 @@
     attempt-000.json       when and where it ran; one for each time SLURM started it
     error.txt              one line saying what went wrong, if a process knew
     connection.txt         the first collective that failed, perhaps for the end of another process
+    node-N.log             messages and tracebacks of torchrun on node N, if there are any
     cancelled              empty; `cellmill cancel` asked the job to end
     {job}_{task}_log.out   output of the tasks
     …                      submitit's own files
