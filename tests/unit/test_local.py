@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -23,3 +25,14 @@ def test_processes_share_the_cores_that_are_reserved_for_them(monkeypatch: pytes
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(16))
     assert [agent_environment(2, cores)["OMP_NUM_THREADS"] for cores in (0, 6, 1)] == ["8", "3", "1"]
+
+
+def test_waiting_threads_yield_unless_the_user_wants_them_to_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "true")
+    shown = subprocess.run(
+        [sys.executable, "-c", "import torch"], env=agent_environment(1), capture_output=True, text=True, check=True
+    ).stderr
+    assert re.search(r"OMP_WAIT_POLICY\s*=\s*'PASSIVE'", shown), shown  # as torch's own OpenMP reads it
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert agent_environment(1)["OMP_WAIT_POLICY"] == "ACTIVE"
