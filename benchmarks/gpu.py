@@ -3,7 +3,8 @@
 First each attention kernel against padded attention in float32, values and gradients. Then whole training steps
 (masks, forward, backward, clipping, fused AdamW) in bf16-mixed for four sizes: with every cell of full length, and
 with cells whose lengths vary, packed and padded to the longest. MFU counts the FLOPs that the model needs (logits at
-masked tokens alone), never those of padding; `plan` is what `cellmill plan` would have said.
+masked tokens alone), never those of padding; `plan` is what `cellmill plan` would have said. Last the time for which a
+training waits for a checkpoint.
 
     python benchmarks/gpu.py [--toy] [--sizes 51M 106M] [--steps 10]
 
@@ -39,6 +40,7 @@ from cellmill.models.batch import TensorBatch, on_device, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.encoder.config import EncoderConfig
 from cellmill.models.objectives.config import MaskedGeneConfig
+from cellmill.parallel import compile_blocks as compile_module
 from cellmill.parallel.clip import clip_grad_norm
 from cellmill.parallel.compile_blocks import compile_blocks
 from cellmill.parallel.mesh import build_mesh
@@ -47,10 +49,13 @@ from cellmill.planner.devices import peak_flops
 from cellmill.planner.memory import peak_memory
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.size import measure as sizes_of
+from cellmill.runs.folder import TrainFolder
+from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.optimizer import build_optimizer
 
 N_GENES = 25_000
 WARM_UP = 3
+PARALLEL = Parallel(strategy="ddp", precision="bf16-mixed")
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,8 @@ SIZES = (
     Size("300M", 1024, 22, 16, 4096, 12),
     Size("1B", 1792, 25, 14, 4096, 8),
 )
-TOY = (Size("toy", 32, 2, 2, 48, 4), Size("toy, longer", 32, 2, 2, 96, 2))
+TOY = (Size("toy", 32, 2, 2, 48, 4),)
+TOY_GENES, TOY_STEPS = 300, 2
 
 
 @dataclass(frozen=True)
@@ -144,8 +150,7 @@ def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.dev
     tokens = ContinuousTokens(max_tokens=size.genes)
     config = EncoderConfig(hidden=size.hidden, layers=size.layers, heads=size.heads)
     spec = ModelSpec(config, MaskedGeneConfig(cell_loss_weight=0), tokens, N_GENES)
-    parallel = Parallel(strategy="ddp", precision="bf16-mixed")
-    train = Train(steps=steps)
+    parallel, train = PARALLEL, Train(steps=steps)
     mesh = build_mesh(parallel, 1, device.type)
     model = build(spec).to_empty(device=device)
     with torch.no_grad():
@@ -196,6 +201,29 @@ def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.dev
     return measured
 
 
+def checkpoint(size: Size, device: torch.device, folder: Path) -> str:
+    """A row: how long a training waits for a save, the first one and later ones, whose memory is reused."""
+    tokens = ContinuousTokens(max_tokens=size.genes)
+    config = EncoderConfig(hidden=size.hidden, layers=size.layers, heads=size.heads)
+    spec = ModelSpec(config, MaskedGeneConfig(cell_loss_weight=0), tokens, N_GENES)
+    model = build(spec).to_empty(device=device)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = build_optimizer(model, Train(steps=1))
+    optimizer.step()
+    checkpoints, stalls, began = Checkpoints(TrainFolder(folder / "train"), keep=1), [], 0.0
+    for step in (1, 2):
+        synchronize(device)
+        began = time.perf_counter()
+        checkpoints.save(model, optimizer, step, {"step": step})
+        stalls.append(time.perf_counter() - began)
+        checkpoints.wait()
+    written = time.perf_counter() - began
+    n_bytes = 12 * sum(parameter.numel() for parameter in model.parameters())
+    return f"| {size.name} | {n_bytes / 1e9:.2f} | {stalls[0]:.2f} | {stalls[1]:.2f} | {written:.2f} |"
+
+
 def line(found: Measured, peak: float | None) -> str:
     """A row of the table: by the median step."""
     took = statistics.median(found.seconds)
@@ -226,6 +254,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.toy and not torch.cuda.is_available():
         sys.exit("no GPU here; --toy tries the script on a CPU")
+    if arguments.toy:  # the compiler of C++ code takes most of a minute
+        globals().update(N_GENES=TOY_GENES, WARM_UP=1)
+        compile_module.BACKEND = "eager"
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -236,13 +267,18 @@ def main() -> None:
         print(f"command: python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}\n", flush=True)
         for text in check_attention(device):
             print(text, flush=True)
-        peak = peak_flops(torch.cuda.get_device_name(device), "bf16-mixed") if device.type == "cuda" else None
+        peak = peak_flops(torch.cuda.get_device_name(device), PARALLEL) if device.type == "cuda" else None
         print("\n| model | cells | compiled | tokens a step | tokens/s | cells/s | MFU | peak GB | plan GB |")
         print("|---|---|---|---:|---:|---:|---:|---:|---:|", flush=True)
-        chosen = TOY if arguments.toy else SIZES
+        chosen, steps = (TOY, min(TOY_STEPS, arguments.steps)) if arguments.toy else (SIZES, arguments.steps)
         for size in [size for size in chosen if not arguments.sizes or size.name in arguments.sizes]:
             for kind, compiled in (("full", False), ("full", True), ("packed", False), ("padded", False)):
-                print(line(measure(size, kind, compiled, arguments.steps, device), peak), flush=True)
+                print(line(measure(size, kind, compiled, steps, device), peak), flush=True)
+        print(
+            "\n| checkpoint | GB | first stall s | later stall s | written after s |\n|---|---:|---:|---:|---:|",
+            flush=True,
+        )
+        print(checkpoint(chosen[0], device, Path(folder)), flush=True)
         dist.destroy_process_group()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,9 @@ def test_profile_loss_does_not_depend_on_the_chunk(monkeypatch: pytest.MonkeyPat
     inputs = [x.requires_grad_() for x in (states, table, bias)]
     expected = torch.autograd.grad(F.cross_entropy(states @ table.T + bias, dense, reduction="sum"), inputs)
     chosen = [0, 1, 3, 4, 5, 6]  # each target has at least one entry
-    loss = profile_loss(states[chosen], table, bias, [entries[i] for i in chosen], genes, weights)
+    own = [entries[i] for i in chosen]
+    starts = torch.tensor([0, *accumulate(own)])
+    loss = profile_loss(states[chosen], table, bias, own, starts, genes, weights)
     for own, reference in zip(torch.autograd.grad(loss, inputs), expected):
         torch.testing.assert_close(own, reference, rtol=1e-5, atol=1e-5)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -38,3 +40,14 @@ def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, earlier)
+
+
+def test_waiting_threads_yield_unless_the_user_wants_them_to_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "true")
+    shown = subprocess.run(
+        [sys.executable, "-c", "import torch"], env=agent_environment(1), capture_output=True, text=True, check=True
+    ).stderr
+    assert re.search(r"OMP_WAIT_POLICY\s*=\s*'PASSIVE'", shown), shown  # as torch's own OpenMP reads it
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert agent_environment(1)["OMP_WAIT_POLICY"] == "ACTIVE"

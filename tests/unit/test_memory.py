@@ -10,7 +10,7 @@ import pytest
 from cellmill.config.parallel import Parallel, layout
 from cellmill.config.tokens import Tokens
 from cellmill.parallel.stage_assignment import stages_of
-from cellmill.planner.memory import Memory, host_bytes, memory_of, peak_memory
+from cellmill.planner.memory import Memory, host_bytes, memory_of, peak_memory, staging_bytes
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.size import measure
 from tests.models import spec
@@ -154,6 +154,13 @@ def test_offloaded_parts_are_in_host_memory_and_not_on_the_device() -> None:
         offloaded = _model(4, cpu_offload="optimizer", **strategy)
         assert host_bytes(offloaded) == pytest.approx(2 * plain.optimizer, abs=16)
         assert host_bytes(_model(4, **strategy)) == 0
+
+
+def test_a_checkpoint_is_staged_in_twelve_bytes_per_parameter_of_the_shard() -> None:
+    assert staging_bytes(_model(1)) == 12 * SIZE.parameters
+    assert staging_bytes(_model(4, sharding_strategy="FULL_SHARD")) == pytest.approx(3 * SIZE.parameters, abs=4)
+    averaged = replace(_model(1), keeps_average=True)
+    assert staging_bytes(averaged) == 16 * SIZE.parameters
 
 
 def test_the_average_of_the_weights_is_where_the_weights_are() -> None:

@@ -17,6 +17,7 @@ from tests.unit.test_cell_decoding import KEYS, _cells, _model, _prepared
 
 ROWS, HIDDEN = 40, 6
 ENTRIES = [3, 1, 40, 7, 12]
+STARTS = torch.tensor([0, 3, 4, 44, 51, 63])
 
 
 def _numbers() -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
@@ -42,7 +43,7 @@ def _torchs(numbers: list[torch.Tensor], genes: torch.Tensor, counts: torch.Tens
 def test_loss_and_gradients_are_torchs_whatever_the_chunk(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setitem(chunked_loss.ELEMENTS, "cpu", chunk * ROWS)
     numbers, genes, counts = _numbers()
-    found, expected = nb_loss(*numbers, ENTRIES, genes, counts), _torchs(numbers, genes, counts)
+    found, expected = nb_loss(*numbers, ENTRIES, STARTS, genes, counts), _torchs(numbers, genes, counts)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
     for own, reference in zip(torch.autograd.grad(2 * found, numbers), torch.autograd.grad(2 * expected, numbers)):
         torch.testing.assert_close(own, reference, atol=1e-5, rtol=1e-5)
@@ -54,7 +55,7 @@ def test_the_loss_of_a_model_is_that_of_its_hidden_counts() -> None:
     assert torch.equal(prepared.weights, view.profile_count.float())
     vectors = model.decoder(model.cell_vectors(model.states(prepared), prepared)[prepared.cells])
     numbers = [vectors, model.profile_genes.weight, model.profile_bias, model.profile_dispersion]
-    expected = nb_loss(*numbers, prepared.entries, view.profile_gene, view.profile_count.float())
+    expected = nb_loss(*numbers, prepared.entries, prepared.starts, view.profile_gene, view.profile_count.float())
     assert torch.equal(model(prepared), expected)
     assert "profile_dispersion" in model.gene_rows & set(model.plan.finish)
 

@@ -14,6 +14,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
+from cellmill.launch import agent, rendezvous
 from cellmill.launch.rendezvous import LOOPBACK, Gate, Relay, Rendezvous, secret_of_start, user_of_connection
 
 NOBODY = 65534
@@ -165,3 +166,27 @@ def test_the_handshake_cannot_be_passed_on(nodes: Nodes) -> None:
         with pytest.raises(ConnectionResetError):
             asyncio.run(nodes.second._knock(between.getsockname()[1]))
         passed.result()
+
+
+def test_a_name_that_cannot_be_resolved_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rendezvous, "RESOLVE_S", 0.0)
+    monkeypatch.setattr(rendezvous, "_RETRY_S", 0.01)
+    monkeypatch.setenv("SLURMD_NODENAME", "node2")
+    relay = Relay(Rendezvous("secret", 1, 2, "no-such-node.invalid"), None)
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(relay._to_first_node(), 0.5))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("node2 cannot resolve no-such-node.invalid, the name of the first node (")
+
+
+def test_the_interface_between_nodes_is_named_where_a_node_s_name_is_its_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agent.socket, "gethostbyname", lambda name: "192.168.7.1")
+    assert agent.interface_between_nodes("10.0.0.1") is None  # the name serves
+    monkeypatch.setattr(agent.socket, "gethostbyname", lambda name: "127.0.1.1")
+    named = {name for _, name in socket.if_nameindex()}
+    assert agent.interface_between_nodes(LOOPBACK) in (named - {"lo"} | {None})  # None without a network
+    assert agent.interface_of(LOOPBACK) == "lo"

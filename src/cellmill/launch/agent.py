@@ -5,11 +5,15 @@
 Alone in this room it imports torch: nodes alone run it.
 """
 
+import fcntl
+import ipaddress
 import logging
 import os
 import resource
 import socket
+import struct
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -58,6 +62,7 @@ class ClosedRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         _allow_many_connections()
+        _name_interface(self.rendezvous)
         if self.rendezvous.node == 0:
             store, gate = self._closed_store()
             port = Relay(self.rendezvous, gate).start()
@@ -110,6 +115,43 @@ def _allow_many_connections() -> None:
     """Each process of the job takes several file descriptors on the first node; the usual soft limit is 1,024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _name_interface(place: Rendezvous) -> None:
+    """Name the interface between the nodes to gloo where this node's own name is that of its loopback.
+
+    gloo listens at the address of the node's name: others cannot connect to 127.0.1.1, which some installers write.
+    """
+    if place.host == LOOPBACK or place.nodes == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    if interface := interface_between_nodes(place.host):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def interface_between_nodes(first: str) -> str | None:
+    """Interface of the route to the first node, or of its own route out; None where the name serves, or no route."""
+    with suppress(OSError):
+        named = socket.gethostbyname(socket.gethostname())
+        if named == LOOPBACK or not ipaddress.ip_address(named).is_loopback:
+            return None  # all nodes are on one machine, or the name is that of an interface
+    for target in (first, "192.0.2.1"):  # of a documentation network: nothing is sent, only the route is asked for
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))
+            address = probe.getsockname()[0]
+            if not ipaddress.ip_address(address).is_loopback:
+                return interface_of(address)
+    return None
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the interface with this IPv4 address (netdevice(7), SIOCGIFADDR); None if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ask:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(ask.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
 
 
 def run() -> None:

@@ -54,8 +54,9 @@ def agent_environment(processes: int, cores: int = 0, error_file: str = "") -> d
     """Environment of an agent and its workers on a machine that runs `processes` of them on `cores`, 0 for all."""
     threads = max(1, (cores or len(os.sched_getaffinity(0))) // processes)  # one per core: more would compete
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # its warnings are of host names and of connections that are tried again
-    own = {"PYTHONUNBUFFERED": "1", ERROR_FILE: error_file}
-    return {"OMP_NUM_THREADS": str(threads), **quiet, **os.environ, **own}
+    # a waiting thread yields its core: on a busy machine a spinning one takes it from the thread that it waits for
+    threading = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+    return {**threading, **quiet, **os.environ, "PYTHONUNBUFFERED": "1", ERROR_FILE: error_file}
 
 
 class Restarts:

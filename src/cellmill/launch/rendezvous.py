@@ -21,6 +21,7 @@ import os
 import secrets
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -32,6 +33,7 @@ VARIABLE = "CELLMILL_RENDEZVOUS"
 LOOPBACK = "127.0.0.1"
 NODES = "nodes"  # prefix of the store's keys with the name of each node, by its number
 HANDSHAKE_S = 10.0
+RESOLVE_S = 30.0  # after which a name that cannot be resolved is said once
 _NONCE, _PROOF = 32, 32  # bytes
 _SO_ATTACH_FILTER = 26
 _RETRY_S = 0.2
@@ -131,6 +133,7 @@ class Relay:
         self.rendezvous, self.store = rendezvous, store
         self.port = 0
         self._error: OSError | None = None
+        self._said = False
         self._started = threading.Event()
         self._admitting = asyncio.Lock()
 
@@ -202,11 +205,24 @@ class Relay:
 
     async def _to_first_node(self) -> socket.socket:
         """A connection through the entrance, as soon as it is there: agents start in any order."""
+        began, host = asyncio.get_running_loop().time(), self.rendezvous.host
         while True:
             for port in self.rendezvous.ports:
-                with suppress(OSError, TimeoutError):
+                try:
                     if (made := await asyncio.wait_for(self._knock(port), HANDSHAKE_S)) is not None:
                         return made
+                except socket.gaierror as error:
+                    if asyncio.get_running_loop().time() - began >= RESOLVE_S and not self._said:
+                        self._said = True
+                        here = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+                        print(
+                            f"{here} cannot resolve {host}, the name of the first node ({error.strerror}): correct the "
+                            "nodes' DNS or /etc/hosts",
+                            file=sys.stderr,
+                            flush=True,
+                        )
+                except (OSError, TimeoutError):
+                    pass
             await asyncio.sleep(_RETRY_S)
 
     async def _knock(self, port: int) -> socket.socket | None:

@@ -31,6 +31,7 @@ def profile_loss(
     table: torch.Tensor,
     bias: torch.Tensor,
     entries: list[int],
+    starts: torch.Tensor,
     genes: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
@@ -40,11 +41,14 @@ def profile_loss(
     ----------
     entries
         Number of entries of each target, N integers.
+    starts
+        (N + 1,) int64: the first entry of each target, and their number. On the device: reading `entries` to it would
+        wait for it.
     genes, weights
         Token id, int64, and probability, float32, of each entry, target after target. No gene occurs twice in one
         target; the weights of a target sum to 1.
     """
-    return chunked_loss(states, table, bias, _Profiles(entries, genes, weights))
+    return chunked_loss(states, table, bias, _Profiles(entries, starts, genes, weights))
 
 
 class _Asked(Protocol):
@@ -103,8 +107,8 @@ class _Rows:
 class _Profiles(_Targets):
     """A sparse distribution for each target."""
 
-    def __init__(self, entries: list[int], genes: torch.Tensor, weights: torch.Tensor) -> None:
-        self.entries, self.genes, self.weights = entries, genes, weights
+    def __init__(self, entries: list[int], starts: torch.Tensor, genes: torch.Tensor, weights: torch.Tensor) -> None:
+        self.starts, self.genes, self.weights = starts, genes, weights
         self.ends = [0, *accumulate(entries)]
 
     def of(self, start: int, logits: torch.Tensor) -> "_Distribution":
@@ -112,7 +116,7 @@ class _Profiles(_Targets):
         if not rows:
             return _Distribution(logits)
         own = slice(self.ends[start], self.ends[start + n])
-        lengths = torch.tensor(self.entries[start : start + n], dtype=torch.int64, device=logits.device)
+        lengths = self.starts[start : start + n + 1].diff()
         target = torch.repeat_interleave(lengths, output_size=own.stop - own.start)
         genes = self.genes[own] - self.first_row
         inside = (genes >= 0) & (genes < rows)

@@ -40,8 +40,8 @@ def apply_fsdp(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) ->
     shard(model, reshard_after_forward=False)
     for module in _fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
-        if mesh.devices.device_type == "cpu":  # gloo has no PREMUL_SUM
-            module.set_force_sum_reduction_for_comms(True)
+        # a plain sum: gloo has no PREMUL_SUM, and NCCL's algorithms on switches (NVLS, SHARP) have none either
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def reshard(model: nn.Module) -> None:

@@ -32,6 +32,7 @@ def nb_loss(
     bias: torch.Tensor,
     dispersion: torch.Tensor,
     entries: list[int],
+    starts: torch.Tensor,
     genes: torch.Tensor,
     counts: torch.Tensor,
 ) -> torch.Tensor:
@@ -43,10 +44,12 @@ def nb_loss(
         (N, H), (V, H), a plain tensor or a DTensor sharded by rows, (V,), and (V,), the log of the inverse dispersion.
     entries
         Number of entries of each cell, N integers above 0.
+    starts
+        (N + 1,) int64: the first entry of each cell, and their number, on the device.
     genes, counts
         Token id, int64, and count, float32 and above 0, of each entry, cell after cell. No gene occurs twice in a cell.
     """
-    return chunked_loss(states, table, bias, _Counts(entries, genes, counts), dispersion)
+    return chunked_loss(states, table, bias, _Counts(entries, starts, genes, counts), dispersion)
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,8 @@ class _Counts:
 
     first_row = 0
 
-    def __init__(self, entries: list[int], genes: torch.Tensor, counts: torch.Tensor) -> None:
-        self.genes, self.counts = genes, counts
+    def __init__(self, entries: list[int], starts: torch.Tensor, genes: torch.Tensor, counts: torch.Tensor) -> None:
+        self.starts, self.genes, self.counts = starts, genes, counts
         self.ends = [0, *accumulate(entries)]
 
     def loss(
@@ -86,7 +89,7 @@ class _Counts:
         """Return the counts of `n` cells from `start` on, for a table of `n_rows` > 0 rows, or none."""
         own = slice(self.ends[start], self.ends[start + n])
         rows, counts = self.genes[own] - self.first_row, self.counts[own]
-        starts = torch.tensor(self.ends[start : start + n + 1], dtype=torch.int64, device=rows.device) - own.start
+        starts = self.starts[start : start + n + 1] - own.start
         cell = torch.repeat_interleave(starts.diff(), output_size=own.stop - own.start)
         inside = ((rows >= 0) & (rows < n_rows)).float()
         sums = segment_sum(counts, cell, starts)

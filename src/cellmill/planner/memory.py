@@ -45,6 +45,13 @@ def host_bytes(model: PlannedModel) -> int:
     return FLOAT32 * -(-elements // model.shards)
 
 
+def staging_bytes(model: PlannedModel) -> int:
+    """Host memory of one process, pinned beside a GPU, for the copy of a checkpoint: weights, two moments, average."""
+    copies = 2 + model.keeps_average
+    elements = max(own.parameters + copies * own.trained for own in map(model.counts, range(model.layout.pp)))
+    return FLOAT32 * -(-elements // model.shards)
+
+
 def peak_memory(model: PlannedModel, micro_tokens: int, micro_batches: int) -> Memory:
     """Return the memory of the rank that needs the most.
 

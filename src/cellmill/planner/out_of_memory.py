@@ -20,16 +20,20 @@ from cellmill.planner.work import Cells, detected_genes
 
 TIMEOUT_S = 120
 LESS_FRAC = 0.8  # of the planned memory; a remedy must need less than this
-CPU_ALLOCATOR = re.compile(r"can't allocate memory|not enough memory|Cannot allocate memory", re.IGNORECASE)
+ALLOCATORS = re.compile(  # of torch on a CPU; of pinned host memory, a second context, cuBLAS and cuDNN; of NCCL
+    r"can't allocate memory|not enough memory|Cannot allocate memory|CUDA error: out of memory|"
+    r"CU(BLAS|DNN)_STATUS_ALLOC_FAILED|Cuda failure (\d+ )?'?out of memory",
+    re.IGNORECASE,
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for out-of-memory errors of Python, of a device, and of torch's CPU allocator."""
+    """True for out-of-memory errors of Python, of a device and its libraries, and of torch's CPU allocator."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and CPU_ALLOCATOR.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and ALLOCATORS.search(str(error)) is not None
 
 
 def ask(run_json: Path, world: int, nproc_per_node: int, device: str) -> str | None:

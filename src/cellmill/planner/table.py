@@ -10,7 +10,7 @@ from cellmill.planner.communication import link_bytes
 from cellmill.planner.cost import Cost
 from cellmill.planner.devices import assumption, device_named
 from cellmill.planner.fit import GB, Hardware, amount
-from cellmill.planner.memory import host_bytes
+from cellmill.planner.memory import host_bytes, staging_bytes
 from cellmill.planner.planned_model import idle_frac
 from cellmill.planner.work import Cells
 
@@ -33,6 +33,7 @@ def describe(options: PlanOptions, cells: Cells, hardware: Hardware, cost: Cost)
             "limit_bytes": hardware.usable_bytes,
             "device_bytes": hardware.device_bytes,
             "host_bytes": 0 if hardware.device == "cpu" else host_bytes(cost.model),
+            "staging_bytes": 0 if hardware.device == "cpu" else staging_bytes(cost.model),
         },
         "communication": {"link_bytes": link_bytes(cost.traffic), "collectives": collectives},
         "flops_per_step": cost.flops_per_step,
@@ -87,6 +88,8 @@ def table(plan: dict[str, Any]) -> str:
     memory, sizes, link, step = plan["memory"], plan["layout"], plan["communication"]["link_bytes"], plan["step"]
     parts = ", ".join(f"{name} {amount(n)}" for name, n in memory["parts_bytes"].items() if n)
     host = f"; {amount(memory['host_bytes'])} of host memory" if memory["host_bytes"] else ""
+    if memory["staging_bytes"]:
+        host += f"; {amount(memory['staging_bytes'])} of pinned host memory for checkpoints"
     cut = ""
     if plan["cut_cells_frac"]:
         cut = f" of {plan['genes_per_cell']:,.0f} genes: tokens.max_tokens cuts {plan['cut_cells_frac']:.0%} of cells"

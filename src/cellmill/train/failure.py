@@ -15,6 +15,11 @@ from cellmill.files import write_text
 from cellmill.planner.out_of_memory import ask, is_out_of_memory
 from cellmill.runs.jobs import CONNECTION
 
+PROGRAM = re.compile(  # errors of CUDA that another device would give too
+    r"device-side assert|invalid (argument|configuration|device function|device ordinal|value|resource handle)|"
+    r"no kernel image|not supported|insufficient driver|too many resources",
+    re.IGNORECASE,
+)
 LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|tcpstore", re.IGNORECASE)
 
 
@@ -29,9 +34,26 @@ def error_line(error: BaseException, folder: Path) -> str | None:
         return f"{_who()}: out of memory ({text[:120].rstrip('.') or type(error).__name__}); {_advice(error, folder)}"
     if isinstance(error, OSError) and not isinstance(error, ConnectionError):
         return f"{error.filename or folder}: {error.strerror or error}"
-    if isinstance(error, ConnectionError | dist.DistError) or LOST_PEER.search(text):
+    if is_lost_device(error) or isinstance(error, ConnectionError | dist.DistError) or LOST_PEER.search(text):
         return None  # a peer or its node is lost, and says why itself if it could
     return f"{_who()}: {type(error).__name__}: {text[:300]}; its traceback is in the log"
+
+
+def is_lost_device(error: BaseException) -> bool:
+    """True for failures of an accelerator itself (ECC, a driver's Xid, illegal address, device unavailable)."""
+    text = str(error)
+    failed = isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and "CUDA error: " in text)
+    return failed and not is_out_of_memory(error) and PROGRAM.search(text) is None
+
+
+def device_line(error: BaseException) -> str:
+    """Return the line about a lost device. CUDA's advice on debugging follows its first line."""
+    text = str(error).partition("\n")[0][:200]
+    rank = os.environ.get("LOCAL_RANK", "?")
+    return (
+        f"{_who()}: its GPU {rank} failed ({text}); if it happens again on this node, leave it out "
+        "(sbatch_options: exclude=NODE in the profile)"
+    )
 
 
 def process_group_line(error: BaseException) -> str:
@@ -59,6 +81,8 @@ def leave_reason(error_file: Path, error: BaseException, folder: Path) -> None:
     line = error_line(error, folder)
     if line is not None:
         leave_line(error_file, line)
+    elif is_lost_device(error):  # the cause of what other ranks may have written before
+        leave_line(error_file.with_name(CONNECTION), device_line(error))
     elif not (connection := error_file.with_name(CONNECTION)).exists():
         leave_line(connection, process_group_line(error))
 

@@ -67,6 +67,8 @@ from cellmill.train.validation_figures import check_best_metric
 from cellmill.train.verify_shards import verify_shards
 from cellmill.train.weight_average import WeightAverage
 
+DUMP_S = 60.0  # longest wait for NCCL's record of a timeout
+
 Levels = Mapping[str, Sequence[str]]
 
 
@@ -170,6 +172,9 @@ def _join(parallel: Parallel, timeout_s: float, wanted_device: str) -> torch.dev
     group: dict[str, Any] = {"store": dist.PrefixStore("group", store), "rank": rank, "world_size": world}
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # NCCL's own watchdogs end a rank without a line, so they must be slower than the hang watch
+        os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(round(timeout.total_seconds())))
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", str(round(1000 * min(timeout_s, DUMP_S))))
         set_tf32(parallel.tf32, device)
         # the norm of offloaded gradients is reduced on the CPU
         backend = "cpu:gloo,cuda:nccl" if parallel.cpu_offload == "full" else "nccl"

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.data.tokens import Tokenizer
@@ -49,6 +50,8 @@ class DecodingBatch(EncoderBatch):
     """(C,) int64: indices of the cells that have something to predict."""
     entries: list[int]
     """Entries of each of these cells."""
+    starts: torch.Tensor
+    """(C + 1,) int64: the first entry of each of these cells, and their number."""
     genes_hidden: torch.Tensor
     """(entries,) int64: token ids, cell after cell."""
     weights: torch.Tensor
@@ -123,6 +126,7 @@ class CellDecoding(Objective):
             **vars(shown),
             cells=cells,
             entries=entries[cells].tolist(),
+            starts=F.pad(entries[cells].cumsum(0), (1, 0)),
             genes_hidden=batch.profile_gene,
             weights=weights.float(),
             n_targets=torch.tensor(len(cells)),
@@ -160,7 +164,7 @@ class CellDecoding(Objective):
 
     def _decoding_loss(self, model: Any, vectors: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
         decoded, table, bias = self._decoded(model, vectors, prepared), model.profile_genes.weight, model.profile_bias
-        hidden = prepared.entries, prepared.genes_hidden, prepared.weights
+        hidden = prepared.entries, prepared.starts, prepared.genes_hidden, prepared.weights
         if self._is_nb:
             return nb_loss(decoded, table, bias, model.profile_dispersion, *hidden)
         return profile_loss(decoded, table, bias, *hidden)
@@ -196,8 +200,8 @@ class CellDecoding(Objective):
         """Return vocabulary row, log-probability and weight of each hidden gene, and its cell's share of all cells."""
         vectors = self._decoded(model, self._vectors(model, model.states(prepared), prepared), prepared)
         log_p = token_logits(vectors, model.profile_genes.weight, model.profile_bias).log_softmax(1)
-        lengths = torch.tensor(prepared.entries, dtype=torch.int64, device=log_p.device)
-        cell = torch.repeat_interleave(lengths)
+        lengths = prepared.starts.diff()
+        cell = torch.repeat_interleave(lengths, output_size=len(prepared.weights))
         per_cell = (1 / lengths.double())[cell]  # sums to 1 over the entries of a cell
         weights = prepared.weights
         if self._is_nb:  # dispersions are not judged: the mean profile of training cells has none
