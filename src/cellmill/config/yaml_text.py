@@ -1,6 +1,5 @@
 """YAML of a configuration file, refused where PyYAML would lose a part of it or end in a traceback."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ class _Loader(yaml.SafeLoader):
 
     def construct_integer(self, node: yaml.ScalarNode) -> int:
         value = self.construct_yaml_int(node)
-        if not re.fullmatch(r"[-+]?(0|[1-9][0-9_]*)", node.value):
+        digits = node.value.replace("_", "").lstrip("+-")
+        if not digits.isdigit() or int(digits) != abs(value):
             raise ConfigError(
                 f"line {node.start_mark.line + 1}: {node.value} is {value} in YAML 1.1; write {value}, or "
                 f"'{node.value}' in quotes for text"
