@@ -18,9 +18,11 @@ import pytest
 import scipy.sparse as sp
 
 from cellmill.data.count_matrix import counts_per_10k, row_sums, select_columns
-from cellmill.data.counts_reader import open_counts
+from cellmill.data.counts_reader import CountsReader, open_counts
 from cellmill.data.counts_writer import count_dtype, write_cells
+from cellmill.data.declared_names import declared_names
 from cellmill.data.inputs import row_buckets, sparse
+from cellmill.data.inputs.in_memory import open_memory
 from cellmill.errors import DataError
 
 Make = Callable[..., Path]
@@ -333,3 +335,22 @@ def test_a_writer_that_raises_leaves_nothing(tmp_path: Path, counts: sp.csr_matr
     with pytest.raises(DataError, match="damaged half way"):
         write_cells(tmp_path / "x.h5ad", pd.DataFrame(), var, blocks(), counts.nnz, np.dtype("<u2"))  # type: ignore[arg-type]
     assert os.listdir(tmp_path) == []
+
+
+def test_a_layer_that_is_called_x_is_read_by_its_place(make_h5ad: Make, counts: sp.csr_matrix) -> None:
+    data = ad.AnnData(np.log1p(counts), layers={"X": counts})
+    path = make_h5ad(data.X, layers=data.layers)
+    with open_counts(path, "layers/X") as reader:
+        assert (next(reader.rows()) != counts).nnz == 0
+    with (
+        pytest.raises(DataError, match="raw counts may be in layers/X: set the dataset's `counts`"),
+        open_counts(path) as x,
+    ):
+        next(x.rows())
+    with declared_names(path) as names:
+        assert names is not None
+        assert names.counts == ["X", "layers/X"]
+    with CountsReader(open_memory(data, "layers/X", "d")) as reader:
+        assert (next(reader.rows()) != counts).nnz == 0
+    with CountsReader(open_memory(data, "X", "d")) as reader, pytest.raises(DataError, match="is fractional"):
+        next(reader.rows())

@@ -71,7 +71,7 @@ def test_paths_stay_in_one_argument_and_no_shell_reads_them() -> None:
     [
         ({"a": {"command": "run {cells}"}}, "expected {out} among its arguments, got 'run {cells}'"),
         ({"a": {"command": "run '{cells} {out}"}}, "(No closing quotation)"),
-        ({"a b": {"command": "run {cells} {out}"}}, "'a b' names a folder; use letters, digits, '_', '.' and '-'"),
+        ({"a b": {"command": "run {cells} {out}"}}, "'a b' has ' '; use letters, digits, '_', '.' and '-'"),
     ],
 )
 def test_a_command_without_its_places_is_refused(external: dict[str, Any], message: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 from limits import limited
 
 from cellmill.config.load import load_config
+from cellmill.data import input_check
 from cellmill.data.dataset_check import check_datasets
 from cellmill.data.input_check import check_inputs
 from cellmill.errors import UserError
@@ -91,3 +92,28 @@ def test_an_input_that_is_a_fifo_is_named_and_not_waited_for(project: Path) -> N
     with limited():
         check_datasets(load_config(Path("c.yaml")))
         assert checked() == "t.tsv: dataset one: data/fifo.h5ad: expected a file or folder, got a FIFO"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            "evaluate: {tasks: {integration: {harmony: true}}}",
+            "runs.r.evaluate.tasks.integration requires harmonypy, which is missing: pip install 'cellmill[integrate]'",
+        ),
+        (
+            "evaluate: {tasks: {clustering: {}}}",
+            "runs.r.evaluate.tasks.clustering requires igraph, which is missing: pip install 'cellmill[cluster]'",
+        ),
+        (
+            "vocabulary: {select: seurat_v3, max_genes: 9}",
+            "corpora.c.vocabulary.select seurat_v3 requires skmisc, which is missing: pip install 'cellmill[hvg]'",
+        ),
+        ("evaluate: {tasks: {integration: {}}}", None),
+    ],
+)
+def test_a_package_that_a_stage_needs_is_looked_up_before_anything_runs(
+    project: Path, monkeypatch: pytest.MonkeyPatch, options: str, message: str | None
+) -> None:
+    monkeypatch.setattr(input_check, "find_spec", lambda module: None)
+    assert checked(options) == message

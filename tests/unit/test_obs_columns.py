@@ -287,9 +287,9 @@ def test_repeated_names_of_cells_are_found_before_anything_runs(
         names = file["obs"][file["obs"].attrs["_index"]]
         names[3], names[4], names[6] = names[1], names[1], names[5]
         if form != "plain":
-            texts = names[:]
-            del file[names.name]
-            file[f"{names.name}/values"], file[f"{names.name}/mask"] = texts, np.zeros(len(texts), bool)
+            texts, place = names[:], names.name
+            del file[place]
+            file[f"{place}/values"], file[f"{place}/mask"] = texts, np.zeros(len(texts), bool)
         first = names[1].decode() if form == "plain" else texts[1].decode()
     Path("t.tsv").write_text(f"dataset\tpath\none\t{raw}\n")
     Path("c.yaml").write_text("corpora: {c: {table: t.tsv}}\nruns: {r: {corpus: c}}\ntrain: {steps: 1}\n")

@@ -11,6 +11,7 @@ from limits import limited
 from cellmill.cli import main
 from cellmill.config.corpus import read_datasets
 from cellmill.config.table import check_name
+from cellmill.config.yaml_text import read_yaml
 from cellmill.errors import ConfigError
 
 ROW = "dataset\tpath\tlabel\n"
@@ -23,12 +24,37 @@ def test_a_table_of_excel_is_read(tmp_path: Path) -> None:
     assert (row.dataset, row.filter, row.source) == ("a", 'x == "10x"', '7" chip')
 
 
+def test_empty_columns_behind_the_others_are_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "t.tsv"
+    path.write_text("dataset\tpath\tlabel\t\t\na\tb.h5ad\tx\t\t\nc\td.h5ad\t\t\t\t\n")
+    assert [(row.path, row.labels) for row in read_datasets(path).values()] == [("b.h5ad", ["x"]), ("d.h5ad", [])]
+    path.write_text("dataset\tpath\na\tb.h5ad\t\n")
+    assert [*read_datasets(path)] == ["a"]
+
+
+@pytest.mark.parametrize(("text", "value"), [("010", 8), ("0x10", 16), ("1:30", 90), ("0b11", 3), ("-017", -15)])
+def test_integers_that_yaml_reads_as_others_than_written_are_refused(tmp_path: Path, text: str, value: int) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"train:\n  steps: {text}\n")
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(path)
+    message = f"line 2: {text} is {value} in YAML 1.1; write {value}, or '{text}' in quotes for text"
+    assert str(caught.value) == f"{path}: {message}"
+    path.write_text(f"a: '{text}'\nb: 1_000\nc: -7\nd: 0\ne: +3\n")
+    assert read_yaml(path) == {"a": text, "b": 1000, "c": -7, "d": 0, "e": 3}
+
+
 TABLES = {
     "a quote over two rows": (f'{ROW}a\tb\t"c\nd\te\tf\ng\th\ti"\n', 'line 2: a cell begins with " and does not end'),
     "text after a quote": (f'{ROW}a\tb\t"c"d\n', 'line 2: a cell begins with " and does not end with it'),
     "a cell of 200 kB": (f"{ROW}a\tb\t{'c' * 200_000}\n", "line 2: a cell of more than 131,072 characters; shorten it"),
     "a path of 100 kB": (f"{ROW}a\t{'{' * 100_000}\t\n", "line 2: path: string should match pattern"),
     "a column twice": ("dataset\tpath\tpath\na\tb\tc\n", "two columns are called 'path'; remove one"),
+    "NUL": (f"{ROW}a\tb\tc\0\n", "line 2: a NUL character; save the table as tab-separated UTF-8"),
+    "a column without a name": ("dataset\t\tpath\na\t\tb\n", "column 2 of the header has no name; name or remove it"),
+    "a field too many": (f"{ROW}a\tb\tc\td\n", "line 2: more fields than columns in the header"),
+    "spaces": (f"{ROW} d \tb\n", "line 2: dataset: ' d ' has ' '; use letters, digits, '_', '.' and '-'"),
+    "a dot": (f"{ROW}.d\tb\n", "line 2: dataset: '.d' has '.' at its beginning; use letters, digits"),
     "an empty file": ("", "no datasets; add a row per .h5ad file"),
     "null": (f"{ROW}null\tb\n", "line 2: dataset: the name null is nothing in YAML, so no option could give it"),
     "007": (f"{ROW}007\tb\n", "line 2: dataset: the name 007 is 7 in YAML, so no option could give it"),

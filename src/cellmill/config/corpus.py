@@ -293,7 +293,9 @@ class Dataset(ObsColumns):
         "directory, or a URL; without braces and < >.",
     )
     counts: str = Field(
-        "X", description="Matrix with raw counts: X, raw, the name of a layer, or a genome of a 10x file."
+        "X",
+        description="Matrix with raw counts: X, raw, the name of a layer (`layers/X` if it is X), or a genome of a 10x "
+        "file.",
     )
     round_counts: bool = Field(
         False, description="Round fractional counts, such as those of RSEM and SoupX, to the nearest whole number."

@@ -23,7 +23,10 @@ def check_name(name: str) -> str:
     if len(name) > MAX_NAME:
         raise ValueError(f"expected a name of at most {MAX_NAME} characters, got {len(name)}: {name[:20]}...")
     if not re.fullmatch(NAME, name):
-        raise ValueError(f"{name!r} names a folder; use letters, digits, '_', '.' and '-'")
+        wrong = next((character for character in name if not re.fullmatch(r"[A-Za-z0-9_.-]", character)), name[:1])
+        fault = "names a folder" if "/" in name or name in ("", ".", "..") else f"has {wrong!r}"
+        where = " at its beginning" if wrong in ("_", ".", "-") and not fault.startswith("names") else ""
+        raise ValueError(f"{name!r} {fault}{where}; use letters, digits, '_', '.' and '-'")
     if not isinstance(read := yaml.safe_load(name), str):
         read = "nothing" if read is None else f"{read}"
         raise ValueError(f"the name {name} is {read} in YAML, so no option could give it; add a letter to it")
@@ -46,6 +49,10 @@ def read_rows(
     except UnicodeDecodeError:
         raise ConfigError(f"{table}: not UTF-8 text; save it as tab-separated UTF-8") from None
     header, *rows = [_cells(table, number, line) for number, line in enumerate(lines, start=1)]
+    while header and not header[-1].strip():  # spreadsheets save empty columns behind the others
+        header.pop()
+    if "" in map(str.strip, header):
+        raise ConfigError(f"{table}: column {header.index('') + 1} of the header has no name; name or remove it")
     if unknown := [name for name in header if name not in known]:
         raise ConfigError(f"{table}: unknown column {unknown[0][:80]!r}; {did_you_mean(unknown[0], known)}")
     if twice := [name for name in header if header.count(name) > 1]:
@@ -54,7 +61,7 @@ def read_rows(
         raise ConfigError(f"{table}: expected the columns {', '.join(required)}, got no {lacking[0]!r}; add it")
     filled = []
     for number, cells in enumerate(rows, start=2):
-        if len(cells) > len(header):
+        if any(cells[len(header) :]):
             raise ConfigError(f"{table}, line {number}: more fields than columns in the header")
         if row := {name: cell for name, cell in zip(header, cells) if cell}:
             filled.append((number, row))
@@ -62,6 +69,8 @@ def read_rows(
 
 
 def _cells(table: Path, number: int, line: str) -> list[str]:
+    if "\0" in line:
+        raise ConfigError(f"{table}, line {number}: a NUL character; save the table as tab-separated UTF-8")
     try:
         return next(csv.reader([line.removesuffix("\r")], delimiter="\t", strict=True), [])
     except csv.Error as error:

@@ -84,7 +84,7 @@ def _of_anndata(file: h5py.File) -> DeclaredNames | None:
     if not isinstance(obs, h5py.Group) or (columns := _texts(obs.attrs.get("column-order"))) is None:
         return None
     counts = [name for name, at in (("X", "X"), ("raw", "raw/X")) if at in file]
-    counts += [*layers] if isinstance(layers, h5py.Group) else []
+    counts += [_layer_name(name) for name in layers] if isinstance(layers, h5py.Group) else []
     categorical = {name: obs.get(f"{name}/categories") for name in columns if isinstance(obs.get(name), h5py.Group)}
     index = obs.attrs.get("_index")
     names = obs.get(index) if isinstance(index, str) else None
@@ -114,8 +114,13 @@ def _of_zarr(folder: Path) -> DeclaredNames | None:
         return None
     layers = folder / "layers"
     counts = [name for name, at in (("X", "X"), ("raw", "raw/X")) if (folder / at).is_dir()]
-    counts += sorted(path.name for path in layers.iterdir() if path.is_dir()) if layers.is_dir() else []
+    names = sorted(path.name for path in layers.iterdir() if path.is_dir()) if layers.is_dir() else []
+    counts += map(_layer_name, names)
     return DeclaredNames([str(name) for name in columns], counts)
+
+
+def _layer_name(layer: str) -> str:
+    return f"layers/{layer}" if layer in ("X", "raw") else layer  # as `inputs.anndata_layout.layer_name`
 
 
 def _attributes(group: Path) -> Any:

@@ -150,23 +150,25 @@ def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, 
     arrays of the index beside `manifest`, which is removed first, so that nobody reads a mixture. Raises DataError when
     a name occurs twice, a column is missing, a split is empty, or no cell has a gene of the vocabulary.
     """
-    cells = sorted(cells, key=lambda path: path.stem)
+    listed, cells = cells, sorted(cells, key=lambda path: path.stem)
     names, folder = [path.stem for path in cells], manifest.parent / FOLDER
     if len(set(names)) < len(names):
         raise DataError(f"{cells[0].parent}: two datasets have the same file name; rename one, it names the dataset")
     for path in cells:
         if not path.is_file():
             raise DataError(f"{path}: no such file")
-    key = _key(cells, vocabulary, options)
+    key = _key(listed, vocabulary, options)
     if (plan := ShardPlan.read(folder, key)) is not None:
         manifest.unlink(missing_ok=True)
         return plan
     gene_hashes = hash_genes(vocabulary.gene_ids)
     scans = [_scan(path, vocabulary, gene_hashes, options.split_by) for path in cells]
     corpus, hashes, split = _divide(cells, scans, options)
-    repeated, across_splits = _duplicates(hashes, split)
+    dropped = options.duplicates == "drop"
+    rank = np.array([listed.index(path) if dropped else number for number, path in enumerate(cells)])
+    repeated, across_splits = _duplicates(hashes, split, rank[corpus["dataset"]])
     duplicates = np.bincount(corpus["dataset"][repeated], minlength=len(cells)).tolist()
-    if options.duplicates == "drop":
+    if dropped:
         corpus, hashes, split = (array[~repeated] for array in (corpus, hashes, split))
         across_splits = 0
     manifest.unlink(missing_ok=True)
@@ -217,7 +219,11 @@ def _key(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions) -> st
     """Digest of all that a plan follows from; of the cells files name, size and time."""
     stamps = {path.stem: [path.stat().st_size, path.stat().st_mtime_ns] for path in cells}
     given = options.model_dump(mode="json", exclude={"jobs"})
-    return digest({"format": FORMAT, "cells": stamps, "vocabulary": vocabulary.digest, "shard": given})
+    facts = {"format": FORMAT, "cells": stamps, "vocabulary": vocabulary.digest, "shard": given}
+    listed = [path.stem for path in cells]
+    if options.duplicates == "drop" and listed != sorted(listed):
+        facts["listed"] = listed  # of equal cells the first one listed is kept
+    return digest(facts)
 
 
 def _scan(path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarray, split_by: str | None) -> _Scan:
@@ -290,9 +296,13 @@ def _divide(cells: list[Path], scans: list[_Scan], options: ShardOptions) -> tup
     return corpus[keep], hashes, split
 
 
-def _duplicates(hashes: np.ndarray, split: np.ndarray) -> tuple[np.ndarray, int]:
-    """Mask of duplicates of earlier cells, and the number of cells with a duplicate in another split."""
-    order = hash_order(hashes)
+def _duplicates(hashes: np.ndarray, split: np.ndarray, rank: np.ndarray) -> tuple[np.ndarray, int]:
+    """Mask of duplicates of earlier cells, and the number of cells with a duplicate in another split.
+
+    Cells of datasets of lower `rank`, `(cells,)`, are earlier, and within a dataset those that come first.
+    """
+    by_rank = np.argsort(rank, kind="stable")
+    order = by_rank[hash_order(hashes[by_rank])]
     ordered = hashes[order]
     equal = (ordered[1:] == ordered[:-1]).all(axis=1)
     repeated = np.zeros(len(hashes), bool)

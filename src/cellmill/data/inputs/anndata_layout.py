@@ -29,7 +29,7 @@ def is_anndata(file: Any) -> bool:
 
 
 def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
-    """The matrix `counts` (`X`, `raw` or the name of a layer) of an open HDF5 file or Zarr group."""
+    """The matrix `counts` (`X`, `raw`, the name of a layer, or `layers/X`) of an open HDF5 file or Zarr group."""
     stored, genes = _find(path, file, counts)
     obs, var = _read_frame(path, file, "obs"), _read_frame(path, file, genes)
     matrix = _matrix(path, counts, stored)
@@ -45,9 +45,19 @@ def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
     return CountSource(path, counts, matrix, obs, var, others, ordered, ranked=ordered and RANKED in file)
 
 
+def layer_name(layer: str) -> str:
+    """`counts` of a layer: its name, or `layers/X` for one that is called as another matrix."""
+    return f"layers/{layer}" if layer in ("X", "raw") else layer
+
+
+def layer_path(counts: str) -> str:
+    """Place of a layer in a file, from its `counts`."""
+    return counts if counts in ("layers/X", "layers/raw") else f"layers/{counts}"
+
+
 def _find(path: Path, file: Any, counts: str) -> tuple[Any, str]:
     """The matrix `counts` and the name of its var."""
-    places = _RAW if counts == "raw" else ((counts if counts == "X" else f"layers/{counts}", "var"),)
+    places = _RAW if counts == "raw" else ((counts if counts == "X" else layer_path(counts), "var"),)
     for where, genes in places:
         if where in file and genes in file:
             return file[where], genes
@@ -58,7 +68,7 @@ def _find(path: Path, file: Any, counts: str) -> tuple[Any, str]:
 def _names(file: Any) -> list[str]:
     """Values of `counts` that the file has."""
     layers = file.get("layers")
-    names = [] if layers is None or is_array(layers) else sorted(layers)
+    names = [] if layers is None or is_array(layers) else [layer_name(name) for name in sorted(layers)]
     raw = any(where in file for where, _ in _RAW)
     return [name for name, there in (("X", "X" in file), ("raw", raw)) if there] + names
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
+from cellmill.data.inputs.anndata_layout import layer_name
 from cellmill.data.inputs.source import CountSource
 from cellmill.data.inputs.values import native
 from cellmill.data.text_columns import text_index
@@ -38,8 +39,9 @@ def open_memory(adata: Any, counts: str, dataset: str) -> CountSource:
     """
     if adata.isbacked:
         raise DataError(f"{dataset}: it is backed by {adata.filename}; pass adata.to_memory(), or embed the file")
-    values = {"X": adata.X} | ({} if adata.raw is None else {"raw": adata.raw.X}) | dict(adata.layers)
-    there = [name for name, matrix in values.items() if name is not None and matrix is not None]
+    values = {"X": adata.X} | ({} if adata.raw is None else {"raw": adata.raw.X})
+    values |= {layer_name(name): matrix for name, matrix in adata.layers.items() if name is not None}
+    there = [name for name, matrix in values.items() if matrix is not None]
     if counts not in there:
         raise DataError(f"{dataset}: no {counts} (`counts`); {did_you_mean(counts, there)}")
     matrix = values[counts]

@@ -15,7 +15,7 @@ import numpy as np
 import zarr
 from zarr.storage import ZipStore
 
-from cellmill.data.inputs.anndata_layout import is_anndata, open_anndata
+from cellmill.data.inputs.anndata_layout import is_anndata, layer_path, open_anndata
 from cellmill.data.inputs.source import CountSource, reading
 from cellmill.errors import DataError
 
@@ -70,7 +70,7 @@ def _refuse_special(folder: Path) -> None:
 
 def _check_arrays(path: Path, group: Any, counts: str) -> None:
     n_obs = _n_obs(group)
-    for part in ("obs", "var", "X" if counts == "X" else "raw" if counts == "raw" else f"layers/{counts}"):
+    for part in ("obs", "var", "X" if counts == "X" else "raw" if counts == "raw" else layer_path(counts)):
         if part in group:
             for name, array in _arrays(group[part], part):
                 _check_array(path, name, array, n_obs if part == "obs" else 0)
