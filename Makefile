@@ -59,7 +59,7 @@ matrix: install
 	$(BIN)/python tools/matrix.py
 
 newest: install
-	$(BIN)/python tools/matrix.py newest --demo
+	$(BIN)/python tools/matrix.py newest --demo --constraint $(filter torch==%,$(file < envs/requirements.lock))
 
 docs: install
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --requirement envs/requirements-docs.lock
