@@ -2,7 +2,11 @@
 # make check     format, types, lint, generated files, figures and checks of the source tree: 2 minutes
 # make test      every promise once: 15 minutes on 2 cores
 # make test-all  every test, with the packages of all extras: 50 minutes
-# make matrix    tests under other versions of Python and torch; MATRIX="3.12:2.15" chooses, which needs 7 GB each
+# make matrix    demo and tests with the oldest and the newest versions that pyproject.toml allows; make newest: its demo alone
+# make wheelhouse PYTHON_VERSION=3.12 PLATFORM=manylinux_2_28_x86_64 WITHOUT="torch numpy" SET=gpu
+#                wheels for a machine without a package index, in wheelhouse/ (TO=…): SET is all, run, shards or gpu,
+#                WITHOUT names what that machine has
+# make install WHEELHOUSE=…   there, from these wheels alone
 # make docs      the documentation as a site, in site/
 # PYTHON=…       the Python that .venv is made with, if not python3
 
@@ -15,7 +19,16 @@ PYTEST_ARGS ?= -n 3 --dist loadgroup
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 $(PYTEST_ARGS)
 EXTRAS := $(patsubst %,--requirement envs/requirements-%.lock,hf inputs track docs evaluate onnx s3)
 
-.PHONY: demo check test test-all extras matrix docs install
+# pip's source: the lock from the index, or a wheelhouse alone
+WHEELHOUSE ?=
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check $(if $(WHEELHOUSE),--no-index --no-deps --find-links "$(WHEELHOUSE)")
+REQUIREMENTS := $(if $(WHEELHOUSE),$(WHEELHOUSE)/requirements.txt,envs/requirements.lock)
+PYTHON_VERSION ?= $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+PLATFORM ?= manylinux_2_28_x86_64
+SET ?= all
+TO ?= wheelhouse
+
+.PHONY: demo check test test-all extras matrix newest docs wheelhouse install
 
 demo: install
 	$(BIN)/snakemake --profile profiles/local
@@ -43,19 +56,34 @@ check: install
 	@echo "make check: $$(($$(date +%s) - $(START))) s"
 
 matrix: install
-	$(BIN)/python tools/matrix.py $(MATRIX)
+	$(BIN)/python tools/matrix.py
+
+newest: install
+	$(BIN)/python tools/matrix.py newest --demo --constraint $(filter torch==%,$(file < envs/requirements.lock))
 
 docs: install
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --requirement envs/requirements-docs.lock
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "The documentation: $(CURDIR)/site/index.html"
 
+wheelhouse: install
+	$(BIN)/python tools/wheelhouse.py "$(TO)" --python $(PYTHON_VERSION) --platform $(PLATFORM) --set $(SET) --without $(WITHOUT)
+
 install: $(STAMP)
+
+# without torch in the wheelhouse: .venv sees PYTHON's own packages too, also where PYTHON is of a virtual environment
+SITE := $(if $(WHEELHOUSE),$(if $(wildcard $(WHEELHOUSE)/torch-*.whl),,yes))
+define LINK_SITE
+$(PYTHON) -c 'import site; print(*site.getsitepackages(), sep="\n")' \
+	    > "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/packages_of_python.pth"
+@$(BIN)/python -c 'import importlib.util, sys; importlib.util.find_spec("torch") or sys.exit("$(PYTHON) and $(WHEELHOUSE) have no torch: set PYTHON to a Python that has it")'
+endef
 
 $(STAMP): envs/requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("cellmill needs Python 3.11 or newer, and $(PYTHON) is %d.%d: try make PYTHON=python3.12" % sys.version_info[:2])'
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "$(PYTHON) has no venv module; on Debian: apt-get install python3-venv"; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --requirement envs/requirements.lock
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(if $(SITE),$(LINK_SITE))
+	$(PIP_INSTALL) --requirement "$(REQUIREMENTS)"
+	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	touch $(STAMP)

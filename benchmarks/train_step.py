@@ -8,7 +8,7 @@ there, since waiting threads spin. The peers are `torch.nn.TransformerEncoder` a
 `BertForMaskedLM`; both pad to the longest cell and compute logits at every position, which is how they are commonly
 used.
 
-    python benchmarks/train_step.py [--steps 5] [--threads 1] [--device cpu]
+    python benchmarks/train_step.py [--steps 5] [--threads 1] [--device cpu] [--longest 4096]
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def pad(
     batch: TensorBatch, step: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Masked genes, values, which tokens are of a cell, and answers; (cells, longest) each."""
-    prepared = mask(batch, True, MASK_FRAC, seed=0, step=step)
+    prepared = mask(batch, True, SPEC.objective, seed=0, step=step)
     masked = torch.zeros(len(batch.genes), dtype=torch.bool).index_fill(0, prepared.targets, True)
     packed_tensors = (
         prepared.genes,
@@ -195,12 +195,13 @@ def pad(
     return genes.to(device), values.to(device), inside.to(device), answers.to(device)
 
 
-def draw_batches(steps: int, seed: int = 0) -> Iterator[TensorBatch]:
-    """Random cells; their lengths are what matters."""
+def draw_batches(steps: int, longest: int = LONGEST, seed: int = 0) -> Iterator[TensorBatch]:
+    """Random cells; their lengths are what matters, and all are in proportion to the longest."""
     random = np.random.default_rng(seed)
     for _ in range(steps):
         # sigma 0.45 and this median give mean 1,940 after clipping
-        lengths = np.clip(random.lognormal(np.log(MEAN * 0.91), 0.45, CELLS), SHORTEST, LONGEST).astype(np.int64)
+        lengths = np.clip(random.lognormal(np.log(MEAN * 0.91), 0.45, CELLS), SHORTEST, LONGEST)
+        lengths = (lengths * longest / LONGEST).astype(np.int64)
         genes = np.concatenate([random.choice(GENES, n, replace=False) + 2 for n in lengths]).astype(np.int32)
         values = random.gamma(2.0, 0.5, len(genes)).astype(np.float32)
         cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -233,7 +234,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def measure(
-    device: torch.device, steps: int
+    device: torch.device, steps: int, longest: int
 ) -> tuple[dict[tuple[str, str], list[Took]], list[int], list[int], dict[str, str]]:
     """Each step by (model, precision); tokens of each step; tokens with padding; where a step's time goes."""
     makers = {
@@ -246,7 +247,7 @@ def measure(
     runs = {(name, low): make(device, low) for low in ("fp32", "bf16") for name, make in makers.items()}
     took: dict[tuple[str, str], list[Took]] = {}
     tokens, with_padding = [], []
-    for step, batch in enumerate(draw_batches(steps + 1)):
+    for step, batch in enumerate(draw_batches(steps + 1, longest)):
         print(f"step {step} of {steps}", file=sys.stderr, flush=True)
         for key, work in runs.items():
             found = timed(work, batch, step, device)
@@ -316,6 +317,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each model (default: %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, help="of torch on a CPU (default: torch's own choice)")
+    parser.add_argument("--longest", type=int, default=LONGEST, help="genes of the longest cell (default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
@@ -328,10 +330,10 @@ def main() -> None:
         print("BertForMaskedLM was not run: transformers is not installed")
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    took, tokens, with_padding, profiles = measure(device, arguments.steps)
+    took, tokens, with_padding, profiles = measure(device, arguments.steps, arguments.longest)
     print(
         f"shape: H {HIDDEN}, {LAYERS} layers, {HEADS} heads, {GENES:,} genes, {CELLS} cells a step, "
-        f"{statistics.mean(tokens) / CELLS:,.0f} genes a cell on average ({SHORTEST:,}-{LONGEST:,}), "
+        f"{statistics.mean(tokens) / CELLS:,.0f} genes a cell on average (at most {arguments.longest:,}), "
         f"{MASK_FRAC:.0%} masked; padding adds {sum(with_padding) / sum(tokens) - 1:.0%} tokens\n"
     )
     print(table(took, tokens))

@@ -1,0 +1,50 @@
+"""Benchmarks run with tiny arguments, so that a script that no longer fits the source is found."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TINY = {
+    "checkpoint.py index": "index --saves 1",
+    "checkpoint.py stall": "stall --steps 1 --saves 2 --cells 1 --layers 1",
+    "checkpoint.py write": "write --saves 1 --layers 1",
+    "dag.py": "--runs 1 --repeats 1 --launchers 1 --seconds 1",
+    "gpu.py": "--toy",
+    "loader.py": "--cells 4096 --batch 16 --repeats 1",
+    "million.py": "--cells 400 --files 2 --detected 100",
+    "prepare.py": "--cells 400 --detected 100 --repeats 1",
+    "scaling.py": "--steps 1 --cells 1",
+    "step_plan.py": "--worlds 2 --cells 2 --steps 2",
+    "train_step.py": "--steps 1 --threads 1 --longest 64 --device cpu",
+}
+"""Small arguments by script; a peer that is not installed is left out by the script itself."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", TINY)
+def test_a_benchmark_prints_its_table(root: Path, tmp_path: Path, name: str) -> None:
+    script = root / "benchmarks" / name.partition(" ")[0]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, script, *TINY[name].split()], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "|---" in done.stdout
+
+
+def test_padded_peers_of_train_step_answer_masked_tokens_alone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    train_step = importlib.import_module("train_step")
+    batch = next(train_step.draw_batches(1, longest=64))
+    genes, _, inside, answers = train_step.pad(batch, 0, torch.device("cpu"))
+    asked = answers != train_step.NOT_ASKED
+    assert inside.sum() == len(batch.genes)
+    assert torch.equal(asked, (genes == 1) & inside)
+    assert set(answers[asked].tolist()) <= set(batch.genes.tolist())
