@@ -68,9 +68,10 @@ WORLDS = (1, 2, 4)
 TENSORS, RANKS = 900, 128  # of part index
 
 
-def spec(layers: int) -> ModelSpec:
-    """The model: 103 million parameters with 12 layers, 18 million of them before and after the layers."""
-    return ModelSpec(EncoderConfig(hidden=768, layers=layers, heads=12), MaskedGeneConfig(), ContinuousTokens(), GENES)
+def spec(layers: int, hidden: int) -> ModelSpec:
+    """The model: 103 million parameters with 12 layers of width 768, 18 million of them before and after the layers."""
+    encoder = EncoderConfig(hidden=hidden, layers=layers, heads=12)
+    return ModelSpec(encoder, MaskedGeneConfig(), ContinuousTokens(), GENES)
 
 
 def main() -> None:
@@ -82,6 +83,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of part stall")
     parser.add_argument("--threads", type=int, default=1, help="of torch on a CPU")
     parser.add_argument("--layers", type=int, default=12, help="of the model")
+    parser.add_argument("--hidden", type=int, default=768, help="width of the model, a multiple of 96")
     parser.add_argument("--folder", type=Path, default=Path(), help="on the file system to measure")
     arguments = parser.parse_args()
     arguments.folder = arguments.folder.resolve()
@@ -94,7 +96,7 @@ def stall(arguments: argparse.Namespace) -> None:
     device = torch.device(arguments.device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    model = build(spec(arguments.layers)).to_empty(device=device)
+    model = build(spec(arguments.layers, arguments.hidden)).to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(0, 0.02) if parameter.ndim > 1 else model.initialize(
@@ -195,7 +197,7 @@ def rank_of_writers(rank: int, world: int, folder: str, arguments: argparse.Name
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     parallel = Parallel(sharding_strategy="FULL_SHARD")
-    model = build(spec(arguments.layers))
+    model = build(spec(arguments.layers, arguments.hidden))
     parallelize(model, parallel, build_mesh(parallel, world, "cpu"))
     model.to_empty(device="cpu")
     with torch.no_grad():

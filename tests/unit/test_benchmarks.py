@@ -13,8 +13,8 @@ import torch
 
 TINY = {
     "checkpoint.py index": "index --saves 1",
-    "checkpoint.py stall": "stall --steps 1 --saves 2 --cells 1 --layers 1",
-    "checkpoint.py write": "write --saves 1 --layers 1",
+    "checkpoint.py stall": "stall --steps 1 --saves 2 --cells 1 --layers 1 --hidden 96",
+    "checkpoint.py write": "write --saves 1 --layers 1 --hidden 96",
     "dag.py": "--runs 1 --repeats 1 --launchers 1 --seconds 1",
     "gpu.py": "--toy",
     "loader.py": "--cells 4096 --batch 16 --repeats 1",
