@@ -43,7 +43,7 @@ def pools() -> Iterator[Callable[[int], Pool]]:
         pool.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def pool(pools: Callable[[int], Pool]) -> Pool:
     """Four processes, as two nodes of two."""
     return pools(4)
