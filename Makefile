@@ -15,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 # 3 workers for 2 cores: the tests on a real SLURM, all in one worker, mostly wait
-PYTEST_ARGS ?= -n 3 --dist loadgroup
+PYTEST_ARGS ?= -n 3 --dist loadgroup --no-loadscope-reorder
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 $(PYTEST_ARGS)
 EXTRAS := $(patsubst %,--requirement envs/requirements-%.lock,hf inputs track docs evaluate onnx s3)
 

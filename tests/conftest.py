@@ -17,6 +17,16 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PYTHONWARNINGS"] = ",".join(config.getini("filterwarnings"))
 
 
+ORDER = ("cluster", "workflow", "distributed", "house", "unit")
+"""Folders of tests, the longest groups first: pytest-xdist hands them out in this order (--no-loadscope-reorder)."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The groups that one worker runs alone begin first, and single tests fill the end."""
+    items.sort(key=lambda item: ORDER.index(item.path.relative_to(Path(__file__).parent).parts[0]))
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """A test that is skipped without a reason fails: nobody would know what was not tested."""
