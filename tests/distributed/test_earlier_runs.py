@@ -33,6 +33,7 @@ def earlier(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     return tmp_path / request.param
 
 
+@pytest.mark.full
 def test_a_run_of_an_earlier_commit_goes_on_from_its_checkpoint_with_the_same_curve(
     earlier: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -482,6 +482,7 @@ def test_a_loss_that_is_not_finite_stops_with_one_line(corpus: str, tmp_path: Pa
     assert none_left(out)
 
 
+@pytest.mark.full
 def test_a_process_that_runs_out_of_memory_reports_its_plan(corpus: str, tmp_path: Path) -> None:
     # two matrices of over 160 GB, with a limit of 32 GB a process
     opts = options(model={"hidden": 200_000, "layers": 1}, train={"steps": 2})
