@@ -44,8 +44,8 @@ test-all: extras
 extras: install
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(EXTRAS)
 
-check: START := $(shell date +%s)
 check: install
+	$(eval START := $(shell date +%s))
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -18,7 +18,7 @@ TINY = {
     "dag.py": "--runs 1 --repeats 1 --launchers 1 --seconds 1",
     "gpu.py": "--toy",
     "loader.py": "--cells 4096 --batch 16 --repeats 1",
-    "million.py": "--cells 400 --files 2 --detected 100",
+    "million.py": "--cells 400 --files 2 --detected 600",
     "prepare.py": "--cells 400 --detected 100 --repeats 1",
     "scaling.py": "--steps 1 --cells 1",
     "step_plan.py": "--worlds 2 --cells 2 --steps 2",
