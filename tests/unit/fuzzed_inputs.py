@@ -31,7 +31,7 @@ import scipy.sparse as sp
 from cellmill.data.counts_reader import open_counts
 from cellmill.errors import UserError
 
-TIMEOUT_S = 20
+TIMEOUT_S = 100
 MEMORY = 6 << 30  # bytes of address space, of which libraries take more than one GB
 ODD = (-1, 0, 3, 10**6, 2**31, 2**62, 1.5, float("nan"), "text", b"\xff", [], [1, 2, 3], [[1, 2], [3, 4]])
 

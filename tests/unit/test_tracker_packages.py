@@ -149,7 +149,7 @@ def test_comet_has_what_was_written(tmp_path: Path) -> None:
     others = [message for message in messages if message.get("key") == "commit"]
     assert [message["value"] for message in others] == ["c" * 40] * 2
     names = [message.get("additional_params", {}).get("fileName") for message in messages]
-    assert {name for name in names if name} == {"train/run.json", "train/metrics.jsonl"}
+    assert {name for name in names if name} == {"plan.json", "train/run.json", "train/metrics.jsonl"}
 
 
 def test_langfuse_has_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,26 +64,29 @@ def _identity(path: Path) -> tuple[str, int, int]:
 
 
 def _walk(path: bytes) -> None:
-    """Read what opening a file reads: attributes, sizes on disk, and text."""
-    left = _MOST_TEXTS
+    """Read what opening a file reads: attributes, sizes on disk, and text. What raises is left to the reader."""
+    left, seen = _MOST_TEXTS, set[int]()
 
-    def visit(name: str, item: Any) -> None:
-        for key in item.attrs:
-            with suppress(Exception):
-                item.attrs[key]
+    def visit(item: Any) -> None:
         nonlocal left
+        with suppress(Exception):
+            for key in item.attrs:
+                with suppress(Exception):
+                    item.attrs[key]
         if isinstance(item, h5py.Dataset) and item.shape is not None:
             item.id.get_storage_size()
             if item.dtype.kind == "O" and len(item.shape) == 1 and not item.external and not item.is_virtual:
+                left -= len(item[:left])
+        if isinstance(item, h5py.Group):
+            for name in item:
                 with suppress(Exception):
-                    left -= len(item[:left])
+                    address = h5py.h5o.get_info(item.id, name.encode()).addr
+                    if isinstance(item.get(name, getlink=True), h5py.HardLink) and address not in seen:
+                        seen.add(address)
+                        visit(item[name])
 
-    try:
-        with h5py.File(path, "r") as file:
-            visit("/", file)
-            file.visititems(visit)
-    except Exception:  # the reader says what is wrong
-        return
+    with suppress(Exception), h5py.File(path, "r") as file:
+        visit(file)
 
 
 def _main() -> None:
