@@ -79,7 +79,7 @@ def choose_cells(labels: pd.Series, fewest: int, seed: int, max_cells: int = MAX
 
 
 def _check_classes(path: Path, column: pd.Series, task: str) -> None:
-    values = np.unique(text_values(column.dropna()).astype(str))
+    values = sorted({*text_values(column.dropna())})
     if len(values) < 2:
         content = f"one class, {values[0]!r}" if len(values) else "no values"
         raise DataError(
