@@ -49,3 +49,9 @@ def test_constant_stays_at_the_peak() -> None:
 def test_without_warm_up_the_first_step_is_near_the_peak() -> None:
     train = TRAIN.model_copy(update={"warmup_steps": 0})
     assert learning_rate(train, 0, 100) == pytest.approx(2.0, rel=1e-3)
+
+
+def test_the_decay_of_wsd_is_rounded_up_to_whole_steps() -> None:
+    train = TRAIN.model_copy(update={"schedule": "wsd", "warmup_steps": 0, "decay_frac": 0.25})
+    rates = [learning_rate(train, step, 10) for step in (6, 7, 9)]  # 2.5 of 10 steps: the last three
+    assert rates == pytest.approx([2.0, 2.0 * (0.1 + 0.9 * 2 / 3), 0.2])

@@ -14,7 +14,7 @@ from cellmill import registry
 from cellmill.config.run import Stream
 from cellmill.config.tokens import BinnedTokens, ContinuousTokens, RankTokens, Tokens
 from cellmill.data.stream import CellStream
-from cellmill.data.tokenizers.binned import bin_counts
+from cellmill.data.tokenizers.binned import bin_counts, shared_bins
 from cellmill.data.tokens import Prefixes, empty_batch
 from cellmill.errors import ConfigError
 
@@ -222,3 +222,7 @@ def test_an_installed_tokenizer_is_chosen_by_name_and_streams(tmp_path: Any, mon
     stream.close()
     assert sum(len(batch.cells) for batch in batches) == 30
     assert {batch.values.dtype for batch in batches} == {np.dtype(np.int8)}
+
+
+def test_a_value_at_an_edge_is_in_the_bin_above_it() -> None:
+    assert shared_bins(np.array([0.5, 1.0, 1.5, 2.0]), np.array([1.0, 2.0])).tolist() == [1, 2, 2, 3]
