@@ -16,7 +16,16 @@ from pathlib import Path
 import pytest
 
 from cellmill.runs.metrics import read_lines
-from tests.cluster.launched import Launched, on_slurm, pids_with, run_options, wait_for, words, wrapper
+from tests.cluster.launched import (
+    Launched,
+    need_killable_nodes,
+    on_slurm,
+    pids_with,
+    run_options,
+    wait_for,
+    words,
+    wrapper,
+)
 from tests.cluster.rig import Rig, inside
 
 pytestmark = pytest.mark.full  # test_life.py has one run that meets most of it
@@ -116,8 +125,7 @@ def test_a_preempted_run_saves_in_its_grace_time_and_goes_on_with_the_same_curve
 def test_runs_whose_node_dies_go_on_with_what_is_left_or_when_it_is_back_with_the_same_curve(
     rig: Rig, corpus: str, alone: dict[int, float], tmp_path: Path
 ) -> None:
-    if not rig.namespaces:
-        pytest.skip("a node can be killed only where it has a namespace of its own: root, and the right to make them")
+    need_killable_nodes(rig)
     for node in ("node1", "node2", "node3", "node4"):
         wait_for(lambda node=node: rig.node_state(node) == "idle")
     elastic = Launched.start(
@@ -144,8 +152,7 @@ def test_runs_whose_node_dies_go_on_with_what_is_left_or_when_it_is_back_with_th
 def test_a_run_that_lost_a_node_has_all_of_them_again_when_its_job_starts_again(
     rig: Rig, corpus: str, alone: dict[int, float], tmp_path: Path
 ) -> None:
-    if not rig.namespaces:
-        pytest.skip("a node can be killed only where it has a namespace of its own: root, and the right to make them")
+    need_killable_nodes(rig)
     for node in ("node1", "node2"):
         wait_for(lambda node=node: rig.node_state(node) == "idle")
     train, machine = tmp_path / "run" / "train", on_slurm(nodes="1-2", runtime=30)

@@ -18,7 +18,16 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.launched import Launched, on_slurm, pids_with, run_options, wait_for, words, wrapper
+from tests.cluster.launched import (
+    Launched,
+    need_killable_nodes,
+    on_slurm,
+    pids_with,
+    run_options,
+    wait_for,
+    words,
+    wrapper,
+)
 from tests.cluster.rig import Rig
 
 STEPS = 100
@@ -66,8 +75,7 @@ class Life:
 
 @pytest.fixture(scope="module")
 def life(rig: Rig, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
-    if not rig.namespaces:
-        pytest.skip("a node can be killed only where it has a namespace of its own: root, and the right to make them")
+    need_killable_nodes(rig)
     found = Life(rig, corpus, tmp_path_factory.mktemp("a life") / 'it\'s a "run" $(touch pwned); of mine')
     yield found
     if found.launcher is not None and found.launcher.process.poll() is None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from cellmill.files import write_text
 from cellmill.launch.job import ERROR_FILE
-from cellmill.launch.rendezvous import LOOPBACK, NODES, Gate, Relay, Rendezvous
+from cellmill.launch.rendezvous import LOOPBACK, NODES, Gate, Relay, Rendezvous, node_name
 
 try:
     from torch.distributed import PrefixStore, TCPStore
@@ -70,7 +70,7 @@ class ClosedRendezvous(RendezvousHandler):
             port = Relay(self.rendezvous, None).start()
             store = TCPStore(LOOPBACK, port, is_master=False, timeout=TIMEOUT)
         place = self.rendezvous
-        store.set(f"{NODES}/{place.node}", os.environ.get("SLURMD_NODENAME") or socket.gethostname())
+        store.set(f"{NODES}/{place.node}", node_name())
         address = RendezvousStoreInfo(LOOPBACK, port)
         return RendezvousInfo(PrefixStore(self._run_id, store), place.node, place.nodes, address)
 

@@ -41,6 +41,11 @@ Endpoint = tuple[str, int]
 """Address and port of one end of a connection."""
 
 
+def node_name() -> str:
+    """Name of this node: SLURM's, if there is SLURM."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 @dataclass(frozen=True)
 class Rendezvous:
     """Rendezvous information that an agent needs to find the others of its start."""
@@ -214,10 +219,9 @@ class Relay:
                 except socket.gaierror as error:
                     if asyncio.get_running_loop().time() - began >= RESOLVE_S and not self._said:
                         self._said = True
-                        here = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
                         print(
-                            f"{here} cannot resolve {host}, the name of the first node ({error.strerror}): correct the "
-                            "nodes' DNS or /etc/hosts",
+                            f"{node_name()} cannot resolve {host}, the name of the first node ({error.strerror}): "
+                            "correct the nodes' DNS or /etc/hosts",
                             file=sys.stderr,
                             flush=True,
                         )

@@ -26,8 +26,9 @@ from cellmill import __version__
 from cellmill.errors import DataError
 from cellmill.files import read_json, write_json, write_text
 from cellmill.launch.processes import die_with_parent
+from cellmill.launch.rendezvous import node_name
 from cellmill.preflight.nodes import ALLREDUCE, HEAD, node_file
-from cellmill.train.device import driver_version, host
+from cellmill.train.device import driver_version
 
 CONNECT_WITHIN_S = 120
 WRITTEN_BYTES = 64 << 20
@@ -68,7 +69,7 @@ def main(folder: Path) -> None:
     if local_rank == 0:
         moved = {name: count - before.get(name, 0) for name, count in carried().items()}
         used = busiest(moved, n_bytes) if between is not None else None
-        store.set(f"node-{node}", json.dumps({"host": host(), "inside": speed, "interface": used}))
+        store.set(f"node-{node}", json.dumps({"host": node_name(), "inside": speed, "interface": used}))
     if rank == 0:
         measured = [json.loads(store.get(f"node-{other}")) for other in range(nodes)]
         write_json(
@@ -90,7 +91,7 @@ def facts(folder: Path, node: int) -> dict[str, Any]:
     """Report of this node: versions, hardware, write speed, and what it sees of the shared folder."""
     write_s, error = write_speed(folder / f"written-{node:03}.bin")
     value: dict[str, Any] = {
-        "host": host(),
+        "host": node_name(),
         "python": platform.python_version(),
         "cellmill": __version__,
         "torch": torch.__version__,
@@ -218,7 +219,8 @@ if __name__ == "__main__":
         dist.destroy_process_group()
     except BaseException as error:
         traceback.print_exc()
-        line = f"rank {os.environ.get('RANK', '?')} on {host()}: {type(error).__name__}: {' '.join(str(error).split())}"
+        who = f"rank {os.environ.get('RANK', '?')} on {node_name()}"
+        line = f"{who}: {type(error).__name__}: {' '.join(str(error).split())}"
         try:
             if not (shared / "error.txt").exists():  # the first failure is the cause
                 write_text(shared / "error.txt", line[:400])

@@ -7,7 +7,6 @@ whose GPUs it reserves.
 
 import json
 import os
-import socket
 import subprocess
 from dataclasses import asdict, dataclass
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from cellmill.errors import UserError
+from cellmill.launch.rendezvous import node_name
 
 _NODES, _DECISION = "device-of-node-", "device"
 
@@ -36,7 +36,7 @@ class NodeGpus:
         """Report of this node; the driver, which takes a second, only if it shows fewer GPUs than expected."""
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         driver = driver_version() if gpus < expected else None
-        return cls(host(), gpus, str(torch.__version__), torch.version.cuda, driver)
+        return cls(node_name(), gpus, str(torch.__version__), torch.version.cuda, driver)
 
     def __str__(self) -> str:
         build = f"torch {self.torch} {f'for CUDA {self.cuda}' if self.cuda else 'built without CUDA'}"
@@ -82,11 +82,6 @@ def agree(wanted: str, store: dist.Store) -> torch.device:
     if "refused" in decision:
         raise UserError(decision["refused"])
     return torch.device("cuda", local_rank) if decision["device"] == "cuda" else torch.device("cpu")
-
-
-def host() -> str:
-    """Return the node's name: SLURM's, if there is SLURM."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def driver_version() -> str | None:
