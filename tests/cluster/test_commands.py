@@ -97,6 +97,7 @@ def test_status_attach_logs_and_cancel_work_with_and_without_a_launcher(rig: Rig
     assert rig.squeue() == []
 
 
+@pytest.mark.full
 def test_a_training_on_this_machine_is_cancelled_with_its_state_saved(rig: Rig, corpus: str, tmp_path: Path) -> None:
     results = tmp_path / "results"
     run = Launched.start(corpus, results / "runs" / "one" / "train", run_options(5000), {}, nproc_per_node=1)

@@ -37,7 +37,7 @@ from cellmill.parallel.materialize import named_tensors, plain_name
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.torch_private import set_group_timeouts
 from cellmill.parallel.vocab_parallel import embed_tokens
-from cellmill.planner.size import measure
+from cellmill.planner.size import ModelSize, PartSize
 from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.loop import Trainer
@@ -50,6 +50,9 @@ from cellmill.train.weight_average import WeightAverage
 from cellmill.train.worker import batch_column, build_model, build_step_model, build_streams, open_profile
 
 DEVICE = torch.device("cpu")
+NO_PART = PartSize(0, 0)
+NO_SIZE = ModelSize(1, NO_PART, NO_PART, NO_PART, NO_PART, 0, 0.0, 0.0, 0.0, 0.0, ((1, 0.0), (2, 0.0)))
+"""For FLOPs in the log, at which no case looks; measuring a model took most of a short training's time."""
 
 
 class Lines:
@@ -97,7 +100,7 @@ def trainer(
         device=DEVICE,
         train=parsed.train,
         steps=steps,
-        size=measure(ModelSpec.of(parsed, vocabulary.n_genes, levels)),
+        size=NO_SIZE,
         train_stream=train_stream,
         val_stream=val_stream,
         checkpoints=Checkpoints(

@@ -31,8 +31,8 @@ IMPORTED = [
     "cellmill.models.objectives.masked_value",
 ]
 """Modules of the process that the pool is forked from; imported in each of the four, they took most of the time."""
-FORGET_THREADS = 40  # torch's caches are emptied above it
-MOST_THREADS = 60  # gloo's, of groups that torch still knows after their world has ended; they are not idle
+FORGET_THREADS = 120  # torch's caches are emptied above it
+MOST_THREADS = 160  # gloo's, of groups that torch still knows after their world has ended; a hundred take 3 % of a core
 
 
 class Pool:

@@ -45,6 +45,17 @@ def trunk(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checkpoints" / f"step-{BRANCH:08}"
 
 
+def test_a_branch_as_long_as_its_trunk_is_the_trunk_to_the_bit(corpus: str, trunk: Path, tmp_path: Path) -> None:
+    assert _train(corpus, tmp_path / "branch", trunk, steps=14, keep_steps=[BRANCH]) == 0
+    folders = trunk.parents[1], tmp_path / "branch"
+    assert _curve(folders[1]) == _curve(folders[0])
+    ends = [TrainFolder(folder).checkpoints()[-1] for folder in folders]
+    for file in ends[0].path.glob("*.distcp"):
+        assert (ends[1].path / file.name).read_bytes() == file.read_bytes()
+    assert ends[1].best_step() == ends[0].best_step()
+
+
+@pytest.mark.full
 def test_a_branch_is_bitwise_the_run_of_its_length(corpus: str, trunk: Path, tmp_path: Path) -> None:
     of_trunk = TrainFolder(trunk.parents[1])
     assert [checkpoint.step for checkpoint in of_trunk.checkpoints()][-1] == 14

@@ -19,8 +19,8 @@ from cellmill.errors import DataError
 from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import CheckpointReader, Checkpoints, load_tensors
 from tests.distributed import cases
-from tests.distributed.conformance import BOTH_CUT, LAYOUTS
-from tests.distributed.conftest import options, quick
+from tests.distributed.conformance import LAYOUTS
+from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
 
 
@@ -39,7 +39,8 @@ def half(pool: Pool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-@pytest.mark.parametrize("layout", quick(LAYOUTS, [BOTH_CUT]))
+@pytest.mark.full  # `make test` has those of test_conformance
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_hybrid_checkpoint_resumes_in_every_layout(
     pool: Pool, corpus: str, half: Path, unbroken: np.ndarray, tmp_path: Path, layout: str
 ) -> None:

@@ -35,9 +35,8 @@ def reference(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory
     return np.array(cases.curve(corpus, options(**RUN), str(tmp_path_factory.mktemp("one")), STEPS))
 
 
-@pytest.mark.parametrize(
-    ("layout", "ranks"), [(ON_TWO, 2), *(pytest.param(name, 4, marks=pytest.mark.full) for name in COMPILED)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "ranks"), [(ON_TWO, 2), *((name, 4) for name in COMPILED)])
 def test_compiled_layouts_train_the_model_of_one_process(
     pools: Callable[[int], Pool], corpus: str, reference: np.ndarray, tmp_path: Path, layout: str, ranks: int
 ) -> None:

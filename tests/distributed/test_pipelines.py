@@ -27,7 +27,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 GENES = {"layers": 8, "objective": "masked_gene"}  # ties the vocabulary between the first and the last stage
 
 
-@pytest.mark.parametrize("layout", ["1F1B x FULL_SHARD", pytest.param("ZBV x tp 2", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_length_that_comes_again_needs_no_new_schedule_and_changes_no_number(
     pool: Pool, alone: None, corpus: str, tmp_path: Path, layout: str
 ) -> None:
@@ -59,7 +60,7 @@ def test_padded_lengths_are_few_and_near(multiple: int) -> None:
 
 def test_a_resumed_pipeline_is_bitwise_the_uninterrupted_run(pool: Pool, corpus: str, tmp_path: Path) -> None:
     train = {"steps": 8, "checkpoint_every_steps": 4}
-    staged = options(PIPELINES["pp 2, ZBV x SHARD_GRAD_OP"], model=GENES, train=train)
+    staged = options(PIPELINES["pp 2, ZBV x SHARD_GRAD_OP"], model=GENES | {"layers": 4}, train=train)
     whole = pool.run("curve", corpus=corpus, options=staged, folder=str(tmp_path), steps=8)
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000008")
     resumed = pool.run("curve", corpus=corpus, options=staged, folder=str(tmp_path), steps=8, load=True)

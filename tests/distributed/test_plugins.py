@@ -15,8 +15,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from cellmill.runs.metrics import read_lines
-from tests.distributed.conftest import quick
 
+pytestmark = pytest.mark.full
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"strategy": "ddp"}),
     "HYBRID_SHARD": (4, {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2}),
@@ -94,14 +94,13 @@ def alone(toy: Toy) -> np.ndarray:
     return toy.train("alone", 1, {})
 
 
-@pytest.mark.parametrize("layout", quick(LAYOUTS, ["sequence parallel"]))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_plugin_family_trains_the_model_of_one_process(toy: Toy, alone: np.ndarray, layout: str) -> None:
     curve = toy.train(layout, *LAYOUTS[layout])
     assert len(curve) == STEPS
     np.testing.assert_allclose(curve, alone, rtol=5e-6)
 
 
-@pytest.mark.full
 def test_a_plugin_family_resumes_in_another_layout_exports_and_embeds(toy: Toy, alone: np.ndarray) -> None:
     toy.train("resumed", *LAYOUTS["HYBRID_SHARD"])
     run = toy.folder / "resumed"

@@ -131,32 +131,32 @@ def test_one_life_of_a_run_killed_stopped_resumed_and_made_longer_has_the_curve_
         often = {"checkpoint_every_steps": 10, "val_every_steps": 20, "schedule": "constant"}
         return options({"strategy": "ddp"}, train={"steps": steps} | often, stream=stream)
 
-    assert train(corpus, whole, of(130), nproc=2).returncode == 0
+    assert train(corpus, whole, of(60), nproc=2).returncode == 0
     copied = {"stage_to": "$NODE_DISK"}
-    process = start(corpus, out, of(120, **copied), nproc=2, max_restarts=1)
-    wait_for_step(out, 15, process)
+    process = start(corpus, out, of(50, **copied), nproc=2, max_restarts=1)
+    wait_for_step(out, 12, process)
     worker(out, 1).kill()
-    wait_for_step(out, 25, process)
+    wait_for_step(out, 22, process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(WITHIN_S) == 75
     log = out.with_suffix(".log").read_text()
     assert "starting all again from the last checkpoint, restart 1 of 1\n" in log
     assert re.search(r"copied \d of \d shards, ", log)
     step = json.loads((out / "state.json").read_text())["step"]
-    assert 25 <= step < 120
+    assert 22 <= step < 50
     assert log.splitlines()[-1] == (
-        f"cellmill train: stopped at step {step} of 120, saved; run the same command to go on"
+        f"cellmill train: stopped at step {step} of 50, saved; run the same command to go on"
     )
-    done = train(corpus, out, of(120), nproc=2)
+    done = train(corpus, out, of(50), nproc=2)
     assert done.returncode == 0, done.stderr
     assert f"going on from step {step}\n" in done.stdout
-    again = train(corpus, out, of(120), nproc=2)
+    again = train(corpus, out, of(50), nproc=2)
     assert (again.returncode, again.stdout) == (0, f"{out}: this run is already done\n")
-    longer = train(corpus, out, of(130), nproc=2)
+    longer = train(corpus, out, of(60), nproc=2)
     assert longer.returncode == 0, longer.stderr
-    assert f"{out}: going on from step 120 of 120, now 130: from here the learning rate" in longer.stdout
+    assert f"{out}: going on from step 50 of 50, now 60: from here the learning rate" in longer.stdout
     assert losses(out) == losses(whole)
-    assert tensors_of(out, 130) == tensors_of(whole, 130)
+    assert tensors_of(out, 60) == tensors_of(whole, 60)
     assert list((tmp_path / "disk").iterdir()) == [], "a copy of the shards is left"
     assert none_left(out)
 
@@ -370,6 +370,7 @@ def test_a_rank_that_hangs_is_named_with_its_node_and_what_the_others_wait_in(co
     assert none_left(out)
 
 
+@pytest.mark.full
 def test_requested_gpus_that_torch_does_not_see_end_the_start_in_one_line(corpus: str, tmp_path: Path) -> None:
     without = {"CUDA_VISIBLE_DEVICES": "", "SLURMD_NODENAME": "node7"}
     flags = [*command(corpus, tmp_path / "train", options(train={"steps": 2}), nproc=2), "--gpus-per-node=2"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +35,46 @@ KEPT = [4, 8]
 """Steps of the checkpoints that the finished project keeps, beside the last ones."""
 
 
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+
+
+@cache
+def server() -> subprocess.Popen[str]:
+    """snakemake_server.py, which ends with this process."""
+    words = [sys.executable, str(Path(__file__).with_name("snakemake_server.py"))]
+    piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(words, env=os.environ | ENVIRONMENT, **piped)
+
+
 @dataclass
 class Project:
     """A folder with config/ and data/, and the snakemake of this Python."""
 
     folder: Path
 
-    def command(self, *arguments: str, profile: str | None = "profiles/local") -> list[str]:
-        words = [sys.executable, "-m", "snakemake", "--snakefile", str(REPOSITORY / "Snakefile")]
+    def words(self, *arguments: str, profile: str | None = "profiles/local") -> list[str]:
+        words = ["--snakefile", str(REPOSITORY / "Snakefile")]
         words += ["--profile", str(REPOSITORY / profile)] if profile else ["--cores", "2"]
         return [*words, *arguments]
 
+    def command(self, *arguments: str, profile: str | None = "profiles/local") -> list[str]:
+        return [sys.executable, "-m", "snakemake", *self.words(*arguments, profile=profile)]
+
     def snakemake(self, *arguments: str, profile: str | None = "profiles/local") -> subprocess.CompletedProcess[str]:
-        """Run `snakemake`; `stdout` is all that a user sees."""
+        """Run `snakemake`, a dry run in a fork of the server; `stdout` is all that a user sees."""
+        if {"-n", "--dry-run"} & {*arguments}:
+            words, out = self.words(*arguments, profile=profile), self.folder.with_name("said.txt")
+            running = server()
+            assert running.stdin is not None
+            assert running.stdout is not None
+            running.stdin.write(json.dumps({"folder": str(self.folder), "words": words, "out": str(out)}) + "\n")
+            running.stdin.flush()
+            code = int(running.stdout.readline())
+            return subprocess.CompletedProcess(words, code, out.read_text())
         return subprocess.run(
             self.command(*arguments, profile=profile),
             cwd=self.folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | ENVIRONMENT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

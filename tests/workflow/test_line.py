@@ -123,6 +123,7 @@ def test_a_changed_profile_reruns_nothing(done: tuple[Project, str]) -> None:
     assert done[0].jobs(profile=None) == {}
 
 
+@pytest.mark.full
 def test_an_added_run_adapts_the_model_of_the_first_and_labels_cells(finished: Project) -> None:
     labels = {"name": "classification", "label_column": "cell_type"}
     adapted = {"corpus": "sim", "init_from": "tiny", "objective": labels, "finetune": {"method": "lora", "rank": 2}}
@@ -320,6 +321,7 @@ def test_an_external_model_is_run_once_and_is_a_row_of_every_run_of_the_corpus(f
     assert "cellmill: runs.tiny.evaluate.external.pca.files: embed it.py: no such file" in refused
 
 
+@pytest.mark.full
 def test_a_requested_file_runs_only_the_stages_it_needs(project: Project) -> None:
     made = project.snakemake("results/corpora/sim/vocabulary.tsv")
     assert made.returncode == 0, made.stdout
@@ -597,6 +599,7 @@ def test_a_failed_stage_prints_a_short_command_that_can_be_run_again(project: Pr
     assert len(list((project.folder / "results/options/preprocess").glob("sim.*.json"))) == 2, "by a dry run"
 
 
+@pytest.mark.full
 def test_a_private_workflow_writes_for_its_user_alone_and_reruns_nothing(project: Project) -> None:
     cells = "results/corpora/sim/cells/sim.h5ad"
     made = project.snakemake(cells, "--config", "private=true")

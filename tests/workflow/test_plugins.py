@@ -97,6 +97,7 @@ def test_a_dry_run_refuses_wrong_options_of_plugins_in_one_line(
     assert [said for said in done.stdout.splitlines() if line in said], done.stdout
 
 
+@pytest.mark.full
 def test_plugins_of_every_kind_run_from_cells_to_the_report(project: Project, plugins: dict[str, str]) -> None:
     done = snakemake(project, plugins)
     assert done.returncode == 0, done.stdout

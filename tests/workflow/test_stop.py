@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.workflow.conftest import Project
+from tests.workflow.conftest import KEPT, Project
 
 pytestmark = pytest.mark.xdist_group("workflow")
 
 STATUS = "results/runs/tiny/train/status.json"
 
 
-def start(project: Project) -> subprocess.Popen[str]:
+def start(project: Project, target: str) -> subprocess.Popen[str]:
     """Snakemake in its own process group, as a terminal starts it."""
     return subprocess.Popen(
-        project.command("--", STATUS),
+        project.command("--", target),
         cwd=project.folder,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -38,11 +38,13 @@ def wait_for_checkpoint(folder: Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_stopped_training_resumes_from_its_checkpoint_with_the_same_command(project: Project) -> None:
+def test_a_stopped_training_resumes_from_its_checkpoint_with_the_same_command(finished: Project) -> None:
     length = {"steps": 100, "checkpoint_every_steps": 10, "log_every_steps": 20, "val_every_steps": 100}
-    project.write_config(train=length | {"global_batch": 16, "token_budget": 2048, "warmup_steps": 2})
-    folder = (project.folder / STATUS).parent
-    process = start(project)
+    runs = {"tiny": {"corpus": "sim"}, "stopped": {"corpus": "sim", "train": length}}
+    project, target = finished, STATUS.replace("tiny", "stopped")
+    project.write_config(runs=runs, train={"keep_steps": KEPT})
+    folder = (project.folder / target).parent
+    process = start(project, target)
     wait_for_checkpoint(folder)
     os.killpg(process.pid, signal.SIGINT)  # Ctrl-C
     seen, _ = process.communicate(timeout=120)
@@ -51,12 +53,12 @@ def test_a_stopped_training_resumes_from_its_checkpoint_with_the_same_command(pr
     assert stopped["state"] == "stopped"
     assert 0 < stopped["step"] < 100
     assert f"cellmill train: stopped at step {stopped['step']} of 100, saved; run the same command to go on" in seen
-    assert not (project.folder / STATUS).exists()
+    assert not (project.folder / target).exists()
 
-    again = project.snakemake("--", STATUS)
+    again = project.snakemake("--", target)
     assert again.returncode == 0, again.stdout
     assert f"going on from step {stopped['step']}" in again.stdout
-    assert json.loads((project.folder / STATUS).read_text())["step"] == 100
+    assert json.loads((project.folder / target).read_text())["step"] == 100
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines if "loss" in line]
     assert steps == sorted(set(steps))

@@ -1,0 +1,39 @@
+"""A process that has imported Snakemake, and runs each command in a fork: most of a dry run's time are imports.
+
+A command is a line of JSON on stdin: `folder`, `words`, and `out`, the file that gets all output. Its exit code is a
+line on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import snakemake.api
+import snakemake.cli
+import snakemake.dag
+import snakemake.utils
+import snakemake.workflow  # noqa: F401
+
+import cellmill.config.checks
+import cellmill.launch.stage_jobs
+import cellmill.preflight.command_line
+import cellmill.train.branch  # noqa: F401
+
+
+def run(folder: str, words: list[str], out: str) -> None:
+    """Never returns: Snakemake ends its process."""
+    os.chdir(folder)
+    file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.argv = [str(Path(sys.executable).with_name("snakemake")), *words]
+    sys.exit(snakemake.cli.main(words))
+
+
+for line in sys.stdin:
+    if not (child := os.fork()):
+        run(**json.loads(line))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
