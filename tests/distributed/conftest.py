@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +128,6 @@ def options(parallel: dict[str, Any] | None = None, **overrides: dict[str, Any])
     for section, values in overrides.items():
         tree[section] = tree.get(section, {}) | values
     return tree | split(tree["model"])
-
-
-def quick(values: Iterable[Any], chosen: Iterable[Any]) -> list[Any]:
-    """Values of a parametrized test, of which those that are not chosen are only in `make test-all`."""
-    return [pytest.param(value, marks=() if value in chosen else pytest.mark.full) for value in values]
 
 
 CONFIG = """

@@ -13,8 +13,9 @@ import pytest
 from cellmill.config.options import TrainOptions
 from cellmill.planner.memory import memory_of
 from cellmill.planner.planned_model import PlannedModel
-from tests.distributed.conftest import options, quick
+from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
+from tests.tiers import quick
 
 WORLD, LOCAL_WORLD, N_GENES = 4, 2, 120
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from tests.distributed import cases
-from tests.distributed.conftest import options, quick
+from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
+from tests.tiers import quick
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from cellmill import registry
 from tests.distributed import buffered, cases
 from tests.distributed.conformance import BOTH_CUT, LAYOUTS
-from tests.distributed.conftest import options, quick
+from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
+from tests.tiers import quick
 
 STEPS = 4
 SPREAD: dict[str, dict[str, Any]] = {

@@ -10,8 +10,9 @@ import pytest
 from cellmill.config.options import TrainOptions
 from cellmill.planner.communication import traffic_of
 from cellmill.planner.planned_model import PlannedModel
-from tests.distributed.conftest import options, quick
+from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
+from tests.tiers import quick
 
 WORLD, LOCAL_WORLD, N_GENES = 4, 2, 120
 FEW_BYTES = 1024  # reductions of targets, norms and signals
@@ -29,7 +30,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp 2 x FULL_SHARD": {"sharding_strategy": "FULL_SHARD", "pp": 2},
 }
 QUICK: list[Any] = [
-    ("ddp", {}),
     ("SHARD_GRAD_OP", ACCUMULATED),
     ("sequence parallel", {}),
     ("pp 2 x FULL_SHARD", ACCUMULATED),

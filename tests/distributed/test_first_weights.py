@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tests.distributed.conformance import BOTH_CUT, LAYOUTS, PIPELINED
-from tests.distributed.conftest import options, quick
+from tests.distributed.conftest import options
 from tests.distributed.first_weights import export
 from tests.distributed.pool import Pool
+from tests.tiers import quick
 
 CUT = ["FULL_SHARD", "HYBRID_SHARD", "tp 4", BOTH_CUT, "pp 2"]
 

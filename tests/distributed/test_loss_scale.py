@@ -12,8 +12,9 @@ from cellmill.runs.folder import TrainFolder
 from cellmill.train import step_guard
 from tests.distributed import cases
 from tests.distributed.conformance import BOTH_CUT, LAYOUTS, PIPELINED
-from tests.distributed.conftest import options, quick
+from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
+from tests.tiers import quick
 
 STEPS = 6
 LOW = 2.0**8  # small enough that nothing overflows by itself; at the initial scale of a run the first steps would
@@ -45,7 +46,7 @@ def test_norms_are_of_true_gradients(exact: np.ndarray, half: np.ndarray) -> Non
     np.testing.assert_allclose(half, exact, rtol=1e-2)
 
 
-@pytest.mark.parametrize("layout", quick(MOST, ["FULL_SHARD", BOTH_CUT]))
+@pytest.mark.parametrize("layout", quick(MOST, [BOTH_CUT]))
 def test_an_overflow_on_one_process_is_skipped_by_all_and_halves_the_scale(
     pool: Pool, corpus: str, half: np.ndarray, tmp_path: Path, layout: str
 ) -> None:

@@ -63,7 +63,15 @@ def test_a_generated_file_that_differs_is_named(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().err == message
 
 
-@pytest.mark.parametrize("path", [ROOT / "config" / "config.yaml", *EXAMPLES], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [
+        ROOT / "config" / "config.yaml",
+        EXAMPLES[0],
+        *(pytest.param(path, marks=pytest.mark.full) for path in EXAMPLES[1:]),
+    ],
+    ids=lambda path: path.name,
+)
 def test_the_configuration_is_accepted_by_the_program_and_by_the_schema(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from cellmill.evaluate.embedding_file import read_embedding, write_embedding
 from cellmill.files import sha256_file
 from cellmill.models.export import load_model
 from cellmill.stages import embed, preprocess
+from tests.tiers import quick
 from tests.unit.exported import export_model, make_corpus
 
 TOKENIZERS = ["continuous", "binned", "rank"]
@@ -57,7 +58,7 @@ def _written(adata: ad.AnnData, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@pytest.mark.parametrize("tokenizer", quick(TOKENIZERS, TOKENIZERS[:1]))
 def test_permuted_and_added_gene_columns_change_nothing(
     tmp_path: Path, corpus: dict[str, Path], tokenizer: str
 ) -> None:
@@ -350,7 +351,9 @@ def test_embeddings_of_another_model_or_of_other_cells_are_refused(tmp_path: Pat
         read_embedding(tmp_path / "text.h5ad", obs.index, "a" * 64, 4)
 
 
-@pytest.mark.parametrize("other", ["{id}.4", "{id}_PAR_Y", "{symbol}", "{symbol}_{id}.7"])
+@pytest.mark.parametrize(
+    "other", quick(["{id}.4", "{id}_PAR_Y", "{symbol}", "{symbol}_{id}.7"], ["{id}.4", "{symbol}"])
+)
 def test_a_gene_in_two_columns_has_the_embedding_of_its_sum_raw_and_preprocessed(
     tmp_path: Path, corpus: dict[str, Path], model: Path, other: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

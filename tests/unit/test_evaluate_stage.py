@@ -124,6 +124,7 @@ def test_the_table_has_every_baseline_and_random_weights_are_no_better_than_untr
     assert (entry["mean"], entry["low"], entry["high"]) == (0, 0, 0)
 
 
+@pytest.mark.full
 def test_all_cells_are_scored_when_asked_and_when_the_dataset_is_not_in_the_corpus(
     corpus: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -141,6 +142,7 @@ def test_all_cells_are_scored_when_asked_and_when_the_dataset_is_not_in_the_corp
     assert dataset["n_scored"] == splits["test"].n_obs
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("column", "said"),
     [

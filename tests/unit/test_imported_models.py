@@ -19,6 +19,7 @@ from cellmill.errors import DataError
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors, load_model, spec_of
 from cellmill.stages import demo as demo_stage
+from tests.tiers import quick
 from tests.unit.published import geneformer_folder, scgpt_folder
 
 KINDS = ("geneformer", "scgpt")
@@ -68,7 +69,7 @@ def _run(command: str) -> None:
     assert main(command.split()) == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, KINDS[:1]))
 def test_an_imported_model_embeds_the_demo_and_is_evaluated_on_it(kind: str, folder: Path, tmp_path: Path) -> None:
     model, cells, config = folder / kind, folder / "cells" / "pbmc.h5ad", f"--config {folder}/config.yaml"
     embedded = tmp_path / "embedded" / "pbmc.h5ad"
@@ -108,6 +109,7 @@ def test_a_run_of_other_genes_starts_from_an_imported_model(kind: str, folder: P
     assert "blocks.0.qkv.weight" in set(made) & set(before)
 
 
+@pytest.mark.full
 def test_an_imported_model_is_trained(folder: Path, tmp_path: Path) -> None:
     model, cells, manifest = (
         folder / "geneformer",

@@ -203,6 +203,7 @@ def test_the_default_rate_is_scaled_to_another_batch_as_a_hint(
     )
 
 
+@pytest.mark.full
 def test_values_that_leak_hidden_counts_are_a_warning(
     corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,7 +271,11 @@ BIG = {"model": {"hidden": 768, "layers": 8, "heads": 8}, "train": {"token_budge
     [
         (1.5, "lower train.token_budget to 256"),
         pytest.param(1.39, "lower train.token_budget to 128", marks=pytest.mark.full),
-        (1.365, "set parallel.activation_checkpointing to full and lower train.token_budget to 256"),
+        pytest.param(
+            1.365,
+            "set parallel.activation_checkpointing to full and lower train.token_budget to 256",
+            marks=pytest.mark.full,
+        ),
         (0.66, "set parallel.activation_checkpointing to full and use fsdp with parallel.sharding_strategy FULL_SHARD"),
         (0.01, "use a device with more memory (the profile) or a smaller model"),
     ],

@@ -86,7 +86,10 @@ def _with_family(kind: type[EncoderConfig]) -> ModelSpec:
     return replace(plain, model=kind.model_validate(plain.model.model_dump()))
 
 
-@every_kind
+@pytest.mark.parametrize(
+    ("tokenizer", "objective"),
+    [KINDS[0], KINDS[4], *(pytest.param(*kind, marks=pytest.mark.full) for kind in (*KINDS[1:4], KINDS[5]))],
+)
 def test_parameters_equal_those_of_the_model(tokenizer: str, objective: str) -> None:
     for ffn_hidden, cell_loss_weight in ((None, 1.0), (24, 0.0)):
         given = _spec(tokenizer, objective, ffn_hidden=ffn_hidden, cell_loss_weight=cell_loss_weight)
@@ -197,6 +200,7 @@ def test_tensor_parallel_halves_what_it_cuts_and_reduces_four_times_per_block() 
     assert not dist.is_initialized()
 
 
+@pytest.mark.full
 def test_measuring_twice_gives_equal_sizes() -> None:
     given = _spec(layers=1)
     layouts: list[dict[str, Any]] = [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}]

@@ -12,7 +12,7 @@ from tests.models import model_on_cpu, spec
 PARTS: dict[str, Any] = {"cell_decoding": {"likelihood": "nb"}, "masked_value": {"weight": 0.3, "renormalize": True}}
 
 
-@pytest.mark.parametrize("pooling", ["cls", "attention"])
+@pytest.mark.parametrize("pooling", [pytest.param("cls", marks=pytest.mark.full), "attention"])
 def test_a_sum_with_a_learned_pooling_is_measured(pooling: str) -> None:
     given: Any = {"hidden": 16, "layers": 1, "heads": 2, "objective": "sum", "parts": PARTS, "pooling": pooling}
     whole, half = measure(spec(120, **given)), measure(spec(120, **given), 2, sequence_parallel=True)

@@ -62,6 +62,7 @@ def test_an_unknown_size_is_answered_with_the_names() -> None:
     assert str(error.value) == f"config.yaml: size: input should be {names}, got '50M'"
 
 
+@pytest.mark.full
 def test_the_documentation_states_the_numbers_and_the_parameters_that_plan_counts() -> None:
     rows = dict(re.findall(r"^\| `(\d+[MB])` \| (.*) \|$", documentation(), re.M))
     assert list(rows) == list(HIDDEN_AND_LAYERS)

@@ -44,6 +44,7 @@ def _suggest(nodes: int = 4, device: str = "h100", **changes: dict[str, Any]) ->
     return suggest(options, cells, Machine(nodes=str(nodes), nproc_per_node=8), device), options
 
 
+@pytest.mark.full
 def test_a_suggested_layout_is_planned_with_the_same_numbers(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path, 250)
     base = {

@@ -87,6 +87,7 @@ def test_a_loss_that_is_alike_in_all_runs_has_its_curve_and_other_figures_have_n
     assert [curve["metric"] for curve in curves(rows, ["stream.train_frac"])] == ["val_loss"]
 
 
+@pytest.mark.full
 def test_a_law_is_fitted_only_where_the_data_support_one() -> None:
     sizes, noise = np.repeat([100, 300, 1000, 3000, 10_000], 2), np.random.default_rng(0).normal(0, 0.003, 10)
     law = fit_law(sizes, (1.2 + 30 * sizes**-0.45) * np.exp(noise))

@@ -120,6 +120,7 @@ def test_scores_are_those_of_a_classifier_fitted_on_the_other_dataset_over_the_g
     assert {line["column"] for line in result["differences"]} == {"accuracy", "macro_f1", "weighted_f1"}
 
 
+@pytest.mark.full
 def test_the_order_of_genes_in_a_file_changes_nothing(datasets: Datasets, tmp_path: Path) -> None:
     order = np.random.default_rng(0).permutation(datasets.cells["two"].n_vars)
     both = [datasets.evaluate(tmp_path / "a"), datasets.evaluate(tmp_path / "b", lambda two: two[:, order].copy())]
@@ -145,6 +146,7 @@ def test_tested_cells_do_not_reach_what_is_fitted(tmp_path: Path, simulated: Pat
     assert moved.nnz  # what changed is seen where it may be
 
 
+@pytest.mark.full
 def test_labels_that_no_fitted_cell_has_are_counted_and_have_no_accuracy(datasets: Datasets, tmp_path: Path) -> None:
     def relabel(two: ad.AnnData) -> None:
         text = two.obs["cell_type"].astype(str)
@@ -201,6 +203,7 @@ def test_ids_have_scores_by_the_ontology_and_new_ones_too(datasets: Datasets, tm
     assert _rows(without)[LINEAR] == fewer
 
 
+@pytest.mark.full
 def test_further_labels_are_fitted_on_the_column_of_the_same_name(datasets: Datasets, tmp_path: Path) -> None:
     found = datasets.evaluate(tmp_path / "out", label="cell_type|type_id", neighbors=3)["two"]
     names, ids = (_rows(found[task]) for task in ("transfer", "transfer of type_id"))

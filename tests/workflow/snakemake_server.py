@@ -15,7 +15,7 @@ import snakemake.api
 import snakemake.cli
 import snakemake.dag
 import snakemake.utils
-import snakemake.workflow  # noqa: F401
+import snakemake.workflow
 
 import cellmill.config.checks
 import cellmill.launch.stage_jobs
