@@ -160,8 +160,12 @@ def test_a_job_whose_task_cannot_be_launched_is_not_waited_for(
 def test_a_signal_cancels_the_job(tmp_path: Path, cluster: Callable[..., Path], number: int) -> None:
     folder = cluster(first="RUNNING")
     when(tmp_path, "RUNNING", lambda: os.kill(os.getpid(), number))
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path)
+    before = signal.signal(number, signal.SIG_DFL)  # under nohup SIGHUP is ignored, and stays so
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path)
+    finally:
+        signal.signal(number, before)
     assert cancelled(folder) == ["7"]
     assert job_json(tmp_path)["state"] == "CANCELLED"
 
