@@ -14,9 +14,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-# 3 workers for 2 cores: the tests on a real SLURM, all in one worker, mostly wait
-PYTEST_ARGS ?= -n 3 --dist loadgroup --no-loadscope-reorder
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 $(PYTEST_ARGS)
+# 4 workers for 2 cores: the tests on a real SLURM, all in one worker, mostly wait; byte code, or each of the hundreds of
+# processes that tests start would compile the source anew
+PYTEST_ARGS ?= -n 4 --dist loadgroup --no-loadscope-reorder
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 $(PYTEST_ARGS)
 EXTRAS := $(patsubst %,--requirement envs/requirements-%.lock,hf inputs track docs evaluate onnx s3)
 
 # pip's source: the lock from the index, or a wheelhouse alone

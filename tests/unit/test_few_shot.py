@@ -14,7 +14,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from cellmill.config.evaluate import FewShotConfig
 from cellmill.evaluate.features import Features
 from cellmill.evaluate.labelled import choose_cells
-from cellmill.evaluate.tasks.few_shot import FewShot, draw_shots
+from cellmill.evaluate.tasks.few_shot import FEWEST_TESTED, FewShot, draw_shots
 from tests.unit.evaluated import make_context
 
 
@@ -31,12 +31,15 @@ def test_scores_are_those_of_classifiers_that_saw_the_shots(
     tmp_path: Path, simulated: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     context = make_context(tmp_path, simulated)
-    config = FewShotConfig(name="few_shot", shots=[3, 500], draws=2, neighbors=15)
-    result = FewShot(config).run(context)
-    assert result.figures["n_classes"] == {"3": len(result.figures["classes"]), "500": 0}
     scored = np.flatnonzero(context.scored)
     chosen = choose_cells(context.reader.obs["cell_type"].iloc[scored], 8, seed=4)
     labels = chosen.labels
+    most = min(chosen.classes.values()) - FEWEST_TESTED  # of which every class keeps just enough for the test
+    config = FewShotConfig(name="few_shot", shots=[3, most, most + 1, 500], draws=2, neighbors=15)
+    result = FewShot(config).run(context)
+    found = result.figures["n_classes"]
+    assert (found["3"], found[str(most)], found["500"]) == (len(chosen.classes), len(chosen.classes), 0)
+    assert found[str(most + 1)] < len(chosen.classes)
     counts = sp.vstack(list(context.reader.rows()), format="csr")[scored[chosen.cells]]
     features = Features(context).of(counts)
     expected: dict[str, list[float]] = {}
@@ -56,6 +59,7 @@ def test_scores_are_those_of_classifiers_that_saw_the_shots(
         assert rows[name]["3 per class_repetitions"] == pytest.approx(accuracies)
     assert result.metric == "3 per class"
     assert len(rows) == 4 * 3
-    assert result.figures["classes_left_out"] == {"3": "none", "500": ", ".join(chosen.classes)}
-    assert [verdict.metric for verdict in result.verdicts] == ["accuracy, 3 per class"]
+    left_out = result.figures["classes_left_out"]
+    assert (left_out["3"], left_out[str(most)], left_out["500"]) == ("none", "none", ", ".join(chosen.classes))
+    assert result.verdicts[0].metric == "accuracy, 3 per class"
     json.dumps(result.to_json(), allow_nan=False)
