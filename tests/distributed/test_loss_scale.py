@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from cellmill.runs.folder import TrainFolder
 from cellmill.train import step_guard
@@ -44,6 +45,12 @@ def half(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_norms_are_of_true_gradients(exact: np.ndarray, half: np.ndarray) -> None:
     assert not np.array_equal(half, exact), "16-mixed computed in float32"
     np.testing.assert_allclose(half, exact, rtol=1e-2)
+
+
+def test_a_new_run_begins_with_the_scale_of_torchs_scaler_and_grows_as_often() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    assert step_guard.LossScale(torch.device("cpu")).read() == (scaler.get_scale(), 0)
+    assert step_guard.GROWTH_STEPS == scaler.get_growth_interval()
 
 
 @pytest.mark.parametrize("layout", quick(MOST, [BOTH_CUT]))

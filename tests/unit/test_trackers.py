@@ -128,6 +128,14 @@ def test_a_follower_that_raises_hangs_or_dies_is_one_warning_and_the_others_go_o
         assert "secret-of-mine" not in log.read_text()
 
 
+def test_a_tracker_that_refuses_a_file_still_learns_that_the_run_has_ended(train: Path, capfd: Any) -> None:
+    track = options(train, tracker_a={"does": "refuse files"})
+    with followed(train, track):
+        append(train, 1)
+    assert [call[0] for call in calls(train / "tracker_a.calls")] == ["start", "log", "artifact", "finish"]
+    assert "tracker 'tracker_a' failed and is dropped: ValueError: too large" in capfd.readouterr().err
+
+
 def test_followers_end_with_a_launcher_that_is_killed_and_the_next_one_goes_on(train: Path) -> None:
     track = options(train, tracker_a={}, tracker_c={"does": "hang"})
     append(train, 1, 2)

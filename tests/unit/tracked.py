@@ -62,6 +62,8 @@ class Tracker(Toy):
 
     def artifact(self, name, path):
         self._call("artifact", name, path.stat().st_size)
+        if self.does == "refuse files":
+            raise ValueError("too large")
 
     def finish(self, status):
         self._call("finish", status)

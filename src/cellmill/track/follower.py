@@ -97,13 +97,15 @@ class Follower:
             self._started()
         if self._tracker is None:
             return  # no step was trained, or all was sent before
-        if isinstance(self._tracker, ArtifactTracker):
-            for name, (path, digest) in changed.items():
-                self._tracker.artifact(name, path)
-                self._sent.artifacts[name] = digest
-                self.n_artifacts += 1
-        self._tracker.finish(status)
-        self._sent.write(self._record)
+        try:
+            if isinstance(self._tracker, ArtifactTracker):
+                for name, (path, digest) in changed.items():
+                    self._tracker.artifact(name, path)
+                    self._sent.artifacts[name] = digest
+                    self.n_artifacts += 1
+        finally:  # a refused file must not leave the run as running
+            self._tracker.finish(status)
+            self._sent.write(self._record)
 
     def _changed_artifacts(self) -> dict[str, tuple[Path, str]]:
         """Files that exist and are not as they were sent: paths and SHA-256 by name."""

@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d
 
 from cellmill.errors import UserError
 from cellmill.files import write_text
+from cellmill.launch.rendezvous import node_name
 from cellmill.planner.out_of_memory import ask, is_out_of_memory
 from cellmill.runs.jobs import CONNECTION
 
@@ -103,7 +104,7 @@ def leave_line(error_file: Path, line: str) -> None:
 
 
 def _who() -> str:
-    return f"rank {os.environ.get('RANK', '?')} on {os.uname().nodename}"
+    return f"rank {os.environ.get('RANK', '?')} on {node_name()}"
 
 
 def _advice(error: BaseException, folder: Path) -> str:

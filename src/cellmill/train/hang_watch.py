@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from cellmill.launch.rendezvous import NODES
+from cellmill.launch.rendezvous import NODES, node_name
 
 START_FACTOR = 5  # longer timeout before the first steps are done: weights, compilation, cold files
 JOIN_S = 60.0  # shortest timeout until all ranks have joined: they import torch at different speeds
@@ -78,7 +78,7 @@ class HangWatch:
     def _run(
         self, agent: dist.Store, rank: int, world: int, local_world: int, timeout_s: float, end: Callable[[str], None]
     ) -> None:
-        store, host = dist.PrefixStore("watch", agent), os.uname().nodename
+        store, host = dist.PrefixStore("watch", agent), node_name()
         passed, stalled, tick = -1, 0, 0
         earlier: list[Position | None] = []
         try:
