@@ -50,7 +50,7 @@ def test_norms_are_of_true_gradients(exact: np.ndarray, half: np.ndarray) -> Non
 def test_a_new_run_begins_with_the_scale_of_torchs_scaler_and_grows_as_often() -> None:
     scaler = torch.amp.GradScaler("cpu")
     assert step_guard.LossScale(torch.device("cpu")).read() == (scaler.get_scale(), 0)
-    assert step_guard.GROWTH_STEPS == scaler.get_growth_interval()
+    assert scaler.get_growth_interval() == step_guard.GROWTH_STEPS
 
 
 @pytest.mark.parametrize("layout", quick(MOST, [BOTH_CUT]))
