@@ -140,7 +140,7 @@ def test_a_run_saves_before_its_time_limit_and_continues_in_another_job(life: Li
     # 20 to 80 s from now, within save_within_s: SLURM sends the signal when it next looks
     life.rig.call("scontrol", "update", f"jobid={job}", f"timelimit={(ran_s + 20) // 60 + 1}")
     life.now.wait_for_print("stopped and saved before its time limit or a preemption; going on from step")
-    wait_for(lambda: life.rig.squeue() and life.job() != job, lambda: life.now.printed)
+    wait_for(lambda: [line.split()[0] != job for line in life.rig.squeue()] == [True], lambda: life.now.printed)
     assert life.now.step() < STEPS, "it was done too early"
 
 

@@ -630,6 +630,15 @@ def test_a_task_that_cannot_be_launched_ends_the_job_instead_of_letting_the_othe
     assert "job 7 ended with LAUNCH_FAILED; going on from step 5 with another job\n" in printed
 
 
+def test_lines_of_submitit_stay_in_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = "INFO (2026-01-01 10:00:00,001) - Starting with JobEnvironment(job_id=7)"
+    (tmp_path / "log").write_text(
+        f"submitit {said}\nstep 1/10\nsubmitit WARNING (…) - Bypassing signal SIGCONT\nstep 2"
+    )
+    Tail(tmp_path / "log").read()
+    assert capsys.readouterr().out == "step 1/10\nstep 2"
+
+
 def test_a_failed_launch_is_forgotten_when_the_job_is_requeued(tmp_path: Path) -> None:
     begins = "submitit INFO - Starting with JobEnvironment(job_id=7)\n"
     failed = "srun: error: task 1 launch failed: Slurmd could not connect IO\n"

@@ -23,6 +23,8 @@ NOT_LAUNCHED = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 BEGINS = "Starting with JobEnvironment"  # printed by submitit each time SLURM starts the job
+OF_SUBMITIT = re.compile(r"^submitit (?:INFO|WARNING) .*\n", re.MULTILINE)
+"""Lines that stay in the log and are not shown: they say nothing that the launcher does not say."""
 _HINTS = {
     "PartitionTimeLimit": "{runtime} is more than the partition allows: lower it in the profile",
     "PartitionNodeLimit": "the partition has fewer nodes than {nodes}: lower nodes in the profile",
@@ -62,7 +64,7 @@ class Tail:
         self.position += len(new)
         text = new.decode(errors="replace")
         if self.echo:
-            sys.stdout.write(text)
+            sys.stdout.write(OF_SUBMITIT.sub("", text))
             sys.stdout.flush()
         for number, part in enumerate(text.split(BEGINS)):
             if number > 0:
