@@ -32,9 +32,9 @@ from cellmill.parallel.clip import clip_grad_norm
 from cellmill.parallel.fsdp import apply_fsdp
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel
-from cellmill.planner.cost import NETWORK_FRAC, Cost, cost
+from cellmill.planner.cost import NETWORK_FRAC, Cost, Hardware, cost
 from cellmill.planner.devices import Device, device_named
-from cellmill.planner.fit import Hardware, memory_needed
+from cellmill.planner.fit import memory_needed
 from cellmill.planner.size import measure as sizes_of
 from cellmill.planner.work import Cells
 from cellmill.train.optimizer import build_optimizer

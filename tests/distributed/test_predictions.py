@@ -14,7 +14,7 @@ import pytest
 
 from cellmill.cli import main
 from cellmill.config.load import stored_options
-from cellmill.data.counts_reader import open_counts
+from cellmill.data.inputs.formats import open_counts
 from cellmill.data.manifest import Manifest
 from cellmill.data.obs_numbers import read_numbers
 from cellmill.errors import UserError

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cellmill.config.evaluate import Evaluate
-from cellmill.data.counts_reader import open_counts
+from cellmill.data.inputs.formats import open_counts
 from cellmill.data.manifest import Manifest
 from cellmill.evaluate.embed import load_for_inference
 from cellmill.evaluate.task import Context, EvaluatedModel

@@ -28,7 +28,7 @@ import pandas as pd
 import scipy.io
 import scipy.sparse as sp
 
-from cellmill.data.counts_reader import open_counts
+from cellmill.data.inputs.formats import open_counts
 from cellmill.errors import UserError
 
 TIMEOUT_S = 100

@@ -24,7 +24,7 @@ from small_corpus import genes_named, random_counts, vocabulary_of, write_datase
 from cellmill.config.corpus import Shard
 from cellmill.config.run import Stream
 from cellmill.config.tokens import Tokens
-from cellmill.data.counts_reader import open_counts
+from cellmill.data.inputs.formats import open_counts
 from cellmill.data.manifest import Manifest, verify
 from cellmill.data.shard_file import open_shards
 from cellmill.data.shard_writer import write_shards

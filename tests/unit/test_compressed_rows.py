@@ -13,8 +13,8 @@ import scipy.sparse as sp
 from small_corpus import genes_named, random_counts, vocabulary_of
 
 from cellmill.config.corpus import Preprocess, Shard
-from cellmill.data.counts_reader import open_counts
 from cellmill.data.counts_writer import count_dtype, write_cells
+from cellmill.data.inputs.formats import open_counts
 from cellmill.data.preprocess import preprocess
 from cellmill.data.shard_writer import write_shards
 from cellmill.errors import DataError

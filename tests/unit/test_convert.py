@@ -18,7 +18,7 @@ from cellmill.config.corpus import Preprocess, Shard
 from cellmill.config.run import Stream
 from cellmill.config.tokens import SPECIAL, Tokens
 from cellmill.data.corpus import build_vocabulary
-from cellmill.data.counts_reader import open_counts
+from cellmill.data.inputs.formats import open_counts
 from cellmill.data.manifest import Manifest
 from cellmill.data.sequences import preprocess_sequences
 from cellmill.data.shard_writer import write_shards

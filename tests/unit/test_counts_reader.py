@@ -18,10 +18,11 @@ import pytest
 import scipy.sparse as sp
 
 from cellmill.data.count_matrix import counts_per_10k, row_sums, select_columns
-from cellmill.data.counts_reader import CountsReader, open_counts
+from cellmill.data.counts_reader import CountsReader
 from cellmill.data.counts_writer import count_dtype, write_cells
 from cellmill.data.declared_names import declared_names
 from cellmill.data.inputs import row_buckets, sparse
+from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.in_memory import open_memory
 from cellmill.errors import DataError
 

@@ -17,8 +17,8 @@ import cellmill
 from cellmill.config.options import EmbedOptions, PreprocessOptions
 from cellmill.config.tokens import ContinuousTokens, RankTokens, Tokens
 from cellmill.data.corpus import build_vocabulary
-from cellmill.data.counts_reader import open_counts
 from cellmill.data.gene_tables import gene_symbols
+from cellmill.data.inputs.formats import open_counts
 from cellmill.data.manifest import Manifest
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from cellmill import registry
 from cellmill.config.evaluate import TaskConfig
 from cellmill.config.options import EmbedOptions, EvaluateOptions
-from cellmill.data.counts_reader import open_counts
+from cellmill.data.inputs.formats import open_counts
 from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.task import Context, TaskResult

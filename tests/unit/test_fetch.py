@@ -19,9 +19,9 @@ import scipy.sparse as sp
 
 from cellmill.cli import main
 from cellmill.config.corpus import read_datasets
-from cellmill.data.counts_reader import open_counts
 from cellmill.data.dataset_file import local_input, origin_of
 from cellmill.data.fetch import fetch
+from cellmill.data.inputs.formats import open_counts
 from cellmill.errors import ConfigError, DataError
 from cellmill.runs import claim
 from tests.unit.test_inputs import h5ad, in_zarr, read

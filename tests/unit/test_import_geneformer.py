@@ -15,8 +15,8 @@ import scipy.sparse as sp
 import torch
 
 from cellmill.config.tokens import SPECIAL
-from cellmill.data.counts_reader import open_counts
 from cellmill.data.genes import match_columns
+from cellmill.data.inputs.formats import open_counts
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.embed import load_for_inference, tokens_of
 from cellmill.models.batch import TensorBatch

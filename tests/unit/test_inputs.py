@@ -27,9 +27,9 @@ import zarr
 
 from cellmill.cli import main
 from cellmill.data.count_matrix import select_columns
-from cellmill.data.counts_reader import open_counts
 from cellmill.data.genes import is_expression
 from cellmill.data.inputs import dense, mtx, row_buckets
+from cellmill.data.inputs.formats import open_counts
 from cellmill.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]

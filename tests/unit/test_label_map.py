@@ -15,9 +15,9 @@ import scipy.sparse as sp
 from cellmill.cli import main
 from cellmill.config import load_config
 from cellmill.config.corpus import ObsColumns
-from cellmill.data.counts_reader import open_counts
 from cellmill.data.dataset_check import check_datasets
 from cellmill.data.input_check import check_inputs
+from cellmill.data.inputs.formats import open_counts
 from cellmill.data.manifest import Manifest
 from cellmill.data.obs_columns import choose_obs
 from cellmill.errors import UserError

@@ -17,9 +17,10 @@ from cellmill.cli import main
 from cellmill.config import load_config
 from cellmill.config.corpus import Dataset, ObsColumns, Preprocess
 from cellmill.config.obs_filter import parse_filter
-from cellmill.data.counts_reader import CountsReader, open_counts
+from cellmill.data.counts_reader import CountsReader
 from cellmill.data.dataset_check import check_datasets
 from cellmill.data.declared_names import declared_names
+from cellmill.data.inputs.formats import open_counts
 from cellmill.data.obs_columns import choose_obs
 from cellmill.errors import DataError, UserError
 

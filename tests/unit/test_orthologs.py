@@ -17,9 +17,9 @@ from cellmill.config.options import PreprocessOptions
 from cellmill.config.run import Stream
 from cellmill.config.tokens import ContinuousTokens
 from cellmill.data.corpus import build_vocabulary
-from cellmill.data.counts_reader import open_counts
 from cellmill.data.gene_tables import gene_symbols, organism_of
 from cellmill.data.genes import match_columns
+from cellmill.data.inputs.formats import open_counts
 from cellmill.data.orthologs import orthologs
 from cellmill.data.shard_writer import write_shards
 from cellmill.data.stream import CellStream

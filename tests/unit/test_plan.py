@@ -17,7 +17,8 @@ from cellmill.data.manifest import Manifest
 from cellmill.data.stream import CellStream
 from cellmill.errors import ConfigError
 from cellmill.models.build import ModelSpec, build
-from cellmill.planner.fit import Hardware, amount, hardware_of, memory_needed
+from cellmill.planner.cost import Hardware, amount
+from cellmill.planner.fit import hardware_of, memory_needed
 from cellmill.planner.fit import remedy as remedy_of
 from cellmill.planner.size import measure
 from cellmill.planner.work import Cells, detected_genes

@@ -15,8 +15,8 @@ from small_corpus import vocabulary_of
 
 from cellmill.config.options import PreprocessOptions
 from cellmill.data.count_matrix import select_columns
-from cellmill.data.counts_reader import open_counts
 from cellmill.data.genes import match_columns
+from cellmill.data.inputs.formats import open_counts
 from cellmill.errors import DataError
 from cellmill.files import read_json, sha256_file
 from cellmill.stages import preprocess as stage

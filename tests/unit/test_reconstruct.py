@@ -15,7 +15,7 @@ import torch
 from cellmill.config.evaluate import Evaluate, ReconstructConfig
 from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.tokens import Tokens
-from cellmill.data.counts_reader import open_counts
+from cellmill.data.inputs.formats import open_counts
 from cellmill.data.manifest import Manifest
 from cellmill.errors import ConfigError
 from cellmill.evaluate import embed

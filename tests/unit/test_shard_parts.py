@@ -23,7 +23,7 @@ from cellmill.config.options import ShardOptions
 from cellmill.config.run import Stream
 from cellmill.config.tokens import Tokens
 from cellmill.data import shard_plan, shard_writer
-from cellmill.data.counts_reader import open_counts
+from cellmill.data.inputs.formats import open_counts
 from cellmill.data.level_table import MAX_LEVELS
 from cellmill.data.manifest import Manifest, verify
 from cellmill.data.open_files import OpenFiles

@@ -12,7 +12,7 @@ import pytest
 import scipy.sparse as sp
 
 from cellmill.cli import main
-from cellmill.data.counts_reader import open_counts
+from cellmill.data.inputs.formats import open_counts
 
 soma = pytest.importorskip("tiledbsoma", reason="the extra soma is not installed")
 pytestmark = pytest.mark.full

@@ -15,7 +15,7 @@ from small_corpus import write_corpus
 from cellmill.cli import main
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
-from cellmill.planner.fit import amount
+from cellmill.planner.cost import amount
 from cellmill.planner.layout_search import Suggestions, sections, suggest, table
 from cellmill.planner.work import Cells, detected_genes
 from cellmill.stages import plan

@@ -11,6 +11,8 @@ from cellmill.config.section import Section, error_line, explain
 from cellmill.config.table import check_name, read_rows
 from cellmill.errors import ConfigError
 
+SPLITS = ("train", "val", "test")
+
 FASTA = (".fasta", ".fa", ".faa")  # also with .gz
 ROLES = ("batch", "donor", "condition", "perturbation", "dose")
 """Columns of the table that name an obs column, which preprocessed cells have under the name of the role."""

@@ -14,9 +14,10 @@ import scipy.sparse as sp
 from cellmill.config.corpus import ORGANISM, VocabularyConfig
 from cellmill.config.tokens import SPECIAL
 from cellmill.data.count_matrix import TARGET_SUM, counts_per_10k
-from cellmill.data.counts_reader import open_counts, refuse_duplicates
+from cellmill.data.counts_reader import refuse_duplicates
 from cellmill.data.gene_selection import allowed_genes
 from cellmill.data.gene_tables import ORGANISMS
+from cellmill.data.inputs.formats import open_counts
 from cellmill.data.sequences import sequence_vocabulary
 from cellmill.data.variable_genes import (
     Moments,

@@ -15,7 +15,6 @@ import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.data.count_matrix import MAX_COUNT, sum_repeated
-from cellmill.data.inputs.formats import open_source
 from cellmill.data.inputs.source import CountSource
 from cellmill.data.rounded_counts import RoundedCounts
 from cellmill.errors import DataError, did_you_mean
@@ -164,24 +163,6 @@ def _digits(value: np.generic) -> str:
     """Text of a number, short unless it would look like a whole number that it is not."""
     short = f"{value:g}"
     return short if float(short) == value or not float(short).is_integer() else str(value)
-
-
-def open_counts(path: Path | str, counts: str = "X") -> CountsReader:
-    """Open the matrix `counts` (`X`, `raw` or the name of a layer; of 10x files a genome) of an input of any format.
-
-    Raises DataError when the input is missing, truncated or of no known format, lacks the matrix, has no cells or
-    genes, or has duplicate obs names.
-    """
-    path = Path(path)
-    source = open_source(path, counts)
-    try:
-        if 0 in source.matrix.shape:
-            raise DataError(f"{path}: empty: {len(source.obs)} cells x {len(source.var)} genes")
-        refuse_duplicates(path, "obs", source.obs.index, "call obs_names_make_unique() and write the file again")
-        return CountsReader(source)
-    except BaseException:
-        source.close()
-        raise
 
 
 def refuse_duplicates(path: Path, kind: str, names: pd.Index, remedy: str) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 from cellmill.config.corpus import is_fasta
 from cellmill.config.input_url import is_url, redacted
-from cellmill.data.counts_reader import CountsReader, open_counts
+from cellmill.data.counts_reader import CountsReader
 from cellmill.data.fasta import FastaReader
 from cellmill.data.fetch import RECORD, fetch, read_record
 from cellmill.data.h5_probe import check_walk
+from cellmill.data.inputs.formats import open_counts
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import sha256_file
 

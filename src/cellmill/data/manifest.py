@@ -12,8 +12,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from cellmill.config.corpus import SPLITS
 from cellmill.data.manifest_check import check_manifest
-from cellmill.data.split import SPLITS
 from cellmill.errors import DataError, did_you_mean
 from cellmill.files import digest, read_json, sha256_file, write_json
 from cellmill.registry import in_one_line

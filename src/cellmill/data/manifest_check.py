@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from cellmill.config.corpus import SPLITS
 from cellmill.config.section import error_line, explain
-from cellmill.data.split import SPLITS
 from cellmill.data.vocabulary import as_places
 
 Count = Annotated[int, Field(ge=0, lt=2**40)]

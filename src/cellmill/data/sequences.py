@@ -18,8 +18,9 @@ import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.corpus import NO_COLUMNS, ObsColumns, Preprocess
-from cellmill.data.counts_reader import CountsReader, open_counts
+from cellmill.data.counts_reader import CountsReader
 from cellmill.data.counts_writer import count_dtype, write_cells
+from cellmill.data.inputs.formats import open_counts
 from cellmill.data.obs_columns import choose_obs
 from cellmill.data.preprocess import QUANTILES, histogram
 from cellmill.data.vocabulary import Vocabulary

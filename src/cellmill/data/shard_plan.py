@@ -24,16 +24,18 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
+from cellmill.config.corpus import SPLITS
 from cellmill.config.corpus import Shard as ShardOptions
 from cellmill.data.count_matrix import select_columns
-from cellmill.data.counts_reader import CountsReader, open_counts
+from cellmill.data.counts_reader import CountsReader
 from cellmill.data.index_writer import write_levels, write_split_index
+from cellmill.data.inputs.formats import open_counts
 from cellmill.data.joint_obs import ColumnFacts, JointObs, ObsColumn, columns_of, facts_of
 from cellmill.data.manifest import IndexEntry
 from cellmill.data.obs_levels import DATASET
 from cellmill.data.shard_index import hash_order, open_array
 from cellmill.data.shuffle import SHARDS, permutation
-from cellmill.data.split import SPLITS, hash_cells, hash_genes, places, require_column, split_by_content, split_by_value
+from cellmill.data.split import hash_cells, hash_genes, places, require_column, split_by_content, split_by_value
 from cellmill.data.text_columns import text_values
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError

@@ -20,6 +20,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from cellmill.config.corpus import SPLITS
 from cellmill.config.corpus import Shard as ShardOptions
 from cellmill.data.compressed_rows import open_cells
 from cellmill.data.counts_writer import count_dtype, write_cells
@@ -29,7 +30,6 @@ from cellmill.data.manifest import Manifest, ShardEntry, SplitEntry
 from cellmill.data.open_files import OpenFiles
 from cellmill.data.shard_file import RowFile, offset_of, read_gene_ids
 from cellmill.data.shard_plan import BLOCK, ShardPlace, ShardPlan, make_plan, remove_plan, select_genes
-from cellmill.data.split import SPLITS
 from cellmill.data.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.files import atomic_path, read_json, remove_incomplete, sha256_file, write_json

@@ -11,8 +11,6 @@ import numpy as np
 
 from cellmill.errors import DataError, did_you_mean
 
-SPLITS = ("train", "val", "test")
-
 
 def splitmix64(values: np.ndarray) -> np.ndarray:
     """Bijective mix of uint64 (Steele, Lea and Flood 2014, finalizer of SplittableRandom)."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cellmill.errors import Stopped, UserError
-from cellmill.launch.queue import Queue
+from cellmill.launch.queue import Queue, pending_hint
 from cellmill.runs.claim import lives
 from cellmill.runs.job_states import GONE, UNKNOWN, UNLISTED, JobState
 from cellmill.runs.jobs import JobRecord
@@ -25,22 +25,6 @@ NOT_LAUNCHED = re.compile(
 BEGINS = "Starting with JobEnvironment"  # printed by submitit each time SLURM starts the job
 OF_SUBMITIT = re.compile(r"^submitit (?:INFO|WARNING) .*\n", re.MULTILINE)
 """Lines that stay in the log and are not shown: they say nothing that the launcher does not say."""
-_HINTS = {
-    "PartitionTimeLimit": "{runtime} is more than the partition allows: lower it in the profile",
-    "PartitionNodeLimit": "the partition has fewer nodes than {nodes}: lower nodes in the profile",
-    "QOSMaxWallDurationPerJobLimit": "{runtime} is more than the QOS allows: lower it in the profile",
-    "AssocMaxWallDurationPerJobLimit": "{runtime} is more than the account allows: lower it in the profile",
-    "JobHeldUser": "held: `scontrol release {job_id}` releases it",
-    "JobHeldAdmin": "held by an administrator, who must release it",
-    "job requeued in held state": "held: `scontrol release {job_id}` releases it",
-    "launch failed requeued held": "held after a failed start: `scontrol release {job_id}` tries again",
-    "JobHoldMaxRequeue": "held after too many requeues: `scontrol release {job_id}` tries again",
-    "BadConstraints": "no node satisfies it: change constraint, gpus_per_node or mem_mb in the profile",
-    "ReqNodeNotAvail": "its nodes are down or reserved",
-    "DependencyNeverSatisfied": "it will never start: cancel it",
-    "InvalidAccount": "slurm_account is not valid: change it in the profile",
-    "InvalidQOS": "qos is not valid: change it in the profile",
-}
 
 
 class Tail:
@@ -223,17 +207,6 @@ class JobFollower:
         request = {"runtime": f"runtime {self.record.runtime} min", "nodes": self.record.nodes}
         hint = pending_hint(state.reason, **request, job_id=self.job_id)
         return f"job {self.job_id}: {state.text}{f': {hint}' if hint else ''}"
-
-
-def pending_hint(reason: str, **request: str) -> str:
-    """Advice for a job that is pending for this reason; empty if it only has to wait.
-
-    Parameters
-    ----------
-    request
-        `runtime`, `nodes` and `job_id`, as they are named to the user.
-    """
-    return _HINTS.get(reason.split(",")[0].replace("_", " "), "").format(**request)
 
 
 def save_job(

@@ -13,6 +13,23 @@ from dataclasses import dataclass, field
 from cellmill.runs.job_states import ALIVE, ENDED, FOREIGN, GONE, UNKNOWN, UNLISTED, JobState
 from cellmill.runs.slurm_command import CommandError, ask, call
 
+_HINTS = {
+    "PartitionTimeLimit": "{runtime} is more than the partition allows: lower it in the profile",
+    "PartitionNodeLimit": "the partition has fewer nodes than {nodes}: lower nodes in the profile",
+    "QOSMaxWallDurationPerJobLimit": "{runtime} is more than the QOS allows: lower it in the profile",
+    "AssocMaxWallDurationPerJobLimit": "{runtime} is more than the account allows: lower it in the profile",
+    "JobHeldUser": "held: `scontrol release {job_id}` releases it",
+    "JobHeldAdmin": "held by an administrator, who must release it",
+    "job requeued in held state": "held: `scontrol release {job_id}` releases it",
+    "launch failed requeued held": "held after a failed start: `scontrol release {job_id}` tries again",
+    "JobHoldMaxRequeue": "held after too many requeues: `scontrol release {job_id}` tries again",
+    "BadConstraints": "no node satisfies it: change constraint, gpus_per_node or mem_mb in the profile",
+    "ReqNodeNotAvail": "its nodes are down or reserved",
+    "DependencyNeverSatisfied": "it will never start: cancel it",
+    "InvalidAccount": "slurm_account is not valid: change it in the profile",
+    "InvalidQOS": "qos is not valid: change it in the profile",
+}
+
 _LINE = re.compile(r"(\d+)\|([A-Z_]+)\|([^|]*)\|([^|]*)\|(.*)")
 
 
@@ -102,3 +119,14 @@ def parse(answer: str) -> list[QueuedJob]:
         elif not re.match(r"\d+[_+]", text.strip()):  # array task or component of a heterogeneous job: not ours
             raise CommandError(f"squeue answered {text.strip()[:80]!r}")
     return jobs
+
+
+def pending_hint(reason: str, **request: str) -> str:
+    """Advice for a job that is pending for this reason; empty if it only has to wait.
+
+    Parameters
+    ----------
+    request
+        `runtime`, `nodes` and `job_id`, as they are named to the user.
+    """
+    return _HINTS.get(reason.split(",")[0].replace("_", " "), "").format(**request)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cellmill.launch.follow import pending_hint
+from cellmill.launch.queue import pending_hint
 from cellmill.runs.job_states import JobState
 from cellmill.runs.slurm_command import CommandError, ask
 

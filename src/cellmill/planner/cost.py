@@ -9,17 +9,56 @@ end.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cellmill.config.options import PlanOptions
+from cellmill.config.parallel import Layout, Parallel, layout
 from cellmill.models.batch import PAD_CELL
 from cellmill.models.build import ModelSpec
 from cellmill.planner.communication import Traffic, peak_traffic
 from cellmill.planner.devices import Device
-from cellmill.planner.fit import Hardware
 from cellmill.planner.memory import Memory
 from cellmill.planner.planned_model import PlannedModel, idle_frac
 from cellmill.planner.size import ModelSize, measure
 from cellmill.planner.work import Cells, Work, measure_work
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Processes of a run and their devices."""
+
+    nodes: int
+    nproc_per_node: int
+    device: str
+    device_bytes: int  # memory of one process
+    usable_bytes: int  # `plan.memory_frac` of it
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.nproc_per_node
+
+    def layout(self, parallel: Parallel) -> Layout:
+        """Return the mesh sizes. Raises ConfigError if the processes do not fit the layout."""
+        return layout(parallel, self.world, self.nproc_per_node)
+
+
+def amount(n_bytes: float) -> str:
+    """Format a number of bytes in the largest unit that gives at least 1."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n_bytes >= factor:
+            return f"{n_bytes / factor:.3g} {unit}"
+    return f"{n_bytes:.0f} bytes"
+
+
+def layout_words(sizes: dict[str, Any]) -> str:
+    """Return a short description of a layout."""
+    kind = "ddp" if sizes["strategy"] == "ddp" else sizes["sharding_strategy"]
+    tensor = "" if sizes["tp"] == 1 else f" x tp {sizes['tp']}"
+    pipeline = "" if sizes["pp"] == 1 else f" x pp {sizes['pp']} {sizes['schedule']}"
+    return f"{kind} ({sizes['dp_replicate']} replicas of {sizes['dp_shard']} shards{tensor}{pipeline})"
+
 
 NETWORK_FRAC = 0.8  # NCCL's own tests reach some 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
 CALL_S = 14e-6

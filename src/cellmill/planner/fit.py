@@ -4,43 +4,24 @@ import math
 import os
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
-from cellmill.config.parallel import Layout, Parallel, divisors, layout
+from cellmill.config.parallel import Parallel, divisors
 from cellmill.errors import ConfigError
+from cellmill.planner.cost import GB, Hardware, amount
 from cellmill.planner.devices import device_named
 from cellmill.planner.memory import Memory, peak_memory
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.work import Cells, measure_work
 
-GB = 1e9
 FREE_HALVINGS = 2  # of a micro-batch, which cost less than recomputing a forward pass
 MAX_TOKENS = 1 << 24
 
 Change = tuple[list[str], PlanOptions, "Hardware"]  # instructions for the user, and the options and hardware after them
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """Processes of a run and their devices."""
-
-    nodes: int
-    nproc_per_node: int
-    device: str
-    device_bytes: int  # memory of one process
-    usable_bytes: int  # `plan.memory_frac` of it
-
-    @property
-    def world(self) -> int:
-        return self.nodes * self.nproc_per_node
-
-    def layout(self, parallel: Parallel) -> Layout:
-        """Return the mesh sizes. Raises ConfigError if the processes do not fit the layout."""
-        return layout(parallel, self.world, self.nproc_per_node)
 
 
 def hardware_of(options: PlanOptions, machine: Machine, device: str) -> Hardware:
@@ -162,11 +143,3 @@ def _offloads(options: PlanOptions, hardware: Hardware) -> list[str]:
 def _with(options: PlanOptions, **changes: Any) -> PlanOptions:
     parallel = Parallel.model_validate(options.parallel.model_dump() | changes)
     return options.model_copy(update={"parallel": parallel})
-
-
-def amount(n_bytes: float) -> str:
-    """Format a number of bytes in the largest unit that gives at least 1."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n_bytes >= factor:
-            return f"{n_bytes / factor:.3g} {unit}"
-    return f"{n_bytes:.0f} bytes"

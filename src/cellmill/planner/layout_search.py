@@ -20,10 +20,9 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Parallel, divisors
 from cellmill.errors import ConfigError
 from cellmill.planner.communication import link_bytes
-from cellmill.planner.cost import Cost, cost
+from cellmill.planner.cost import Cost, Hardware, amount, cost, layout_words
 from cellmill.planner.devices import check_precision, device_named
-from cellmill.planner.fit import Hardware, amount, hardware_of, memory_needed
-from cellmill.planner.table import layout_words
+from cellmill.planner.fit import hardware_of, memory_needed
 from cellmill.planner.work import Cells
 
 SHOWN = 10

@@ -15,7 +15,8 @@ from cellmill.config.options import PlanOptions, TrainOptions
 from cellmill.data.cell_tokens import token_numbers
 from cellmill.data.manifest import Manifest
 from cellmill.files import read_json
-from cellmill.planner.fit import Hardware, amount, memory_needed, remedy
+from cellmill.planner.cost import Hardware, amount
+from cellmill.planner.fit import memory_needed, remedy
 from cellmill.planner.work import Cells, detected_genes
 
 TIMEOUT_S = 120

@@ -7,9 +7,8 @@ from typing import Any
 from cellmill.config.options import PlanOptions
 from cellmill.config.run import Train
 from cellmill.planner.communication import link_bytes
-from cellmill.planner.cost import Cost
+from cellmill.planner.cost import GB, Cost, Hardware, amount, layout_words
 from cellmill.planner.devices import assumption, device_named
-from cellmill.planner.fit import GB, Hardware, amount
 from cellmill.planner.memory import host_bytes, staging_bytes
 from cellmill.planner.planned_model import idle_frac
 from cellmill.planner.work import Cells
@@ -146,11 +145,3 @@ def _assumed(plan: dict[str, Any]) -> str:
     memory_gb = device_named(plan["device"]).memory_gb
     is_its_own = memory_gb is not None and plan["memory"]["device_bytes"] == round(memory_gb * GB)
     return assumption(plan["device"]) if is_its_own else ""
-
-
-def layout_words(sizes: dict[str, Any]) -> str:
-    """Return a short description of a layout."""
-    kind = "ddp" if sizes["strategy"] == "ddp" else sizes["sharding_strategy"]
-    tensor = "" if sizes["tp"] == 1 else f" x tp {sizes['tp']}"
-    pipeline = "" if sizes["pp"] == 1 else f" x pp {sizes['pp']} {sizes['schedule']}"
-    return f"{kind} ({sizes['dp_replicate']} replicas of {sizes['dp_shard']} shards{tensor}{pipeline})"
