@@ -43,21 +43,19 @@ from torch.distributed.tensor import DTensor
 from train_step import GENES, commit, machine, synchronize
 
 from cellmill.config.parallel import Parallel
+from cellmill.config.parts.families import EncoderConfig
+from cellmill.config.parts.objectives import MaskedGeneConfig
+from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Train
-from cellmill.config.tokens import ContinuousTokens
-from cellmill.data.tokens import Batch
+from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import ModelSpec, build
-from cellmill.models.encoder.config import EncoderConfig
 from cellmill.models.family import Model
-from cellmill.models.objectives.config import MaskedGeneConfig
 from cellmill.parallel.apply import parallelize
-from cellmill.parallel.clip import clip_grad_norm
 from cellmill.parallel.mesh import build_mesh
-from cellmill.parallel.step import ParallelModel
+from cellmill.parallel.step import ParallelModel, clip_grad_norm
 from cellmill.runs.folder import TrainFolder
-from cellmill.train.checkpoint import CheckpointReader, Checkpoints, tensors_of
-from cellmill.train.checkpoint_index import INDEX, write_index
+from cellmill.train.checkpoint import INDEX, CheckpointReader, Checkpoints, tensors_of, write_index
 from cellmill.train.optimizer import build_optimizer
 
 LENGTH = 512

@@ -29,7 +29,7 @@ from sklearn.decomposition import PCA
 from sklearn.metrics import f1_score
 from workflow_runs import snakemake
 
-from cellmill.evaluate.classifiers import classifiers, fit
+from cellmill.evaluate.features import classifiers, fit
 
 TEST_FRAC = 0.3
 FULL = {"method": "full", "trunk_lr_frac": 0.1, "layer_decay": 0.8}

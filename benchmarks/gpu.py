@@ -32,22 +32,20 @@ import torch.distributed as dist
 from train_step import commit, synchronize
 
 from cellmill.config.parallel import Layout, Parallel
+from cellmill.config.parts.families import EncoderConfig
+from cellmill.config.parts.objectives import MaskedGeneConfig
+from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Train
-from cellmill.config.tokens import ContinuousTokens
-from cellmill.data.tokens import Batch
+from cellmill.data.stream.batch import Batch
 from cellmill.models.attention import attention, attention_padded
 from cellmill.models.batch import TensorBatch, on_device, to_tensors
 from cellmill.models.build import ModelSpec, build
-from cellmill.models.encoder.config import EncoderConfig
-from cellmill.models.objectives.config import MaskedGeneConfig
-from cellmill.parallel import compile_blocks as compile_module
-from cellmill.parallel.clip import clip_grad_norm
-from cellmill.parallel.compile_blocks import compile_blocks
+from cellmill.parallel import apply as compile_module
+from cellmill.parallel.apply import compile_blocks
 from cellmill.parallel.mesh import build_mesh
-from cellmill.parallel.step import ParallelModel
-from cellmill.planner.devices import peak_flops
-from cellmill.planner.memory import peak_memory
-from cellmill.planner.planned_model import PlannedModel
+from cellmill.parallel.step import ParallelModel, clip_grad_norm
+from cellmill.planner.cost import peak_flops
+from cellmill.planner.memory import PlannedModel, peak_memory
 from cellmill.planner.size import measure as sizes_of
 from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import Checkpoints

@@ -30,13 +30,13 @@ from loader_floor import c_loop
 from loader_peers import CONTINUOUS, PEERS, RANK, RAW, Epochs
 from origin import commit, machine
 
+from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream as StreamOptions
-from cellmill.config.tokens import Tokens
-from cellmill.data.manifest import Manifest
-from cellmill.data.prefetch import Prefetch
-from cellmill.data.shard_file import open_shards
-from cellmill.data.shuffle import EpochLayout
-from cellmill.data.stream import CellStream
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.shards.reader import open_shards
+from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.order import EpochLayout
+from cellmill.data.stream.prefetch import Prefetch
 
 WORLD = 4  # ranks among which cells are counted
 BINNED = "binned tokens"

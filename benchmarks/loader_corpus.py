@@ -10,9 +10,9 @@ import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.corpus import Shard
-from cellmill.data.counts_writer import write_cells
-from cellmill.data.shard_writer import write_shards
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.inputs.h5 import write_cells
+from cellmill.data.shards.writer import write_shards
 
 GENES, MEAN_NONZEROS, SD_NONZEROS = 20_000, 2_040, 400
 BLOCK_CELLS, WINDOW_BLOCKS = 64, 128

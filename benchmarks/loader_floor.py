@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from loader_corpus import BLOCK_CELLS, WINDOW_BLOCKS, Corpus
 
-from cellmill.data.manifest import Manifest
-from cellmill.data.shard_file import open_shards
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.shards.reader import open_shards
 
 SOURCE = """
 #include <stdint.h>

@@ -15,8 +15,7 @@ import numpy as np
 import scipy.sparse as sp
 from loader_corpus import BLOCK_CELLS, MAX_TOKENS, WINDOW_BLOCKS, Corpus, shuffled_cells
 
-from cellmill.data.count_matrix import counts_per_10k
-from cellmill.data.gene_ranking import inverse_medians, rank_order_rows
+from cellmill.data.arrays import counts_per_10k, inverse_medians, rank_order_rows
 
 Epochs = Iterator[Iterator[int]]
 RAW, RANK, CONTINUOUS = "genes and counts", "rank tokens", "continuous tokens"

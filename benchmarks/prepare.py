@@ -26,8 +26,8 @@ from origin import commit, machine
 from raw_counts import GENES, used, write_raw
 
 from cellmill.config.options import PreprocessOptions, ShardOptions, VocabularyOptions
-from cellmill.data.gene_tables import gene_symbols
-from cellmill.stages import preprocess, shard, vocabulary
+from cellmill.data.genes.tables import gene_symbols
+from cellmill.stages import data
 
 Work = Callable[[], Any]
 
@@ -93,7 +93,7 @@ def cellmill(raw: Path, out: Path) -> Work:
     """Quality control, gene names, cells written."""
     options = PreprocessOptions.model_validate({"preprocess": {}})
     files = {"out": out / "cells.h5ad", "report": out / "qc.json"}
-    return lambda: preprocess.run(options=options, input=raw, counts="X", dataset="raw", **files)
+    return lambda: data.preprocess(options=options, input=raw, counts="X", dataset="raw", **files)
 
 
 def cellmill_shards(raw: Path, out: Path) -> Work:
@@ -102,9 +102,9 @@ def cellmill_shards(raw: Path, out: Path) -> Work:
     def work() -> None:
         cellmill(raw, out)()
         cells, words = [out / "cells.h5ad"], out / "vocabulary.tsv"
-        vocabulary.run(options=VocabularyOptions.model_validate({"vocabulary": {}}), cells=cells, out=words)
+        data.vocabulary(options=VocabularyOptions.model_validate({"vocabulary": {}}), cells=cells, out=words)
         options = ShardOptions.model_validate({"shard": {}})
-        shard.run(options=options, cells=cells, vocabulary=words, out=out / "manifest.json")
+        data.shard(options=options, cells=cells, vocabulary=words, out=out / "manifest.json")
 
     return work
 

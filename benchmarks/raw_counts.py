@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from anndata.io import write_elem
 
-from cellmill.data.gene_tables import gene_symbols
+from cellmill.data.genes.tables import gene_symbols
 
 GENES = 20_000
 BLOCK = 1_024  # cells drawn at a time

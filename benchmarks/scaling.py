@@ -25,16 +25,14 @@ from torch.distributed.tensor import DTensor
 from train_step import GENES, commit, machine
 
 from cellmill.config.options import PlanOptions
-from cellmill.data.tokens import Batch
+from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
-from cellmill.parallel.clip import clip_grad_norm
-from cellmill.parallel.fsdp import apply_fsdp
+from cellmill.parallel.apply import apply_fsdp
 from cellmill.parallel.mesh import build_mesh
-from cellmill.parallel.step import ParallelModel
-from cellmill.planner.cost import NETWORK_FRAC, Cost, Hardware, cost
-from cellmill.planner.devices import Device, device_named
-from cellmill.planner.fit import memory_needed
+from cellmill.parallel.step import ParallelModel, clip_grad_norm
+from cellmill.planner.cost import NETWORK_FRAC, Cost, Device, Hardware, cost, device_named
+from cellmill.planner.search import memory_needed
 from cellmill.planner.size import measure as sizes_of
 from cellmill.planner.work import Cells
 from cellmill.train.optimizer import build_optimizer

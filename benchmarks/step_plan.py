@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from train_step import commit, machine
 
-from cellmill.data.prefetch import Prefetch
-from cellmill.data.shuffle import EpochLayout
-from cellmill.data.stream import of_ranks
-from cellmill.data.tokens import most_micro_batches
+from cellmill.data.stream.batch import most_micro_batches
+from cellmill.data.stream.cell_stream import of_ranks
+from cellmill.data.stream.order import EpochLayout
+from cellmill.data.stream.prefetch import Prefetch
 
 BLOCK_CELLS, WINDOW_BLOCKS = 64, 128
 MAX_TOKENS, MEAN_GENES = 2_048, 2_000

@@ -33,17 +33,16 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from cellmill.config.parallel import Parallel
+from cellmill.config.parts.families import EncoderConfig
+from cellmill.config.parts.objectives import MaskedGeneConfig
+from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Train
-from cellmill.config.tokens import ContinuousTokens
-from cellmill.data.tokens import Batch
+from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import TensorBatch, on_device, to_tensors
 from cellmill.models.build import ModelSpec, build
-from cellmill.models.encoder.config import EncoderConfig
-from cellmill.models.objectives.config import MaskedGeneConfig
-from cellmill.models.objectives.masking import mask
-from cellmill.parallel.clip import clip_grad_norm
+from cellmill.models.objectives.masked import mask
 from cellmill.parallel.mesh import build_mesh
-from cellmill.parallel.step import ParallelModel
+from cellmill.parallel.step import ParallelModel, clip_grad_norm
 from cellmill.train.optimizer import build_optimizer
 
 try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cellmill.config.family import WEIGHTS_FORMAT, FamilyConfig
-from cellmill.config.objective import ObjectiveConfig
-from cellmill.config.tokens import Tokens
+from cellmill.config.parts.family import WEIGHTS_FORMAT, FamilyConfig
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.tokens import Tokens
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 

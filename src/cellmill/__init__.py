@@ -21,4 +21,4 @@ def load(path: Path | str) -> Any:
     """
     if isinstance(path, str) and path.startswith("hf://"):
         path = importlib.import_module("cellmill.models.hub").cached(path)
-    return importlib.import_module("cellmill.evaluate.loaded_model").LoadedModel(Path(path))
+    return importlib.import_module("cellmill.evaluate.predict").LoadedModel(Path(path))

@@ -20,10 +20,24 @@ from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 from cellmill.files import read_json, special_kind
 
-RUN_COMMANDS = ("status", "watch", "attach", "cancel", "logs", "follow")
-FILE_COMMANDS = ("import", "convert", "archive", "unarchive", "plan_corpus", "push", "export", "translate")
-COMMANDS = ("profiles", "preflight", *FILE_COMMANDS, *RUN_COMMANDS)  # others are stages
-MODULES = {"import": "import_model"}  # where the command's name is a keyword of Python
+MODULES = {
+    "stages.data": ("fetch", "demo", "simulate", "preprocess", "vocabulary", "divide", "shard_part", "shard"),
+    "stages.plan": ("plan",),
+    "stages.train": ("train",),
+    "stages.export": ("pull", "consolidate"),
+    "stages.cells": ("embed", "embed_external", "predict", "generate"),
+    "stages.evaluate": ("evaluate", "predict_changes"),
+    "stages.report": ("report", "sweep"),
+    "commands.status": ("status", "watch"),
+    "commands.run": ("attach", "cancel", "logs", "follow"),
+    "commands.preflight": ("preflight",),
+    "commands.profiles": ("profiles_install", "profiles_new"),
+    "commands.corpora": ("convert", "archive", "unarchive", "plan_corpus"),
+    "commands.exchange": ("import_model", "export_onnx", "export_transformers", "push"),
+    "commands.translate": ("translate",),
+}
+"""Functions that run sub-commands, by module; one is called like its sub-command."""
+MODULE_OF = {name: module for module, names in MODULES.items() for name in names}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,10 +59,9 @@ def main(argv: list[str] | None = None) -> int:
             if stage == "plan":  # which takes a range of nodes, as launcher slurm does
                 given["launcher"] = "slurm"
             arguments["machine"] = check_options(Machine, given, "the machine (profile, set-resources)")
-        room = "commands" if stage in COMMANDS else "stages"
         kind = {"profiles": "what", "export": "format"}.get(stage)
-        module = f"{stage}_{arguments.pop(kind)}" if kind else MODULES.get(stage, stage)
-        importlib.import_module(f"cellmill.{room}.{module}").run(**arguments)
+        name = f"{stage}_{arguments.pop(kind)}" if kind else "import_model" if stage == "import" else stage
+        getattr(importlib.import_module(f"cellmill.{MODULE_OF[name]}"), name)(**arguments)
     except UserError as error:
         print(f"cellmill {stage}: {error}", file=sys.stderr)
         return error.exit_code

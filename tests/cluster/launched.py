@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from cellmill.runs.metrics import read_lines
+from cellmill.runs.progress import read_lines
 from tests.cluster.rig import Rig
 from tests.distributed.conftest import options
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from cellmill.runs.metrics import read_lines
+from cellmill.runs.progress import read_lines
 from tests.cluster.launched import (
     Launched,
     need_killable_nodes,

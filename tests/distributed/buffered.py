@@ -7,13 +7,13 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from cellmill import registry
-from cellmill.config.tokens import Tokens
-from cellmill.models.encoder.config import EncoderConfig
-from cellmill.models.encoder.model import EncoderModel
+from cellmill.config import plugin
+from cellmill.config.parts.families import EncoderConfig
+from cellmill.config.parts.tokens import Tokens
+from cellmill.models.families.encoder import EncoderModel
 from cellmill.models.initial import Fill, normal
 from cellmill.models.objective import Objective
-from cellmill.models.objectives.masking import MaskedBatch
+from cellmill.models.objectives.masked import MaskedBatch
 from cellmill.parallel.materialize import named_tensors
 from cellmill.train.checkpoint import CheckpointReader
 from tests.distributed import cases
@@ -23,7 +23,7 @@ PERIOD = 7
 
 def register() -> None:
     """Make the family known in this process."""
-    registry.BUILT_IN["family"]["buffered"] = "tests.distributed.buffered:BufferedConfig"
+    plugin.BUILT_IN["family"]["buffered"] = "tests.distributed.buffered:BufferedConfig"
 
 
 class BufferedConfig(EncoderConfig):

@@ -18,35 +18,30 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from cellmill.cli import main
-from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Parallel
-from cellmill.data.manifest import Manifest
-from cellmill.data.stream import CellStream
-from cellmill.data.tokens import Batch
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.family import WEIGHTS_FORMAT
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.stream.batch import Batch
+from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import UserError
-from cellmill.finetune.group_rates import group_rates
-from cellmill.finetune.method import load_method
+from cellmill.finetune.method import group_rates, load_method
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import load_model
-from cellmill.parallel import chunked_loss, compile_blocks, cross_entropy
-from cellmill.parallel.gather_json import gather_json
+from cellmill.parallel import apply, chunked_loss, likelihoods
 from cellmill.parallel.materialize import named_tensors, plain_name
-from cellmill.parallel.mesh import build_mesh
+from cellmill.parallel.mesh import build_mesh, gather_json
 from cellmill.parallel.torch_private import set_group_timeouts
 from cellmill.parallel.vocab_parallel import embed_tokens
 from cellmill.planner.size import ModelSize, PartSize
 from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import Checkpoints
-from cellmill.train.loop import Trainer
-from cellmill.train.optimizer import build_optimizer
-from cellmill.train.stop import StopFlag
+from cellmill.train.loop import StopFlag, Trainer
+from cellmill.train.optimizer import Unfreezing, WeightAverage, build_optimizer
 from cellmill.train.telemetry import Meter
-from cellmill.train.training_progress import Progress
-from cellmill.train.unfreezing import Unfreezing
-from cellmill.train.weight_average import WeightAverage
+from cellmill.train.validation import Progress
 from cellmill.train.worker import batch_column, build_model, build_step_model, build_streams, open_profile
 
 DEVICE = torch.device("cpu")
@@ -195,11 +190,11 @@ def curve_compiled(
     """As `curve`, compiled by `backend`; and the number of compiled graphs."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    kept, compile_blocks.BACKEND = compile_blocks.BACKEND, backend
+    kept, apply.BACKEND = apply.BACKEND, backend
     try:
         found = curve(corpus, options, folder, steps)
     finally:
-        compile_blocks.BACKEND = kept
+        apply.BACKEND = kept
     return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
@@ -243,7 +238,7 @@ def cut_vocabulary(arrays: list[Any]) -> list[Any]:
         tensor.requires_grad_()
     chunked_loss.ELEMENTS["cpu"] = 2 * rows  # two or three targets at once
     try:
-        loss = cross_entropy.token_loss(states + embed_tokens(tokens, cut)[:7], cut, bias, answers)
+        loss = likelihoods.token_loss(states + embed_tokens(tokens, cut)[:7], cut, bias, answers)
     finally:
         chunked_loss.ELEMENTS["cpu"] = kept
     gradients = torch.autograd.grad(2 * loss, (cut, bias, states))

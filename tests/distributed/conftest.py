@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from cellmill.cli import main
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.data.genes.vocabulary import Vocabulary
 from tests.distributed.pool import Pool
 from tests.models import split
 

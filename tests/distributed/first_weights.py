@@ -14,11 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.config.options import TrainOptions
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.family import WEIGHTS_FORMAT
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.files import write_json
-from cellmill.models import initial, weights_file
+from cellmill.models import export as weights_file
+from cellmill.models import initial
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors, write_tensors
 from cellmill.parallel.materialize import named_tensors

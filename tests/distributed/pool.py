@@ -25,10 +25,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 IMPORTED = [
     "anndata",
     "tests.distributed.conformance",
-    "cellmill.data.tokenizers.continuous",
-    "cellmill.models.encoder.model",
+    "cellmill.data.stream.tokenizers",
+    "cellmill.models.families.encoder",
     "cellmill.models.objectives.cell_decoding",
-    "cellmill.models.objectives.masked_value",
+    "cellmill.models.objectives.masked",
 ]
 """Modules of the process that the pool is forked from; imported in each of the four, they took most of the time."""
 FORGET_THREADS = 120  # torch's caches are emptied above it

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from cellmill.config.options import TrainOptions
-from cellmill.planner.memory import memory_of
-from cellmill.planner.planned_model import PlannedModel
+from cellmill.planner.memory import PlannedModel, memory_of
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
 from tests.tiers import quick

@@ -10,7 +10,7 @@ import pytest
 
 from cellmill.cli import main
 from cellmill.runs.folder import TrainFolder
-from cellmill.runs.metrics import read_lines
+from cellmill.runs.progress import read_lines
 from tests.distributed.conftest import options
 
 BRANCH = 5

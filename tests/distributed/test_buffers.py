@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cellmill import registry
+from cellmill.config import plugin
 from tests.distributed import buffered, cases
 from tests.distributed.conformance import BOTH_CUT, LAYOUTS
 from tests.distributed.conftest import options
@@ -33,7 +33,7 @@ PERSISTENT = {"order", *(f"blocks.{index}.scale" for index in range(4))}
 def registered() -> Iterator[None]:
     buffered.register()
     yield
-    del registry.BUILT_IN["family"]["buffered"]
+    del plugin.BUILT_IN["family"]["buffered"]
 
 
 def run(parallel: dict[str, Any], **train: Any) -> dict[str, Any]:

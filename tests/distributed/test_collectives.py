@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from cellmill.config.options import TrainOptions
-from cellmill.planner.communication import traffic_of
-from cellmill.planner.planned_model import PlannedModel
+from cellmill.planner.memory import PlannedModel, traffic_of
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
 from tests.tiers import quick

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from cellmill.cli import main
-from cellmill.runs.metrics import read_lines
+from cellmill.runs.progress import read_lines
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 STOPPED_AT = {"run_of_0.1.0": 3, "profile_run_of_92da339": 14}

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from cellmill.config.options import TrainOptions
-from cellmill.planner.out_of_memory import advice, is_out_of_memory
+from cellmill.planner.search import advice, is_out_of_memory
 from cellmill.train.failure import error_line, leave_reason
 from tests.distributed.conftest import options
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from cellmill.runs.metrics import read_lines
+from cellmill.runs.progress import read_lines
 from tests.distributed.conftest import options
 
 PACKAGE = """
 import json
 from typing import ClassVar, Literal
 
-from cellmill.config.track import TrackerConfig
+from cellmill.config.parts.trackers import TrackerConfig
 
 
 class Options(TrackerConfig):

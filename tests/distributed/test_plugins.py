@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from cellmill.runs.metrics import read_lines
+from cellmill.runs.progress import read_lines
 
 pytestmark = pytest.mark.full
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -15,11 +15,11 @@ import pytest
 from cellmill.cli import main
 from cellmill.config.load import stored_options
 from cellmill.data.inputs.formats import open_counts
-from cellmill.data.manifest import Manifest
-from cellmill.data.obs_numbers import read_numbers
+from cellmill.data.shards.index import read_numbers
+from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import UserError
 from cellmill.evaluate.embed import embed_cells, load_for_inference
-from cellmill.planner.train_inputs import with_counts
+from cellmill.planner.inputs import with_counts
 from tests.distributed import cases, conformance
 from tests.distributed.conftest import options
 

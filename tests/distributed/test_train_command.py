@@ -21,7 +21,7 @@ import torch
 
 from cellmill.cli import main
 from cellmill.files import sha256_file
-from cellmill.runs.metrics import read_lines
+from cellmill.runs.progress import read_lines
 from tests.distributed.conftest import options
 
 STEPS = 20

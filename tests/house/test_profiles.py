@@ -14,8 +14,8 @@ import yaml
 
 from cellmill.config import check_options
 from cellmill.config.machine import Machine
+from cellmill.preflight.checks import DECLARED
 from cellmill.preflight.shipped_profiles import shipped
-from cellmill.preflight.stage_checks import DECLARED
 from tests.house.rules import directive, rules
 
 ROOT = Path(__file__).resolve().parents[2]

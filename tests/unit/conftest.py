@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-from cellmill.stages import simulate
+from cellmill.stages import data as simulate
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -20,7 +20,7 @@ SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """600 simulated cells x 400 genes of 4 types, 2 batches and 3 perturbations, as raw counts under Ensembl ids."""
     path = tmp_path_factory.mktemp("simulated") / "simulated.h5ad"
-    simulate.run(out=path, cells=600, genes=400, types=4, batches=2, perturbations=3, seed=1)
+    simulate.simulate(out=path, cells=600, genes=400, types=4, batches=2, perturbations=3, seed=1)
     return path
 
 

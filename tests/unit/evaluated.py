@@ -9,7 +9,7 @@ import numpy as np
 
 from cellmill.config.evaluate import Evaluate
 from cellmill.data.inputs.formats import open_counts
-from cellmill.data.manifest import Manifest
+from cellmill.data.shards.manifest import Manifest
 from cellmill.evaluate.embed import load_for_inference
 from cellmill.evaluate.task import Context, EvaluatedModel
 from tests.unit.exported import export_model, make_corpus

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.config.options import PreprocessOptions, ShardOptions, VocabularyOptions
-from cellmill.config.tokens import Tokens
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.family import WEIGHTS_FORMAT
+from cellmill.config.parts.tokens import Tokens
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.files import sha256_file, write_json
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, write_tensors
-from cellmill.stages import preprocess, shard, vocabulary
+from cellmill.stages import data
 from tests.models import spec
 
 SMALL = {"family": "encoder", "hidden": 16, "layers": 2, "heads": 2}
@@ -22,12 +22,12 @@ def make_corpus(folder: Path, raw: Path, **split: Any) -> dict[str, Path]:
     """Paths of `cells`, `vocabulary` and `manifest` of a corpus of one raw dataset."""
     cells, genes, manifest = folder / "cells" / raw.name, folder / "vocabulary.tsv", folder / "shards" / "manifest.json"
     keep_all = PreprocessOptions.model_validate({"preprocess": {"min_genes": 0, "max_mito_frac": 1}})
-    preprocess.run(
+    data.preprocess(
         options=keep_all, input=raw, counts="X", dataset=raw.stem, out=cells, report=cells.with_suffix(".json")
     )
-    vocabulary.run(options=VocabularyOptions.model_validate({"vocabulary": {}}), cells=[cells], out=genes)
+    data.vocabulary(options=VocabularyOptions.model_validate({"vocabulary": {}}), cells=[cells], out=genes)
     options = ShardOptions.model_validate({"shard": {"test_frac": 0.4} | split})
-    shard.run(options=options, cells=[cells], vocabulary=genes, out=manifest)
+    data.shard(options=options, cells=[cells], vocabulary=genes, out=manifest)
     return {"cells": cells, "vocabulary": genes, "manifest": manifest}
 
 

@@ -9,10 +9,10 @@ import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.corpus import Shard
-from cellmill.data.counts_writer import count_dtype, write_cells
-from cellmill.data.manifest import Manifest
-from cellmill.data.shard_writer import write_shards
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.inputs.h5 import count_dtype, write_cells
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.shards.writer import write_shards
 
 
 def random_counts(n_obs: int, n_vars: int, seed: int = 0, largest: int = 30) -> sp.csr_matrix:

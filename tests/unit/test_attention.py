@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cellmill.models import cpu_attention
+from cellmill.models import attention as cpu_attention
 from cellmill.models.attention import attention, attention_padded
 
 LENGTHS = {

@@ -12,18 +12,17 @@ import torch
 from torch.nn import functional as F
 
 from cellmill.config.checks import check_together
-from cellmill.config.family import FamilyConfig
-from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.options import TrainOptions
-from cellmill.config.tokens import Tokens
-from cellmill.data.gene_ranking import rank_buckets
-from cellmill.data.tokens import Batch, empty_batch, tokenized
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.family import FamilyConfig
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.tokens import Tokens
+from cellmill.data.arrays import rank_buckets
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.stream.batch import Batch, empty_batch, tokenized
 from cellmill.errors import ConfigError
-from cellmill.evaluate.training_cells import read_gene_statistics
-from cellmill.models.batch import TensorBatch, padded, to_tensors
+from cellmill.evaluate.task import read_gene_statistics
+from cellmill.models.batch import TensorBatch, padded, to_tensors, whole
 from cellmill.models.build import ModelSpec, build
-from cellmill.models.encoder_batch import whole
 from cellmill.models.export import initial_tensors
 from cellmill.models.objective import GeneStatistics
 from cellmill.parallel.materialize import materialize

@@ -22,15 +22,15 @@ from limits import limited
 from small_corpus import genes_named, random_counts, vocabulary_of, write_dataset
 
 from cellmill.config.corpus import Shard
+from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream
-from cellmill.config.tokens import Tokens
 from cellmill.data.inputs.formats import open_counts
-from cellmill.data.manifest import Manifest, verify
-from cellmill.data.shard_file import open_shards
-from cellmill.data.shard_writer import write_shards
-from cellmill.data.stream import CellStream
+from cellmill.data.shards.manifest import Manifest, verify
+from cellmill.data.shards.reader import open_shards
+from cellmill.data.shards.writer import write_shards
+from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import DataError, UserError
-from cellmill.evaluate.training_cells import TrainedContents, read_training_counts, seen_cells
+from cellmill.evaluate.task import TrainedContents, read_training_counts, seen_cells
 from cellmill.files import digest, sha256_file
 
 MUTATIONS = int(os.environ.get("CELLMILL_FUZZ", "50"))

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import scipy.sparse as sp
 
-from cellmill.evaluate.baseline_cache import MAX_BYTES, BaselineCache
-from cellmill.evaluate.classifiers import fit_all
-from cellmill.evaluate.tasks.probe import _components
+from cellmill.evaluate.baselines import MAX_BYTES, BaselineCache
+from cellmill.evaluate.features import fit_all
+from cellmill.evaluate.tasks.classify import _components
 
 RNG = np.random.default_rng(0)
 LABELS = np.repeat(["a", "b", "c"], 10)

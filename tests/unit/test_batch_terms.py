@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cellmill.config.tokens import Tokens
-from cellmill.data.tokens import Batch, empty_batch, tokenized
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.tokens import Tokens
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.stream.batch import Batch, empty_batch, tokenized
 from cellmill.errors import ConfigError
 from cellmill.models.batch import TensorBatch, padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, write_tensors
 from cellmill.parallel.materialize import materialize
-from cellmill.planner.train_inputs import check_levels
-from cellmill.train.embedding_monitor import EmbeddingMonitor
+from cellmill.planner.inputs import check_levels
+from cellmill.train.validation import EmbeddingMonitor
 from tests.models import config_json, spec
 
 N_GENES = 60

@@ -18,12 +18,12 @@ import pytest
 import scipy.sparse as sp
 from anndata.io import write_elem
 
-from cellmill.data.count_matrix import log_normalise
-from cellmill.data.h5_file import create_h5
-from cellmill.evaluate import batch_mixing as mixing
-from cellmill.evaluate.embedding_file import write_embedding
+from cellmill.data.arrays import log_normalise
+from cellmill.data.inputs.h5 import create_h5
 from cellmill.evaluate.features import own_components
-from cellmill.evaluate.labelled import choose_cells
+from cellmill.evaluate.labels import choose_cells
+from cellmill.evaluate.results import write_embedding
+from cellmill.evaluate.tasks import mixing
 
 FOLDER = Path(__file__).resolve().parents[2] / "workflow" / "bridges"
 PACKAGES = {

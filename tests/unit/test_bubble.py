@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cellmill.config.parallel import Parallel
 from cellmill.parallel.pipeline import SCHEDULES
-from cellmill.parallel.stage_assignment import stages_of
-from cellmill.planner.planned_model import idle_frac, kept_micro_batches
+from cellmill.parallel.stages import stages_of
+from cellmill.planner.memory import idle_frac, kept_micro_batches
 
 SECONDS = {"FORWARD": 1.0, "FULL_BACKWARD": 2.0, "BACKWARD_INPUT": 1.0, "BACKWARD_WEIGHT": 1.0}
 KEPT = {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_WEIGHT": -1}

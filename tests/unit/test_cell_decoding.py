@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cellmill.config.tokens import Tokens
-from cellmill.data.tokens import Batch, empty_batch, tokenized
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.tokens import Tokens
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.stream.batch import Batch, empty_batch, tokenized
 from cellmill.models.batch import TensorBatch, padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors
 from cellmill.models.objective import GeneStatistics
 from cellmill.parallel import chunked_loss
-from cellmill.parallel.cross_entropy import profile_loss
+from cellmill.parallel.likelihoods import profile_loss
 from cellmill.parallel.materialize import materialize
 from tests.models import spec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cellmill.data.cell_ontology import CellOntology, cell_ontology
+from cellmill.data.genes.tables import CellOntology, cell_ontology
 
 #     cell
 #    /    \

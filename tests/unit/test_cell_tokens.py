@@ -15,14 +15,14 @@ from small_corpus import genes_named, random_counts, vocabulary_of, write_corpus
 from cellmill.config.checks import check_together
 from cellmill.config.corpus import Shard
 from cellmill.config.options import TrainOptions
+from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.config.run import Stream as StreamOptions
-from cellmill.config.tokens import SPECIAL, Tokens
-from cellmill.data.cell_tokens import CellTokenizer, token_numbers
-from cellmill.data.gene_ranking import inverse_medians, rank_order_rows
-from cellmill.data.genes import GeneColumns
-from cellmill.data.shard_writer import write_shards
-from cellmill.data.stream import CellStream
-from cellmill.data.tokens import Batch
+from cellmill.data.arrays import inverse_medians, rank_order_rows
+from cellmill.data.genes.names import GeneColumns
+from cellmill.data.shards.writer import write_shards
+from cellmill.data.stream.batch import Batch
+from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.tokenizers import CellTokenizer, token_numbers
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.embed import tokens_of
 from cellmill.models.batch import to_tensors

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cellmill.runs import claim as module
-from cellmill.runs.claim import Claim, Claimed, claim, lives, living
+from cellmill.runs import lock as module
+from cellmill.runs.lock import Claim, Claimed, claim, lives, living
 
 
 def age(own: Claim, seconds: float) -> None:

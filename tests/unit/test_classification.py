@@ -15,25 +15,30 @@ from torch.nn import functional as F
 
 from cellmill.config.checks import check_together
 from cellmill.config.corpus import Shard
-from cellmill.config.family import FamilyConfig
 from cellmill.config.load import check_options
-from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.options import TrainOptions
-from cellmill.config.tokens import ContinuousTokens
-from cellmill.data.shard_writer import write_shards
-from cellmill.data.tokens import tokenized
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.family import FamilyConfig
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.tokens import ContinuousTokens
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.shards.writer import write_shards
+from cellmill.data.stream.batch import tokenized
 from cellmill.errors import ConfigError
-from cellmill.evaluate.calibration import STEPS, calibrate, calibration_error, fit_temperature
-from cellmill.evaluate.predict import classifications_of, logits_of
-from cellmill.models.batch import to_tensors, with_genes
+from cellmill.evaluate.predict import (
+    STEPS,
+    calibrate,
+    calibration_error,
+    classifications_of,
+    fit_temperature,
+    logits_of,
+)
+from cellmill.models.batch import to_tensors, with_ends, with_genes
 from cellmill.models.build import build
-from cellmill.models.end_tokens import with_ends
 from cellmill.models.export import initial_tensors, write_tensors
 from cellmill.models.family import Model
 from cellmill.parallel.materialize import materialize
-from cellmill.planner.train_inputs import check_levels, with_counts
-from cellmill.stages import predict
+from cellmill.planner.inputs import check_levels, with_counts
+from cellmill.stages import cells as predict
 from tests.models import config_json, spec
 from tests.unit.exported import export_model
 from tests.unit.small_corpus import genes_named, random_counts, vocabulary_of, write_dataset
@@ -252,5 +257,5 @@ def test_labels_of_another_block_than_the_vector_and_models_without_labels_are_r
     model = export_model(tmp_path / "model", genes)
     options = check_options(predict.PredictOptions, {"embed": {}, "predict": {}}, "test")
     with pytest.raises(ConfigError, match="it predicts no labels; export a run with objective classification"):
-        predict.run(options=options, model=model, input=path, counts="X", out=tmp_path / "out.h5ad")
+        predict.predict(options=options, model=model, input=path, counts="X", out=tmp_path / "out.h5ad")
     assert json.loads((model / "config.json").read_text()).get("classifier") is None

@@ -160,7 +160,7 @@ def test_exit_codes_tell_errors_from_stopped_runs(
     def run(**arguments: object) -> None:
         raise raised
 
-    monkeypatch.setattr(importlib.import_module("cellmill.stages.simulate"), "run", run)
+    monkeypatch.setattr(importlib.import_module("cellmill.stages.data"), "run", run)
     assert main(["simulate", "--out", "out.h5ad"]) == code
     assert capsys.readouterr().err == line
 
@@ -169,7 +169,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(**arguments: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(importlib.import_module("cellmill.stages.simulate"), "run", run)
+    monkeypatch.setattr(importlib.import_module("cellmill.stages.data"), "run", run)
     with pytest.raises(ZeroDivisionError):
         main(["simulate", "--out", "out.h5ad"])
 
@@ -177,7 +177,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("cellmill.commands.export_transformers", "cellmill.models.hf.transformers_folder"):
+    for name in ("cellmill.commands.exchange", "cellmill.models.hf.model"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
     asked = ["export", "--format", "transformers", "--model", str(tmp_path), "--out", str(tmp_path / "out")]

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 
-from cellmill.config.structure_tasks import ClusteringConfig
-from cellmill.evaluate.agreement import ari_scores, nmi_scores
-from cellmill.evaluate.neighbor_graph import NeighborGraph, jaccard_weights
-from cellmill.evaluate.tasks.clustering import Clustering
+from cellmill.config.parts.tasks import ClusteringConfig
+from cellmill.evaluate.tasks.clustering import Clustering, ari_scores, nmi_scores
+from cellmill.evaluate.tasks.mixing import NeighborGraph, jaccard_weights
 from tests.unit.evaluated import make_context
 
 MEASURES = [(nmi_scores, normalized_mutual_info_score), (ari_scores, adjusted_rand_score)]

@@ -13,10 +13,10 @@ import scipy.sparse as sp
 from small_corpus import genes_named, random_counts, vocabulary_of
 
 from cellmill.config.corpus import Preprocess, Shard
-from cellmill.data.counts_writer import count_dtype, write_cells
 from cellmill.data.inputs.formats import open_counts
-from cellmill.data.preprocess import preprocess
-from cellmill.data.shard_writer import write_shards
+from cellmill.data.inputs.h5 import count_dtype, write_cells
+from cellmill.data.prepare.preprocess import preprocess_cells
+from cellmill.data.shards.writer import write_shards
 from cellmill.errors import DataError
 
 IDS = genes_named(60)
@@ -29,7 +29,7 @@ def preprocessed(folder: Path, counts: sp.csr_matrix, compression: str | None) -
     write_cells(raw, obs, pd.DataFrame(index=IDS), [counts], counts.nnz, count_dtype(int(counts.data.max())))
     options = Preprocess(organism=None, min_genes=0, max_mito_frac=1, row_block=37, compression=compression)
     with open_counts(raw) as reader:
-        preprocess(reader, options, out)
+        preprocess_cells(reader, options, out)
     return out
 
 

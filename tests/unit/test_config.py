@@ -14,16 +14,14 @@ import pytest
 import yaml
 from pydantic import Field, SerializeAsAny, field_validator
 
-from cellmill import registry
-from cellmill.config import OPTIONS, Workflow, check_config, check_options, document, load_config
+from cellmill.config import OPTIONS, Workflow, check_config, check_options, document, load_config, plugin
 from cellmill.config.corpus import read_datasets
 from cellmill.config.load import top_level, upgrade_options
 from cellmill.config.options import TrainOptions
-from cellmill.config.plugin import Plugin, by_name
+from cellmill.config.plugin import BUILT_IN, Plugin, by_name
 from cellmill.config.section import Section
 from cellmill.config.workflow import RunConfig
 from cellmill.errors import ConfigError
-from cellmill.registry import BUILT_IN
 
 TREE = """
 corpora: {pbmc: {table: TABLE}}
@@ -479,7 +477,7 @@ class BasketWorkflow(Workflow):
 def basket(config: Config, monkeypatch: pytest.MonkeyPatch) -> Callable[..., BasketWorkflow]:
     """Check a workflow with two more sections: one maps names of choices to options, one is a choice itself."""
     choices = {"apple": f"{__name__}:Apple", "melon": f"{__name__}:Melon"}
-    monkeypatch.setitem(registry.BUILT_IN, "fruit", choices)
+    monkeypatch.setitem(plugin.BUILT_IN, "fruit", choices)
     monkeypatch.setitem(OPTIONS, "train", BasketOptions)
     return lambda **sections: check_config(config.tree(**sections), workflow=BasketWorkflow)
 

@@ -15,14 +15,14 @@ import pytest
 from cellmill.cli import main
 from cellmill.config.checks import check_rows
 from cellmill.config.corpus import Preprocess, Shard
+from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.config.run import Stream
-from cellmill.config.tokens import SPECIAL, Tokens
-from cellmill.data.corpus import build_vocabulary
+from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.inputs.formats import open_counts
-from cellmill.data.manifest import Manifest
-from cellmill.data.sequences import preprocess_sequences
-from cellmill.data.shard_writer import write_shards
-from cellmill.data.stream import CellStream
+from cellmill.data.prepare.sequences import preprocess_sequences
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.shards.writer import write_shards
+from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError
 from cellmill.evaluate.embed import embed_cells, load_for_inference
 from cellmill.models.published.geneformer import import_geneformer

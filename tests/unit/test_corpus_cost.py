@@ -10,8 +10,8 @@ from small_corpus import genes_named, random_counts, vocabulary_of, write_datase
 
 from cellmill.cli import main
 from cellmill.config.corpus import Preprocess, Shard
-from cellmill.data.shard_writer import write_shards
-from cellmill.planner.corpus_cost import SHARD_BYTES, corpus_cost
+from cellmill.data.shards.writer import write_shards
+from cellmill.planner.work import SHARD_BYTES, corpus_cost
 
 
 def test_files_and_bytes_are_those_that_shard_writes(tmp_path: Path) -> None:

@@ -15,10 +15,9 @@ import pytest
 from cellmill.config.machine import Machine
 from cellmill.config.options import ReportOptions
 from cellmill.errors import Stopped
+from cellmill.runs.cost import cost, local_start, sentence, span, visible_gpus, write_cost
 from cellmill.runs.jobs import JobRecord
-from cellmill.runs.local_starts import local_start, visible_gpus
 from cellmill.runs.progress import training_seconds
-from cellmill.runs.run_cost import cost, sentence, span, write_cost
 from cellmill.stages import report
 
 T = 1_795_249_940.0  # when the first job was submitted
@@ -189,7 +188,7 @@ def test_a_training_on_this_machine_is_recorded_however_it_ends(tmp_path: Path, 
         raise ZeroDivisionError
     killed = (
         f"from pathlib import Path\nfrom cellmill.config.machine import Machine\nimport os\n"
-        f"from cellmill.runs.local_starts import local_start\n"
+        f"from cellmill.runs.cost import local_start\n"
         f"with local_start(Path({str(tmp_path)!r}), Machine()): os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", killed]).returncode == 9
@@ -268,7 +267,7 @@ def test_the_report_has_a_table_of_what_was_written(tmp_path: Path, no_slurm: Pa
     write_cost(train)
     out = tmp_path / "index.html"
     options = ReportOptions.model_validate({"report": {}})
-    report.run(options=options, runs=[tmp_path / "runs" / "<b>one"], corpora=[], out=out)
+    report.report(options=options, runs=[tmp_path / "runs" / "<b>one"], corpora=[], out=out)
     text = " ".join(re.sub(r"<[^>]*>", " ", out.read_text().partition('<section id="cost">')[2]).split())
     head = "Cost run starts GPU-hours core-hours energy of GPUs, kWh node time queue wait training CPU use peak memory"
     assert text.startswith(head)

@@ -17,13 +17,12 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-from cellmill.data.count_matrix import counts_per_10k, row_sums, select_columns
-from cellmill.data.counts_reader import CountsReader
-from cellmill.data.counts_writer import count_dtype, write_cells
-from cellmill.data.declared_names import declared_names
-from cellmill.data.inputs import row_buckets, sparse
-from cellmill.data.inputs.formats import open_counts
-from cellmill.data.inputs.in_memory import open_memory
+from cellmill.data.arrays import counts_per_10k, row_sums, select_columns
+from cellmill.data.inputs import matrices
+from cellmill.data.inputs.anndata_files import open_memory
+from cellmill.data.inputs.formats import declared_names, open_counts
+from cellmill.data.inputs.h5 import count_dtype, write_cells
+from cellmill.data.inputs.reader import CountsReader
 from cellmill.errors import DataError
 
 Make = Callable[..., Path]
@@ -81,8 +80,8 @@ def test_unsorted_repeated_and_zero_entries_become_canonical(make_h5ad: Make) ->
 def test_a_csc_matrix_is_transposed_in_pieces_and_only_once(
     make_h5ad: Make, counts: sp.csr_matrix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sparse, "_PIECE", 100)
-    monkeypatch.setattr(row_buckets, "_ROWS", 16)
+    monkeypatch.setattr(matrices, "_PIECE", 100)
+    monkeypatch.setattr(matrices, "_ROWS", 16)
     with open_counts(make_h5ad(sp.csc_matrix(counts))) as reader:
         assert (sp.vstack(list(reader.rows(7))) != counts).nnz == 0
         with h5py.File(reader.path) as file:
@@ -98,8 +97,8 @@ def test_a_large_file_is_read_and_written_in_the_memory_of_a_block(tmp_path: Pat
     script = """
         import resource, sys, tracemalloc
         import numpy as np, pandas as pd, scipy.sparse as sp
-        from cellmill.data.counts_reader import open_counts
-        from cellmill.data.counts_writer import write_cells
+        from cellmill.data.inputs.reader import open_counts
+        from cellmill.data.inputs.h5 import write_cells
         path, n, block = sys.argv[1], 40_000, 500
         one = sp.random(block, 5_000, 0.05, "csr", random_state=0)
         one.data = np.rint(one.data * 9 + 1)

@@ -11,13 +11,13 @@ import torch
 
 from cellmill.config.checks import check_together
 from cellmill.config.options import TrainOptions
-from cellmill.config.tokens import SPECIAL, Tokens
-from cellmill.data.tokens import Batch, empty_batch, tokenized
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.tokens import SPECIAL, Tokens
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.stream.batch import Batch, empty_batch, tokenized
 from cellmill.errors import ConfigError
 from cellmill.models.batch import TensorBatch, padded, to_tensors
 from cellmill.models.build import build
-from cellmill.models.covariates import CovariatePrefix
+from cellmill.models.cell_encoder import CovariatePrefix
 from cellmill.models.export import initial_tensors
 from cellmill.parallel.materialize import materialize
 from tests.models import spec

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cellmill.parallel import chunked_loss
-from cellmill.parallel.cross_entropy import token_loss
+from cellmill.parallel.likelihoods import token_loss
 
 TARGETS, ROWS, HIDDEN = 23, 50, 8
 

@@ -17,15 +17,12 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.evaluate import LowDepthConfig, MissingGenesConfig
-from cellmill.data.count_matrix import log_normalise, select_columns
-from cellmill.evaluate.degraded import classify_degraded
+from cellmill.data.arrays import log_normalise, select_columns
 from cellmill.evaluate.embed import embed_cells
 from cellmill.evaluate.features import Features
-from cellmill.evaluate.labelled import choose_cells
-from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.low_depth import LowDepth, thin
-from cellmill.evaluate.tasks.missing_genes import MissingGenes, keep_genes
-from cellmill.evaluate.training_cells import read_training_counts
+from cellmill.evaluate.labels import choose_cells
+from cellmill.evaluate.task import Context, read_training_counts
+from cellmill.evaluate.tasks.degraded import LowDepth, MissingGenes, classify_degraded, keep_genes, thin
 from tests.unit.evaluated import make_context
 
 KINDS = ("model", "baseline")

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from cellmill.data import demo
+from cellmill.data.prepare import simulate
 from cellmill.errors import DataError
-from cellmill.stages import demo as stage
+from cellmill.stages import data as stage
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
-        demo.shipped_file()
+        simulate.shipped_file()
     except DataError as error:
         pytest.skip(str(error))
     path = tmp_path_factory.mktemp("demo") / "pbmc68k.h5ad"
-    stage.run(out=path)
+    stage.demo(out=path)
     return path
 
 
@@ -48,15 +48,15 @@ def test_counts_are_recovered_from_rounded_logarithms_and_other_values_are_refus
     totals = counts.sum(axis=1).A1 + random.integers(1, 5000, 40)
     scaled = sp.diags(1e4 / totals) @ counts
     logs = scaled.log1p().astype(np.float32).tocsr()
-    assert (demo.recover_counts(logs, totals, Path("x.h5ad")) != counts).nnz == 0
+    assert (simulate.recover_counts(logs, totals, Path("x.h5ad")) != counts).nnz == 0
     with pytest.raises(
         DataError, match=r"x.h5ad: cannot recover counts: expected whole numbers within 0.1, got one 0\.\d+ away"
     ):
-        demo.recover_counts(logs, totals * 1.3, Path("x.h5ad"))
+        simulate.recover_counts(logs, totals * 1.3, Path("x.h5ad"))
 
 
 def test_without_scanpy_the_error_names_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    monkeypatch.setattr(simulate, "find_spec", lambda name: None)
     with pytest.raises(DataError) as error:
-        demo.shipped_file()
+        simulate.shipped_file()
     assert str(error.value) == "the demo cells are part of the scanpy package: pip install 'cellmill[demo]'"

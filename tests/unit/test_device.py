@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
-from cellmill.train import device
-from cellmill.train.device import NodeGpus, agree, decide
+from cellmill.train import staging
+from cellmill.train.staging import NodeGpus, agree, decide
 
 
 def node(number: int, gpus: int, cuda: str | None = "12.8", driver: str | None = "570.1") -> NodeGpus:
@@ -63,10 +63,10 @@ def test_the_first_rank_decides_and_the_others_read_it(monkeypatch: pytest.Monke
     store = dist.HashStore()
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(device.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(staging.torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError) as of_first:
         agree("cuda", store)
-    monkeypatch.setattr(device.torch.cuda, "is_available", lambda: True)  # on this node alone
+    monkeypatch.setattr(staging.torch.cuda, "is_available", lambda: True)  # on this node alone
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "1")
     with pytest.raises(UserError) as of_other:

@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cellmill.config.family import FamilyConfig
-from cellmill.config.objective import ObjectiveConfig
-from cellmill.config.tokens import Tokens
+from cellmill.config.parts.family import FamilyConfig
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.tokens import Tokens
 from cellmill.models import attention
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import ModelSpec, build

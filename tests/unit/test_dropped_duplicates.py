@@ -9,8 +9,8 @@ import pytest
 from small_corpus import genes_named, random_counts, vocabulary_of, write_dataset
 
 from cellmill.config.corpus import Shard
-from cellmill.data.manifest import Manifest
-from cellmill.data.shard_writer import write_shards
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.shards.writer import write_shards
 
 
 @pytest.mark.parametrize("listed", ["ab", "ba"])

@@ -11,9 +11,8 @@ import pytest
 from cellmill.config.load import stored_options
 from cellmill.errors import ConfigError
 from cellmill.files import write_json
-from cellmill.runs.earlier import Wanted, is_done
 from cellmill.runs.folder import TrainFolder
-from cellmill.runs.identity import identity
+from cellmill.runs.identity import Wanted, identity, is_done
 
 TREE: dict[str, Any] = {
     "tokens": {"max_tokens": 64},

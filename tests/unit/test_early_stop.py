@@ -9,8 +9,7 @@ import pytest
 
 from cellmill.config.run import Train
 from cellmill.errors import ConfigError
-from cellmill.train.training_progress import Progress
-from cellmill.train.validation_figures import check_best_metric
+from cellmill.train.validation import Progress, check_best_metric
 from tests.models import model_on_cpu
 
 CASES: list[tuple[dict[str, Any], list[float], list[int], int | None]] = [

@@ -15,18 +15,19 @@ import scipy.sparse as sp
 
 import cellmill
 from cellmill.config.options import EmbedOptions, PreprocessOptions
-from cellmill.config.tokens import ContinuousTokens, RankTokens, Tokens
-from cellmill.data.corpus import build_vocabulary
-from cellmill.data.gene_tables import gene_symbols
+from cellmill.config.parts.tokens import ContinuousTokens, RankTokens, Tokens
+from cellmill.data.genes.build import build_vocabulary
+from cellmill.data.genes.tables import gene_symbols
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
-from cellmill.data.manifest import Manifest
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate import embed as module
-from cellmill.evaluate.embedding_file import read_embedding, write_embedding
+from cellmill.evaluate.results import read_embedding, write_embedding
 from cellmill.files import sha256_file
 from cellmill.models.export import load_model
-from cellmill.stages import embed, preprocess
+from cellmill.stages import cells as embed
+from cellmill.stages import data as preprocess
 from tests.tiers import quick
 from tests.unit.exported import export_model, make_corpus
 
@@ -45,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, corpus: dict[str, Path]) -> 
 
 def _embed(model: Path, path: Path, **section: float) -> ad.AnnData:
     out = path.parent / "embedded" / path.name
-    embed.run(options=EmbedOptions.model_validate({"embed": section}), model=model, input=path, counts="X", out=out)
+    embed.embed(options=EmbedOptions.model_validate({"embed": section}), model=model, input=path, counts="X", out=out)
     return ad.read_h5ad(out)
 
 
@@ -150,7 +151,7 @@ def test_tokens_of_raw_cells_are_those_of_the_preprocessed_ones(tmp_path: Path, 
     for name, part in parts.items():
         _written(part, tmp_path / f"{name}.raw.h5ad")
         files = {"out": tmp_path / f"{name}.h5ad", "report": tmp_path / f"{name}.json"}
-        preprocess.run(options=options, input=tmp_path / f"{name}.raw.h5ad", counts="X", dataset=name, **files)
+        preprocess.preprocess(options=options, input=tmp_path / f"{name}.raw.h5ad", counts="X", dataset=name, **files)
     known = build_vocabulary([tmp_path / f"{name}.h5ad" for name in parts])
     rare = np.asarray((parts["few"].X > 0).sum(axis=0)).ravel()
     assert ((rare == 1) | (rare == 2)).sum() > 5
@@ -281,10 +282,10 @@ def test_an_embedding_is_added_to_the_users_own_file_and_nothing_else_changes(
     path, options = _written(adata, tmp_path / "mine.h5ad"), EmbedOptions.model_validate({"embed": {}})
     before = path.read_bytes()
     with pytest.raises(ConfigError, match=r"--out .*mine\.h5ad is --input; add --append"):
-        embed.run(options=options, model=model, input=path, counts="X", out=path)
+        embed.embed(options=options, model=model, input=path, counts="X", out=path)
     assert path.read_bytes() == before
     for out in (tmp_path / "copy.h5ad", path, path):  # twice: the second replaces the first
-        embed.run(options=options, model=model, input=path, counts="X", out=out, append=True)
+        embed.embed(options=options, model=model, input=path, counts="X", out=out, append=True)
         added = ad.read_h5ad(out)
         assert np.array_equal(added.obsm.pop("X_cellmill"), _vectors(model, corpus["cells"]))
         assert added.uns.pop("cellmill")["model_digest"] == sha256_file(model / "model.safetensors")
@@ -298,7 +299,7 @@ def test_an_embedding_is_added_to_the_users_own_file_and_nothing_else_changes(
             assert (kept != own).nnz == 0
     (tmp_path / "a.fasta").write_text(">a\nMKV\n")
     with pytest.raises(ConfigError, match=r"--append adds to an \.h5ad, .*a\.fasta is none"):
-        embed.run(options=options, model=model, input=tmp_path / "a.fasta", counts="X", out=path, append=True)
+        embed.embed(options=options, model=model, input=tmp_path / "a.fasta", counts="X", out=path, append=True)
 
 
 def test_antibodies_are_not_taken_for_genes_of_the_same_name(
@@ -372,7 +373,7 @@ def test_a_gene_in_two_columns_has_the_embedding_of_its_sum_raw_and_preprocessed
     assert "100.0% of counts on known genes" in capsys.readouterr().out
     options = PreprocessOptions.model_validate({"preprocess": {"min_genes": 0, "max_mito_frac": 1, "min_cells": 0}})
     made = tmp_path / "made.h5ad"
-    preprocess.run(options=options, input=raw, counts="X", dataset="d", out=made, report=tmp_path / "made.json")
+    preprocess.preprocess(options=options, input=raw, counts="X", dataset="d", out=made, report=tmp_path / "made.json")
     assert (_vectors(model, made) == reference).all()
     assert (cellmill.load(model).embed(split) == reference).all()
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from cellmill.config.load import check_options
-from cellmill.config.objective import ObjectiveConfig
+from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.models.batch import TensorBatch
-from cellmill.train.embedding_monitor import EmbeddingMonitor, advice
+from cellmill.train.validation import EmbeddingMonitor, advice
 
 WIDTH, N = 6, 200
 
@@ -67,7 +67,7 @@ def test_figures_are_those_of_all_cells_at_once(capsys: pytest.CaptureFixture[st
 def test_a_collapsed_embedding_is_warned_of_in_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cellmill.train.embedding_monitor.dist.get_rank", lambda: 0)
+    monkeypatch.setattr("cellmill.train.validation.dist.get_rank", lambda: 0)
     z, counts = _cells()
     line = _figures(z[:, :1] * torch.ones(WIDTH) + 1e-3 * z, counts)
     assert line["effective_rank"] < 1.1

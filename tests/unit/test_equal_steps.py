@@ -12,11 +12,11 @@ from small_corpus import write_corpus
 
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import layout
+from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Stream as StreamOptions
-from cellmill.config.tokens import ContinuousTokens
-from cellmill.data.manifest import Manifest
-from cellmill.data.shuffle import Epoch, EpochLayout
-from cellmill.data.stream import CellStream
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.order import Epoch, EpochLayout
 from cellmill.planner.work import Cells, detected_genes, measure_work
 
 CELLS, LANES, BATCH = 533, 8, 32  # 17 steps; without the option the last has 21 cells

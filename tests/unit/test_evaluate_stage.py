@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from cellmill import registry
+from cellmill.config import plugin
 from cellmill.config.evaluate import TaskConfig
 from cellmill.config.options import EmbedOptions, EvaluateOptions
 from cellmill.data.inputs.formats import open_counts
-from cellmill.data.manifest import Manifest
+from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.task import Context, TaskResult
-from cellmill.evaluate.training_cells import held_out, seen_cells
-from cellmill.evaluate.umap_table import read_umap
+from cellmill.evaluate.task import Context, TaskResult, held_out, seen_cells
+from cellmill.evaluate.umap import read_umap
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
 from cellmill.runs.verdict import compare
-from cellmill.stages import embed, evaluate
+from cellmill.stages import cells as embed
+from cellmill.stages import evaluate
 from tests.unit.exported import export_model, make_corpus
 
 
@@ -40,13 +40,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> dict[st
 
 
 def _embed(model: Path, cells: Path, out: Path) -> Path:
-    embed.run(options=EmbedOptions.model_validate({"embed": {}}), model=model, input=cells, counts="X", out=out)
+    embed.embed(options=EmbedOptions.model_validate({"embed": {}}), model=model, input=cells, counts="X", out=out)
     return out
 
 
 def _evaluate(corpus: dict[str, Path], out: Path, label: str = "cell_type", **options: Any) -> dict[str, Any]:
     tasks = {"probe": {"seeds": 1}, "reconstruct": {}}  # one seed: quicker
-    evaluate.run(
+    evaluate.evaluate(
         options=EvaluateOptions.model_validate({"evaluate": {"tasks": tasks} | options}),
         model=corpus["model"],
         manifest=corpus["manifest"],
@@ -185,7 +185,7 @@ def test_every_label_has_rows_of_its_own_and_tasks_see_the_roles(
 ) -> None:
     seen: list[Context] = []
     point = EntryPoint("toy", f"{__name__}:ToyConfig", "cellmill.task")
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "cellmill.task" else [])
+    monkeypatch.setattr(plugin, "entry_points", lambda group: [point] if group == "cellmill.task" else [])
     monkeypatch.setattr(Toy, "run", lambda _, context: seen.append(context) or TaskResult())
     tasks = {"toy": {}, "probe": {"seeds": 1}}
     both = _evaluate(corpus, tmp_path / "both.json", "cell_type|batch", tasks=tasks)["datasets"]["simulated"]
@@ -249,9 +249,11 @@ def test_files_that_do_not_pair_up_are_refused(corpus: dict[str, Path], tmp_path
     options = EvaluateOptions.model_validate({"evaluate": {}})
     shared = {"options": options, "model": corpus["model"], "manifest": corpus["manifest"], "out": tmp_path / "m.json"}
     with pytest.raises(ConfigError, match=r"got 1 cells files, 1 embeddings and 2 labels$"):
-        evaluate.run(cells=[corpus["cells"]], embeddings=[corpus["embedding"]], labels=["a", "b"], **shared)
+        evaluate.evaluate(cells=[corpus["cells"]], embeddings=[corpus["embedding"]], labels=["a", "b"], **shared)
     with pytest.raises(ConfigError, match=r"^--cells: two files are called 'simulated'; "):
-        evaluate.run(cells=2 * [corpus["cells"]], embeddings=2 * [corpus["embedding"]], labels=["-", "-"], **shared)
+        evaluate.evaluate(
+            cells=2 * [corpus["cells"]], embeddings=2 * [corpus["embedding"]], labels=["-", "-"], **shared
+        )
 
 
 def test_a_corpus_without_held_out_cells_says_what_to_change(tmp_path: Path, simulated: Path) -> None:
@@ -291,7 +293,7 @@ def test_a_plugin_task_runs_by_name_into_metrics_and_page(
     corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     point = EntryPoint("toy", f"{__name__}:ToyConfig", "cellmill.task")
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "cellmill.task" else [])
+    monkeypatch.setattr(plugin, "entry_points", lambda group: [point] if group == "cellmill.task" else [])
     metrics = _evaluate(corpus, tmp_path / "run" / "evaluate" / "metrics.json", tasks={"toy": {"scale": 2}})
     assert metrics["options"]["tasks"] == {"toy": {"name": "toy", "scale": 2.0}}
     dataset = metrics["datasets"]["simulated"]

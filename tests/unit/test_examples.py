@@ -22,11 +22,11 @@ from safetensors.numpy import load_file
 from cellmill.cli import main
 from cellmill.config.load import load_config
 from cellmill.config.options import TrainOptions
-from cellmill.config.sweep import expand
-from cellmill.config.tokens import SPECIAL
-from cellmill.data.manifest import Manifest
-from cellmill.data.vocabulary import Vocabulary
-from cellmill.planner.train_inputs import check_genes, check_weights, fitted, with_counts, with_named_genes
+from cellmill.config.parts.tokens import SPECIAL
+from cellmill.config.workflow import expand
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.shards.manifest import Manifest
+from cellmill.planner.inputs import check_genes, check_weights, fitted, with_counts, with_named_genes
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 

@@ -14,8 +14,8 @@ import torch
 from exported import export_model
 from safetensors.torch import load_file, save_file
 
-from cellmill.config.tokens import Tokens
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.tokens import Tokens
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, load_model, write_tensors

@@ -15,14 +15,13 @@ import pytest
 from pydantic import ValidationError
 
 from cellmill.cli import main
-from cellmill.config.evaluate import Evaluate
-from cellmill.config.external import command_words
+from cellmill.config.evaluate import Evaluate, command_words
 from cellmill.config.options import EmbedOptions, EvaluateOptions
 from cellmill.errors import ConfigError, DataError
 from cellmill.report.collect import read_run
-from cellmill.report.overview import standings
-from cellmill.report.page import render
-from cellmill.stages import embed, evaluate
+from cellmill.report.page import render, standings
+from cellmill.stages import cells as embed
+from cellmill.stages import evaluate
 from tests.unit.exported import export_model, make_corpus
 
 SCRIPT = """
@@ -46,7 +45,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> dict[st
     corpus["model"] = export_model(folder / "model", corpus["vocabulary"])
     corpus["embedding"] = folder / "embeddings" / "simulated.h5ad"
     options = EmbedOptions.model_validate({"embed": {}})
-    embed.run(options=options, model=corpus["model"], input=corpus["cells"], counts="X", out=corpus["embedding"])
+    embed.embed(options=options, model=corpus["model"], input=corpus["cells"], counts="X", out=corpus["embedding"])
     return corpus
 
 
@@ -180,7 +179,7 @@ def evaluated(corpus: dict[str, Path], tmp_path: Path) -> Callable[..., dict[str
         if external and not made.exists():
             assert embed_external(command, corpus["cells"], made) == 0
         out = tmp_path / name / "evaluate" / "metrics.json"
-        evaluate.run(
+        evaluate.evaluate(
             options=EvaluateOptions.model_validate({"evaluate": given}),
             model=corpus["model"],
             manifest=corpus["manifest"],

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cellmill.planner.out_of_memory import is_out_of_memory
+from cellmill.planner.search import is_out_of_memory
 from cellmill.runs.jobs import CONNECTION
 from cellmill.train.failure import error_line, leave_reason
 

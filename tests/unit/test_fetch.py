@@ -19,11 +19,10 @@ import scipy.sparse as sp
 
 from cellmill.cli import main
 from cellmill.config.corpus import read_datasets
-from cellmill.data.dataset_file import local_input, origin_of
-from cellmill.data.fetch import fetch
-from cellmill.data.inputs.formats import open_counts
+from cellmill.data.inputs.fetch import fetch_url
+from cellmill.data.inputs.formats import local_input, open_counts, origin_of
 from cellmill.errors import ConfigError, DataError
-from cellmill.runs import claim
+from cellmill.runs import lock
 from tests.unit.test_inputs import h5ad, in_zarr, read
 
 
@@ -86,7 +85,7 @@ def test_a_url_of_each_protocol_is_read_as_the_file(
     ):
         path = local_input(url, cache)
         assert (read(path) != counts).nnz == 0, url
-        found = fetch(url, cache)
+        found = fetch_url(url, cache)
         assert {"sha256": found.sha256, "bytes": found.n_bytes} == {
             key: value for key, value in origin_of(path).items() if key != "file"
         }
@@ -120,11 +119,11 @@ def test_an_s3_bucket_is_read_with_the_credentials_of_the_environment(
             assert len(set(found)) == 1
         for missing in ("bucket/a/none.h5ad", "none/cells.h5ad"):
             with pytest.raises(DataError, match=rf"^s3://{missing}: no such file$"):
-                fetch(f"s3://{missing}", cache)
+                fetch_url(f"s3://{missing}", cache)
         s3fs.S3FileSystem.clear_instance_cache()
         monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
         with pytest.raises(DataError, match=r"^s3://bucket/b\.h5ad: cannot be fetched: ") as refused:
-            fetch("s3://bucket/b.h5ad", cache)
+            fetch_url("s3://bucket/b.h5ad", cache)
         assert "hunter2" not in str(refused.value)
     finally:
         local.stop()
@@ -134,7 +133,7 @@ def test_an_s3_bucket_is_read_with_the_credentials_of_the_environment(
 def test_many_jobs_that_ask_at_once_fetch_once(server: Server, content: bytes, tmp_path: Path) -> None:
     server.slow_s = 0.5
     with ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(lambda _: fetch(server.url("cells.h5ad"), tmp_path), range(6)))
+        found = list(pool.map(lambda _: fetch_url(server.url("cells.h5ad"), tmp_path), range(6)))
     assert server.asked == ["/cells.h5ad"]
     assert len({one.path for one in found}) == 1
     assert found[0].path.read_bytes() == content
@@ -143,7 +142,7 @@ def test_many_jobs_that_ask_at_once_fetch_once(server: Server, content: bytes, t
 def test_a_fetch_that_was_killed_is_taken_over_and_leaves_nothing(
     server: Server, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = fetch(server.url("cells.h5ad"), tmp_path).path
+    first = fetch_url(server.url("cells.h5ad"), tmp_path).path
     folder = first.parent
     for file in (first, folder / "fetched.json"):
         file.unlink()
@@ -151,11 +150,11 @@ def test_a_fetch_that_was_killed_is_taken_over_and_leaves_nothing(
     dead = folder / "claims" / "00000009.json"
     dead.write_text(json.dumps({"job": "a dead one", "released": False}))
     os.utime(dead, (time.time() - 3000,) * 2)
-    assert fetch(server.url("cells.h5ad"), tmp_path).path.read_bytes() == content
+    assert fetch_url(server.url("cells.h5ad"), tmp_path).path.read_bytes() == content
     assert sorted(file.name for file in folder.iterdir()) == ["cells.h5ad", "claims", "fetched.json"]
     first.write_bytes(content[:1000])  # and a copy that was cut is not the file
-    assert fetch(server.url("cells.h5ad"), tmp_path).path.read_bytes() == content
-    assert claim.lives(folder, "a dead one") is None
+    assert fetch_url(server.url("cells.h5ad"), tmp_path).path.read_bytes() == content
+    assert lock.lives(folder, "a dead one") is None
 
 
 def test_what_cannot_be_fetched_whole_is_one_line_and_leaves_no_file(
@@ -163,7 +162,7 @@ def test_what_cannot_be_fetched_whole_is_one_line_and_leaves_no_file(
 ) -> None:
     def message(url: str) -> str:
         with pytest.raises((DataError, ConfigError)) as error:
-            fetch(url, tmp_path / "cache")
+            fetch_url(url, tmp_path / "cache")
         left = [file for file in (tmp_path / "cache").rglob("*.h5ad*") if file.is_file()]
         assert left == []
         assert "\n" not in str(error.value)
@@ -185,7 +184,7 @@ def test_what_cannot_be_fetched_whole_is_one_line_and_leaves_no_file(
         assert message("s3://bucket/x.h5ad") == (
             "s3://bucket/x.h5ad: a package for s3:// is missing: pip install 'cellmill[s3]'"
         )
-    assert fetch(f"{url}#sha256={got}", tmp_path / "other").path.read_bytes() == content
+    assert fetch_url(f"{url}#sha256={got}", tmp_path / "other").path.read_bytes() == content
 
 
 def test_no_message_has_credentials(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +204,7 @@ def test_no_message_has_credentials(server: Server, tmp_path: Path, capsys: pyte
             read_datasets(table)
         assert "hunter2" not in str(error.value)
     with pytest.raises(DataError) as failed:
-        fetch(server.url("none.h5ad?part=hunter2"), tmp_path)
+        fetch_url(server.url("none.h5ad?part=hunter2"), tmp_path)
     assert "hunter2" not in str(failed.value)
 
 

@@ -13,8 +13,8 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from cellmill.config.evaluate import FewShotConfig
 from cellmill.evaluate.features import Features
-from cellmill.evaluate.labelled import choose_cells
-from cellmill.evaluate.tasks.few_shot import FEWEST_TESTED, FewShot, draw_shots
+from cellmill.evaluate.labels import choose_cells
+from cellmill.evaluate.tasks.classify import FEWEST_TESTED, FewShot, draw_shots
 from tests.unit.evaluated import make_context
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cellmill.config.gate import BaselineGate
+from cellmill.config.evaluate import BaselineGate
 from cellmill.config.options import EmbedOptions, EvaluateOptions
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.gate import failures
-from cellmill.stages import embed, evaluate
+from cellmill.evaluate.scores import failures
+from cellmill.stages import cells as embed
+from cellmill.stages import evaluate
 from tests.unit.exported import export_model, make_corpus
 
 ROWS = [
@@ -77,7 +78,7 @@ def test_a_failed_gate_ends_the_stage_in_one_line_and_keeps_the_results_beside(t
     corpus = make_corpus(tmp_path, simulated)
     model = export_model(tmp_path / "model", corpus["vocabulary"])
     embedding, out = tmp_path / "embedding.h5ad", tmp_path / "evaluate" / "metrics.json"
-    embed.run(
+    embed.embed(
         options=EmbedOptions.model_validate({"embed": {}}),
         model=model,
         input=corpus["cells"],
@@ -87,7 +88,7 @@ def test_a_failed_gate_ends_the_stage_in_one_line_and_keeps_the_results_beside(t
 
     def evaluated(**gate: Any) -> None:
         section = {"tasks": {"probe": {"seeds": 1}, "throughput": {}}, "gate": [{"task": "probe", **gate}]}
-        evaluate.run(
+        evaluate.evaluate(
             options=EvaluateOptions.model_validate({"evaluate": section}),
             model=model,
             manifest=corpus["manifest"],

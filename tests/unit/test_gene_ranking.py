@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from cellmill.data.gene_ranking import inverse_medians, rank_order, rank_order_rows
+from cellmill.data.arrays import inverse_medians, rank_order, rank_order_rows
 from cellmill.errors import DataError
 
 

@@ -12,14 +12,13 @@ import torch
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from cellmill.config.evaluate import Evaluate
-from cellmill.config.gene_tasks import GeneEmbeddingConfig, GrnConfig
-from cellmill.config.tokens import SPECIAL
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.tasks import GeneEmbeddingConfig, GrnConfig
+from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
-from cellmill.evaluate.gene_features import all_gene_vectors, expression_statistics
-from cellmill.evaluate.ranking_scores import auroc, auroc_terms, average_precision
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.gene_embedding import GeneEmbedding
+from cellmill.evaluate.tasks.gene_sets import GeneEmbedding
+from cellmill.evaluate.tasks.genes import all_gene_vectors, auroc, auroc_terms, average_precision, expression_statistics
 from cellmill.evaluate.tasks.grn import Grn, correlations, known_edges, network_of
 from tests.unit.evaluated import make_context
 

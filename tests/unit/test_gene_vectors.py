@@ -10,22 +10,21 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cellmill.config.family import FamilyConfig
 from cellmill.config.options import TrainOptions
-from cellmill.config.tokens import Tokens
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.family import FamilyConfig
+from cellmill.config.parts.tokens import Tokens
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import read_json, sha256_file, write_json
 from cellmill.finetune.method import load_method, trained_names
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, load_model, write_tensors
-from cellmill.models.gene_vectors import TABLE
-from cellmill.models.vector_file import read_gene_vectors
+from cellmill.models.gene_vectors import TABLE, read_gene_vectors
 from cellmill.parallel.apply import freeze
 from cellmill.parallel.materialize import materialize
+from cellmill.planner.inputs import vectors_digest
 from cellmill.planner.size import measure
-from cellmill.planner.train_inputs import vectors_digest
 from cellmill.runs.identity import changed_keys, identity
 from tests.models import spec
 from tests.unit.exported import export_model

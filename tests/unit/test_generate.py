@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from cellmill.cli import main
-from cellmill.models.autoregressive.generation import (
+from cellmill.models.batch import TensorBatch, whole
+from cellmill.models.families.generation import (
     GeneratedCell,
     Sampling,
     ends_before,
@@ -20,8 +21,6 @@ from cellmill.models.autoregressive.generation import (
     next_genes,
     next_values,
 )
-from cellmill.models.batch import TensorBatch
-from cellmill.models.encoder_batch import whole
 from tests.unit.exported import export_model
 from tests.unit.small_corpus import vocabulary_of
 from tests.unit.test_autoregressive import MAX_TOKENS, N_GENES, model_of

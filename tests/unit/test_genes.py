@@ -8,9 +8,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from cellmill.data import genes
-from cellmill.data.gene_tables import ORGANISMS, gene_id, gene_symbols, gene_table
-from cellmill.data.genes import ID_COLUMNS, map_genes
+from cellmill.data.genes.names import ID_COLUMNS, map_genes
+from cellmill.data.genes.names import names as genes
+from cellmill.data.genes.tables import ORGANISMS, gene_id, gene_symbols, gene_table
 
 
 def ids(names: list[str], organism: str | None = "human", **columns: list[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cellmill.train.gpu_use import UNKNOWN, gpu_line, gpu_readings
+from cellmill.train.telemetry import UNKNOWN, gpu_line, gpu_readings
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -11,8 +11,8 @@ from dataclasses import asdict
 import pytest
 import torch.distributed as dist
 
-from cellmill.train import hang_watch
-from cellmill.train.hang_watch import HangWatch, Position, hang_line
+from cellmill.train import failure
+from cellmill.train.failure import HangWatch, Position, hang_line
 
 
 def positions(*where: tuple[int, str, int] | None) -> list[Position | None]:
@@ -62,7 +62,7 @@ def test_the_line_names_the_rank_behind(earlier: list[Position | None], now: lis
 
 
 def test_a_rank_that_never_joins_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang_watch, "JOIN_S", 0.0)
+    monkeypatch.setattr(failure, "JOIN_S", 0.0)
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent.set("nodes/1", "node7")
     places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": agent.port, "RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}

@@ -16,15 +16,15 @@ pytestmark = pytest.mark.full
 
 from cellmill.cli import main  # noqa: E402
 from cellmill.config.checks import check_together  # noqa: E402
-from cellmill.config.family import FamilyConfig  # noqa: E402
 from cellmill.config.load import check_options  # noqa: E402
-from cellmill.config.objective import ObjectiveConfig  # noqa: E402
 from cellmill.config.options import TrainOptions  # noqa: E402
-from cellmill.config.tokens import RESIDUES, SPECIAL, Tokens  # noqa: E402
-from cellmill.data.tokens import Batch, empty_batch  # noqa: E402
-from cellmill.data.vocabulary import Vocabulary  # noqa: E402
+from cellmill.config.parts.family import FamilyConfig  # noqa: E402
+from cellmill.config.parts.objective import ObjectiveConfig  # noqa: E402
+from cellmill.config.parts.tokens import RESIDUES, SPECIAL, Tokens  # noqa: E402
+from cellmill.data.genes.vocabulary import Vocabulary  # noqa: E402
+from cellmill.data.stream.batch import Batch, empty_batch  # noqa: E402
 from cellmill.errors import ConfigError, DataError  # noqa: E402
-from cellmill.finetune.depth import Depth  # noqa: E402
+from cellmill.finetune.method import Depth  # noqa: E402
 from cellmill.models.batch import to_tensors  # noqa: E402
 from cellmill.models.build import ModelSpec, build  # noqa: E402
 from cellmill.models.export import initial_tensors, load_model  # noqa: E402

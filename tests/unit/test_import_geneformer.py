@@ -14,15 +14,14 @@ import pytest
 import scipy.sparse as sp
 import torch
 
-from cellmill.config.tokens import SPECIAL
-from cellmill.data.genes import match_columns
+from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.genes.names import match_columns
 from cellmill.data.inputs.formats import open_counts
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.embed import load_for_inference, tokens_of
-from cellmill.models.batch import TensorBatch
-from cellmill.models.encoder_batch import whole
+from cellmill.models.batch import TensorBatch, whole
+from cellmill.models.published.files import read_numbers
 from cellmill.models.published.geneformer import import_geneformer
-from cellmill.models.published.pickles import read_numbers
 from tests.unit.published import geneformer_folder, geneformer_medians, geneformer_tokens
 
 GENES = [f"ENSG{i:011d}" for i in range(1, 41)]

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cellmill.config.tokens import SPECIAL
-from cellmill.data.gene_tables import gene_symbols
+from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.genes.tables import gene_symbols
 from cellmill.errors import DataError
 from cellmill.evaluate.embed import load_for_inference
 from cellmill.models.batch import TensorBatch
@@ -82,7 +82,7 @@ def test_values_are_scgpts_bins() -> None:
 
 
 def load_tokens() -> Any:
-    from cellmill.config.tokens import Tokens
+    from cellmill.config.parts.tokens import Tokens
 
     return Tokens.model_validate({"tokenizer": "binned", "bins": 50, "max_tokens": 1199})
 

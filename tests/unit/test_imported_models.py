@@ -12,13 +12,13 @@ import pytest
 import yaml
 
 from cellmill.cli import main
-from cellmill.commands.import_model import run as import_model
-from cellmill.data.genes import map_genes
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.commands.exchange import import_model
+from cellmill.data.genes.names import map_genes
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors, load_model, spec_of
-from cellmill.stages import demo as demo_stage
+from cellmill.stages import data as demo_stage
 from tests.tiers import quick
 from tests.unit.published import geneformer_folder, scgpt_folder
 
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's cells, preprocessed, and both published folders with all but five of their genes, imported."""
     made = tmp_path_factory.mktemp("imported")
     try:
-        demo_stage.run(out=made / "pbmc.h5ad")
+        demo_stage.demo(out=made / "pbmc.h5ad")
     except DataError as error:
         pytest.skip(str(error))
     data = ad.read_h5ad(made / "pbmc.h5ad")

@@ -15,16 +15,20 @@ import torch
 from scipy.stats import pearsonr, spearmanr
 
 from cellmill.config.evaluate import Evaluate
-from cellmill.config.gene_tasks import ImputationConfig
-from cellmill.config.tokens import SPECIAL
-from cellmill.data.genes import match_columns
+from cellmill.config.parts.tasks import ImputationConfig
+from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.genes.names import match_columns
 from cellmill.errors import DataError
-from cellmill.evaluate.classifiers import read_rows
-from cellmill.evaluate.expression_scores import expression_scores
-from cellmill.evaluate.hidden_genes import HiddenGenes, measured_genes
-from cellmill.evaluate.own_expression import counts_of_logs, expression_of_shares, own_expression
+from cellmill.evaluate.features import read_rows
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.imputation import Imputation, fitted
+from cellmill.evaluate.tasks.hidden_genes import (
+    HiddenGenes,
+    counts_of_logs,
+    expression_of_shares,
+    measured_genes,
+    own_expression,
+)
+from cellmill.evaluate.tasks.imputation import Imputation, expression_scores, fitted
 from tests.unit.evaluated import make_context
 
 PROFILE = {"family": "profile", "hidden": 16, "layers": 1, "heads": None}

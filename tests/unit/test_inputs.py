@@ -26,9 +26,11 @@ import scipy.sparse as sp
 import zarr
 
 from cellmill.cli import main
-from cellmill.data.count_matrix import select_columns
-from cellmill.data.genes import is_expression
-from cellmill.data.inputs import dense, mtx, row_buckets
+from cellmill.data.arrays import select_columns
+from cellmill.data.genes.names import is_expression
+from cellmill.data.inputs import matrices as dense
+from cellmill.data.inputs import matrices as row_buckets
+from cellmill.data.inputs import mtx
 from cellmill.data.inputs.formats import open_counts
 from cellmill.errors import DataError
 

@@ -13,10 +13,10 @@ from sklearn.decomposition import PCA
 from sklearn.linear_model import LinearRegression
 from sklearn.metrics import pairwise_distances, silhouette_samples
 
-from cellmill.config.structure_tasks import IntegrationConfig
-from cellmill.evaluate import batch_mixing as mixing
-from cellmill.evaluate.neighbor_graph import NeighborGraph
+from cellmill.config.parts.tasks import IntegrationConfig
+from cellmill.evaluate.tasks import mixing
 from cellmill.evaluate.tasks.integration import Integration
+from cellmill.evaluate.tasks.mixing import NeighborGraph
 from tests.unit.evaluated import make_context
 
 Cells = tuple[np.ndarray, np.ndarray, np.ndarray]  # vectors, batches, labels

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from cellmill.errors import DataError
-from cellmill.runs.folder_id import folder_id, make_folder_id
-from cellmill.runs.jobs import JobRecord, Jobs
+from cellmill.runs.jobs import JobRecord, Jobs, folder_id, make_folder_id
 
 
 def record(train: Path, job_id: str) -> JobRecord:

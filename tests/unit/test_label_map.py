@@ -15,11 +15,10 @@ import scipy.sparse as sp
 from cellmill.cli import main
 from cellmill.config import load_config
 from cellmill.config.corpus import ObsColumns
-from cellmill.data.dataset_check import check_datasets
-from cellmill.data.input_check import check_inputs
 from cellmill.data.inputs.formats import open_counts
-from cellmill.data.manifest import Manifest
-from cellmill.data.obs_columns import choose_obs
+from cellmill.data.prepare.check import check_datasets, check_inputs
+from cellmill.data.prepare.obs import choose_obs
+from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import UserError
 
 Make = Callable[..., Path]

@@ -8,11 +8,11 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from cellmill.data.lane_lengths import LaneLengths
-from cellmill.data.prefetch import Prefetch
-from cellmill.data.shuffle import Epoch, EpochLayout
-from cellmill.data.stream import of_ranks
-from cellmill.data.tokens import cut_batch, most_micro_batches
+from cellmill.data.stream.batch import cut_batch, most_micro_batches
+from cellmill.data.stream.cell_stream import of_ranks
+from cellmill.data.stream.lane_lengths import LaneLengths
+from cellmill.data.stream.order import Epoch, EpochLayout
+from cellmill.data.stream.prefetch import Prefetch
 
 
 class Lengths:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from cellmill.config.checks import check_batch, check_lanes, check_nodes, check_together
-from cellmill.config.family import FamilyConfig
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Layout, Parallel, layout
+from cellmill.config.parts.families import EncoderConfig
+from cellmill.config.parts.family import FamilyConfig
 from cellmill.errors import ConfigError
-from cellmill.models.encoder.config import EncoderConfig
-from cellmill.planner.devices import DEVICES, device_named, known_device, peak_flops
+from cellmill.planner.cost import DEVICES, device_named, known_device, peak_flops
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from sklearn.linear_model import LogisticRegression
 
 from cellmill.config.evaluate import LeaveOutConfig
 from cellmill.evaluate.features import Features
-from cellmill.evaluate.labelled import choose_cells
-from cellmill.evaluate.tasks.leave_out import LeaveOut, splits_of
+from cellmill.evaluate.labels import choose_cells
+from cellmill.evaluate.tasks.classify import LeaveOut, splits_of
 from tests.unit.evaluated import make_context
 
 

@@ -18,7 +18,8 @@ import cellmill
 from cellmill.cli import main
 from cellmill.config.options import EmbedOptions, PredictOptions
 from cellmill.errors import ConfigError, DataError
-from cellmill.stages import embed, predict
+from cellmill.stages import cells as embed
+from cellmill.stages import cells as predict
 from tests.unit.exported import export_model, make_corpus
 
 
@@ -38,7 +39,7 @@ def test_vectors_are_those_of_the_command_in_any_batch_and_order(
 ) -> None:
     out = tmp_path / "out.h5ad"
     options = EmbedOptions.model_validate({"embed": {}})
-    embed.run(options=options, model=folder, input=simulated, counts="X", out=out)
+    embed.embed(options=options, model=folder, input=simulated, counts="X", out=out)
     expected = np.asarray(ad.read_h5ad(out).obsm["X_cellmill"])
     model = cellmill.load(str(folder))
     assert (model.embed(raw) == expected).all()
@@ -78,7 +79,7 @@ def test_a_backed_adata_is_named_and_genes_of_one_name_are_summed_as_in_a_file(
     twice.var_names = [*raw.var_names[:-1], raw.var_names[0]]
     twice.write_h5ad(tmp_path / "twice.h5ad")
     options = EmbedOptions.model_validate({"embed": {}})
-    embed.run(options=options, model=folder, input=tmp_path / "twice.h5ad", counts="X", out=tmp_path / "out.h5ad")
+    embed.embed(options=options, model=folder, input=tmp_path / "twice.h5ad", counts="X", out=tmp_path / "out.h5ad")
     assert (model.embed(twice) == np.asarray(ad.read_h5ad(tmp_path / "out.h5ad").obsm["X_cellmill"])).all()
     few = raw[:3, :20].copy()
     with pytest.warns(UserWarning, match=r"^adata: it measures 20 of the model's"):
@@ -100,7 +101,7 @@ def test_labels_are_those_of_the_command(
     (folder / "config.json").write_text(json.dumps(config | {"levels": levels, "classifier": classifier}))
     section: dict[str, Any] = {"min_probability": 0.45}
     options = PredictOptions.model_validate({"embed": {}, "predict": section})
-    predict.run(options=options, model=folder, input=cells, counts="X", out=tmp_path / "out.h5ad")
+    predict.predict(options=options, model=folder, input=cells, counts="X", out=tmp_path / "out.h5ad")
     written = ad.read_h5ad(tmp_path / "out.h5ad")
     made = cellmill.load(folder).predict(ad.read_h5ad(cells), **section)
     assert list(made.labels) == list(written.obs["cellmill_label"])
@@ -140,7 +141,7 @@ def test_predictions_of_all_heads_are_those_of_the_command(tmp_path: Path, simul
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps(config | written))
         options = PredictOptions.model_validate({"embed": {}, "predict": {"min_probability": 0.4}})
-        predict.run(options=options, model=model, input=simulated, counts="X", out=tmp_path / "out.h5ad")
+        predict.predict(options=options, model=model, input=simulated, counts="X", out=tmp_path / "out.h5ad")
         expected, adata = ad.read_h5ad(tmp_path / "out.h5ad"), ad.read_h5ad(simulated)
         made = cellmill.load(model).predict(adata, min_probability=0.4)
         made.add_to(adata)

@@ -10,8 +10,7 @@ import sys
 
 import pytest
 
-from cellmill.launch.job import agent_environment
-from cellmill.launch.local import _wait
+from cellmill.launch.job import _wait, agent_environment
 from cellmill.launch.signals import requests
 
 

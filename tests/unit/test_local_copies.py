@@ -17,12 +17,11 @@ from typing import Any
 import pytest
 from small_corpus import write_corpus
 
+from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Stream as StreamOptions
-from cellmill.config.tokens import ContinuousTokens
-from cellmill.data.copy_shards import CopyTask, remove_abandoned
-from cellmill.data.local_copies import LOCK, PREFIX, LocalCopies
-from cellmill.data.manifest import Manifest
-from cellmill.data.stream import CellStream
+from cellmill.data.shards.local_copies import LOCK, PREFIX, CopyTask, LocalCopies, remove_abandoned
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.stream.cell_stream import CellStream
 
 OPTIONS = StreamOptions(lanes=4, block_cells=4, window_blocks=3, io_threads=2)
 STEPS = 30  # of 17 an epoch
@@ -52,7 +51,7 @@ def digests(stream: CellStream, steps: int = STEPS) -> list[bytes]:
 def copier(manifest: Manifest, folder: Path, limit: float | None = None, largest: int | None = None) -> Any:
     """The process that copies, which may write files of `largest` bytes."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "cellmill.data.copy_shards"],
+        [sys.executable, "-m", "cellmill.data.shards.local_copies"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -7,9 +7,9 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from cellmill.data import log_values as module
-from cellmill.data.log_values import Loops, by_loops, by_numpy, compile_loops, log_values
-from cellmill.data.tokens import Prefixes
+from cellmill.data.stream.batch import Prefixes
+from cellmill.data.stream.cell_stream import tokenizers as module
+from cellmill.data.stream.tokenizers import Loops, by_loops, by_numpy, compile_loops, log_values
 
 MOST = 700
 Cells = tuple[Prefixes, np.ndarray, np.ndarray]

@@ -18,7 +18,7 @@ import pytest
 from cellmill.cli import main
 from cellmill.launch.follow import JobFollower, Tail
 from cellmill.launch.queue import Queue
-from cellmill.runs.job_states import JobState
+from cellmill.runs.jobs import JobState
 from tests.unit.test_status import RUNNING, checkpoint, command, hold, holders, job, results, run_of, squeue
 
 __all__ = ["holders", "results"]

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from cellmill.config.tokens import Tokens
-from cellmill.data.tokens import Batch, empty_batch
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.objectives import MaskedGeneConfig
+from cellmill.config.parts.tokens import Tokens
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.stream.batch import Batch, empty_batch
 from cellmill.models.batch import TensorBatch, padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors
-from cellmill.models.objectives.config import MaskedGeneConfig
-from cellmill.models.objectives.masking import MaskedBatch
+from cellmill.models.objectives.masked import MaskedBatch
+from cellmill.parallel.apply import checkpoint_activations
 from cellmill.parallel.materialize import materialize
-from cellmill.parallel.recompute import checkpoint_activations
 from tests.models import spec
 
 CPU = torch.device("cpu")

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from cellmill.config.parallel import Parallel, layout
-from cellmill.config.tokens import Tokens
-from cellmill.parallel.stage_assignment import stages_of
-from cellmill.planner.memory import Memory, host_bytes, memory_of, peak_memory, staging_bytes
-from cellmill.planner.planned_model import PlannedModel
+from cellmill.config.parts.tokens import Tokens
+from cellmill.parallel.stages import stages_of
+from cellmill.planner.memory import Memory, PlannedModel, host_bytes, memory_of, peak_memory, staging_bytes
 from cellmill.planner.size import measure
 from tests.models import spec
 

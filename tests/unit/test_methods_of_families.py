@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from cellmill.config.family import FamilyConfig
-from cellmill.config.finetune import MethodConfig
-from cellmill.config.objective import ObjectiveConfig
+from cellmill.config.parts.family import FamilyConfig
+from cellmill.config.parts.methods import MethodConfig
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Train
-from cellmill.config.tokens import Tokens
-from cellmill.data.tokens import tokenized
+from cellmill.data.stream.batch import tokenized
 from cellmill.files import write_json
 from cellmill.finetune.method import Method, load_method, trained_names
 from cellmill.models.batch import TensorBatch, to_tensors

@@ -10,9 +10,8 @@ import pytest
 from limits import limited
 
 from cellmill.config.load import load_config
-from cellmill.data import input_check
-from cellmill.data.dataset_check import check_datasets
-from cellmill.data.input_check import check_inputs
+from cellmill.data.prepare import check as input_check
+from cellmill.data.prepare.check import check_datasets, check_inputs
 from cellmill.errors import UserError
 
 CONFIG = "corpora: {c: {table: t.tsv}}\nruns: {r: {corpus: c}}\ntrain: {steps: 1}\n"

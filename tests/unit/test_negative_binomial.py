@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.distributions import NegativeBinomial
 
-from cellmill.config.tokens import Tokens
+from cellmill.config.parts.tokens import Tokens
 from cellmill.models.batch import to_tensors
 from cellmill.models.objective import GeneStatistics
 from cellmill.parallel import chunked_loss
-from cellmill.parallel.negative_binomial import nb_loss
+from cellmill.parallel.likelihoods import nb_loss
 from tests.models import spec
 from tests.unit.test_cell_decoding import KEYS, _cells, _model, _prepared
 

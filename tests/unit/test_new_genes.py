@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from cellmill.config.options import TrainOptions
-from cellmill.config.tokens import Tokens
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.tokens import Tokens
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, mean_gene_row
 from cellmill.models.gene_vectors import TABLE
-from cellmill.planner.train_inputs import check_genes
+from cellmill.planner.inputs import check_genes
 from cellmill.runs.identity import changed_keys, identity
 from tests.models import spec
 from tests.unit.exported import export_model

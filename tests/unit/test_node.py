@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cellmill.launch.node import NodeTask
-from cellmill.launch.nodelist import expand
+from cellmill.launch.queue import expand
 
 DIES = """
 import json, os, signal, sys

@@ -16,12 +16,11 @@ import scipy.sparse as sp
 from cellmill.cli import main
 from cellmill.config import load_config
 from cellmill.config.corpus import Dataset, ObsColumns, Preprocess
-from cellmill.config.obs_filter import parse_filter
-from cellmill.data.counts_reader import CountsReader
-from cellmill.data.dataset_check import check_datasets
-from cellmill.data.declared_names import declared_names
-from cellmill.data.inputs.formats import open_counts
-from cellmill.data.obs_columns import choose_obs
+from cellmill.config.datasets import parse_filter
+from cellmill.data.inputs.formats import declared_names, open_counts
+from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.prepare.check import check_datasets
+from cellmill.data.prepare.obs import choose_obs
 from cellmill.errors import DataError, UserError
 
 Make = Callable[..., Path]

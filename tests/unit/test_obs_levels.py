@@ -13,12 +13,12 @@ import pytest
 
 from cellmill.config import check_config
 from cellmill.config.corpus import Shard
+from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream
-from cellmill.config.tokens import Tokens
-from cellmill.data.level_table import MAX_LEVELS, levels_of, numbers_of
-from cellmill.data.manifest import Manifest
-from cellmill.data.shard_writer import write_shards
-from cellmill.data.stream import CellStream
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.shards.obs import MAX_LEVELS, levels_of, numbers_of
+from cellmill.data.shards.writer import write_shards
+from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError, DataError
 from tests.unit.small_corpus import genes_named, random_counts, vocabulary_of, write_dataset
 

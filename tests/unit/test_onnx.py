@@ -13,7 +13,7 @@ from exported import export_model
 from small_corpus import genes_named, vocabulary_of
 
 from cellmill.cli import main
-from cellmill.data.cell_tokens import CellTokenizer
+from cellmill.data.stream.tokenizers import CellTokenizer
 from cellmill.models.batch import to_tensors
 from cellmill.models.export import load_model, spec_of
 

@@ -315,7 +315,7 @@ def run_options(model: Any, tree: dict[str, Any]) -> Any:
 
 def planned(tree: dict[str, Any], manifest: Path, out: Path) -> dict[str, Any]:
     machine = Machine(nodes="2", nproc_per_node=2, launcher="slurm")
-    plan.run(options=run_options(PlanOptions, tree), manifest=manifest, out=out, machine=machine, device="h100")
+    plan.plan(options=run_options(PlanOptions, tree), manifest=manifest, out=out, machine=machine, device="h100")
     return json.loads(out.read_text())
 
 

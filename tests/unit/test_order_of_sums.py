@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cellmill.config.tokens import Tokens
-from cellmill.data.tokens import tokenized
+from cellmill.config.parts.tokens import Tokens
+from cellmill.data.stream.batch import tokenized
 from cellmill.models.batch import TensorBatch, padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.family import Model
-from cellmill.parallel.segments import rows_at, segment_sum
+from cellmill.parallel.vocab_parallel import rows_at, segment_sum
 from cellmill.train.batch_rows import shares_of
 from tests.models import spec
 

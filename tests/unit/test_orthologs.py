@@ -14,18 +14,17 @@ import scipy.sparse as sp
 
 from cellmill.config.corpus import Dataset, Preprocess, Shard, VocabularyConfig
 from cellmill.config.options import PreprocessOptions
+from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Stream
-from cellmill.config.tokens import ContinuousTokens
-from cellmill.data.corpus import build_vocabulary
-from cellmill.data.gene_tables import gene_symbols, organism_of
-from cellmill.data.genes import match_columns
+from cellmill.data.genes.build import build_vocabulary
+from cellmill.data.genes.names import match_columns
+from cellmill.data.genes.tables import gene_symbols, organism_of, orthologs
 from cellmill.data.inputs.formats import open_counts
-from cellmill.data.orthologs import orthologs
-from cellmill.data.shard_writer import write_shards
-from cellmill.data.stream import CellStream
+from cellmill.data.shards.writer import write_shards
+from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import read_json
-from cellmill.stages import preprocess as stage
+from cellmill.stages import data as stage
 
 Make = Callable[..., Path]
 TRP53, TP53 = "ENSMUSG00000059552", "ENSG00000141510"
@@ -38,7 +37,7 @@ def run(path: Path, out: Path, **options: Any) -> dict[str, Any]:
     given = {"min_genes": 0, "max_mito_frac": 1.0, "min_coverage_frac": 0.0} | options
     checked = PreprocessOptions.model_validate({"preprocess": given})
     report = out.with_suffix(".json")
-    stage.run(options=checked, input=path, counts="X", dataset=out.stem, out=out, report=report)
+    stage.preprocess(options=checked, input=path, counts="X", dataset=out.stem, out=out, report=report)
     return read_json(report)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cellmill.config.load import check_config
-from cellmill.config.other_words import KEYS, VALUES
+from cellmill.config.section import KEYS, VALUES
 from cellmill.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cellmill.data.tokens import Batch, cut_batch, split_batch
+from cellmill.data.stream.batch import Batch, cut_batch, split_batch
 
 
 def test_micro_batches_are_filled_greedily_in_order() -> None:

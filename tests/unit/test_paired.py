@@ -9,9 +9,18 @@ import pytest
 from sklearn.metrics import accuracy_score, f1_score
 from sklearn.model_selection import StratifiedKFold
 
-from cellmill.evaluate.paired import NOT_TESTED, Difference, cell_scores, paired_difference
-from cellmill.evaluate.score_table import Predictions, ScoreColumn, against_best, differences, table_rows
-from cellmill.evaluate.tasks.few_shot import draw_shots
+from cellmill.evaluate.scores import (
+    NOT_TESTED,
+    Difference,
+    Predictions,
+    ScoreColumn,
+    against_best,
+    cell_scores,
+    differences,
+    paired_difference,
+    table_rows,
+)
+from cellmill.evaluate.tasks.classify import draw_shots
 from cellmill.runs.verdict import compare, sentence
 
 METRICS = {"accuracy": (accuracy_score, {}), "macro_f1": (f1_score, {"average": "macro"})}

@@ -11,14 +11,11 @@ import pandas as pd
 import pytest
 
 from cellmill.config.evaluate import PerturbationConfig
-from cellmill.data.perturbed_genes import perturbed_genes
-from cellmill.data.vocabulary import Vocabulary
-from cellmill.evaluate.change_baselines import of_new_contexts, of_new_perturbations
-from cellmill.evaluate.change_scores import change_scores
-from cellmill.evaluate.held_out_units import find_units
-from cellmill.evaluate.perturbed import read_profiles
+from cellmill.data.genes.names import perturbed_genes
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.perturbation import Perturbation
+from cellmill.evaluate.tasks.changes import find_units, of_new_contexts, of_new_perturbations, read_profiles
+from cellmill.evaluate.tasks.perturbation import Perturbation, change_scores
 from tests.unit.evaluated import make_context
 
 CONFIG = PerturbationConfig(name="perturbation", min_cells=4, seeds=2, top_genes=5)

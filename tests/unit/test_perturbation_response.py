@@ -13,15 +13,14 @@ from scipy.stats import poisson
 
 from cellmill.config.load import check_options
 from cellmill.config.options import TrainOptions
-from cellmill.config.tokens import SPECIAL, Tokens
-from cellmill.data.tokens import tokenized
-from cellmill.evaluate.perturbed import Profiles, read_profiles
-from cellmill.evaluate.responses import expected_log_expression, predicted_changes
+from cellmill.config.parts.tokens import SPECIAL, Tokens
+from cellmill.data.stream.batch import tokenized
+from cellmill.evaluate.tasks.changes import Profiles, expected_log_expression, predicted_changes, read_profiles
 from cellmill.models.batch import TensorBatch, padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors
 from cellmill.parallel.materialize import materialize
-from cellmill.planner.train_inputs import with_named_genes
+from cellmill.planner.inputs import with_named_genes
 from tests.models import spec
 from tests.unit.evaluated import make_context
 from tests.unit.exported import make_corpus

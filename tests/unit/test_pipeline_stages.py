@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from cellmill.config.parallel import Parallel, min_microbatches
-from cellmill.data.tokens import cut_batch, cut_evenly
+from cellmill.data.stream.batch import cut_batch, cut_evenly
 from cellmill.models.build import build
-from cellmill.parallel.pipeline_stages import keep_stage, tied_parameters
-from cellmill.parallel.stage_assignment import blocks_of, process_of, stages_of
+from cellmill.parallel.stages import blocks_of, keep_stage, process_of, stages_of, tied_parameters
 from tests.models import spec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,7 +106,7 @@ def test_three_billion_parameters_are_built_without_their_memory() -> None:
     program = """
 import resource, torch
 from cellmill.models.build import build
-from cellmill.parallel.pipeline_stages import keep_stage
+from cellmill.parallel.stages import keep_stage
 from tests.models import spec
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 model = build(spec(20_000, hidden=2560, layers=40, heads=20))

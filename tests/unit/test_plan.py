@@ -13,13 +13,13 @@ from small_corpus import write_corpus
 from cellmill.cli import main
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
-from cellmill.data.manifest import Manifest
-from cellmill.data.stream import CellStream
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError
 from cellmill.models.build import ModelSpec, build
 from cellmill.planner.cost import Hardware, amount
-from cellmill.planner.fit import hardware_of, memory_needed
-from cellmill.planner.fit import remedy as remedy_of
+from cellmill.planner.search import hardware_of, memory_needed
+from cellmill.planner.search import remedy as remedy_of
 from cellmill.planner.size import measure
 from cellmill.planner.work import Cells, detected_genes
 from cellmill.stages import plan
@@ -48,7 +48,7 @@ def _options(**changes: dict[str, Any]) -> PlanOptions:
 def _plan(
     corpus: Manifest, out: Path, *, nodes: int = 1, nproc: int = 1, device: str = "cpu", **changes: dict[str, Any]
 ) -> dict[str, Any]:
-    plan.run(
+    plan.plan(
         options=_options(**changes),
         manifest=corpus.path,
         out=out / "plan.json",

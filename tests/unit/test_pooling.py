@@ -12,7 +12,7 @@ from cellmill.config.checks import check_together
 from cellmill.config.options import TrainOptions
 from cellmill.errors import ConfigError
 from cellmill.models.batch import padded, to_tensors
-from cellmill.models.encoder.pooling import attended_state
+from cellmill.models.cell_encoder import attended_state
 from tests.unit.test_cell_decoding import KEYS, _cells, _model
 
 LEARNED = pytest.mark.parametrize("pooling", ["cls", "attention"])

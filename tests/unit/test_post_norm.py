@@ -10,13 +10,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from cellmill.config.family import FamilyConfig
-from cellmill.config.tokens import Tokens
-from cellmill.data.tokens import tokenized
-from cellmill.data.vocabulary import Vocabulary
-from cellmill.models.batch import TensorBatch, padded, to_tensors
+from cellmill.config.parts.family import FamilyConfig
+from cellmill.config.parts.tokens import Tokens
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.stream.batch import tokenized
+from cellmill.models.batch import CLS, EOS, TensorBatch, padded, to_tensors, with_ends
 from cellmill.models.build import build
-from cellmill.models.end_tokens import CLS, EOS, with_ends
 from cellmill.models.export import initial_tensors
 from cellmill.parallel.materialize import materialize
 from tests.models import spec

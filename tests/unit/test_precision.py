@@ -19,9 +19,9 @@ from cellmill.errors import ConfigError
 from cellmill.evaluate.features import EMBEDDING, Features
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.reconstruct import Reconstruct
-from cellmill.parallel.tf32 import set_tf32
-from cellmill.planner.devices import DEVICES, check_precision
-from cellmill.stages import embed
+from cellmill.parallel.mesh import set_tf32
+from cellmill.planner.cost import DEVICES, check_precision
+from cellmill.stages import cells
 from tests.unit.evaluated import make_context
 
 TREE: dict[str, Any] = {"tokens": {}, "stream": {}, "model": {}, "train": {"steps": 1}}
@@ -46,7 +46,7 @@ def test_embeddings_in_bfloat16_are_near_those_in_float32(context: Context, tmp_
     for precision in ("32-true", "bf16-mixed"):
         out = tmp_path / f"{precision}.h5ad"
         options = EmbedOptions.model_validate({"embed": {"precision": precision}})
-        embed.run(options=options, model=folder / "model", input=context.reader.path, counts="X", out=out)
+        cells.embed(options=options, model=folder / "model", input=context.reader.path, counts="X", out=out)
         written = ad.read_h5ad(out)
         assert written.uns["cellmill"]["precision"] == precision
         vectors[precision] = np.asarray(written.obsm["X_cellmill"])  # type: ignore[arg-type]

@@ -19,13 +19,11 @@ import pytest
 from cellmill.config.evaluate import PerturbationConfig
 from cellmill.config.options import EmbedOptions, EvaluateOptions
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.change_scores import METRICS, change_scores
-from cellmill.evaluate.changes_file import write_changes
-from cellmill.evaluate.held_out_units import find_units, folds_of, genes_of, predictions, strata_of
-from cellmill.evaluate.perturbed import read_profiles
 from cellmill.evaluate.task import Context, named_supervised
-from cellmill.evaluate.tasks.perturbation import Perturbation
-from cellmill.stages import embed, predict_changes
+from cellmill.evaluate.tasks.changes import find_units, folds_of, genes_of, predictions, read_profiles, strata_of
+from cellmill.evaluate.tasks.perturbation import METRICS, Perturbation, change_scores, write_changes
+from cellmill.stages import cells as embed
+from cellmill.stages import evaluate as predict_changes
 from tests.unit.evaluated import make_context
 from tests.unit.exported import export_model, make_corpus
 
@@ -223,10 +221,10 @@ def test_the_stage_holds_out_what_the_model_did_not_see_or_says_what_to_set(tmp_
     model = export_model(tmp_path / "model", corpus["vocabulary"])
     given = {"model": model, "manifest": corpus["manifest"]} | paths | {"out": tmp_path / "changes" / "simulated.h5ad"}
     options = EmbedOptions.model_validate({"embed": {}})
-    embed.run(options=options, model=model, input=paths["cells"], counts="X", out=paths["embedding"])
+    embed.embed(options=options, model=model, input=paths["cells"], counts="X", out=paths["embedding"])
 
     def run(**evaluate: Any) -> None:
-        predict_changes.run(options=EvaluateOptions.model_validate({"evaluate": evaluate}), **given)
+        predict_changes.predict_changes(options=EvaluateOptions.model_validate({"evaluate": evaluate}), **given)
 
     with pytest.raises(ConfigError, match=r"^evaluate\.tasks: no task perturbation, whose predictions these are"):
         run()

@@ -19,8 +19,10 @@ import yaml
 
 from cellmill.cli import main
 from cellmill.config.machine import Machine
-from cellmill.preflight.check import Check
-from cellmill.preflight.judge import (
+from cellmill.launch.submit import End
+from cellmill.preflight.checks import Check, gpu_request
+from cellmill.preflight.node_probe import bus_gb_per_s, busiest
+from cellmill.preflight.nodes import (
     judge_allreduce,
     judge_clocks,
     judge_disk,
@@ -30,9 +32,6 @@ from cellmill.preflight.judge import (
     judge_interface,
     judge_version,
 )
-from cellmill.preflight.node_probe import bus_gb_per_s, busiest
-from cellmill.preflight.run_once import End
-from cellmill.preflight.site_checks import gpu_request
 from cellmill.runs.lock import locked
 
 CONFIG = """

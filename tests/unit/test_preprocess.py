@@ -14,12 +14,12 @@ import scipy.sparse as sp
 from small_corpus import vocabulary_of
 
 from cellmill.config.options import PreprocessOptions
-from cellmill.data.count_matrix import select_columns
-from cellmill.data.genes import match_columns
+from cellmill.data.arrays import select_columns
+from cellmill.data.genes.names import match_columns
 from cellmill.data.inputs.formats import open_counts
 from cellmill.errors import DataError
 from cellmill.files import read_json, sha256_file
-from cellmill.stages import preprocess as stage
+from cellmill.stages import data as stage
 
 Make = Callable[..., Path]
 GENES = ["TP53", "MT-CO1", "BRCA2", "FANCD1", "ENSG00000000003.15", "nothing", "C10orf11", "DPM1"]
@@ -30,7 +30,7 @@ def run(path: Path, out: Path, counts: str = "X", **options: Any) -> tuple[ad.An
     loose = {"min_genes": 0, "min_cells": 0, "max_mito_frac": 1.0}
     checked = PreprocessOptions.model_validate({"preprocess": loose | options})
     report = out.with_suffix(".json")
-    stage.run(options=checked, input=path, counts=counts, dataset="d", out=out, report=report)
+    stage.preprocess(options=checked, input=path, counts=counts, dataset="d", out=out, report=report)
     return ad.read_h5ad(out), read_json(report)
 
 

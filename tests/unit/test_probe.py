@@ -20,10 +20,10 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from cellmill.data.count_matrix import log_normalise
-from cellmill.evaluate.labelled import choose_cells
-from cellmill.evaluate.score_table import Predictions, ScoreColumn, table_rows
-from cellmill.evaluate.tasks.probe import METRICS, judge, predict_folds
+from cellmill.data.arrays import log_normalise
+from cellmill.evaluate.labels import choose_cells
+from cellmill.evaluate.scores import Predictions, ScoreColumn, table_rows
+from cellmill.evaluate.tasks.classify import METRICS, judge, predict_folds
 
 
 def _problem(n: int = 120) -> tuple[np.ndarray, np.ndarray, sp.csr_matrix, np.ndarray]:

@@ -17,8 +17,8 @@ from snakemake.cli import parse_set_resources
 
 from cellmill.cli import main
 from cellmill.config.machine import Machine
+from cellmill.preflight.checks import NoInput
 from cellmill.preflight.profile import read_profile
-from cellmill.preflight.stage_checks import NoInput
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # as printed by `sinfo -h -a -N -o %N|%P|%a|%l|%T|%c|%m|%G|%f`

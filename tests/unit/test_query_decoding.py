@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from cellmill.config.family import FamilyConfig
 from cellmill.config.load import check_config
-from cellmill.config.tokens import Tokens
-from cellmill.data.tokens import Batch, empty_batch, split_batch, tokenized
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.family import FamilyConfig
+from cellmill.config.parts.tokens import Tokens
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.stream.batch import Batch, empty_batch, split_batch, tokenized
 from cellmill.errors import ConfigError
 from cellmill.models.batch import TensorBatch, padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors
 from cellmill.models.objective import GeneStatistics
-from cellmill.models.objectives.asked_genes import AskedBatch
+from cellmill.models.objectives.query_decoding import AskedBatch
 from cellmill.parallel.materialize import materialize
 from cellmill.planner.size import measure
 from tests.models import spec

@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from cellmill.config.evaluate import Evaluate, ReconstructConfig
-from cellmill.config.objective import ObjectiveConfig
-from cellmill.config.tokens import Tokens
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.tokens import Tokens
 from cellmill.data.inputs.formats import open_counts
-from cellmill.data.manifest import Manifest
+from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError
 from cellmill.evaluate import embed
-from cellmill.evaluate.task import Context, EvaluatedModel, TaskResult
+from cellmill.evaluate.task import Context, EvaluatedModel, TaskResult, read_gene_statistics
 from cellmill.evaluate.tasks import reconstruct
-from cellmill.evaluate.training_cells import read_gene_statistics
 from cellmill.models.export import load_model
 from cellmill.models.objective import GeneStatistics
 from cellmill.runs.verdict import sentence

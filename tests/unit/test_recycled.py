@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from cellmill.data.recycled import recycled_empty
+from cellmill.data.stream.batch import recycled_empty
 
 SIZE = 1_000_003  # no other test asks for blocks of this size
 

@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Literal
 import pytest
 from pydantic import ValidationError
 
-from cellmill import registry
+from cellmill.config import plugin
 from cellmill.config.evaluate import TaskConfig
+from cellmill.config.plugin import in_one_line
 from cellmill.errors import ConfigError
-from cellmill.registry import in_one_line
 
 
 class Good(TaskConfig):
@@ -41,7 +41,7 @@ def tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [EntryPoint(name, f"{__name__}:{value}", "cellmill.task") for name, value in here.items()]
     points.append(EntryPoint("contract", "cellmill.config.evaluate:TaskConfig", "cellmill.task"))
     points += [EntryPoint("twice", f"{module}:Task", "cellmill.task") for module in ("one", "two")]
-    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    monkeypatch.setattr(plugin, "entry_points", lambda group: points)
 
 
 @pytest.fixture
@@ -50,17 +50,17 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         EntryPoint("encoder", "elsewhere:Masked", "cellmill.family"),
         EntryPoint("broken", "no_such_package.options:Options", "cellmill.family"),
     ]
-    monkeypatch.setattr(registry, "entry_points", lambda group: [p for p in points if p.group == group])
+    monkeypatch.setattr(plugin, "entry_points", lambda group: [p for p in points if p.group == group])
 
 
 def test_an_installed_package_adds_names_and_replaces_no_built_in(installed: Any) -> None:
-    assert registry.names("family") == [*registry.BUILT_IN["family"], "broken"]
-    assert registry.load("family", "encoder").__module__.startswith("cellmill.")
+    assert plugin.names("family") == [*plugin.BUILT_IN["family"], "broken"]
+    assert plugin.load("family", "encoder").__module__.startswith("cellmill.")
 
 
 def test_a_package_that_cannot_be_imported_is_named_in_one_line(installed: Any) -> None:
     with pytest.raises(ConfigError) as error:
-        registry.load("family", "broken")
+        plugin.load("family", "broken")
     assert str(error.value) == (
         "family 'broken': no_such_package.options:Options of an installed package cannot be imported "
         "(ModuleNotFoundError: No module named 'no_such_package'); repair or remove the package"
@@ -69,7 +69,7 @@ def test_a_package_that_cannot_be_imported_is_named_in_one_line(installed: Any) 
 
 def test_an_unknown_name_lists_the_nearest_or_all(installed: Any) -> None:
     with pytest.raises(ConfigError, match=r"^unknown family 'encode'; did you mean 'encoder'\?$"):
-        registry.load("family", "encode")
+        plugin.load("family", "encode")
 
 
 @pytest.mark.parametrize(

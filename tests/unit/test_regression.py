@@ -10,11 +10,11 @@ import pytest
 import scipy.stats
 import torch
 
-from cellmill.config.objective import ObjectiveConfig
-from cellmill.config.tokens import Tokens
-from cellmill.data.shard_levels import read_shard_numbers
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.tokens import Tokens
+from cellmill.data.shards.index import read_shard_numbers
 from cellmill.errors import DataError
-from cellmill.models.objectives.regression import anticorrelation
+from cellmill.models.objectives.labels import anticorrelation
 
 
 def test_the_loss_pearson_is_one_minus_the_correlation_of_the_cells() -> None:

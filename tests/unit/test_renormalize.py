@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from cellmill.config.load import load_config
-from cellmill.config.tokens import Tokens
-from cellmill.data.tokens import tokenized
+from cellmill.config.parts.tokens import Tokens
+from cellmill.data.stream.batch import tokenized
 from cellmill.models.batch import TensorBatch, padded, to_tensors
-from cellmill.models.objectives.masked_value import MaskedValue
+from cellmill.models.objectives.masked import MaskedValue
 from tests.models import spec
 
 ROOT = Path(__file__).resolve().parents[2]

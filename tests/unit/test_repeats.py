@@ -12,14 +12,13 @@ import pytest
 from small_corpus import genes_named, random_counts, vocabulary_of, write_dataset
 
 from cellmill.config.corpus import Shard
+from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Stream as StreamOptions
-from cellmill.config.tokens import ContinuousTokens
-from cellmill.data.manifest import Manifest
-from cellmill.data.obs_levels import read_level_numbers
-from cellmill.data.repeats import Repeats, weights
-from cellmill.data.shard_writer import write_shards
-from cellmill.data.shuffle import Epoch, EpochLayout
-from cellmill.data.stream import CellStream
+from cellmill.data.shards.index import read_level_numbers
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.shards.writer import write_shards
+from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.order import Epoch, EpochLayout, Repeats, weights
 from cellmill.errors import ConfigError, DataError
 
 CELLS = 533

@@ -20,10 +20,8 @@ from cellmill.errors import DataError
 from cellmill.report import figures
 from cellmill.report.collect import ReportedRun, largest_memory, read_corpus, read_run, sentences_of
 from cellmill.report.drawing import Drawings, in_script, scripts
-from cellmill.report.overview import standings
-from cellmill.report.page import render
+from cellmill.report.page import planned_and_measured, render, standings
 from cellmill.report.tables import Column, TaskTable, columns, compare_runs, flat, number
-from cellmill.report.training import planned_and_measured
 from cellmill.runs.verdict import Outcome
 from cellmill.stages import report
 
@@ -33,7 +31,7 @@ def page(tmp_path: Path) -> str:
     out = tmp_path / "report" / "index.html"
     runs = [make_run(tmp_path / "runs" / "first"), make_run(tmp_path / "runs" / EVIL)]
     options = ReportOptions.model_validate({"report": {"title": f"Cells {EVIL}"}})
-    report.run(options=options, runs=runs, corpora=[make_corpus(tmp_path / "corpora" / "pbmc")], out=out)
+    report.report(options=options, runs=runs, corpora=[make_corpus(tmp_path / "corpora" / "pbmc")], out=out)
     return out.read_text(encoding="utf-8")
 
 
@@ -166,7 +164,7 @@ def test_a_file_of_other_content_is_named_in_one_line(tmp_path: Path, file: str,
         write(folder / file, content)
     options = ReportOptions.model_validate({"report": {}})
     with pytest.raises(DataError, match=rf"^{folder / file}\W[^\n]*again$"):
-        report.run(options=options, runs=[folder], corpora=[], out=tmp_path / "index.html")
+        report.report(options=options, runs=[folder], corpora=[], out=tmp_path / "index.html")
     assert not (tmp_path / "index.html").exists()
 
 

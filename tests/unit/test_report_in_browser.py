@@ -101,7 +101,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     runs = [make_run(folder / "runs" / "first"), make_run(folder / "runs" / "second")]
     options = ReportOptions.model_validate({"report": {}})
-    report.run(options=options, runs=runs, corpora=[make_corpus(folder / "pbmc")], out=folder / "index.html")
+    report.report(options=options, runs=runs, corpora=[make_corpus(folder / "pbmc")], out=folder / "index.html")
     return folder / "index.html"
 
 

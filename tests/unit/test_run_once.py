@@ -16,9 +16,9 @@ import pytest
 
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
+from cellmill.launch import submit as module
 from cellmill.launch.job import Job
-from cellmill.preflight import run_once as module
-from cellmill.preflight.run_once import StillQueued, run_once
+from cellmill.launch.submit import StillQueued, run_once
 
 # sbatch queues job 7, then 8, by the name in its script; scancel ends it; squeue lists it
 SBATCH = """
@@ -219,7 +219,7 @@ import sys
 from pathlib import Path
 from cellmill.config.machine import Machine
 from cellmill.launch.job import Job
-from cellmill.preflight.run_once import run_once
+from cellmill.launch.submit import run_once
 with open({str(tmp_path / "lock")!r}, "w") as lock:
     job = Job(sys.argv[1], [], 1, 1)
     end = run_once(lambda path: job, Machine(), Path({str(tmp_path / "one")!r}), lock.fileno(), 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cellmill.data.scattered_read import places, read_places
+from cellmill.data.shards.reader import places, read_places
 
 
 def test_bytes_of_a_file_go_to_their_places_and_nowhere_else(tmp_path: Path) -> None:

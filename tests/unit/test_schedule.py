@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from cellmill.config.run import Train
-from cellmill.train.schedule import learning_rate
+from cellmill.config.run import Train, learning_rate
 
 TRAIN = Train(steps=100, lr=2.0, warmup_steps=10, min_lr_frac=0.1)
 

@@ -11,20 +11,20 @@ import pandas as pd
 import pytest
 
 from cellmill.config.options import EmbedOptions, PreprocessOptions
+from cellmill.config.parts.tokens import RESIDUES, SPECIAL, Tokens
 from cellmill.config.run import Stream
-from cellmill.config.tokens import RESIDUES, SPECIAL, Tokens
-from cellmill.data.corpus import build_vocabulary
-from cellmill.data.dataset_file import open_dataset
-from cellmill.data.manifest import Manifest
-from cellmill.data.obs_numbers import read_numbers
-from cellmill.data.open_files import OpenFiles
-from cellmill.data.shard_file import open_rows
-from cellmill.data.simulate_sequences import HYDROPATHY, write_sequences
-from cellmill.data.split import hash_cells, hash_genes, places
-from cellmill.data.stream import CellStream
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.data.genes.build import build_vocabulary
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.inputs.formats import open_dataset
+from cellmill.data.prepare.simulate import HYDROPATHY, write_sequences
+from cellmill.data.shards.index import read_numbers
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.shards.plan import hash_cells, hash_genes, places
+from cellmill.data.shards.reader import OpenFiles, open_rows
+from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError, DataError
-from cellmill.stages import embed, preprocess
+from cellmill.stages import cells as embed
+from cellmill.stages import data as preprocess
 from tests.unit.exported import export_model, make_corpus
 from tests.unit.small_corpus import genes_named, random_counts, write_dataset
 
@@ -108,7 +108,7 @@ def test_a_truncated_gzip_file_is_named(fasta: Path) -> None:
 def test_short_and_equal_sequences_are_dropped_and_counted(fasta: Path, tmp_path: Path) -> None:
     options = PreprocessOptions.model_validate({"preprocess": {"min_counts": 4, "keep_obs": ["chain"], "row_block": 2}})
     cells, report = tmp_path / "cells.h5ad", tmp_path / "qc.json"
-    preprocess.run(options=options, input=fasta, counts="X", dataset="few", out=cells, report=report)
+    preprocess.preprocess(options=options, input=fasta, counts="X", dataset="few", out=cells, report=report)
     assert (
         '"dropped": {\n      "filter": 0,\n      "no residues": 1,\n      "min_counts": 1,\n      "duplicate": 1\n    }'
         in report.read_text()
@@ -172,7 +172,9 @@ def test_cells_and_sequences_share_no_corpus(fasta: Path, tmp_path: Path) -> Non
     cells = write_dataset(tmp_path / "cells.h5ad", random_counts(5, 10), genes_named(10))
     options = PreprocessOptions.model_validate({"preprocess": {}})
     proteins = tmp_path / "proteins.h5ad"
-    preprocess.run(options=options, input=fasta, counts="X", dataset="p", out=proteins, report=tmp_path / "qc.json")
+    preprocess.preprocess(
+        options=options, input=fasta, counts="X", dataset="p", out=proteins, report=tmp_path / "qc.json"
+    )
     with pytest.raises(DataError, match=r"proteins.h5ad has sequences, .*cells.h5ad cells; put them in corpora of"):
         build_vocabulary([cells, proteins])
 
@@ -188,7 +190,7 @@ def test_a_fasta_file_is_embedded_by_its_record_names_and_in_its_order(fasta: Pa
     vectors = {}
     for path in (fasta, reverse):
         out = tmp_path / f"{path.name}.h5ad"
-        embed.run(options=options, model=model, input=path, counts="X", out=out)
+        embed.embed(options=options, model=model, input=path, counts="X", out=out)
         vectors[path.name] = ad.read_h5ad(out)
     few, two = vectors[fasta.name], vectors[reverse.name]
     assert list(two.obs_names) == ["u", "r"]

@@ -12,8 +12,8 @@ from small_corpus import genes_named, random_counts, vocabulary_of, write_datase
 from cellmill.cli import main
 from cellmill.config.corpus import Shard
 from cellmill.data.inputs.formats import open_counts
-from cellmill.data.manifest import Manifest, verify
-from cellmill.data.shard_writer import write_shards
+from cellmill.data.shards.manifest import Manifest, verify
+from cellmill.data.shards.writer import write_shards
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

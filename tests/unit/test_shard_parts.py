@@ -20,22 +20,23 @@ from small_corpus import genes_named, random_counts, vocabulary_of, write_corpus
 
 from cellmill.config.corpus import Shard
 from cellmill.config.options import ShardOptions
+from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream
-from cellmill.config.tokens import Tokens
-from cellmill.data import shard_plan, shard_writer
 from cellmill.data.inputs.formats import open_counts
-from cellmill.data.level_table import MAX_LEVELS
-from cellmill.data.manifest import Manifest, verify
-from cellmill.data.open_files import OpenFiles
-from cellmill.data.shard_file import open_rows, open_shards
-from cellmill.data.shard_index import open_index
-from cellmill.data.shard_plan import FOLDER, make_plan
-from cellmill.data.shard_writer import write_part, write_shards
-from cellmill.data.split import hash_cells, hash_genes
-from cellmill.data.stream import CellStream
+from cellmill.data.shards import plan as shard_plan
+from cellmill.data.shards import writer as shard_writer
+from cellmill.data.shards.index import open_index
+from cellmill.data.shards.manifest import Manifest, verify
+from cellmill.data.shards.obs import MAX_LEVELS
+from cellmill.data.shards.plan import FOLDER, hash_cells, hash_genes, make_plan
+from cellmill.data.shards.reader import OpenFiles, open_rows, open_shards
+from cellmill.data.shards.writer import write_part, write_shards
+from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import DataError
-from cellmill.evaluate.training_cells import TrainedContents, cell_hashes
-from cellmill.stages import divide, shard, shard_part
+from cellmill.evaluate.task import TrainedContents, cell_hashes
+from cellmill.stages import data as divide
+from cellmill.stages import data as shard
+from cellmill.stages import data as shard_part
 from tests.unit.test_shards import two_datasets, without_index
 
 OPTIONS = Shard(cells_per_shard=64, val_frac=0.2, test_frac=0.2, seed=3)
@@ -66,20 +67,20 @@ def test_any_number_of_jobs_writes_the_same_files(tmp_path: Path, capsys: pytest
     vocabulary_of(ids).write(genes)
     alone = tmp_path / "alone" / "manifest.json"
     given: dict[str, Any] = {"cells": paths, "vocabulary": genes}
-    shard.run(options=ShardOptions(shard=OPTIONS), **given, out=alone)
+    shard.shard(options=ShardOptions(shard=OPTIONS), **given, out=alone)
     for jobs in (2, 7):  # there are six shards: one job has none
         options = ShardOptions(shard=OPTIONS.model_copy(update={"jobs": jobs}))
         out = tmp_path / str(jobs) / "manifest.json"
-        divide.run(options=options, **given, out=out.parent / FOLDER / "plan.json")
+        divide.divide(options=options, **given, out=out.parent / FOLDER / "plan.json")
         for part in reversed(range(jobs)):
             done = out.parent / FOLDER / f"{part + 1}-of-{jobs}.json"
-            shard_part.run(options=options, **given, part=f"{part + 1}-of-{jobs}", out=done)
-        shard.run(options=options, **given, out=out)
+            shard_part.shard_part(options=options, **given, part=f"{part + 1}-of-{jobs}", out=done)
+        shard.shard(options=options, **given, out=out)
         assert files_of(Manifest.read(out)) == files_of(Manifest.read(alone))
         assert out.read_text() == alone.read_text()
         assert not (out.parent / FOLDER).exists()
     with pytest.raises(DataError, match=r"no plan of these cells and options.*run the `divide` stage"):
-        shard_part.run(options=options, **given, part="1-of-7", out=out.parent / FOLDER / "1-of-7.json")
+        shard_part.shard_part(options=options, **given, part="1-of-7", out=out.parent / FOLDER / "1-of-7.json")
 
 
 def test_the_next_process_keeps_what_a_killed_one_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +229,7 @@ def test_equal_cells_are_counted_or_dropped(tmp_path: Path, capsys: pytest.Captu
     for duplicates in ("keep", "drop"):
         options = OPTIONS.model_copy(update={"duplicates": duplicates})
         out = tmp_path / duplicates / "manifest.json"
-        shard.run(options=ShardOptions(shard=options), cells=paths, vocabulary=genes, out=out)
+        shard.shard(options=ShardOptions(shard=options), cells=paths, vocabulary=genes, out=out)
         manifest = Manifest.read(out)
         assert manifest.duplicates == {"one": 5, "two": 30}
         sizes[duplicates] = sum(split.n_obs for split in manifest.splits.values())
@@ -250,7 +251,7 @@ def test_copies_of_training_cells_are_found_in_every_dataset(
     paths, ids = with_copies(tmp_path)
     vocabulary_of(ids).write(genes := tmp_path / "vocabulary.tsv")
     options = ShardOptions(shard=Shard(split_by="batch", val_frac=0, test_frac=0.5))
-    shard.run(options=options, cells=paths, vocabulary=genes, out=tmp_path / "shards" / "manifest.json")
+    shard.shard(options=options, cells=paths, vocabulary=genes, out=tmp_path / "shards" / "manifest.json")
     manifest = Manifest.read(tmp_path / "shards" / "manifest.json")
     assert "60 cells have an equal one in another split" in capsys.readouterr().out
     trained = json.loads(json.dumps(ad.read_h5ad(manifest.path.with_name("train-00000.h5ad")).obs["batch"].iloc[0]))

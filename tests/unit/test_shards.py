@@ -15,10 +15,10 @@ import scipy.sparse as sp
 from small_corpus import genes_named, random_counts, vocabulary_of, write_corpus, write_dataset
 
 from cellmill.config.corpus import Shard
-from cellmill.data.gene_ranking import inverse_medians, rank_order
-from cellmill.data.manifest import Manifest, verify
-from cellmill.data.shard_file import open_shards
-from cellmill.data.shard_writer import write_shards
+from cellmill.data.arrays import inverse_medians, rank_order
+from cellmill.data.shards.manifest import Manifest, verify
+from cellmill.data.shards.reader import open_shards
+from cellmill.data.shards.writer import write_shards
 from cellmill.errors import DataError
 from cellmill.files import sha256_file
 
@@ -255,7 +255,7 @@ def test_a_rerun_that_fails_leaves_no_manifest(tmp_path: Path, monkeypatch: pyte
             raise OSError(28, "No space left on device", str(path))
         return sha256_file(path)
 
-    monkeypatch.setattr("cellmill.data.shard_writer.sha256_file", disk_is_full)
+    monkeypatch.setattr("cellmill.data.shards.writer.sha256_file", disk_is_full)
     with pytest.raises(OSError, match="No space left"):
         write_corpus(tmp_path, 350)
     assert not manifest.path.exists()

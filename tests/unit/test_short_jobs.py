@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from cellmill.config.machine import Machine
-from cellmill.launch.short_jobs import ShortJobs
+from cellmill.launch.slurm import ShortJobs
 from cellmill.runs.jobs import JobRecord
 
 

@@ -12,20 +12,20 @@ from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import cross_val_score
 
-from cellmill.data.simulate import BLOCK, simulate
+from cellmill.data.prepare.simulate import BLOCK, simulate_cells
 from cellmill.errors import ConfigError
 from cellmill.files import sha256_file
-from cellmill.stages import simulate as stage
+from cellmill.stages import data as stage
 
 
 def counts(**arguments: int) -> sp.csr_matrix:
-    return sp.vstack(list(simulate(**({"cells": 300, "genes": 200} | arguments)).blocks()))
+    return sp.vstack(list(simulate_cells(**({"cells": 300, "genes": 200} | arguments)).blocks()))
 
 
 def test_cells_are_a_function_of_the_seed_alone() -> None:
     assert (counts(seed=3) != counts(seed=3)).nnz == 0
     assert (counts(seed=3) != counts(seed=4)).nnz > 0
-    simulation = simulate(700, 100)
+    simulation = simulate_cells(700, 100)
     assert [b.shape[0] for b in simulation.blocks()] == [BLOCK, BLOCK, 700 - 2 * BLOCK]
     first = [b.sum() for b in simulation.blocks()]
     assert first == [b.sum() for b in simulation.blocks()]
@@ -41,7 +41,7 @@ def test_the_file_is_counts_under_real_ids_with_every_column(simulated: Path, tm
     assert data.var_names.str.fullmatch(r"ENSG\d{11}").all()
     assert data.var["symbol"].str.startswith("MT-").sum() == 13
     assert data.obs.groupby("donor", observed=True)["batch"].nunique().eq(1).all()
-    stage.run(out=tmp_path / "again.h5ad", cells=600, genes=400, types=4, batches=2, perturbations=3, seed=1)
+    stage.simulate(out=tmp_path / "again.h5ad", cells=600, genes=400, types=4, batches=2, perturbations=3, seed=1)
     assert sha256_file(tmp_path / "again.h5ad") == sha256_file(simulated)
 
 
@@ -69,4 +69,4 @@ def test_types_are_separable_and_knocked_down_genes_are_low(simulated: Path) -> 
 )
 def test_numbers_out_of_range_are_refused(arguments: dict[str, int], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        simulate(**({"cells": 10, "genes": 200} | arguments))
+        simulate_cells(**({"cells": 10, "genes": 200} | arguments))

@@ -15,16 +15,16 @@ from torch.utils.checkpoint import _VersionWrapper
 
 from cellmill.config.checks import check_together
 from cellmill.config.options import TrainOptions
-from cellmill.config.tokens import Tokens
-from cellmill.data.tokens import Batch, tokenized
+from cellmill.config.parts.families import EncoderConfig
+from cellmill.config.parts.tokens import Tokens
+from cellmill.data.stream.batch import Batch, tokenized
 from cellmill.errors import ConfigError
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
-from cellmill.models.encoder.config import EncoderConfig
-from cellmill.models.encoder.model import EncoderModel
+from cellmill.models.families.encoder import EncoderModel
 from cellmill.models.family import Model
 from cellmill.models.initial import Fill, zeros
-from cellmill.parallel.recompute import checkpoint_activations
+from cellmill.parallel.apply import checkpoint_activations
 from cellmill.planner import size as size_module
 from cellmill.planner.size import measure
 from tests.models import spec

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from cellmill.config.family import FamilyConfig
 from cellmill.config.load import check_config, check_options
 from cellmill.config.options import TrainOptions
-from cellmill.config.sizes import HEAD_WIDTH, HIDDEN_AND_LAYERS, numbers
+from cellmill.config.parts.family import HEAD_WIDTH, HIDDEN_AND_LAYERS, FamilyConfig, numbers
 from cellmill.errors import ConfigError
 from cellmill.planner.size import measure
 from cellmill.runs.identity import identity

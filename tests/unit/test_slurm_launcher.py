@@ -23,9 +23,8 @@ from cellmill.launch.follow import BEGINS, JobFollower, Tail, save_job
 from cellmill.launch.job import Job
 from cellmill.launch.slurm import RunFiles, SlurmLauncher
 from cellmill.launch.submit import submitting
-from cellmill.runs.claim import claim
-from cellmill.runs.folder_watch import FolderWatch
 from cellmill.runs.jobs import JobRecord, Jobs
+from cellmill.runs.lock import FolderWatch, claim
 
 SUBMITTED = [0, "Submitted batch job 7\n", ""]
 NONE: list[Any] = [0, "", ""]
@@ -353,7 +352,7 @@ def test_the_allocation_of_a_launcher_that_was_killed_is_neither_followed_nor_ca
 def test_a_deleted_folder_is_named_its_job_cancelled_and_nothing_made_again(
     scripted: Scripted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], all_results: bool
 ) -> None:
-    monkeypatch.setattr("cellmill.runs.folder_watch.SURE_S", 0.3)
+    monkeypatch.setattr("cellmill.runs.lock.SURE_S", 0.3)
     monkeypatch.setattr("cellmill.launch.follow.TICK_S", 0.05)
     folder = scripted.train.parents[1] if all_results else scripted.train.parent
     squeue = scripted.fake / "bin" / "squeue"
@@ -376,7 +375,7 @@ def test_a_deleted_folder_is_named_its_job_cancelled_and_nothing_made_again(
 
 
 def test_a_file_system_that_is_away_is_no_deleted_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cellmill.runs.folder_watch.SURE_S", 0)
+    monkeypatch.setattr("cellmill.runs.lock.SURE_S", 0)
     train = tmp_path / "mounted" / "results" / "runs" / "a" / "train"
     train.mkdir(parents=True)
     (train / "lock").touch()
@@ -415,7 +414,7 @@ def test_an_unusable_answer_is_waited_out_and_never_taken_for_the_end_of_a_job(
     shown: str,
 ) -> None:
     if isinstance(nonsense[0], dict):
-        monkeypatch.setattr("cellmill.runs.slurm_command.ANSWER_WITHIN_S", 5)
+        monkeypatch.setattr("cellmill.runs.jobs.ANSWER_WITHIN_S", 5)
     early = not isinstance(nonsense[0], dict) and "{name}" not in nonsense[1]
     before = [nonsense] if early else []
     scripted.answers(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from small_corpus import genes_named, random_counts
 
-from cellmill.data.split import hash_cells, hash_genes, require_column, split_by_content, split_by_value
+from cellmill.data.shards.plan import hash_cells, hash_genes, require_column, split_by_content, split_by_value
 from cellmill.errors import DataError
 
 

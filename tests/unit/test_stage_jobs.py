@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cellmill.cli import main
-from cellmill.launch.stage_jobs import StageJob, StageWatch, stage_jobs, waiting_lines
-from cellmill.runs.job_states import JobState
+from cellmill.launch.queue import StageJob, StageWatch, stage_jobs, waiting_lines
+from cellmill.runs.jobs import JobState
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_reason_is_told_once_and_again_when_it_comes_back(tmp_path: Path) -> N
 
 
 SNAKEFILE = """
-from cellmill.launch.stage_jobs import reasons_of_failed
+from cellmill.launch.queue import reasons_of_failed
 
 rule all:
     input: "a.txt", "b.txt"

@@ -12,9 +12,9 @@ from small_corpus import write_corpus
 
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import layout, min_microbatches, pipeline_tokens
-from cellmill.data.stream import CellStream
-from cellmill.planner.communication import Kind, Traffic
+from cellmill.data.stream.cell_stream import CellStream
 from cellmill.planner.cost import NETWORK_FRAC, Network, latency
+from cellmill.planner.memory import Kind, Traffic
 from cellmill.planner.work import Cells, count_micro_batches, detected_genes, measure_work
 
 

@@ -14,15 +14,15 @@ import pytest
 from small_corpus import genes_named, random_counts, vocabulary_of, write_corpus, write_dataset
 
 from cellmill.config.corpus import Shard
+from cellmill.config.parts.tokens import ContinuousTokens, Tokens
 from cellmill.config.run import Stream as StreamOptions
-from cellmill.config.tokens import ContinuousTokens, Tokens
-from cellmill.data.manifest import Manifest
-from cellmill.data.random_words import permutation
-from cellmill.data.shard_file import open_shards
-from cellmill.data.shard_writer import write_shards
-from cellmill.data.shuffle import Epoch, EpochLayout
-from cellmill.data.stream import CellStream
-from cellmill.data.tokens import Batch
+from cellmill.data.arrays import permutation
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.shards.reader import open_shards
+from cellmill.data.shards.writer import write_shards
+from cellmill.data.stream.batch import Batch
+from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.order import Epoch, EpochLayout
 from cellmill.errors import ConfigError, DataError
 
 CELLS = 533  # prime to everything: short blocks, short windows, a short last batch, lanes that differ by one

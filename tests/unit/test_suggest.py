@@ -16,7 +16,7 @@ from cellmill.cli import main
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.planner.cost import amount
-from cellmill.planner.layout_search import Suggestions, sections, suggest, table
+from cellmill.planner.search import Suggestions, sections, suggest, table
 from cellmill.planner.work import Cells, detected_genes
 from cellmill.stages import plan
 
@@ -62,7 +62,7 @@ def test_a_suggested_layout_is_planned_with_the_same_numbers(tmp_path: Path) -> 
         if "stream" in tree:
             changed = changed.model_copy(update={"stream": changed.stream.model_copy(update=tree["stream"])})
         assert changed == suggestion.options
-        plan.run(options=changed, manifest=corpus.path, out=tmp_path / "plan.json", machine=machine, device="h100")
+        plan.plan(options=changed, manifest=corpus.path, out=tmp_path / "plan.json", machine=machine, device="h100")
         planned = json.loads((tmp_path / "plan.json").read_text())
         assert planned["memory"]["total_bytes"] == suggestion.cost.memory.total
         assert planned["hours"] == pytest.approx(suggestion.cost.hours)

@@ -11,22 +11,21 @@ import pytest
 import torch
 
 from cellmill.config.load import check_options
-from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.parallel import Parallel
-from cellmill.config.tokens import Tokens
-from cellmill.data.tokens import Batch, tokenized
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.objectives import MaskedValueConfig, SumConfig
+from cellmill.config.parts.tokens import Tokens
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.stream.batch import Batch, tokenized
 from cellmill.errors import ConfigError
 from cellmill.models.batch import TensorBatch, on_device, padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors
 from cellmill.models.objective import GeneStatistics, Objective
-from cellmill.models.objectives.config import MaskedValueConfig
 from cellmill.models.objectives.sum import Sum
-from cellmill.models.objectives.sum_config import SumConfig
 from cellmill.parallel.materialize import materialize
 from cellmill.parallel.step import ParallelModel
-from cellmill.train.loss_parts import LossParts
+from cellmill.train.loop import LossParts
 from tests.models import spec
 
 N_GENES = 60

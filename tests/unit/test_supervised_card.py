@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cellmill.config.objective import ObjectiveConfig
-from cellmill.stages.consolidate import model_card
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.stages.export import model_card
 from cellmill.stages.train import supervised_by
 from tests.models import config_json
 

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.options import TrainOptions
-from cellmill.config.tokens import Tokens
-from cellmill.data.obs_levels import MISSING
-from cellmill.data.tokens import Batch, empty_batch, tokenized
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.tokens import Tokens
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.shards.index import MISSING
+from cellmill.data.stream.batch import Batch, empty_batch, tokenized
 from cellmill.models.batch import padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors
 from cellmill.models.objective import GeneStatistics
-from cellmill.models.objectives import supervised_contrastive
-from cellmill.models.objectives.supervised_contrastive import contrast
+from cellmill.models.objectives import contrastive
+from cellmill.models.objectives.contrastive import contrast
 from cellmill.parallel.materialize import materialize
 from cellmill.train.batch_rows import shares_of
 from cellmill.train.worker import batch_column
@@ -84,7 +84,7 @@ def _table(z: torch.Tensor, labels: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("anchors", [1, 4, 1024])
 def test_the_loss_is_that_of_the_paper_in_any_slots(anchors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervised_contrastive, "ANCHORS", anchors)
+    monkeypatch.setattr(contrastive, "ANCHORS", anchors)
     z = torch.randn(9, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     labels = [1, 2, 2, 1, 1, 3, 2, 4, 4]
     expected = _reference(z, labels, 0.3)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from cellmill.config.load import check_config
-from cellmill.config.sweep import expand
+from cellmill.config.workflow import expand
 from cellmill.errors import ConfigError
-from cellmill.train.branch import check_branches
+from cellmill.runs.branch import check_branches
 
 BASE: dict[str, Any] = {
     "corpora": {"demo": {"table": "config/datasets.tsv"}},

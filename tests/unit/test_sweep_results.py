@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from cellmill.cli import main
-from cellmill.report.power_law import Law, fit_law
-from cellmill.report.sweep import curves
+from cellmill.report.sweep import Law, curves, fit_law
 
 SIZES = (100, 300, 1000, 3000)
 VALUES = {f"s-{n}-{seed}": {"stream.train_frac": n / 3000, "train.seed": seed} for n in SIZES for seed in (0, 1)}

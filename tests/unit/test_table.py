@@ -10,8 +10,8 @@ from limits import limited
 
 from cellmill.cli import main
 from cellmill.config.corpus import read_datasets
-from cellmill.config.table import check_name
-from cellmill.config.yaml_text import read_yaml
+from cellmill.config.datasets import check_name
+from cellmill.config.load import read_yaml
 from cellmill.errors import ConfigError
 
 ROW = "dataset\tpath\tlabel\n"

@@ -14,17 +14,17 @@ import scipy.sparse as sp
 from anndata.io import read_elem, write_elem
 
 from cellmill.config.corpus import ObsColumns
-from cellmill.data.counts_writer import write_cells
-from cellmill.data.declared_names import declared_names
-from cellmill.data.genes import is_expression
-from cellmill.data.inputs.anndata_layout import open_anndata
-from cellmill.data.obs_columns import choose_obs
-from cellmill.data.shard_file import read_gene_ids
-from cellmill.data.shard_levels import read_shard
-from cellmill.data.text_columns import plain_text, text_values
-from cellmill.evaluate.held_out_units import find_units
-from cellmill.evaluate.labelled import choose_cells
-from cellmill.evaluate.tasks.leave_out import splits_of
+from cellmill.data.arrays import plain_text, text_values
+from cellmill.data.genes.names import is_expression
+from cellmill.data.inputs.anndata_files import open_anndata
+from cellmill.data.inputs.formats import declared_names
+from cellmill.data.inputs.h5 import write_cells
+from cellmill.data.prepare.obs import choose_obs
+from cellmill.data.shards.index import read_shard
+from cellmill.data.shards.reader import read_gene_ids
+from cellmill.evaluate.labels import choose_cells
+from cellmill.evaluate.tasks.changes import find_units
+from cellmill.evaluate.tasks.classify import splits_of
 
 KINDS = ["object", "string", "str", "category"]
 

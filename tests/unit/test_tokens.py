@@ -10,12 +10,12 @@ import pytest
 from pydantic import ValidationError
 from small_corpus import write_corpus
 
-from cellmill import registry
+from cellmill.config import plugin
+from cellmill.config.parts.tokens import BinnedTokens, ContinuousTokens, RankTokens, Tokens
 from cellmill.config.run import Stream
-from cellmill.config.tokens import BinnedTokens, ContinuousTokens, RankTokens, Tokens
-from cellmill.data.stream import CellStream
-from cellmill.data.tokenizers.binned import bin_counts, shared_bins
-from cellmill.data.tokens import Prefixes, empty_batch
+from cellmill.data.stream.batch import Prefixes, empty_batch
+from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.tokenizers import bin_counts, shared_bins
 from cellmill.errors import ConfigError
 
 LENGTHS = (0, 1, 2, 60, 0, 7, 200)
@@ -212,7 +212,7 @@ class DetectedTokenizer:
 
 
 def test_an_installed_tokenizer_is_chosen_by_name_and_streams(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.BUILT_IN["tokenizer"], "detected", f"{__name__}:DetectedTokens")
+    monkeypatch.setitem(plugin.BUILT_IN["tokenizer"], "detected", f"{__name__}:DetectedTokens")
     tokens = Tokens.model_validate({"tokenizer": "detected", "threshold": 20})
     assert (tokens.n_values, tokens.model_dump()["threshold"]) == (0, 20)
     manifest = write_corpus(tmp_path, 30)

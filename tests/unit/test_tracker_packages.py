@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from cellmill.config.track import Track
-from cellmill.runs.metrics import cut_back
-from cellmill.track.follower import Follower
+from cellmill.config.parts.trackers import Track
+from cellmill.runs.progress import cut_back
+from cellmill.track.follow import Follower
 from tests.unit.tracked import tracked_run
 
 pytestmark = pytest.mark.full

@@ -13,14 +13,14 @@ import pytest
 
 from cellmill.cli import main
 from cellmill.config import check_options
-from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.config.options import TrainOptions
-from cellmill.config.track import Track
+from cellmill.config.parts.family import WEIGHTS_FORMAT
+from cellmill.config.parts.trackers import Track
 from cellmill.errors import ConfigError, Stopped
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.identity import changed_keys, identity
-from cellmill.runs.metrics import cut_back
-from cellmill.track.followers import followed
+from cellmill.runs.progress import cut_back
+from cellmill.track.follow import followed
 from cellmill.track.tracker import ConsoleTracker, JsonlTracker
 from tests.unit.tracked import calls, install, lines, tracked_run
 
@@ -163,7 +163,7 @@ def _followers(train: Path) -> list[str]:
             text = file.read_bytes().decode(errors="replace")
         except OSError:  # it has ended
             continue
-        if "cellmill.track.followers" in text and str(train) in text:
+        if "cellmill.track.follow" in text and str(train) in text:
             found.append(text)
     return found
 

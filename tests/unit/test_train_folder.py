@@ -21,7 +21,7 @@ from cellmill.files import write_json
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.identity import changed_keys, check_data, identity
 from cellmill.runs.lock import locked
-from cellmill.runs.metrics import cut_back, read_lines
+from cellmill.runs.progress import cut_back, read_lines
 from cellmill.track.tracker import JsonlTracker
 
 

@@ -17,14 +17,15 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score
 
 from cellmill.config.options import EmbedOptions, EvaluateOptions
-from cellmill.config.transfer_task import TransferConfig
-from cellmill.data.cell_ontology import cell_ontology
-from cellmill.data.count_matrix import log_normalise
+from cellmill.config.parts.tasks import TransferConfig
+from cellmill.data.arrays import log_normalise
+from cellmill.data.genes.tables import cell_ontology
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.shared_genes import CellGroup, copies, shared_genes, transfer_features
+from cellmill.evaluate.tasks.transfer import CellGroup, copies, shared_genes, transfer_features
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
-from cellmill.stages import embed, evaluate
+from cellmill.stages import cells as embed
+from cellmill.stages import evaluate
 from tests.unit.evaluated import make_context
 from tests.unit.exported import export_model, make_corpus
 
@@ -56,9 +57,9 @@ class Datasets:
             adata.write_h5ad(files[-1])
             embedded.append(out / "embeddings" / f"{name}.h5ad")
             section = EmbedOptions.model_validate({"embed": {}})
-            embed.run(options=section, model=self.model, input=files[-1], counts="X", out=embedded[-1])
+            embed.embed(options=section, model=self.model, input=files[-1], counts="X", out=embedded[-1])
         tasks = {"transfer": {"fit_on": ["one"]} | options}
-        evaluate.run(
+        evaluate.evaluate(
             options=EvaluateOptions.model_validate({"evaluate": {"tasks": tasks, "cells": "all"}}),
             model=self.model,
             manifest=self.corpus["manifest"],

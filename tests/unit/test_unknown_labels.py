@@ -13,11 +13,13 @@ import pytest
 
 import cellmill
 from cellmill.config.options import EmbedOptions, EvaluateOptions, PredictOptions
-from cellmill.evaluate.calibration import calibration_error
-from cellmill.evaluate.unknown_labels import MOST_NAMES, count_labels
+from cellmill.evaluate.labels import MOST_NAMES, count_labels
+from cellmill.evaluate.predict import calibration_error
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
-from cellmill.stages import embed, evaluate, predict
+from cellmill.stages import cells as embed
+from cellmill.stages import cells as predict
+from cellmill.stages import evaluate
 from tests.unit.exported import export_model, make_corpus
 
 LABELS = ["T cell", "B cell"]
@@ -62,8 +64,8 @@ def _cells(folder: Path, corpus: dict[str, Path], kinds: list[str | None] | None
 
 def _reconstruct(corpus: dict[str, Path], folder: Path, model: Path, cells: Path) -> dict[str, Any]:
     embedding = folder / "embedding" / "cells.h5ad"
-    embed.run(options=EmbedOptions.model_validate({"embed": {}}), model=model, input=cells, counts="X", out=embedding)
-    evaluate.run(
+    embed.embed(options=EmbedOptions.model_validate({"embed": {}}), model=model, input=cells, counts="X", out=embedding)
+    evaluate.evaluate(
         options=EvaluateOptions.model_validate({"evaluate": {"tasks": {"reconstruct": {}}, "cells": "all"}}),
         model=model,
         manifest=corpus["manifest"],
@@ -116,7 +118,7 @@ def test_prediction_says_how_many_cells_agree_and_which_labels_are_unknown(
 ) -> None:
     model, cells = _model(tmp_path, corpus), _cells(tmp_path, corpus, ["T cell", "unknown", None, "B cell"])
     options = PredictOptions.model_validate({"embed": {}, "predict": {"min_probability": smallest}})
-    predict.run(options=options, model=model, input=cells, counts="X", out=tmp_path / "out.h5ad")
+    predict.predict(options=options, model=model, input=cells, counts="X", out=tmp_path / "out.h5ad")
     obs = ad.read_h5ad(tmp_path / "out.h5ad").obs
     known = obs["kind"].isin(LABELS)
     equal, n_other = (
@@ -143,7 +145,9 @@ def test_prediction_says_that_it_knows_none_of_the_labels(
         ([None], "no cell has a label"),
     ):
         cells = _cells(tmp_path, corpus, kinds)  # type: ignore[arg-type]
-        predict.run(options=options, model=_model(tmp_path, corpus), input=cells, counts="X", out=tmp_path / "out.h5ad")
+        predict.predict(
+            options=options, model=_model(tmp_path, corpus), input=cells, counts="X", out=tmp_path / "out.h5ad"
+        )
         lines = [line for line in capsys.readouterr().out.splitlines() if "obs column kind" in line]
         n = len(ad.read_h5ad(cells).obs)
         assert lines == [f"cells: warning: obs column kind: {said.format(n=n)}"]

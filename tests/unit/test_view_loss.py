@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cellmill.config.tokens import Tokens
-from cellmill.data.tokens import Batch, empty_batch, tokenized
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.tokens import Tokens
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.stream.batch import Batch, empty_batch, tokenized
 from cellmill.models.batch import padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors
-from cellmill.models.objectives.vicreg import vicreg
+from cellmill.models.objectives.terms import vicreg
 from cellmill.parallel.materialize import materialize
 from cellmill.planner.size import measure
 from cellmill.train.batch_rows import shares_of

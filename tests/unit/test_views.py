@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from cellmill.config.tokens import Tokens
-from cellmill.data.tokens import Batch, empty_batch, split_batch, tokenized
+from cellmill.config.parts.objectives import CellDecodingConfig
+from cellmill.config.parts.tokens import Tokens
+from cellmill.data.stream.batch import Batch, empty_batch, split_batch, tokenized
 from cellmill.models.batch import to_tensors
-from cellmill.models.objectives.decoding_config import CellDecodingConfig
 from cellmill.models.objectives.views import ViewBatch, draw_view
 
 N_GENES = 200

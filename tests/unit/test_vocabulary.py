@@ -15,12 +15,12 @@ import scipy.sparse as sp
 
 from cellmill.config.corpus import VocabularyConfig
 from cellmill.config.options import TrainOptions, VocabularyOptions
-from cellmill.config.tokens import SPECIAL
-from cellmill.data.corpus import Medians, build_vocabulary
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.genes.build import Medians, build_vocabulary
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
-from cellmill.planner.train_inputs import fitted
-from cellmill.stages import vocabulary as stage
+from cellmill.planner.inputs import fitted
+from cellmill.stages import data as stage
 
 Make = Callable[..., Path]
 
@@ -91,7 +91,7 @@ def test_min_cells_and_max_genes_limit_the_vocabulary(simulated: Path) -> None:
 
 def test_the_file_begins_with_special_tokens_and_reads_back_equal(simulated: Path, tmp_path: Path) -> None:
     path = tmp_path / "vocabulary.tsv"
-    stage.run(options=VocabularyOptions.model_validate({"vocabulary": {}}), cells=[simulated], out=path)
+    stage.vocabulary(options=VocabularyOptions.model_validate({"vocabulary": {}}), cells=[simulated], out=path)
     table = pd.read_csv(path, sep="\t")
     assert list(table.columns) == ["token_id", "gene_id", "symbol", "n_cells", "median"]
     assert table["token_id"].tolist() == list(range(len(table)))
@@ -111,7 +111,9 @@ def test_quantiles_of_the_corpus_are_within_half_a_percent_in_any_order_of_files
     data[:350].copy().write_h5ad(paths[0])
     data[350:].copy().write_h5ad(paths[1])
     out = tmp_path / "vocabulary.tsv"
-    stage.run(options=VocabularyOptions.model_validate({"vocabulary": {"quantiles": True}}), cells=paths, out=out)
+    stage.vocabulary(
+        options=VocabularyOptions.model_validate({"vocabulary": {"quantiles": True}}), cells=paths, out=out
+    )
     got = Vocabulary.read(out)
     dense = data.X.toarray().astype(np.float64)
     values = dense / dense.sum(axis=1, keepdims=True) * 1e4

@@ -16,7 +16,7 @@ PACKAGE = """
 import json, os, signal, sys, time
 from typing import ClassVar, Literal
 
-from cellmill.config.track import ObserverConfig, TrackerConfig
+from cellmill.config.parts.trackers import ObserverConfig, TrackerConfig
 
 
 class TrackerOptions(TrackerConfig):

@@ -18,9 +18,9 @@ import snakemake.utils
 import snakemake.workflow
 
 import cellmill.config.checks
-import cellmill.launch.stage_jobs
-import cellmill.preflight.command_line
-import cellmill.train.branch  # noqa: F401
+import cellmill.launch.queue
+import cellmill.preflight.profile
+import cellmill.runs.branch  # noqa: F401
 
 
 def run(folder: str, words: list[str], out: str) -> None:

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from cellmill.report.collect import read_corpus, read_run
-from cellmill.report.remake import remake_commands
+from cellmill.report.collect import read_corpus, read_run, remake_commands
 from tests.workflow.conftest import KEPT, Project, jobs_in
 
 pytestmark = pytest.mark.xdist_group("workflow")  # all use the same finished project

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from cellmill.config.yaml_text import read_yaml
+from cellmill.config.load import read_yaml
 from cellmill.errors import UserError
 
 own = [] if workflow.config_settings.replace_workflow_config else [Path("config/config.yaml")]

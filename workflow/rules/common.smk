@@ -13,13 +13,13 @@ from snakemake.exceptions import WorkflowError
 from cellmill.config import check_config, check_options
 from cellmill.config.checks import check_nodes
 from cellmill.config.corpus import ObsColumns
-from cellmill.config.input_url import is_url
+from cellmill.config.datasets import is_url
 from cellmill.config.machine import Machine
 from cellmill.errors import ConfigError, UserError
 from cellmill.files import digest, write_json
-from cellmill.launch.stage_jobs import StageWatch, reasons_of_failed
-from cellmill.preflight.command_line import CommandMachines, machines_of_command
-from cellmill.train.branch import check_branches
+from cellmill.launch.queue import StageWatch, reasons_of_failed
+from cellmill.preflight.profile import CommandMachines, machines_of_command
+from cellmill.runs.branch import check_branches
 
 # find the cellmill of this Python even if its environment is not activated
 os.environ.update(PATH=os.pathsep.join([str(Path(sys.executable).parent), *os.get_exec_path()]))
@@ -42,7 +42,7 @@ try:
     machines = machines_of_command(sys.argv[1:]) if workflow.is_main_process else CommandMachines()
     if workflow.is_main_process:
         # imports h5py, which jobs of a cluster do without
-        importlib.import_module("cellmill.data.dataset_check").check_datasets(pipeline)
+        importlib.import_module("cellmill.data.prepare.check").check_datasets(pipeline)
 except UserError as error:
     sys.exit(f"cellmill: {error}")  # a WorkflowError would add its place in this file
 if unknown := [name for name in restarted if name not in pipeline.runs]:
@@ -405,7 +405,7 @@ def check_named_files():
         return any(made.is_producer(path) for made in workflow.rules)
 
     try:
-        gone = importlib.import_module("cellmill.data.input_check").check_inputs(pipeline, is_made)
+        gone = importlib.import_module("cellmill.data.prepare.check").check_inputs(pipeline, is_made)
     except UserError as error:
         sys.exit(f"cellmill: {error}")
     if gone is not None:

@@ -15,23 +15,32 @@ from typing import Any
 from cellmill.config import Workflow, check_options, load_config
 from cellmill.config.checks import check_nodes
 from cellmill.config.corpus import Dataset, Preprocess
-from cellmill.config.input_url import is_url
+from cellmill.config.datasets import is_url
 from cellmill.config.machine import Machine
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import layout
-from cellmill.data.dataset_file import open_dataset
-from cellmill.data.manifest import Manifest
-from cellmill.data.obs_columns import choose_obs
-from cellmill.data.preprocess import name_genes
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.inputs.formats import open_dataset
+from cellmill.data.prepare.obs import choose_obs
+from cellmill.data.prepare.preprocess import name_genes
+from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, UserError
 from cellmill.files import write_json
-from cellmill.planner.devices import device_named
-from cellmill.preflight.check import TRAIN, Check, doubt, no, of_named, ok
+from cellmill.planner.cost import device_named
+from cellmill.preflight.checks import (
+    TRAIN,
+    Check,
+    check_launcher,
+    check_site,
+    check_stages,
+    doubt,
+    gpu_request,
+    no,
+    of_named,
+    ok,
+)
 from cellmill.preflight.nodes import NodeCheck
 from cellmill.preflight.profile import Profile, of_machine, read_profile, snakemake_finds
-from cellmill.preflight.site_checks import check_launcher, check_site, gpu_request
-from cellmill.preflight.stage_checks import check_stages
 
 CORPORA = Path("results/corpora")
 
@@ -55,7 +64,7 @@ class Shown:
         return sum(check.verdict == "no" for check in self.checks)
 
 
-def run(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: float) -> None:
+def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: float) -> None:
     """Print the checks and `go`, and write them to `out`/NAME.json. Raises UserError if it is no go."""
     if not wait_min > 0:
         raise UserError(f"--wait-min: expected a number of minutes above 0, got {wait_min:g}")

@@ -3,28 +3,73 @@
 Reads small files and asks squeue once for runs and once for stages; needs neither SLURM nor torch.
 
 A run is `running` if SLURM runs it or its lock is held; if only its files say so, it was killed.
+
+The results folder: runs by name, their training folders, logs and jobs. Changes no file.
+
+watch: a run live, from its files alone: loss, effective rank, throughput, waiting for data, time left.
+
+On a terminal a block of lines is drawn again at each update; into a pipe or file goes one line per update that brings
+something new. A run that has not begun is waited for; one that has ended is shown once.
 """
 
+import os
 import shutil
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, TextIO
 
-from cellmill.commands.results import run_names, train_folder
-from cellmill.errors import UserError
+from cellmill.config.load import read_yaml, with_sweeps
+from cellmill.config.plugin import in_one_line
+from cellmill.errors import UserError, did_you_mean
 from cellmill.files import read_json
-from cellmill.launch.queue import Queue, QueuedJob
-from cellmill.launch.stage_jobs import stage_jobs, waiting_lines
-from cellmill.registry import in_one_line
+from cellmill.launch.queue import Queue, QueuedJob, stage_jobs, waiting_lines
+from cellmill.runs.cost import read_local, span
 from cellmill.runs.folder import TrainFolder
-from cellmill.runs.job_states import GONE, UNKNOWN, JobState
-from cellmill.runs.jobs import Jobs
-from cellmill.runs.local_starts import read_local
+from cellmill.runs.jobs import GONE, UNKNOWN, CommandError, Jobs, JobState
 from cellmill.runs.lock import Holder, holder_of
-from cellmill.runs.metrics import TAIL_BYTES, read_lines
-from cellmill.runs.progress import progress_of
-from cellmill.runs.run_cost import span
-from cellmill.runs.slurm_command import CommandError
+from cellmill.runs.progress import TAIL_BYTES, progress_of, read_lines
+from cellmill.track.follow import CurveTail, kind_of
+
+
+def run_names(results: Path) -> list[str]:
+    """Every run under `results`. Raises UserError if it is not the results folder of a workflow."""
+    folder = results / "runs"
+    if not folder.is_dir():
+        if results.is_dir() or any(
+            (results.parent / name).exists() for name in ("Snakefile", "workflow", ".snakemake")
+        ):
+            return []
+        raise UserError(f"{folder}: no such folder; set --results to the results folder of a workflow")
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def train_folder(results: Path, run: str) -> Path:
+    """The training folder of a run. Raises UserError naming the runs that exist."""
+    runs = run_names(results)
+    if run not in runs:
+        problem = "expected the name of a run, got a path" if "/" in run or "\\" in run else "no such run"
+        hint = did_you_mean(run, runs) if runs else "no run yet"
+        raise UserError(f"{run!r}: {problem} in {results / 'runs'}; {hint}")
+    return results / "runs" / run / "train"
+
+
+def train_log(results: Path, run: str) -> Path:
+    """The file in which the workflow keeps the output of `train`."""
+    return results.parent / "logs" / "train" / f"{run}.log"
+
+
+def living_jobs(train: Path, queue: Queue) -> list[QueuedJob]:
+    """Jobs of a run that SLURM has, recorded or not. Raises UserError without an answer."""
+    jobs = Jobs(train)
+    if not jobs.path.is_dir() or (shutil.which("squeue") is None and not jobs.may_be_alive()):
+        return []
+    try:
+        return queue.named(jobs.owns)
+    except CommandError as error:
+        raise UserError(f"no usable answer from squeue ({error}); try again") from None
+
 
 HEAD = ("run", "state", "step", "loss", "job", "slurm", "left", "saved", "last line")
 RIGHT_ALIGNED = {"step", "loss", "left", "saved", "last line"}
@@ -36,7 +81,7 @@ KILLED = "stopped (killed)"
 """On this machine, without a chance to save: it resumes from its last checkpoint."""
 
 
-def run(*, runs: list[str], results: Path) -> None:
+def status(*, runs: list[str], results: Path) -> None:
     """Print the table of `runs`, or of all runs under `results`."""
     stages = waiting_stages(results)
     names = runs or run_names(results)
@@ -174,3 +219,140 @@ def table(rows: list[list[str]]) -> str:
         ).rstrip()
         for line in cells
     )
+
+
+ENDED = ("done", "failed", "stopped", KILLED)
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def watch(*, run: str, results: Path, every_s: float) -> None:
+    """Show `run` until it has ended. Raises UserError for a path or an unknown run, and once its folder is deleted."""
+    if "/" in run or "\\" in run:
+        raise UserError(f"{run!r}: expected the name of a run, got a path")
+    known, config = set(run_names(results)), results.parent / "config" / "config.yaml"
+    if config.exists() and run not in known:
+        known |= set((with_sweeps(read_yaml(config)) or {}).get("runs") or ())
+    if known and run not in known:
+        raise UserError(f"{run!r}: no such run in {results / 'runs'} or {config}; {did_you_mean(run, sorted(known))}")
+    screen, watched = Screen(sys.stdout), WatchedRun(run, results / "runs" / run / "train")
+    try:
+        while True:
+            state = watched.update()
+            screen.show(watched.pieces(state), watched.losses())
+            if state in ENDED:
+                return
+            time.sleep(every_s)
+    except KeyboardInterrupt:
+        return
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class WatchedRun:
+    """The curve and the state of a run as far as they are known."""
+
+    def __init__(self, name: str, train: Path) -> None:
+        self._name, self._train, self._seen = name, train, False
+        self._tail = CurveTail(train / "metrics.jsonl")
+        self._lines: dict[tuple[int, str], dict[str, Any]] = {}
+        self._steps: int | None = None
+
+    def update(self) -> str:
+        """Read what is new; return the state. Raises UserError if the folder was there and is gone."""
+        if not self._train.is_dir():
+            if self._seen:
+                raise UserError(f"{self._train}: the run's folder was deleted")
+            return "not begun"
+        self._seen = True
+        lines = self._tail.read()
+        if lines:  # a resume goes back to the last checkpoint
+            first = lines[0]["step"]
+            self._lines = {key: line for key, line in self._lines.items() if key[0] <= first}
+        self._lines |= {(line["step"], kind_of(line)): line for line in lines}
+        holder = holder_of(self._train)
+        state = state_of(self._train, job_of(self._train, None, holder is not None)[1], holder)
+        self._steps = progress_of(self._train).get("steps", self._steps)
+        return state
+
+    def losses(self) -> list[float]:
+        """The training loss of each line."""
+        return [line["loss"] for line in self._lines.values() if "loss" in line]
+
+    def pieces(self, state: str) -> list[str]:
+        """The view in short texts."""
+        step = max((number for number, _ in self._lines), default=None)
+        of = f"/{self._steps} ({(step or 0) / self._steps:.0%})" if self._steps else ""
+        shown = [f"{self._name}: {state}", "" if step is None else f"step {step}{of}"]
+        train, validation = self._newest("loss"), self._newest("val_loss")
+        if train:
+            shown += [f"loss {train['loss']:.4g}", f"lr {train['lr']:.2e}" if "lr" in train else ""]
+        if validation:
+            shown.append(f"validation {validation['val_loss']:.4g} at step {validation['step']}")
+        if ranked := self._newest("effective_rank"):
+            shown.append(f"effective rank {ranked['effective_rank']:.1f}")
+        if train.get("skipped_steps"):
+            shown.append(f"{train['skipped_steps']} steps skipped")
+        if state == "running":
+            shown += self._speed(train)
+        return [text for text in shown if text]
+
+    def _speed(self, line: dict[str, Any]) -> list[str]:
+        age_s = max(0.0, time.time() - self._written_at())
+        shown = [f"{line['cells_per_s']:,.0f} cells/s"] if "cells_per_s" in line else []
+        shown += [f"waiting for data {line['data_wait_frac']:.0%}"] if "data_wait_frac" in line else []
+        shown += [f"MFU {line['mfu']:.1%}"] if "mfu" in line else []
+        shown += [f"GPU {max(line['gpu_busy_frac']):.0%}"] if line.get("gpu_busy_frac") else []
+        shown += [f"left {span(max(0.0, line['left_s'] - age_s))}"] if "left_s" in line else []
+        return [*shown, f"last line {span(age_s)} ago"] if line else shown
+
+    def _newest(self, key: str) -> dict[str, Any]:
+        return next((line for line in reversed(self._lines.values()) if key in line), {})
+
+    def _written_at(self) -> float:
+        try:
+            return (self._train / "metrics.jsonl").stat().st_mtime
+        except OSError:
+            return time.time()
+
+
+class Screen:
+    """A terminal on which a block of lines is drawn again, or a pipe that gets a line for each change."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out, self._drawn, self._last = out, 0, ""
+
+    def show(self, pieces: list[str], losses: list[float]) -> None:
+        if not self._out.isatty():
+            # the age of the last line is no news
+            line = "  ".join(text for text in pieces if not text.startswith("last line "))
+            if line != self._last:
+                print(line, file=self._out, flush=True)
+            self._last = line
+            return
+        columns, _ = shutil.get_terminal_size()
+        lines = [*wrapped(pieces, columns - 1), bars(losses, columns - 1)]
+        back = f"\x1b[{self._drawn}A\x1b[J" if self._drawn else ""
+        print(back + "\n".join(lines), file=self._out, flush=True)
+        self._drawn = len(lines)
+
+
+def wrapped(pieces: list[str], columns: int) -> list[str]:
+    """Lines of at most `columns` characters with two spaces between pieces; a longer piece is cut."""
+    lines: list[str] = []
+    for piece in pieces:
+        if lines and len(lines[-1]) + 2 + len(piece) <= columns:
+            lines[-1] += f"  {piece}"
+        else:
+            lines.append(piece[: max(1, columns)])
+    return lines
+
+
+def bars(losses: list[float], columns: int) -> str:
+    """The curve as one line of at most `columns` characters, each the mean of its part; low is good."""
+    finite = [loss for loss in losses if loss == loss and abs(loss) != float("inf")]
+    width = max(1, min(columns, len(finite)))
+    parts = [finite[len(finite) * at // width : len(finite) * (at + 1) // width] for at in range(width)]
+    means = [sum(part) / len(part) for part in parts if part]
+    lowest, highest = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(BARS) - 1) / (highest - lowest) if highest > lowest else 0.0
+    return "".join(BARS[round((mean - lowest) * scale)] for mean in means)

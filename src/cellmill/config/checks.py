@@ -7,11 +7,11 @@ call them again with what they were given. All raise ConfigError.
 import math
 from typing import Protocol
 
-from cellmill.config.family import FamilyConfig
-from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Parallel, divisors, layout, nearest
-from cellmill.config.tokens import Tokens
+from cellmill.config.parts.family import FamilyConfig
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.tokens import Tokens
 from cellmill.errors import ConfigError
 
 

@@ -5,10 +5,8 @@ from typing import Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from cellmill.config.input_url import check_url, is_url
-from cellmill.config.obs_filter import parse_filter
+from cellmill.config.datasets import check_name, check_url, is_url, parse_filter, read_rows
 from cellmill.config.section import Section, error_line, explain
-from cellmill.config.table import check_name, read_rows
 from cellmill.errors import ConfigError
 
 SPLITS = ("train", "val", "test")

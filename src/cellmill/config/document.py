@@ -19,8 +19,7 @@ from cellmill.config.load import top_level
 from cellmill.config.options import OPTIONS
 from cellmill.config.plugin import Plugin
 from cellmill.config.section import part_of
-from cellmill.config.sweep import Sweep
-from cellmill.config.workflow import Workflow, entries_of, keys_of, sections_of
+from cellmill.config.workflow import Sweep, Workflow, entries_of, keys_of, sections_of
 from cellmill.files import write_text
 
 README = Path("config/README.md")

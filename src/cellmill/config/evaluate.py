@@ -1,5 +1,12 @@
-"""Section `evaluate`, and the options of evaluation tasks. Torch-free."""
+"""Section `evaluate`, and the options of evaluation tasks. Torch-free.
 
+External models of section `evaluate`: a command of another environment that writes embeddings. Torch-free.
+
+Gates of section `evaluate`: what an evaluation has to reach. Torch-free.
+"""
+
+import re
+import shlex
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -14,11 +21,61 @@ from pydantic import (
     model_validator,
 )
 
-from cellmill.config.external import ExternalModel
-from cellmill.config.gate import BaselineGate
+from cellmill.config.datasets import check_name
 from cellmill.config.plugin import Plugin, by_name
 from cellmill.config.section import EachOnce, Section
-from cellmill.config.table import check_name
+from cellmill.files import digest
+
+PLACEHOLDERS = ("{cells}", "{out}")
+
+
+class ExternalModel(Section):
+    """One command, run for each dataset; its embedding is a row beside the model."""
+
+    command: str = Field(
+        description="Program and arguments, split like a shell would but run without one; {cells} is the input .h5ad, "
+        "{out} the .h5ad to write."
+    )
+    files: list[str] = Field([], description="Files, such as its script; a change of one reruns the command.")
+
+    @field_validator("command")
+    @classmethod
+    def _has_its_places(cls, value: str) -> str:
+        try:
+            words = shlex.split(value)
+        except ValueError as error:
+            raise ValueError(f"expected words as of a shell, got {value!r} ({error})") from None
+        for place in PLACEHOLDERS:
+            if not any(place in word for word in words):
+                raise ValueError(f"expected {place} among its arguments, got {value!r}")
+        return value
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal SHA-256 of the options: the same for all runs with the same command."""
+        return digest(self.model_dump(mode="json"))
+
+    @property
+    def command_digest(self) -> str:
+        """Hexadecimal SHA-256 of the command, which its embeddings carry."""
+        return digest(self.command)
+
+
+def command_words(command: str, cells: str, out: str) -> list[str]:
+    """Program and arguments with the two paths in their places: split first, so that a path stays in one argument."""
+    places = dict(zip(PLACEHOLDERS, (cells, out)))
+    either = "|".join(map(re.escape, PLACEHOLDERS))
+    return [re.sub(either, lambda found: places[found[0]], word) for word in shlex.split(command)]
+
+
+class BaselineGate(Section):
+    """One condition: in a task, the model's best row against the best row of a baseline."""
+
+    task: str = Field(description="Task of evaluate.tasks; for all labels of a dataset.")
+    baseline: str = Field(description="Row to reach, or features, whose best classifier counts: `all genes`.")
+    column: str | None = Field(None, description="Column to compare; null is that which ranks the task's rows.")
+    lower_is_better: bool = Field(False, description="Whether lower values of the column are better, as of MAE.")
+    margin: float = Field(0.0, description="By how much the model has to be better than the baseline, at least.")
 
 
 class TaskConfig(Plugin):
@@ -42,7 +99,7 @@ class TaskConfig(Plugin):
 class ProbeConfig(TaskConfig):
     """Classifiers of the label on embeddings, against baselines; skipped without a label."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.probe:Probe"
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.classify:Probe"
     reads_label: ClassVar[bool] = True
 
     name: Literal["probe"] = Field("probe", description="Name of the task.")
@@ -71,7 +128,7 @@ class ReconstructConfig(TaskConfig):
 class FewShotConfig(TaskConfig):
     """Few-shot classifiers of the label, trained on a few cells per class; skipped without a label."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.few_shot:FewShot"
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.classify:FewShot"
     reads_label: ClassVar[bool] = True
 
     name: Literal["few_shot"] = Field("few_shot", description="Name of the task.")
@@ -85,7 +142,7 @@ class FewShotConfig(TaskConfig):
 class LeaveOutConfig(TaskConfig):
     """Classifiers of the label tested on left-out donors or batches; skipped without a label."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.leave_out:LeaveOut"
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.classify:LeaveOut"
     reads_label: ClassVar[bool] = True
 
     name: Literal["leave_out"] = Field("leave_out", description="Name of the task.")
@@ -115,7 +172,7 @@ class DegradedConfig(TaskConfig):
 class LowDepthConfig(DegradedConfig):
     """Classifiers of the label on cells with a fraction of their counts; skipped without a label."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.low_depth:LowDepth"
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.degraded:LowDepth"
     reads_label: ClassVar[bool] = True
 
     name: Literal["low_depth"] = Field("low_depth", description="Name of the task.")
@@ -127,7 +184,7 @@ class LowDepthConfig(DegradedConfig):
 class MissingGenesConfig(DegradedConfig):
     """Classifiers of the label on cells with few measured genes; skipped without a label."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.missing_genes:MissingGenes"
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.degraded:MissingGenes"
     reads_label: ClassVar[bool] = True
 
     name: Literal["missing_genes"] = Field("missing_genes", description="Name of the task.")

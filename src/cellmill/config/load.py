@@ -4,22 +4,165 @@ A run's resolved options are stored in its run.json, in each checkpoint's state.
 that moves or renames an option translates it in `upgrade_options`; an option added with a default needs nothing,
 because validation fills it in. A user's configuration is never translated: an old key there is an error that names its
 new place.
+
+YAML of a configuration file, refused where PyYAML would lose a part of it or end in a traceback.
+
+config.json of an exported model, checked before anything is made of it. Torch-free.
+
+The model that a run starts from (`init_from`): sections that the run takes from it, and what must be equal.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
-from cellmill.config.init_from import check_parents, with_parents
+from cellmill.config.datasets import check_name
 from cellmill.config.options import TrainOptions
+from cellmill.config.parts.family import WEIGHTS_FORMAT, FamilyConfig
+from cellmill.config.parts.tokens import Tokens
+from cellmill.config.plugin import Plugin
 from cellmill.config.section import Section, error_line, explain, unknown_key
-from cellmill.config.sweep import expand
-from cellmill.config.table import check_name
-from cellmill.config.workflow import Workflow, entries_of, keys_of, sections_of
-from cellmill.config.yaml_text import read_yaml
-from cellmill.errors import ConfigError
+from cellmill.config.workflow import Workflow, entries_of, expand, keys_of, sections_of
+from cellmill.errors import ConfigError, DataError
+from cellmill.files import read_json, refuse_special
+
+
+class _Loader(yaml.SafeLoader):
+    """Loader that refuses a key that a mapping has twice, of which PyYAML keeps the last, and 010, 0x10 and 1:30."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen and isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                raise ConfigError(f"line {key.start_mark.line + 1}: key {key.value!r} is there twice; remove one")
+            seen |= {key.value} if isinstance(key, yaml.ScalarNode) else set()
+        return super().construct_mapping(node, deep)
+
+    def construct_integer(self, node: yaml.ScalarNode) -> int:
+        value = self.construct_yaml_int(node)
+        digits = node.value.replace("_", "").lstrip("+-")
+        if not digits.isdigit() or int(digits) != abs(value):
+            raise ConfigError(
+                f"line {node.start_mark.line + 1}: {node.value} is {value} in YAML 1.1; write {value}, or "
+                f"'{node.value}' in quotes for text"
+            )
+        return int(value)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
+
+
+def read_yaml(path: Path) -> Any:
+    """The tree in a YAML file. Raises ConfigError, or DataError for a FIFO, with one line."""
+    refuse_special(path)
+    try:
+        # a subclass of SafeLoader, which makes texts, numbers, lists and mappings alone
+        return yaml.load(Path(path).read_text(encoding="utf-8-sig"), Loader=_Loader)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not UTF-8 text") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid YAML: nested too deeply") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+Tree = dict[str, Any]
+INHERITED: dict[str, type[Plugin]] = {"model": FamilyConfig, "tokens": Tokens}
+
+
+def with_parents(runs: dict[str, Tree], own: Mapping[str, Tree], upgrade: Callable[[Tree], Tree]) -> dict[str, Tree]:
+    """The runs, where one that starts from a model of other sizes or tokens than those at the top takes that model's.
+
+    A key that the run itself sets (`own`) stays. A section that suits the model already stays as it is, so that an
+    option that is free, such as dropout, is that of the top.
+    """
+    done: dict[str, Tree] = {}
+
+    def resolved(name: str, above: tuple[str, ...]) -> Tree:
+        if name not in done:
+            run, parent = runs[name], runs[name].get("init_from")
+            if not isinstance(parent, str) or parent in (*above, name):  # a circle is refused later
+                theirs: Tree | None = None
+            elif parent in runs:
+                theirs = resolved(parent, (*above, name))
+            else:
+                # a model on the hub may not be here yet, and options must not change when it comes
+                theirs = None if parent.startswith("hf://") else stored_sections(parent, upgrade)
+            done[name] = run if theirs is None else {**run, **_taken(run, own[name], theirs)}
+        return done[name]
+
+    return {name: resolved(name, ()) for name in runs}
+
+
+def stored_sections(parent: str, upgrade: Callable[[Tree], Tree]) -> Tree | None:
+    """Sections of config.json of a model folder, or of a model of the hub; None if it is not there (yet)."""
+    folder = Path("results/hub", parent.removeprefix("hf://")) if parent.startswith("hf://") else Path(parent)
+    if not (path := folder / "config.json").is_file():
+        return None
+    config = read_json(path)
+    if not isinstance(config, dict) or any(not isinstance(config.get(key), dict) for key in INHERITED):
+        return None  # stage train says what is wrong with it
+    config = upgrade(config)
+    # the file of the vectors is where the model was trained; the model has them
+    return {"tokens": config["tokens"], "model": {k: v for k, v in config["model"].items() if k != "gene_vectors"}}
+
+
+def _taken(run: Tree, own: Tree, theirs: Tree) -> Tree:
+    """The sections of `run` that must be those of the model."""
+    taken = {}
+    for key, contract in INHERITED.items():
+        try:
+            before, now = contract.model_validate(theirs[key]), contract.model_validate(run[key])
+        except (ValidationError, ConfigError):  # the check of the whole says what is wrong
+            continue
+        if any(value != other for _, value, other in weight_pairs(before, now)):
+            taken[key] = contract.override(theirs[key], own.get(key) or {})
+    return taken
+
+
+def weight_pairs(before: BaseModel, now: BaseModel) -> Iterator[tuple[str, Any, Any]]:
+    """Options of section model or tokens that must be equal: their names, values of the model, and of the run."""
+    if isinstance(now, FamilyConfig):
+        for key in dict.fromkeys(("family", *now.weight_keys)):
+            yield f"model.{key}", getattr(before, key, None), getattr(now, key)
+    elif isinstance(before, Tokens) and isinstance(now, Tokens):
+        yield "tokens.tokenizer", before.tokenizer, now.tokenizer
+        if before.value_kind == "class":  # rows of the embedding of values
+            yield "tokens.bins", getattr(before, "bins", None), getattr(now, "bins", None)
+
+
+def check_parents(runs: Mapping[str, Any], source: str, upgrade: Callable[[Tree], Tree]) -> None:
+    """Raise ConfigError for a run whose model or tokens cannot be those of the model that it starts from."""
+    for name, run in runs.items():
+        parent = run.init_from
+        if parent is None:
+            continue
+        for key, contract in INHERITED.items():
+            if parent in runs:
+                before = getattr(runs[parent], key)
+            elif (theirs := stored_sections(parent, upgrade)) is None:
+                continue
+            else:
+                try:
+                    before = contract.model_validate(theirs[key])
+                except (ValidationError, ConfigError):  # stage train says what is wrong with it
+                    continue
+            for option, value, now in weight_pairs(before, getattr(run, key)):
+                if value != now:
+                    raise ConfigError(f"{source}: runs.{name}: {unequal(option, now, parent, value)}")
+
+
+def unequal(option: str, now: Any, parent: Path | str, before: Any) -> str:
+    """Message on an option of a run that must be that of the model it starts from."""
+    return f"{option} is {now!r}, the model to start from ({parent}) has {before!r}; make them equal"
+
 
 OBJECTIVE_KEYS = ("mask_frac", "cell_loss_weight")  # in section `model` until 0.1.0, beside `objective`
 WITHOUT_BINS = ("rank", "continuous")
@@ -145,3 +288,45 @@ def _as_written(where: list[str], tree: dict[str, Any]) -> list[str]:
                 return where[2:]
             here = here[part]
     return where
+
+
+TEXTS = ("family", "vocabulary_digest", "weights_sha256")
+"""Keys that hold a string."""
+SECTIONS = ("model", "tokens", "objective")
+
+
+def unusable(path: Path, problem: str) -> DataError:
+    return DataError(f"{path}: {problem}; export the model again (consolidate)")
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """Return the contents, with every option under its present name. Raises DataError naming what is wrong."""
+    config = read_json(path)
+    version = config.get("format") if isinstance(config, dict) else None
+    if version != WEIGHTS_FORMAT:
+        raise unusable(path, f"expected a model of format {WEIGHTS_FORMAT}, got {_shown(version)}")
+    if missing := [key for key in (*TEXTS, "model", "tokens") if key not in config]:
+        raise unusable(path, f"{missing[0]} is missing")
+    if wrong := [key for key in TEXTS if not isinstance(config[key], str)]:
+        raise unusable(path, f"{wrong[0]}: expected a string, got {_shown(config[wrong[0]])}")
+    config = upgrade_options(config)
+    if wrong := [key for key in SECTIONS if not isinstance(config.get(key), dict)]:
+        raise unusable(path, f"{wrong[0]}: expected a mapping, got {_shown(config.get(wrong[0]))}")
+    levels = config.get("levels", {})
+    if not isinstance(levels, dict) or not all(map(_is_texts, levels.values())):
+        raise unusable(path, f"levels: expected lists of strings by column, got {_shown(levels)}")
+    if not _is_texts(config.get("supervised_by", [])):
+        raise unusable(path, f"supervised_by: expected a list of strings, got {_shown(config['supervised_by'])}")
+    return config
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def _shown(value: Any) -> str:
+    """A value in at most 80 characters."""
+    try:
+        return repr(value)[:80]
+    except RecursionError:
+        return f"a {type(value).__name__} nested too deeply"

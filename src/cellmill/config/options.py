@@ -6,14 +6,14 @@ from pydantic import Field, SerializeAsAny, model_validator
 
 from cellmill.config.corpus import Preprocess, Shard, VocabularyConfig
 from cellmill.config.evaluate import Evaluate
-from cellmill.config.family import FamilyConfig
-from cellmill.config.finetune import MethodConfig
-from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.parallel import Parallel
+from cellmill.config.parts.family import FamilyConfig
+from cellmill.config.parts.methods import MethodConfig
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.tokens import Tokens
+from cellmill.config.parts.trackers import Track
 from cellmill.config.run import Consolidate, Embed, Plan, Predict, Report, Stream, Train
 from cellmill.config.section import Section
-from cellmill.config.tokens import Tokens
-from cellmill.config.track import Track
 
 
 class PreprocessOptions(Section):

@@ -1,21 +1,150 @@
 """Options of an interchangeable part: model family, objective, tokenizer, fine-tuning method, tracker, task.
 
 A contract is a subclass of `Plugin` that sets `kind`, and `key` and `default` where they differ. Each choice is a
-subclass of the contract, listed by name in `cellmill.registry` or in the entry-point group `cellmill.<kind>` of an
+subclass of the contract, listed by name in `cellmill.config.plugin` or in the entry-point group `cellmill.<kind>` of an
 installed package. Validating a mapping against the contract gives the options of the choice that the mapping names.
 Options are torch-free; `implementation` names the class that does the work, imported when `load` is called.
+
+Names of interchangeable parts by kind, and the options class behind each (`cellmill.config.plugin`).
+
+Built-ins are listed by module path, so listing or checking a name imports nothing. An installed package adds its own
+through the entry-point group `cellmill.<kind>`; it never replaces a built-in.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from typing import Any, ClassVar
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from typing import Any, ClassVar, get_args
 
 from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 
-from cellmill import registry
 from cellmill.config.section import Section, error_line, explain
-from cellmill.errors import ConfigError
+from cellmill.errors import ConfigError, did_you_mean
+
+BUILT_IN: dict[str, dict[str, str]] = {
+    "family": {
+        "encoder": "cellmill.config.parts.families:EncoderConfig",
+        "autoencoder": "cellmill.config.parts.families:AutoencoderConfig",
+        "profile": "cellmill.config.parts.families:ProfileConfig",
+        "autoregressive": "cellmill.config.parts.families:AutoregressiveConfig",
+        "bert": "cellmill.config.parts.families:BertFamilyConfig",
+        "scgpt": "cellmill.config.parts.families:ScgptConfig",
+        "hf": "cellmill.config.parts.families:HfConfig",
+    },
+    "objective": {
+        "cell_decoding": "cellmill.config.parts.objectives:CellDecodingConfig",
+        "query_decoding": "cellmill.config.parts.objectives:QueryDecodingConfig",
+        "denoise": "cellmill.config.parts.objectives:DenoiseConfig",
+        "masked_value": "cellmill.config.parts.objectives:MaskedValueConfig",
+        "masked_gene": "cellmill.config.parts.objectives:MaskedGeneConfig",
+        "perturbation_response": "cellmill.config.parts.objectives:PerturbationResponseConfig",
+        "supervised_contrastive": "cellmill.config.parts.objectives:SupervisedContrastiveConfig",
+        "classification": "cellmill.config.parts.objectives:ClassificationConfig",
+        "regression": "cellmill.config.parts.objectives:RegressionConfig",
+        "sum": "cellmill.config.parts.objectives:SumConfig",
+        "next_gene": "cellmill.config.parts.objectives:NextGeneConfig",
+    },
+    "tokenizer": {
+        "rank": "cellmill.config.parts.tokens:RankTokens",
+        "binned": "cellmill.config.parts.tokens:BinnedTokens",
+        "continuous": "cellmill.config.parts.tokens:ContinuousTokens",
+        "sequence": "cellmill.config.parts.tokens:SequenceTokens",
+    },
+    "task": {
+        "probe": "cellmill.config.evaluate:ProbeConfig",
+        "reconstruct": "cellmill.config.evaluate:ReconstructConfig",
+        "few_shot": "cellmill.config.evaluate:FewShotConfig",
+        "leave_out": "cellmill.config.evaluate:LeaveOutConfig",
+        "transfer": "cellmill.config.parts.tasks:TransferConfig",
+        "low_depth": "cellmill.config.evaluate:LowDepthConfig",
+        "missing_genes": "cellmill.config.evaluate:MissingGenesConfig",
+        "clustering": "cellmill.config.parts.tasks:ClusteringConfig",
+        "integration": "cellmill.config.parts.tasks:IntegrationConfig",
+        "throughput": "cellmill.config.parts.tasks:ThroughputConfig",
+        "perturbation": "cellmill.config.evaluate:PerturbationConfig",
+        "imputation": "cellmill.config.parts.tasks:ImputationConfig",
+        "gene_embedding": "cellmill.config.parts.tasks:GeneEmbeddingConfig",
+        "grn": "cellmill.config.parts.tasks:GrnConfig",
+    },
+    "tracker": {
+        "tensorboard": "cellmill.config.parts.trackers:TensorboardConfig",
+        "mlflow": "cellmill.config.parts.trackers:MlflowConfig",
+        "wandb": "cellmill.config.parts.trackers:WandbConfig",
+        "trackio": "cellmill.config.parts.trackers:TrackioConfig",
+        "comet": "cellmill.config.parts.trackers:CometConfig",
+        "langfuse": "cellmill.config.parts.trackers:LangfuseConfig",
+    },
+    "observer": {},
+    "method": {
+        "full": "cellmill.config.parts.methods:FullConfig",
+        "partial": "cellmill.config.parts.methods:PartialConfig",
+        "head_only": "cellmill.config.parts.methods:HeadOnlyConfig",
+        "lora": "cellmill.config.parts.methods:LoraConfig",
+    },
+}
+
+
+def names(kind: str) -> list[str]:
+    """Every available name of `kind`, built-ins first."""
+    return [*BUILT_IN[kind], *(p.name for p in entry_points(group=f"cellmill.{kind}") if p.name not in BUILT_IN[kind])]
+
+
+def load(kind: str, name: str, contract: Any = None) -> Any:
+    """The options class called `name`.
+
+    Raises ConfigError if no such name is built in or installed, if the package that has it cannot be imported, or if
+    what it has does not fit `contract`, a class that `cellmill.config.plugin.Plugin` describes.
+    """
+    if name in BUILT_IN[kind]:
+        return import_object(BUILT_IN[kind][name])
+    found = {(p.value, _package(p)): p for p in entry_points(group=f"cellmill.{kind}") if p.name == name}
+    if not found:
+        raise ConfigError(f"unknown {kind} {name!r}; {did_you_mean(name, names(kind))}")
+    if len(found) > 1:
+        both = " and ".join(sorted(f"{value} of {package}" for value, package in found))
+        raise ConfigError(f"{kind} {name!r} is in {both}; remove one of the packages")
+    [((value, package), point)] = found.items()
+    try:
+        options = point.load()
+        problem = _misfit(options, contract, name) if contract is not None else ""
+    except (Exception, SystemExit) as error:  # of somebody else's package: the user has to know which
+        problem = f"cannot be imported ({in_one_line(error)})"
+    if problem:
+        raise ConfigError(f"{kind} {name!r}: {value} of {package} {problem}; repair or remove the package")
+    return options
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "an installed package"
+
+
+def _misfit(options: Any, contract: Any, name: str) -> str:
+    """Reason why an installed object cannot be the options class of the choice `name`; empty if there is none."""
+    if not isinstance(options, type) or not issubclass(options, contract) or options is contract:
+        return f"is no subclass of {contract.__module__}.{contract.__name__}"
+    field = options.model_fields[contract.key]  # type: ignore[attr-defined]
+    if name not in get_args(field.annotation):
+        return f"has options of another name: expected {contract.key}: Literal[{name!r}]"
+    module, _, attribute = getattr(options, "implementation", "").partition(":")
+    if not attribute:
+        return "sets no `implementation`, expected 'package.module:Class'"
+    if find_spec(module) is None:
+        return f"has an implementation in {module}, which does not exist"
+    return ""
+
+
+def in_one_line(error: BaseException) -> str:
+    """Type and text of an error of somebody else's code, in at most 300 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def import_object(path: str) -> Any:
+    """The object at `package.module:name`."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 class Plugin(Section):
@@ -30,17 +159,17 @@ class Plugin(Section):
     def load(self) -> Any:
         """The class named by `implementation`. Raises ConfigError if it cannot be imported."""
         try:
-            return registry.import_object(self.implementation)
+            return import_object(self.implementation)
         except (ImportError, AttributeError) as error:
             raise ConfigError(
                 f"{self.kind} {getattr(self, self.key)!r}: {self.implementation} cannot be imported "
-                f"({registry.in_one_line(error)}); repair or remove the package"
+                f"({in_one_line(error)}); repair or remove the package"
             ) from error
 
     @classmethod
     def built_in(cls) -> dict[str, type[Plugin]]:
         """Options of every choice that cellmill itself has, by name."""
-        return {name: registry.load(cls.kind, name) for name in registry.BUILT_IN[cls.kind]}
+        return {name: load(cls.kind, name) for name in BUILT_IN[cls.kind]}
 
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -66,9 +195,9 @@ class Plugin(Section):
             value = {key: option for key, option in value.items() if key != cls.key}
         name = value.get(cls.key, cls.default)
         if name is None:
-            raise ValueError(f"expected `{cls.key}`, one of: {', '.join(registry.names(cls.kind)) or 'none installed'}")
+            raise ValueError(f"expected `{cls.key}`, one of: {', '.join(names(cls.kind)) or 'none installed'}")
         name = str(cls.current(name))
-        return validated(registry.load(cls.kind, name, cls), {**value, cls.key: name}, [])
+        return validated(load(cls.kind, name, cls), {**value, cls.key: name}, [])
 
 
 def by_name(contract: type[Plugin], value: Any, choice: Callable[[str], type[Plugin]] | None = None) -> Any:
@@ -98,7 +227,7 @@ def validated(model: type[Plugin], value: Any, outer: list[str]) -> Any:
     try:
         return model.model_validate(value)
     except KeyError as error:  # a validator of an installed package; pydantic reports ValueErrors alone
-        raise ValueError(f"{model.__module__}.{model.__name__}: {registry.in_one_line(error)}") from None
+        raise ValueError(f"{model.__module__}.{model.__name__}: {in_one_line(error)}") from None
     except ValidationError as error:
         where, message = explain(error, model)
         raise ValueError(error_line([*outer, *where], message)) from None

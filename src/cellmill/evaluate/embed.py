@@ -3,6 +3,12 @@
 Genes are matched by Ensembl id: neither the order of a file's columns nor genes that the model does not know change an
 embedding. Cells are tokenized as for the shards, in row blocks, and packed without padding; the token budget changes
 rounding alone. A cell without any known gene has no embedding: its row is NaN.
+
+Checks of an embedding before it is used: what the model knows of the cells, and what limits the vectors.
+
+Coverage of a model's genes by a file: an embedding without most of them does not represent the whole cell.
+
+Measured on 700 PBMC: with half of the genes gone the cosine to the whole cell's vector is .97, with nine tenths .81.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,21 +22,55 @@ import scipy.sparse as sp
 import torch
 
 from cellmill.config.checks import check_rows
-from cellmill.config.tokens import Tokens
-from cellmill.data.cell_tokens import CellTokenizer
-from cellmill.data.count_matrix import row_sums, select_columns
-from cellmill.data.counts_reader import CountsReader
-from cellmill.data.gene_ranking import inverse_medians, rank_order_rows
-from cellmill.data.genes import LOST_NAMES, GeneColumns, match_columns
-from cellmill.data.level_table import numbers_of
-from cellmill.data.obs_levels import DATASET
-from cellmill.data.tokens import Batch, split_batch
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.tokens import Tokens
+from cellmill.config.run import Embed
+from cellmill.data.arrays import inverse_medians, rank_order_rows, row_sums, select_columns
+from cellmill.data.genes.names import LOST_NAMES, GeneColumns, lost_counts, match_columns
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.shards.index import DATASET
+from cellmill.data.shards.obs import numbers_of
+from cellmill.data.stream.batch import Batch, split_batch
+from cellmill.data.stream.tokenizers import CellTokenizer
 from cellmill.errors import DataError
-from cellmill.evaluate.gene_coverage import GeneCoverage, gene_coverage
 from cellmill.models.batch import to_tensors
 from cellmill.models.export import load_model, spec_of
 from cellmill.models.family import Model
+
+FEW = 0.5  # share of the expression below which a file is warned about
+_EXAMPLES = 3
+
+
+@dataclass(frozen=True)
+class GeneCoverage:
+    """Genes of the vocabulary with a column in the file."""
+
+    n_present: int
+    n_genes: int
+    expressed_frac: float
+    """Share of a training cell's genes that are measured, on average: genes weighted by the cells that express them."""
+    absent: tuple[str, ...]
+    """Symbols of the most widely expressed genes that the file lacks."""
+
+    def __str__(self) -> str:
+        lacks = f" (without {', '.join(self.absent)}, ...)" if self.absent else ""
+        return (
+            f"{self.n_present:,} of the model's {self.n_genes:,} genes, "
+            f"{self.expressed_frac:.1%} of what a cell expresses{lacks}"
+        )
+
+
+def gene_coverage(columns: GeneColumns, vocabulary: Vocabulary) -> GeneCoverage:
+    """Coverage of `vocabulary` by a file with these columns; imported models count every gene alike."""
+    present = np.zeros(vocabulary.n_genes, dtype=bool)
+    present[columns.target[columns.target >= 0]] = True
+    cells = vocabulary.n_cells.astype(np.float64)
+    weights = cells if cells.any() else np.ones(vocabulary.n_genes)
+    absent = np.flatnonzero(~present)
+    common = absent[np.argsort(-weights[absent], kind="stable")][:_EXAMPLES]
+    frac = float(weights[present].sum() / weights.sum())
+    return GeneCoverage(int(present.sum()), vocabulary.n_genes, frac, tuple(vocabulary.symbols[row] for row in common))
+
 
 ROW_BLOCK = 1024  # cells read at once
 
@@ -167,3 +207,34 @@ def inference(device: torch.device, precision: str) -> Iterator[None]:
     """Run the model without gradients, in the number format `precision`, an option of `embed` and `evaluate`."""
     with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
         yield
+
+
+def check_coverage(path: Path, embedding: Embedding, section: Embed) -> None:
+    """Raise DataError when too little of the file is known to the model, or of the model's genes in the file."""
+    if embedding.coverage_frac < (least := section.min_coverage_frac):
+        raise DataError(
+            f"{path}: {embedding.coverage_frac:.1%} of its counts fall on genes that the model knows, "
+            f"embed.min_coverage_frac is {least:g}; use a model of these genes, or lower it (--min-coverage-frac)"
+        )
+    if embedding.genes.expressed_frac < (least := section.min_expressed_frac):
+        raise DataError(
+            f"{path}: it measures {embedding.genes}; embed.min_expressed_frac is {least:g}; use a model of these "
+            "genes, or lower it (--min-expressed-frac)"
+        )
+
+
+def limits_of(embedding: Embedding) -> list[str]:
+    """Lines on what limits the use of the vectors."""
+    lines = []
+    if line := lost_counts(embedding.lost_frac, embedding.lost_names):
+        lines.append(line)
+    if embedding.genes.expressed_frac < FEW:
+        lines.append(f"warning: it measures {embedding.genes}: compare its vectors with each other only")
+    if names := ", ".join(embedding.absent_columns):
+        lines.append(
+            f"warning: it has no obs column {names}, from which the model makes a token of each cell; it takes that "
+            "of an unknown value"
+        )
+    if n := embedding.n_without_genes:
+        lines.append(f"{n:,} cells have no gene that the model knows: their rows are NaN")
+    return lines

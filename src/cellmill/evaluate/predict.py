@@ -4,28 +4,109 @@ config.json of a model that predicts labels has `classifier`: label_column, labe
 `calibration`, whose keys are those of `evaluate.calibration.Calibration`; None without, and then `uncalibrated` is the
 reason. Of a sum of several, the others are in `more_classifiers`, by part. `regressors` are the columns whose numbers
 it predicts, by part.
+
+Predictions of all heads of a model for the cells of one dataset, as files and `LoadedModel.predict` have them.
+
+Calibration of a classifier on cells that it was not trained on: temperature, its error, and accuracy by threshold.
+
+The temperature divides all logits, so it changes no cell's likeliest label (Guo et al. 2017, section 4.2). It has the
+smallest cross-entropy, and is kept only if temperatures fitted without a fifth of the cells lower the calibration error
+of that fifth; otherwise it is 1. The calibration error is the expected one of the same paper, section 3: the mean, over
+bins of equal width, of the distance between probability and accuracy, weighted by cells.
+
+An exported model in Python: embeddings and labels of an AnnData in memory; `cellmill.load` returns it.
 """
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from scipy.special import softmax
+from scipy.optimize import minimize_scalar
+from scipy.special import log_softmax, softmax
 
+from cellmill.config.load import check_options
 from cellmill.config.options import TrainOptions
-from cellmill.config.run import Predict
-from cellmill.data.manifest import Manifest
-from cellmill.data.stream import CellStream
+from cellmill.config.run import Embed, Predict
+from cellmill.data.inputs.anndata_files import open_memory
+from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError
-from cellmill.evaluate.calibration import STEPS, Calibration, calibrate
+from cellmill.evaluate.embed import Embedding, check_coverage, embed_cells, limits_of, load_for_inference
 from cellmill.models.batch import to_tensors
 from cellmill.models.family import Model
 from cellmill.models.objective import Objective
-from cellmill.models.objectives.classification import Classification
-from cellmill.models.objectives.regression import Regression
+from cellmill.models.objectives.labels import Classification, Regression, calibration_error, error_of_logits, highest_of
+
+STEPS = 100
+"""Thresholds of the table: 0, 1 / STEPS, ..."""
+LARGEST = 100.0
+"""Largest temperature, and inverse of the smallest: cells that are all told apart would have none."""
+FOLDS = 5
+"""Parts of the cells that are held out in turn, to see whether a temperature is of use."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Result of `calibrate`."""
+
+    temperature: float
+    n_cells: int
+    accuracy: float
+    calibration_error: float
+    calibration_error_uncalibrated: float
+    """With temperature 1."""
+    accuracy_above: list[float | None]
+    """Accuracy of the cells whose highest probability is at least i / STEPS, for i from 0; None for no cell."""
+    labelled_above: list[float]
+    """Share of these cells."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return dict(vars(self))
+
+
+def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
+    """Return the calibration of logits, (cells, labels) float, on cells of these labels, (cells,) int from 0."""
+    logits = logits.astype(np.float64)
+    temperature = fit_temperature(logits, labels) if _lowers_error(logits, labels) else 1.0
+    highest, right = highest_of(logits / temperature, labels)
+    above = highest[:, None] >= np.arange(STEPS) / STEPS
+    accuracy = [float(right[chosen].mean()) if chosen.any() else None for chosen in above.T]
+    return Calibration(
+        temperature=temperature,
+        n_cells=len(labels),
+        accuracy=float(right.mean()),
+        calibration_error=calibration_error(highest, right),
+        calibration_error_uncalibrated=error_of_logits(logits, labels),
+        accuracy_above=accuracy,
+        labelled_above=above.mean(axis=0).tolist(),
+    )
+
+
+def _lowers_error(logits: np.ndarray, labels: np.ndarray) -> bool:
+    """True if temperatures lower the calibration error of cells that they were not fitted on."""
+    fold, scaled = np.arange(len(labels)) % FOLDS, logits.copy()
+    for held_out in (fold == number for number in range(min(FOLDS, len(labels)))):
+        if not held_out.all():
+            scaled[held_out] /= fit_temperature(logits[~held_out], labels[~held_out])
+    return error_of_logits(scaled, labels) < error_of_logits(logits, labels)
+
+
+def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
+    """Return the temperature with the smallest cross-entropy, between 1 / LARGEST and LARGEST."""
+
+    def loss(log_temperature: float) -> float:
+        scaled = log_softmax(logits / np.exp(log_temperature), axis=1)
+        return -float(scaled[np.arange(len(labels)), labels].mean())
+
+    bound = float(np.log(LARGEST))
+    return float(np.exp(minimize_scalar(loss, bounds=(-bound, bound), method="bounded").x))
+
 
 UNKNOWN = "unknown"
 NO_VALIDATION = "the run had no labelled validation cells"
@@ -188,3 +269,171 @@ def predict(
     if below.any():
         codes[below] = categories.index(UNKNOWN)
     return Prediction(pd.Categorical.from_codes(codes, categories), probabilities, int(below.sum()))
+
+
+LABEL, PROBABILITY = "cellmill_label", "cellmill_probability"  # obs
+PROBABILITIES = "cellmill_probabilities"  # obsm, in the order of uns[ABOUT]["labels"]
+VALUE = "cellmill_value"  # obs
+ABOUT_PREDICTION = "cellmill_prediction"  # uns
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What `cellmill predict` writes; names end in `_PART` where a sum has several heads alike.
+
+    `labels`, `probabilities`, `highest` and `n_unknown` are those of the first head of labels.
+    """
+
+    obs: dict[str, Any]
+    """cellmill_label, cellmill_probability and cellmill_value, each (cells,)."""
+    obsm: dict[str, np.ndarray]
+    """cellmill_probabilities, (cells, labels)."""
+    about: dict[str, Any]
+    """uns["cellmill_prediction"]."""
+    heads: dict[str, Prediction] = field(default_factory=dict)
+    """Predictions of labels by the end of their names; empty for the first."""
+
+    @property
+    def labels(self) -> pd.Categorical:
+        """(cells,)"""
+        return self._first.labels
+
+    @property
+    def probabilities(self) -> np.ndarray:
+        """(cells, labels) float32, after the temperature."""
+        return self._first.probabilities
+
+    @property
+    def highest(self) -> np.ndarray:
+        """(cells,) float32: probability of the likeliest label."""
+        return self._first.highest
+
+    @property
+    def n_unknown(self) -> int:
+        """Cells below the smallest probability."""
+        return self._first.n_unknown
+
+    def add_to(self, adata: Any) -> None:
+        """Add obs, obsm and uns to the AnnData whose cells these are."""
+        for name, column in self.obs.items():
+            adata.obs[name] = column
+        for name, table in self.obsm.items():
+            adata.obsm[name] = table
+        adata.uns[ABOUT_PREDICTION] = self.about
+
+    @property
+    def _first(self) -> Prediction:
+        if not self.heads:
+            raise ConfigError(f"the model predicts no labels; its numbers are in obs: {', '.join(self.obs)}")
+        return next(iter(self.heads.values()))
+
+
+def thresholds_of(model: Model, config: dict[str, Any], section: Predict, name: str) -> dict[str, float]:
+    """Return the smallest probability of a label, by the end of the names of each head of labels.
+
+    Raises ConfigError, which names the model as `name`, for one that predicts nothing.
+    """
+    heads = classifiers_of(model, config)
+    if not heads and not regressions_of(model.objective):
+        raise ConfigError(f"{name}: it predicts no labels; export a run with objective classification or regression")
+    return {end: threshold(section, classifier) for end, (_, classifier) in heads.items()}
+
+
+def predict_heads(model: Model, config: dict[str, Any], embedding: Embedding, smallest: dict[str, float]) -> Predicted:
+    """Return the predictions of all heads for embedded cells; `smallest` is that of `thresholds_of`."""
+    digest = config["weights_sha256"]  # of model.safetensors, compared when it was loaded
+    predicted = Predicted({}, {}, {"model_digest": digest, "n_without_genes": embedding.n_without_genes})
+    for end, (objective, classifier) in classifiers_of(model, config).items():
+        prediction = predict(model, embedding.vectors, classifier, smallest[end], objective)
+        predicted.heads[end] = prediction
+        predicted.obs[LABEL + end], predicted.obs[PROBABILITY + end] = prediction.labels, prediction.highest
+        predicted.obsm[PROBABILITIES + end] = prediction.probabilities
+        of_head = _about(classifier, prediction, smallest[end])
+        predicted.about.update({key + end: value for key, value in of_head.items()})
+    for end, (column, values) in values_of(model, embedding.vectors).items():
+        predicted.obs[VALUE + end], predicted.about[f"value_column{end}"] = values, column
+    return predicted
+
+
+def _about(classifier: dict[str, Any], prediction: Prediction, smallest: float) -> dict[str, Any]:
+    """Entries of uns for a head that predicts labels."""
+    calibration = classifier["calibration"] or {}
+    about = {
+        "label_column": classifier["label_column"],
+        "labels": classifier["labels"],
+        "min_probability": smallest,
+        "n_unknown": prediction.n_unknown,
+    }
+    kept = ("temperature", "calibration_error", "n_cells")
+    return about | {key: calibration[key] for key in kept if key in calibration}
+
+
+class LoadedModel:
+    """An exported model with its vocabulary and tokens. A cell's vector depends on its counts alone.
+
+    Neither the other cells nor their order change it (but for rounding, 5e-6), and it is that of `cellmill embed`.
+
+    Attributes: `folder`, `config` (config.json), `vocabulary`, and `labels`, of the first head; empty without any.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._model, self.vocabulary, self._tokens, self.config = load_for_inference(folder)
+        self.labels: list[str] = list((self.config.get("classifier") or {}).get("labels", ()))
+
+    def embed(self, adata: Any, counts: str = "X", *, dataset: str = "adata", **options: Any) -> np.ndarray:
+        """Vectors of all cells in their order, (n_obs, hidden) float32; NaN for a cell without a gene of the model.
+
+        Parameters
+        ----------
+        adata
+            An AnnData in memory, with raw counts; genes are matched by Ensembl id or symbol, as for a file.
+        counts
+            Matrix of the counts: X, raw, or the name of a layer.
+        dataset
+            Name of the dataset, which a model with the covariate `dataset` reads.
+        **options
+            Those of section `embed` of the configuration: token_budget, precision, min_coverage_frac,
+            min_expressed_frac.
+
+        Raises
+        ------
+        DataError
+            If the matrix holds no counts, or the model knows too few of its genes.
+        """
+        return self._embed(adata, counts, dataset, options).vectors
+
+    def _embed(self, adata: Any, counts: str, dataset: str, options: dict[str, Any]) -> Embedding:
+        section = check_options(Embed, options, "options of embed")
+        with CountsReader(open_memory(adata, counts, dataset)) as reader:
+            reader.dataset = dataset
+            embedding = embed_cells(
+                reader, self._model, self.vocabulary, self._tokens, section.token_budget, precision=section.precision
+            )
+            check_coverage(reader.path, embedding, section)
+            reader.warn_if_rounded()
+        for line in limits_of(embedding):
+            warnings.warn(f"{dataset}: {line.removeprefix('warning: ')}", stacklevel=3)
+        return embedding
+
+    def predict(
+        self,
+        adata: Any,
+        counts: str = "X",
+        *,
+        min_probability: float | None = None,
+        min_accuracy: float | None = None,
+        dataset: str = "adata",
+        **options: Any,
+    ) -> Predicted:
+        """Predictions of all heads, as `cellmill predict` writes them: labels, calibrated probabilities and numbers.
+
+        `obs`, `obsm` and `about` have what the command writes, under its names, and `add_to(adata)` adds it;
+        `labels` and `probabilities` are those of the first head of labels. Thresholds are those of section `predict` of
+        the configuration; other arguments are those of `embed`. Raises ConfigError for a model that predicts neither
+        labels nor numbers.
+        """
+        given = {"min_probability": min_probability, "min_accuracy": min_accuracy}
+        section = check_options(Predict, given, "options of predict")
+        smallest = thresholds_of(self._model, self.config, section, str(self.folder))
+        return predict_heads(self._model, self.config, self._embed(adata, counts, dataset, options), smallest)

@@ -2,33 +2,244 @@
 
 A task is a class `Task(config)`, named by the `implementation` of its options (`cellmill.config.evaluate.TaskConfig`).
 Stage `evaluate` calls `run` once per dataset and writes what it returns to metrics.json; the report shows any task.
+
+The model of an evaluation and the cells that it is judged on: those that it was not trained on.
+
+Datasets of one evaluation, opened by name: cells, embeddings, and obs columns by role.
+
+Training cells, which are not held out: their names and contents, and their genes as a baseline for predicted tokens.
+
+Held-out cells are in no training or validation shard, neither of the model's corpus nor of its ancestors': neither by
+dataset and obs name, nor by the counts of the vocabulary's genes, under whatever name. Of few counts, different cells
+may be equal by chance; they are not held out either.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, Self
 
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
+from anndata.io import read_elem
 from sklearn.decomposition import PCA
 
+from cellmill.config.corpus import IS_CONTROL, ROLES
 from cellmill.config.evaluate import Evaluate, TaskConfig
-from cellmill.config.tokens import Tokens
-from cellmill.data.count_matrix import log_normalise, summed
-from cellmill.data.counts_reader import CountsReader
-from cellmill.data.manifest import Manifest
-from cellmill.data.vocabulary import Vocabulary
-from cellmill.evaluate.baseline_cache import BaselineCache
-from cellmill.evaluate.evaluated_datasets import EvaluatedDatasets
-from cellmill.evaluate.training_cells import read_gene_statistics, read_training_counts
+from cellmill.config.parts.tokens import SPECIAL, Tokens
+from cellmill.data.arrays import log_normalise, rank_buckets, summed
+from cellmill.data.genes.names import match_columns
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.inputs.formats import open_dataset
+from cellmill.data.inputs.h5 import open_h5
+from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.shards.index import HASHES, are_in, hash_order, open_index
+from cellmill.data.shards.manifest import READ, REMEDY, Manifest, verify_once
+from cellmill.data.shards.plan import hash_cells, hash_genes, places, select_genes
+from cellmill.data.shards.reader import open_shards, read_gene_ids
+from cellmill.data.stream.tokenizers import CellTokenizer
+from cellmill.errors import DataError
+from cellmill.evaluate.baselines import BaselineCache
+from cellmill.evaluate.embed import load_for_inference
+from cellmill.evaluate.results import read_embedding
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, spec_of
 from cellmill.models.family import Model
 from cellmill.models.objective import GeneStatistics
 from cellmill.parallel.materialize import materialize
 from cellmill.runs.verdict import Verdict, sentence
+
+
+@dataclass(frozen=True)
+class DatasetFiles:
+    cells: Path
+    embedding: Path
+    labels: list[str]  # obs columns
+
+
+@dataclass(frozen=True)
+class OpenDataset:
+    reader: CountsReader
+    vectors: np.ndarray  # embeddings of all cells, `(n_obs, hidden)` float32; NaN rows for cells without a known gene
+    roles: dict[str, pd.Series]
+
+
+@dataclass(frozen=True)
+class EvaluatedDatasets:
+    """By name; embeddings are those of the model whose weights have `digest`, `width` wide."""
+
+    files: Mapping[str, DatasetFiles]
+    digest: str
+    width: int
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[OpenDataset]:
+        """The dataset `name`, one of `files`. Raises DataError for a file that is not as expected."""
+        files = self.files[name]
+        with open_dataset(files.cells) as reader:
+            vectors = read_embedding(files.embedding, reader.obs.index, self.digest, self.width)
+            yield OpenDataset(reader, vectors, read_roles(reader, named_roles(reader.obs, files.labels)))
+
+
+def named_roles(obs: pd.DataFrame, labels: Sequence[str]) -> dict[str, str | None]:
+    """obs column by role: the labels, and the roles that preprocessed cells have under their own names."""
+    named = {"label" if number == 1 else f"label {number}": name for number, name in enumerate(labels, start=1)}
+    return {**named, **{role: role for role in (*ROLES, IS_CONTROL) if role in obs}}
+
+
+def read_roles(reader: CountsReader, columns: Mapping[str, str | None]) -> dict[str, pd.Series]:
+    """obs columns by role; roles without a column are left out. Raises DataError for an unknown column."""
+    given = {role: column for role, column in columns.items() if column is not None}
+    return {role: reader.obs_column(column, f"the dataset's {role}") for role, column in given.items()}
+
+
+MAX_TRAIN_CELLS = 200_000  # training cells read at most; shards are preshuffled, so the first ones are a random sample
+_ROWS = 4096
+_HASHED_ROWS = 1024
+
+
+def read_gene_statistics(manifest: Manifest, tokens: Tokens, max_cells: int = MAX_TRAIN_CELLS) -> GeneStatistics:
+    """Statistics over the first `max_cells` cells of the training shards."""
+    n_genes, n_cells = manifest.n_genes, 0
+    total, by_rank = np.zeros(n_genes), np.zeros((tokens.max_tokens.bit_length(), n_genes), np.int64)
+    tokenizer = CellTokenizer(tokens, n_genes, variability=manifest.variability)
+    for genes, counts, starts in _blocks(manifest, "train", max_cells):
+        made = tokenizer.batch(genes, counts, starts, np.arange(len(starts) - 1))
+        values, cu_seqlens = made.values, made.cu_seqlens
+        rows, lengths = made.genes - len(SPECIAL), np.diff(cu_seqlens)
+        buckets = rank_buckets(np.arange(len(rows)) - np.repeat(cu_seqlens[:-1], lengths))
+        by_rank += np.bincount(buckets * n_genes + rows, minlength=by_rank.size).reshape(by_rank.shape)
+        total += np.bincount(rows, weights=values, minlength=n_genes)
+        n_cells += len(starts) - 1
+    n = by_rank.sum(0)
+    overall = float(total.sum() / max(n.sum(), 1))
+    return GeneStatistics(n, np.where(n > 0, total / np.maximum(n, 1), overall), overall, n_cells, by_rank)
+
+
+def read_training_counts(manifest: Manifest, max_cells: int) -> sp.csr_matrix:
+    """Counts of the first training cells, at least `max_cells` if there are so many: `(cells, genes)`, uint32."""
+    blocks = [
+        sp.csr_matrix((counts.astype(np.uint32), genes, starts), shape=(len(starts) - 1, manifest.n_genes))
+        for genes, counts, starts in _blocks(manifest, "train", max_cells)
+    ]
+    return sp.vstack(blocks, format="csr")
+
+
+def _blocks(
+    manifest: Manifest, split: str, max_cells: float = np.inf
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Genes, counts and starts (as in `Tokenizer.tokenize`) of blocks of cells of a split, until `max_cells`."""
+    n_cells = 0
+    for shard in open_shards(manifest, split):
+        if n_cells >= max_cells:
+            break
+        for first in range(0, shard.n_obs, _ROWS):
+            if n_cells >= max_cells:
+                break
+            starts = shard.indptr[first : first + _ROWS + 1].astype(np.int64)
+            genes = np.empty(int(starts[-1] - starts[0]), np.int32)
+            counts = np.empty(len(genes), shard.dtype)
+            if len(genes):
+                shard.read_genes(int(starts[0]), [genes])
+                shard.read_counts(int(starts[0]), [counts])
+                if not 0 <= genes.min() <= genes.max() < manifest.n_genes:  # which crashes scipy
+                    raise DataError(f"{shard.path}: damaged: X/indices are not genes of the vocabulary; {REMEDY}")
+            n_cells += len(starts) - 1
+            yield genes, counts, starts - starts[0]
+        shard.close()
+
+
+def seen_cells(manifests: Iterable[Manifest], datasets: Iterable[str]) -> dict[str, set[str]]:
+    """obs names of training and validation cells, by dataset; an empty set for datasets outside the corpora.
+
+    Raises DataError for a shard that is not as when it was written.
+    """
+    seen: dict[str, set[str]] = {name: set() for name in datasets}
+    for manifest in manifests:
+        verify_once(manifest)
+        for shard in (shard for split in READ for shard in manifest.splits[split].shards):
+            path = manifest.shard_path(shard)
+            try:
+                with open_h5(path, REMEDY) as file:
+                    names = read_elem(file["obs"][file["obs"].attrs["_index"]])
+            except (OSError, KeyError) as error:
+                raise DataError(f"{path}: cannot read its obs names ({error}); run shard again") from None
+            for name in names:
+                dataset, _, cell = str(name).partition(":")
+                if dataset in seen:
+                    seen[dataset].add(cell)
+    return seen
+
+
+@dataclass(frozen=True)
+class _Corpus:
+    """Genes of a corpus, and the hashes of its training and validation cells."""
+
+    gene_ids: list[str]
+    gene_hashes: np.ndarray
+    cells: list[np.ndarray]  # of each split `(2, cells)` uint64, ascending
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Self:
+        trained = [split for split in READ if manifest.splits[split].n_obs]
+        gene_ids = read_gene_ids(manifest.shard_path(manifest.splits[trained[0]].shards[0]))
+        hashes = hash_genes(gene_ids)
+        return cls(gene_ids, hashes, [cell_hashes(manifest, split, hashes) for split in trained])
+
+
+class TrainedContents:
+    """Contents of the training and validation cells of corpora; of shards of earlier versions they are hashed once."""
+
+    def __init__(self, manifests: Iterable[Manifest]):
+        self._corpora = [_Corpus.of(m) for m in {manifest.fingerprint: manifest for manifest in manifests}.values()]
+
+    def copies(self, reader: CountsReader, among: np.ndarray) -> np.ndarray:
+        """Mask, bool `(n_obs,)`, of the cells of mask `among` with the counts of a trained cell of any name."""
+        found = np.zeros(reader.n_obs, bool)
+        for corpus in self._corpora if among.any() else ():
+            try:
+                target = match_columns(reader, _vocabulary_of(corpus.gene_ids)).target
+            except DataError:
+                continue  # no gene in common: no copies
+            last = 0
+            for raw in reader.rows(_HASHED_ROWS):
+                first, last = last, last + raw.shape[0]
+                rows = np.flatnonzero(among[first:last])
+                if not len(rows):
+                    continue
+                block = select_genes(raw[rows], target, len(corpus.gene_ids), reader.ordered)
+                values = places(block.indptr) if reader.ordered else block.data
+                hashes = hash_cells(block.indptr, block.indices, values, corpus.gene_hashes)
+                for known in corpus.cells:
+                    found[first + rows] |= are_in(hashes, known)
+        return found
+
+
+def _vocabulary_of(gene_ids: list[str]) -> Vocabulary:
+    return Vocabulary(gene_ids, gene_ids, np.ones(len(gene_ids), np.int64), np.ones(len(gene_ids), np.float32))
+
+
+def cell_hashes(manifest: Manifest, split: str, gene_hashes: np.ndarray) -> np.ndarray:
+    """`hash_cells` of a split's cells, `(2, cells)` uint64 in ascending order; made from shards of earlier versions."""
+    stored = open_index(manifest, split, HASHES)
+    if stored is not None:
+        return stored
+    hashes = np.concatenate(
+        [
+            hash_cells(starts, genes, places(starts) if manifest.ordered else counts, gene_hashes)
+            for genes, counts, starts in _blocks(manifest, split)
+        ]
+    )
+    return hashes[hash_order(hashes)].T.copy()
+
+
+def held_out(obs_names: pd.Index, seen: set[str]) -> np.ndarray:
+    """Mask of the held-out cells; bool."""
+    return ~obs_names.isin(list(seen)) if seen else np.ones(len(obs_names), dtype=bool)
+
 
 PCA_CELLS, COMPONENTS = 10_000, 50
 TOKEN_BUDGET = 16_384  # tokens in one forward pass of a task; results do not depend on it
@@ -166,3 +377,50 @@ class Task(Protocol):
     def run(self, context: Context) -> TaskResult:
         """Judge the model on one dataset. Raises DataError where the user named something unusable."""
         ...
+
+
+class TrainedCells:
+    """Training and validation cells of corpora: those of the model, and of the ones that it started from."""
+
+    def __init__(self, manifests: Sequence[Manifest], datasets: Iterable[str]) -> None:
+        self._seen, self._contents = seen_cells(manifests, datasets), TrainedContents(manifests)
+
+    def in_corpus(self, dataset: str) -> bool:
+        """True if cells of the dataset are among them by name."""
+        return bool(self._seen[dataset])
+
+    def unseen(self, dataset: str, reader: CountsReader) -> tuple[np.ndarray, int]:
+        """Mask, bool `(n_obs,)`, of the cells of a dataset that are not among them, and the number of equal ones.
+
+        Cells that are equal to trained cells of other names are not unseen; their number is printed.
+        """
+        unnamed = held_out(reader.obs.index, self._seen[dataset])
+        unseen = unnamed & ~self._contents.copies(reader, unnamed)
+        n = int((unnamed & ~unseen).sum())
+        if n:
+            told = f"{n:,} cells are equal to training or validation cells of other names: not held out"
+            print(f"{dataset}: {told}", flush=True)
+        return unseen, n
+
+
+def scored_cells(reader: CountsReader, unseen: np.ndarray, options: Evaluate) -> np.ndarray:
+    """Mask, bool `(n_obs,)`, of the cells that `options.cells` chooses. Raises DataError if none is held out."""
+    if options.cells == "all":
+        return np.ones(reader.n_obs, dtype=bool)
+    if not unseen.any():
+        raise DataError(
+            f"{reader.path}: no held-out cells: all {reader.n_obs:,} were trained or validated on; "
+            "raise shard.test_frac, or set evaluate.cells to all"
+        )
+    return unseen
+
+
+def load_evaluated(model: Path, manifest: Path, shards: Manifest, seed: int) -> EvaluatedModel:
+    """The exported model in the folder `model`. Raises DataError if its vocabulary is not that of the shards."""
+    network, vocabulary, tokens, config = load_for_inference(model)
+    if vocabulary.digest != shards.vocabulary["digest"]:
+        raise DataError(
+            f"{manifest}: its vocabulary is {shards.vocabulary['digest'][:12]}, the model's {vocabulary.digest[:12]}; "
+            "pass the manifest of the shards that the model was trained on"
+        )
+    return EvaluatedModel(network, config, vocabulary, tokens, shards, seed)

@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from cellmill.config.finetune import LoraConfig
+from cellmill.config.parts.methods import LoraConfig
 from cellmill.errors import ConfigError, did_you_mean
-from cellmill.finetune.depth import Depth
-from cellmill.finetune.method import Method
+from cellmill.finetune.method import Depth, Method
+from cellmill.models.blocks import is_linear, is_transposed
 from cellmill.models.family import Model
 from cellmill.models.initial import with_std
-from cellmill.models.linear_layers import is_linear, is_transposed
+from cellmill.parallel.apply import Style
 from cellmill.parallel.cpu_matmul import Linear
-from cellmill.parallel.tensor_parallel import Style
 
 STYLES: dict[Style, tuple[Style, Style, Style]] = {
     "columns": ("columns", "norm", "columns"),

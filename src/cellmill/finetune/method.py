@@ -8,16 +8,31 @@ values, checkpoints and exports. Wrapped modules give values to their own parame
     style of the wrapped layer    its base     first adapter layer     second adapter layer
     columns                       columns      norm                    columns
     rows                          rows         rows                    norm
+
+Depth of a parameter in a model, by its plain name: below the blocks, in one of them, behind them, or in a head.
+
+Learning rates of the parts of a model, for metrics.jsonl: heads, blocks and embeddings, or the trunk as a whole.
+
+full: every parameter trains, the trunk at a rate that may fall with depth and from a step on that may do so too.
+
+Rates fall from block to block as in Howard & Ruder 2018 (ULMFiT, discriminative fine-tuning), and so does gradual
+unfreezing there, by epochs.
+
+partial: the last blocks train with the norm behind them and the heads; all before them is frozen.
+
+head_only: the objective's heads train, on vectors of a trunk that stays as it is.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 import torch
 
-from cellmill.config.finetune import MethodConfig
+from cellmill.config.parts.methods import FullConfig, MethodConfig, PartialConfig
 from cellmill.errors import ConfigError
 from cellmill.models.family import Model
+from cellmill.parallel.materialize import plain_name
 
 
 class Method:
@@ -26,7 +41,7 @@ class Method:
     Parameters
     ----------
     config
-        Its options, a `cellmill.config.finetune.MethodConfig`.
+        Its options, a `cellmill.config.parts.methods.MethodConfig`.
     """
 
     def __init__(self, config: Any) -> None:
@@ -86,3 +101,132 @@ def check_trains(method: Method, names: Iterable[str]) -> None:
             f"finetune.method {method.config.method} trains no parameter of this model in its first {first} steps: the "
             "objective has no heads; let the trunk begin with step 0"
         )
+
+
+@dataclass(frozen=True)
+class Depth:
+    """Names that tell the trunk from the heads, and the number of blocks."""
+
+    heads: frozenset[str]
+    """Modules and parameters of the model that the objective added."""
+    behind: frozenset[str]
+    """Paths of modules and parameters of the trunk behind the blocks, such as the last norm."""
+    blocks: str
+    n_blocks: int
+
+    @classmethod
+    def of(cls, model: Model) -> Self:
+        """Return the depth of a whole model."""
+        plan, heads = model.plan, frozenset(model.heads or ())
+        return cls(heads, model.behind_blocks(), plan.blocks, len(list(model.get_submodule(plan.blocks).children())))
+
+    def is_head(self, name: str) -> bool:
+        """Return whether a parameter belongs to a head."""
+        return name.split(".")[0] in self.heads
+
+    def level(self, name: str) -> int:
+        """Return 0 before the blocks, as for embeddings, i + 1 in block i, and the last block's behind the blocks."""
+        if name.startswith(f"{self.blocks}."):
+            return 1 + int(name.removeprefix(f"{self.blocks}.").split(".")[0])
+        is_behind = any(name == path or name.startswith(f"{path}.") for path in self.behind)
+        return self.n_blocks if is_behind else 0
+
+
+class GroupRate(NamedTuple):
+    """Rate of some parameters: a factor of the scheduled one, from a step on."""
+
+    scale: float
+    first_step: int
+
+
+def group_rates(method: Method, model: Model) -> dict[str, GroupRate]:
+    """Return the rates of `heads` and `trunk`, or of `heads`, `embeddings` and each `block_N`, where they differ.
+
+    Empty where all parameters train at the scheduled rate. `model` is whole, and `method` has transformed it.
+    """
+    depth, trains = Depth.of(model), trained_names(method, model)
+    rates: dict[str, GroupRate] = {}
+    for name, _ in model.named_parameters():
+        plain = plain_name(name)
+        if trains(plain):
+            rate = GroupRate(method.group(plain).get("lr_scale", 1.0), method.first_step(plain))
+            rates.setdefault(_label(depth, plain), rate)
+    if set(rates.values()) <= {GroupRate(1.0, 0)}:
+        return {}
+    trunk = {rate for label, rate in rates.items() if label != "heads"}
+    if len(trunk) != 1:
+        return rates
+    return {label: rate for label, rate in rates.items() if label == "heads"} | {"trunk": trunk.pop()}
+
+
+def rates_line(rates: Mapping[str, GroupRate], lr: float, step: int) -> dict[str, float]:
+    """Return the rates in step `step`, from 0, for metrics.jsonl; 0 of what does not train yet."""
+    return {f"lr_{label}": lr * rate.scale * (step >= rate.first_step) for label, rate in rates.items()}
+
+
+def _label(depth: Depth, name: str) -> str:
+    if depth.is_head(name):
+        return "heads"
+    level = depth.level(name)
+    return f"block_{level - 1}" if level else "embeddings"
+
+
+class Full(Method):
+    """See the module."""
+
+    config: FullConfig
+    depth: Depth
+
+    def transform(self, model: Model) -> None:
+        """Change nothing: only look at the model."""
+        self.depth = Depth.of(model)
+
+    def group(self, name: str) -> dict[str, float]:
+        """Scale the rate of the trunk."""
+        if self.depth.is_head(name):
+            return {}
+        below = self.depth.n_blocks - self.depth.level(name)
+        return {"lr_scale": self.config.trunk_lr_frac * self.config.layer_decay**below}
+
+    def first_step(self, name: str) -> int:
+        """Return when a parameter of the trunk begins to train."""
+        if self.depth.is_head(name):
+            return 0
+        below = self.depth.n_blocks - self.depth.level(name)
+        return self.config.head_steps + self.config.block_steps * below
+
+
+class Partial(Method):
+    """See the module."""
+
+    config: PartialConfig
+    depth: Depth
+
+    def transform(self, model: Model) -> None:
+        """Change nothing: only look at the model."""
+        self.depth = Depth.of(model)
+
+    def trains(self, name: str) -> bool:
+        """Return whether a parameter belongs to a head or is at the depth of the last blocks."""
+        if self.depth.is_head(name):
+            return True
+        frozen_blocks = max(0, self.depth.n_blocks - self.config.last_blocks)
+        return self.depth.level(name) > frozen_blocks
+
+    def group(self, name: str) -> dict[str, float]:
+        """Scale the rate of the trunk."""
+        return {} if self.depth.is_head(name) else {"lr_scale": self.config.trunk_lr_frac}
+
+
+class HeadOnly(Method):
+    """See the module."""
+
+    depth: Depth
+
+    def transform(self, model: Model) -> None:
+        """Change nothing: only look at the model."""
+        self.depth = Depth.of(model)
+
+    def trains(self, name: str) -> bool:
+        """Return whether a parameter belongs to a head."""
+        return self.depth.is_head(name)

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from cellmill.errors import Stopped, UserError
 from cellmill.launch.queue import Queue, pending_hint
-from cellmill.runs.claim import lives
-from cellmill.runs.job_states import GONE, UNKNOWN, UNLISTED, JobState
-from cellmill.runs.jobs import JobRecord
+from cellmill.runs.jobs import GONE, UNKNOWN, UNLISTED, JobRecord, JobState
+from cellmill.runs.lock import lives
 
 PATIENCE_S = 3600  # how long to wait for a queue that gives no answer
 GONE_S = 60  # how long SLURM has to know nothing of a job before it counts as ended

@@ -4,6 +4,10 @@ Every launcher of cluster jobs writes the task to task.json and runs it with `ru
 job, srun inside an allocation. Under cgroup tracking SLURM signals this process alone, so it forwards signals to the
 workers: they save and exit, and the agent, which ignores signals, exits with them. When this process dies, so does
 everything it started.
+
+Training inside the SLURM job this process runs in (salloc, or a batch script): srun starts the task of each node.
+
+For sites that allow no process on a login node: the whole workflow is then one batch job.
 """
 
 from __future__ import annotations
@@ -16,20 +20,21 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from cellmill.config.machine import Machine
+from cellmill.errors import UserError
 from cellmill.files import read_json, write_json, write_text
 from cellmill.launch.job import Job, Restarts, agent_environment
-from cellmill.launch.nodelist import expand
-from cellmill.launch.processes import children, die_with_parent, signal_all
+from cellmill.launch.queue import expand
 from cellmill.launch.rendezvous import Rendezvous, secret_of_start
-from cellmill.launch.signals import STOP_SIGNALS
-from cellmill.runs.claim import Claim, Claimed, claim
-from cellmill.runs.jobs import CONNECTION
+from cellmill.launch.signals import STOP_SIGNALS, children, die_with_parent, handled_by, signal_all
+from cellmill.runs.jobs import CONNECTION, JobRecord, Jobs
+from cellmill.runs.lock import Claim, Claimed, claim
 
 SEEN_EVERY_S = 15
 NOT_THE_OWNER = 3  # exit code
@@ -271,3 +276,75 @@ def run_task(path: str) -> None:
 
 if __name__ == "__main__":
     run_task(sys.argv[1])
+
+
+def run_allocation(
+    job: Callable[[Path], Job],
+    machine: Machine,
+    train: Path,
+    keep_open: int,
+    check: Callable[[], None] = lambda: None,
+) -> tuple[int, Path]:
+    """Run the job that `job` returns for its folder. Returns srun's exit code and the file for an error.
+
+    Signals are forwarded to the workers, who save; so is the end of this process, however it ends. Raises UserError
+    outside an allocation.
+
+    Parameters
+    ----------
+    keep_open
+        File descriptor that srun inherits: a lock it holds stays held until the training has ended.
+    check
+        Called each second; what it raises ends the processes.
+    """
+    job_id = os.environ.get("SLURM_JOB_ID")
+    if job_id is None:
+        raise UserError("launcher allocation: not inside a SLURM job; start it with salloc or sbatch")
+    jobs = Jobs(train)
+    folder, name = jobs.new()
+    task = NodeTask.of(job(folder), machine, folder).write()
+    here = machine.model_copy(update={"slurm_partition": os.environ.get("SLURM_JOB_PARTITION", "")})
+    record = JobRecord.of(here, folder, job_id, name).now("RUNNING")
+    step = subprocess.Popen(
+        _srun(machine, task),
+        start_new_session=True,  # Ctrl-C must reach this process alone
+        pass_fds=(keep_open,),
+        preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+    )
+    with handled_by(lambda number, frame: step.send_signal(signal.SIGUSR2)):
+        code = _wait(step, check)
+    record.now("COMPLETED" if code == 0 else "FAILED", ended=True)
+    return code, folder / "error.txt"
+
+
+def _wait(step: subprocess.Popen[bytes], check: Callable[[], None]) -> int:
+    """Wait for srun, with a check each second; return its exit code."""
+    while True:
+        try:
+            return step.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            try:
+                check()
+            except UserError:
+                step.terminate()
+                raise
+
+
+def _srun(machine: Machine, task: Path) -> list[str]:
+    return [
+        "srun",
+        f"--nodes={machine.nodes}",
+        f"--ntasks={machine.nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={machine.cpus}",
+        "--kill-on-bad-exit=1",
+        "--overlap",  # cellmill itself may run in a step that holds the nodes
+        "--unbuffered",
+        *([f"--gpus-per-node={machine.gpus_per_node}"] if machine.gpus_per_node else []),
+        *([f"--gres={machine.gres}"] if machine.gres else []),
+        *machine.srun_flags,
+        sys.executable,
+        "-m",
+        "cellmill.launch.node",
+        str(task),
+    ]

@@ -2,11 +2,16 @@
 
 A follower cancels its job on INT and TERM, leaves it running on HUP and USR2 (a lost terminal loses no job), and hands
 over to another follower on USR1.
+
+Linux's means against orphans: children that die with their parent, and the children of a process.
 """
 
+import ctypes
+import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -74,3 +79,28 @@ def requests() -> Iterator[Requests]:
     collected = Requests()
     with handled_by(collected._note):
         yield collected
+
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to send this process signal `number` when its parent ends, however it ends (prctl(2))."""
+    _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of the children of `pid`, of all its threads; empty if it has ended."""
+    pids: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread ended between listing and reading
+            pids += [int(child) for child in task.read_text().split()]
+    return pids
+
+
+def signal_all(pids: list[int], number: int) -> None:
+    """Send a signal to those of `pids` that are still alive."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)

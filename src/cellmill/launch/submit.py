@@ -2,13 +2,27 @@
 
 Every value in the script was checked by `Machine` or is quoted here. What is pickled for the nodes is the path of the
 node's task, a JSON file in a folder only this user can enter.
+
+The jobs of one folder in SLURM: finding them by name, and submitting one exactly once.
+
+sbatch may accept a job and its answer be lost. So a submission that got no answer is looked up by the job's name
+before it is tried again, and a job without a record is adopted.
+
+One job that is run once: submitted or started, followed to its end, never chained.
+
+The job does its work in its own folder; the caller judges the result. Under slurm the job is cancelled if it waits too
+long, on Ctrl-C, and if srun could not launch one of its tasks, since the others would wait for that one until the time
+limit. A job left over from a killed process is cancelled first.
 """
 
 import os
 import re
 import shlex
-from collections.abc import Iterator
+import shutil
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from submitit.core.utils import FailedJobError, FailedSubmissionError
@@ -17,9 +31,12 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from cellmill.config.machine import OURS, Machine, options_in
 from cellmill.errors import UserError
-from cellmill.launch.job import Job
-from cellmill.launch.node import NodeTask, run_task
-from cellmill.runs.slurm_command import NO_PROCESS
+from cellmill.launch.follow import PATIENCE_S, TICK_S, JobFollower, Tail, cancel_job, say
+from cellmill.launch.job import Job, run_local
+from cellmill.launch.node import NodeTask, run_allocation, run_task
+from cellmill.launch.queue import Queue, QueuedJob
+from cellmill.launch.signals import Interrupted, Requests, blocked, requests
+from cellmill.runs.jobs import NO_PROCESS, CommandError, JobRecord, Jobs, error_line
 
 TRANSIENT = re.compile(
     "unable to contact slurm controller|socket timed out|temporarily unable|connection refused|connection reset|"
@@ -155,3 +172,181 @@ def _complaint(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines()]
     errors = [line for line in lines if line.startswith("sbatch:") or "error" in line.lower()]
     return " ".join(errors or lines)[:400].replace("sbatch: error: ", "")
+
+
+@dataclass
+class SlurmJobs:
+    """Submits and finds the jobs of `jobs`. One process at a time: the caller holds the folder's lock."""
+
+    jobs: Jobs
+    queue: Queue
+    machine: Machine
+    requests: Requests = field(default_factory=Requests)
+    """Any request ends a wait with Interrupted."""
+    patience_s: float = PATIENCE_S
+    """Longest time without an answer from SLURM."""
+
+    def alive(self) -> list[QueuedJob]:
+        """Jobs of this folder that SLURM has. Waits for an answer; raises UserError if none comes."""
+        deadline, warned = time.monotonic() + self.patience_s, False
+        while True:
+            try:
+                return self.queue.named(self.jobs.owns)
+            except CommandError as error:
+                if time.monotonic() > deadline:
+                    raise UserError(f"no usable answer from squeue within {self.patience_s:.0f} s ({error})") from None
+                if not warned:
+                    say(f"warning: no usable answer from squeue ({error}); waiting for one")
+                    warned = True
+            self.pause(min(5.0, self.machine.poll_s))
+
+    def find(self) -> JobRecord | None:
+        """The record of the job of this folder that SLURM has; a job without a record gets one."""
+        for queued in self.alive():
+            record = self.jobs.record(queued.job_id, queued.name)
+            if record is not None:
+                return record
+            folder = self.jobs.folder(queued.name)
+            if folder is not None:  # with another record: of two jobs of one number, one ends at once
+                say(f"job {queued.job_id} was submitted but not recorded: adopted by its name")
+                return self._adopt(queued, folder)
+            raise UserError(
+                f"job {queued.job_id} ({queued.name}) belongs to {self.jobs.path.parent}, but its folder there is "
+                f"missing; `scancel {queued.job_id}` ends it"
+            )
+        return None
+
+    def submit(self, job: Callable[[Path], Job]) -> JobRecord:
+        """Submit the job that `job` returns for its folder, unless SLURM has one of this folder.
+
+        Waits for SLURM; raises UserError if it refuses. The folder of a submission without an answer stays: its job may
+        be accepted late, and then ends at once if another one has claimed the run.
+        """
+        deadline, warned = time.monotonic() + self.patience_s, set[type]()
+        while (accepted := self.find()) is None:
+            folder, name = self.jobs.new()
+            try:
+                with blocked():  # submitted and recorded, or neither
+                    job_id = submit(job(folder), self.machine, folder, name)
+                    record = JobRecord.of(self.machine, folder, job_id, name).write()
+                say(f"submitted job {record.job_id}; its log: {record.log}")
+                return record
+            except UserError:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            except QuotaFull as full:
+                shutil.rmtree(folder, ignore_errors=True)
+                deadline = time.monotonic() + self.patience_s
+                if QuotaFull not in warned:
+                    say(f"sbatch: {full}: SLURM accepts no further job of yours until others have ended; waiting")
+                    warned.add(QuotaFull)
+            except Unreachable as error:
+                if time.monotonic() > deadline:
+                    raise UserError(f"sbatch could not reach SLURM within {self.patience_s:.0f} s: {error}") from None
+                if Unreachable not in warned:
+                    say(f"warning: sbatch: {error}; trying again")
+                    warned.add(Unreachable)
+            self.pause(min(10.0, 5 * self.machine.poll_s))
+        say(f"job {accepted.job_id} of this run is alive; its log: {accepted.log}")
+        return accepted
+
+    def _adopt(self, queued: QueuedJob, folder: Path) -> JobRecord:
+        for pickled in folder.glob("*.pkl"):
+            if re.fullmatch(r"[0-9a-f]{32}", pickled.stem):  # submitit did not get to rename it
+                pickled.rename(folder / f"{queued.job_id}_submitted.pkl")
+        return JobRecord.of(self.machine, folder, queued.job_id, queued.name).write()
+
+    def pause(self, seconds: float) -> None:
+        """Wait. Raises Interrupted at a request."""
+        self.requests.wait(seconds)
+        if self.requests.asked:
+            raise Interrupted("interrupted while waiting for SLURM; run the same command to go on")
+
+
+PATIENCE_S = 120  # how long to wait for a controller that gives no answer: no training depends on it
+POLL_S = 5.0
+
+
+class StillQueued(UserError):
+    """The job did not start in time, and was cancelled."""
+
+
+@dataclass(frozen=True)
+class End:
+    path: Path
+    """Its folder."""
+    state: str
+    """SLURM's word; COMPLETED or FAILED without SLURM, LAUNCH_FAILED if srun could not launch a task."""
+    job_id: str = ""
+    nodes: str = ""
+    """As SLURM writes them, such as node[1-2]."""
+    queued_s: float = 0.0
+    log: Path | None = None
+    lost: tuple[str, str] | None = None
+    """Tasks that srun could not launch (`1`, `0-3`, or the name of a node), and its reason."""
+
+    @property
+    def error(self) -> str | None:
+        """The line a process left about what went wrong."""
+        return error_line(self.path)
+
+
+def run_once(job: Callable[[Path], Job], machine: Machine, folder: Path, keep_open: int, wait_s: float) -> End:
+    """Run the job that `job` returns for a folder under `folder`/jobs, by the machine's launcher.
+
+    Raises UserError if SLURM refuses the job or gives no answer, StillQueued if it waits for more than `wait_s`,
+    KeyboardInterrupt if a signal ended it. The caller holds a lock, whose descriptor is `keep_open`.
+    """
+    try:
+        if machine.launcher == "slurm":
+            with requests() as asked:
+                return _submit_and_follow(job, machine, folder, wait_s, asked)
+        if machine.launcher == "allocation":
+            code, error = run_allocation(job, machine, folder, keep_open)
+            return End(error.parent, "COMPLETED" if code == 0 else "FAILED")
+        path, _ = Jobs(folder).new()
+        code = run_local(job(path), keep_open)
+    except Interrupted:
+        raise KeyboardInterrupt from None
+    return End(path, "COMPLETED" if code == 0 else "FAILED")
+
+
+def _submit_and_follow(
+    job: Callable[[Path], Job], machine: Machine, folder: Path, wait_s: float, asked: Requests
+) -> End:
+    queue = Queue(min(machine.poll_s, POLL_S))
+    slurm = SlurmJobs(Jobs(folder), queue, machine, asked, PATIENCE_S)
+    for left in slurm.alive():
+        say(f"cancelling job {left.job_id}, left by an earlier process")
+        cancel_job(left.job_id, left.name)
+    record = slurm.submit(job)
+    follower = JobFollower(record.job_id, record.name, queue, Tail(record.log, echo=False), record, PATIENCE_S)
+    return _follow(follower, record, wait_s, asked)
+
+
+def _follow(follower: JobFollower, record: JobRecord, wait_s: float, asked: Requests) -> End:
+    submitted = time.monotonic()
+    waiting_since: float | None = submitted
+    queued_s = 0.0
+    lost: tuple[str, str] | None = None
+    while follower.alive():
+        now, state = time.monotonic(), follower.state
+        if asked.asked:
+            say(f"cancelling job {record.job_id}")
+            follower.cancel()
+            raise KeyboardInterrupt
+        if state.name in ("RUNNING", "COMPLETING"):
+            queued_s, waiting_since = queued_s or now - submitted, None
+        elif state.name:
+            waiting_since = waiting_since or now  # a preempted job waits again
+            if now - waiting_since > wait_s:
+                follower.cancel()
+                waited = f"after {wait_s / 60:g} min in the queue"
+                raise StillQueued(f"job {record.job_id} was still {state.text} {waited} and was cancelled")
+        if state.name == "RUNNING" and (launch := follower.tail.not_launched) is not None:
+            lost = launch[1] or launch[2], launch[3].strip()
+            follower.cancel()
+            break
+        asked.wait(min(TICK_S, POLL_S, follower.queue.poll_s))
+    ended = "LAUNCH_FAILED" if lost is not None else follower.state.name
+    return End(record.path, ended, record.job_id, follower.nodes, queued_s, record.log, lost)

@@ -1,4 +1,12 @@
-"""A packed batch of cells as tensors."""
+"""A packed batch of cells as tensors.
+
+The batch as an encoder sees it: tokens whose hidden content is replaced, and what its layers need beside them.
+
+Tokens at the ends of a cell that are no genes: <cls> before the first gene, <eos> after the last.
+
+Their ids are negative, so they are in no vocabulary, are never masked, and cost no row of a table that has one row per
+gene. They are added to a view before it is padded, so that layouts count them.
+"""
 
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
@@ -6,8 +14,10 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import functional as F
 
-from cellmill.config.tokens import SPECIAL
-from cellmill.data.tokens import Batch
+from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.stream.batch import Batch
+from cellmill.models.counter_rng import keyed_bits
+from cellmill.parallel.vocab_parallel import segment_sum
 
 CPU = torch.device("cpu")
 PAD_TOKEN, MASK_TOKEN = (SPECIAL.index(token) for token in ("<pad>", "<mask>"))
@@ -139,3 +149,74 @@ def positions(batch: TensorBatch) -> tuple[torch.Tensor, torch.Tensor]:
     cell = torch.repeat_interleave(counts, output_size=len(batch.genes))
     place = torch.arange(len(batch.genes), device=batch.genes.device) - batch.cu_seqlens[:-1].long()[cell]
     return cell, place
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderBatch:
+    """Base of what objectives for encoders prepare."""
+
+    genes: torch.Tensor
+    """(tokens,) int64; `<mask>` where the gene is hidden."""
+    values: torch.Tensor
+    """(tokens,); 0 where the value is hidden."""
+    value_hidden: torch.Tensor
+    """(tokens,) bool."""
+    center: torch.Tensor
+    """(cells,) float32: mean of a cell's visible continuous values; 0 for other tokenizers."""
+    cell: torch.Tensor
+    """(tokens,) int64: index of the token's cell in the batch."""
+    cu_seqlens: torch.Tensor
+    lengths: list[int]
+    token_keys: torch.Tensor
+    """(tokens,) int64: keys of the dropout."""
+    cell_keys: torch.Tensor
+    """(cells,) int64: keys of the dropout in layers whose rows are cells."""
+    levels: torch.Tensor | None = None
+    """(cells, columns) int64: as in the batch."""
+    covariate_rows: torch.Tensor | None = None
+    """(tokens,) int64: as in the batch."""
+
+
+def whole(batch: TensorBatch, keys: tuple[int, int] | None = None) -> EncoderBatch:
+    """Return the batch with nothing hidden.
+
+    `keys`, seed and step, key the dropout; None where there is no dropout, as in evaluation.
+    """
+    cell, place = positions(batch)
+    visible = torch.ones_like(place, dtype=torch.bool)
+    return EncoderBatch(
+        genes=batch.genes,
+        values=batch.values,
+        value_hidden=~visible,
+        center=center_of(batch, cell, visible),
+        cell=cell,
+        cu_seqlens=batch.cu_seqlens,
+        lengths=batch.lengths,
+        token_keys=place if keys is None else keyed_bits(keyed_bits(batch.cells[cell], *keys, place), 1),
+        cell_keys=batch.cells if keys is None else keyed_bits(batch.cells, *keys),
+        levels=batch.levels,
+        covariate_rows=batch.covariate_rows,
+    )
+
+
+def center_of(batch: TensorBatch, cell: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """(cells,) float32: mean of the visible genes' values only, so that hidden ones cannot leak."""
+    if not batch.values.is_floating_point():
+        return torch.zeros(len(batch.lengths), device=cell.device)
+    visible = visible & (batch.genes != PAD_TOKEN)  # a token without a gene has no value
+    sums, n = (segment_sum(part, cell, batch.cu_seqlens) for part in (batch.values * visible, visible.float()))
+    return sums / n.clamp(min=1)
+
+
+CLS, EOS = -1, -2
+"""Token ids; row -1 - id of `end_embedding`."""
+
+
+def with_ends(batch: TensorBatch, n_ends: int) -> TensorBatch:
+    """Return the batch with <cls> (`n_ends` 1), or <cls> and <eos> (2), around each cell, with value and count 0."""
+    if not n_ends:
+        return batch
+    ended = with_extra_tokens(batch, 1, n_ends - 1, CLS)
+    if n_ends == 1:
+        return ended
+    return replace(ended, genes=ended.genes.index_fill(0, ended.cu_seqlens[1:].long() - 1, EOS))

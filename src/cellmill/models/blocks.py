@@ -1,6 +1,12 @@
 """The transformer block: pre-norm (Xiong et al. 2020), packed.
 
 Legend: T tokens of the batch, H hidden, h heads.
+
+The residual feed-forward layer, of rows that are cells or queries.
+
+Legend: R rows, H hidden.
+
+Linear layers of any family: torch's, and transformers' Conv1D of GPT-2, whose weight is transposed.
 """
 
 import torch
@@ -9,6 +15,7 @@ from torch.nn import functional as F
 
 from cellmill.models.attention import attention
 from cellmill.models.counter_rng import keyed_dropout, keyed_state
+from cellmill.models.initial import with_std
 from cellmill.parallel.cpu_matmul import Linear
 
 
@@ -72,3 +79,33 @@ class Block(nn.Module):
 
     def _drop(self, x: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
         return x if states is None else keyed_dropout(x, self.dropout, states)
+
+
+class FeedForward(nn.Module):
+    """A feed-forward layer after a norm, added to the residual stream."""
+
+    def __init__(self, hidden: int, ffn_hidden: int, dropout: float, index: int) -> None:
+        super().__init__()
+        self.dropout, self.index = dropout, index
+        self.norm = nn.LayerNorm(hidden)
+        self.up = with_std(Linear(hidden, ffn_hidden), hidden**-0.5)
+        self.down = with_std(Linear(ffn_hidden, hidden), ffn_hidden**-0.5)
+
+    def forward(self, x: torch.Tensor, row_keys: torch.Tensor) -> torch.Tensor:
+        """(R, H) -> (R, H); `row_keys` (R,) int64 key the dropout."""
+        return self.inner(x, keyed_state(row_keys, self.index) if self.training and self.dropout else None)
+
+    def inner(self, x: torch.Tensor, drops: torch.Tensor | None) -> torch.Tensor:
+        """(R, H) and states of the dropout, (R,), -> (R, H)."""
+        update = self.down(F.gelu(self.up(self.norm(x))))
+        return x + (update if drops is None else keyed_dropout(update, self.dropout, drops))
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Return whether a layer is linear, with its matrix in `weight`."""
+    return isinstance(layer, nn.Linear) or is_transposed(layer)
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Return whether a layer is transformers' Conv1D: linear, with a weight of (in, out)."""
+    return type(layer).__name__ == "Conv1D" and type(layer).__module__ == "transformers.pytorch_utils"

@@ -6,10 +6,10 @@ from typing import Self
 
 import torch
 
-from cellmill.config.family import FamilyConfig
-from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.options import TrainOptions
-from cellmill.config.tokens import Tokens
+from cellmill.config.parts.family import FamilyConfig
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.tokens import Tokens
 from cellmill.errors import ConfigError
 from cellmill.models.family import Model
 from cellmill.models.initial import initial_values

@@ -1,17 +1,127 @@
 """Shared part of families that encode cells to vectors: states after the last norm, heads, embedding.
 
 Legend: R rows of the residual stream (tokens, or cells), H hidden.
+
+Covariate tokens: values of obs columns that a model reads before the genes of each cell.
+
+One token per column of `tokens.covariates`, without a value, whose embedding is that of the cell's level. In a batch
+these tokens are `<pad>`, so objectives neither mask nor predict them, and `covariate_rows` tells their rows of the
+embedding. They are put before a *view*, which is padded afterwards, so layouts treat them as any tokens. In training
+some levels are replaced by the unknown one, so that cells of unknown level can be embedded.
+
+Legend: T tokens, C cells, K columns, H hidden.
+
+Pooling: from the states of a cell's tokens to the cell embedding.
+
+Legend: T tokens of the batch, C cells, H hidden.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from cellmill.models.batch import TensorBatch
-from cellmill.models.covariates import CovariatePrefix
-from cellmill.models.encoder_batch import EncoderBatch, whole
+from cellmill.config.parts.tokens import Tokens
+from cellmill.models.batch import PAD_TOKEN, AnyBatch, EncoderBatch, TensorBatch, whole, with_extra_tokens
+from cellmill.models.counter_rng import keyed_bits, threshold
 from cellmill.models.family import Model
+from cellmill.parallel.vocab_parallel import segment_sum
+
+UNKNOWN = 4  # last key of the draws; 2 and 3 are those of views
+
+
+class CovariateEmbedding(nn.Module):
+    """Embeddings of the levels of each column, the unknown one first."""
+
+    def __init__(self, tokens: Tokens, levels: Mapping[str, Sequence[str]], hidden: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(len(levels[name]) + 1, hidden) for name in tokens.covariates)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """(T,) int64, rows of all tables one below another, from 1 -> (T, H); zeros for tokens of row 0."""
+        table = torch.cat([of_column.get_parameter("weight") for of_column in self.tables])
+        return F.embedding(rows, F.pad(table, (0, 0, 1, 0)))
+
+
+class CovariatePrefix:
+    """Tokens of the columns; no module, because each pipeline stage has it."""
+
+    def __init__(self, tokens: Tokens, levels: Mapping[str, Sequence[str]]) -> None:
+        self.columns = [[*levels].index(name) for name in tokens.covariates]
+        sizes = [len(levels[name]) + 1 for name in tokens.covariates]
+        self.first_rows = [*accumulate(sizes, initial=1)][:-1]
+        self.unknown_frac = tokens.covariate_unknown_frac
+
+    def before(self, batch: AnyBatch, keys: tuple[int, int] | None = None) -> AnyBatch:
+        """Return `batch` with a token per column before the genes of each cell.
+
+        With `keys`, seed and step, levels become unknown with probability `tokens.covariate_unknown_frac`.
+        """
+        device, n_columns = batch.genes.device, len(self.columns)
+        rows = self._numbers(batch, keys) + torch.tensor(self.first_rows, device=device)
+        more = with_extra_tokens(batch, n_columns, 0, PAD_TOKEN)
+        at = (more.cu_seqlens[:-1, None].long() + torch.arange(n_columns, device=device)).flatten()
+        return replace(more, covariate_rows=torch.zeros_like(more.genes).index_copy(0, at, rows.flatten()))
+
+    def _numbers(self, batch: TensorBatch, keys: tuple[int, int] | None) -> torch.Tensor:
+        """(C, K) int64: level of each cell in each column, 0 for unknown ones."""
+        if batch.levels is None:
+            return batch.cells.new_zeros(len(batch.cells), len(self.columns))
+        numbers = batch.levels[:, self.columns]
+        if keys is None or not self.unknown_frac:
+            return numbers
+        place = torch.arange(len(self.columns), device=numbers.device)
+        drawn = keyed_bits(batch.cells[:, None], *keys, place, UNKNOWN)
+        return numbers.masked_fill(drawn < threshold(self.unknown_frac), 0)
+
+
+def first_tokens(prepared: EncoderBatch) -> torch.Tensor:
+    """(T,) bool: the first token of each cell, of which all have one."""
+    first = torch.zeros(len(prepared.genes), dtype=torch.bool, device=prepared.genes.device)
+    return first.index_fill(0, prepared.cu_seqlens[:-1].long(), True)
+
+
+def mean_state(states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+    """(T, H) -> (C, H) float32: mean over the tokens of genes; zeros for a cell without any."""
+    lengths, states, cells = prepared.cu_seqlens.diff(), states.float(), (prepared.cell, prepared.cu_seqlens)
+    if prepared.covariate_rows is not None:
+        of_gene = prepared.covariate_rows == 0
+        lengths, states = segment_sum(of_gene.float(), *cells), states * of_gene[:, None]
+    return segment_sum(states, *cells) / lengths.clamp(min=1)[:, None]
+
+
+def first_state(states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+    """(T, H) -> (C, H) float32: the state of each cell's first token."""
+    return states[prepared.cu_seqlens[:-1].long()].float()
+
+
+def padded_state(states: torch.Tensor, inside: torch.Tensor, pooling: str, query: torch.Tensor | None) -> torch.Tensor:
+    """(C, L, H), and (C, L) bool of tokens that are no padding -> (C, H): the same poolings of padded cells."""
+    if pooling == "cls":
+        return states[:, 0]
+    weights = inside.to(states.dtype)
+    if query is not None:
+        scores = states @ query * states.shape[-1] ** -0.5
+        weights = scores.masked_fill(~inside, -torch.inf).softmax(1)
+    return (states * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
+
+
+def attended_state(states: torch.Tensor, prepared: EncoderBatch, query: torch.Tensor) -> torch.Tensor:
+    """(T, H) and (H,) -> (C, H) float32: states weighted by the softmax over a cell of their product with `query`.
+
+    The products are divided by the square root of H. Zeros for a cell without tokens.
+    """
+    states, cell = states.float(), prepared.cell
+    scores = states @ query.float() * states.shape[1] ** -0.5
+    largest = torch.full((len(prepared.lengths),), -torch.inf, device=scores.device)
+    largest = largest.scatter_reduce(0, cell, scores.detach(), "amax")  # cancels: no gradient
+    weights = (scores - largest[cell]).exp()
+    totals = segment_sum(weights, cell, prepared.cu_seqlens)
+    sums = segment_sum(weights[:, None] * states, cell, prepared.cu_seqlens)
+    return sums / totals.clamp(min=1e-30)[:, None]
 
 
 class CellEncoder(Model):

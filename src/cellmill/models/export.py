@@ -5,33 +5,78 @@
     config.json         family, architecture, tokenizer and digests; written last
 
 Nothing is unpickled.
+
+model.safetensors of an exported model; reads only the requested elements.
+
+First rows of genes that the model of `init_from` never saw: the mean of those that it has.
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from zlib import crc32
 
 import torch
-from safetensors import SafetensorError
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from cellmill.config.family import FamilyConfig
-from cellmill.config.load import check_options, upgrade_options
-from cellmill.config.objective import ObjectiveConfig
-from cellmill.config.tokens import SPECIAL, Tokens
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.load import check_options, read_model_config, unusable, upgrade_options
+from cellmill.config.parts.family import FamilyConfig
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.tokens import SPECIAL, Tokens
+from cellmill.config.plugin import in_one_line
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError, UserError
-from cellmill.files import atomic_path, sha256_file
+from cellmill.files import atomic_path, require_file, sha256_file
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
+from cellmill.models.gene_vectors import TABLE
 from cellmill.models.initial import PIECE
-from cellmill.models.model_config import read_model_config, unusable
-from cellmill.models.weights_file import WEIGHTS, WeightsFile
-from cellmill.parallel.materialize import fill, named_tensors
-from cellmill.parallel.own_part import Part, as_index, own_part
-from cellmill.registry import in_one_line
+from cellmill.parallel.materialize import Part, as_index, fill, named_tensors, own_part
+
+WEIGHTS = "model.safetensors"
+
+
+class WeightsFile:
+    """Tensors by name; the file stays mapped as long as this lives. Raises DataError if it is missing or damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        if path.exists():
+            require_file(path)  # the library would wait for a FIFO
+        with self._named():
+            self._file: Any = safe_open(path, framework="pt")
+            self.names: list[str] = list(self._file.keys())
+
+    def shape(self, name: str) -> torch.Size:
+        return torch.Size(self._file.get_slice(name).get_shape())
+
+    def is_float32(self, name: str) -> bool:
+        return bool(self._file.get_slice(name).get_dtype() == "F32")
+
+    def read(self, name: str, part: Part) -> torch.Tensor:
+        """Return the elements of `part`."""
+        with self._named():
+            return self._file.get_slice(name)[part or ...]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name of every tensor, and all of it."""
+        with self._named():
+            for name in self.names:
+                yield name, self._file.get_tensor(name)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise DataError(f"{self._path}: no such file; export the model first (consolidate)") from None
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise unusable(self._path, f"damaged: {error}") from None
+
 
 SIZES = ("layer", "hidden", "width", "size", "heads")
 """Parts of the names of options of which a model has no more than weights."""
@@ -225,3 +270,30 @@ class _Source:
         known = {level: their_first + row for row, level in enumerate(theirs)}
         begin = range(first) if known and first == their_first else [-1] * first
         return torch.tensor([*begin, *(known.get(level, -1) for level in ours)])
+
+
+def mean_gene_rows(spec: ModelSpec, folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the mean row of each tensor of the model `spec` with a row per gene that the model in `folder` has.
+
+    All ranks must call. Rank 0 reads the tables, a piece at a time, and sends the means: the others read their own part
+    of the model alone, and all layouts have the same bits. The table of given gene vectors has no mean: a gene without
+    a vector has none.
+    """
+    model, file = build(spec), WeightsFile(folder / WEIGHTS)
+    shapes = {
+        name: tensor.shape[1:]
+        for name, tensor in named_tensors(model)
+        if name in model.gene_rows
+        and name in file.names
+        and name != TABLE
+        and file.shape(name)[1:] == tensor.shape[1:]  # `initial_tensors` refuses another width
+    }
+    if not shapes:
+        return {}
+    if dist.get_rank() == 0:
+        sent = torch.cat([mean_gene_row(folder / WEIGHTS, name).flatten() for name in shapes]).to(device)
+    else:
+        sent = torch.empty(sum(shape.numel() for shape in shapes.values()), device=device)
+    dist.broadcast(sent, 0)
+    parts = sent.cpu().split([shape.numel() for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}

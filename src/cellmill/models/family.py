@@ -1,7 +1,7 @@
 """The contract of a model family: the interface that training, layouts and export use.
 
 A family defines names and pure functions. It knows no process group, mesh or checkpoint, and no sizes: the planner
-measures them on the meta device. Its torch-free options are a `cellmill.config.family.FamilyConfig`, from which
+measures them on the meta device. Its torch-free options are a `cellmill.config.parts.family.FamilyConfig`, from which
 `models.build` makes `implementation(config, n_genes, tokens, objective)`.
 """
 
@@ -16,8 +16,8 @@ from torch import nn
 from cellmill.models.batch import TensorBatch
 from cellmill.models.initial import Fill, fill_part
 from cellmill.models.objective import Objective
-from cellmill.parallel.own_part import Part
-from cellmill.parallel.tensor_parallel import Style
+from cellmill.parallel.apply import Style
+from cellmill.parallel.materialize import Part
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,24 @@ projection has no bias, so its embedding is the learned one alone. Vectors are d
 square over all genes that have one, so that what is projected starts as large as a learned embedding.
 
 Legend: T tokens of the batch, C cells, D numbers of a vector, H hidden.
+
+Files of gene vectors, as rows of a vocabulary. Nothing is unpickled.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from cellmill.config.gene_vectors import GeneVectorsConfig
+from cellmill.config.parts.family import GeneVectorsConfig
+from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.errors import ConfigError, DataError
 from cellmill.models.initial import STD, with_std
 from cellmill.parallel.cpu_matmul import Linear
 
@@ -52,3 +60,93 @@ def attach_gene_vectors(model: Any, config: GeneVectorsConfig, n_tokens: int) ->
     model.gene_rows = model.gene_rows | {TABLE}
     if not config.train_gene_vectors:
         model.frozen = model.frozen | {TABLE}
+
+
+KINDS = (".npy", ".safetensors")
+
+
+@dataclass(frozen=True)
+class VocabularyVectors:
+    """Vectors of the tokens of a vocabulary."""
+
+    table: torch.Tensor
+    """(V, D) float32, of mean square 1 over the rows of genes that have a vector; zeros in the others."""
+    n_found: int
+    """Genes that have a vector."""
+
+
+def read_gene_vectors(path: Path, vocabulary: Vocabulary, dim: int) -> VocabularyVectors:
+    """Return the vectors in `path` of the genes of a vocabulary, found by Ensembl id, or else by symbol.
+
+    Raises DataError for a file that cannot be used, ConfigError for another length than `dim`.
+    """
+    names, vectors = _read(path)
+    if vectors.ndim != 2 or not vectors.is_floating_point():
+        raise DataError(
+            f"{path}: expected an array of (genes, numbers) of floats, got {tuple(vectors.shape)} of {vectors.dtype}"
+        )
+    if vectors.shape[1] != dim:
+        raise ConfigError(
+            f"model.gene_vector_dim is {dim}, the vectors of {path} have {vectors.shape[1]} numbers; set it to "
+            f"{vectors.shape[1]}"
+        )
+    rows = _rows_of(path, names, vocabulary)
+    known = (rows >= 0).nonzero().flatten()
+    table = torch.zeros(vocabulary.n_tokens, dim)
+    found = vectors[rows[known]].float()
+    if not found.isfinite().all():
+        bad = int((~found.isfinite().all(1)).nonzero()[0])
+        raise DataError(f"{path}: the vector of {names[int(rows[known][bad])]} has a value that is not finite")
+    table[known + len(SPECIAL)] = found / found.square().mean().sqrt().clamp(min=1e-30)
+    return VocabularyVectors(table, len(known))
+
+
+def _rows_of(path: Path, names: Sequence[str], vocabulary: Vocabulary) -> torch.Tensor:
+    """(genes,) int64: row of each gene of the vocabulary in the file, -1 for none."""
+    row = {name: at for at, name in enumerate(names)}
+    if len(row) < len(names):
+        twice = next(name for at, name in enumerate(names) if row[name] != at)
+        raise DataError(f"{path}: {twice!r} names two vectors; leave one out")
+    pairs = zip(vocabulary.gene_ids, vocabulary.symbols)
+    rows = torch.tensor([row.get(gene, row.get(symbol, -1)) for gene, symbol in pairs])
+    if not (rows >= 0).any():
+        raise DataError(
+            f"{path}: none of its {len(names):,} names is an Ensembl id or symbol of the vocabulary; the first is "
+            f"{names[0] if names else 'missing'!r}, that of the vocabulary {vocabulary.gene_ids[0]!r}"
+        )
+    return rows
+
+
+def _read(path: Path) -> tuple[list[str], torch.Tensor]:
+    """Names and vectors in the order of the file."""
+    if path.suffix not in KINDS:
+        raise ConfigError(f"model.gene_vectors: {path}: expected a file {' or '.join(KINDS)}")
+    if not path.is_file():
+        raise ConfigError(f"model.gene_vectors: {path}: no such file")
+    try:
+        return _read_npy(path) if path.suffix == ".npy" else _read_safetensors(path)
+    except (ValueError, OSError, EOFError, SafetensorError) as error:
+        raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from None
+
+
+def _read_npy(path: Path) -> tuple[list[str], torch.Tensor]:
+    beside = path.with_suffix(".genes.txt")
+    if not beside.is_file():
+        raise DataError(f"{beside}: no such file; expected the names of the genes of {path.name}, one a line")
+    names = beside.read_text(encoding="utf-8").split("\n")
+    names = [name.strip() for name in (names[:-1] if names[-1] == "" else names)]
+    vectors = np.load(path, allow_pickle=False)
+    if vectors.ndim == 2 and len(names) != len(vectors):
+        raise DataError(f"{beside}: {len(names):,} names for the {len(vectors):,} vectors of {path.name}")
+    return names, torch.from_numpy(np.ascontiguousarray(vectors.astype(vectors.dtype.newbyteorder("="))))
+
+
+def _read_safetensors(path: Path) -> tuple[list[str], torch.Tensor]:
+    with safe_open(path, framework="pt") as file:
+        names = list(file.keys())
+        vectors = [file.get_tensor(name) for name in names]
+    shapes = {tuple(vector.shape): name for name, vector in zip(names, vectors)}
+    if len(shapes) != 1 or vectors[0].ndim != 1:
+        listed = ", ".join(f"{shape} of {name}" for shape, name in list(shapes.items())[:2]) or "none"
+        raise DataError(f"{path}: expected a vector per gene, all of one length, got shapes {listed}")
+    return names, torch.stack(vectors)

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from cellmill.config.load import read_model_config
+from cellmill.config.plugin import in_one_line
 from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.files import atomic_path
 from cellmill.models.export import load_model
-from cellmill.models.model_config import read_model_config
-from cellmill.registry import in_one_line
 
 try:
     from huggingface_hub import CommitOperationAdd, HfApi, snapshot_download

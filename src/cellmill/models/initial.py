@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from cellmill.parallel.own_part import Part, is_all, positions
+from cellmill.parallel.materialize import Part, is_all, positions
 
 STD = 0.02  # of weights, unless a module sets `initial_std` (Radford et al. 2019)
 

@@ -2,6 +2,8 @@
 
 An objective holds no parameters. Its modules (heads) become attributes of the model, under names that the objective
 chooses, so that checkpoints, layouts and exports treat them like all others.
+
+Share of a micro-batch in a loss over rows of all cells of a global batch; `train.batch_rows` makes it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from cellmill.config.objective import ObjectiveConfig
-from cellmill.config.tokens import Tokens
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.tokens import Tokens
 from cellmill.models.batch import TensorBatch
 from cellmill.models.initial import Fill
-from cellmill.parallel.tensor_parallel import Style
+from cellmill.parallel.apply import Style
 from cellmill.runs.verdict import Verdict
 
 
@@ -142,3 +144,18 @@ class Objective:
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
         """Return figures of the observed targets, and verdicts that compare them with a baseline without a model."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class RowShare:
+    """Contribution of a micro-batch to the loss of one table of rows (`Objective.loss_of_rows`)."""
+
+    value: torch.Tensor
+    """Float scalar: the loss, times the own part of the table's rows."""
+    gradient: torch.Tensor
+    """(n, width) float32: gradient of the loss with respect to the own rows."""
+
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the share, a float32 scalar, whose gradient with respect to the own rows (n, width) is `gradient`."""
+        product = (self.gradient * rows).sum()
+        return (self.value + (product - product.detach())).float()

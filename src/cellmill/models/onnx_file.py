@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from cellmill.config.tokens import SPECIAL, Tokens
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.tokens import SPECIAL, Tokens
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import atomic_path
 from cellmill.models.batch import PAD_TOKEN, TensorBatch

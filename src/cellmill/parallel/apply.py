@@ -11,21 +11,210 @@ Why this order:
 - FSDP2 last: its hooks stay outside of the recomputed block, whose weights they gather for both forward passes.
 
 DistributedDataParallel wraps the result in `parallel.step`, after the parameters have values.
+
+FSDP2, block by block.
+
+Gradients are *summed* over data-parallel ranks, never averaged: the loss is divided by the global number of targets
+before the backward pass, which is exact however unevenly targets fall on ranks.
+
+Activation checkpointing: blocks recompute activations in the backward pass to save memory.
+
+`full` keeps only the input of a block. `selective` also keeps the outputs of its matmuls and of attention, and
+recomputes what is cheap: norms, GELU, dropout, additions, casts, and tensor-parallel all-gathers. Batched matmuls are
+recomputed as well: they are attention without a fused kernel, whose scores grow with the square of a cell's length.
+
+Source: Chen et al. 2016 (sublinear memory); Korthikanti et al. 2022, section 5 (selective).
+
+torch.compile of the block methods that a family names: norms, activations, dropout and additions are fused.
+
+Attention stays eager: it has its own kernels, and cell lengths, which are Python integers, would recompile for each
+batch. Methods are compiled, not modules: parameter names do not change, hooks of FSDP2 and recomputation run around
+the compiled code, and tensor-parallel collectives are traced into it.
+
+Tensor parallel: modules sharded over the mesh axis `tp`, by the names and styles of a family's plan.
+
+Ranks of one `tp` group read the same cells. Between two sharded matrices activations are replicated, or with sequence
+parallel sharded by tokens, whose number must then be divisible by tp (`models.batch.padded`). Applied first:
+recomputation and FSDP2 wrap around it. Modules take and return plain tensors; parameters of sharded modules, and
+buffers of these modules, are DTensors.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, cast
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from cellmill.config.parallel import Parallel
-from cellmill.parallel.compile_blocks import compile_blocks
-from cellmill.parallel.fsdp import apply_fsdp
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import Mesh
-from cellmill.parallel.pipeline_stages import keep_stage
-from cellmill.parallel.recompute import checkpoint_activations
-from cellmill.parallel.tensor_parallel import apply_tensor_parallel
+from cellmill.parallel.stages import keep_stage
+from cellmill.parallel.torch_private import CheckpointImpl, checkpoint_wrapper, operator_name
+
+COMPUTE_DTYPE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""dtype of forward and backward by `parallel.precision`; float32 is left out, as nothing is cast then."""
+
+
+def apply_fsdp(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) -> None:
+    """Apply FSDP2 to each block of the ModuleList `blocks`, then to the root. In place, also on the meta device.
+
+    A single data-parallel rank is left unwrapped: there is nothing to shard. So is strategy ddp, except with tensor or
+    pipeline parallel: DistributedDataParallel takes no DTensors, and FSDP2 that shards nothing replaces it.
+    """
+    if mesh.dp_world == 1 or (parallel.strategy == "ddp" and mesh.model_parallel_size == 1):
+        return
+    policy = MixedPrecisionPolicy()
+    if parallel.half_precision:
+        policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE[parallel.precision], reduce_dtype=torch.float32)
+    offload = OffloadPolicy()
+    if parallel.cpu_offload == "full":
+        offload = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
+    shard = partial(fully_shard, mesh=mesh.fsdp, mp_policy=policy, offload_policy=offload)
+    for block in cast(nn.ModuleList, model.get_submodule(blocks)):
+        shard(block, reshard_after_forward=parallel.reshards_after_forward)
+    # the backward pass begins with the root's parameters
+    shard(model, reshard_after_forward=False)
+    for module in _fsdp_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        # a plain sum: gloo has no PREMUL_SUM, and NCCL's algorithms on switches (NVLS, SHARP) have none either
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered weights that a forward pass without a backward pass left unsharded. No communication.
+
+    Until then `named_parameters` yields the unsharded ones, which the optimizer does not know.
+    """
+    for module in _fsdp_modules(model):
+        module.reshard()
+
+
+def _fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+KEPT = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::linear",
+        "mkldnn::_linear_pointwise",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "torch_attn::_varlen_attn",
+    }
+)
+"""Operators whose outputs `selective` keeps, by name: not every build of torch has all of them."""
+
+
+def checkpoint_activations(model: nn.Module, blocks: str, how: Literal["full", "selective"] = "full") -> None:
+    """Wrap each block of the ModuleList `blocks` in activation checkpointing. In place; plain names do not change."""
+    modules = cast(nn.ModuleList, model.get_submodule(blocks))
+    context = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if how == "selective" else {}
+    for name, block in modules.named_children():
+        # no RNG state to keep: dropout is keyed by position, so recomputation reproduces it
+        wrapped = checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT, preserve_rng_state=False, **context)
+        modules.register_module(name, wrapped)
+
+
+def _policy(ctx: object, op: object, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator_name(op) in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+BACKEND = "inductor"
+
+
+def compile_blocks(model: nn.Module, blocks: str, methods: Sequence[str]) -> None:
+    """Compile `methods` of each block of the ModuleList `blocks`, for any number of tokens. In place.
+
+    Compilation starts at the first step, and again for each variant: evaluation, an empty batch.
+    """
+    modules = list(cast(nn.ModuleList, model.get_submodule(blocks)))
+    # torch counts variants over all blocks, which share their code; tensor-parallel hooks differ between blocks
+    variants = 8 * len(modules)
+    limits = torch.compiler.config
+    limits.recompile_limit = max(limits.recompile_limit, variants)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, len(methods) * variants)
+    for block in modules:
+        for name in methods:
+            compiled = torch.compile(getattr(block, name), dynamic=True, fullgraph=True, backend=BACKEND)
+            setattr(block, name, compiled)
+
+
+Style = Literal["columns", "rows", "vocabulary", "norm", "enter", "leave"]
+"""Sharding of one module.
+
+columns
+    A linear layer sharded by outputs: by whole heads, or by feed-forward width.
+rows
+    The linear layer after it, sharded by inputs; its outputs are summed over ranks.
+vocabulary
+    An embedding sharded by tokens of the vocabulary, to be read through `parallel.vocab_parallel`.
+norm
+    A replicated module between two sharded ones: with sequence parallel it sees this rank's tokens.
+enter
+    A module that returns its input, (tokens, …): with sequence parallel, this rank's share of the tokens.
+leave
+    The first module that needs all tokens again.
+"""
+
+
+def apply_tensor_parallel(model: nn.Module, styles: Mapping[str, Style], parallel: Parallel, mesh: Mesh) -> None:
+    """Shard the modules that `styles` names (`*` is any block) over the axis `tp`. In place, also on the meta device.
+
+    tp = 1 leaves the model as it is.
+    """
+    if parallel.tp == 1:
+        return
+    known = _sharded_tokens() if parallel.sequence_parallel else _replicated_tokens()
+    here = {name for name, _ in model.named_children()}  # a pipeline stage lacks some
+    plan = {name: known[style] for name, style in styles.items() if style in known and name.split(".")[0] in here}
+    parallelize_module(model, mesh.devices["tp"], plan, src_data_rank=None)
+
+
+def _replicated_tokens() -> dict[Style, ParallelStyle]:
+    return {"columns": ColwiseParallel(), "rows": RowwiseParallel(), "vocabulary": _Vocabulary()}
+
+
+def _sharded_tokens() -> dict[Style, ParallelStyle]:
+    share, whole = Shard(0), Replicate()
+    return {
+        "columns": ColwiseParallel(input_layouts=share),
+        "rows": RowwiseParallel(output_layouts=share),
+        "vocabulary": _Vocabulary(),
+        "norm": SequenceParallel(sequence_dim=0, use_local_output=True),
+        "enter": PrepareModuleOutput(output_layouts=(whole,), desired_output_layouts=(share,)),
+        "leave": PrepareModuleInput(input_layouts=(share,), desired_input_layouts=(whole,), use_local_output=True),
+    }
+
+
+class _Vocabulary(ParallelStyle):
+    """Row-sharded embedding, read through `parallel.vocab_parallel`: DTensor's own lookup gives a full gradient."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, _shard_rows)
+
+
+def _shard_rows(name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+    for key, parameter in module.named_parameters(recurse=False):
+        sharded = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=None)
+        module.register_parameter(key, nn.Parameter(sharded))
 
 
 def parallelize(

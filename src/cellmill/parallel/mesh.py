@@ -2,9 +2,15 @@
 
 The data-parallel coordinate is `(dp_replicate, dp_shard)`. It decides which cells a rank reads, not the global rank:
 tp and pp peers read the same cells.
+
+Small values of all ranks, exchanged as JSON: unpickling what another process sent could run its code.
+
+TensorFloat-32: float32 matrix products of a GPU with 10 bits of mantissa, from Ampere on.
 """
 
+import json
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,3 +89,37 @@ def build_mesh(parallel: Parallel, local_world: int, device_type: str) -> Mesh:
 def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:
     """Return the mesh of a DTensor, None for a plain tensor."""
     return tensor.device_mesh if isinstance(tensor, DTensor) else None
+
+
+def gather_json(value: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return `value` of every rank, in the order of ranks. Collective: every rank of `group`.
+
+    Parameters
+    ----------
+    value
+        Anything that JSON can hold.
+    device
+        A device that the group's backend communicates on.
+    group
+        None for all ranks.
+    """
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    lengths = [int(length) for length in _gathered(torch.tensor([len(text)], device=device), group)]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: len(text)] = text
+    texts = _gathered(padded, group)
+    return [json.loads(bytes(text[:length].cpu().numpy())) for text, length in zip(texts, lengths, strict=True)]
+
+
+def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """Return the tensor of each rank, all of one shape."""
+    # not into one tensor: torch renames that function in 2.13, and lists are the same in all versions
+    every = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, tensor, group=group)
+    return every
+
+
+def set_tf32(enabled: bool, device: torch.device) -> None:
+    """Let float32 products of this process use TF32 or not, on a GPU; on a CPU the same setting would mean bfloat16."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if enabled else "highest")

@@ -18,11 +18,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from torch.distributed.tensor import DTensor
 
 from cellmill.config.parallel import Parallel, pipeline_tokens
-from cellmill.parallel.fsdp import COMPUTE_DTYPE
+from cellmill.parallel.apply import COMPUTE_DTYPE
 from cellmill.parallel.mesh import Mesh
-from cellmill.parallel.pipeline_schedules import Schedules
-from cellmill.parallel.pipeline_stages import PipelineStages, tied_parameters
-from cellmill.parallel.stage_assignment import process_of
+from cellmill.parallel.stages import PipelineStages, Schedules, process_of, tied_parameters
 from cellmill.parallel.step import StepModel
 
 SCHEDULES = {"ZBV": "ZBVZeroBubble"}

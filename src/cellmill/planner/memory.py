@@ -3,13 +3,158 @@
 Weights, gradients and AdamW's two moments are kept in float32 in every precision. A step peaks either when its
 backward pass begins, with all activations, or when it ends, with all gradients; the larger one counts. The framework's
 own memory (about 1 GB with CUDA and NCCL) belongs to the fraction that `plan.memory_frac` leaves free.
+
+A measured model in a parallel layout: its pipeline stages on each rank, and idle time of the pipeline schedule.
+
+Schedules are counted in the units of the papers, forward 1 and backward 2 (1 for inputs, 1 for weights), with all
+stages alike. A test replays torch's own schedule tables and gets the same numbers.
+
+Source: Narayanan et al. 2021, section 2.2 (1F1B, interleaved); Qi et al. 2024 (zero bubble, ZBV); DeepSeek-V3, 2024,
+section 3.2.1 (DualPipe, here in V shape).
+
+Bytes that a process sends in an optimizer step, by collective and by link.
+
+Collectives are counted as rings: each of n processes sends (n - 1) / n of the tensor in an all-gather or
+reduce-scatter, and twice that in an all-reduce. If a ring has k processes on a node, one of its k hops leaves the node,
+and rings take turns over the node's network cards: each process sends 1 / k of its bytes over its card. Reductions of a
+few numbers (targets, norms, signals) are left out. A test compares these numbers with what torch sends.
+
+Source: ZeRO, Rajbhandari et al. 2020, section 7; sequence parallelism, Korthikanti et al. 2022, section 4.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Literal, NamedTuple, Self
 
-from cellmill.planner.planned_model import PlannedModel, kept_micro_batches
-from cellmill.planner.size import FLOAT32
+from cellmill.config.options import TrainOptions
+from cellmill.config.parallel import Layout, Parallel, layout
+from cellmill.models.build import ModelSpec
+from cellmill.parallel.stages import blocks_of, stages_of
+from cellmill.planner.size import FLOAT32, ModelSize, measure
+
+ELEMENT_BYTES = {"32-true": 4, "bf16-mixed": 2, "16-mixed": 2}
+
+
+class Counts(NamedTuple):
+    """Numbers of parameters and parts in one pipeline stage, or in all stages of a rank."""
+
+    blocks: int
+    first: int  # 1 with the part before the blocks
+    last: int  # 1 with the part after the blocks
+    parameters: int
+    trained: int  # parameters with a gradient and optimizer state
+    outside: int  # parameters outside the blocks; tied ones are in both the first and the last stage
+    outside_trained: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage; the whole model without a pipeline."""
+
+    size: ModelSize
+    blocks: int
+    first: bool
+    last: bool
+
+    @property
+    def counts(self) -> Counts:
+        size, block = self.size, self.size.block
+        ends = self.first * size.begin.parameters + self.last * size.finish.parameters
+        ends_trained = self.first * size.begin.trained + self.last * size.finish.trained
+        if self.first and self.last:
+            ends, ends_trained = ends - size.tied.parameters, ends_trained - size.tied.trained
+        parameters, trained = self.blocks * block.parameters + ends, self.blocks * block.trained + ends_trained
+        return Counts(self.blocks, self.first, self.last, parameters, trained, ends, ends_trained)
+
+    def flops(self, tokens: float, pairs: float, cells: float) -> float:
+        """Forward and backward FLOPs for `cells` cells of `tokens` tokens and `pairs` (query, key) pairs in total."""
+        per_token = self.blocks * self.size.block.flops_per_token
+        per_token += self.first * self.size.begin.flops_per_token + self.last * self.size.finish.flops_per_token
+        per_cell = self.blocks * self.size.block.flops_per_cell + self.last * self.size.finish.flops_per_cell
+        return per_token * tokens + self.blocks * self.size.pair_flops * pairs + per_cell * cells
+
+    def activations(self, per_block: float) -> float:
+        """Elements kept per token for the backward pass, with `per_block` in each block."""
+        begin, finish = self.size.begin.activations_per_token, self.size.finish.activations_per_token
+        return self.blocks * per_block + (self.first * begin + self.last * finish)
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model in a parallel layout."""
+
+    size: ModelSize  # sizes on one tensor-parallel rank
+    parallel: Parallel
+    layout: Layout
+    local_world: int  # processes per node
+    keeps_average: bool = False  # of the trained weights
+
+    @classmethod
+    def of(
+        cls,
+        options: TrainOptions,
+        n_genes: int,
+        world: int,
+        local_world: int,
+        levels: Mapping[str, Sequence[str]] | None = None,
+    ) -> Self:
+        """Measure the model of a run on `world` processes. Raises ConfigError if they do not fit the layout."""
+        parallel = options.parallel
+        spec = ModelSpec.of(options, n_genes, levels)
+        size = measure(spec, parallel.tp, parallel.sequence_parallel, options.finetune)
+        sizes, keeps_average = layout(parallel, world, local_world), options.train.ema_decay is not None
+        return cls(size, parallel, sizes, local_world, keeps_average)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element in forward and backward, and of one kept for the backward pass."""
+        return ELEMENT_BYTES[self.parallel.precision]
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if FSDP2 wraps the model: with several data-parallel ranks under fsdp, tp or pp."""
+        sizes = self.layout
+        return sizes.dp > 1 and (self.parallel.strategy == "fsdp" or sizes.tp * sizes.pp > 1)
+
+    @property
+    def shards(self) -> int:
+        """Data-parallel ranks that share one copy of the weights."""
+        return self.layout.dp_shard if self.is_sharded else 1
+
+    def stages(self, rank: int) -> list[Stage]:
+        """Stages of pipeline rank `rank`, in the order of `stages_of`."""
+        number = self.parallel.stages
+        return [
+            Stage(self.size, len(blocks_of(stage, number, self.size.blocks)), stage == 0, stage == number - 1)
+            for stage in stages_of(rank, self.parallel)
+        ]
+
+    def counts(self, rank: int) -> Counts:
+        """Counts summed over the stages of pipeline rank `rank`."""
+        return Counts(*map(sum, zip(*(stage.counts for stage in self.stages(rank)))))
+
+
+def kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) -> int:
+    """Maximum number of micro-batches whose activations pipeline rank `rank` holds, summed over its stages."""
+    pp = parallel.pp
+    in_flight = {
+        "GPipe": micro_batches * parallel.stages // pp,
+        "1F1B": pp - rank,
+        "Interleaved1F1B": 3 * pp - 1 - 2 * rank,
+        # these compute gradients of weights after those of inputs
+        "InterleavedZeroBubble": 2 * pp,
+        "ZBV": 2 * pp,
+        "DualPipeV": 2 * pp + 1,
+    }
+    return min(in_flight["GPipe"], in_flight[parallel.schedule])
+
+
+def idle_frac(parallel: Parallel, micro_batches: int) -> float:
+    """Fraction of a step in which a pipeline rank waits for others; 0 without a pipeline."""
+    stages_per_rank = parallel.stages // parallel.pp
+    lost = (parallel.pp - 1) * {"GPipe": 3, "1F1B": 3, "Interleaved1F1B": 3, "DualPipeV": 2}.get(parallel.schedule, 1)
+    return lost / (3 * micro_batches * stages_per_rank + lost)
+
 
 AUTOCAST_ACTIVATION = 2.5  # bytes: the residual stream and inputs of norms stay float32; 2.3 measured, on a CPU
 
@@ -138,3 +283,124 @@ def _kept_per_token(model: PlannedModel, rank: int, micro_batches: int) -> float
     # the part after the blocks has freed its own activations by then
     freed = any(stage.last for stage in stages) * size.finish.activations_per_token
     return kept + max(workspace - freed, 0)
+
+
+BUCKET_BYTES = 25 << 20  # default of DistributedDataParallel
+
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "point to point"]
+Sent = Iterator[tuple[Kind, str, float, float]]  # kind of collective, mesh axis, payload bytes, number of calls
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All collectives of one kind over one mesh axis, in one step of one process."""
+
+    kind: Kind
+    axis: str
+    processes: int  # of the group
+    in_a_node: int  # those on one node
+    payload_bytes: float  # bytes of the full tensors, before a reduce-scatter or after an all-gather
+    calls: float
+
+    @property
+    def sent_bytes(self) -> float:
+        if self.kind == "point to point":
+            return self.payload_bytes
+        share = (self.processes - 1) / self.processes
+        return self.payload_bytes * share * (2 if self.kind == "all-reduce" else 1)
+
+    @property
+    def inter_node_bytes(self) -> float:
+        """Bytes sent over this process's share of the node's network."""
+        return self.sent_bytes / self.in_a_node if self.processes > self.in_a_node else 0.0
+
+    @property
+    def intra_node_bytes(self) -> float:
+        """Bytes sent to processes of the same node."""
+        return self.sent_bytes - self.inter_node_bytes
+
+
+def link_bytes(traffic: Sequence[Traffic]) -> dict[str, float]:
+    """Return the bytes that a process sends in a step over each kind of link."""
+    return {
+        "intra_node": sum(part.intra_node_bytes for part in traffic),
+        "inter_node": sum(part.inter_node_bytes for part in traffic),
+    }
+
+
+def peak_traffic(model: PlannedModel, tokens: float, micro_batches: float) -> list[Traffic]:
+    """Return the traffic of the pipeline rank that sends the most; without a pipeline all ranks send the same."""
+    ranks = (traffic_of(model, rank, tokens, micro_batches) for rank in range(model.layout.pp))
+    return max(ranks, key=lambda traffic: sum(part.sent_bytes for part in traffic))
+
+
+def traffic_of(model: PlannedModel, rank: int, tokens: float, micro_batches: float) -> list[Traffic]:
+    """Return the traffic of pipeline rank `rank` in a step of `tokens` tokens, in all its micro-batches."""
+    totals: dict[tuple[Kind, str], tuple[float, float]] = {}
+    for sent in (_data_parallel, _tensor_parallel, _pipeline):
+        for kind, axis, payload, calls in sent(model, rank, tokens, micro_batches):
+            before = totals.get((kind, axis), (0.0, 0.0))
+            totals[kind, axis] = (before[0] + payload, before[1] + calls)
+    sizes = model.layout
+    # processes of each axis, and the distance between them: tp is the innermost axis of the mesh
+    axes = {
+        "tp": (sizes.tp, 1),
+        "dp_shard": (sizes.dp_shard, sizes.tp),
+        "dp_replicate": (sizes.dp_replicate, sizes.tp * sizes.dp_shard),
+        "pp": (sizes.pp, sizes.tp * sizes.dp),
+    }
+    return [
+        Traffic(kind, axis, processes, min(processes, max(1, model.local_world // distance)), payload, calls)
+        for (kind, axis), (payload, calls) in totals.items()
+        for processes, distance in [axes[axis]]
+        if payload and processes > 1
+    ]
+
+
+def _data_parallel(model: PlannedModel, rank: int, tokens: float, micro_batches: float) -> Sent:
+    """Weights and gradients between ranks that read different cells."""
+    own, parallel = model.counts(rank), model.parallel
+    gradients = FLOAT32 * own.trained
+    if not model.is_sharded:
+        yield "all-reduce", "dp_replicate", gradients, 1 + gradients // BUCKET_BYTES
+        return
+    # the root's weights are gathered once and kept for the backward pass; a pipeline keeps all for its micro-batches
+    passes = 2 if parallel.reshards_after_forward else 1
+    gathered = own.outside + (own.parameters - own.outside) * passes
+    times = 1 if parallel.pp > 1 else micro_batches
+    root = int(own.outside > 0)
+    yield "all-gather", "dp_shard", model.element_bytes * gathered * times, (root + own.blocks * passes) * times
+    times = micro_batches if parallel.reduces_each_micro_batch else 1
+    yield "reduce-scatter", "dp_shard", gradients * times, (root + own.blocks) * times
+    yield "all-reduce", "dp_replicate", gradients / model.layout.dp_shard, root + own.blocks
+
+
+def _tensor_parallel(model: PlannedModel, rank: int, tokens: float, micro_batches: float) -> Sent:
+    """Activations between ranks that share the matrices."""
+    size, own, n_bytes = model.size, model.counts(rank), model.element_bytes * tokens
+    outside = own.first * size.begin.sums_per_token + own.last * size.finish.sums_per_token
+    ends = (own.first and size.begin.sums_per_token > 0) + (own.last and size.finish.sums_per_token > 0)
+    yield "all-reduce", "tp", n_bytes * outside, ends * micro_batches
+    sums = size.block.sums_per_token
+    recomputed = model.parallel.activation_checkpointing == "full"
+    # recomputation stops at the last tensor that the backward pass needs, before the block's last reduction
+    payload = n_bytes * own.blocks * (2 * sums + (sums / 2 if recomputed else 0))
+    calls = own.blocks * (4 + recomputed) * micro_batches
+    if not model.parallel.sequence_parallel:
+        yield "all-reduce", "tp", payload, calls
+        return
+    yield "reduce-scatter", "tp", payload, calls
+    # gradients of the blocks' input, and the blocks' output
+    ends = own.first + own.last
+    gathered = own.blocks * (2 + recomputed) * sums + size.width * model.layout.tp * ends
+    yield "all-gather", "tp", n_bytes * gathered, (own.blocks * (4 + 2 * recomputed) + ends) * micro_batches
+
+
+def _pipeline(model: PlannedModel, rank: int, tokens: float, micro_batches: float) -> Sent:
+    """Activations to the next stage, gradients to the previous one, and gradients of tied parameters."""
+    own, last = stages_of(rank, model.parallel), model.parallel.stages - 1
+    neighbours = [other for stage in own for other in (stage - 1, stage + 1) if 0 <= other <= last]
+    sent = sum(other not in own for other in neighbours)
+    yield "point to point", "pp", model.element_bytes * tokens * model.size.width * sent, sent * micro_batches
+    if (0 in own) != (last in own):
+        yield "point to point", "pp", FLOAT32 * model.size.tied.parameters / model.shards, 1

@@ -16,18 +16,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cellmill.config.finetune import MethodConfig
 from cellmill.config.parallel import Parallel
-from cellmill.data.tokens import Batch, Tokenizer, tokenized
+from cellmill.config.parts.methods import MethodConfig
+from cellmill.data.stream.batch import Batch, Tokenizer, tokenized
 from cellmill.finetune.method import Method, check_trains, load_method, trained_names
 from cellmill.models.batch import on_device, padded, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
-from cellmill.parallel.apply import freeze
+from cellmill.parallel.apply import apply_tensor_parallel, checkpoint_activations, freeze
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
-from cellmill.parallel.recompute import checkpoint_activations
-from cellmill.parallel.tensor_parallel import apply_tensor_parallel
 from cellmill.parallel.torch_private import FakeStore, storage_key
 from cellmill.planner.meter import OperationMeter
 

@@ -25,10 +25,10 @@ from torch.distributed.rendezvous import rendezvous
 from cellmill import __version__
 from cellmill.errors import DataError
 from cellmill.files import read_json, write_json, write_text
-from cellmill.launch.processes import die_with_parent
 from cellmill.launch.rendezvous import node_name
+from cellmill.launch.signals import die_with_parent
 from cellmill.preflight.nodes import ALLREDUCE, HEAD, node_file
-from cellmill.train.device import driver_version
+from cellmill.train.staging import driver_version
 
 CONNECT_WITHIN_S = 120
 WRITTEN_BYTES = 64 << 20

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cellmill.config.machine import Machine
 from cellmill.files import write_text
-from cellmill.preflight.profile_writer import Place, ProfileValues, render
+from cellmill.preflight.new_profile import Place, ProfileValues, render
 
 WHY = {
     "status_command": "needs no accounting; with accounting use sacct, which survives a controller outage",

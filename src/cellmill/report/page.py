@@ -1,7 +1,15 @@
-"""The HTML page, rendered from what stages wrote: computes no result, loads nothing from elsewhere."""
+"""The HTML page, rendered from what stages wrote: computes no result, loads nothing from elsewhere.
+
+Overview: the best run, its difference from plain logistic regression, and its cost.
+
+Curves of training, all runs overlaid, and what was planned beside what was measured.
+
+Scores of kept checkpoints over the steps of a training, beside the best baseline.
+"""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -10,14 +18,213 @@ from markupsafe import Markup
 from cellmill import __version__
 from cellmill.errors import DataError
 from cellmill.report import figures
-from cellmill.report.collect import ReportedCorpus, ReportedRun, sentences_of
+from cellmill.report.collect import (
+    ReportedCorpus,
+    ReportedRun,
+    largest_memory,
+    outcomes_of,
+    remake_commands,
+    sentences_of,
+)
 from cellmill.report.drawing import Drawings, allowed, scripts, text_of
-from cellmill.report.over_steps import scores_over_steps
-from cellmill.report.overview import standings
-from cellmill.report.remake import remake_commands
 from cellmill.report.tables import TaskTable, compare_runs, flat, number
-from cellmill.report.training import energy_kwh, planned_and_measured, training_figures
-from cellmill.runs.run_cost import span
+from cellmill.runs.cost import span
+from cellmill.runs.progress import COLLAPSED
+from cellmill.runs.verdict import Outcome
+
+SHOWN = ("ahead", "level", "behind")
+REGRESSION = "all genes + logistic regression"
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """Paired difference from logistic regression on all genes, with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def outcome(self) -> Outcome:
+        return "ahead" if self.low > 0 else "behind" if self.high < 0 else "level"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A run on one dataset: its best row of the task that ranks runs, and its verdicts over all tasks."""
+
+    run: str
+    dataset: str
+    task: str
+    metric: str
+    row: str
+    value: float
+    sd: float
+    regression: PairedDifference | None  # None where the task has no such baseline
+    baseline: tuple[str, float] | None  # the best baseline of the task, and its value
+    outcomes: Mapping[str, int]  # verdicts by outcome
+    best: bool = False  # highest of the dataset's runs, by the same task and metric
+
+
+def standings(runs: list[ReportedRun]) -> list[Standing]:
+    """Standings of all runs that were evaluated by a task with a metric, the best of each dataset marked."""
+    found = [standing for run in runs for standing in _of_run(run)]
+    top: dict[tuple[str, str, str], float] = {}
+    for one in found:
+        key = (one.dataset, one.task, one.metric)
+        top[key] = max(one.value, top.get(key, one.value))
+    return [Standing(**{**one.__dict__, "best": one.value == top[one.dataset, one.task, one.metric]}) for one in found]
+
+
+def _of_run(run: ReportedRun) -> Iterator[Standing]:
+    for dataset, entry in ((run.evaluation or {}).get("datasets") or {}).items():
+        tasks = {"probe": entry["tasks"].get("probe"), **entry["tasks"]}  # probe ranks runs where it ran
+        outcomes = Counter(outcomes_of(entry).values())
+        for task, result in tasks.items():
+            if result is None or not (points := TaskTable(result).points()):
+                continue
+            own = [point for point in points if point[3] == "model"]
+            others = [point for point in points if point[3] == "baseline"]
+            if own:
+                row, value, sd, _ = max(own, key=lambda point: point[1])
+                best = max(others, key=lambda point: point[1])[:2] if others else None
+                yield Standing(
+                    *(run.name, dataset, task, result["metric"], row, value, sd or 0.0),
+                    regression=_difference(result, row),
+                    baseline=best,
+                    outcomes={outcome: outcomes[outcome] for outcome in SHOWN},
+                )
+                break
+
+
+def _difference(result: Mapping[str, Any], row: str) -> PairedDifference | None:
+    """Of `row` to logistic regression by the task's metric, of paired differences or else of verdicts."""
+    for line in result.get("differences") or []:
+        if (line["column"], line["compared"], line["against"]) == (result["metric"], row, REGRESSION):
+            return PairedDifference(line["mean"], line["low"], line["high"])
+    for verdict in result["verdicts"]:
+        named = (verdict["compared"], verdict["against"], verdict["metric"])
+        if named == (row, REGRESSION, result["metric"]) and verdict["interval"] is not None:
+            return PairedDifference(verdict["difference"], *verdict["interval"])
+    return None
+
+
+CURVES = {
+    "effective_rank": "effective rank of the embedding",
+    "lr": "learning rate",
+    "grad_norm": "norm of the gradient",
+    "cells_per_s": "cells per second",
+    "data_wait_frac": "fraction of time waiting for data",
+    "mfu": "model FLOPs utilisation",
+    "peak_allocated_gb": "largest memory of tensors of a rank, GB",
+    "peak_resident_gb": "largest memory of a process, GB",
+    "gpu_busy_frac": "use of the busiest GPU",
+    "depth_r2": "R² of log depth from the embedding",
+    "batch_r2": "share of the embedding explained by the batch",
+}
+"""Key of metrics.jsonl and its name, in the order of the page."""
+
+
+def training_figures(runs: list[ReportedRun]) -> Iterator[figures.Figure]:
+    """The loss, then each quantity that any run logged. A comparison of losses needs the same objective and corpus."""
+    kinds = {"training": "loss", "validation": "val_loss"}
+    loss = {run.name: {of: figures.points(run.lines, key) for of, key in kinds.items()} for run in runs}
+    if any(points for of in loss.values() for points in of.values()):
+        yield figures.losses("Loss", loss)
+    for key, name in CURVES.items():
+        series = {run.name: points for run in runs if (points := figures.points(run.lines, key))}
+        if series:
+            # every run keeps its colour, also where some logged nothing
+            everyone = {run.name: series.get(run.name, []) for run in runs}
+            yield figures.curves(name[0].upper() + name[1:], everyone, name)
+
+
+def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
+    """(quantity, planned, measured) of a run, None where unknown; rows without either are left out.
+
+    The plan counts tensors, and is compared with the tensors that a GPU held; a process with its libraries, which is
+    what a CPU shows, has a row of its own.
+    """
+    plan, status = run.plan or {}, run.status or {}
+    fastest = max((line["cells_per_s"] for line in run.lines if "cells_per_s" in line), default=None)
+    tensors, of_tensors = largest_memory(run.lines, "peak_allocated_gb") or (None, None)
+    process, of_process = largest_memory(run.lines, "peak_resident_gb") or (None, None)
+    waits = [line["data_wait_frac"] for line in run.lines if "data_wait_frac" in line]
+    wall_s = status.get("wall_s")
+    planned_gb = plan["memory"]["total_bytes"] / 1e9 if "memory" in plan else None
+    directions = _last(run.lines, "effective_rank")
+    collapsed = ": collapsed to one direction" if directions is not None and directions < COLLAPSED else ""
+    rows = [
+        ("steps", plan.get("steps"), status.get("step")),
+        ("hours", _rounded(plan.get("hours")), None if wall_s is None else _rounded(wall_s / 3600)),
+        ("largest memory of tensors of a rank, GB", _rounded(planned_gb), _rounded(tensors)),
+        ("largest memory of a process with its libraries, GB", None, _rounded(process)),
+        ("rank with the largest memory", None, of_process if of_tensors is None else of_tensors),
+        ("steps skipped as not finite", None, status.get("skipped_steps")),
+        ("cells, all epochs", plan.get("cells_seen"), status.get("cells")),
+        ("processes", plan.get("world_size"), status.get("world_size")),
+        ("highest cells/s", None, _rounded(fastest)),
+        ("fraction of time waiting for data", None, _rounded(sum(waits) / len(waits)) if waits else None),
+        (f"effective rank of the embedding, last validation{collapsed}", None, _rounded(directions)),
+        ("R² of log depth from the embedding, last validation", None, _rounded(_last(run.lines, "depth_r2"))),
+        ("share of the embedding explained by the batch, last validation", None,
+         _rounded(_last(run.lines, "batch_r2"))),
+    ]  # fmt: skip
+    return [row for row in rows if row[1] is not None or row[2] is not None]
+
+
+def energy_kwh(run: ReportedRun) -> float | None:
+    """Mean power of all GPUs together times the time in training steps; None where power was not measured."""
+    watts = [sum(line["gpu_power_w"]) for line in run.lines if line.get("gpu_power_w")]
+    seconds = ((run.cost or {}).get("totals") or {}).get("training_s")
+    return sum(watts) / len(watts) * seconds / 3.6e6 if watts and seconds else None
+
+
+def _rounded(value: Any) -> Any:
+    """Two significant digits, as many as times, memory and ranks are known to."""
+    return float(f"{value:.2g}") if isinstance(value, float) else value
+
+
+def _last(lines: list[dict[str, Any]], key: str) -> float | None:
+    return next((line[key] for line in reversed(lines) if key in line), None)
+
+
+Points = list[tuple[float, float]]
+
+
+def scores_over_steps(run: ReportedRun, dataset: str) -> Iterator[figures.Figure]:
+    """A figure for each task whose rows a metric ranks; none for a run without evaluated checkpoints.
+
+    The last point is that of the export. The baseline is the best row of the export's table: a line.
+    """
+    last = (run.evaluation or {}).get("model", {}).get("step")
+    if not run.kept or run.evaluation is None or last is None:
+        return
+    evaluations = dict(sorted({**run.kept, last: run.evaluation}.items()))
+    for task, result in run.evaluation["datasets"][dataset]["tasks"].items():
+        final = TaskTable(result)
+        series: dict[str, Points] = {name: [] for name, _, _, kind in final.points() if kind == "model"}
+        for step, evaluation in evaluations.items():
+            for name, value in _values(evaluation, dataset, task, final.metric).items():
+                series.setdefault(name, []).append((step, value))
+        baselines = [(value, name) for name, value, _, kind in final.points() if kind == "baseline"]
+        if baselines:
+            value, name = max(baselines)
+            series[f"{name} (best baseline)"] = [(min(evaluations), value), (max(evaluations), value)]
+        if any(len(points) > 1 for points in series.values()):
+            metric = final.metric.replace("_", " ")
+            yield figures.curves(
+                f"{run.name}, {dataset}, {task.replace('_', ' ')}: {metric} over steps", series, metric
+            )
+
+
+def _values(evaluation: dict[str, Any], dataset: str, task: str, metric: str) -> dict[str, float]:
+    """The metric of each row of the model; empty if the evaluation lacks the task, or ranks by another metric."""
+    result = evaluation["datasets"].get(dataset, {}).get("tasks", {}).get(task)
+    if result is None or result["metric"] != metric:
+        return {}
+    return {name: value for name, value, _, kind in TaskTable(result).points() if kind == "model"}
+
 
 MEASURES = {"n_genes": "genes per cell", "n_counts": "counts per cell", "mito_frac": "mitochondrial fraction"}
 MEASURES |= {"n_residues": "residues per sequence"}

@@ -1,17 +1,27 @@
 """Identity of a run: the options that define its numbers, its data and its initial weights.
 
 A run whose options or data changed is another run, and is refused in a folder that holds the earlier one; only its
-length may change (`runs/earlier.py`). Options that affect only speed or frequency (layout, token budget, checkpoints,
+length may change (`runs/identity.py`). Options that affect only speed or frequency (layout, token budget, checkpoints,
 logging) are no part of it and may change between resumes.
+
+The training that a folder already holds: done, resumable, or refused because it is not the requested one.
+
+Nobody's training of days begins afresh unasked. Another length goes on from the newest checkpoint, with the schedule of
+the new length; any other change is refused until `--restart` says that the earlier training may be set aside.
 """
 
 import re
+import sys
+from dataclasses import dataclass
 from typing import Any
 
-from cellmill.config.family import WEIGHTS_FORMAT
 from cellmill.config.load import stored_options
 from cellmill.config.options import TrainOptions
+from cellmill.config.parts.family import WEIGHTS_FORMAT
 from cellmill.errors import ConfigError
+from cellmill.files import write_json
+from cellmill.runs.folder import Checkpoint, TrainFolder
+from cellmill.runs.progress import status
 
 PATIENCE = "train.early_stop_patience"
 LENGTH = frozenset({"train.steps", "train.epochs", PATIENCE})
@@ -93,3 +103,110 @@ def check_data(folder: str, before: str, now: str) -> None:
             f"{folder}: its checkpoints were trained on data {before[:12]}, the shards are now {now[:12]}; "
             "restore the shards, or train on the new ones with `cellmill train --restart`, which sets these aside"
         )
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The requested training."""
+
+    identity: dict[str, Any]
+    """From `runs.identity.identity`."""
+    fingerprint: str
+    """Of the shards."""
+    steps: int
+    """Optimizer steps of the whole run."""
+
+
+def is_done(folder: TrainFolder, wanted: Wanted, restart: bool = False) -> bool:
+    """Return whether nothing is left to do in `folder`; False also if it holds no checkpoint.
+
+    Raises ConfigError if the folder holds another training, unless `restart` is set, which sets that one aside. The
+    same training is never set aside, so that a command with `restart` can be repeated until it is done.
+    """
+    checkpoint = _newest(folder, wanted.steps)
+    if checkpoint is None:
+        return False
+    state = checkpoint.state()
+    changes = changed_keys(state, wanted.identity, str(checkpoint.path / "state.json"))
+    if restart:
+        if _set_aside(folder, state, changes, wanted):
+            return False
+        changes = {}
+    _check_same(folder, checkpoint.step, changes)
+    check_data(str(folder.path), state["fingerprint"], wanted.fingerprint)
+    _check_length(folder, checkpoint.step, state["steps"], wanted.steps)
+    if checkpoint.step >= wanted.steps or _patience_is_over(checkpoint.step, state["progress"], wanted):
+        if not (folder.path / "status.json").exists():
+            write_json(folder.path / "status.json", status("done", state))
+        return True
+    (folder.path / "status.json").unlink(missing_ok=True)
+    if state["steps"] != wanted.steps:
+        print(
+            f"{folder.path}: going on from step {checkpoint.step} of {state['steps']}, now {wanted.steps}: from here "
+            "the learning rate is that of a run of the new length",
+            flush=True,
+        )
+    return False
+
+
+def _patience_is_over(step: int, progress: dict[str, Any], wanted: Wanted) -> bool:
+    """Return whether the run ended early, and would now."""
+    patience, stale = wanted.identity.get(PATIENCE), progress.get("stale_validations", 0)
+    if patience is None or stale < patience:
+        return False
+    print(
+        f"ended early at step {step}, after {stale} validations without an improvement; raise {PATIENCE} ({patience}) "
+        "to go on",
+        flush=True,
+    )
+    return True
+
+
+def _newest(folder: TrainFolder, steps: int) -> Checkpoint | None:
+    """Return the newest undamaged checkpoint, and warn of newer ones that are damaged."""
+    checkpoint, damaged = folder.newest_whole(contents=False)
+    if checkpoint is not None and checkpoint.step >= steps:
+        checkpoint, damaged = folder.newest_whole()  # hashed in full: nothing reads it again before it counts as done
+    for line in damaged:
+        print(f"warning: {line}; going on from the one before it", file=sys.stderr, flush=True)
+    return checkpoint
+
+
+def _set_aside(folder: TrainFolder, state: dict[str, Any], changes: dict[str, str], wanted: Wanted) -> bool:
+    """Set aside a training that differs from the requested one; return True if it did."""
+    different = _listed(changes)
+    if state["fingerprint"] != wanted.fingerprint:
+        different.append(f"data {state['fingerprint'][:12]} -> {wanted.fingerprint[:12]}")
+    if not different:
+        print(f"{folder.path}: --restart changes nothing, its training has this configuration; it goes on", flush=True)
+        return False
+    print(f"restart ({'; '.join(different)}): the earlier training is now in {folder.set_aside()}", flush=True)
+    return True
+
+
+def _check_same(folder: TrainFolder, step: int, changes: dict[str, str]) -> None:
+    """Raise ConfigError for a change of more than the length."""
+    if changes.keys() - LENGTH:
+        raise ConfigError(
+            f"{folder.path}: it holds a training of {step} steps with another configuration "
+            f"({'; '.join(_listed(changes))}); change it back, or set that training aside and start afresh with "
+            f"{_restart(folder)}"
+        )
+
+
+def _check_length(folder: TrainFolder, step: int, before: int, now: int) -> None:
+    """Raise ConfigError for a run that would have to end before the step that it has reached."""
+    if now != before and now <= step:
+        raise ConfigError(
+            f"{folder.path}: it holds a training of {step} steps, and {before} steps in all were lowered to {now}; set "
+            f"train.steps above {step}, or set that training aside and start afresh with {_restart(folder)}"
+        )
+
+
+def _restart(folder: TrainFolder) -> str:
+    run = folder.path.resolve().parent.name
+    return f"`cellmill train --restart` (of a workflow: `snakemake --config restart={run}`)"
+
+
+def _listed(changes: dict[str, str]) -> list[str]:
+    return [f"{key} {change}" for key, change in changes.items()]

@@ -12,12 +12,26 @@
 
 A folder without job.json is a submission that was interrupted: its job, if SLURM has it, is found by name.
 submitit's pickled results are never read.
+
+SLURM's job states, as in squeue, sacct and a run's records.
+
+Identity of a folder: the same by every path that leads to it, and new in a copy.
+
+`FOLDER/id.json` is made once and kept. It names its own inode and path: a folder seen under another path (a bind mount,
+a symbolic link, another mount point) has the same inode, and one on a file system whose inode numbers change has the
+same path. Where both differ the folder was copied, and gets an identity of its own.
+
+Calls of SLURM's commands.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import re
+import secrets
+import subprocess
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,8 +39,138 @@ from typing import Any
 
 from cellmill.config.machine import Machine
 from cellmill.errors import DataError
-from cellmill.files import read_json, write_json
-from cellmill.runs.folder_id import folder_id, make_folder_id
+from cellmill.files import fsync, read_json, write_json
+
+GONE = "GONE"
+"""SLURM no longer knows the job."""
+FOREIGN = "FOREIGN"
+"""SLURM has a job of this id, but of another name: an allocation that a training ran in, or a number given again."""
+UNKNOWN = "UNKNOWN"
+"""squeue gave no usable answer."""
+UNLISTED = "not in squeue"
+"""Reason of a state that sacct alone reports: the job may be one that the controller lost."""
+ALIVE = {
+    *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD"),
+    *("RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
+}
+"""States of jobs that hold nodes or are going to."""
+ENDED = {
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+    *("PREEMPTED", "REVOKED", "TIMEOUT"),
+}
+
+
+@dataclass(frozen=True)
+class JobState:
+    """A job's state in SLURM's words (or GONE, FOREIGN or UNKNOWN), why it is pending or unknown, and its nodes."""
+
+    name: str
+    reason: str = ""
+    nodes: str = ""
+
+    @property
+    def alive(self) -> bool:
+        return self.name in ALIVE
+
+    @property
+    def text(self) -> str:
+        """Its name, and the reason in brackets if there is one."""
+        return f"{self.name} ({self.reason})" if self.reason else self.name
+
+
+NAME = "id.json"
+
+
+def folder_id(folder: Path) -> str | None:
+    """The identity of `folder`, 12 hexadecimal digits; None if it has none yet. Changes no file."""
+    file = folder / NAME
+    try:
+        value = read_json(file)
+        same = value["inode"] == file.stat().st_ino or value["path"] == str(file.resolve())
+        return str(value["id"]) if same else None
+    except (DataError, FileNotFoundError, KeyError, TypeError):
+        return None
+
+
+def make_folder_id(folder: Path) -> str:
+    """The identity of `folder`, which is made if there is none: one for all processes that ask at once."""
+    while (known := folder_id(folder)) is None:
+        _offer(folder / NAME)
+    return known
+
+
+def _offer(file: Path) -> None:
+    """Make `file` with a new identity, unless another process was faster."""
+    own = secrets.token_hex(6)
+    new = file.with_name(f".{file.stem}.{own}.incomplete")
+    with open(new, "x", encoding="utf-8") as text:
+        json.dump({"id": own, "inode": os.fstat(text.fileno()).st_ino, "path": str(file.resolve())}, text)
+    fsync(new)
+    try:
+        os.link(new, file)
+    except FileExistsError:
+        if folder_id(file.parent) is None:  # that of the folder which this one is a copy of
+            new.replace(file)
+    except OSError:  # a file system without links
+        new.replace(file)
+    finally:
+        new.unlink(missing_ok=True)
+    fsync(file.parent)
+
+
+ANSWER_WITHIN_S = 60
+NO_PROCESS = "this host allows no further process (ulimit -u); end others of yours, or use another login node"
+_FILTERS = ("SQUEUE_", "SCANCEL_", "SACCT_", "SINFO_")  # a job they filter out would seem to be gone
+
+
+class CommandError(Exception):
+    """A command of SLURM is missing, failed or gave no usable answer; the text begins with its name."""
+
+
+def call(command: list[str], within_s: float | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command without the filters of the user's environment.
+
+    Raises CommandError if it is missing or does not answer within `within_s` (default: `ANSWER_WITHIN_S`).
+    """
+    within_s = within_s or ANSWER_WITHIN_S
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=within_s,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C at the terminal must not cut an answer short
+            env={name: value for name, value in os.environ.items() if not name.startswith(_FILTERS)} | environment,
+        )
+    except FileNotFoundError:
+        raise CommandError(f"{command[0]}: not on PATH") from None
+    except BlockingIOError:
+        raise CommandError(f"{command[0]}: {NO_PROCESS}") from None
+    except OSError as error:
+        raise CommandError(f"{command[0]}: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise CommandError(f"{command[0]}: no answer within {within_s:g} s") from None
+
+
+def ask(command: list[str], within_s: float | None = None, **environment: str) -> str:
+    """Output of a command, as `call`. Raises CommandError also if it fails."""
+    done = call(command, within_s, **environment)
+    if done.returncode:
+        complaint = " ".join(done.stderr.split())[:200] or f"exit code {done.returncode}"
+        raise CommandError(f"{command[0]}: {complaint.removeprefix(f'{command[0]}: ').removeprefix('error: ')}")
+    return done.stdout
+
+
+def seconds(text: str) -> float | None:
+    """Seconds in SLURM's `[[days-]hours:]minutes:seconds`, with or without a fraction; None if it is none."""
+    match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+(?:\.\d+)?)", text)
+    if match is None:
+        return None
+    days, hours, minutes, rest = (float(part or 0) for part in match.groups())
+    return ((24 * days + hours) * 60 + minutes) * 60 + rest
+
 
 CONNECTION = "connection.txt"
 CANCELLED = "cancelled"

@@ -11,23 +11,22 @@ import numpy as np
 from cellmill.config.checks import check_nodes, check_rows
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
-from cellmill.data.cell_tokens import token_numbers
-from cellmill.data.manifest import Manifest
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.stream.tokenizers import token_numbers
 from cellmill.errors import ConfigError
 from cellmill.files import write_json
-from cellmill.planner import layout_search
-from cellmill.planner.cost import cost
-from cellmill.planner.devices import check_precision, device_named
-from cellmill.planner.fit import check_memory, hardware_of, largest_micro_batch
+from cellmill.planner import search
+from cellmill.planner.cost import check_precision, cost, device_named
+from cellmill.planner.inputs import check_levels
+from cellmill.planner.search import check_memory, hardware_of, largest_micro_batch
 from cellmill.planner.table import describe, table
-from cellmill.planner.train_inputs import check_levels
 from cellmill.planner.work import Cells, detected_genes
 
 SAMPLED_CELLS = 1 << 22  # all assumed cells have the same length
 ASSUMED_LEVELS = 16  # of an obs column that the run reads
 
 
-def run(
+def plan(
     *,
     options: PlanOptions,
     manifest: Path | None,
@@ -63,8 +62,8 @@ def run(
             levels=shards.levels(options.obs_columns()),
         )
     if suggest:
-        suggestions = layout_search.suggest(options, corpus, machine, device)
-        print(layout_search.table(suggestions, options, machine, device), flush=True)
+        suggestions = search.suggest(options, corpus, machine, device)
+        print(search.table(suggestions, options, machine, device), flush=True)
         if not suggestions.fitting:
             raise ConfigError("no layout fits, for the reasons above")
         return

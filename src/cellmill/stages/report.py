@@ -1,19 +1,29 @@
-"""report: one self-contained page over all runs and corpora."""
+"""report: one self-contained page over all runs and corpora.
 
+sweep: what the runs of a sweep gave, side by side.
+
+results.csv has one row for each run and each value that it was judged by: `run`, the sweep's axes, `parameters`,
+`cells` (for training), `steps`, `cells_seen`, `gpu_hours`, `cpu_core_hours`, `dataset`, `task`, `name`, `kind`
+(model or baseline), `metric`, `value`, `sd`. curves.json beside it has what the report draws (`report.sweep.curves`).
+"""
+
+import csv
+import io
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from cellmill.config.options import ReportOptions
+from cellmill.config.plugin import in_one_line
 from cellmill.errors import DataError, UserError
-from cellmill.files import write_text
-from cellmill.registry import in_one_line
+from cellmill.files import read_json, write_json, write_text
 from cellmill.report.collect import damaged_file, read_corpus, read_run, read_sweep
 from cellmill.report.drawing import Drawings
 from cellmill.report.page import render
+from cellmill.report.sweep import curves, rows_of
 
 
-def run(
+def report(
     *, options: ReportOptions, runs: list[Path], corpora: list[Path], out: Path, sweeps: Sequence[Path] = ()
 ) -> None:
     """Write the page over the folders `runs` and `corpora` to `out` (index.html), with the curves of `sweeps`.
@@ -34,3 +44,25 @@ def run(
     write_text(out, page)
     drawn.save(out.parent / "figures")
     print(f"report of {', '.join(path.resolve().name for path in runs)} -> {out}")
+
+
+def sweep(*, values: Path, runs: Path, out: Path) -> None:
+    """Write results.csv to `out`, and curves.json beside it.
+
+    `values` is a JSON file with the values by axis of each run, `runs` the folder of all runs.
+    """
+    of_runs = read_json(values)
+    axes = list(next(iter(of_runs.values()), {}))
+    rows = [row for name, of_run in of_runs.items() for row in rows_of(read_run(runs / name), of_run)]
+    if not rows:
+        raise DataError(f"{runs}: no run of the sweep has a result; train and evaluate them first")
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_json(
+        out.parent / "curves.json",
+        {"name": out.parent.name, "axes": axes, "n_runs": len(of_runs), "curves": curves(rows, axes)},
+    )
+    write_text(out, text.getvalue())
+    print(f"{len(of_runs)} runs, {len(rows):,} values -> {out}")

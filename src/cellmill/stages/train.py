@@ -16,19 +16,18 @@ from typing import Any
 
 from cellmill import __version__
 from cellmill.config.checks import check_nodes
+from cellmill.config.load import read_model_config
 from cellmill.config.machine import Machine
-from cellmill.config.objective import ObjectiveConfig
 from cellmill.config.options import TrainOptions
-from cellmill.data.manifest import Manifest
-from cellmill.data.shuffle import epoch_of
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.stream.order import epoch_of
 from cellmill.errors import Stopped, UserError
 from cellmill.files import read_json, sha256_file, write_json
-from cellmill.launch.allocation import run_allocation
-from cellmill.launch.job import Job
-from cellmill.launch.local import run_local
+from cellmill.launch.job import Job, run_local
+from cellmill.launch.node import run_allocation
 from cellmill.launch.slurm import RunFiles, SlurmLauncher
-from cellmill.models.model_config import read_model_config
-from cellmill.planner.train_inputs import (
+from cellmill.planner.inputs import (
     check_genes,
     check_levels,
     check_vocabulary,
@@ -38,17 +37,16 @@ from cellmill.planner.train_inputs import (
     with_counts,
     with_named_genes,
 )
-from cellmill.runs.earlier import Wanted, is_done
+from cellmill.runs.branch import begin_branch
+from cellmill.runs.cost import accounted, write_cost
 from cellmill.runs.folder import TrainFolder
-from cellmill.runs.folder_watch import FolderWatch
-from cellmill.runs.identity import changed_keys, check_data, identity
+from cellmill.runs.identity import Wanted, changed_keys, check_data, identity, is_done
+from cellmill.runs.lock import FolderWatch
 from cellmill.runs.progress import training_seconds
-from cellmill.runs.run_cost import accounted, write_cost
-from cellmill.track.followers import followed
-from cellmill.train.branch import begin_branch
+from cellmill.track.follow import followed
 
 
-def run(
+def train(
     *,
     options: TrainOptions,
     manifest: Path,

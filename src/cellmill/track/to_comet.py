@@ -5,8 +5,8 @@ from typing import Any
 
 import comet_ml
 
-from cellmill.config.track import CometConfig
-from cellmill.track.run_options import digests, flat
+from cellmill.config.parts.trackers import CometConfig
+from cellmill.track.follow import digests, flat
 
 NOTHING_ELSE = {
     "log_code": False,

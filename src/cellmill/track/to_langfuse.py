@@ -5,9 +5,9 @@ from typing import Any
 
 from langfuse import Langfuse
 
-from cellmill.config.track import LangfuseConfig
+from cellmill.config.parts.trackers import LangfuseConfig
 from cellmill.errors import ConfigError
-from cellmill.track.run_options import digests
+from cellmill.track.follow import digests
 
 KEYS = ("LANGFUSE_PUBLIC_KEY", "LANGFUSE_SECRET_KEY")
 

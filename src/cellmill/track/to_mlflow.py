@@ -12,8 +12,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run
 from mlflow.exceptions import MlflowException
 
-from cellmill.config.track import MlflowConfig
-from cellmill.track.run_options import digests, flat
+from cellmill.config.parts.trackers import MlflowConfig
+from cellmill.track.follow import digests, flat
 
 TAG = "cellmill.id"
 LONGEST_PARAM = 500

@@ -12,7 +12,7 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from cellmill.config.track import TensorboardConfig
+from cellmill.config.parts.trackers import TensorboardConfig
 
 TEXTS = {".json": "json", ".md": ""}
 """Files that are shown as text, and their language in Markdown."""

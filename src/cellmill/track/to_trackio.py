@@ -5,8 +5,8 @@ from typing import Any
 
 import trackio
 
-from cellmill.config.track import TrackioConfig
-from cellmill.track.run_options import digests
+from cellmill.config.parts.trackers import TrackioConfig
+from cellmill.track.follow import digests
 
 
 class TrackioTracker:

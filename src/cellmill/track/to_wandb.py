@@ -7,8 +7,8 @@ from typing import Any
 
 import wandb
 
-from cellmill.config.track import WandbConfig
-from cellmill.track.run_options import digests
+from cellmill.config.parts.trackers import WandbConfig
+from cellmill.track.follow import digests
 
 
 class WandbTracker:

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from cellmill.models.family import Model
-from cellmill.models.objective import Objective
-from cellmill.models.row_share import RowShare
+from cellmill.models.objective import Objective, RowShare
 from cellmill.parallel.mesh import Mesh
-from cellmill.parallel.pipeline_stages import PipelineStages
+from cellmill.parallel.stages import PipelineStages
 from cellmill.parallel.step import StepModel
 
 Rows = tuple[torch.Tensor, ...]

@@ -1,39 +1,157 @@
-"""Sharded checkpoints by torch.distributed.checkpoint (DCP): saved in the background, loaded in any layout.
+"""Sharded checkpoints in one file, by torch.distributed.checkpoint (DCP): saved in the background, loaded in any
+layout.
 
 Only tensors go through DCP; progress and identity are JSON beside them, and so is the index of the tensors' parts
-(`checkpoint_index`). Checkpoints of earlier versions have DCP's `.metadata` alone, a pickle, so it is read with an
+(`index.json`). Checkpoints of earlier versions have DCP's `.metadata` alone, a pickle, so it is read with an
 unpickler that allows only DCP's own classes for tensors: a planted pickle is refused, not run, and so is any other kind
 of value, which DCP would unpickle without such a limit.
+
+Index of a checkpoint, `index.json`: the location of each part of each tensor, read without unpickling anything.
+
+DCP's own index, `.metadata`, is a pickle of objects for every part that any rank has saved: seconds on each rank of a
+large job. Here the parts of a tensor are columns of numbers, of which a rank picks those that overlap its own part.
+
+State of a run between processes: the checkpoint it resumes from, and state.json and status.json.
 """
 
 import io
+import json
 import pickle
+import sys
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
+from cellmill.config.plugin import in_one_line
+from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import DataError
-from cellmill.files import sha256_file, write_json, write_text
-from cellmill.parallel.fsdp import reshard
-from cellmill.parallel.gather_json import gather_json
+from cellmill.files import read_json, sha256_file, write_json, write_text
+from cellmill.parallel.apply import reshard
 from cellmill.parallel.materialize import named_tensors
+from cellmill.parallel.mesh import gather_json
 from cellmill.runs.folder import DIGEST, Checkpoint, TrainFolder
-from cellmill.train.checkpoint_index import read_index, write_index
-from cellmill.train.optimizer import state_of
-from cellmill.train.weight_average import WeightAverage
+from cellmill.runs.progress import cut_back, status
+from cellmill.train.optimizer import WeightAverage, state_of
+from cellmill.train.validation import Progress
+
+INDEX = "index.json"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Place of a part of a tensor, with the attributes that DCP's reader asks for."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: None = None
+
+
+def write_index(folder: Path, metadata: Metadata) -> None:
+    """Write the index beside `.metadata`, whose content is `metadata`; not if it is of other values than tensors."""
+    files: dict[str, int] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    for name, of in metadata.state_dict_metadata.items():
+        if not isinstance(of, TensorStorageMetadata):
+            return
+        stored = [metadata.storage_data[MetadataIndex(name, part.offsets)] for part in of.chunks]
+        tensors[name] = {
+            "dtype": str(of.properties.dtype).removeprefix("torch."),
+            "size": list(of.size),
+            "offsets": [number for part in of.chunks for number in part.offsets],
+            "sizes": [number for part in of.chunks for number in part.sizes],
+            "file": [files.setdefault(part.relative_path, len(files)) for part in stored],
+            "start": [part.offset for part in stored],
+            "bytes": [part.length for part in stored],
+        }
+    # without indentation, which would make it ten times as large
+    write_text(folder / INDEX, json.dumps({"files": list(files), "tensors": tensors}, separators=(",", ":")))
+
+
+def read_index(folder: Path, tensors: Mapping[str, Any] | None) -> Metadata | None:
+    """Return the index of a checkpoint as DCP has it; None for one of an earlier version, which has no such file.
+
+    Raises DataError if it is damaged.
+
+    Parameters
+    ----------
+    tensors
+        The tensors to be loaded, in mappings of any depth: the rest of the checkpoint, and parts of other ranks, are
+        left out. None for all.
+    """
+    path = folder / INDEX
+    if not path.exists():
+        return None
+    value, wanted = read_json(path), None if tensors is None else dict(_flat(tensors))
+    metadata = Metadata({}, storage_data={})
+    try:
+        files = [str(name) for name in value["files"]]
+        if wrong := [name for name in files if Path(name).name != name]:
+            raise ValueError(f"{wrong[0]!r} is elsewhere")
+        for name, of in value["tensors"].items():
+            if wanted is None or name in wanted:
+                _add(metadata, name, of, files, None if wanted is None else wanted[name])
+    except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise DataError(f"{path}: not a checkpoint's index ({in_one_line(error)}); nothing was loaded") from None
+    return metadata
+
+
+def _add(metadata: Metadata, name: str, of: dict[str, Any], files: list[str], tensor: torch.Tensor | None) -> None:
+    """Add the parts of a tensor that overlap what this rank has of it; all if `tensor` is None."""
+    dtype, n = getattr(torch, of["dtype"]), len(of["file"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{of['dtype']!r} is no type of numbers")
+    offsets, sizes = (np.array(of[key], np.int64).reshape(n, len(of["size"])) for key in ("offsets", "sizes"))
+    overlaps = np.ones(n, bool) if tensor is None else np.zeros(n, bool)
+    for first, length in [] if tensor is None else _own(tensor):
+        overlaps |= ((offsets < np.add(first, length)) & (offsets + sizes > first)).all(1)
+    parts = []
+    for row in np.flatnonzero(overlaps).tolist():
+        at = torch.Size(offsets[row].tolist())
+        parts.append(ChunkStorageMetadata(at, torch.Size(sizes[row].tolist())))
+        place = Stored(files[of["file"][row]], int(of["start"][row]), int(of["bytes"][row]))
+        metadata.storage_data[MetadataIndex(name, at)] = place
+    size = torch.Size(of["size"])
+    metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(dtype), size, parts)
+
+
+def _own(tensor: torch.Tensor) -> list[tuple[list[int], list[int]]]:
+    """Offsets and sizes of what this rank has of a tensor, as DCP's planner asks for them."""
+    if not isinstance(tensor, DTensor):
+        return [([0] * tensor.ndim, list(tensor.shape))]
+    return [(list(part.offsets), list(part.sizes)) for part in tensor.__create_chunk_list__()]
+
+
+def _flat(tensors: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in tensors.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
 
 DCP_CLASSES = {
     ("torch.distributed.checkpoint.metadata", name)
@@ -298,3 +416,42 @@ def _reason(error: BaseException) -> str:
     if failures:
         error = next(iter(failures.values()))[0]
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def resume(
+    folder: TrainFolder,
+    checkpoints: Checkpoints,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    stream: CellStream,
+) -> Progress:
+    """Load the newest undamaged checkpoint, if any, and set stream and metrics back to its step.
+
+    Collective: every rank.
+    """
+    checkpoint, damaged = checkpoints.newest_whole()
+    if dist.get_rank() == 0:
+        for line in damaged:
+            print(f"warning: {line}; going on from the one before it", file=sys.stderr, flush=True)
+        if damaged and checkpoint is not None:
+            folder.set_damaged_aside(checkpoint.step)
+    progress = Progress()
+    if checkpoint is not None:
+        checkpoints.load(checkpoint, model, optimizer)
+        progress = Progress(**checkpoint.state()["progress"])
+    epoch, step = divmod(progress.step, stream.steps_per_epoch)
+    stream.load_state_dict(stream.state_dict() | {"epoch": epoch, "step": step})
+    if dist.get_rank() == 0:
+        cut_back(folder.metrics, progress.step)
+        print(f"going on from step {progress.step}" if progress.step else "starting at step 0", flush=True)
+    dist.barrier()
+    return progress
+
+
+def write_state(folder: TrainFolder, name: str, progress: Progress, saved_with: dict[str, Any]) -> None:
+    """Write state.json on rank 0, and status.json when the run is done."""
+    if dist.get_rank() == 0:
+        value = status(name, {"progress": vars(progress), **saved_with})
+        write_json(folder.path / "state.json", value)
+        if name == "done":
+            write_json(folder.path / "status.json", value)

@@ -3,11 +3,16 @@
 A step is `global_batch` cells. Each rank takes its share in micro-batches; the loss is a sum divided by the global
 number of targets, so unequal shares change nothing. The report of a step (loss, norm, stop requests) is read one step
 late, when its copy to the host is done: the loop never waits for a GPU.
+
+Parts of a loss that is a weighted sum, each divided by its own number of targets; or the only loss.
+
+Signals that stop a training. The handler only sets a flag: all ranks save together at the end of a common step.
 """
 
 import math
+import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -18,35 +23,69 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from cellmill.config.run import Train
-from cellmill.data.stream import CellStream
-from cellmill.data.tokens import Batch
+from cellmill.config.run import Train, learning_rate
+from cellmill.data.stream.batch import Batch
+from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import UserError
-from cellmill.finetune.group_rates import GroupRate, rates_line
+from cellmill.finetune.method import GroupRate, rates_line
+from cellmill.launch.signals import STOP_SIGNALS
 from cellmill.models.batch import TensorBatch, on_device, padded, to_tensors
 from cellmill.models.family import Model
-from cellmill.parallel.clip import clip_grad_norm
-from cellmill.parallel.gather_json import gather_json
-from cellmill.parallel.mesh import Mesh
-from cellmill.parallel.pipeline_stages import PipelineStages
-from cellmill.parallel.step import StepModel
+from cellmill.models.objective import Objective
+from cellmill.parallel.mesh import Mesh, gather_json
+from cellmill.parallel.stages import PipelineStages
+from cellmill.parallel.step import StepModel, clip_grad_norm
 from cellmill.planner.size import ModelSize
 from cellmill.track.tracker import Tracker
-from cellmill.train.async_scalars import AsyncScalars, to_device
 from cellmill.train.batch_rows import with_shares
 from cellmill.train.checkpoint import Checkpoints
-from cellmill.train.embedding_monitor import EmbeddingMonitor
-from cellmill.train.gpu_use import gpu_line, own_gpu
-from cellmill.train.hang_watch import HangWatch
-from cellmill.train.loss_parts import LossParts
-from cellmill.train.schedule import learning_rate
-from cellmill.train.step_guard import LossScale, Suspects, name_cells, step_if
-from cellmill.train.stop import StopFlag
-from cellmill.train.telemetry import Meter, StepProfile, TimeLeft, memory_line, own_memory
-from cellmill.train.training_progress import VAL_LOSS, Progress
-from cellmill.train.unfreezing import Unfreezing
-from cellmill.train.validation_figures import ValidationFigures
-from cellmill.train.weight_average import WeightAverage
+from cellmill.train.failure import HangWatch
+from cellmill.train.optimizer import Unfreezing, WeightAverage
+from cellmill.train.step_guard import AsyncScalars, LossScale, Suspects, name_cells, step_if, to_device
+from cellmill.train.telemetry import Meter, StepProfile, TimeLeft, gpu_line, memory_line, own_gpu, own_memory
+from cellmill.train.validation import VAL_LOSS, EmbeddingMonitor, Progress, ValidationFigures
+
+
+class LossParts:
+    """Weights and names of the parts of an objective's loss; no names for one loss."""
+
+    def __init__(self, objective: Objective, device: torch.device) -> None:
+        self.names = list(objective.parts)
+        self.weights: torch.Tensor | float = 1.0
+        if self.names:
+            self.weights = torch.tensor(list(objective.parts.values()), device=device)
+
+    def targets(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return the divisors of a step's global number of targets, () or (parts,) int64.
+
+        A part may lack targets where another has some: its loss is then 0, not 0 / 0.
+        """
+        return targets.clamp(min=1) if self.names else targets
+
+    def total(self, losses: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of mean losses, () or (parts,)."""
+        return (losses * self.weights).sum()
+
+    def of(self, losses: torch.Tensor) -> torch.Tensor:
+        """(parts,): the losses to log beside their total; none of one loss."""
+        return losses.reshape(-1)[: len(self.names)]
+
+    def line(self, prefix: str, losses: Sequence[float]) -> dict[str, float]:
+        """Return the unweighted loss of each part, under `prefix` and its name, for metrics.jsonl."""
+        return {f"{prefix}_{name}": loss for name, loss in zip(self.names, losses)}
+
+
+class StopFlag:
+    """Handler of `STOP_SIGNALS`, installed when made; `received` is the name of the last one."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: object) -> None:
+        self.received = signal.Signals(number).name
+
 
 VALIDATION = -1  # the step that keys the masks of validation: the same each time, and never those of training
 

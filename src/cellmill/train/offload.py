@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from cellmill.parallel.torch_private import version_of
-from cellmill.train.async_scalars import AsyncScalars
+from cellmill.train.step_guard import AsyncScalars
 
 
 @dataclass

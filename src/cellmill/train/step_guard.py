@@ -7,6 +7,8 @@ step late, and only then collects the cells of the batch. After `train.max_bad_s
 Loss scaling keeps small gradients above the smallest float16 number. The loss is multiplied before the backward pass
 and gradients are divided after it, so norm and clipping see true gradients. The scale halves after a skipped step and
 doubles after `GROWTH_STEPS` applied ones. Source: Micikevicius et al. 2018 (mixed precision training), section 3.2.
+
+Scalars between host and device, copied without blocking either.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from cellmill.parallel.gather_json import gather_json
+from cellmill.parallel.mesh import gather_json
 from cellmill.parallel.torch_private import AsyncCollectiveTensor, scale_all, update_loss_scale
 
 INITIAL_SCALE = 2.0**16
@@ -133,3 +135,31 @@ def name_cells(mine: Suspects, device: torch.device, names: Callable[[np.ndarray
 def _some(cells: list[int], names: Callable[[np.ndarray], Sequence[str]]) -> str:
     more = f" and {len(cells) - SHOWN} more cells (see the log)" if len(cells) > SHOWN else ""
     return ", ".join(names(np.array(cells[:SHOWN]))) + more if len(cells) else "no cells"
+
+
+class AsyncScalars:
+    """Non-blocking copy of device scalars to the host.
+
+    The copy is queued on the current stream when this is made, so `read` does not wait for work that is queued later.
+    """
+
+    def __init__(self, scalars: torch.Tensor) -> None:
+        self._host, self._copied = scalars, None
+        if scalars.is_cuda:
+            self._host = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True)
+            self._host.copy_(scalars, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(scalars.device))
+
+    def read(self) -> list[float]:
+        """Return the scalars as a flat list; waits for the copy."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        scalars: list[float] = self._host.flatten().tolist()
+        return scalars
+
+
+def to_device(scalars: Sequence[float] | np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy to `device` as float64, without blocking the host."""
+    tensor = torch.tensor(scalars, dtype=torch.float64)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -24,48 +24,36 @@ from cellmill.config.load import stored_options
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Parallel, min_microbatches
 from cellmill.config.run import Train
-from cellmill.data.local_copies import LocalCopies
-from cellmill.data.manifest import Manifest
-from cellmill.data.obs_levels import DATASET
-from cellmill.data.stream import CellStream
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.shards.index import DATASET
+from cellmill.data.shards.local_copies import LocalCopies
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import UserError
 from cellmill.files import read_json
-from cellmill.finetune.group_rates import group_rates
-from cellmill.finetune.method import check_trains, load_method, trained_names
-from cellmill.launch.processes import die_with_parent
+from cellmill.finetune.method import check_trains, group_rates, load_method, trained_names
+from cellmill.launch.signals import die_with_parent
 from cellmill.models.build import ModelSpec, build
-from cellmill.models.export import initial_tensors
+from cellmill.models.export import initial_tensors, mean_gene_rows
 from cellmill.models.family import Model
-from cellmill.models.gene_vectors import TABLE
-from cellmill.models.vector_file import read_gene_vectors
+from cellmill.models.gene_vectors import TABLE, read_gene_vectors
 from cellmill.parallel.apply import parallelize
 from cellmill.parallel.materialize import materialize, plain_name
-from cellmill.parallel.mesh import Mesh, build_mesh
-from cellmill.parallel.pipeline_stages import PipelineStages
-from cellmill.parallel.stage_assignment import stages_of
+from cellmill.parallel.mesh import Mesh, build_mesh, set_tf32
+from cellmill.parallel.stages import PipelineStages, stages_of
 from cellmill.parallel.step import ParallelModel, StepModel
-from cellmill.parallel.tf32 import set_tf32
 from cellmill.parallel.torch_private import set_group_timeouts
-from cellmill.planner.devices import peak_flops
+from cellmill.planner.cost import peak_flops
 from cellmill.planner.size import measure
 from cellmill.runs.folder import TrainFolder
 from cellmill.track.tracker import ConsoleTracker, JsonlTracker, Tracker
-from cellmill.train.checkpoint import Checkpoints
-from cellmill.train.device import agree
-from cellmill.train.failure import give_up, leave_reason
-from cellmill.train.hang_watch import START_FACTOR, HangWatch
-from cellmill.train.loop import Trainer
-from cellmill.train.new_genes import mean_gene_rows
-from cellmill.train.optimizer import build_optimizer
-from cellmill.train.resume import resume, write_state
-from cellmill.train.staging import Staging
-from cellmill.train.stop import StopFlag
+from cellmill.train.checkpoint import Checkpoints, resume, write_state
+from cellmill.train.failure import START_FACTOR, HangWatch, give_up, leave_reason
+from cellmill.train.loop import StopFlag, Trainer
+from cellmill.train.optimizer import Unfreezing, WeightAverage, build_optimizer
+from cellmill.train.staging import Staging, agree, verify_shards
 from cellmill.train.telemetry import Meter, StepProfile
-from cellmill.train.unfreezing import Unfreezing
-from cellmill.train.validation_figures import check_best_metric
-from cellmill.train.verify_shards import verify_shards
-from cellmill.train.weight_average import WeightAverage
+from cellmill.train.validation import check_best_metric
 
 DUMP_S = 60.0  # longest wait for NCCL's record of a timeout
 

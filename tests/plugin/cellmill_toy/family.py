@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cellmill.config.tokens import SPECIAL, Tokens
+from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.models.attention import attention
 from cellmill.models.batch import TensorBatch
 from cellmill.models.blocks import Entry

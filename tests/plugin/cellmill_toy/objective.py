@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from cellmill.config.tokens import SPECIAL
+from cellmill.config.parts.tokens import SPECIAL
 from cellmill.models.batch import TensorBatch, positions
 from cellmill.models.initial import Fill, zeros
 from cellmill.models.objective import GeneStatistics, Objective
-from cellmill.parallel.cross_entropy import token_loss
+from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import token_logits
 from cellmill.runs.verdict import Verdict, compare
 

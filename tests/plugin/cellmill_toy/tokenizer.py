@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cellmill.data.tokens import Prefixes
+from cellmill.data.stream.batch import Prefixes
 from cellmill_toy.options import ToyGenes
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cellmill.data.inputs.dense import DenseMatrix
+from cellmill.data.inputs.matrices import DenseMatrix, is_array, native
 from cellmill.data.inputs.source import CountSource
 from cellmill.data.inputs.tenx import read_texts
-from cellmill.data.inputs.values import is_array, native
 from cellmill.errors import DataError, did_you_mean
 
 _CELLS = ("CellID", "obs_names", "cell_id", "Barcode", "barcode")

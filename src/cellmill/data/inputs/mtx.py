@@ -16,9 +16,8 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from cellmill.data.inputs.row_buckets import RowBuckets
+from cellmill.data.inputs.matrices import MAX_LENGTH, RowBuckets
 from cellmill.data.inputs.source import CountSource, reading
-from cellmill.data.inputs.values import MAX_LENGTH
 from cellmill.errors import ConfigError, DataError
 
 MATRIX = ("matrix.mtx", "matrix.mtx.gz")

@@ -15,9 +15,8 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from cellmill.data.arrow import as_obs
-from cellmill.data.h5_file import one_line
-from cellmill.data.inputs.source import CountSource, reading
+from cellmill.data.inputs.h5 import one_line
+from cellmill.data.inputs.source import CountSource, as_obs, reading
 from cellmill.errors import ConfigError, DataError, did_you_mean
 
 _MARK = "__tiledb_group.tdb"

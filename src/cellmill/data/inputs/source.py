@@ -2,19 +2,23 @@
 
 A format is a function `open(path, counts) -> CountSource` in a module of its own, and a line in
 `cellmill.data.inputs.formats`. It reads values as they are stored; `CountsReader` checks that they are counts.
+
+pyarrow, of the extra `arrow`, imported when a file needs it, and its tables as obs.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from cellmill.data.h5_file import one_line
-from cellmill.errors import DataError, UserError
+from cellmill.data.inputs.h5 import one_line
+from cellmill.errors import ConfigError, DataError, UserError
 
 
 class StoredMatrix(Protocol):
@@ -88,3 +92,21 @@ def reblocked(parts: Iterable[sp.csr_matrix], block: int) -> Iterator[sp.csr_mat
 
 def _stacked(parts: list[sp.csr_matrix]) -> sp.csr_matrix:
     return parts[0] if len(parts) == 1 else sp.vstack(parts, format="csr")
+
+
+def import_arrow(name: str = "pyarrow") -> Any:
+    """The module `name` of pyarrow. Raises ConfigError if the extra is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(f"this input requires {name}, which is missing: pip install 'cellmill[arrow]'") from None
+
+
+def as_obs(frame: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
+    """Frame of cells `names`, with text, and what pandas has no type for, as categories of text."""
+    made: dict[str, Any] = {}
+    for name, column in frame.items():
+        plain = isinstance(column.dtype, np.dtype) and column.dtype.kind in "biuf"
+        text = column.astype(object).where(column.isna(), column.astype(str))
+        made[str(name)] = column.to_numpy() if plain else pd.Categorical(text.where(text.notna(), None))
+    return pd.DataFrame(made, index=pd.Index(names, dtype=object))

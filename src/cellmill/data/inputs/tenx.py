@@ -12,9 +12,8 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from cellmill.data.inputs.matrices import MAX_LENGTH, WHOLE, CsrMatrix, is_array, require_kind
 from cellmill.data.inputs.source import CountSource, StoredMatrix
-from cellmill.data.inputs.sparse import CsrMatrix
-from cellmill.data.inputs.values import MAX_LENGTH, WHOLE, is_array, require_kind
 from cellmill.errors import DataError, did_you_mean
 
 _V2 = ("barcodes", "genes", "gene_names", "data", "indices", "indptr", "shape")

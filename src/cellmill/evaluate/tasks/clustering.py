@@ -8,25 +8,111 @@ label. The best resolution is chosen by the label, as is usual, for each kind of
 corrected for chance, grows with the number of clusters. Scores there are too high, of all rows alike, and those at the
 fixed resolution are not. Intervals of differences are over cells, for the clusters as they are, and over seeds
 (`evaluate.agreement`, `evaluate.paired`).
+
+Agreement of clusters with classes as means over cells, so that differences of two clusterings have intervals.
+
+NMI and ARI are no means over cells: a cell's score here is the measure plus its derivative by the cell's weight, times
+the number of cells (infinitesimal jackknife, Efron 1981), as for F1 in `evaluate.paired`. The mean is the measure
+itself.
+
+Leiden clusters of cells by igraph, of the extra `cluster`.
+
+Modularity with a resolution (Traag, Waltman & van Eck 2019, Sci. Rep. 9:5233), until nothing improves. The same graph
+and seed give the same clusters.
 """
 
+import importlib
+import random
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 from threadpoolctl import threadpool_limits
 
 from cellmill.config.evaluate import Evaluate
-from cellmill.config.structure_tasks import ClusteringConfig
-from cellmill.evaluate.agreement import ari_scores, nmi_scores
-from cellmill.evaluate.baseline_cache import BaselineCache
-from cellmill.evaluate.classifiers import OF_THE_MODEL, read_rows
-from cellmill.evaluate.features import Features, with_components, with_external
-from cellmill.evaluate.labelled import labelled_cells
-from cellmill.evaluate.leiden import LeidenGraph, import_igraph
-from cellmill.evaluate.neighbor_graph import NeighborGraph, jaccard_weights
-from cellmill.evaluate.score_table import EMBEDDING, ScoreColumn, against_best, differences, kind_of, table_rows
+from cellmill.config.parts.tasks import ClusteringConfig
+from cellmill.errors import ConfigError
+from cellmill.evaluate.baselines import BaselineCache
+from cellmill.evaluate.features import OF_THE_MODEL, Features, read_rows, with_components, with_external
+from cellmill.evaluate.labels import labelled_cells
+from cellmill.evaluate.scores import EMBEDDING, ScoreColumn, against_best, differences, kind_of, table_rows
 from cellmill.evaluate.task import Context, TaskResult
+from cellmill.evaluate.tasks.mixing import NeighborGraph, jaccard_weights
 from cellmill.runs.verdict import Verdict
+
+TINY = 1e-12
+
+
+def nmi_scores(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
+    """Scores, float64 `(cells,)`, whose mean is 2 I / (H + H'), scikit-learn's `normalized_mutual_info_score`."""
+    joint, a, b = _sizes(classes, clusters)
+    n = len(classes)
+    # derivatives by the weight of a cell, times n: -log p - H, and so on
+    entropy_a, entropy_b = -np.log(a / n).mean(), -np.log(b / n).mean()
+    information = np.log(joint * n / (a * b))
+    shared, whole = information.mean(), entropy_a + entropy_b
+    if whole < TINY:  # one class and one cluster
+        return np.ones(n)
+    nmi = 2 * shared / whole
+    slope = 2 * (information - shared) / whole - nmi * (-np.log(a / n) - np.log(b / n) - whole) / whole
+    return nmi + slope
+
+
+def ari_scores(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
+    """Scores, float64 `(cells,)`, whose mean is scikit-learn's `adjusted_rand_score` (Hubert & Arabie 1985)."""
+    joint, a, b = _sizes(classes, clusters)
+    n = len(classes)
+    pairs = n * (n - 1) / 2
+    # pairs of cells that are together: in both, by class, by cluster; the sum over cells of sizes is that of squares
+    both, same_a, same_b = ((sizes.sum() - n) / 2 for sizes in (joint, a, b))
+    expected, largest = same_a * same_b / pairs, (same_a + same_b) / 2
+    if largest - expected < TINY * pairs:  # all cells together, or each alone, in both
+        return np.ones(n)
+    ari = (both - expected) / (largest - expected)
+    d_both, d_a, d_b = (sizes - 0.5 for sizes in (joint, a, b))
+    d_expected = (d_a * same_b + same_a * d_b - expected * (n - 0.5)) / pairs
+    slope = (d_both - d_expected - ari * ((d_a + d_b) / 2 - d_expected)) / (largest - expected)
+    return ari + n * (slope - slope.mean())
+
+
+def _sizes(classes: np.ndarray, clusters: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each cell: cells that share both its class and its cluster, its class, its cluster; float64 `(cells,)`."""
+    _, a = np.unique(classes, return_inverse=True)
+    _, b = np.unique(clusters, return_inverse=True)
+    table = np.zeros((a.max() + 1, b.max() + 1))
+    np.add.at(table, (a, b), 1.0)
+    return table[a, b], table.sum(1)[a], table.sum(0)[b]
+
+
+def import_igraph() -> Any:
+    """igraph. Raises ConfigError if the extra is not installed."""
+    try:
+        return importlib.import_module("igraph")
+    except ImportError:
+        raise ConfigError(
+            "task clustering requires igraph, which is missing: pip install 'cellmill[cluster]'"
+        ) from None
+
+
+class LeidenGraph:
+    """An undirected weighted graph to cluster: `edges` are an upper triangle, of weights above 0."""
+
+    def __init__(self, edges: sp.coo_matrix) -> None:
+        self._igraph = import_igraph()
+        pairs = np.stack([edges.row, edges.col], axis=1)
+        self._graph = self._igraph.Graph(n=edges.shape[0], edges=pairs, edge_attrs={"weight": edges.data})
+
+    def clusters(self, resolution: float, seed: int) -> np.ndarray:
+        """Cluster of each cell, int64 `(cells,)`."""
+        self._igraph.set_random_number_generator(random.Random(seed))
+        try:
+            found = self._graph.community_leiden(
+                objective_function="modularity", weights="weight", resolution=resolution, n_iterations=-1
+            )
+        finally:
+            self._igraph.set_random_number_generator(random)  # igraph's own default
+        return np.asarray(found.membership, np.int64)
+
 
 SCORES = {"ARI": ari_scores, "NMI": nmi_scores}
 

@@ -21,15 +21,13 @@ import numpy as np
 import scipy.sparse as sp
 from scipy.stats import rankdata
 
-from cellmill.config.gene_tasks import GrnConfig
-from cellmill.data.named_genes import rows_of_names
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.tasks import GrnConfig
+from cellmill.data.genes.names import rows_of_names
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
-from cellmill.evaluate.gene_features import RANDOM, all_gene_vectors, loadings
-from cellmill.evaluate.gene_files import Edge, read_edges
-from cellmill.evaluate.ranking_scores import auroc, average_precision
-from cellmill.evaluate.score_table import ScoreColumn, against_best, differences, table_rows
+from cellmill.evaluate.scores import ScoreColumn, against_best, differences, table_rows
 from cellmill.evaluate.task import Context, EvaluatedModel, TaskResult
+from cellmill.evaluate.tasks.genes import RANDOM, Edge, all_gene_vectors, auroc, average_precision, loadings, read_edges
 
 SCORES = {"AUROC": auroc, "AUPRC": average_precision}
 DRAWS = 20  # random rankings

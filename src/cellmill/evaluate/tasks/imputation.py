@@ -12,12 +12,17 @@ visible genes of these cells; and each gene's mean, of which a correlation over 
 Scores are of the cells of one fold together, so that differences between folds pass for no correlation. Intervals of
 scores by gene are over genes, those of scores by cell over cells, and both over repetitions; where donors or batches
 are left out each is a repetition (`evaluate.paired`). The hidden genes are one draw.
+
+Scores of predicted expression: correlations of each gene over cells and of each cell over genes, and errors.
+
+Legend: C cells, G genes.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from scipy.stats import rankdata
 from sklearn.decomposition import PCA
 from sklearn.linear_model import RidgeCV
 from sklearn.model_selection import KFold
@@ -26,19 +31,49 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from threadpoolctl import threadpool_limits
 
-from cellmill.config.gene_tasks import ImputationConfig
-from cellmill.data.count_matrix import log_normalise, select_columns
-from cellmill.data.genes import match_columns
-from cellmill.data.named_genes import rows_of_names
+from cellmill.config.parts.tasks import ImputationConfig
+from cellmill.data.arrays import log_normalise, select_columns
+from cellmill.data.genes.names import match_columns, rows_of_names
 from cellmill.errors import DataError
-from cellmill.evaluate.change_baselines import ALPHAS
-from cellmill.evaluate.classifiers import read_rows
-from cellmill.evaluate.expression_scores import BY_GENE, METRICS, expression_scores
-from cellmill.evaluate.hidden_genes import HiddenGenes, measured_genes
-from cellmill.evaluate.own_expression import own_expression
-from cellmill.evaluate.score_table import EMBEDDING, UNTRAINED, ScoreColumn, against_best, differences, table_rows
+from cellmill.evaluate.features import read_rows
+from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, against_best, differences, table_rows
 from cellmill.evaluate.task import COMPONENTS, Context, TaskResult
-from cellmill.evaluate.tasks.leave_out import splits_of
+from cellmill.evaluate.tasks.changes import ALPHAS
+from cellmill.evaluate.tasks.classify import splits_of
+from cellmill.evaluate.tasks.hidden_genes import HiddenGenes, measured_genes, own_expression
+
+METRICS: Mapping[str, str] = {
+    "Pearson by gene": "Pearson of a gene over cells",
+    "Spearman by gene": "Spearman of a gene over cells",
+    "Pearson by cell": "Pearson of a cell over genes",
+    "Spearman by cell": "Spearman of a cell over genes",
+    "MSE": "mean squared error",
+}
+"""Heading of each metric, and its name in words; of MSE alone, lower is better."""
+BY_GENE = ("Pearson by gene", "Spearman by gene")
+"""Metrics with one score a gene; the others have one a cell."""
+
+
+def expression_scores(predicted: np.ndarray, seen: np.ndarray) -> dict[str, np.ndarray]:
+    """Scores, (G,) or (C,) float64, of (C, G) each; a correlation with a constant is NaN."""
+    predicted, seen = predicted.astype(np.float64), seen.astype(np.float64)
+    return {
+        "Pearson by gene": correlation(predicted, seen),
+        "Spearman by gene": correlation(rankdata(predicted, axis=0), rankdata(seen, axis=0)),
+        "Pearson by cell": correlation(predicted.T, seen.T),
+        "Spearman by cell": correlation(rankdata(predicted, axis=1).T, rankdata(seen, axis=1).T),
+        "MSE": np.square(predicted - seen).mean(1),
+    }
+
+
+def correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Pearson of each column of two arrays, NaN where one is constant."""
+    x, y = first - first.mean(0), second - second.mean(0)
+    lengths = np.linalg.norm(x, axis=0), np.linalg.norm(y, axis=0)
+    # columns of equal numbers have sums of rounding errors
+    varies = (lengths[0] > 1e-9 * np.abs(first).max(0)) & (lengths[1] > 1e-9 * np.abs(second).max(0))
+    return np.divide((x * y).sum(0), lengths[0] * lengths[1], out=np.full(x.shape[1], np.nan), where=varies)
+
 
 MAX_CELLS = 2_000  # cells used at most: they are embedded again, and every gene is predicted in each fold
 FEWEST_CELLS = 4  # of a training or test fold

@@ -7,25 +7,46 @@ all neighbours are from one exact graph (kBET's are from within a label). LISI i
 the median: the median of cLISI is 1 for nearly everything. PCR is 1 less the share of variance between batches, over
 that of the components of the scored cells: 0 for these, 1 for no variance between batches, and below 0 for more than
 theirs.
+
+Harmony by harmonypy, of the extra `integrate`: the correction of batches that an embedding has to stand beside.
 """
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from threadpoolctl import threadpool_limits
 
-from cellmill.config.structure_tasks import IntegrationConfig
-from cellmill.data.count_matrix import log_normalise, summed
-from cellmill.data.text_columns import text_values
-from cellmill.evaluate import batch_mixing as mixing
-from cellmill.evaluate.classifiers import read_rows
-from cellmill.evaluate.features import Features, own_components, with_external
-from cellmill.evaluate.harmony import corrected, import_harmonypy
-from cellmill.evaluate.labelled import labelled_cells
-from cellmill.evaluate.neighbor_graph import NeighborGraph
-from cellmill.evaluate.score_table import EMBEDDING, UNTRAINED, ScoreColumn, differences, kind_of
+from cellmill.config.parts.tasks import IntegrationConfig
+from cellmill.data.arrays import log_normalise, summed, text_values
+from cellmill.errors import ConfigError
+from cellmill.evaluate.features import Features, own_components, read_rows, with_external
+from cellmill.evaluate.labels import labelled_cells
+from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, differences, kind_of
 from cellmill.evaluate.task import COMPONENTS, Context, TaskResult
+from cellmill.evaluate.tasks import mixing
+from cellmill.evaluate.tasks.mixing import NeighborGraph
+
+
+def import_harmonypy() -> Any:
+    """harmonypy. Raises ConfigError if the extra is not installed."""
+    try:
+        return importlib.import_module("harmonypy")
+    except ImportError:
+        raise ConfigError(
+            "evaluate.tasks.integration.harmony requires harmonypy, which is missing: pip install 'cellmill[integrate]'"
+        ) from None
+
+
+def corrected(components: np.ndarray, batches: np.ndarray, seed: int) -> np.ndarray:
+    """`components` `(cells, width)` after Harmony with its own defaults (Korsunsky et al. 2019), float64."""
+    frame = pd.DataFrame({"batch": batches.astype(str)})
+    done = import_harmonypy().run_harmony(components, frame, "batch", verbose=False, random_state=seed, ncores=1)
+    made = np.asarray(done.Z_corr, np.float64)
+    return made if made.shape == components.shape else made.T
+
 
 CONNECTED = 15  # neighbours in graph connectivity, as in scIB
 CORRECTED, PRINCIPAL, RANDOM = f"PCA{COMPONENTS}, Harmony", f"PCA{COMPONENTS}", "random"

@@ -18,27 +18,153 @@ the context whose controls are most like. `split halves` is no prediction but a 
 perturbation's cells as the prediction of that of the other, which is noisier than what the others are compared with.
 
 Intervals are over perturbations and repetitions (`evaluate.paired`): contexts of one perturbation are one draw.
+
+Scores of predicted changes of expression, by unit (a perturbation, maybe of one donor).
+
+Genes that a unit perturbs are left out of its scores: their own change says nothing of a response.
+
+Predicted changes of held-out perturbations and measured cells in one .h5ad file, for metrics of other packages.
+
+X       log(1 + counts per 10,000) over the model's genes that the dataset has, CSR float32
+obs     `group`: `start control` (the half of the controls that predictions start from), `measured control` (the other
+        half) or `measured` (a scored cell of a held-out perturbation); `perturbation`: the control's name, or one of
+        those below; `stratum`: number of the batch of a donor that has controls of its own
+var     Ensembl ids, and `symbol`
+uns["cellmill_changes"]
+        perturbations, with the dose behind ` | ` where there is one; methods and kinds (model or baseline);
+        changes, float32 (methods, perturbations, genes); control; seed; model_digest; n_folds
+
+A predicted profile is the mean of the start controls, weighted by the strata of the measured cells, and the change.
+
+Legend: U units (a perturbation and its dose), G genes.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import anndata as ad
 import numpy as np
+import pandas as pd
 
+from cellmill.config.corpus import IS_CONTROL
 from cellmill.config.evaluate import PerturbationConfig
-from cellmill.evaluate.change_scores import METRICS, change_scores
-from cellmill.evaluate.held_out_units import (
+from cellmill.data.inputs.h5 import create_h5, write_anndata
+from cellmill.evaluate.scores import ScoreColumn, against_best, differences, is_own, kind_of, table_rows
+from cellmill.evaluate.task import Context, TaskResult
+from cellmill.evaluate.tasks.changes import (
     Fold,
+    Profiles,
     Units,
+    controlled_role,
     find_units,
     folds_of,
     genes_of,
     predictions,
+    read_profiles,
     scored_units,
     strata_of,
+    without_changes,
 )
-from cellmill.evaluate.perturbed import Profiles, controlled_role, read_profiles, without_changes
-from cellmill.evaluate.score_table import ScoreColumn, against_best, differences, is_own, table_rows
-from cellmill.evaluate.task import Context, TaskResult
+
+METRICS: Mapping[str, str] = {
+    "Pearson": "Pearson of the change",
+    "discrimination": "discrimination",
+    "direction": "direction of the top genes",
+    "MAE": "mean absolute error",
+}
+"""Heading of each metric, and its name in words; of MAE alone, lower is better."""
+
+
+def change_scores(
+    predicted: np.ndarray, seen: np.ndarray, perturbed: np.ndarray, top_genes: int
+) -> dict[str, np.ndarray]:
+    """Scores of each unit by metric, (units,) float64; NaN where one is not defined.
+
+    Parameters
+    ----------
+    predicted, seen
+        Changes, `(units, genes)`, of units that are tested together.
+    perturbed
+        `(units, genes)` bool: genes that the unit perturbs.
+    top_genes
+        Number of genes of largest seen change whose direction counts.
+
+    Notes
+    -----
+    Pearson is not defined for a constant prediction, nor are directions where nothing is predicted to change.
+    Discrimination is 1 if the prediction is nearer (in mean absolute difference) to the unit's own seen change than to
+    that of any other unit, 0 if farther, and the share of the others that are farther between (Wu et al. 2024,
+    PerturBench; ties count half). It is not defined for a single unit.
+    """
+    scores = {metric: np.full(len(seen), np.nan) for metric in METRICS}
+    for unit, (own, change, left_out) in enumerate(zip(predicted, seen, perturbed)):
+        x, y, every = own[~left_out], change[~left_out], seen[:, ~left_out]
+        scores["MAE"][unit] = np.abs(x - y).mean()
+        if not x.any():
+            continue
+        if x.std() > 0 and y.std() > 0:
+            scores["Pearson"][unit] = np.corrcoef(x, y)[0, 1]
+        top = np.argsort(-np.abs(y), kind="stable")[:top_genes]
+        scores["direction"][unit] = (np.sign(x[top]) == np.sign(y[top])).mean()
+        if len(seen) > 1:
+            distances = np.abs(every - x).mean(1)
+            others = np.delete(distances, unit) - distances[unit]
+            scores["discrimination"][unit] = (others > 0).mean() + (others == 0).mean() / 2
+    return scores
+
+
+ABOUT_CHANGES = "cellmill_changes"  # key in uns
+GROUPS = ("start control", "measured control", "measured")
+
+
+@dataclass(frozen=True)
+class PredictedChanges:
+    """Of the tested units of one dataset."""
+
+    names: list[str]  # (U,)
+    by_method: Mapping[str, np.ndarray]  # (U, G) float64
+    unit: np.ndarray  # (cells,) int64: tested unit of a cell that changes are measured from; -1 of other cells
+    n_folds: int
+
+
+def write_changes(
+    path: Path, context: Context, profiles: Profiles, changes: PredictedChanges, model_digest: str
+) -> ad.AnnData:
+    """Write the file and return its content. Atomic; OSError names `path`."""
+    group = np.where(changes.unit >= 0, 2, np.where(profiles.stratum >= 0, profiles.half, -1))
+    cells = np.flatnonzero(group >= 0)
+    column = context.roles[controlled_role(context)]
+    control = str(column[context.roles[IS_CONTROL].fillna(False).to_numpy(bool)].iloc[0])
+    names = np.array([*changes.names, control], object)  # unit -1 takes the last
+    obs = pd.DataFrame(
+        {
+            "group": pd.Categorical.from_codes(group[cells], list(GROUPS)),
+            "perturbation": pd.Categorical(names[changes.unit[cells]]),
+            "stratum": profiles.stratum[cells],
+        },
+        index=context.reader.obs.index[cells],
+    )
+    vocabulary = context.model.vocabulary
+    symbols, ids = ([of[row] for row in profiles.genes] for of in (vocabulary.symbols, vocabulary.gene_ids))
+    about = {
+        "perturbations": np.array(changes.names, object),
+        "methods": np.array([*changes.by_method], object),
+        "kinds": np.array([kind_of(name) for name in changes.by_method], object),
+        "changes": np.stack([*changes.by_method.values()]).astype(np.float32),
+        "control": control,
+        "seed": context.options.seed,
+        "model_digest": model_digest,
+        "n_folds": changes.n_folds,
+    }
+    made = ad.AnnData(
+        profiles.expression[cells], obs, pd.DataFrame({"symbol": symbols}, index=ids), uns={ABOUT_CHANGES: about}
+    )
+    with create_h5(path) as file:
+        write_anndata(file, made)
+    return made
+
 
 CEILING = "split halves"
 

@@ -1,6 +1,12 @@
 """Task `reconstruct`: the training objective on the evaluated cells, against gene statistics of training cells.
 
 Masks are keyed by cell and position, so they are the same in every evaluation.
+
+Task `throughput`: time and memory of stage `embed` on the dataset, as that stage measured them.
+
+The seconds are those of reading, tokenizing and embedding all cells, without the start of Python. Memory is the peak of
+the device, or without a GPU that of the whole process, libraries included. Another load of the machine gives other
+numbers.
 """
 
 from dataclasses import replace
@@ -11,15 +17,16 @@ import torch
 
 from cellmill.config.evaluate import ReconstructConfig
 from cellmill.config.load import check_options
-from cellmill.config.objective import ObjectiveConfig
-from cellmill.data.genes import match_columns
-from cellmill.data.level_table import values_of_columns
-from cellmill.data.tokens import split_batch
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.tasks import ThroughputConfig
+from cellmill.data.genes.names import match_columns
+from cellmill.data.shards.obs import values_of_columns
+from cellmill.data.stream.batch import split_batch
 from cellmill.errors import ConfigError
 from cellmill.evaluate.embed import ROW_BLOCK, inference, levels_of, tokens_of
+from cellmill.evaluate.labels import count_labels
 from cellmill.evaluate.predict import classifiers_of, temperature_of
 from cellmill.evaluate.task import TOKEN_BUDGET, Context, EvaluatedModel, TaskResult
-from cellmill.evaluate.unknown_labels import count_labels
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import spec_of
@@ -103,3 +110,17 @@ def _unknown_labels(context: Context, objective: Objective, cells: np.ndarray) -
 def _array(tensor: torch.Tensor) -> np.ndarray:
     """A tensor for numpy, which has no bfloat16."""
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
+
+
+class Throughput:
+    def __init__(self, config: ThroughputConfig) -> None:
+        self.config = config
+
+    def run(self, context: Context) -> TaskResult:
+        """One row; skipped for an embedding of an earlier version."""
+        cost = context.embedding_cost
+        if cost is None:
+            return TaskResult(skipped="the embedding has no measured seconds; run embed again")
+        row = {"name": "embed", "kind": "model", "cells": context.reader.n_obs, "seconds": cost["seconds"]}
+        row |= {"cells per s": context.reader.n_obs / cost["seconds"], "peak memory, GB": cost["peak_gb"]}
+        return TaskResult([row])

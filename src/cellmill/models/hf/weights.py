@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from cellmill.config.parts.families import HfConfig, model_folder
 from cellmill.errors import DataError
 from cellmill.files import read_json, require_file
-from cellmill.models.hf.config import HfConfig, model_folder
 from cellmill.models.initial import STD, Fill, normal, ones, zeros
 
 WEIGHTS, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"

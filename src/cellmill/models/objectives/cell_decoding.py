@@ -23,21 +23,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cellmill.config.tokens import SPECIAL, Tokens
-from cellmill.data.tokens import Tokenizer
-from cellmill.models.batch import TensorBatch
-from cellmill.models.encoder_batch import EncoderBatch, whole
+from cellmill.config.parts.objectives import CellDecodingConfig, DenoiseConfig, PerturbationResponseConfig
+from cellmill.config.parts.tokens import SPECIAL, Tokens
+from cellmill.data.stream.batch import Tokenizer
+from cellmill.models.batch import EncoderBatch, TensorBatch, whole
 from cellmill.models.initial import Fill, with_std, zeros
-from cellmill.models.objective import GeneStatistics, Objective
-from cellmill.models.objectives.batch_terms import Adversary, LevelTerms
-from cellmill.models.objectives.decoding_config import CellDecodingConfig, DenoiseConfig
-from cellmill.models.objectives.response_config import PerturbationResponseConfig
-from cellmill.models.objectives.vicreg import vicreg
+from cellmill.models.objective import GeneStatistics, Objective, RowShare
+from cellmill.models.objectives.terms import Adversary, LevelTerms, vicreg
 from cellmill.models.objectives.views import ViewBatch, draw_view
-from cellmill.models.row_share import RowShare
 from cellmill.parallel.cpu_matmul import Linear
-from cellmill.parallel.cross_entropy import profile_loss
-from cellmill.parallel.negative_binomial import nb_loss
+from cellmill.parallel.likelihoods import nb_loss, profile_loss
 from cellmill.parallel.vocab_parallel import token_logits
 from cellmill.runs.verdict import Verdict, compare
 

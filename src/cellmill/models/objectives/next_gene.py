@@ -22,15 +22,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cellmill.config.tokens import SPECIAL
-from cellmill.data.gene_ranking import rank_buckets
-from cellmill.models.batch import PAD_TOKEN, TensorBatch, positions
-from cellmill.models.encoder_batch import EncoderBatch, whole
+from cellmill.config.parts.objectives import NextGeneConfig
+from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.arrays import rank_buckets
+from cellmill.models.batch import PAD_TOKEN, EncoderBatch, TensorBatch, positions, whole
 from cellmill.models.initial import STD, Fill, normal, zeros
 from cellmill.models.objective import GeneStatistics, Objective
-from cellmill.models.objectives.config import NextGeneConfig
 from cellmill.parallel.cpu_matmul import Linear
-from cellmill.parallel.cross_entropy import token_loss
+from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 from cellmill.runs.verdict import Verdict, compare
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from cellmill.config.tokens import SPECIAL
-from cellmill.data.obs_levels import MISSING
+from cellmill.config.parts.objectives import PerturbationResponseConfig
+from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.shards.index import MISSING
 from cellmill.models.batch import PAD_TOKEN, TensorBatch
 from cellmill.models.initial import with_std
-from cellmill.models.objectives.batch_terms import LevelTerms
 from cellmill.models.objectives.cell_decoding import CellDecoding, DecodingBatch
-from cellmill.models.objectives.response_config import PerturbationResponseConfig
+from cellmill.models.objectives.terms import LevelTerms
 from cellmill.models.objectives.views import ViewBatch
 from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits

@@ -15,16 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from cellmill.config.objective import ObjectiveConfig
-from cellmill.config.tokens import Tokens
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.objectives import SumConfig
+from cellmill.config.parts.tokens import Tokens
 from cellmill.errors import ConfigError
-from cellmill.models.batch import TensorBatch
-from cellmill.models.encoder_batch import EncoderBatch
+from cellmill.models.batch import EncoderBatch, TensorBatch
 from cellmill.models.initial import Fill
-from cellmill.models.objective import GeneStatistics, Objective
-from cellmill.models.objectives.sum_config import SumConfig
+from cellmill.models.objective import GeneStatistics, Objective, RowShare
 from cellmill.models.objectives.views import first_views
-from cellmill.models.row_share import RowShare
 from cellmill.runs.verdict import Verdict
 
 SHARED = [field.name for field in fields(EncoderBatch)]

@@ -22,13 +22,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from cellmill.config.tokens import SPECIAL
-from cellmill.data.tokens import Tokenizer
+from cellmill.config.parts.objectives import (
+    CellDecodingConfig,
+    DenoiseConfig,
+    HiddenShareConfig,
+    PerturbationResponseConfig,
+)
+from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.stream.batch import Tokenizer
 from cellmill.models.batch import TensorBatch, positions
 from cellmill.models.counter_rng import keyed_bits
-from cellmill.models.objectives.config import HiddenShareConfig
-from cellmill.models.objectives.decoding_config import CellDecodingConfig, DenoiseConfig
-from cellmill.models.objectives.response_config import PerturbationResponseConfig
 
 SHARE, HIDE, DROP_SHARE = 2, 3, 4  # last keys of the draws: of a cell's shares, and of what is hidden
 

@@ -16,19 +16,24 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from cellmill.config.family import FamilyConfig
 from cellmill.config.load import check_options
-from cellmill.config.objective import ObjectiveConfig
-from cellmill.config.post_norm import PostNormConfig
-from cellmill.config.tokens import SPECIAL, Tokens
-from cellmill.data.gene_tables import gene_symbols
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.family import FamilyConfig, PostNormConfig
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.tokens import SPECIAL, Tokens
+from cellmill.data.genes.tables import gene_symbols
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import sha256_file
 from cellmill.models.build import ModelSpec
-from cellmill.models.published.model_folder import write_model
-from cellmill.models.published.pickles import read_numbers
-from cellmill.models.published.tensors import check_tokens, joined_heads, read_mapping, read_weights, require
+from cellmill.models.published.files import (
+    check_tokens,
+    joined_heads,
+    read_mapping,
+    read_numbers,
+    read_weights,
+    require,
+    write_model,
+)
 
 HEAD = "cls.predictions."
 SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # medians that we can store

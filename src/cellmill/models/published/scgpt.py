@@ -17,17 +17,16 @@ import numpy as np
 import pandas as pd
 import torch
 
-from cellmill.config.family import FamilyConfig
 from cellmill.config.load import check_options
-from cellmill.config.objective import ObjectiveConfig
-from cellmill.config.tokens import Tokens
-from cellmill.data.genes import map_genes
-from cellmill.data.vocabulary import Vocabulary
+from cellmill.config.parts.family import FamilyConfig
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.tokens import Tokens
+from cellmill.data.genes.names import map_genes
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import sha256_file
 from cellmill.models.build import ModelSpec
-from cellmill.models.published.model_folder import write_model
-from cellmill.models.published.tensors import check_tokens, joined_heads, read_mapping, read_weights, require
+from cellmill.models.published.files import check_tokens, joined_heads, read_mapping, read_weights, require, write_model
 
 LAYER = {"norm1": "attention_norm", "linear1": "up", "linear2": "down", "norm2": "ffn_norm"}
 """Modules of a layer of scGPT, and ours."""

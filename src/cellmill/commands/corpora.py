@@ -1,0 +1,121 @@
+"""convert: cells that other tools keep in formats of their own, as .h5ad for the table of datasets and `embed`.
+
+archive: shards of a corpus in a fraction of their size, for keeping.
+
+unarchive: shards as they were before `archive`, byte for byte.
+
+plan_corpus: jobs, hours, memory, files and bytes of making a corpus, before any of it is made.
+"""
+
+from pathlib import Path
+
+from cellmill.config.datasets import is_url
+from cellmill.config.load import load_config
+from cellmill.data.inputs.formats import open_dataset
+from cellmill.data.inputs.h5 import count_dtype, write_cells
+from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.inputs.soma import open_query
+from cellmill.data.prepare.scmodelforge import open_shard_folder
+from cellmill.data.prepare.token_dataset import convert_tokens
+from cellmill.data.shards.archive import archive_shards, restore_shards
+from cellmill.data.shards.manifest import Manifest
+from cellmill.errors import ConfigError, DataError, did_you_mean
+from cellmill.models.published.geneformer import read_dictionaries
+from cellmill.planner.work import StageCost, corpus_cost
+
+
+def convert(
+    *,
+    kind: str,
+    input: Path | str,
+    out: Path,
+    dictionaries: Path | None = None,
+    genes: Path | None = None,
+    counts: str = "X",
+    value_filter: str | None = None,
+) -> None:
+    """Write the cells of `input`, a folder of the format `kind`, to `out`. Raises DataError if it is another.
+
+    The `input` of a census may be a URI; of its cells those are read that fulfil `value_filter`.
+    """
+    if "://" not in str(input) and not Path(input).is_dir():
+        raise DataError(f"{input}: no such folder")
+    if out.suffix != ".h5ad":
+        raise ConfigError(f"{out}: expected a name that ends in .h5ad")
+    if kind == "geneformer":
+        assert dictionaries is not None
+        tokens, vocabulary = read_dictionaries(dictionaries)
+        numbers = {name: int(token) for name, token in tokens.items()}
+        print(convert_tokens(Path(input), numbers, vocabulary, out), flush=True)
+        return
+    if kind == "census":
+        uri = str(input) if "://" in str(input) else Path(input).absolute().as_uri()
+        source = open_query(uri, Path(input), counts, value_filter)
+    else:
+        assert genes is not None
+        source = open_shard_folder(Path(input), genes)
+    with CountsReader(source) as reader:
+        n_values = largest = 0
+        for block in reader.rows():
+            n_values, largest = n_values + block.nnz, max(largest, int(block.data.max(initial=0)))
+        write_cells(out, reader.obs, reader.var, reader.rows(), n_values, count_dtype(largest))
+        reader.warn_if_rounded()
+        print(f"{out}: {reader.n_obs:,} cells x {reader.n_vars:,} genes, {n_values:,} counts", flush=True)
+
+
+def archive(*, manifest: Path, out: Path) -> None:
+    """Archive the shards of `manifest` in the folder `out`; goes on where a killed command ended."""
+    shards = Manifest.read(manifest)
+    archived = archive_shards(shards, out)
+    stored = sum(shards.shard_path(file).stat().st_size for split in shards.splits.values() for file in split.files)
+    as_float = max(1, sum(8 * split.nnz for split in shards.splits.values()))
+    print(
+        f"{out}: {archived / 1e9:.3f} GB of {stored / 1e9:.3f} GB of shards, {archived / as_float:.2f} of float32; "
+        f"get them back with `cellmill unarchive --archive {out} --out FOLDER`"
+    )
+
+
+def unarchive(*, archive: Path, out: Path) -> None:
+    """Restore the shards of the folder `archive` in `out`; goes on where a killed command ended."""
+    n = restore_shards(Manifest.read(archive / "manifest.json"), out)
+    print(f"{out}: {n:,} files, each with the SHA-256 of the manifest")
+
+
+def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell: int) -> None:
+    """Print the plan of a corpus of the configuration, with the cells of its files, or `cells` in even files."""
+    pipeline = load_config(config)
+    if corpus not in pipeline.corpora:
+        raise ConfigError(f"{config}: no corpus {corpus!r}; {did_you_mean(corpus, list(pipeline.corpora))}")
+    options, datasets = pipeline.corpora[corpus], pipeline.datasets(corpus)
+    datasets = {name: datasets[name] for name in options.datasets or datasets}
+    if cells is None:
+        sizes = [_cells_of(dataset.path, dataset.counts) for dataset in datasets.values()]
+    else:
+        sizes = [cells // len(datasets) + (i < cells % len(datasets)) for i in range(len(datasets))]
+    print(
+        f"{corpus}: {sum(sizes):,} cells of {genes_per_cell:,} genes in {len(sizes):,} files, by costs measured once "
+        "on another machine, without waiting for disks:"
+    )
+    costs = corpus_cost(sizes, genes_per_cell, options.preprocess, options.shard)
+    print(f"{'stage':<12}{'jobs':>7}{'h a job':>10}{'CPU h':>10}{'GB a job':>10}{'files':>9}{'GB disk':>11}")
+    for cost in costs:
+        print(_line(cost))
+    print(
+        f"in turn {sum(cost.hours for cost in costs):,.2f} h, {sum(cost.cpu_hours for cost in costs):,.2f} CPU h, "
+        f"{sum(cost.files for cost in costs):,} files, {sum(cost.gigabytes for cost in costs):,.1f} GB; training and "
+        "embedding: `cellmill plan`"
+    )
+
+
+def _cells_of(path: str, counts: str) -> int:
+    if is_url(path):
+        raise ConfigError(f"{path}: its cells are not known before it is fetched; give --cells")
+    with open_dataset(Path(path), counts) as reader:
+        return reader.n_obs
+
+
+def _line(cost: StageCost) -> str:
+    return (
+        f"{cost.stage:<12}{cost.jobs:>7,}{cost.hours:>10,.2f}{cost.cpu_hours:>10,.2f}{cost.rss_gb:>10,.1f}"
+        f"{cost.files:>9,}{cost.gigabytes:>11,.1f}"
+    )

@@ -1,0 +1,263 @@
+"""attach: follows the log of a run's job until it ends, beside a launcher that may follow it too.
+
+Takes no lock and changes no file. Ctrl-C ends the following, never the job.
+
+logs: the output of a run's latest training, from its job or on this machine.
+
+cancel: ends a run wherever it runs, and waits until it has ended with its state saved.
+
+follow: sends a run to a tracker, while it trains or after the fact; from a machine that has a network.
+
+Sends what the tracker does not have yet, under the run id of earlier sendings, and files that were written since, such
+as the evaluation and the report. Changes nothing of the training.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from cellmill.commands.status import living_jobs, train_folder, train_log
+from cellmill.config.load import stored_options
+from cellmill.config.parts.trackers import TrackerConfig
+from cellmill.config.plugin import Plugin, by_name, in_one_line
+from cellmill.errors import Stopped, UserError
+from cellmill.files import read_json
+from cellmill.launch.follow import TICK_S, JobFollower, Tail, cancel_job, save_job, say, settle
+from cellmill.launch.queue import Queue, QueuedJob
+from cellmill.runs.cost import read_local
+from cellmill.runs.folder import TrainFolder
+from cellmill.runs.jobs import CANCELLED, JobRecord, Jobs, JobState
+from cellmill.runs.lock import Holder, holder_of
+from cellmill.runs.progress import TAIL_BYTES
+from cellmill.track.follow import POLL_S, Follower, without_secrets
+
+SLOWEST_POLL_S = 10.0  # for a job that is followed for long
+SETTLE_S = 10  # how long a shared folder may take to show what a node wrote
+
+
+def attach(*, run: str, results: Path) -> None:
+    """Follow the job of `run`. Raises Stopped if it stopped with its state saved, UserError if it failed or if nothing
+    is running."""
+    train = train_folder(results, run)
+    queue, holder = Queue(TICK_S), holder_of(train)
+    if holder is not None and not holder.follows:  # then no job of this run is alive
+        what, follow_it = "the training", partial(_follow_local, train, holder, train_log(results, run))
+    elif (job := next(iter(living_jobs(train, queue)), None)) is not None:
+        what, follow_it = f"job {job.job_id}", partial(_follow_job, train, job, queue)
+    else:
+        raise UserError(f"{run}: no job is queued or running, and no training runs on this machine")
+    try:
+        end_state = follow_it()
+    except KeyboardInterrupt:
+        print(f"\nno longer following; {what} goes on")
+        return
+    _report_end(train, what, end_state)
+
+
+def follow_run(tail: Tail, alive: Callable[[], bool]) -> None:
+    """Print what is appended to a log as long as `alive`, and what came with the end."""
+    while alive():
+        tail.read()
+        time.sleep(TICK_S)
+    tail.read()
+
+
+def _last_lines(log: Path) -> Tail:
+    """The log from its last lines on."""
+    tail = Tail(log)
+    if log.exists() and log.stat().st_size > TAIL_BYTES:
+        with open(log, "rb") as file:
+            file.seek(-TAIL_BYTES, 2)
+            file.readline()  # incomplete
+            tail.position = file.tell()
+    return tail
+
+
+def _follow_job(train: Path, job: QueuedJob, queue: Queue) -> str:
+    """Follow a job to its end; return its final state."""
+    jobs = Jobs(train)
+    record = jobs.record(job.job_id, job.name)
+    folder = record.path if record is not None else jobs.folder(job.name)
+    if folder is None:
+        raise UserError(f"job {job.job_id} has the name {job.name}, but its folder is missing: there is no log")
+    log = folder / f"{job.job_id}_0_log.out"
+    say(f"following job {job.job_id}, its log: {log}; Ctrl-C ends only the following")
+    follower = JobFollower(job.job_id, job.name, queue, _last_lines(log), slowest_poll_s=SLOWEST_POLL_S)
+    follow_run(follower.tail, follower.alive)
+    return follower.state.name
+
+
+def _follow_local(train: Path, holder: Holder, log: Path) -> str:
+    if not log.exists():
+        raise UserError(f"trained by {holder.text}, which prints where it was started: {log} does not exist")
+    say(f"following {holder.text}, its log: {log}; Ctrl-C ends only the following")
+    follow_run(_last_lines(log), lambda: holder_of(train) is not None)
+    return ""
+
+
+def _report_end(train: Path, what: str, end_state: str) -> None:
+    """Print how the training ended. Raises Stopped or UserError if the run is not done."""
+    ended = f"{what} ended{f' with {end_state}' if end_state else ''}"
+    folder = TrainFolder(train)
+    newest = Jobs(train).newest()
+    error = newest.error if end_state and newest is not None else None
+    if end_state == "COMPLETED" and not error:
+        settle(lambda: folder.state() in ("done", "stopped"), train, SETTLE_S, time.sleep)
+    if folder.state() == "done":
+        print(f"{ended}: the training is done")
+        return
+    saved = folder.saved_step()
+    if error:
+        raise UserError(f"{ended}: {error}")
+    if folder.state() == "stopped" or end_state in ("", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL"):
+        raise Stopped(f"{ended}; saved at step {saved}")
+    raise UserError(f"{ended}; saved at step {saved}; `cellmill logs {train.parent.name}` shows its output")
+
+
+LAUNCHER_S = 15  # how long a launcher may take to notice that its job was cancelled, and to end
+SAVE_S = 600  # how long a training on this machine may take to save
+LOOK_EVERY_S = 0.2
+
+
+def cancel(*, run: str, results: Path) -> None:
+    """Cancel the job of `run`, or end its training on this machine. Raises UserError if it cannot."""
+    train = train_folder(results, run)
+    holder = holder_of(train)
+    if holder is None or holder.follows:  # otherwise no job of this run is alive
+        ended, holder = _cancel_jobs(train), holder_of(train)
+    else:
+        ended = []
+    if holder is not None and not ended:  # a training here, or a launcher that is about to submit
+        ended = [_end_process(train, holder)]
+    if not ended:
+        print(f"{run}: no job is queued or running, and no training runs on this machine")
+        return
+    print(f"{' and '.join(ended)}; saved at step {TrainFolder(train).saved_step()}; train goes on from there")
+
+
+def _cancel_jobs(train: Path) -> list[str]:
+    """Cancel the run's jobs; return a line for each."""
+    done, jobs = list[str](), Jobs(train)
+    while living := living_jobs(train, Queue(1.0)):  # its launcher may just have submitted the next one
+        for job in living:
+            print(f"cancelling job {job.job_id}", flush=True)
+            if (folder := jobs.folder(job.name)) is not None:
+                (folder / CANCELLED).touch()  # so that its launcher submits no other
+            state = _save_and_cancel(job, jobs.record(job.job_id, job.name))
+            # a launcher that still follows records the end itself
+            record = jobs.record(job.job_id, job.name) if _is_released(train, LAUNCHER_S) else None
+            if record is not None and record.ended_at is None:
+                record.now(state.name, state.reason, ended=True)
+            done.append(f"cancelled job {job.job_id}")
+    return done
+
+
+def _save_and_cancel(job: QueuedJob, record: JobRecord | None) -> JobState:
+    with suppress(KeyboardInterrupt):
+        save_job(job.job_id, job.name, SAVE_S if record is None else record.save_within_s)
+    return cancel_job(job.job_id, job.name)
+
+
+def _is_released(train: Path, within_s: float) -> bool:
+    """Wait for the run's lock to be released; True if it is free."""
+    deadline = time.monotonic() + within_s
+    while holder_of(train) is not None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(LOOK_EVERY_S)
+    return True
+
+
+def _end_process(train: Path, holder: Holder) -> str:
+    """Ask the lock's holder to save and end, and wait until it has; return a line about it."""
+    if not holder.holds(train / "lock"):
+        here = holder.host == os.uname().nodename
+        remedy = "it has passed the lock on; end its processes" if here else f"run cellmill cancel on {holder.host}"
+        raise UserError(f"{train}: trained by {holder.text}: {remedy}")
+    print(f"asking {holder.text} to save and end", flush=True)
+    try:
+        os.kill(holder.pid, signal.SIGTERM)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        raise UserError(f"{train}: trained by {holder.text}, which you may not signal") from None
+    if not _is_released(train, SAVE_S):
+        raise UserError(f"{holder.text} was asked to end {SAVE_S // 60} min ago and has not ended")
+    return f"ended process {holder.pid}"
+
+
+QUEUE_S = 10.0  # between queries of jobs
+
+
+def follow(*, run: str, to: str, results: Path) -> None:
+    """Send `run` to the tracker called `to` until it has ended. Raises UserError if the tracker fails."""
+    train = train_folder(results, run)
+    follower = Follower(train, options_of(train, to))
+    try:
+        follower.follow(partial(_ended, train, Queue(POLL_S)))
+    except KeyboardInterrupt:
+        print(f"\nno longer sending {run}; the same command goes on")
+    except UserError:
+        raise
+    except Exception as error:  # of the tracker's library
+        if isinstance(error, OSError) and error.filename is not None:  # of a file, and no ConnectionError
+            raise
+        raise UserError(without_secrets(f"tracker {to!r}: {in_one_line(error)}; the same command goes on")) from error
+    print(f"{run}: sent {follower.n_lines} lines and {follower.n_artifacts} files to {to}")
+
+
+def options_of(train: Path, name: str) -> Plugin:
+    """Options of the tracker as the run was started with, or its defaults. Raises UserError for an unknown name."""
+    options = stored_options(read_json(train / "run.json")["options"], str(train / "run.json"))
+    if name in options.track.to:
+        return options.track.to[name]
+    try:
+        chosen: Plugin = by_name(TrackerConfig, {name: None})[name]
+    except ValueError as error:
+        raise UserError(f"--to {error}") from None
+    return chosen
+
+
+def _ended(train: Path, queue: Queue) -> str:
+    """The status of a training that has ended; empty, after a moment, while it is queued or runs."""
+    if holder_of(train) is not None:
+        time.sleep(POLL_S)
+        return ""
+    if living_jobs(train, queue):  # whose launcher left it
+        time.sleep(QUEUE_S)
+        return ""
+    state = TrainFolder(train).state()
+    return {"done": "done", "stopped": "stopped"}.get(state, "failed")
+
+
+def logs(*, run: str, results: Path, follow: bool) -> None:
+    """Print the log of `run`; with `follow` also what is appended while it runs. Raises UserError without a log."""
+    train, printed = train_folder(results, run), train_log(results, run)
+    newest, local = Jobs(train).newest(), read_local(train)
+    if newest is not None and local and local[-1]["started_at"] > newest.submitted_at:
+        newest = None
+    holder = holder_of(train)
+    try:
+        if follow and holder is not None and not holder.follows:
+            follow_run(Tail(printed), lambda: holder_of(train) is not None)
+        elif follow and newest is not None:
+            tail, rarely = Tail(newest.log), SLOWEST_POLL_S
+            follower = JobFollower(newest.job_id, newest.name, Queue(TICK_S), tail, slowest_poll_s=rarely)
+            follow_run(tail, follower.alive)
+        elif newest is not None and newest.log.exists():
+            Tail(newest.log).read()
+        elif printed.exists():  # of a training here or in an allocation, or of the launcher of a waiting job
+            Tail(printed).read()
+        elif newest is not None:
+            raise UserError(f"{run}: job {newest.job_id} ({newest.state}) has no log yet; it will be {newest.log}")
+        else:
+            raise UserError(f"{run}: no log: it has no job, and {printed} does not exist")
+    except KeyboardInterrupt:
+        return
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,243 @@
+"""Rows of a tab-separated table, read so that no row can vanish, and names that options can refer to.
+
+A row is one line: a quote that is not closed on its line, which the csv module would read on through the rows below, is
+an error. The csv module and not pandas, which takes a second to import.
+
+URLs of inputs: told apart from paths, and redacted for logs.
+
+A label map: a tab-separated file with the columns `from` and `to`, which renames labels of a dataset. Torch-free.
+
+Filters of cells: conditions on obs columns in the language of `pandas.DataFrame.query`, checked without pandas.
+
+Comparisons of columns with texts, numbers and lists, joined by and, or, not. Nothing else passes: no attribute, call,
+index or `@`, with which pandas would run a user's text as Python. pandas gets the condition written anew, with columns
+as c0, c1, ... (`data/prepare/obs.py`).
+"""
+
+import ast
+import csv
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import parse_qsl, urlsplit
+
+import yaml
+
+from cellmill.errors import ConfigError, did_you_mean
+from cellmill.files import special_kind
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"  # name of a corpus, run or dataset, which is part of a path
+MAX_NAME = 100  # characters; names of a corpus and a dataset are in one file name, whose limit is 255
+
+
+def check_name(name: str) -> str:
+    """Return the name of a corpus, run or dataset. Raises ValueError for one that no path or option can have."""
+    if len(name) > MAX_NAME:
+        raise ValueError(f"expected a name of at most {MAX_NAME} characters, got {len(name)}: {name[:20]}...")
+    if not re.fullmatch(NAME, name):
+        wrong = next((character for character in name if not re.fullmatch(r"[A-Za-z0-9_.-]", character)), name[:1])
+        fault = "names a folder" if "/" in name or name in ("", ".", "..") else f"has {wrong!r}"
+        where = " at its beginning" if wrong in ("_", ".", "-") and not fault.startswith("names") else ""
+        raise ValueError(f"{name!r} {fault}{where}; use letters, digits, '_', '.' and '-'")
+    if not isinstance(read := yaml.safe_load(name), str):
+        read = "nothing" if read is None else f"{read}"
+        raise ValueError(f"the name {name} is {read} in YAML, so no option could give it; add a letter to it")
+    return name
+
+
+def read_rows(
+    table: Path, known: Sequence[str], what: str = "the table of datasets", required: Sequence[str] = ()
+) -> list[tuple[int, dict[str, str]]]:
+    """Line number and filled cells of each row. Raises ConfigError naming the line.
+
+    Empty lines are skipped. `known` are the columns that a table may have, `required` those that it must have.
+    """
+    if (kind := special_kind(table)) is not None:  # opening a FIFO would wait without end
+        raise ConfigError(f"{table}: expected {what}, got a {kind}")
+    try:
+        lines = table.read_text(encoding="utf-8-sig").split("\n")  # Excel writes a byte-order mark
+    except OSError as error:
+        raise ConfigError(f"{table}: {error.strerror}; expected {what}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{table}: not UTF-8 text; save it as tab-separated UTF-8") from None
+    header, *rows = [_cells(table, number, line) for number, line in enumerate(lines, start=1)]
+    while header and not header[-1].strip():  # spreadsheets save empty columns behind the others
+        header.pop()
+    if "" in map(str.strip, header):
+        raise ConfigError(f"{table}: column {header.index('') + 1} of the header has no name; name or remove it")
+    if unknown := [name for name in header if name not in known]:
+        raise ConfigError(f"{table}: unknown column {unknown[0][:80]!r}; {did_you_mean(unknown[0], known)}")
+    if twice := [name for name in header if header.count(name) > 1]:
+        raise ConfigError(f"{table}: two columns are called {twice[0]!r}; remove one")
+    if lacking := [name for name in required if name not in header]:
+        raise ConfigError(f"{table}: expected the columns {', '.join(required)}, got no {lacking[0]!r}; add it")
+    filled = []
+    for number, cells in enumerate(rows, start=2):
+        if any(cells[len(header) :]):
+            raise ConfigError(f"{table}, line {number}: more fields than columns in the header")
+        if row := {name: cell for name, cell in zip(header, cells) if cell}:
+            filled.append((number, row))
+    return filled
+
+
+def _cells(table: Path, number: int, line: str) -> list[str]:
+    if "\0" in line:
+        raise ConfigError(f"{table}, line {number}: a NUL character; save the table as tab-separated UTF-8")
+    try:
+        return next(csv.reader([line.removesuffix("\r")], delimiter="\t", strict=True), [])
+    except csv.Error as error:
+        if "field limit" in str(error):
+            reason = f"a cell of more than {csv.field_size_limit():,} characters; shorten it"
+        else:
+            reason = f'a cell begins with " and does not end with it ({error}); remove the quote, or close it'
+        raise ConfigError(f"{table}, line {number}: {reason}") from None
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_SECRET = re.compile(
+    r"(signature|token|secret|passw|credential|api_?key|access_?key|bearer|hmac|^auth|^(sig|key|pwd|jwt)$)", re.I
+)
+
+
+def is_url(text: str) -> bool:
+    """True if an input is a URL, such as `s3://bucket/cells.h5ad`."""
+    return _URL.match(text) is not None
+
+
+def input_path(text: str) -> Path | str:
+    """A URL as it is, anything else as a path, which would lose a slash of `s3://`."""
+    return text if is_url(text) else Path(text)
+
+
+def redacted(url: str) -> str:
+    """The URL without user, password, query and fragment, for messages."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def check_url(url: str) -> None:
+    """Raise ConfigError for a URL that has credentials, which commands and logs would show, or chains protocols."""
+    parts = urlsplit(url)
+    named = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True) if _SECRET.search(name)]
+    user = parts.netloc.rpartition("@")[0]
+    is_container = parts.scheme in ("abfs", "abfss") and user and ":" not in user  # abfss://CONTAINER@ACCOUNT…
+    if (user and not is_container) or named:
+        where = f"parameter {named[0]}" if named else "a user before @"
+        raise ConfigError(
+            f"{redacted(url)}: has credentials ({where}), which logs would show; give them by the environment, as the "
+            "protocol's package reads them, and leave them out of the URL"
+        )
+    if "::" in url:
+        raise ConfigError(f"{redacted(url)}: chains protocols with '::'; expected one, as in s3://bucket/cells.h5ad")
+
+
+_PARTS = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|`([^`]+)`|([&|])""")
+_PLACEHOLDER = "__column_{}"
+_OPERATORS = {"&": " and ", "|": " or "}  # as pandas reads them
+EXAMPLE = """is_primary_data and assay == "10x 3' v3" """.strip()
+
+
+class ObsFilter(NamedTuple):
+    """A condition on the columns c0, c1, ..."""
+
+    expression: str
+    columns: tuple[str, ...]  # obs columns, in the order of their numbers
+
+
+def parse_filter(text: str) -> ObsFilter:
+    """The condition of a filter. Raises ValueError for anything but comparisons of obs columns."""
+    quoted: list[str] = []
+
+    def plain(match: re.Match[str]) -> str:
+        if match[1]:
+            return match[1]
+        if match[3]:
+            return _OPERATORS[match[3]]
+        quoted.append(match[2])
+        return _PLACEHOLDER.format(len(quoted) - 1)
+
+    try:
+        tree = ast.parse(_PARTS.sub(plain, text).strip(), mode="eval").body
+        columns: dict[str, int] = {}
+        names = {_PLACEHOLDER.format(i): name for i, name in enumerate(quoted)}
+        condition = _condition(tree, names, columns)
+        return ObsFilter(ast.unparse(condition), tuple(columns))
+    except SyntaxError as error:
+        raise ValueError(f"cannot be read ({error.msg}); expected a condition such as {EXAMPLE}") from None
+    except (RecursionError, MemoryError):
+        raise ValueError("is nested too deeply; shorten it") from None
+
+
+def _condition(node: ast.expr, names: dict[str, str], columns: dict[str, int]) -> ast.expr:
+    """The same condition over c0, c1, ...; adds its columns to `columns`."""
+    if isinstance(node, ast.BoolOp):
+        return ast.BoolOp(node.op, [_condition(value, names, columns) for value in node.values])
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.Invert):
+        return ast.UnaryOp(ast.Not(), _condition(node.operand, names, columns))
+    if isinstance(node, ast.Compare):
+        sides = [_side(side, names, columns) for side in (node.left, *node.comparators)]
+        for operator, left, right in zip(node.ops, sides, sides[1:]):
+            if isinstance(operator, ast.In | ast.NotIn) and not (
+                isinstance(left, ast.Name) and isinstance(right, ast.List)
+            ):
+                raise ValueError("expected a column before `in` and a list of values after it")
+        return ast.Compare(sides[0], node.ops, sides[1:])
+    if isinstance(node, ast.Name):
+        return _column(node, names, columns)
+    raise _not_allowed(node)
+
+
+def _side(node: ast.expr, names: dict[str, str], columns: dict[str, int]) -> ast.expr:
+    if isinstance(node, ast.Name):
+        return _column(node, names, columns)
+    if isinstance(node, ast.List | ast.Tuple):
+        return ast.List([_value(value) for value in node.elts], ast.Load())
+    return _value(node)
+
+
+def _column(node: ast.Name, names: dict[str, str], columns: dict[str, int]) -> ast.expr:
+    number = columns.setdefault(names.get(node.id, node.id), len(columns))
+    return ast.Name(f"c{number}", ast.Load())
+
+
+def _value(node: ast.expr) -> ast.expr:
+    sign = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
+    plain = node.operand if isinstance(node, ast.UnaryOp) and sign else node
+    if not isinstance(plain, ast.Constant) or not isinstance(plain.value, str | int | float):
+        raise _not_allowed(node)
+    if isinstance(plain.value, str):
+        if sign or "`" in plain.value:
+            raise _not_allowed(node)
+        return plain
+    return node
+
+
+def _not_allowed(node: ast.expr) -> ValueError:
+    return ValueError(
+        f"has {ast.unparse(node)[:60]!r}; expected comparisons of obs columns with texts, numbers and lists, joined by "
+        f"and, or, not, such as {EXAMPLE}"
+    )
+
+
+class MappedLabel(NamedTuple):
+    """One line of the file."""
+
+    line: int
+    to: str | None  # None: cells of the label have none
+
+
+def read_label_map(path: Path) -> dict[str, MappedLabel]:
+    """Lines of a label map by `from`, in order. Raises ConfigError naming file and line."""
+    labels: dict[str, MappedLabel] = {}
+    for line, row in read_rows(path, ("from", "to"), "a label map", required=("from", "to")):
+        if "from" not in row:
+            raise ConfigError(f"{path}, line {line}: expected a label in column from, got none; fill it in")
+        if (label := row["from"]) in labels:
+            raise ConfigError(
+                f"{path}, line {line}: {label!r} is also in line {labels[label].line}; remove one of them"
+            )
+        labels[label] = MappedLabel(line, row.get("to"))
+    if not labels:
+        raise ConfigError(f"{path}: no labels; add a line with the columns from and to for each label to rename")
+    return labels

@@ -1,0 +1,1 @@
+"""Options of interchangeable parts, one file per kind."""

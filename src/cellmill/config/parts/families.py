@@ -1,0 +1,307 @@
+"""Options of the `encoder` family: a bidirectional transformer encoder over packed genes. Torch-free.
+
+Options of the `autoencoder` family: the encoder with a bottleneck. Torch-free.
+
+Options of the `autoregressive` family: a causal transformer over genes in rank order. Torch-free.
+
+Options of the `bert` family. Torch-free.
+
+Options of the `scgpt` family. Torch-free.
+
+Options of the `profile` family. Torch-free.
+
+Options of the `hf` family: a model of the transformers library, from a folder on this machine. Torch-free.
+
+The folder is read when the configuration is: `architecture` and `residue_ids` then hold all of it but the weights, so
+checkpoints and exported models need neither the folder nor a network.
+"""
+
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from cellmill.config.parts.family import FamilyConfig, GeneVectorsConfig, PostNormConfig, TransformerConfig
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.tokens import RESIDUES, Tokens
+
+
+class EncoderConfig(GeneVectorsConfig, TransformerConfig):
+    """Architecture of the encoder."""
+
+    implementation: ClassVar[str] = "cellmill.models.families.encoder:EncoderModel"
+    value_kinds: ClassVar[tuple[str, ...]] = ("class", "scalar", "place")
+    objectives: ClassVar[tuple[str, ...]] = (
+        *("cell_decoding", "denoise", "query_decoding"),
+        *("masked_value", "masked_gene", "supervised_contrastive"),
+    )
+    covariates: ClassVar[bool] = True
+
+    family: Literal["encoder"] = Field(
+        "encoder", description="A pre-norm transformer encoder whose tokens attend to all tokens of their cell."
+    )
+    pooling: Literal["mean", "cls", "attention"] = Field(
+        "mean",
+        description="Cell embedding: mean of its tokens' states (mean), the state of a learned token before them "
+        "(cls), or their mean weighted by a learned query (attention). Only mean works with objectives that do not "
+        "read the embedding, such as masked_gene with cell_loss_weight 0.",
+    )
+
+    def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
+        """Refuse a learned pooling that no loss would train, or that would read tokens of obs columns."""
+        if self.pooling != "mean" and tokens.covariates:
+            raise ValueError(f"model.pooling {self.pooling}: tokens.covariates requires pooling mean; set one of them")
+        if self.pooling != "mean" and not any(part.reads_cells for part in objective.each()):
+            raise ValueError(
+                f"model.pooling {self.pooling}: expected an objective that reads the cell's vector, got "
+                f"{objective.name} with cell_loss_weight 0; set it above 0, or pooling to mean"
+            )
+
+
+class AutoregressiveConfig(TransformerConfig):
+    """Architecture of the causal transformer: transformer blocks and a choice of pooling."""
+
+    implementation: ClassVar[str] = "cellmill.models.families.autoregressive:AutoregressiveModel"
+    value_kinds: ClassVar[tuple[str, ...]] = ("none", "class", "scalar", "place")
+    objectives: ClassVar[tuple[str, ...]] = ("next_gene",)
+
+    family: Literal["autoregressive"] = Field(
+        "autoregressive",
+        description="A pre-norm transformer whose tokens, in rank order, attend to earlier tokens of their cell. For "
+        "generating cells; nothing shows that its embeddings are better.",
+    )
+    layers: int = Field(4, ge=0, description="Transformer blocks; with 0 a gene depends only on the gene before it.")
+    pooling: Literal["mean", "last"] = Field(
+        "mean", description="Cell embedding: mean of its tokens' states, or the state of its last token."
+    )
+
+
+class BertFamilyConfig(PostNormConfig):
+    """Architecture of BERT over genes in rank order."""
+
+    implementation: ClassVar[str] = "cellmill.models.families.post_norm:BertModel"
+    value_kinds: ClassVar[tuple[str, ...]] = ("place",)
+
+    family: Literal["bert"] = Field(
+        "bert",
+        description="BERT over genes in rank order, as in Geneformer: gene and position embeddings, a norm, post-norm "
+        "blocks. The command import converts Geneformer's weights to one.",
+    )
+
+
+class ScgptConfig(PostNormConfig):
+    """Architecture of scGPT."""
+
+    implementation: ClassVar[str] = "cellmill.models.families.post_norm:ScgptModel"
+    value_kinds: ClassVar[tuple[str, ...]] = ("class",)
+
+    family: Literal["scgpt"] = Field(
+        "scgpt",
+        description="scGPT: a normed gene embedding plus a normed MLP of the bin index, then post-norm blocks; the "
+        "cell embedding is normalised to length 1. The command import converts scGPT's weights to one.",
+    )
+    cls_value: float = Field(0.0, description="Value of the token <cls>; scGPT's pad_value.")
+
+
+class ProfileConfig(GeneVectorsConfig, FamilyConfig):
+    """Architecture of the profile encoder."""
+
+    implementation: ClassVar[str] = "cellmill.models.families.profile:ProfileModel"
+    value_kinds: ClassVar[tuple[str, ...]] = ("scalar",)
+    objectives: ClassVar[tuple[str, ...]] = ("cell_decoding", "denoise", "query_decoding", "supervised_contrastive")
+    weight_keys: ClassVar[tuple[str, ...]] = ("family", "hidden", "layers", "ffn_width")
+    sequence_parallel: ClassVar[bool] = False
+
+    family: Literal["profile"] = Field(
+        "profile",
+        description="An MLP on the expression profile, without attention: fast, and the small model that a transformer "
+        "has to beat.",
+    )
+    hidden: int = Field(256, ge=8, description="Width of the residual stream and of the embedding.")
+    layers: int = Field(2, ge=0, description="Feed-forward blocks.")
+    ffn_hidden: int | None = Field(None, ge=1, description="Width inside the feed-forward layers; null is 4 * hidden.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the residual branches, the same in every layout.")
+
+    @property
+    def ffn_width(self) -> int:
+        """Width inside the feed-forward layers."""
+        return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
+
+    def tp_sizes(self) -> dict[str, int]:
+        """Feed-forward layers are cut by their width; the vocabulary can be cut anywhere."""
+        return {"model.ffn_hidden": self.ffn_width}
+
+
+SPECIAL_IDS = {
+    "pad": ("<pad>", "[PAD]"),
+    "mask": ("<mask>", "[MASK]"),
+    "begin": ("<cls>", "[CLS]", "<s>"),
+    "end": ("<eos>", "[SEP]", "</s>"),
+}
+"""Names of the special tokens in a vocab.txt, by their part in a sequence."""
+IGNORED = ("architectures", "dtype", "torch_dtype", "id2label", "label2id", "_name_or_path", "transformers_version")
+"""Keys of a config.json that define nothing here: weights are float32, heads are the objective's."""
+OFFSET_TYPES = ("esm", "roberta", "xlm-roberta", "camembert")
+"""Types of models whose positions count from pad_token_id + 1."""
+
+
+class HfConfig(FamilyConfig):
+    """A model of the transformers library."""
+
+    implementation: ClassVar[str] = "cellmill.models.hf.model:HfModel"
+    value_kinds: ClassVar[tuple[str, ...]] = ("none", "place")
+    objectives: ClassVar[tuple[str, ...]] = ("masked_gene", "cell_decoding", "supervised_contrastive")
+    compiles: ClassVar[bool] = False
+    weight_keys: ClassVar[tuple[str, ...]] = ("family", "architecture", "residue_ids")
+
+    family: Literal["hf"] = Field(
+        "hf",
+        description="An encoder or causal model of the transformers library, such as ESM-2, from its config.json. "
+        "Cells of a micro-batch are padded to the longest. Dropout is off, and remote code is never run.",
+    )
+    path: str | None = Field(
+        None,
+        description="Folder with config.json, vocab.txt for residues, and *.safetensors; or the name of a Hugging Face "
+        "hub model in this machine's cache (`hf download NAME`); null if architecture is given.",
+    )
+    revision: str | None = Field(None, description="Revision of a hub name: a branch, tag or commit; null is main.")
+    weights: Literal["pretrained", "random"] = Field(
+        "pretrained",
+        description="Initial weights: those of the folder, or random ones, with the config's initializer range.",
+    )
+    architecture: dict[str, Any] | None = Field(
+        None, description="Contents of a config.json; null reads the one in path."
+    )
+    residue_ids: dict[str, int] | None = Field(
+        None,
+        description="Token id of each residue, and of `pad`, `mask`, `begin` and `end`; null reads the vocab.txt of "
+        "path. Without one, tokens are numbered as in the corpus.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_folder(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("architecture") is not None:
+            return given
+        path = given.get("path")
+        if path is None:
+            raise ValueError("path: expected a folder with config.json, or a hub name; or set architecture")
+        folder = model_folder(path, given.get("revision"))
+        ids = given.get("residue_ids")
+        return given | {
+            "architecture": _read_config(folder / "config.json"),
+            "residue_ids": _read_ids(folder / "vocab.txt") if ids is None else ids,
+        }
+
+    @model_validator(mode="after")
+    def _weights_have_a_folder(self) -> Self:
+        if self.weights == "pretrained" and self.path is None:
+            raise ValueError("weights: pretrained ones need path; set path, or weights to random")
+        if not self.architecture or "model_type" not in self.architecture:
+            raise ValueError("architecture: expected model_type, as in a config.json of transformers")
+        return self
+
+    def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
+        """Refuse a missing package, a loss that needs embedded places, and cells that are longer than the positions."""
+        if find_spec("transformers") is None:
+            raise ValueError("model.family hf needs the package transformers: pip install 'cellmill[hf]'")
+        if getattr(objective, "cell_loss_weight", 0):
+            raise ValueError(
+                "model.family hf embeds places inside its layers, so objective.cell_loss_weight needs 0; set it to 0"
+            )
+        if tokens.sequences and self.weights == "pretrained" and self.residue_ids is None:
+            raise ValueError(
+                f"model.path {self.path} has no vocab.txt with one letter a residue; set model.residue_ids, or "
+                "model.weights to random"
+            )
+        needed = {"pad", "mask", *RESIDUES}
+        if tokens.sequences and self.residue_ids is not None and (lacking := sorted(needed - self.residue_ids.keys())):
+            raise ValueError(f"model.residue_ids: no id of {', '.join(lacking)}; add it, or choose another model")
+        if (longest := self.longest) is not None and tokens.max_tokens > longest:
+            raise ValueError(
+                f"tokens.max_tokens {tokens.max_tokens} exceeds the {longest} places of model.path; set max_tokens to "
+                f"{longest}"
+            )
+
+    @property
+    def longest(self) -> int | None:
+        """Most tokens of a cell that the model has positions for; None without a limit."""
+        given: dict[str, Any] = self.architecture or {}
+        places = given.get("max_position_embeddings", given.get("n_positions"))
+        if places is None:
+            return None
+        ids = self.residue_ids or {}
+        offset = given.get("pad_token_id", 1) + 1 if given.get("model_type") in OFFSET_TYPES else 0
+        return int(places) - offset - sum(name in ids for name in ("begin", "end"))
+
+
+def model_folder(path: str, revision: str | None) -> Path:
+    """The folder at `path`, or the snapshot of the hub name `path` in the cache. Raises ValueError."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser() / f"models--{path.replace('/', '--')}"
+    name = revision or "main"
+    pointer = cache / "refs" / name
+    snapshot = cache / "snapshots" / (pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else name)
+    if not snapshot.is_dir():
+        raise ValueError(
+            f"path: {path!r} is no folder, and revision {name} of a hub model of that name is not in {cache.parent}; "
+            f"run: hf download {path}"
+        )
+    return snapshot
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"path: {path} does not exist; expected a folder that transformers has saved")
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"path: {path} is not JSON ({error})") from None
+    if not isinstance(read, dict):
+        raise ValueError(f"path: {path}: expected a mapping, got {type(read).__name__}")
+    if "auto_map" in read:
+        raise ValueError(f"path: {path} asks for remote code (auto_map), which is never run; choose another model")
+    return {name: value for name, value in read.items() if name not in IGNORED}
+
+
+def _read_ids(path: Path) -> dict[str, int] | None:
+    """Ids of residues and special tokens in a vocab.txt; None without a file that has all 20 amino acids."""
+    if not path.is_file():
+        return None
+    lines = {line.strip(): number for number, line in enumerate(path.read_text(encoding="utf-8").splitlines())}
+    if any(letter not in lines for letter in "ACDEFGHIKLMNPQRSTVWY"):
+        return None
+    ids = {letter: lines.get(letter, lines.get("X", lines["A"])) for letter in RESIDUES}
+    for part, names in SPECIAL_IDS.items():
+        ids.update((part, lines[name]) for name in names if name in lines)
+    return ids
+
+
+class AutoencoderConfig(EncoderConfig):
+    """Architecture of the autoencoder: that of the encoder plus a bottleneck. The objective provides the decoder."""
+
+    implementation: ClassVar[str] = "cellmill.models.families.encoder:AutoencoderModel"
+    value_kinds: ClassVar[tuple[str, ...]] = ("class", "scalar", "place")
+    objectives: ClassVar[tuple[str, ...]] = ("query_decoding", "cell_decoding", "supervised_contrastive")
+    weight_keys: ClassVar[tuple[str, ...]] = (*EncoderConfig.weight_keys, "latent")
+    moved: ClassVar[dict[str, str]] = FamilyConfig.moved | {
+        "decoder_dim": "objective.decoder_hidden",
+        "decoder_hidden": "objective.decoder_hidden",
+        "decoder_layers": "objective.decoder_layers",
+        "mask_ratio": "objective.min_hidden_frac and objective.max_hidden_frac",
+    }
+
+    family: Literal["autoencoder"] = Field(  # type: ignore[assignment]
+        "autoencoder",
+        description="A transformer encoder of the visible genes, whose pooled states pass through a bottleneck: the "
+        "cell embedding. The objective, query_decoding or cell_decoding, provides the decoder.",
+    )
+    latent: int | None = Field(
+        64, ge=1, description="Width of the bottleneck, and so of the embedding; null is hidden, without a bottleneck."
+    )

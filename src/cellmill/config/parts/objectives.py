@@ -1,0 +1,665 @@
+"""Options of the built-in objectives, in one file, as a sum of objectives names most others. Torch-free."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializeAsAny,
+    WithJsonSchema,
+    create_model,
+    field_validator,
+    model_validator,
+)
+
+from cellmill.config import plugin
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.tokens import Tokens
+from cellmill.config.plugin import Plugin, by_name
+
+
+class MaskedObjectiveConfig(ObjectiveConfig):
+    """Options that both masked objectives share."""
+
+    reads_zeros: ClassVar[bool] = True
+
+    mask_frac: float = Field(0.15, gt=0, lt=1, description="Fraction of a cell's tokens that is masked, at least one.")
+    random_frac: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Fraction of the masked tokens that show random content in training instead of a mask: a random "
+        "gene of the vocabulary, or the value of a random visible gene of the cell. BERT has 0.1; 0 masks all.",
+    )
+    keep_frac: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Fraction of the masked tokens that show their own content in training (BERT 0.1).",
+    )
+    cell_loss_weight: float = Field(
+        1.0,
+        ge=0,
+        description="Weight of a second loss: predict the masked tokens from the cell embedding and the visible half "
+        "of each token (scGPT's GEPC). 0 turns it off.",
+    )
+
+    @model_validator(mode="after")
+    def _some_are_hidden(self) -> Self:
+        if self.random_frac + self.keep_frac >= 1:
+            raise ValueError(
+                f"random_frac + keep_frac = {self.random_frac + self.keep_frac:g} hides none of the masked tokens; "
+                "lower one of them"
+            )
+        return self
+
+    @property
+    def reads_cells(self) -> bool:  # type: ignore[override]
+        """True if the second loss is on."""
+        return self.cell_loss_weight > 0
+
+
+class MaskedValueConfig(MaskedObjectiveConfig):
+    """Predict the values of masked tokens; their genes stay visible."""
+
+    implementation: ClassVar[str] = "cellmill.models.objectives.masked:MaskedValue"
+
+    name: Literal["masked_value"] = Field("masked_value", description="Predict the values of masked tokens.")
+    renormalize: bool = Field(
+        False,
+        description="Compute values of visible tokens only from visible counts; set it to yes in new runs. "
+        "Otherwise they leak the answer: a cell's values sum to 10,000 counts, so the visible ones reveal the sum of "
+        "the hidden ones, and bins shift with hidden counts. The values to predict are always those of the whole "
+        "cell. The default is off so that earlier runs stay reproducible.",
+    )
+
+    @property
+    def needs_counts(self) -> bool:  # type: ignore[override]
+        """True if values are renormalised."""
+        return self.renormalize
+
+    def warnings(self, option: str = "objective") -> list[str]:
+        """Say what leaks without `renormalize`."""
+        if self.renormalize:
+            return []
+        return [
+            f"{option}.renormalize is no: values of visible tokens are made with a cell's whole library size, so they "
+            "leak the sum of the hidden counts; set it to yes in a new run"
+        ]
+
+    def check_tokens(self, tokens: Tokens) -> None:
+        """Refuse tokenizers whose values are places, not counts: there is no value to hide."""
+        if tokens.value_kind not in ("class", "scalar"):
+            choose = "objective masked_gene" if tokens.sequences else "binned or continuous, or objective masked_gene"
+            raise ValueError(
+                f"objective masked_value needs values, which tokens.tokenizer {tokens.tokenizer} does not have; "
+                f"choose {choose}"
+            )
+
+
+class MaskedGeneConfig(MaskedObjectiveConfig):
+    """Predict which genes the masked tokens are; their values stay visible."""
+
+    implementation: ClassVar[str] = "cellmill.models.objectives.masked:MaskedGene"
+
+    name: Literal["masked_gene"] = Field("masked_gene", description="Predict which genes the masked tokens are.")
+
+
+class HiddenShareConfig(ObjectiveConfig):
+    """Options of objectives that hide a random fraction of each cell."""
+
+    min_hidden_frac: float = Field(0.2, ge=0, lt=1, description="Minimum hidden fraction of a cell's genes or counts.")
+    max_hidden_frac: float = Field(
+        0.8, gt=0, lt=1, description="Maximum; the fraction is drawn uniformly between both for each cell and step."
+    )
+
+    @model_validator(mode="after")
+    def _fractions_in_order(self) -> Self:
+        if self.min_hidden_frac > self.max_hidden_frac:
+            raise ValueError(
+                f"min_hidden_frac: expected at most max_hidden_frac {self.max_hidden_frac:g}, got "
+                f"{self.min_hidden_frac:g}"
+            )
+        return self
+
+
+class QueryDecodingConfig(HiddenShareConfig):
+    """Predict the value of each queried gene, zeros included, from the cell embedding and the gene."""
+
+    implementation: ClassVar[str] = "cellmill.models.objectives.query_decoding:QueryDecoding"
+    needs_counts: ClassVar[bool] = True
+    draws_view: ClassVar[bool] = True
+    hides_tokens: ClassVar[bool] = False
+
+    name: Literal["query_decoding"] = Field(
+        "query_decoding",
+        description="Predict the values of hidden genes one by one, zeros included; the decoder receives the gene.",
+    )
+    max_asked: int = Field(
+        256,
+        ge=1,
+        description="Maximum number of hidden detected genes per cell to predict in a step. It bounds the decoder's "
+        "memory.",
+    )
+    undetected_ratio: float = Field(
+        1.0, gt=0, description="Number of hidden undetected genes to predict per detected one."
+    )
+    decoder_hidden: int = Field(128, ge=1, description="Width of the decoder.")
+    decoder_layers: int = Field(2, ge=0, description="Feed-forward layers of the decoder.")
+
+    def check_tokens(self, tokens: Tokens) -> None:
+        """Refuse tokens without numbers: the number of the whole cell is what is predicted."""
+        if tokens.value_kind != "scalar":
+            raise ValueError(
+                f"objective query_decoding needs values that are numbers, which tokens.tokenizer {tokens.tokenizer} "
+                "does not have; choose continuous, or objective cell_decoding"
+            )
+
+
+class NextGeneConfig(ObjectiveConfig):
+    """Predict each next gene of a cell in rank order, its value, and the end of the cell."""
+
+    implementation: ClassVar[str] = "cellmill.models.objectives.next_gene:NextGene"
+
+    name: Literal["next_gene"] = Field(
+        "next_gene", description="Predict each next gene of a cell in rank order, its value, and the cell's end."
+    )
+    value_loss_weight: float = Field(
+        1.0,
+        ge=0,
+        description="Weight of the value loss: cross-entropy of bins, squared error of continuous values. 0 turns "
+        "it off; tokenizers without values have none.",
+    )
+
+
+BALANCED = "balanced"
+
+
+class ClassificationConfig(ObjectiveConfig):
+    """Cell labels predicted from the cell embedding."""
+
+    implementation: ClassVar[str] = "cellmill.models.objectives.labels:Classification"
+    hides_tokens: ClassVar[bool] = False
+    families: ClassVar[tuple[str, ...]] = (
+        *("profile", "encoder", "autoencoder", "autoregressive", "bert", "scgpt", "hf"),
+    )
+
+    name: Literal["classification"] = Field(
+        "classification",
+        description="Predict the label of a cell from its embedding; `cellmill predict` then labels other cells. Model "
+        "cards and tables mark the run as supervised.",
+    )
+    label_column: str = Field(
+        description="obs column of the label. Cells without a label are ignored; test cells are in no shard that a "
+        "training reads."
+    )
+    class_weights: Literal["balanced"] | dict[str, float] | None = Field(
+        None,
+        description="Weight of a cell's loss by its label, 1 for labels that are not listed. balanced: N / (K n) for a "
+        "label with n of the N labelled training cells, with K labels; train writes the numbers into the run.",
+    )
+    head_hidden: int | None = Field(
+        None, ge=1, description="Width of a hidden layer between embedding and labels; null is a linear classifier."
+    )
+    head_dropout: float = Field(
+        0.0, ge=0, lt=1, description="Dropout before the last layer of the head, the same in every layout."
+    )
+
+    adversarial_scale: float | None = Field(
+        None,
+        gt=0,
+        description="As a part of a sum: the gradient to the cell embedding is reversed and multiplied by this, so "
+        "that the head learns the label and the model hides it, for example a batch or donor (0.02 is mild; at 0.2 "
+        "embeddings collapsed). Such a label is not predicted. null trains head and model together.",
+    )
+
+    @field_validator("class_weights")
+    @classmethod
+    def _positive(cls, value: object) -> object:
+        given = value if isinstance(value, dict) else {}
+        if wrong := [label for label, weight in given.items() if not 0 <= weight < math.inf]:
+            raise ValueError(f"{wrong[0]}: expected a weight of 0 or more, got {given[wrong[0]]}")
+        return value
+
+    @property
+    def supervised_by(self) -> tuple[str, ...]:
+        """The label, unless the model hides it."""
+        return () if self.adversarial_scale else (self.label_column,)
+
+    def obs_columns(self) -> dict[str, str]:
+        """The label."""
+        return {self.label_column: "objective.label_column"}
+
+    def named_levels(self) -> dict[str, tuple[str, list[str]]]:
+        """Labels of given weights."""
+        given = self.class_weights if isinstance(self.class_weights, dict) else {}
+        return {self.label_column: ("objective.class_weights", list(given))}
+
+    def counted_columns(self) -> tuple[str, ...]:
+        """The label, for balanced weights."""
+        return (self.label_column,) if self.class_weights == BALANCED else ()
+
+    def fitted(self, cells: Mapping[str, Mapping[str, int]]) -> Self:
+        """Return the options with the numbers that `balanced` stands for."""
+        if self.class_weights != BALANCED:
+            return self
+        counts = {label: n for label, n in cells[self.label_column].items() if n}
+        total = sum(counts.values())
+        weights = {label: total / (len(counts) * n) for label, n in counts.items()}
+        return self.model_copy(update={"class_weights": weights})
+
+
+class SupervisedContrastiveConfig(ObjectiveConfig):
+    """Supervised contrastive embeddings: cells of one label close together, and far from other labels."""
+
+    implementation: ClassVar[str] = "cellmill.models.objectives.contrastive:SupervisedContrastive"
+    hides_tokens: ClassVar[bool] = False
+
+    name: Literal["supervised_contrastive"] = Field(
+        "supervised_contrastive",
+        description="Supervised contrastive loss: separate cells of one label from all others of the global batch, by "
+        "their embeddings (Khosla et al. 2020). Model cards and tables mark the run as supervised.",
+    )
+    label_column: str = Field(
+        description="obs column of the label. Cells without a known label are ignored; test cells are in no shard "
+        "that a training reads."
+    )
+    temperature: float = Field(
+        0.1,
+        gt=0,
+        description="Temperature, which divides cosine similarities; lower values give the nearest cells more weight.",
+    )
+
+    @property
+    def supervised_by(self) -> tuple[str, ...]:
+        """The label."""
+        return (self.label_column,)
+
+    def obs_columns(self) -> dict[str, str]:
+        """The label."""
+        return {self.label_column: "objective.label_column"}
+
+
+class RegressionConfig(ObjectiveConfig):
+    """A number per cell, predicted from the cell embedding."""
+
+    implementation: ClassVar[str] = "cellmill.models.objectives.labels:Regression"
+    hides_tokens: ClassVar[bool] = False
+    families: ClassVar[tuple[str, ...]] = (
+        *("profile", "encoder", "autoencoder", "autoregressive", "bert", "scgpt", "hf"),
+    )
+
+    name: Literal["regression"] = Field(
+        "regression",
+        description="Predict a number per cell from its embedding; `cellmill predict` then predicts it for other "
+        "cells. Model cards and tables mark the run as supervised.",
+    )
+    target_column: str = Field(
+        description="obs column of the target; cells without a value are ignored. It is standardised: the model learns "
+        "(target - target_mean) / target_std, and predictions are in the column's own unit."
+    )
+    loss: Literal["mse", "huber", "pearson"] = Field(
+        "mse",
+        description="mse: squared error; huber: Huber loss, linear above huber_delta (Huber 1964); pearson: 1 minus "
+        "Pearson's correlation over the cells of a global batch, in training and in validation. With pearson, "
+        "scale and offset of the predictions are arbitrary, as they do not change the loss.",
+    )
+    huber_delta: float = Field(
+        1.0,
+        gt=0,
+        description="Threshold of the Huber loss, in standard deviations of the target; read with loss huber.",
+    )
+    target_mean: float | None = Field(
+        None,
+        description="Mean of the target; null computes it from the training cells, and train writes it into the run.",
+    )
+    target_std: float | None = Field(None, gt=0, description="Standard deviation of the target; null likewise.")
+    number_hidden: int | None = Field(
+        None, ge=1, description="Width of a hidden layer between embedding and target; null is a linear model."
+    )
+    number_dropout: float = Field(
+        0.0, ge=0, lt=1, description="Dropout before the last layer of the head, the same in every layout."
+    )
+
+    @property
+    def supervised_by(self) -> tuple[str, ...]:
+        """The number."""
+        return (self.target_column,)
+
+    def number_columns(self) -> dict[str, str]:
+        """The number."""
+        return {self.target_column: "objective.target_column"}
+
+    def standardised(self, moments: Mapping[str, tuple[float, float]]) -> Self:
+        """Return the options with the mean and the standard deviation that are not given."""
+        mean, std = moments[self.target_column]
+        given = {"target_mean": self.target_mean, "target_std": self.target_std}
+        found = {"target_mean": mean, "target_std": std}
+        return self.model_copy(update={key: found[key] for key, value in given.items() if value is None})
+
+
+SUM = "sum"
+
+
+def _choice(name: str) -> type[Plugin]:
+    """Options class of the part `name`: those of the objective and `weight`."""
+    if name == SUM:
+        raise ValueError("sum: a sum cannot be part of a sum; list its parts in its place")
+    return _weighted(plugin.load("objective", name, ObjectiveConfig))
+
+
+@cache
+def _weighted(objective: type[ObjectiveConfig]) -> type[ObjectiveConfig]:
+    if "weight" in objective.model_fields:
+        raise ValueError(
+            f"objective {objective.__name__} has an option `weight` of its own and cannot be part of a sum"
+        )
+    weight: Any = (float, Field(1.0, gt=0, description="Weight of the objective's mean loss in the sum."))
+    return create_model(f"Weighted{objective.__name__}", __base__=objective, weight=weight)
+
+
+def _parts(value: Any) -> Any:
+    """Options of each part: by the objective's name, or by any other whose options then have `name`."""
+    named = value if isinstance(value, dict) else {}
+    others = {key: _name_of(options, key) for key, options in named.items() if _name_of(options, key) != key}
+    if wrong := [key for key in others if not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", str(key))]:
+        raise ValueError(f"{wrong[0]}: the name of a part is of letters, digits and _; choose another")
+    same = {key: options for key, options in named.items() if key not in others} if named else value
+    parts = by_name(ObjectiveConfig, same, _choice)
+    parts |= {key: by_name(ObjectiveConfig, {name: named[key]}, _choice)[name] for key, name in others.items()}
+    if not parts:
+        raise ValueError("expected at least one objective with its options, such as cell_decoding: {}, got none")
+    return {key: parts[key] for key in named} if others else parts
+
+
+def _name_of(options: Any, key: Any) -> Any:
+    if isinstance(options, ObjectiveConfig):
+        return options.name
+    return options.get("name", key) if isinstance(options, dict) else key
+
+
+class SumConfig(ObjectiveConfig):
+    """Several objectives at once: the weighted sum of their mean losses, from one forward pass."""
+
+    implementation: ClassVar[str] = "cellmill.models.objectives.sum:Sum"
+
+    name: Literal["sum"] = Field("sum", description="Several objectives at once.")
+    parts: Annotated[
+        dict[str, SerializeAsAny[ObjectiveConfig]],
+        BeforeValidator(_parts),
+        WithJsonSchema({"type": "object", "additionalProperties": {"type": ["object", "null"]}}),
+    ] = Field(
+        description="Objectives, each with its options and `weight`, the factor of its mean loss (1.0). A part may "
+        "have any name, with the objective in `name`, so that several parts can predict different columns. At most "
+        "one part may define a view (cell_decoding, denoise, query_decoding), which all parts then see, and at most "
+        "one may hide tokens (masked_value, masked_gene, next_gene). Weights are above 0.",
+    )
+
+    @model_validator(mode="after")
+    def _one_view_and_one_mask(self) -> Self:
+        for does, having in (
+            ("draw a view", [part.name for part in self.each() if part.draws_view]),
+            ("hide tokens", [part.name for part in self.each() if part.hides_tokens]),
+        ):
+            if len(having) > 1:
+                raise ValueError(
+                    f"parts: {' and '.join(having)} both {does}, and the model is given one batch; keep one"
+                )
+        return self
+
+    @property
+    def needs_counts(self) -> bool:  # type: ignore[override]
+        """True if a part needs the counts of tokens."""
+        return any(part.needs_counts for part in self.each())
+
+    def each(self) -> list[ObjectiveConfig]:
+        """Return the parts."""
+        return list(self.parts.values())
+
+    def obs_columns(self) -> dict[str, str]:
+        """Columns of every part."""
+        return {column: option for part in self.each() for column, option in part.obs_columns().items()}
+
+    def number_columns(self) -> dict[str, str]:
+        """Columns of every part."""
+        return {column: option for part in self.each() for column, option in part.number_columns().items()}
+
+    def standardised(self, moments: Mapping[str, tuple[float, float]]) -> Self:
+        """Return the options with every part standardised."""
+        return self.model_copy(
+            update={"parts": {name: part.standardised(moments) for name, part in self.parts.items()}}
+        )
+
+    @property
+    def supervised_by(self) -> tuple[str, ...]:
+        """Labels that any part reads."""
+        return tuple(dict.fromkeys(column for part in self.each() for column in part.supervised_by))
+
+    def counted_columns(self) -> tuple[str, ...]:
+        """Columns of every part."""
+        return tuple(dict.fromkeys(column for part in self.each() for column in part.counted_columns()))
+
+    def fitted(self, cells: Mapping[str, Mapping[str, int]]) -> Self:
+        """Return the options with every part fitted."""
+        return self.model_copy(update={"parts": {name: part.fitted(cells) for name, part in self.parts.items()}})
+
+    def gene_columns(self) -> tuple[str, ...]:
+        """Columns of every part."""
+        return tuple(dict.fromkeys(column for part in self.each() for column in part.gene_columns()))
+
+    def with_genes(self, tokens: Mapping[str, Mapping[str, Sequence[int]]]) -> Self:
+        """Return the options with the genes of every part."""
+        return self.model_copy(update={"parts": {name: part.with_genes(tokens) for name, part in self.parts.items()}})
+
+    def warnings(self, option: str = "objective") -> list[str]:
+        """Return the warnings of every part."""
+        return [line for name, part in self.parts.items() for line in part.warnings(f"{option}.parts.{name}")]
+
+    def check_tokens(self, tokens: Tokens) -> None:
+        """Refuse tokens that a part cannot use."""
+        for part in self.each():
+            part.check_tokens(tokens)
+
+
+class DecodingConfig(HiddenShareConfig):
+    """Options of objectives that predict expression, over the whole vocabulary, from the cell embedding."""
+
+    implementation: ClassVar[str] = "cellmill.models.objectives.cell_decoding:CellDecoding"
+    needs_counts: ClassVar[bool] = True
+    draws_view: ClassVar[bool] = True
+    hides_tokens: ClassVar[bool] = False
+
+    likelihood: Literal["softmax", "nb"] = Field(
+        "softmax",
+        description="softmax: cross-entropy between predicted and true profile. nb: negative binomial of the count of "
+        "every gene, zeros included; the mean is the softmax times the sum of the cell's counts to predict, "
+        "the dispersion is learned per gene. Genes cut off by tokens.max_tokens count as zeros.",
+    )
+    weights: Literal["log1p", "counts"] = Field(
+        "log1p",
+        description="Weight of a gene in its cell's cross-entropy: log(1 + count), or the count (multinomial "
+        "likelihood); the weights of a cell sum to 1.",
+    )
+    decoder_hidden: int | None = Field(
+        256, ge=1, description="Width of the decoder's hidden layer; null is a linear decoder."
+    )
+    view_loss: Literal["vicreg"] | None = Field(
+        None,
+        description="A second loss, in training only, on the embeddings of a cell's shown and hidden part over the "
+        "global batch; it encodes both parts, in two forward passes. vicreg: variance-invariance-covariance "
+        "regularisation (Bardes et al. 2022).",
+    )
+    # the paper's 25 : 25 : 1; with ten times as much, probes of the demo's cells lost 0.04 of accuracy
+    invariance_weight: float = Field(
+        0.1,
+        ge=0,
+        description="Weight of vicreg's invariance term, the mean squared difference; the cross-entropy of a cell has "
+        "weight 1.",
+    )
+    variance_weight: float = Field(
+        0.1, ge=0, description="Weight of vicreg's variance term, which is 0 if all standard deviations are at least 1."
+    )
+    covariance_weight: float = Field(0.004, ge=0, description="Weight of vicreg's covariance term.")
+    batch_column: str | None = Field(
+        None,
+        description="obs column, or `dataset`, of the cell's batch. The decoder gets a term per batch, so that the "
+        "cell embedding need not encode the batch; null has none.",
+    )
+    batch_adversary: float | None = Field(
+        None,
+        gt=0,
+        description="Weight of the loss of a batch classifier with reversed gradient, which removes the batch from the "
+        "cell embedding; requires batch_column. null has none.",
+    )
+    batch_adversary_scale: float = Field(
+        0.02,
+        gt=0,
+        description="Factor of the reversed gradient, in addition to the weight of the classifier's loss. If their "
+        "product is large, the embedding collapses.",
+    )
+
+    @model_validator(mode="after")
+    def _options_are_read(self) -> Self:
+        vicreg = ("invariance_weight", "variance_weight", "covariance_weight")
+        unread = {"weights": "likelihood softmax, got nb"} if self.likelihood == "nb" else {}
+        unread |= dict.fromkeys(vicreg, "view_loss vicreg, got null") if self.view_loss is None else {}
+        unread |= {"batch_adversary_scale": "batch_adversary, got null"} if self.batch_adversary is None else {}
+        for name, required in unread.items():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} requires {required}; leave {name} out")
+        return self
+
+    @model_validator(mode="after")
+    def _adversary_has_a_batch(self) -> Self:
+        if self.batch_adversary is not None and self.batch_column is None:
+            raise ValueError("batch_adversary requires batch_column; set it, or batch_adversary to null")
+        return self
+
+    def obs_columns(self) -> dict[str, str]:
+        """The batch."""
+        return {} if self.batch_column is None else {self.batch_column: "objective.batch_column"}
+
+
+class CellDecodingConfig(DecodingConfig):
+    """Predict the hidden part of a cell's expression, over the whole vocabulary, from the cell embedding."""
+
+    name: Literal["cell_decoding"] = Field(
+        "cell_decoding", description="Predict the hidden part of a cell's expression from the cell embedding."
+    )
+    view: Literal["drop_thin", "thin", "drop"] = Field(
+        "drop_thin",
+        description="Part of a cell that the model sees. drop: all genes except a random fraction. thin: a binomial "
+        "draw of each count. drop_thin: binomial draws of the remaining genes, with a separate fraction for each. The "
+        "rest is hidden.",
+    )
+    target: Literal["hidden", "all"] = Field("hidden", description="Predict the hidden part, or the whole cell.")
+
+    def check_tokens(self, tokens: Tokens) -> None:
+        """Refuse sequences, which have no counts, and to thin places: their order is that of the whole counts."""
+        refuse_sequences(self.name, tokens)
+        if self.view != "drop" and tokens.value_kind == "place":
+            raise ValueError(
+                f"objective.view {self.view} needs values made from counts, which tokens.tokenizer {tokens.tokenizer} "
+                "does not have; choose binned or continuous, or view drop"
+            )
+
+
+class DenoiseConfig(DecodingConfig):
+    """Predict a whole cell from binomial draws of its counts: cell_decoding with view thin and target all."""
+
+    view: ClassVar[Literal["thin"]] = "thin"
+    target: ClassVar[Literal["all"]] = "all"
+
+    name: Literal["denoise"] = Field("denoise", description="Predict a whole cell from its thinned counts.")
+
+    def check_tokens(self, tokens: Tokens) -> None:
+        """Refuse tokens whose values are places, which cannot be made from thinned counts."""
+        refuse_sequences(self.name, tokens)
+        if tokens.value_kind == "place":
+            raise ValueError(
+                f"objective denoise needs values made from counts, which tokens.tokenizer {tokens.tokenizer} does not "
+                "have; choose binned or continuous"
+            )
+
+
+def refuse_sequences(name: str, tokens: Tokens) -> None:
+    """Raise ValueError for tokens of sequences."""
+    if tokens.sequences:
+        raise ValueError(
+            f"objective {name} needs counts, which sequences do not have; set objective.name to masked_gene"
+        )
+
+
+class PerturbationResponseConfig(DecodingConfig):
+    """Predict the hidden part of a cell's expression from its embedding and its perturbation."""
+
+    implementation: ClassVar[str] = "cellmill.models.objectives.perturbation_response:PerturbationResponse"
+    view: ClassVar[Literal["thin"]] = "thin"
+    target: ClassVar[Literal["hidden"]] = "hidden"
+    families: ClassVar[tuple[str, ...]] = ("profile", "encoder", "autoencoder", "scgpt")
+
+    name: Literal["perturbation_response"] = Field(
+        "perturbation_response",
+        description="Predict the hidden part of a cell's expression from its embedding and its perturbation, so "
+        "that the model can predict a control's expression under a perturbation. Task perturbation evaluates it.",
+    )
+    likelihood: Literal["softmax"] = Field("softmax", description="Cross-entropy between predicted and true profile.")
+    weights: Literal["counts"] = Field(
+        "counts",
+        description="Weight of a gene in its cell's cross-entropy: its count, because expression changes are "
+        "measured in counts.",
+    )
+    perturbation_column: str = Field(
+        "perturbation", description="obs column of the perturbation; cells without a value are not targets."
+    )
+    control: str = Field(description="Value that marks unperturbed cells.")
+    perturbed_genes: dict[str, list[int]] | None = Field(
+        None,
+        description="Token ids of the genes of each perturbation; null finds the genes that perturbations are named "
+        "after (several joined by +), and train writes them into the run.",
+    )
+
+    @model_validator(mode="after")
+    def _columns_differ(self) -> Self:
+        if self.batch_column == self.perturbation_column:
+            raise ValueError(f"batch_column and perturbation_column are both {self.batch_column}; name another batch")
+        return self
+
+    @property
+    def supervised_by(self) -> tuple[str, ...]:
+        """The perturbation."""
+        return (self.perturbation_column,)
+
+    def obs_columns(self) -> dict[str, str]:
+        """The perturbation and the batch."""
+        return {self.perturbation_column: "objective.perturbation_column"} | super().obs_columns()
+
+    def named_levels(self) -> dict[str, tuple[str, list[str]]]:
+        """The control."""
+        return {self.perturbation_column: ("objective.control", [self.control])}
+
+    def gene_columns(self) -> tuple[str, ...]:
+        """The perturbation, unless its genes are given."""
+        return () if self.perturbed_genes is not None else (self.perturbation_column,)
+
+    def with_genes(self, tokens: Mapping[str, Mapping[str, Sequence[int]]]) -> Self:
+        """Return the options with the genes of each perturbation that has any."""
+        if self.perturbed_genes is not None:
+            return self
+        found = {
+            level: list(of) for level, of in tokens[self.perturbation_column].items() if of and level != self.control
+        }
+        return self.model_copy(update={"perturbed_genes": found})
+
+    def check_tokens(self, tokens: Tokens) -> None:
+        """Refuse sequences, and tokens whose values are places, which cannot be made from thinned counts."""
+        refuse_sequences(self.name, tokens)
+        if tokens.value_kind == "place":
+            raise ValueError(
+                f"objective {self.name} needs values made from counts, which tokens.tokenizer {tokens.tokenizer} does "
+                "not have; choose binned or continuous"
+            )

@@ -1,0 +1,180 @@
+"""Options of tasks that evaluate gene embeddings and imputation. Torch-free.
+
+Options of tasks without a classifier: clustering, batch integration and throughput. Torch-free.
+
+Options of task `transfer`. Torch-free.
+"""
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from cellmill.config.evaluate import Evaluate, TaskConfig
+from cellmill.config.section import EachOnce
+from cellmill.errors import ConfigError
+
+
+class ImputationConfig(TaskConfig):
+    """Imputation of hidden genes from the others; skipped without enough cells."""
+
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.imputation:Imputation"
+
+    name: Literal["imputation"] = Field("imputation", description="Name of the task.")
+    hidden_frac: float = Field(
+        0.2, gt=0, le=0.9, description="Fraction of the genes to hide: a seeded draw, the same for all cells."
+    )
+    genes: Annotated[list[str], EachOnce] | None = Field(
+        None,
+        min_length=1,
+        description="Genes to hide instead of a random fraction, by Ensembl id or symbol; null draws them.",
+    )
+    max_genes: int = Field(500, ge=1, description="Maximum number of hidden genes.")
+    min_cells: int = Field(10, ge=2, description="Genes expressed by fewer of the evaluated cells are not hidden.")
+    neighbors: int = Field(15, ge=1, description="k of the kNN average.")
+    seeds: int = Field(
+        3, ge=1, description="Repetitions of the cross-validation; one if the folds are donors or batches."
+    )
+    most_folds: int = Field(
+        10,
+        ge=2,
+        description="Maximum number of groups: donors or batches are tested one at a time, or, if there "
+        "are more, in this many groups.",
+    )
+
+
+class GeneEmbeddingConfig(TaskConfig):
+    """Prediction of gene sets and transcription factors from gene embeddings; skipped for a model without any."""
+
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.gene_sets:GeneEmbedding"
+    files: ClassVar[tuple[str, ...]] = ("gene_sets", "transcription_factors")
+
+    name: Literal["gene_embedding"] = Field("gene_embedding", description="Name of the task.")
+    gene_sets: str | None = Field(
+        None, description="GMT file of gene sets: per line a name, a description and the genes, tab-separated."
+    )
+    transcription_factors: str | None = Field(
+        None, description="File of transcription factors, one per line, by Ensembl id or symbol."
+    )
+    min_genes: int = Field(10, ge=2, description="Gene sets with fewer known genes are skipped, by name.")
+    max_others: int = Field(
+        2000,
+        ge=50,
+        description="Maximum number of genes outside all sets: a seeded draw of those that training cells express.",
+    )
+    seeds: int = Field(
+        3, ge=1, description="Repetitions of the cross-validation and of the draw, with `evaluate.folds` folds each."
+    )
+
+    @model_validator(mode="after")
+    def _something_is_asked(self) -> Self:
+        if self.gene_sets is None and self.transcription_factors is None:
+            raise ValueError(
+                "task gene_embedding: expected gene_sets or transcription_factors, got neither; name a file"
+            )
+        return self
+
+
+class GrnConfig(TaskConfig):
+    """Gene similarity against known regulatory edges; an error if too few of them are among the model's genes."""
+
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.grn:Grn"
+    files: ClassVar[tuple[str, ...]] = ("edges",)
+
+    name: Literal["grn"] = Field("grn", description="Name of the task.")
+    edges: str = Field(
+        description="File of edges: per line a transcription factor and a target, tab-separated, by Ensembl id or "
+        "symbol; further columns are ignored."
+    )
+    min_edges: int = Field(
+        20, ge=1, description="Minimum number of edges between known genes; with fewer the task fails."
+    )
+    min_targets: int = Field(
+        3, ge=1, description="Transcription factors with fewer known targets are skipped, by name."
+    )
+    absolute: bool = Field(
+        False, description="Rank pairs by absolute similarity, so that negative similarities count equally."
+    )
+
+
+MIN_CELLS = Field(10, ge=2, description="Classes with fewer evaluated cells are skipped, by name.")
+
+
+class ClusteringConfig(TaskConfig):
+    """Leiden clustering of the embeddings against the label (extra `cluster`); skipped without a label."""
+
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.clustering:Clustering"
+    reads_label: ClassVar[bool] = True
+
+    name: Literal["clustering"] = Field("clustering", description="Name of the task.")
+    neighbors: int = Field(15, ge=2, description="k of the neighbour graph.")
+    resolution: float = Field(1.0, gt=0, description="Fixed Leiden resolution.")
+    resolutions: Annotated[list[Annotated[float, Field(gt=0)]], EachOnce] = Field(
+        [0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.4, 2.0],
+        min_length=1,
+        description="Leiden resolutions; the best one for each feature set is chosen with the label.",
+    )
+    seeds: int = Field(5, ge=1, description="Number of clusterings per resolution, with different seeds.")
+    min_cells: int = MIN_CELLS
+
+    def packages(self) -> dict[str, str]:
+        return {"igraph": "cluster"}
+
+
+class IntegrationConfig(TaskConfig):
+    """Batch mixing and label separation of the embeddings, reported separately; skipped without a batch or a label."""
+
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.integration:Integration"
+    reads_label: ClassVar[bool] = True
+
+    name: Literal["integration"] = Field("integration", description="Name of the task.")
+    neighbors: int = Field(90, ge=15, description="k of the neighbour graph; LISI's perplexity is a third of it.")
+    harmony: bool = Field(False, description="Add a row for PCA50 corrected by Harmony (extra `integrate`).")
+    min_cells: int = MIN_CELLS
+
+    def packages(self) -> dict[str, str]:
+        return {"harmonypy": "integrate"} if self.harmony else {}
+
+
+class ThroughputConfig(TaskConfig):
+    """Cells per second and peak memory of stage `embed` on the dataset, as it was run."""
+
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.reconstruct:Throughput"
+
+    name: Literal["throughput"] = Field("throughput", description="Name of the task.")
+
+
+class TransferConfig(TaskConfig):
+    """Classifiers of the label, fitted on some datasets and tested on others; skipped without a label."""
+
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.transfer:Transfer"
+    reads_label: ClassVar[bool] = True
+
+    name: Literal["transfer"] = Field("transfer", description="Name of the task.")
+    fit_on: Annotated[list[str], EachOnce] = Field(
+        min_length=1, description="Datasets whose labelled cells the classifiers are fitted on."
+    )
+    test_on: Annotated[list[str], EachOnce] | None = Field(
+        None, min_length=1, description="Datasets to test on; null means all other evaluated datasets."
+    )
+    neighbors: int = Field(15, ge=1, description="k of the kNN classifier.")
+    ontology: bool = Field(True, description="Add Cell Ontology scores if the labels are its ids, such as CL:0000084.")
+
+    @model_validator(mode="after")
+    def _tested_are_not_fitted(self) -> Self:
+        if both := [name for name in self.test_on or () if name in self.fit_on]:
+            raise ValueError(f"test_on: {both[0]!r} is in fit_on too; take it out of one of them")
+        return self
+
+
+def check_transfer(evaluate: Evaluate, evaluated: list[str], where: str) -> None:
+    """Raise ConfigError for a dataset of task `transfer` that is not among the `evaluated` ones."""
+    task = evaluate.tasks.get("transfer")
+    if not isinstance(task, TransferConfig):
+        return
+    for option, names in (("fit_on", task.fit_on), ("test_on", task.test_on or [])):
+        for name in names:
+            if name not in evaluated:
+                raise ConfigError(
+                    f"{where}.tasks.transfer.{option}: {name!r} is not evaluated, only {', '.join(evaluated)}; "
+                    "name one of them, or add it to evaluate.datasets"
+                )

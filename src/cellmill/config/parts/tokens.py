@@ -1,0 +1,185 @@
+"""Section `tokens`, one class per tokenizer, and the special tokens that begin every vocabulary. Torch-free."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from cellmill.config.plugin import Plugin
+from cellmill.config.section import EachOnce
+
+SPECIAL = ("<pad>", "<mask>")  # token ids 0 and 1; the gene in row g of the vocabulary has token g + len(SPECIAL)
+RESIDUES = "ABCDEFGHIKLMNOPQRSTUVWXYZ"
+"""Amino acids by their letters (IUPAC), in the order of the vocabulary; B, X and Z are ambiguous ones."""
+
+
+class Tokens(Plugin):
+    """Contract of a tokenizer's options; see `cellmill.data.stream.batch.Tokenizer` for its implementation."""
+
+    kind: ClassVar[str] = "tokenizer"
+    key: ClassVar[str] = "tokenizer"
+    default: ClassVar[str | None] = "continuous"
+
+    value_kind: ClassVar[Literal["none", "class", "scalar", "place"]]
+    """Meaning of a token's value: none, an integer class from 1, a number, or the token's place in its cell from 0."""
+
+    sequences: ClassVar[bool] = False
+    """True if it is for sequences (of a FASTA file), whose tokens are in their own order; else for cells."""
+
+    tokenizer: str
+    max_tokens: int = Field(
+        2048,
+        ge=1,
+        description="Maximum number of tokens per cell; `truncation` says which are cut (of a sequence, its end).",
+    )
+    truncation: Literal["top", "random", "variable"] = Field(
+        "top",
+        description="Which genes a cell with more than max_tokens keeps. top: the highest rank values. random: a "
+        "random sample, new each epoch in training, and fixed by the cell's counts in validation and embedding. "
+        "variable: the genes that vary most over the corpus, which requires vocabulary.variability.",
+    )
+    zero_frac: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Fraction of a cell's tokens that are genes without counts, with value 0, sampled as by truncation "
+        "random; fewer if the vocabulary has no more. They count towards max_tokens.",
+    )
+    covariates: Annotated[list[str], EachOnce] = Field(
+        [],
+        description="obs columns, or `dataset`: each adds a token before the cell's genes; mean pooling leaves these "
+        "tokens out.",
+    )
+    covariate_unknown_frac: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="Probability with which a covariate of a training cell is replaced by the unknown level. Cells get "
+        "this level if a file lacks the column or the corpus lacks the value.",
+    )
+
+    @model_validator(mode="after")
+    def _chooses_among_values(self) -> Self:
+        if self.sequences and (self.truncation != "top" or self.zero_frac):
+            raise ValueError("truncation and zero_frac are for cells; leave them out for sequences")
+        if self.zero_frac and self.value_kind not in ("class", "scalar"):
+            raise ValueError(
+                f"zero_frac: tokenizer {self.tokenizer} has no value for a gene without counts; choose binned or "
+                "continuous, or leave it out"
+            )
+        return self
+
+    @property
+    def n_values(self) -> int:
+        """Rows of an embedding table of the values (classes or places); 0 for value kinds none and scalar."""
+        return 0
+
+    @property
+    def needs_quantiles(self) -> bool:
+        """True if `fitted` needs quantiles of the corpus."""
+        return False
+
+    def fitted(self, quantiles: Sequence[float]) -> Self:
+        """These options with what is fitted to the corpus.
+
+        `quantiles` are those of its nonzero values log(1 + counts per 10,000), at equal steps of probability from 0 to
+        1; read where `needs_quantiles`.
+        """
+        return self
+
+
+class ContinuousTokens(Tokens):
+    """Tokens of a gene and its normalised value, log(1 + counts per 10,000)."""
+
+    implementation: ClassVar[str] = "cellmill.data.stream.tokenizers:ContinuousTokenizer"
+    value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "scalar"
+
+    tokenizer: Literal["continuous"] = Field("continuous", description="Value: log(1 + counts per 10,000).")
+
+
+class BinnedTokens(Tokens):
+    """Tokens of a gene and the bin of its count."""
+
+    implementation: ClassVar[str] = "cellmill.data.stream.tokenizers:BinnedTokenizer"
+    value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "class"
+
+    tokenizer: Literal["binned"] = Field("binned", description="Value: bin of the count, from 1; 0 is no count.")
+    bins: int = Field(51, ge=2, description="Number of bins.")
+    binning: Literal["quantile_cell", "uniform", "quantile_corpus"] = Field(
+        "quantile_cell",
+        description="Bin edges. quantile_cell: quantiles of the cell's own counts (scGPT). uniform: equal steps of "
+        "log(1 + counts per 10,000) from 0 to max_value. quantile_corpus: quantiles of these values over all cells of "
+        "the corpus, which requires vocabulary.quantiles.",
+    )
+    max_value: float = Field(
+        10.0, gt=0, description="Upper edge of the last bin of binning uniform, which also contains larger values."
+    )
+    edges: list[float] | None = Field(
+        None,
+        description="The bins - 1 inner edges of binning quantile_corpus, as log(1 + counts per 10,000), ascending; "
+        "null uses those of the run's vocabulary.",
+    )
+
+    @property
+    def n_values(self) -> int:
+        return self.bins + 1  # bins count from 1
+
+    @property
+    def needs_quantiles(self) -> bool:
+        return self.binning == "quantile_corpus" and self.edges is None
+
+    def fitted(self, quantiles: Sequence[float]) -> Self:
+        """These options with `edges`, interpolated between `quantiles`."""
+        if not self.needs_quantiles:
+            return self
+        return self.model_copy(update={"edges": [_interpolated(quantiles, i / self.bins) for i in range(1, self.bins)]})
+
+    @model_validator(mode="after")
+    def _edges_are_of_the_bins(self) -> Self:
+        if self.edges is None:
+            return self
+        if self.binning != "quantile_corpus":
+            raise ValueError(f"edges are read with binning quantile_corpus, got {self.binning}; leave edges out")
+        if len(self.edges) != self.bins - 1 or any(a > b for a, b in pairwise(self.edges)):
+            raise ValueError(f"edges: expected {self.bins - 1} ascending numbers for {self.bins} bins, or null")
+        return self
+
+
+def _interpolated(quantiles: Sequence[float], probability: float) -> float:
+    """Quantile at `probability`, in [0, 1), between those at equal steps."""
+    place = probability * (len(quantiles) - 1)
+    low = int(place)
+    return quantiles[low] + (place - low) * (quantiles[low + 1] - quantiles[low])
+
+
+class RankTokens(Tokens):
+    """Tokens of a gene and its rank in the cell."""
+
+    implementation: ClassVar[str] = "cellmill.data.stream.tokenizers:RankTokenizer"
+    value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "place"
+
+    tokenizer: Literal["rank"] = Field(
+        "rank", description="Value: rank of the gene in the cell, sorted by count over corpus median."
+    )
+
+    @property
+    def n_values(self) -> int:
+        return self.max_tokens
+
+
+class SequenceTokens(Tokens):
+    """Tokens of a residue and its position in the sequence."""
+
+    # the places of residues that stand in sequence order are those of genes that stand in rank order
+    implementation: ClassVar[str] = "cellmill.data.stream.tokenizers:RankTokenizer"
+    value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "place"
+    sequences: ClassVar[bool] = True
+
+    tokenizer: Literal["sequence"] = Field(
+        "sequence", description="Residues of a FASTA file, in their order. Value: position in the sequence."
+    )
+
+    @property
+    def n_values(self) -> int:
+        return self.max_tokens

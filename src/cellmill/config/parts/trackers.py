@@ -1,0 +1,125 @@
+"""Section `track`: trackers and observers beside metrics.jsonl and the console. Torch-free.
+
+Keys and passwords of services come from the environment alone: options are written to run.json and to reports.
+"""
+
+from functools import partial
+from typing import Annotated, ClassVar, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator
+
+from cellmill.config.plugin import Plugin, by_name
+from cellmill.config.section import Section
+
+
+class TrackerConfig(Plugin):
+    """Base of every tracker's options; the tracker itself is a `cellmill.track.tracker.Tracker`."""
+
+    kind: ClassVar[str] = "tracker"
+
+    name: str
+
+
+class ObserverConfig(Plugin):
+    """Base of every observer's options; the observer itself is a `cellmill.track.tracker.Observer`."""
+
+    kind: ClassVar[str] = "observer"
+
+    name: str
+
+
+def without_password(url: str | None, variable: str) -> str | None:
+    """`url` as it is. Raises ValueError if it has a password."""
+    if url is not None and urlsplit(url).password is not None:
+        raise ValueError(f"has a password, which run.json would show; set {variable} in the environment")
+    return url
+
+
+class TensorboardConfig(TrackerConfig):
+    """Event files in `train/track/tensorboard` of the run, for `tensorboard --logdir results/runs`."""
+
+    implementation: ClassVar[str] = "cellmill.track.to_tensorboard:TensorboardTracker"
+
+    name: Literal["tensorboard"] = Field("tensorboard", description="Name of the tracker.")
+
+
+class MlflowConfig(TrackerConfig):
+    """A run of an MLflow experiment, on a server or in an SQLite file."""
+
+    implementation: ClassVar[str] = "cellmill.track.to_mlflow:MlflowTracker"
+
+    name: Literal["mlflow"] = Field("mlflow", description="Name of the tracker.")
+    uri: str | None = Field(
+        None,
+        description="Server or database, as `sqlite:///mlflow.db`; null is MLFLOW_TRACKING_URI, or MLflow's default.",
+    )
+    experiment: str = Field("cellmill", min_length=1, description="Name of the experiment.")
+
+    @field_validator("uri")
+    @classmethod
+    def _without_password(cls, value: str | None) -> str | None:
+        return without_password(value, "MLFLOW_TRACKING_URI")
+
+
+class WandbConfig(TrackerConfig):
+    """A run of Weights & Biases; the key is WANDB_API_KEY or that of `wandb login`."""
+
+    implementation: ClassVar[str] = "cellmill.track.to_wandb:WandbTracker"
+
+    name: Literal["wandb"] = Field("wandb", description="Name of the tracker.")
+    project: str | None = Field(None, description="Project; null is WANDB_PROJECT, or `cellmill`.")
+    entity: str | None = Field(None, description="User or team; null is WANDB_ENTITY, or your default.")
+    mode: Literal["online", "offline"] | None = Field(
+        None,
+        description="offline: files in `train/track/wandb` of the run, for `wandb sync`. null is WANDB_MODE.",
+    )
+
+
+class TrackioConfig(TrackerConfig):
+    """A run of a trackio project, an SQLite file in TRACKIO_DIR or the user's cache folder."""
+
+    implementation: ClassVar[str] = "cellmill.track.to_trackio:TrackioTracker"
+
+    name: Literal["trackio"] = Field("trackio", description="Name of the tracker.")
+    project: str = Field("cellmill", min_length=1, description="Project.")
+
+
+class CometConfig(TrackerConfig):
+    """An experiment of Comet; the key is COMET_API_KEY or that of `comet login`."""
+
+    implementation: ClassVar[str] = "cellmill.track.to_comet:CometTracker"
+
+    name: Literal["comet"] = Field("comet", description="Name of the tracker.")
+    project: str | None = Field(None, description="Project; null is COMET_PROJECT_NAME, or Comet's default.")
+    workspace: str | None = Field(None, description="Workspace; null is COMET_WORKSPACE, or your default.")
+    mode: Literal["online", "offline"] = Field(
+        "online", description="offline: zip files in `train/track/comet` of the run, for `comet upload`."
+    )
+
+
+class LangfuseConfig(TrackerConfig):
+    """A trace of a Langfuse project; the keys are LANGFUSE_PUBLIC_KEY and LANGFUSE_SECRET_KEY."""
+
+    implementation: ClassVar[str] = "cellmill.track.to_langfuse:LangfuseTracker"
+
+    name: Literal["langfuse"] = Field("langfuse", description="Name of the tracker.")
+    host: str | None = Field(
+        None, description="Server, as `https://langfuse.example.org`; null is LANGFUSE_BASE_URL, or Langfuse's own."
+    )
+
+    @field_validator("host")
+    @classmethod
+    def _without_password(cls, value: str | None) -> str | None:
+        return without_password(value, "LANGFUSE_BASE_URL")
+
+
+class Track(Section):
+    """Trackers and observers of a training, beside metrics.jsonl and the console, each in a process of its own."""
+
+    to: Annotated[dict[str, SerializeAsAny[TrackerConfig]], BeforeValidator(partial(by_name, TrackerConfig))] = Field(
+        default={}, description="Trackers to use, by name, each with its options or null."
+    )
+    observers: Annotated[
+        dict[str, SerializeAsAny[ObserverConfig]], BeforeValidator(partial(by_name, ObserverConfig))
+    ] = Field(default={}, description="Installed observers to use, by name, each with its options or null.")

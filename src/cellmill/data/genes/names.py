@@ -1,0 +1,291 @@
+"""Gene names as Ensembl ids, the key of every table in cellmill.
+
+Symbols change: a few percent of the names in an older dataset are previous symbols or aliases by now, so those are
+looked up too (GENCODE, HGNC and MGI; genes/README.md). Case matters: `Actb` is a mouse gene and `ACTB` a human one,
+and a dataset of the other organism must not pass. A name shared by several genes maps to none.
+
+Rows of a vocabulary for names that people write: Ensembl ids, symbols, and the earlier symbols and aliases.
+
+Genes that perturbations are named after.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from cellmill.data.arrays import text_values
+from cellmill.data.genes.tables import ORGANISMS, PREFIXES, GeneTable, gene_id, gene_id_within, gene_table, orthologs
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.inputs.reader import CountsReader
+from cellmill.errors import DataError
+
+ID_COLUMNS = ("ensembl_id", "ensembl_ids", "ensembl_gene_id", "gene_ids", "gene_id", "feature_id", "ensembl")
+"""var columns searched for Ensembl ids, in this order, when the name itself is not one."""
+SYMBOL_COLUMNS = ("symbol", "gene_symbol", "feature_name", "gene_name", "gene_symbols")
+"""var columns searched for symbols of ids that the table lacks."""
+
+MOST_LOST = 0.02
+"""Share of a file's counts on genes without an Ensembl id above which a file is warned about."""
+LOST_NAMES = 5  # that such a warning names
+
+_EXAMPLES = 10
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Number of var rows by how their Ensembl id was found, and examples of those without one."""
+
+    organism: str | None
+    n_genes: int
+    id: int = 0
+    symbol: int = 0
+    previous: int = 0
+    alias: int = 0
+    ambiguous: int = 0
+    unmapped: int = 0
+    examples: tuple[str, ...] = ()
+    reference: str | None = None  # organism onto whose genes those with an id were mapped
+    orthologs: int = 0  # number of them with a one-to-one ortholog
+
+    @property
+    def frac(self) -> float:
+        """Fraction of the genes with an Ensembl id."""
+        return self.n_with_id / self.n_genes if self.n_genes else 0.0
+
+    @property
+    def n_with_id(self) -> int:
+        """Number of genes with an Ensembl id of their own organism."""
+        return self.id + self.symbol + self.previous + self.alias
+
+    @property
+    def ortholog_frac(self) -> float:
+        """Fraction of the genes with an id that have a one-to-one ortholog."""
+        return self.orthologs / self.n_with_id if self.n_with_id else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Fields and `frac` for a report; those of orthologs if genes were mapped onto another organism."""
+        fields = asdict(self) | {"examples": list(self.examples), "frac": self.frac}
+        if self.reference is not None:
+            return fields | {"ortholog_frac": self.ortholog_frac}
+        return {name: value for name, value in fields.items() if name not in ("reference", "orthologs")}
+
+
+class MappedGenes(NamedTuple):
+    """Gene names of a dataset, one entry per var row."""
+
+    gene_ids: list[str]  # Ensembl id; empty if the name is unknown or ambiguous
+    symbols: list[str]  # current symbol, or the id if the gene has none
+    is_mito: np.ndarray  # mitochondrial genes; bool
+    coverage: Coverage
+
+
+class GeneColumns(NamedTuple):
+    """Columns of a file as rows of a vocabulary."""
+
+    target: np.ndarray  # row of the vocabulary for each column, -1 for none; int32
+    measured: np.ndarray  # columns of gene expression, not of antibodies or guides; bool
+    ordered: bool = False  # rows are sequences, and all columns are residues
+    unnamed: np.ndarray | None = None  # measured columns whose name is not one of a gene; bool, None if all are
+
+
+def map_genes(var_names: Sequence[str], var: pd.DataFrame, organism: str | None) -> MappedGenes:
+    """Ensembl ids and symbols of the genes of a dataset.
+
+    A gene is looked up by its name if that is an id (a version such as `.12` is cut), by an id in a column of `var`
+    (`ID_COLUMNS`), by an id beside a symbol in its name, then by its name as a current symbol, a previous symbol, an
+    alias. Several genes may get the same
+    id. If `organism` is None, names are used as ids.
+    """
+    names = [str(name) for name in var_names]
+    own = _column(var, SYMBOL_COLUMNS)
+    if organism is None:
+        symbols = [symbol or name for name, symbol in zip(names, own or names)]
+        return MappedGenes(names, symbols, _is_mito(symbols), Coverage(None, len(names), id=len(names)))
+    table = gene_table(organism)
+    columns = [values for column in ID_COLUMNS if (values := _column(var, (column,))) is not None]
+    gene_ids, symbols, unknown = [], [], []
+    tally: dict[str, Any] = dict.fromkeys(("id", *table.ids, "ambiguous", "unmapped"), 0)
+    for row, name in enumerate(names):
+        gene, kind = _look_up(name, (values[row] for values in columns), table, organism)
+        tally[kind] += 1
+        unknown += [] if gene else [name]
+        gene_ids.append(gene)
+        symbols.append(table.symbols.get(gene) or (own[row] if own else "") or gene or name)
+    coverage = Coverage(organism=organism, n_genes=len(names), examples=tuple(unknown[:_EXAMPLES]), **tally)
+    return MappedGenes(gene_ids, symbols, _is_mito(symbols), coverage)
+
+
+def map_measured(var_names: Sequence[str], var: pd.DataFrame, organism: str | None) -> tuple[np.ndarray, MappedGenes]:
+    """Rows of `var` that are gene expression (int64), and their genes by `map_genes`.
+
+    The one reading of names, of preprocessing and of files that a model reads: rows with the same id are one gene,
+    whose counts are summed.
+    """
+    rows = np.flatnonzero(is_expression(var))
+    return rows, map_genes([var_names[row] for row in rows.tolist()], var.iloc[rows], organism)
+
+
+def map_orthologs(mapped: MappedGenes, reference: str, table: Path | None = None) -> MappedGenes:
+    """Genes of one organism under the ids and symbols of `reference`; those without an ortholog lose their id.
+
+    `table` is a user's file of orthologs instead of the packaged one. Genes of `reference` itself stay as they are.
+    """
+    organism = mapped.coverage.organism
+    if organism is None or organism == reference:
+        return mapped
+    known, symbols = orthologs(organism, reference, table), gene_table(reference).symbols
+    gene_ids = [known.get(gene, "") for gene in mapped.gene_ids]
+    names = [symbols.get(gene, gene) or old for gene, old in zip(gene_ids, mapped.symbols)]
+    coverage = replace(mapped.coverage, reference=reference, orthologs=sum(map(bool, gene_ids)))
+    return MappedGenes(gene_ids, names, mapped.is_mito, coverage)
+
+
+def match_columns(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
+    """Match columns of `reader` to genes of `vocabulary`: by name, through a table of symbols, or through orthologs.
+
+    Takes the reading that matches most genes, and of those the one that matches most columns: columns of one gene are
+    summed. Raises DataError when none matches any.
+    """
+    genes = tuple(vocabulary.gene_ids)
+    if genes not in reader.matches:  # several parts of an evaluation ask
+        reader.matches[genes] = _matched(reader, vocabulary)
+    columns: GeneColumns = reader.matches[genes]
+    return columns
+
+
+def _matched(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
+    measured = is_expression(reader.var)
+    if reader.ordered:
+        return GeneColumns(_match_residues(reader, vocabulary), measured, ordered=True)
+    best, most = GeneColumns(np.full(reader.n_vars, -1, np.int32), measured), (0, 0)
+    for rows, gene_ids in _readings(reader, vocabulary, np.flatnonzero(measured)):
+        target = np.full(reader.n_vars, -1, np.int32)
+        target[rows] = vocabulary.rows_of(gene_ids)
+        known = target[target >= 0]
+        if (matched := (len(np.unique(known)), len(known))) > most:
+            unnamed = np.zeros(reader.n_vars, bool)
+            unnamed[rows] = [not gene for gene in gene_ids]
+            best, most = GeneColumns(target, measured, unnamed=unnamed if unnamed.any() else None), matched
+        if len(known) == len(rows):
+            break  # no table can match more
+    if most == (0, 0):
+        first = next(iter(reader.var_names), None)
+        raise DataError(
+            f"{reader.path}: no genes in common with the model: its first is {first!r}, the model's "
+            f"{vocabulary.gene_ids[0]!r} ({vocabulary.symbols[0]}); name genes by Ensembl id or current symbol"
+        )
+    return best
+
+
+def _readings(
+    reader: CountsReader, vocabulary: Vocabulary, measured: np.ndarray
+) -> Iterator[tuple[np.ndarray, list[str]]]:
+    """Columns and their ids: as names of an organism of the vocabulary, as they are, as of another one's orthologs."""
+    known = [o for o in ORGANISMS if any(gene.startswith(PREFIXES[o]) for gene in vocabulary.gene_ids)]
+    for organism in known:
+        rows, mapped = map_measured(reader.var_names, reader.var, organism)
+        yield rows, mapped.gene_ids
+    yield measured, [reader.var_names[row] for row in measured]
+    if len(known) == 1:
+        for organism in ORGANISMS:
+            if organism not in known:
+                rows, mapped = map_measured(reader.var_names, reader.var, organism)
+                yield rows, map_orthologs(mapped, known[0]).gene_ids
+
+
+def _match_residues(reader: CountsReader, vocabulary: Vocabulary) -> np.ndarray:
+    rows = vocabulary.rows_of(reader.var_names)
+    if (rows < 0).any():
+        missing = reader.var_names[int((rows < 0).argmax())]
+        if reader.ranked:
+            raise DataError(
+                f"{reader.path}: it has genes in rank order, and the model does not know {missing!r}; use a model of "
+                "the same token dictionary"
+            )
+        raise DataError(
+            f"{reader.path}: it has sequences, and the model knows no residue {missing!r}: its first gene is "
+            f"{vocabulary.gene_ids[0]!r}; use a model of sequences"
+        )
+    return rows
+
+
+def lost_counts(frac: float, names: Sequence[str]) -> str | None:
+    """Warning that names without an Ensembl id have the share `frac` of the counts; None if that is little."""
+    if frac <= MOST_LOST:
+        return None
+    shown = ", ".join(repr(name) for name in names[:LOST_NAMES])
+    return (
+        f"warning: {frac:.1%} of its counts are on genes whose names are not known, most of them on {shown}; name "
+        "genes by Ensembl id or current symbol"
+    )
+
+
+def is_expression(var: pd.DataFrame) -> np.ndarray:
+    """Genes of a dataset; False for antibodies and guides of 10x files, whose names (CD3) would pass for genes.
+
+    Upper and lower case are the same, and a gene without a type is one.
+    """
+    if "feature_types" not in var:
+        return np.ones(len(var), dtype=bool)
+    codes, kinds = np.unique(text_values(var["feature_types"]), return_inverse=True)[::-1]
+    genes = [kind.strip().lower() in ("gene expression", "", "nan", "none") for kind in kinds]
+    return np.array(genes, bool)[codes]
+
+
+def _look_up(name: str, columns: Iterable[str], table: GeneTable, organism: str) -> tuple[str, str]:
+    for text in (name, *columns):
+        if gene := gene_id(text, organism):
+            return gene, "id"
+    if gene := gene_id_within(name, organism):
+        return gene, "id"
+    for kind, ids in table.ids.items():
+        if name in ids:
+            return ids[name], kind if ids[name] else "ambiguous"
+    return "", "unmapped"
+
+
+def _column(var: pd.DataFrame, names: Sequence[str]) -> list[str] | None:
+    for name in names:
+        if name in var.columns:
+            return ["" if pd.isna(value) else str(value) for value in var[name]]
+    return None
+
+
+def _is_mito(symbols: list[str]) -> np.ndarray:
+    return np.array([symbol.startswith(("MT-", "mt-")) for symbol in symbols], dtype=bool)
+
+
+def rows_of_names(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, int]:
+    """Row of each name's gene; -1 for one that is not in the vocabulary.
+
+    A name is looked up as an id, as a symbol of the vocabulary, then in the packaged tables of its organisms.
+    """
+    asked = sorted({*names})
+    by_symbol = {symbol: row for row, symbol in enumerate(vocabulary.symbols)}
+    organisms = [o for o in ORGANISMS if any(gene.startswith(PREFIXES[o]) for gene in vocabulary.gene_ids)]
+    rows: dict[str, int] = dict(zip(asked, vocabulary.rows_of(asked).tolist()))
+    for name in asked:
+        if rows[name] < 0:
+            rows[name] = by_symbol.get(name, -1)
+    for organism in organisms:
+        ids = map_genes(asked, pd.DataFrame(index=asked), organism).gene_ids
+        for name, row in zip(asked, vocabulary.rows_of(ids).tolist()):
+            rows[name] = row if rows[name] < 0 else rows[name]
+    return rows
+
+
+SEPARATOR = "+"
+"""Between the genes of one perturbation."""
+
+
+def perturbed_genes(names: Sequence[str], vocabulary: Vocabulary) -> dict[str, list[int]]:
+    """Rows of the vocabulary by perturbation; empty for one without a gene of the vocabulary.
+
+    A gene is found by Ensembl id, symbol, or the earlier symbols and aliases of the packaged tables.
+    """
+    rows = rows_of_names((part.strip() for name in names for part in name.split(SEPARATOR)), vocabulary)
+    return {name: [rows[p] for part in name.split(SEPARATOR) if rows[p := part.strip()] >= 0] for name in names}

@@ -1,0 +1,177 @@
+"""Genes that a vocabulary may have: those of a list, and protein-coding ones.
+
+Highly variable genes by two flavors of scanpy's `highly_variable_genes`, from sums over blocks of cells.
+
+`seurat` (Satija et al. 2015) ranks genes by their dispersion (variance over mean of counts per 10,000), standardised
+among genes of a similar mean. `seurat_v3` (Stuart et al. 2019) ranks by the variance of counts, standardised by a curve
+of variance over mean, with large counts clipped: that takes a second pass over the cells.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pandas as pd
+
+from cellmill.config.corpus import VocabularyConfig
+from cellmill.config.plugin import import_object
+from cellmill.data.genes.names import map_genes
+from cellmill.data.genes.tables import ORGANISMS, gene_table, organism_of
+from cellmill.errors import ConfigError, DataError
+from cellmill.files import refuse_special
+
+
+def allowed_genes(gene_ids: list[str], options: VocabularyConfig) -> np.ndarray:
+    """Genes of `gene_ids` that the options allow, bool. Raises DataError if that is none."""
+    allowed = np.ones(len(gene_ids), bool)
+    if options.genes is not None:
+        allowed &= _listed(gene_ids, Path(options.genes))
+    if options.protein_coding:
+        allowed &= _protein_coding(gene_ids)
+    if not allowed.any():
+        raise DataError("no gene is left for the vocabulary: none in vocabulary.genes is protein coding")
+    return allowed
+
+
+def _listed(gene_ids: list[str], path: Path) -> np.ndarray:
+    names = _read(path)
+    organisms = [organism for organism in ORGANISMS if any(organism_of(gene) == organism for gene in gene_ids)]
+    tables = [map_genes(names, pd.DataFrame(index=names), organism).gene_ids for organism in organisms]
+    wanted = {*names, *(gene for table in tables for gene in table if gene)}
+    allowed = np.array([gene in wanted for gene in gene_ids])
+    if not allowed.any():
+        raise DataError(
+            f"{path}: none of its {len(names):,} genes is in the corpus, the first is {names[0][:40]!r}; list Ensembl "
+            "ids or current symbols, one a line (vocabulary.genes)"
+        )
+    known = {gene for gene, keep in zip(gene_ids, allowed) if keep}
+    absent = [name for name, *ids in zip(names, *tables) if known.isdisjoint({name, *ids})]
+    if absent:
+        print(f"{path}: {len(absent):,} of {len(names):,} genes are not in the corpus, such as {', '.join(absent[:3])}")
+    return allowed
+
+
+def _read(path: Path) -> list[str]:
+    refuse_special(path)
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise ConfigError(f"vocabulary.genes: {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"vocabulary.genes: {path}: not UTF-8 text") from None
+    if names := list(dict.fromkeys(name for line in lines if (name := line.strip()))):
+        return names
+    raise ConfigError(f"vocabulary.genes: {path}: empty; list one gene a line")
+
+
+def _protein_coding(gene_ids: list[str]) -> np.ndarray:
+    organisms = [organism_of(gene) for gene in gene_ids]
+    if None in organisms:
+        other = gene_ids[organisms.index(None)]
+        raise DataError(
+            f"vocabulary.protein_coding requires Ensembl ids, got gene {other!r}; set preprocess.organism, or "
+            "protein_coding to no"
+        )
+    allowed = [gene in gene_table(str(organism)).protein_coding for gene, organism in zip(gene_ids, organisms)]
+    if not any(allowed):
+        raise DataError(f"no gene is left for the vocabulary: none of {len(gene_ids):,} is protein coding")
+    return np.array(allowed)
+
+
+_MEAN_BINS = 20
+_NO_MEAN = 1e-12
+_LOESS = "skmisc.loess:loess"
+
+
+class Moments:
+    """Sums of values, and of their squares, of each gene over cells; float64."""
+
+    def __init__(self, n_genes: int):
+        self.n_cells = 0
+        self.sums, self.squares = np.zeros(n_genes), np.zeros(n_genes)
+
+    def add(self, genes: np.ndarray, values: np.ndarray, n_cells: int) -> None:
+        """Add nonzero values, `(n,)`, each of the gene at the same position of `genes`, of `n_cells` more cells."""
+        self.n_cells += n_cells
+        self.sums += np.bincount(genes, values, minlength=len(self.sums))
+        self.squares += np.bincount(genes, np.square(values, dtype=np.float64), minlength=len(self.sums))
+
+    def at(self, genes: np.ndarray) -> Self:
+        """The same of some genes."""
+        chosen = type(self)(len(genes))
+        chosen.n_cells, chosen.sums, chosen.squares = self.n_cells, self.sums[genes], self.squares[genes]
+        return chosen
+
+    @property
+    def mean(self) -> np.ndarray:
+        return self.sums / self.n_cells
+
+    @property
+    def variance(self) -> np.ndarray:
+        """Unbiased variance over all cells, those without the gene included."""
+        return (self.squares / self.n_cells - self.mean**2) * (self.n_cells / max(1, self.n_cells - 1))
+
+
+def standardised_dispersion(per_10k: Moments) -> np.ndarray:
+    """Score of flavor `seurat`, from moments of counts per 10,000; NaN for a gene without variance."""
+    mean = np.where(per_10k.mean == 0, _NO_MEAN, per_10k.mean)
+    dispersion = per_10k.variance / mean
+    dispersion[dispersion <= 0] = np.nan
+    table = pd.DataFrame({"dispersion": np.log(dispersion), "bin": pd.cut(np.log1p(mean), _MEAN_BINS)})
+    groups = table.groupby("bin", observed=True)["dispersion"]
+    centre, spread = groups.transform("mean"), groups.transform("std")
+    alone = spread.isna()  # the only gene of its bin: its score is 1
+    spread, centre = spread.where(~alone, centre), centre.where(~alone, 0.0)
+    return ((table["dispersion"] - centre) / spread).to_numpy()
+
+
+@dataclass(frozen=True)
+class Trend:
+    """Curve of the variance of counts over their mean, of flavor `seurat_v3`."""
+
+    deviation: np.ndarray  # expected standard deviation of each gene
+    clip: np.ndarray  # largest value of each gene that counts
+
+
+def variance_trend(counts: Moments, span: float = 0.3) -> Trend:
+    """Fit the curve, a local regression of degree 2, to moments of counts. Raises ConfigError without scikit-misc."""
+    expected = np.zeros(len(counts.sums))
+    varies = counts.variance > 0
+    model = _loess()(np.log10(counts.mean[varies]), np.log10(counts.variance[varies]), span=span, degree=2)
+    model.fit()
+    expected[varies] = model.outputs.fitted_values
+    deviation = np.sqrt(10**expected)
+    return Trend(deviation, deviation * np.sqrt(counts.n_cells) + counts.mean)
+
+
+def standardised_variance(counts: Moments, clipped: Moments, trend: Trend) -> np.ndarray:
+    """Score of flavor `seurat_v3`, from moments of counts, and of counts clipped at `trend.clip`."""
+    n, mean = counts.n_cells, counts.mean
+    return (n * mean**2 + clipped.squares - 2 * clipped.sums * mean) / ((n - 1) * trend.deviation**2)
+
+
+def highest(scores: np.ndarray, n: int) -> np.ndarray:
+    """Places of the `n` highest scores, ascending; of equal ones the first, and NaN last."""
+    return np.sort(_descending(scores)[:n])
+
+
+def places_by_score(scores: np.ndarray) -> np.ndarray:
+    """Place of each gene from 0, the highest score; of equal scores the first gene's first, and NaN last; int32."""
+    places = np.empty(len(scores), np.int32)
+    places[_descending(scores)] = np.arange(len(scores), dtype=np.int32)
+    return places
+
+
+def _descending(scores: np.ndarray) -> np.ndarray:
+    return np.argsort(-np.nan_to_num(scores, nan=-np.inf, posinf=np.inf), kind="stable")
+
+
+def _loess() -> Any:
+    try:
+        return import_object(_LOESS)
+    except ImportError:
+        raise ConfigError(
+            "vocabulary.select seurat_v3 requires scikit-misc, which is not installed; run `pip install "
+            "'cellmill[hvg]'`, or choose seurat or detected"
+        ) from None

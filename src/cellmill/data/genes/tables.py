@@ -1,0 +1,202 @@
+"""The packaged tables of human and mouse genes (genes/README.md): names of each Ensembl id, and its biotype.
+
+One-to-one orthologs of human and mouse, which map genes of one organism to those of another.
+
+The packaged table is Ensembl's (genes/README.md). A pair counts if both of its genes occur in no other pair; others, of
+duplicated genes, would make counts of one gene those of several.
+
+The packaged Cell Ontology (ontology/README.md): is_a edges of its terms, and how near two terms are.
+"""
+
+import gzip
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from cellmill.errors import ConfigError, DataError
+from cellmill.files import refuse_special
+
+PREFIXES = {"human": "ENSG", "mouse": "ENSMUSG"}
+"""Beginning of the Ensembl ids of each organism."""
+ORGANISMS = tuple(PREFIXES)
+PROTEIN_CODING = "protein_coding"
+
+_IDS = {organism: re.compile(rf"({prefix}\d{{11}})(?:\.\d+)?(?:_PAR_Y)?") for organism, prefix in PREFIXES.items()}
+_NAMES_WITH_ID = {  # HLA-DRA_ENSG00000204287, as tools write to make symbols unique, or ENSG00000204287.12_HLA-DRA
+    organism: re.compile(rf"\S.*[_|:]{pattern.pattern}|{pattern.pattern}[_|:]+[A-Za-z].*")
+    for organism, pattern in _IDS.items()
+}
+_OPEN_FRAME = re.compile(r"C[\dXY]+orf\d+")
+
+
+class GeneTable(NamedTuple):
+    """Genes of one organism, by ascending Ensembl id."""
+
+    symbols: dict[str, str]  # symbol of an id; the id itself for a gene without one
+    ids: dict[str, dict[str, str]]  # kind of name (symbol, previous, alias) -> name -> id; empty for an ambiguous name
+    protein_coding: frozenset[str]  # ids
+
+
+def gene_id(name: str, organism: str) -> str:
+    """The Ensembl id that `name` is, without a version such as `.12`; empty if it is none of the organism."""
+    match = _IDS[organism].fullmatch(name)
+    return match[1] if match else ""
+
+
+def gene_id_within(name: str, organism: str) -> str:
+    """The Ensembl id before or after a symbol in `name`, such as `HLA-DRA_ENSG00000204287`; empty if it has none."""
+    if name.count(PREFIXES[organism]) != 1:
+        return ""
+    match = _NAMES_WITH_ID[organism].fullmatch(name)
+    return match[1] or match[2] if match else ""
+
+
+def organism_of(gene: str) -> str | None:
+    """The organism of an Ensembl id; None if it is no id of a packaged table's organism."""
+    return next((organism for organism in ORGANISMS if gene_id(gene, organism)), None)
+
+
+def gene_symbols(organism: str) -> dict[str, str]:
+    """Symbol of every Ensembl id of an organism, by ascending id; the id itself for a gene without a symbol."""
+    return gene_table(organism).symbols
+
+
+@cache
+def gene_table(organism: str) -> GeneTable:
+    symbols: dict[str, str] = {}
+    ids: dict[str, dict[str, str]] = {"symbol": {}, "previous": {}, "alias": {}}
+    coding = []
+    with gzip.open(Path(__file__).parent / f"{organism}.tsv.gz", "rt", encoding="utf-8") as file:
+        next(file)
+        for line in file:
+            gene, symbol, previous, aliases, biotype = line.rstrip("\n").split("\t")
+            symbols[gene] = symbol
+            coding += [gene] if biotype == PROTEIN_CODING else []
+            # C1orf159 is often spelled C1ORF159
+            capitals = "|".join(n.upper() for n in (symbol, *previous.split("|")) if _OPEN_FRAME.fullmatch(n))
+            for kind, names in (("symbol", symbol), ("previous", previous), ("alias", aliases), ("alias", capitals)):
+                for name in names.split("|") if names else ():
+                    ids[kind][name] = gene if ids[kind].get(name, gene) == gene else ""
+    return GeneTable(symbols, ids, frozenset(coding))
+
+
+RELEASE = "2026-03-26"
+_ID = re.compile(r"CL:\d{7}")
+
+
+class CellOntology:
+    """Terms and their is_a edges.
+
+    Parameters
+    ----------
+    parents
+        Ids of the direct superclasses of each term, by id.
+    """
+
+    def __init__(self, parents: Mapping[str, tuple[str, ...]]) -> None:
+        self._parents = parents
+        self._known: dict[str, dict[str, int]] = {}
+
+    @property
+    def terms(self) -> list[str]:
+        return [*self._parents]
+
+    def __contains__(self, term: str) -> bool:
+        return term in self._parents
+
+    def ancestors(self, term: str) -> dict[str, int]:
+        """Least number of is_a edges from `term` up to each of its superclasses and, 0, to itself."""
+        if term not in self._known:
+            steps, waiting = {term: 0}, [term]
+            for below in waiting:  # breadth first
+                for above in self._parents[below]:
+                    if above not in steps:
+                        steps[above] = steps[below] + 1
+                        waiting.append(above)
+            self._known[term] = steps
+        return self._known[term]
+
+    def nearness(self, one: str, other: str) -> float:
+        """Shared part of the superclasses of two terms, each with itself: intersection by union, 1 for the same term.
+
+        The similarity simUI of Gentleman's package GOstats (2005). Every cell is a `cell`, so it is above 0.
+        """
+        a, b = self.ancestors(one).keys(), self.ancestors(other).keys()
+        return len(a & b) / len(a | b)
+
+    def steps(self, one: str, other: str) -> int:
+        """is_a edges on the shortest way from both terms up to a common superclass (Rada et al. 1989)."""
+        a, b = self.ancestors(one), self.ancestors(other)
+        return min(a[term] + b[term] for term in a.keys() & b.keys())
+
+
+def is_term_id(text: str) -> bool:
+    """True for text of the form CL:0000084, known or not."""
+    return _ID.fullmatch(text) is not None
+
+
+@cache
+def cell_ontology() -> CellOntology:
+    with gzip.open(Path(__file__).parents[1] / "ontology" / "cell_ontology.tsv.gz", "rt", encoding="utf-8") as file:
+        next(file)
+        rows = [line.rstrip("\n").split("\t") for line in file]
+    return CellOntology({term: tuple(parents.split("|")) if parents else () for term, _, parents in rows})
+
+
+PACKAGED = Path(__file__).parent / "genes" / "orthologs.tsv.gz"
+
+
+@cache
+def orthologs(organism: str, reference: str, table: Path | None = None) -> dict[str, str]:
+    """Ensembl id of `reference` for ids of `organism`, from the packaged table or a user's.
+
+    Raises ConfigError for a table that is missing, and DataError for one that lacks an organism or has no pair.
+    """
+    path = PACKAGED if table is None else table
+    lines = _lines(path)
+    header = [name.strip().lower() for name in next(lines, "").split("\t")]
+    if missing := [name for name in (organism, reference) if name not in header]:
+        raise DataError(
+            f"{path}: expected a header with the columns {organism} and {reference}, of Ensembl ids; {missing[0]} is "
+            "not there (preprocess.orthologs)"
+        )
+    places = [header.index(name) for name in (organism, reference)]
+    pairs: set[tuple[str, str]] = set()
+    for number, line in enumerate(lines, start=2):
+        cells = line.split("\t")
+        if not line.strip() or not all(place < len(cells) and cells[place].strip() for place in places):
+            continue  # a gene without an ortholog, as BioMart lists it
+        names = [cells[place].strip() for place in places]
+        ids = [gene_id(name, kind) for name, kind in zip(names, (organism, reference))]
+        if not all(ids):
+            wrong = ids.index("")
+            kind = (organism, reference)[wrong]
+            raise DataError(
+                f"{path}, line {number}: expected an Ensembl id of {kind} ({PREFIXES[kind]}...), got "
+                f"{names[wrong][:40]!r}"
+            )
+        pairs.add((ids[0], ids[1]))
+    return _one_to_one(path, pairs)
+
+
+def _one_to_one(path: Path, pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    ours, theirs = Counter(own for own, _ in pairs), Counter(other for _, other in pairs)
+    kept = {own: other for own, other in pairs if ours[own] == theirs[other] == 1}
+    if not kept:
+        raise DataError(f"{path}: has no pair of genes that occur in no other pair (preprocess.orthologs)")
+    return kept
+
+
+def _lines(path: Path) -> Iterator[str]:
+    refuse_special(path)
+    try:
+        opened = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", encoding="utf-8-sig") as file:
+            yield from (line.rstrip("\r\n") for line in file)
+    except FileNotFoundError:
+        raise ConfigError(f"preprocess.orthologs: {path}: no such file") from None
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from None

@@ -1,0 +1,168 @@
+"""Genes of a corpus as tokens: a file whose digest is recorded in shards, checkpoints and exported models.
+
+Token 0 is `<pad>`, 1 is `<mask>`, and the gene in row g of the vocabulary is token g + 2. Genes are sorted by id, so
+a corpus gives the same tokens in any order of its files. Each gene has the median of its counts per 10,000 over the
+cells in which it is detected: the scale of rank values (Geneformer, Theodoris et al. 2023). `data/genes/build.py` makes
+the vocabulary from cells.
+
+A last line that begins with `#quantiles`, where the corpus asks for it, has the quantiles of all nonzero values of the
+corpus, at equal steps of probability, for tokenizers whose bins are fitted (`BinnedTokens.binning`). A line before it
+that begins with `#variability` has the place of each gene by its variability, for `tokens.truncation: variable`.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from cellmill.config.parts.tokens import SPECIAL
+from cellmill.errors import DataError
+from cellmill.files import require_file, write_text
+
+COLUMNS = ("token_id", "gene_id", "symbol", "n_cells", "median")
+QUANTILES = "#quantiles"  # first field of the line
+VARIABILITY = "#variability"
+
+
+@dataclass(frozen=True)
+class KnownGenes:
+    """Genes of a corpus that a model has."""
+
+    n_known: int
+    n_genes: int
+    expressed_frac: float
+    """Share of a cell's genes that the model has, on average: genes weighted by the cells that express them."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.n_known:,} of {self.n_genes:,} genes, {self.expressed_frac:.1%} of those that a cell of the corpus "
+            "expresses"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """Genes in token order; row g is token g + len(SPECIAL). Equal vocabularies have equal digests."""
+
+    gene_ids: list[str]
+    symbols: list[str]
+    n_cells: np.ndarray  # number of cells of the corpus in which each gene is detected; int64
+    medians: np.ndarray  # median counts per 10,000 over the cells in which a gene is detected; float32
+    quantiles: np.ndarray | None = None  # of all nonzero log(1 + counts per 10,000), ascending; float32
+    variability: np.ndarray | None = None  # place of each gene from 0, the most variable one; int32
+
+    @property
+    def n_genes(self) -> int:
+        return len(self.gene_ids)
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.gene_ids) + len(SPECIAL)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hexadecimal SHA-256 of the file's text."""
+        return hashlib.sha256(self._text.encode()).hexdigest()
+
+    def rows_of(self, gene_ids: Sequence[str]) -> np.ndarray:
+        """Row of each gene, int32; -1 for genes not in the vocabulary."""
+        return np.array([self._rows.get(gene, -1) for gene in gene_ids], dtype=np.int32)
+
+    def known_by(self, other: "Vocabulary") -> KnownGenes:
+        """Return which of these genes another vocabulary has, found by Ensembl id."""
+        known = other.rows_of(self.gene_ids) >= 0
+        cells = self.n_cells.astype(np.float64) if self.n_cells.any() else np.ones(self.n_genes)
+        return KnownGenes(int(known.sum()), self.n_genes, float(cells[known].sum() / cells.sum()))
+
+    def write(self, path: Path) -> None:
+        """Write the TSV, atomically."""
+        write_text(path, self._text)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a TSV of `write`. Raises DataError naming the malformed line."""
+        require_file(path)
+        try:
+            lines = Path(path).read_text(encoding="utf-8").split("\n")
+        except UnicodeDecodeError:
+            raise DataError(f"{path}: not a vocabulary: not UTF-8 text") from None
+        if lines.pop() != "" or not lines or tuple(lines[0].split("\t")) != COLUMNS:
+            raise DataError(f"{path}: not a complete vocabulary: expected columns {', '.join(COLUMNS)}")
+        quantiles = _quantiles(path, lines.pop()) if lines[-1].startswith(QUANTILES) else None
+        variability = _places(path, lines) if lines[-1].startswith(VARIABILITY) else None
+        gene_ids, symbols, n_cells, medians = [], [], [], []
+        for token, line in enumerate(lines[1:]):
+            cells = line.split("\t")
+            special = token < len(SPECIAL)
+            try:
+                number, gene, symbol, count, median = cells
+                if int(number) != token or (special and gene != SPECIAL[token]):
+                    raise ValueError
+                if not special:
+                    if not 0 <= int(count) < 2**63:
+                        raise ValueError
+                    gene_ids.append(gene)
+                    symbols.append(symbol)
+                    n_cells.append(int(count))
+                    medians.append(np.float32(median))
+            except ValueError:
+                fields = SPECIAL[token] if special else "gene id, symbol, n_cells, median"
+                raise DataError(f"{path}, line {token + 2}: expected token {token}: {fields}") from None
+        numbers = np.array(n_cells, np.int64), np.array(medians, np.float32)
+        vocabulary = cls(gene_ids, symbols, *numbers, quantiles, variability)
+        if len(lines) - 1 <= len(SPECIAL) or len(vocabulary._rows) != len(gene_ids):
+            raise DataError(f"{path}: not a vocabulary: no genes, or a duplicate")
+        if not (np.isfinite(vocabulary.medians) & (vocabulary.medians > 0)).all():
+            raise DataError(f"{path}: not a vocabulary: a median is not a positive number")
+        return vocabulary
+
+    @cached_property
+    def _rows(self) -> dict[str, int]:
+        return {gene: row for row, gene in enumerate(self.gene_ids)}
+
+    @cached_property
+    def _text(self) -> str:
+        rows: list[tuple[str, ...]] = [COLUMNS, *((str(token), name, "", "", "") for token, name in enumerate(SPECIAL))]
+        for row, (gene, symbol, count) in enumerate(zip(self.gene_ids, self.symbols, self.n_cells)):
+            rows.append((str(row + len(SPECIAL)), gene, symbol, str(int(count)), _text_of(self.medians[row])))
+        if self.variability is not None:
+            rows.append((VARIABILITY, *map(str, self.variability.tolist())))
+        if self.quantiles is not None:
+            rows.append((QUANTILES, *map(_text_of, self.quantiles)))
+        return "".join("\t".join(row) + "\n" for row in rows)
+
+
+def _text_of(number: np.float32) -> str:
+    return np.format_float_positional(number, unique=True, trim="-")
+
+
+def _quantiles(path: Path, line: str) -> np.ndarray:
+    """Quantiles of the last line. Raises DataError."""
+    try:
+        quantiles = np.array(line.split("\t")[1:], np.float32)
+    except ValueError:
+        quantiles = np.empty(0, np.float32)
+    if len(quantiles) < 2 or not np.isfinite(quantiles).all() or (np.diff(quantiles) < 0).any():
+        raise DataError(f"{path}, last line: expected {QUANTILES} and at least two ascending numbers")
+    return quantiles
+
+
+def _places(path: Path, lines: list[str]) -> np.ndarray:
+    """Places by variability, of the last of `lines`, which is taken out. Raises DataError."""
+    line, n_genes = lines.pop(), len(lines) - 1 - len(SPECIAL)
+    try:
+        return as_places(line.split("\t")[1:], n_genes)
+    except ValueError:
+        raise DataError(f"{path}, line {len(lines) + 1}: expected {VARIABILITY} and a place for each gene") from None
+
+
+def as_places(numbers: Sequence[str | int], n_genes: int) -> np.ndarray:
+    """Places from 0 of `n_genes` genes, int32. Raises ValueError unless each occurs once."""
+    places = np.array([int(number) for number in numbers if len(str(number)) < 10], np.int32)
+    if len(numbers) != n_genes or not np.array_equal(np.sort(places), np.arange(n_genes)):
+        raise ValueError(f"expected the places 0 to {n_genes - 1:,}, each once")
+    return places

@@ -1,0 +1,135 @@
+"""Records of a FASTA file, plain or gzip, read in blocks as rows of residues in sequence order.
+
+A record is a row of a CSR matrix whose columns are residues: indices are in the order of the sequence and may repeat,
+values are 1. Read as a matrix, repeats add up to the composition of the sequence. Fields `key=value` of a header, as
+UniProt writes them, are columns of obs.
+"""
+
+import gzip
+import re
+import zlib
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from cellmill.config.parts.tokens import RESIDUES
+from cellmill.data.inputs.reader import CountsReader, refuse_duplicates
+from cellmill.errors import DataError
+
+Record = tuple[str, str, bytes]
+"""Name, rest of the header, and sequence without white space."""
+
+_FIELD = re.compile(r"(?:^|\s)([^\W_]\w*)=(.*?)(?=\s[^\W_]\w*=|$)")  # `_index` is reserved in .h5ad
+_STOP = b"*"
+_UNKNOWN = -1
+_COLUMN = np.full(256, _UNKNOWN, np.int32)
+NUCLEOTIDES = frozenset(b"ACGTUN")
+CHANCE = 100  # residues that may all be letters of nucleotides
+for _column, _letter in enumerate(RESIDUES):
+    _COLUMN[[ord(_letter), ord(_letter.lower())]] = _column
+_COLUMN[[ord("J"), ord("j")]] = RESIDUES.index("X")  # leucine or isoleucine, which models have no token for
+
+
+class FastaReader(CountsReader):
+    """Sequences of one FASTA file, with the interface of a reader of counts; `var` are the residues.
+
+    Headers are read once and kept; sequences are read again by each `rows`. Raises DataError when the file is missing,
+    damaged, empty, of nucleotides or no FASTA file, or when two records have the same name.
+    """
+
+    ordered = True
+
+    def __init__(self, path: Path):
+        self.path, self.counts = Path(path), "X"
+        names, headers, letters, n_letters = [], [], set[int](), 0
+        for name, header, sequence in _records(self.path):
+            names.append(name)
+            headers.append(header)
+            letters.update(sequence.upper())
+            n_letters += len(sequence)
+        if not names:
+            raise DataError(f"{path}: empty: no record")
+        if letters <= NUCLEOTIDES and n_letters > CHANCE:
+            raise DataError(f"{path}: has no other letter than A, C, G, T, U and N; expected proteins: translate it")
+        self.obs = _obs(names, headers)
+        self.matches: dict[tuple[str, ...], Any] = {}  # of `genes.match_columns`
+        refuse_duplicates(self.path, "record", self.obs.index, "rename one of them")
+        self.var_names = list(RESIDUES)
+        self.var = pd.DataFrame({"symbol": self.var_names}, index=pd.Index(self.var_names, name="gene_id"))
+        self.n_obs, self.n_vars = len(names), len(RESIDUES)
+
+    def close(self) -> None:
+        """Do nothing: the file is open only while it is read."""
+
+    def rows(self, block: int = 4096) -> Iterator[sp.csr_matrix]:
+        """All sequences in order, `block` at a time: CSR `(sequences, residues)`, uint32 ones, in sequence order.
+
+        Raises DataError at the first letter that is no residue, naming the record.
+        """
+        records = _records(self.path)
+        while chosen := list(islice(records, block)):
+            parts = [self._columns(name, sequence) for name, _, sequence in chosen]
+            starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
+            indices = np.concatenate(parts)
+            yield sp.csr_matrix((np.ones(len(indices), np.uint32), indices, starts), shape=(len(parts), self.n_vars))
+
+    def _columns(self, name: str, sequence: bytes) -> np.ndarray:
+        columns = _COLUMN[np.frombuffer(sequence.removesuffix(_STOP), np.uint8)]
+        if len(wrong := np.flatnonzero(columns == _UNKNOWN)):
+            at = int(wrong[0])
+            raise DataError(
+                f"{self.path}: record {name!r}: expected a residue ({RESIDUES}) at {at + 1:,}, got "
+                f"{chr(sequence[at])!r}; remove gaps, and stops inside a sequence"
+            )
+        return columns
+
+
+def _records(path: Path) -> Iterator[Record]:
+    name: str | None = None
+    header, lines = "", list[bytes]()
+    for line in _lines(path):
+        if line.startswith(b">"):
+            if name is not None:
+                yield name, header, b"".join(lines)
+            words = line[1:].decode("utf-8", "replace").split(maxsplit=1)
+            if not words:
+                raise DataError(f"{path}: a record has no name; expected a word after '>'")
+            name, header, lines = words[0], "".join(words[1:]), []
+        elif name is None and line:
+            raise DataError(f"{path}: not a FASTA file: expected a line that begins with '>', got {line[:20]!r}")
+        else:
+            lines.append(b"".join(line.split()))
+    if name is not None:
+        yield name, header, b"".join(lines)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Lines without white space at their ends."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            for line in file:
+                if b"\r" in (stripped := line.strip()):
+                    raise DataError(f"{path}: expected lines that end with \\n or \\r\\n, got \\r alone; convert it")
+                yield stripped
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from None
+
+
+def _obs(names: list[str], headers: list[str]) -> pd.DataFrame:
+    """One column for each field of any header, and `description`, the text before the fields; categories."""
+    columns: dict[str, list[str | None]] = {}
+    for row, header in enumerate(headers):
+        fields = dict(_FIELD.findall(header))
+        if text := _FIELD.sub("", header).strip():
+            fields["description"] = text
+        for key, value in fields.items():
+            columns.setdefault(key, [None] * len(names))[row] = value
+    made = {key: pd.Categorical(values) for key, values in columns.items()}
+    return pd.DataFrame(made, index=pd.Index(names, dtype=object))

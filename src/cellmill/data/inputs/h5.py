@@ -1,0 +1,335 @@
+"""HDF5 files: opening with one-line errors, and writing that survives a full disk.
+
+Writing cells as .h5ad with contiguous, unfiltered, aligned CSR, so that a row is one pread, or compressed.
+
+anndata's own writer chunks sparse arrays.
+
+HDF5 files of users, walked by a child process first: of damaged ones some make HDF5 loop for ever, or crash.
+
+Such a loop holds the interpreter, so nothing in the process itself can end it. The child reads what opening reads,
+attributes, sizes and text, no counts. The limit is on its CPU time: a slow disk is not taken for a damaged file.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import h5py
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+from anndata.io import write_elem
+
+from cellmill.data.arrays import plain_text
+from cellmill.errors import ConfigError, DataError
+from cellmill.files import atomic_path, named_errors
+
+ALIGNMENT = 4096  # bytes; for direct I/O and page-aligned preads
+
+
+def open_h5(path: Path, remedy: str = "") -> h5py.File:
+    """Open `path` for reading. Raises DataError, ending in `remedy`, when it is missing, truncated or not HDF5."""
+    then = f"; {remedy}" if remedy else ""
+    if not path.is_file():
+        raise DataError(f"{path}: {'not a file' if path.exists() else 'no such file'}{then}")
+    try:
+        return h5py.File(path, "r")
+    except OSError as error:
+        text = one_line(error)
+        if "truncated" in text:
+            stored = re.search(r"stored_eof = (\d+)", text)
+            of = f" of {int(stored[1]):,}" if stored else ""
+            then = then or "; copy it again"
+            raise DataError(f"{path}: truncated: {path.stat().st_size:,}{of} bytes{then}") from None
+        if "signature not found" in text:
+            raise DataError(f"{path}: not an HDF5 file{then}") from None
+        raise DataError(f"{path}: cannot be read: {text}{then}") from None
+
+
+def read_texts(item: h5py.Dataset | h5py.Group) -> np.ndarray:
+    """Text of an array, `(n,)` object, as anndata stores it: plain, or a group of values and a mask of missing ones."""
+    if isinstance(item, h5py.Dataset):
+        return np.asarray(item.asstr()[:] if len(item) else [], object)  # an empty array may be of numbers
+    texts = np.asarray(item["values"].asstr()[:], object)
+    if "mask" in item:
+        texts[item["mask"][:]] = "nan"
+    return texts
+
+
+def check_h5ad(out: Path, option: str) -> None:
+    """Raise ConfigError for an output whose name is not that of an AnnData file."""
+    if out.suffix != ".h5ad":
+        raise ConfigError(f"{option} {out}: expected a name that ends in .h5ad")
+
+
+class NewH5File(h5py.File):
+    """HDF5 file being written or changed."""
+
+    def __init__(self, disk: _Disk, mode: Literal["w", "r+"], alignment: int) -> None:
+        super().__init__(disk, mode, alignment_threshold=alignment, alignment_interval=alignment)
+        self._disk = disk
+
+    def raise_if_failed(self) -> None:
+        """Raise the first failed write, if any; to stop early, since closing the file raises it too."""
+        self._disk.raise_if_failed()
+
+
+@contextmanager
+def create_h5(path: Path, alignment: int = ALIGNMENT) -> Iterator[NewH5File]:
+    """New HDF5 file that replaces `path` when the block ends without an error.
+
+    Arrays and chunks of at least `alignment` bytes begin at a multiple of it.
+
+    Raises OSError naming `path` when the disk is full.
+    """
+    with named_errors(path), atomic_path(path) as temporary, _written(temporary, "w", alignment) as file:
+        yield file
+
+
+@contextmanager
+def change_h5(path: Path, source: Path) -> Iterator[NewH5File]:
+    """Copy of the HDF5 file `source` to change, which replaces `path` (it may be `source`) when the block ends.
+
+    Raises OSError naming `path` when the disk is full.
+    """
+    with named_errors(path), atomic_path(path) as temporary:
+        shutil.copyfile(source, temporary)
+        with _written(temporary, "r+") as file:
+            yield file
+
+
+@contextmanager
+def _written(temporary: Path, mode: Literal["w", "r+"], alignment: int = ALIGNMENT) -> Iterator[NewH5File]:
+    """HDF5 file in `temporary`, which the caller syncs."""
+    with _Disk(temporary, "r+") as disk:
+        try:
+            with NewH5File(disk, mode, alignment) as file:
+                yield file
+        except (OSError, RuntimeError) as error:
+            raise disk.error or error from None
+        disk.raise_if_failed()
+
+
+class _Disk(io.FileIO):
+    """The file object under an HDF5 file. Keeps the first failed write as `error` and drops all later ones.
+
+    HDF5 must not see the failure: closing a file that cannot be written crashes the interpreter (seen with 2.0.0).
+    """
+
+    error: OSError | None = None
+
+    def raise_if_failed(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def write(self, data: Any) -> int:
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        try:
+            while len(rest) and self.error is None:  # a disk that fills up takes a part first
+                rest = rest[super().write(rest) :]
+        except OSError as error:
+            self.error = error
+        return size
+
+    def truncate(self, size: int | None = None) -> int:
+        try:
+            if self.error is None:
+                super().truncate(size)
+        except OSError as error:
+            self.error = error
+        return size or 0
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        n_read = super().readinto(view) or 0
+        view[n_read:] = bytes(len(view) - n_read)  # dropped by a failed write
+        return len(view)
+
+
+def one_line(error: BaseException) -> str:
+    """Message of `error` in one line of at most 300 characters."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]
+
+
+LIMIT_S = 8  # of CPU time for one file; 10,000 objects take 1 s
+_MOST_TEXTS = 1_000_000  # texts read of one file; the rest would take as long as opening it
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_known: set[tuple[str, int, int]] = set()  # files that this process has had walked
+
+
+def check_walk(paths: Iterable[Path], limit_s: int = LIMIT_S) -> None:
+    """Raise DataError for the first of the HDF5 files among `paths` that HDF5 cannot walk. Once per process and file.
+
+    Whatever else is wrong with a file is left to its reader.
+    """
+    files = {_identity(path): path for path in paths if _is_hdf5(path)}
+    new = {key: path for key, path in files.items() if key not in _known}
+    if not new:
+        return
+    command = [sys.executable, "-P", "-m", "cellmill.data.inputs.h5", str(limit_s)]
+    names = b"\0".join(os.fsencode(path.absolute()) for path in new.values())
+    done = subprocess.run(command, input=names, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
+    if done.returncode < 0 and len(done.stdout) < len(new):
+        path = [*new.values()][len(done.stdout)]
+        if done.returncode == -signal.SIGXCPU:
+            fault = f"HDF5 was not through its structure after {limit_s} s of CPU time"
+        else:
+            fault = f"HDF5 crashes on it ({signal.Signals(-done.returncode).name})"
+        raise DataError(f"{path}: damaged: {fault}; copy it again, or write it again from its source")
+    _known.update(new)
+
+
+def _is_hdf5(path: Path) -> bool:
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            start = file.read(len(_SIGNATURE) + 2048)
+    except OSError:
+        return False
+    return any(start[at : at + len(_SIGNATURE)] == _SIGNATURE for at in (0, 512, 1024, 2048))
+
+
+def _identity(path: Path) -> tuple[str, int, int]:
+    status = path.stat()
+    return str(path.absolute()), status.st_size, status.st_mtime_ns
+
+
+def _walk(path: bytes) -> None:
+    """Read what opening a file reads: attributes, sizes on disk, and text. What raises is left to the reader."""
+    left, seen = _MOST_TEXTS, set[int]()
+
+    def visit(item: Any) -> None:
+        nonlocal left
+        with suppress(Exception):
+            for key in item.attrs:
+                with suppress(Exception):
+                    item.attrs[key]
+        if isinstance(item, h5py.Dataset) and item.shape is not None:
+            item.id.get_storage_size()
+            if item.dtype.kind == "O" and len(item.shape) == 1 and not item.external and not item.is_virtual:
+                left -= len(item[:left])
+        if isinstance(item, h5py.Group):
+            for name in item:
+                with suppress(Exception):
+                    address = h5py.h5o.get_info(item.id, name.encode()).addr
+                    if isinstance(item.get(name, getlink=True), h5py.HardLink) and address not in seen:
+                        seen.add(address)
+                        visit(item[name])
+
+    with suppress(Exception), h5py.File(path, "r") as file:
+        visit(file)
+
+
+def _main() -> None:
+    limit_s = int(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    for path in sys.stdin.buffer.read().split(b"\0"):
+        ends = int(time.process_time()) + 1 + limit_s
+        resource.setrlimit(resource.RLIMIT_CPU, (ends if hard == resource.RLIM_INFINITY else min(ends, hard), hard))
+        _walk(path)
+        os.write(1, b".")
+
+
+if __name__ == "__main__":
+    _main()
+
+
+def count_dtype(largest: int) -> np.dtype[Any]:
+    """uint16 if counts up to `largest` fit, else uint32."""
+    return np.dtype("<u2" if largest <= np.iinfo(np.uint16).max else "<u4")
+
+
+def write_cells(
+    path: Path,
+    obs: pd.DataFrame | Callable[[], pd.DataFrame],
+    var: pd.DataFrame,
+    blocks: Iterable[sp.csr_matrix],
+    nnz: int | None,
+    dtype: np.dtype[Any],
+    ordered: bool = False,
+    compression: Literal["gzip"] | None = None,
+    ranked: bool = False,
+) -> None:
+    """Write an .h5ad whose X is CSR: `dtype` data, int32 indices, int64 indptr, little-endian.
+
+    `obs` may be a function, called after the last block: for when only the blocks tell which cells remain. `blocks` are
+    rows of X in order, columns in any order within a row; one is held in memory at a time. With `nnz`, the number of
+    values in all blocks, arrays are contiguous, unfiltered and aligned to 4,096 bytes; without it they grow in chunks.
+    With `compression` they are in chunks of 4,096 values, shuffled and compressed at level 1 (`compressed_rows`).
+    `ordered` says that rows are sequences, and `ranked` that these are genes in rank order. Raises OSError naming
+    `path` when the disk is full; `path` is then left as it was.
+    """
+    with create_h5(path, 1 if compression else ALIGNMENT) as file:  # padding would be half of a compressed chunk
+        file.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
+        group = file.create_group("X")
+        indptr = _write_values(file, group, blocks, _layout(nnz, compression), np.dtype(dtype))
+        group.create_dataset("indptr", data=indptr)
+        shape = np.array([len(indptr) - 1, len(var)], np.int64)
+        group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape})
+        frame = plain_text(obs() if callable(obs) else obs)
+        assert len(frame) == len(indptr) - 1, f"{len(frame)} obs for {len(indptr) - 1} rows"
+        write_elem(file, "obs", frame)
+        write_elem(file, "var", plain_text(var))
+        for name in ("layers", "obsm", "obsp", "varm", "varp"):
+            write_elem(file, name, {})
+        kinds = {name: True for name, holds in (("ordered", ordered), ("ranked", ranked)) if holds}
+        write_elem(file, "uns", {"cellmill": kinds} if kinds else {})
+
+
+def write_anndata(file: h5py.File, adata: Any) -> None:
+    """Write an AnnData to a new file. `AnnData` turns text into the `str` of pandas 3, which anndata 0.12 refuses."""
+    file.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
+    if adata.X is not None:
+        write_elem(file, "X", adata.X)
+    for name in ("obs", "var"):
+        write_elem(file, name, plain_text(getattr(adata, name)))
+    for name in ("layers", "obsm", "obsp", "uns", "varm", "varp"):
+        write_elem(file, name, dict(getattr(adata, name)))
+
+
+def _write_values(
+    file: NewH5File, group: h5py.Group, blocks: Iterable[sp.csr_matrix], layout: dict[str, Any], dtype: np.dtype[Any]
+) -> np.ndarray:
+    """Write `data` and `indices` of `group`; return indptr."""
+    data = group.create_dataset("data", dtype=dtype.newbyteorder("<"), **layout)
+    indices = group.create_dataset("indices", dtype="<i4", **layout)
+    start, indptr = 0, [np.zeros(1, np.int64)]
+    for block in blocks:
+        assert not block.nnz or block.data.max() <= np.iinfo(dtype).max, f"a count is too large for {dtype}"
+        stop = start + block.nnz
+        if "maxshape" in layout:
+            data.resize((stop,))
+            indices.resize((stop,))
+        if block.nnz:
+            data[start:stop] = block.data.astype(dtype, copy=False)
+            indices[start:stop] = block.indices
+            file.raise_if_failed()
+        indptr.append(start + block.indptr[1:].astype(np.int64))
+        start = stop
+    assert start == len(data), f"expected {len(data)} values, got {start}"
+    return np.concatenate(indptr)
+
+
+def _layout(nnz: int | None, compression: Literal["gzip"] | None) -> dict[str, Any]:
+    """Arguments of h5py for an array of `nnz` values; None is for one that grows."""
+    if nnz is None:
+        return {"shape": (0,), "maxshape": (None,), "chunks": (1 << 18,)}
+    if compression is None:
+        return {"shape": (nnz,)}
+    # larger chunks are a tenth smaller, but a row is then read with many others
+    return {"shape": (nnz,), "chunks": (min(nnz, 4096),), "compression": "gzip", "compression_opts": 1, "shuffle": True}

@@ -1,0 +1,226 @@
+"""Counts of an input, read in row blocks, never the whole matrix.
+
+`open_counts` opens any format of `cellmill.data.inputs`; the reader checks that its values are counts and returns
+canonical CSR blocks.
+
+Whole numbers that are normalised values rounded, not counts.
+
+Three signs, from up to 4,096 cells with at least 50 detected genes each. Counts have none: nearly every such cell has
+a gene with one count, cells differ in depth by far more, and a cell of 300 genes has one with more than 10 counts (at
+least 15 in six datasets of blood, cell lines and brain). Counts downsampled to one depth share the second, so it is a
+warning and no error.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from cellmill.data.arrays import MAX_COUNT, row_sums, sum_repeated
+from cellmill.data.inputs.source import CountSource
+from cellmill.errors import DataError, did_you_mean
+
+_CELLS = 4096
+_FEWEST = 20  # cells; fewer say nothing
+_GENES = 50
+_MANY_GENES, _LOW_COUNT = 300, 10  # log(1 + counts per 10,000) is at most 9.2
+_SPREAD = 1.3  # 95th percentile of the cells' sums over the 5th
+
+
+class RoundedCounts:
+    """Collector of the first cells that are read, and what they show."""
+
+    def __init__(self) -> None:
+        self._sums: list[np.ndarray] = []
+        self._smallest: list[np.ndarray] = []
+        self._largest: list[np.ndarray] = []  # of cells with `_MANY_GENES` genes
+        self._n_cells = 0
+
+    def add(self, counts: sp.csr_matrix) -> None:
+        """Add cells of a canonical CSR block without stored zeros."""
+        rows = np.flatnonzero(np.diff(counts.indptr) >= _GENES)[: _CELLS - self._n_cells]
+        if len(rows):
+            block = counts[rows]
+            self._sums.append(row_sums(block))
+            self._smallest.append(np.minimum.reduceat(block.data, block.indptr[:-1]))
+            largest = np.maximum.reduceat(block.data, block.indptr[:-1])
+            self._largest.append(largest[np.diff(block.indptr) >= _MANY_GENES])
+            self._n_cells += len(rows)
+
+    def sign(self) -> str | None:
+        """The sign that the cells show, in words; None if none."""
+        if self._n_cells < _FEWEST:
+            return None
+        sums, smallest, largest = map(np.concatenate, (self._sums, self._smallest, self._largest))
+        low, high = np.quantile(sums, (0.05, 0.95))
+        if (above_one := float((smallest > 1).mean())) > 0.5:
+            return f"{above_one:.0%} of cells have no gene with a count of 1"
+        if len(largest) >= _FEWEST and (low_counts := float((largest <= _LOW_COUNT).mean())) > 0.95:
+            return (
+                f"{low_counts:.0%} of cells of {_MANY_GENES} genes have no count above {_LOW_COUNT}, as in logarithms"
+            )
+        if high < _SPREAD * low:
+            return f"the sums of 90% of cells lie between {low:,.0f} and {high:,.0f}"
+        return None
+
+
+_LOG_MAX = 15.0  # exp(15) is 3 million: no log-transformed count is larger, few other normalisations stay below
+
+
+class CountsReader(AbstractContextManager["CountsReader"]):
+    """Counts of one input; made by `open_counts`, closed by `close` or a `with` block.
+
+    Attributes: `path`, `counts` (X, raw or a layer), `n_obs`, `n_vars`, `obs` (a DataFrame with a unique text index),
+    `var` (one whose text index may repeat: counts of one gene are summed where genes are matched), `var_names`, and
+    `ordered`: rows are sequences, whose columns stand in their own order and may repeat, or, if `ranked` too, genes in
+    rank order, without counts.
+    """
+
+    ordered: bool = False
+    ranked: bool = False
+    dataset: str | None = None  # its name, where the stem of `path` is another
+    round_counts: bool = False  # set before `rows`: fractional values become the nearest whole number
+
+    def __init__(self, source: CountSource):
+        self.path, self.counts, self.obs, self.var = source.path, source.counts, source.obs, source.var
+        self.var_names: list[str] = list(self.var.index)
+        self.n_obs, self.n_vars = len(self.obs), len(self.var)
+        self.ordered, self.ranked = source.ordered, source.ranked
+        self._source = source
+        self.matches: dict[tuple[str, ...], Any] = {}  # of `genes.match_columns`, by the ids of the vocabulary
+        self._rounded = RoundedCounts()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file and drop temporary ones."""
+        self._source.close()
+
+    def obs_column(self, name: str, owner: str) -> pd.Series:
+        """Column `name` of obs. Raises DataError, naming the option `owner` that asks for it, when it is missing."""
+        if name not in self.obs:
+            known = [str(column) for column in self.obs.columns]
+            raise DataError(f"{self.path}: no obs column {name!r} ({owner}); {did_you_mean(name, known)}")
+        return self.obs[name]
+
+    def rows(self, block: int = 4096) -> Iterator[sp.csr_matrix]:
+        """All cells in order, `block` at a time: CSR `(cells, n_vars)`, uint32, columns ascending, no stored zeros.
+
+        Columns of `ordered` rows are as stored.
+
+        May be called again. Raises DataError at the first value that is not a count, naming cell and gene, and when
+        the file is damaged.
+        """
+        first = 0
+        for matrix in self._source.matrix.blocks(block):
+            counts = self._as_counts(matrix, first)
+            if not self.ordered:
+                self._rounded.add(counts)
+            yield counts
+            first += matrix.shape[0]
+
+    def warn_if_rounded(self) -> None:
+        """Print one line on stderr if the cells that were read look like normalised values that were rounded."""
+        if not self.ordered and (sign := self._rounded.sign()):
+            print(
+                f"warning: {self.path}: {self.counts} may hold normalised values that were rounded: {sign}; "
+                f"{self._elsewhere()}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _as_counts(self, matrix: sp.csr_matrix, first: int) -> sp.csr_matrix:
+        values = _exact(matrix.data)
+        if values is None:
+            values = self._whole_numbers(matrix, first).astype(np.uint32)
+        counts = sp.csr_matrix((values, matrix.indices, matrix.indptr), shape=matrix.shape)
+        if self.ordered:
+            return counts
+        if not counts.has_canonical_format:
+            counts = sum_repeated(counts, f"{self.path}: {self.counts}: entries of one cell and gene")
+        if not counts.data.all():
+            counts.eliminate_zeros()
+        return counts
+
+    def _whole_numbers(self, matrix: sp.csr_matrix, first: int) -> np.ndarray:
+        """Values of `matrix`, rounded if asked for. Raises DataError for those that are not counts."""
+        values = matrix.data
+        if values.dtype.kind not in "buif":
+            raise DataError(f"{self.path}: {self.counts} expected counts, got {values.dtype}")
+        if values.dtype.kind == "f":
+            self._refuse(~np.isfinite(values), "is not finite", "; counts are whole numbers from 0", matrix, first)
+        if values.dtype.kind in "if":
+            self._refuse(values < 0, "is negative", f": it looks scaled; {self._elsewhere()}", matrix, first)
+        if values.dtype.kind == "f" and self.round_counts:
+            values = self._nearest(matrix, first)
+        if values.dtype.kind == "f":
+            fractional = values != np.floor(values)
+            if fractional.any():
+                logs = values.max() < _LOG_MAX and 2 * np.count_nonzero(fractional) > np.count_nonzero(values)
+                looks = "log-transformed" if logs else "normalised"
+                self._refuse(fractional, "is fractional", f": it looks {looks}; {self._elsewhere()}", matrix, first)
+        if len(values) and values.max() > MAX_COUNT:
+            self._refuse(values == values.max(), "is too large", "; the limit is 2^32 - 1", matrix, first)
+        return values
+
+    def _nearest(self, matrix: sp.csr_matrix, first: int) -> np.ndarray:
+        """Values to the nearest whole number, halves to the even one. Raises DataError for what is no counts."""
+        values = matrix.data
+        fractional = values != np.floor(values)
+        sums = np.asarray(matrix.sum(axis=1, dtype=np.float64)).ravel()
+        sums = sums[sums > 0]
+        logs = values.max(initial=0) < _LOG_MAX and 2 * np.count_nonzero(fractional) > np.count_nonzero(values)
+        one_sum = len(sums) > 1 and np.ptp(sums) < 1e-3 * sums[0]
+        if logs or one_sum:
+            looks = "log-transformed" if logs else "normalised: all cells have one sum"
+            fault = f"is fractional, and rounding (round_counts) is for counts: it looks {looks}"
+            self._refuse(fractional, fault, f"; {self._elsewhere()}", matrix, first)
+        return np.rint(values)
+
+    def _refuse(self, bad: np.ndarray, fault: str, remedy: str, matrix: sp.csr_matrix, first: int) -> None:
+        if not bad.any():
+            return
+        at = int(bad.argmax())
+        cell = self.obs.index[first + int(np.searchsorted(matrix.indptr, at, side="right")) - 1]
+        gene = self.var_names[matrix.indices[at]]
+        raise DataError(
+            f"{self.path}: {self.counts} does not hold counts: {_digits(matrix.data[at])} (cell {cell!r}, gene "
+            f"{gene!r}) {fault}{remedy}"
+        )
+
+    def _elsewhere(self) -> str:
+        if not self._source.others:
+            return "the file has no other matrix; use a file with raw counts"
+        return f"raw counts may be in {' or '.join(self._source.others)}: set {self._source.option}"
+
+
+def _exact(values: np.ndarray) -> np.ndarray | None:
+    """`values` as uint32 if all are float32 or float64 that it holds exactly, else None."""
+    if values.dtype not in (np.float32, np.float64):
+        return None
+    with np.errstate(invalid="ignore"):  # NaN and others out of range become any number, which is another
+        counts = values.astype(np.uint32)
+    return counts if bool((counts.astype(values.dtype) == values).all()) else None
+
+
+def _digits(value: np.generic) -> str:
+    """Text of a number, short unless it would look like a whole number that it is not."""
+    short = f"{value:g}"
+    return short if float(short) == value or not float(short).is_integer() else str(value)
+
+
+def refuse_duplicates(path: Path, kind: str, names: pd.Index, remedy: str) -> None:
+    """Raise DataError when two of the `names` of a file are equal."""
+    repeated = names[names.duplicated()]
+    if len(repeated):
+        others = f" and {repeated.nunique() - 1:,} more repeat" if repeated.nunique() > 1 else ""
+        raise DataError(
+            f"{path}: {kind} names are not unique: {repeated[0]!r} occurs {int((names == repeated[0]).sum())} times"
+            f"{others}; {remedy}"
+        )

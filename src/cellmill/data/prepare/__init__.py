@@ -1,0 +1,1 @@
+"""From an input to cells."""

@@ -1,0 +1,227 @@
+"""Cells that a dataset's filter keeps, and its obs columns under the names that later stages know.
+
+The table of datasets names obs columns by role (`batch`, `donor`, ...), whatever each file calls them. Preprocessed
+cells have them under the name of the role, so that splits, covariates, batch terms and tasks can name one column for
+all datasets. A column of the file that has the name of a role and is not it is kept as `ROLE_original`.
+
+Labels of a dataset, renamed by its label maps.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from cellmill.config.corpus import IS_CONTROL, ORGANISM, ObsColumns
+from cellmill.config.datasets import MappedLabel, parse_filter, read_label_map
+from cellmill.data.arrays import text_values
+from cellmill.data.inputs.h5 import one_line
+from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.shards.index import text_of
+from cellmill.errors import DataError, did_you_mean
+
+
+@dataclass(frozen=True)
+class MappedLabels:
+    """A label of all cells of a file, before and after its map."""
+
+    codes: np.ndarray  # (cells,) index into `before`, -1 for a missing value
+    before: list[str]
+    by_label: dict[str, MappedLabel]
+
+    @property
+    def column(self) -> pd.Categorical:
+        """(cells,): labels after the map."""
+        texts = [self.by_label[label].to if label in self.by_label else label for label in self.before]
+        names = sorted({text for text in texts if text is not None})
+        table = np.array([*(-1 if text is None else names.index(text) for text in texts), -1], np.int64)
+        return pd.Categorical.from_codes(table[self.codes], categories=names)
+
+    def report(self, cells: np.ndarray) -> dict[str, Any]:
+        """Number of the cells `cells`, bool, by label: of renamed ones, of others, and of those made missing."""
+        of_cells = self.codes[cells]
+        n_cells = np.bincount(of_cells[of_cells >= 0], minlength=len(self.before)).tolist()
+        counts = {label: n for label, n in sorted(zip(self.before, n_cells), key=lambda one: (-one[1], one[0])) if n}
+        gone = [label for label in counts if label in self.by_label and self.by_label[label].to is None]
+        return {
+            "renamed": {label: n for label, n in counts.items() if label in self.by_label and label not in gone},
+            "kept": {label: n for label, n in counts.items() if label not in self.by_label},
+            "made_missing": {label: counts[label] for label in gone},
+        }
+
+
+def map_labels(column: pd.Series, label_map: Path, file: Path) -> MappedLabels:
+    """Rename the labels of an obs column of `file`. Raises ConfigError or DataError naming the map and the line."""
+    by_label = read_label_map(label_map)
+    codes, values = pd.factorize(column)
+    texts = [text_of(value) for value in values]
+    check_labels(label_map, texts, file, str(column.name), by_label)
+    return MappedLabels(codes, texts, by_label)
+
+
+def check_labels(
+    label_map: Path, labels: Iterable[str], file: Path, column: str, by_label: dict[str, MappedLabel] | None = None
+) -> None:
+    """Raise DataError for a line of the map whose label is none of `labels`, those of the file."""
+    known = sorted({*labels})
+    for label, mapped in (by_label or read_label_map(label_map)).items():
+        if label not in known:
+            raise DataError(
+                f"{label_map}, line {mapped.line}: no cell of {file} has label {label!r} in obs column {column!r}; "
+                f"{did_you_mean(label, known)}"
+            )
+
+
+def sentence(name: str, report: dict[str, Any], most: int = 20) -> str:
+    """What a map did to the kept cells, for the log."""
+
+    def cells(counts: dict[str, int]) -> str:
+        shown = ", ".join(f"{label!r} {n:,}" for label, n in [*counts.items()][:most])
+        more = f" and {len(counts) - most:,} more" if len(counts) > most else ""
+        return f"{sum(counts.values()):,} cells of {len(counts):,} labels" + (f" ({shown}{more})" if counts else "")
+
+    renamed = f"{sum(report['renamed'].values()):,} cells of {len(report['renamed']):,} labels"
+    words = f"label {name}: renamed {renamed}; left as they are {cells(report['kept'])}"
+    return words + (f"; without a label now {cells(report['made_missing'])}" if report["made_missing"] else "")
+
+
+_VALUES = 8  # of a column, in a message
+
+
+class ObsChoice(NamedTuple):
+    """obs columns that preprocessing takes from a file."""
+
+    keep: np.ndarray  # cells that the filter keeps; bool
+    obs: pd.DataFrame  # all cells, with the columns to write
+    mapped: dict[str, MappedLabels]  # labels with a map, by their name in the written cells
+
+    def kept(self, cells: np.ndarray) -> pd.DataFrame:
+        """obs of some cells (bool), categories without unused ones."""
+        frame = self.obs.loc[cells].copy()
+        for name in frame.select_dtypes("category"):
+            frame[name] = frame[name].cat.remove_unused_categories()
+        return frame
+
+    def label_report(self, cells: np.ndarray) -> dict[str, Any]:
+        """Entry `labels` of the QC report, on some cells (bool); empty without label maps."""
+        reports = {name: mapped.report(cells) for name, mapped in self.mapped.items()}
+        return {"labels": reports} if reports else {}
+
+
+def choose_obs(
+    reader: CountsReader, keep_obs: list[str] | None, columns: ObsColumns, organism: str | None = None
+) -> ObsChoice:
+    """Evaluate the filter and name the roles. Reads no counts.
+
+    `keep_obs` are columns to write beside labels and roles; None is all. `organism` is one more role. Raises DataError
+    when a column is missing, a dose is no number, no cell has the control's value, or the filter keeps no cell.
+    """
+    for name in keep_obs or ():
+        reader.obs_column(name, "preprocess.keep_obs")
+    for name, owner in columns.asked_for.items():
+        reader.obs_column(name, f"the dataset's {owner}")
+    keep = _kept_cells(reader, columns.filter)
+    mapped = {
+        name: map_labels(reader.obs[label], Path(columns.label_maps[name]), reader.path)
+        for label, name in zip(columns.labels, columns.label_names)
+        if name in columns.label_maps
+    }
+    labels = {name: label for label, name in zip(columns.labels, columns.label_names)}
+    made = {name: reader.obs[label] for name, label in labels.items() if name != label}
+    made |= {name: pd.Series(own.column, index=reader.obs.index) for name, own in mapped.items()}
+    as_they_are = [name for name in labels if name not in made]
+    names = [*reader.obs.columns] if keep_obs is None else list(dict.fromkeys([*keep_obs, *as_they_are]))
+    return ObsChoice(keep, _with_roles(reader, names, columns, keep, organism, made), mapped)
+
+
+def _kept_cells(reader: CountsReader, condition: str | None) -> np.ndarray:
+    if condition is None:
+        return np.ones(reader.n_obs, bool)
+    parsed = parse_filter(condition)
+    frame = pd.DataFrame({f"c{i}": _comparable(reader.obs[name]) for i, name in enumerate(parsed.columns)})
+    try:
+        # the condition is written anew by `parse_filter`, and engine `python` is pandas' own evaluator
+        keep = frame.eval(parsed.expression, engine="python", local_dict={}, global_dict={})
+    # NotImplementedError: pandas has comparisons that it does not evaluate
+    except (TypeError, ValueError, NotImplementedError) as error:
+        kinds = ", ".join(f"{name} is {reader.obs[name].dtype}" for name in parsed.columns)
+        raise DataError(f"{reader.path}: filter {condition!r}: {one_line(error)}; {kinds}") from None
+    if not isinstance(keep, pd.Series) or keep.dtype.kind != "b":
+        raise DataError(
+            f"{reader.path}: filter {condition!r} is no condition: {parsed.columns[0]} is "
+            f"{reader.obs[parsed.columns[0]].dtype}; compare it with a value"
+        )
+    if not keep.any():
+        values = "; ".join(f"{name} is {_examples(reader.obs[name])}" for name in parsed.columns)
+        raise DataError(f"{reader.path}: filter {condition!r} keeps none of {reader.n_obs:,} cells: {values}")
+    return keep.to_numpy(bool, na_value=False)
+
+
+def _comparable(column: pd.Series) -> pd.Series:
+    """Categories of numbers or booleans as such: they have no order, and join with no condition."""
+    if isinstance(column.dtype, pd.CategoricalDtype) and not column.isna().any():
+        values = column.cat.categories.dtype
+        return column.astype(values) if pd.api.types.is_numeric_dtype(values) else column
+    return column
+
+
+def _with_roles(
+    reader: CountsReader,
+    names: list[str],
+    columns: ObsColumns,
+    keep: np.ndarray,
+    organism: str | None,
+    labels: dict[str, pd.Series],
+) -> pd.DataFrame:
+    """obs with roles and `labels`, those that are renamed, under their names."""
+    made = {role: reader.obs[column] for role, column in columns.roles.items()}
+    if organism is not None:
+        made[ORGANISM] = pd.Series(pd.Categorical([organism] * reader.n_obs), index=reader.obs.index)
+    if "dose" in made:
+        made["dose"] = _numbers(reader, made["dose"])
+    if columns.control is not None:
+        assert columns.controlled is not None
+        made[IS_CONTROL] = _is_control(reader, made[columns.controlled], columns.control, keep)
+    frame = reader.obs[names].copy()
+    taken = {role: f"{role}_original" for role in made if role in names and columns.roles.get(role) != role}
+    if both := [name for name in columns.label_names if name in taken or (name in made and name in labels)]:
+        raise DataError(
+            f"{reader.path}: label {both[0]!r} is also a role, which the table gives to "
+            f"{columns.roles.get(both[0])!r}; rename one of the columns, or set label_name"
+        )
+    made |= labels
+    taken |= {name: f"{name}_original" for name in labels if name in names}
+    for role, name in taken.items():
+        if name in frame:
+            raise DataError(f"{reader.path}: obs has {role!r} and {name!r}, and the table makes {role!r}; rename one")
+    return frame.rename(columns=taken).assign(**made)
+
+
+def _numbers(reader: CountsReader, column: pd.Series) -> pd.Series:
+    numbers = pd.to_numeric(column.astype(object), errors="coerce").astype(np.float64)
+    if (wrong := numbers.isna() & column.notna()).any():
+        raise DataError(
+            f"{reader.path}: obs column {column.name!r} (the dataset's dose) expected numbers, got "
+            f"{str(column[wrong].iloc[0])!r}; name a column of numbers"
+        )
+    return numbers
+
+
+def _is_control(reader: CountsReader, column: pd.Series, control: str, keep: np.ndarray) -> pd.Series:
+    is_control = pd.Series(text_values(column, missing="nan") == control, index=column.index)
+    if not is_control[keep].any():
+        known = [str(value) for value in column[keep].dropna().unique()]
+        raise DataError(
+            f"{reader.path}: no cell has {control!r} (the dataset's control) in obs column {column.name!r}; "
+            f"{did_you_mean(control, sorted(known)[:_VALUES])}"
+        )
+    return is_control
+
+
+def _examples(column: pd.Series) -> str:
+    values = column.dropna().unique()
+    shown = ", ".join(repr(str(value)) for value in sorted(values, key=str)[:_VALUES])
+    return f"{shown}{f' and {len(values) - _VALUES:,} more' if len(values) > _VALUES else ''}" or "empty"

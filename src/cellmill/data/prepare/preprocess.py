@@ -1,0 +1,337 @@
+"""Quality control and gene names of one dataset, in one streaming pass over its counts.
+
+The pass measures every cell, spills the rows of those that pass, and counts the cells in which each gene is detected;
+that fixes which genes stay and the number of values, so the rows can be written as contiguous arrays. The input, often
+compressed, is decoded once. Cells are measured on genes with an Ensembl id: those that a model sees.
+
+CSR rows in a temporary file, between the pass that chooses genes and the one that writes them.
+"""
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from cellmill.config.corpus import NO_COLUMNS, ObsColumns, Preprocess
+from cellmill.data.arrays import row_sums, select_columns, select_rows
+from cellmill.data.genes.names import LOST_NAMES, Coverage, MappedGenes, map_genes, map_measured, map_orthologs
+from cellmill.data.genes.tables import ORGANISMS
+from cellmill.data.inputs.h5 import count_dtype, write_cells
+from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.prepare.obs import choose_obs
+from cellmill.errors import ConfigError, DataError
+from cellmill.files import named_errors
+
+
+class RowSpill:
+    """Blocks of counts of `n_columns` columns; `add` all of them, then read `blocks`. Memory holds one.
+
+    The file is beside `out` and has no name, so a killed process leaves none. OSError names `out` on a full disk.
+    """
+
+    def __init__(self, out: Path, n_columns: int) -> None:
+        self._out, self._n_columns = out, n_columns
+        self._blocks: list[tuple[np.ndarray, np.dtype]] = []  # indptr and dtype of the counts
+        self._column = count_dtype(n_columns - 1)  # two bytes, which take half of the time to write, for most inputs
+        out.parent.mkdir(parents=True, exist_ok=True)
+        self._file = tempfile.TemporaryFile(prefix="cellmill-", dir=out.parent)  # noqa: SIM115 - closed by close()
+
+    def add(self, block: sp.csr_matrix) -> None:
+        """Append rows, of unsigned counts and int32 indices."""
+        counts = block.data.astype(count_dtype(int(block.data.max(initial=0))), copy=False)
+        with named_errors(self._out):
+            self._file.write(block.indices.astype(self._column).data)
+            self._file.write(np.ascontiguousarray(counts).data)
+        self._blocks.append((block.indptr, counts.dtype))
+
+    def blocks(self) -> Iterator[sp.csr_matrix]:
+        """The blocks in the order in which they were added, each with counts of its own dtype."""
+        with named_errors(self._out):
+            self._file.seek(0)  # writes what is buffered
+        for indptr, dtype in self._blocks:
+            indices, counts = self._read(indptr[-1], self._column).astype(np.int32), self._read(indptr[-1], dtype)
+            yield sp.csr_matrix((counts, indices, indptr), shape=(len(indptr) - 1, self._n_columns))
+
+    def close(self) -> None:
+        """Drop the temporary file."""
+        self._file.close()
+
+    def _read(self, size: int, dtype: np.dtype) -> np.ndarray:
+        return np.frombuffer(self._file.read(int(size) * dtype.itemsize), dtype)
+
+
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+BINS = 40  # of each histogram in the report
+DROPPED = ("filter", "no counts", "min_genes", "min_counts", "max_mito_frac", "no gene left")
+"""Reasons to drop a cell; the first that holds counts. The last: min_cells dropped all its genes.
+
+Figures of the cells before QC are of those that the dataset's filter keeps.
+"""
+
+
+@dataclass(frozen=True)
+class Genes:
+    """Genes of a dataset, one entry per Ensembl id."""
+
+    gene_ids: list[str]
+    symbols: list[str]
+    is_mito: np.ndarray
+    target: np.ndarray  # gene of each var row, as index into `gene_ids`, or -1; int32
+    coverage: Coverage
+    rows: np.ndarray  # var rows that are gene expression; int64
+    unnamed: np.ndarray  # those of them without an Ensembl id; int64
+    summed: dict[str, list[str]]  # names of the var rows that share an id; their counts are summed
+
+
+def preprocess_cells(
+    reader: CountsReader, options: Preprocess, out: Path, columns: ObsColumns = NO_COLUMNS
+) -> dict[str, Any]:
+    """Write the cells and genes of `reader` that pass QC to `out`; return the QC report, JSON-able.
+
+    Raises DataError when too few genes map, a column of `keep_obs` or `columns` is missing, or nothing passes.
+    """
+    if options.organism_column and options.organism is None:
+        raise _no_organism(reader.path, "organism_column")
+    chosen = choose_obs(reader, options.keep_obs, columns, options.organism if options.organism_column else None)
+    genes = name_genes(reader, options)
+    with closing(RowSpill(out, len(genes.gene_ids))) as passing:
+        cells = _measure(reader, genes, options, chosen.keep, passing)
+        keep_gene = cells.detected >= max(options.min_cells, 1)
+        nnz = int(cells.detected[keep_gene].sum())
+        if nnz == 0:
+            raise DataError(f"{reader.path}: {_nothing_left(cells, keep_gene, options)}")
+        ids = pd.Index(np.array(genes.gene_ids, dtype=object)[keep_gene], name="gene_id")
+        var = pd.DataFrame({"symbol": np.array(genes.symbols, dtype=object)[keep_gene]}, index=ids)
+        blocks = _kept_rows(passing, keep_gene, cells)
+        dtype = count_dtype(cells.largest)
+        write_cells(
+            out, lambda: chosen.kept(cells.reason < 0), var, blocks, nnz, dtype, compression=options.compression
+        )
+    return _report(reader, options, genes, cells, keep_gene) | chosen.label_report(cells.reason < 0)
+
+
+def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
+    """Genes of a dataset, by id as in every vocabulary: later stages then need not sort the genes of a cell.
+
+    Raises DataError below `min_coverage_frac`.
+    """
+    rows, mapped = map_measured(reader.var_names, reader.var, options.organism)
+    names, var = [reader.var_names[row] for row in rows], reader.var.iloc[rows]
+    if not names:
+        raise DataError(f"{reader.path}: no genes: no var['feature_types'] is 'Gene Expression'")
+    _check_coverage(reader.path, options, mapped.coverage, names, var)
+    unnamed = [int(row) for row, gene in zip(rows, mapped.gene_ids) if not gene]
+    if options.reference_organism is not None:
+        mapped = _on_reference(reader.path, mapped, options)
+    index: dict[str, int] = {}
+    target = np.full(reader.n_vars, -1, np.int32)
+    first, carriers = [], defaultdict(list)
+    for i, (row, gene) in enumerate(zip(rows, mapped.gene_ids)):
+        if not gene:
+            continue
+        if gene not in index:
+            index[gene] = len(index)
+            first.append(i)
+        carriers[gene].append(names[i])
+        target[row] = index[gene]
+    ids = list(index)
+    order = np.array(sorted(range(len(ids)), key=ids.__getitem__), np.int32)
+    place = np.append(np.argsort(order), -1).astype(np.int32)  # the last for those without an id
+    first = np.array(first, np.int64)[order].tolist()
+    return Genes(
+        gene_ids=[ids[gene] for gene in order],
+        symbols=[mapped.symbols[i] for i in first],
+        is_mito=mapped.is_mito[first],
+        target=place[target],
+        coverage=mapped.coverage,
+        rows=rows,
+        unnamed=np.array(unnamed, np.int64),
+        summed={gene: rows for gene, rows in carriers.items() if len(rows) > 1},
+    )
+
+
+def _on_reference(path: Path, mapped: MappedGenes, options: Preprocess) -> MappedGenes:
+    reference = options.reference_organism
+    assert reference is not None
+    if options.organism is None:
+        raise _no_organism(path, f"reference_organism {reference}")
+    mapped = map_orthologs(mapped, reference, None if options.orthologs is None else Path(options.orthologs))
+    if not any(mapped.gene_ids):
+        raise DataError(
+            f"{path}: none of {mapped.coverage.n_with_id:,} {options.organism} genes has a one-to-one ortholog in "
+            f"{reference}; give a table that has them (preprocess.orthologs)"
+        )
+    return mapped
+
+
+def _no_organism(path: Path, option: str) -> ConfigError:
+    return ConfigError(
+        f"{path}: preprocess.{option} requires the organism of each dataset; set preprocess.organism, or the dataset's "
+        "organism"
+    )
+
+
+def _check_coverage(path: Path, options: Preprocess, coverage: Coverage, names: list[str], var: pd.DataFrame) -> None:
+    if coverage.frac >= options.min_coverage_frac and coverage.frac > 0:
+        return
+    n_mapped = round(coverage.frac * coverage.n_genes)
+    text = (
+        f"{path}: {n_mapped:,} of {coverage.n_genes:,} genes ({coverage.frac:.1%}) map to a {options.organism} Ensembl "
+        f"id, preprocess.min_coverage_frac is {options.min_coverage_frac:g}"
+    )
+    for other in ORGANISMS:
+        if other != options.organism and (frac := map_genes(names, var, other).coverage.frac) > coverage.frac:
+            raise DataError(f"{text}; {frac:.1%} map as {other}: set preprocess.organism to {other}")
+    unknown = ", ".join(repr(name) for name in coverage.examples[:3])
+    raise DataError(f"{text}; unknown: {unknown}; name genes by Ensembl id or symbol, or lower the threshold")
+
+
+@dataclass
+class _Cells:
+    n_genes: np.ndarray
+    n_counts: np.ndarray
+    mito_frac: np.ndarray
+    reason: np.ndarray  # index into DROPPED, -1 for a kept cell
+    detected: np.ndarray  # number of kept cells in which each gene is detected
+    largest: int  # largest count of a kept cell
+    of_columns: np.ndarray  # counts of each var row, of all cells; float64, exact below 2^53
+
+
+def _measure(reader: CountsReader, genes: Genes, options: Preprocess, keep: np.ndarray, passing: RowSpill) -> _Cells:
+    """Measure every cell; add the rows of those that pass to `passing`."""
+    size, n = len(genes.gene_ids), reader.n_obs
+    cells = _Cells(
+        np.zeros(n, np.int64),
+        np.zeros(n, np.int64),
+        np.zeros(n),
+        np.full(n, -1, np.int8),
+        np.zeros(size, np.int64),
+        0,
+        np.zeros(reader.n_vars),
+    )
+    first = 0
+    for raw in reader.rows(options.row_block):
+        block = select_columns(raw, genes.target, size, f"{reader.path}: columns of one gene")
+        rows = slice(first, first + block.shape[0])
+        cells.of_columns += np.bincount(raw.indices, weights=raw.data, minlength=reader.n_vars)
+        n_genes, n_counts = np.diff(block.indptr), row_sums(block)
+        mito = np.flatnonzero(genes.is_mito[block.indices])
+        cell = np.searchsorted(block.indptr, mito, side="right") - 1
+        of_mito = np.bincount(cell, weights=block.data[mito], minlength=block.shape[0])
+        cells.n_genes[rows], cells.n_counts[rows] = n_genes, n_counts
+        cells.mito_frac[rows] = of_mito / np.maximum(n_counts, 1)
+        checks = (
+            ~keep[rows],
+            n_counts == 0,
+            n_genes < options.min_genes,
+            n_counts < options.min_counts,
+            cells.mito_frac[rows] > options.max_mito_frac,
+        )
+        cells.reason[rows] = np.select(checks, np.arange(len(checks)), -1)
+        block = select_rows(block, cells.reason[rows] < 0)
+        cells.detected += np.bincount(block.indices, minlength=size)
+        cells.largest = max(cells.largest, int(block.data.max(initial=0)))
+        passing.add(block)
+        first += raw.shape[0]
+    return cells
+
+
+def _kept_rows(passing: RowSpill, keep_gene: np.ndarray, cells: _Cells) -> Iterator[sp.csr_matrix]:
+    """Rows of the kept genes. Marks cells that min_cells left without genes in `cells.reason`."""
+    n_genes = int(keep_gene.sum())
+    target = np.where(keep_gene, np.cumsum(keep_gene) - 1, -1).astype(np.int32)
+    passed, first = np.flatnonzero(cells.reason < 0), 0
+    for spilled in passing.blocks():
+        block = select_columns(spilled, target, n_genes)
+        filled = np.diff(block.indptr) > 0
+        cells.reason[passed[first : first + len(filled)][~filled]] = DROPPED.index("no gene left")
+        first += len(filled)
+        yield select_rows(block, filled)
+
+
+def _tally(cells: _Cells) -> dict[str, int]:
+    return {name: int((cells.reason == number).sum()) for number, name in enumerate(DROPPED)}
+
+
+def _nothing_left(cells: _Cells, keep_gene: np.ndarray, options: Preprocess) -> str:
+    tally = _tally(cells)
+    n = len(cells.reason) - tally.pop("filter")
+    if (cells.reason < 0).any():
+        kept = int((cells.reason < 0).sum())
+        return (
+            f"none of {len(keep_gene):,} genes is left after QC: none is detected in {options.min_cells} of the "
+            f"{kept:,} cells that pass; lower preprocess.min_cells"
+        )
+    if tally["no counts"] == n:
+        return f"none of {n:,} cells is left after QC: none has a count"
+    limits = {name: f" {getattr(options, name):g}" for name in DROPPED[2:5]}
+    parts = [f"{name}{limits.get(name, '')} drops {count:,}" for name, count in tally.items() if count]
+    first = max(limits, key=lambda name: tally[name])
+    change = "raise" if first == "max_mito_frac" else "lower"
+    return f"none of {n:,} cells is left after QC: {', '.join(parts)}; {change} preprocess.{first}"
+
+
+def _report(
+    reader: CountsReader, options: Preprocess, genes: Genes, cells: _Cells, keep_gene: np.ndarray
+) -> dict[str, Any]:
+    unfiltered = cells.reason != DROPPED.index("filter")
+    measures = {"n_genes": cells.n_genes, "n_counts": cells.n_counts, "mito_frac": cells.mito_frac}
+    measures = {name: values[unfiltered] for name, values in measures.items()}
+    kept = cells.reason[unfiltered] < 0
+    coverage = genes.coverage
+    without = coverage.n_with_id - coverage.orthologs
+    return {
+        "cells": {"in": reader.n_obs, "out": int(kept.sum()), "dropped": _tally(cells)},
+        "genes": {
+            "in": reader.n_vars,
+            "out": int(keep_gene.sum()),
+            "dropped": {
+                "not gene expression": reader.n_vars - len(genes.rows),
+                "no Ensembl id": coverage.ambiguous + coverage.unmapped,
+                **({"no ortholog": without} if coverage.reference is not None else {}),
+                "summed into another": int((genes.target >= 0).sum()) - len(genes.gene_ids),
+                "min_cells": int((~keep_gene).sum()),
+            },
+        },
+        "coverage": coverage.as_json()
+        | {"summed": dict(list(genes.summed.items())[:10])}
+        | _lost_counts(reader.var_names, genes, cells.of_columns),
+        "nnz": int(cells.detected[keep_gene].sum()),
+        "dtype": count_dtype(cells.largest).name,
+        "quantiles": {
+            name: {
+                "before": np.quantile(values, QUANTILES).tolist(),
+                "after": np.quantile(values[kept], QUANTILES).tolist(),
+            }
+            for name, values in measures.items()
+        }
+        | {"at": list(QUANTILES)},
+        "histograms": {name: histogram(values, kept, name != "mito_frac") for name, values in measures.items()},
+        "options": options.model_dump(mode="json"),
+    }
+
+
+def _lost_counts(names: list[str], genes: Genes, of_columns: np.ndarray) -> dict[str, Any]:
+    """Share of the counts on genes with an Ensembl id, and the names without one that have most of the others."""
+    lost, total = of_columns[genes.unnamed], float(of_columns[genes.rows].sum())
+    largest = [names[row] for row in genes.unnamed[np.argsort(-lost, kind="stable")][:LOST_NAMES]]
+    return {"counts_frac": 1 - float(lost.sum()) / max(total, 1), "lost_names": largest}
+
+
+def histogram(values: np.ndarray, kept: np.ndarray, logarithmic: bool) -> dict[str, list[float] | list[int]]:
+    """Cells in each bin, before and after QC; on a log scale the first bin includes zeros."""
+    if logarithmic:
+        edges = np.geomspace(1, max(float(values.max()), 2.0), BINS + 1)
+        values = np.maximum(values, 1)
+    else:
+        edges = np.linspace(0, max(float(values.max()), 0.05), BINS + 1)
+    edges[-1] = max(edges[-1], float(values.max()))  # rounding may have moved the last edge below the maximum
+    before, after = np.histogram(values, edges)[0], np.histogram(values[kept], edges)[0]
+    return {"edges": edges.tolist(), "before": before.tolist(), "after": after.tolist()}

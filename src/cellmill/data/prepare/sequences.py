@@ -1,0 +1,123 @@
+"""Sequences on their way to shards: records that stay, and the vocabulary of residues.
+
+A sequence is treated as a cell whose genes are its residues in their order. It has no counts, medians or Ensembl ids,
+so quality control is its length (`preprocess.min_counts`) and identity: of equal sequences of a file the first stays.
+
+Cells of which only the rank order of their genes is known are rows of the same kind (`ranked`): their genes have ids,
+and medians by which counts of other files are ranked.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from cellmill.config.corpus import NO_COLUMNS, ObsColumns, Preprocess
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.inputs.formats import open_counts
+from cellmill.data.inputs.h5 import count_dtype, write_cells
+from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.prepare.obs import choose_obs
+from cellmill.data.prepare.preprocess import QUANTILES, histogram
+from cellmill.errors import DataError
+
+DROPPED = ("filter", "no residues", "min_counts", "duplicate")
+"""Reasons to drop a sequence; the first that holds counts."""
+RANKED = ("filter", "no genes", "min_genes", "duplicate")
+"""The same of a cell of ranks."""
+_KEPT = -1
+
+
+def preprocess_sequences(
+    reader: CountsReader, options: Preprocess, out: Path, columns: ObsColumns = NO_COLUMNS
+) -> dict[str, Any]:
+    """Write the sequences of `reader` that stay to `out`; return the report, JSON-able and of the form of cells'.
+
+    Raises DataError when a column of `keep_obs` or `columns` is missing, or nothing is left.
+    """
+    chosen = choose_obs(reader, options.keep_obs, columns)
+    lengths, reason = _measure(reader, options, chosen.keep)
+    kept = reason == _KEPT
+    names = RANKED if reader.ranked else DROPPED
+    dropped = {name: int((reason == number).sum()) for number, name in enumerate(names)}
+    if not kept.any():
+        what = "cells" if reader.ranked else "sequences"
+        raise DataError(f"{reader.path}: none of {reader.n_obs:,} {what} is left: {dropped}; lower {names[2]}")
+    nnz = int(lengths[kept].sum())
+    blocks = _kept_rows(reader, kept, options.row_block)
+    dtype, ranked = count_dtype(1), reader.ranked
+    write_cells(out, chosen.kept(kept), reader.var, blocks, nnz, dtype, True, options.compression, ranked)
+    return _report(reader, options, lengths, kept, dropped) | chosen.label_report(kept)
+
+
+def _measure(reader: CountsReader, options: Preprocess, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Length of each sequence, and why it is dropped: index into DROPPED, or -1."""
+    lengths, reasons, seen = list[int](), list[int](), set[bytes]()
+    least = options.min_genes if reader.ranked else options.min_counts
+    for block in reader.rows(options.row_block):
+        for start, stop in pairwise(block.indptr.tolist()):
+            # 16 bytes a sequence: a collision among a billion has a probability of 10^-21
+            key = hashlib.blake2b(block.indices[start:stop].astype("<i4").tobytes(), digest_size=16).digest()
+            checks = (not keep[len(reasons)], start == stop, stop - start < least, key in seen)
+            lengths.append(stop - start)
+            reasons.append(checks.index(True) if any(checks) else _KEPT)
+            if not any(checks):
+                seen.add(key)
+    return np.array(lengths, np.int64), np.array(reasons, np.int8)
+
+
+def _kept_rows(reader: CountsReader, kept: np.ndarray, row_block: int) -> Iterator[sp.csr_matrix]:
+    first = 0
+    for block in reader.rows(row_block):
+        yield block[np.flatnonzero(kept[first : first + block.shape[0]])]
+        first += block.shape[0]
+
+
+def _report(
+    reader: CountsReader, options: Preprocess, lengths: np.ndarray, kept: np.ndarray, dropped: dict[str, int]
+) -> dict[str, Any]:
+    n, measure = reader.n_vars, "n_genes" if reader.ranked else "n_residues"
+    quantiles = {name: np.quantile(part, QUANTILES).tolist() for name, part in _sides(lengths, kept)}
+    return {
+        "cells": {"in": reader.n_obs, "out": int(kept.sum()), "dropped": dropped},
+        "genes": {"in": n, "out": n, "dropped": {}},
+        "coverage": {"frac": 1.0, "n_genes": n},
+        "nnz": int(lengths[kept].sum()),
+        "dtype": count_dtype(1).name,
+        "quantiles": {measure: quantiles, "at": list(QUANTILES)},
+        "histograms": {measure: histogram(lengths, kept, logarithmic=True)},
+        "options": options.model_dump(mode="json"),
+    }
+
+
+def _sides(values: np.ndarray, kept: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    return [("before", values), ("after", values[kept])]
+
+
+def sequence_vocabulary(paths: list[Path]) -> Vocabulary:
+    """All residues, also those in no sequence, with the number of sequences that have each. Medians are 1.
+
+    Of ranked cells all genes of the file, with its symbols and medians, which all files share.
+    """
+    n_cells, residues = np.zeros(0, np.int64), [""]
+    symbols, medians, ranked = [""], np.ones(0, np.float32), False
+    for path in paths:
+        with open_counts(path) as reader:
+            own = reader.var.get("median", pd.Series(1.0, reader.var.index)).to_numpy(np.float32)
+            if not n_cells.size:
+                n_cells, residues = np.zeros(reader.n_vars, np.int64), reader.var_names
+                symbols, medians = [str(name) for name in reader.var.get("symbol", reader.var.index)], own
+            ranked |= reader.ranked
+            if ranked and (reader.var_names != residues or not np.array_equal(own, medians)):
+                raise DataError(f"{path}: its genes or medians are not those of {paths[0]}; convert both alike")
+            if reader.var_names != residues:
+                raise DataError(f"{path}: expected residues {''.join(residues)}, got {''.join(reader.var_names)}")
+            for block in reader.rows():
+                pairs = np.repeat(np.arange(block.shape[0]), np.diff(block.indptr)) * reader.n_vars + block.indices
+                n_cells += np.bincount(np.unique(pairs) % reader.n_vars, minlength=reader.n_vars)
+    return Vocabulary(residues, symbols, n_cells, medians)

@@ -1,0 +1,273 @@
+"""Simulated cells with the difficulties of real ones, for tests and benchmarks.
+
+Cell types are the leaves of a binary tree along which expression drifts, so siblings are similar; programmes of
+co-expressed genes vary within a type; batches and donors shift genes; library sizes differ; every droplet has ambient
+RNA of the whole pool; in perturbed cells one gene is knocked down and some others change. Counts are Poisson. Cell i
+is a function of the seed and its block of 256 cells only, so any number of cells takes the memory of one block.
+
+Simulated protein families, for examples and tests that run without a network.
+
+A family has a random ancestor; a member is the ancestor with substitutions, mostly inside a class of similar residues,
+and a deletion. So residues can be predicted from their context, and families told apart. The residues' frequencies are
+those of Swiss-Prot (UniProtKB/Swiss-Prot release statistics, amino acid composition). A header has the mean hydropathy
+of the sequence's residues (Kyte & Doolittle 1982), a number that a model can learn.
+
+Demo data: raw counts of the 700 peripheral blood cells shipped with the scanpy package.
+
+`10x_pbmc68k_reduced.h5ad` (Zheng et al. 2017, doi:10.1038/ncomms14049; BSD-3-Clause with scanpy) has
+log(1 + counts per 10,000) of 765 genes in `raw`, and each cell's total over all genes in `n_counts`. The logarithms
+are float32, precise enough to recover the counts exactly.
+"""
+
+import gzip
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+from anndata import read_h5ad
+
+from cellmill.data.arrays import TARGET_SUM
+from cellmill.data.genes.tables import gene_symbols
+from cellmill.errors import ConfigError, DataError
+from cellmill.files import atomic_path
+
+BLOCK = 256
+PROGRAMMES = 12
+DONORS_PER_BATCH = 2
+LIBRARY, LIBRARY_SD = 4000.0, 0.35  # median counts of a cell, and sd of their logarithm
+AMBIENT_FRAC = 0.05  # mean over cells
+MITO_GENES = 13
+_RNA = ("RN", *(f"T{letter}" for letter in "ACDEFGHIKLMNPQRSTVWY"))  # MT-RNR1, MT-TA ...: not protein-coding
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Simulated cells: `obs` (cell_type, batch, donor, perturbation), `var` (index Ensembl id, symbol), counts."""
+
+    obs: pd.DataFrame
+    var: pd.DataFrame
+    _seed: int
+    _programmes: np.ndarray  # (programmes, genes) log fold change per unit of activity
+    _effects: dict[str, np.ndarray]  # obs column -> (levels, genes) log expression or log fold change
+
+    def blocks(self) -> Iterator[sp.csr_matrix]:
+        """Counts of all cells in order, CSR `(cells, genes)` uint16, `BLOCK` cells at a time; may be called again."""
+        pool = np.exp(self._effects["cell_type"]).mean(axis=0)
+        ambient = (pool / pool.sum()).astype(np.float32)
+        for number, first in enumerate(range(0, len(self.obs), BLOCK)):
+            random = _random(self._seed, 1, number)
+            rows = self.obs.iloc[first : first + BLOCK]
+            activity = random.gamma(0.5, 1.0, (len(rows), len(self._programmes))).astype(np.float32)
+            log = activity @ self._programmes
+            for column, effect in self._effects.items():
+                log += effect[rows[column].cat.codes.to_numpy()]
+            rate = np.exp(log)
+            rate /= rate.sum(axis=1, keepdims=True)
+            frac = random.beta(2, 2 / AMBIENT_FRAC - 2, (len(rows), 1)).astype(np.float32)
+            library = random.lognormal(np.log(LIBRARY), LIBRARY_SD, (len(rows), 1)).astype(np.float32)
+            counts = random.poisson(library * ((1 - frac) * rate + frac * ambient))
+            yield sp.csr_matrix(np.minimum(counts, np.iinfo(np.uint16).max).astype(np.uint16))
+
+
+def simulate_cells(
+    cells: int, genes: int, types: int = 8, batches: int = 2, perturbations: int = 0, seed: int = 0
+) -> Simulation:
+    """Simulate cells with human genes, including the 13 mitochondrial ones.
+
+    With `perturbations`, one of that number of genes is knocked down in half of the cells; the others are `control`.
+    Raises ConfigError when a number is out of range.
+    """
+    first = {symbol: gene for gene, symbol in reversed(gene_symbols("human").items()) if symbol != gene}
+    known = {gene: symbol for symbol, gene in first.items()}  # one gene for each symbol
+    mito = sorted(gene for gene, symbol in known.items() if symbol.startswith("MT-") and symbol[3:5] not in _RNA)
+    mito = mito[:MITO_GENES]
+    for name, value, low, high in (
+        ("cells", cells, 1, 2**31),
+        ("genes", genes, 2 * MITO_GENES, len(known)),
+        ("types", types, 1, 1000),
+        ("batches", batches, 1, 1000),
+        ("perturbations", perturbations, 0, genes - MITO_GENES),
+        ("seed", seed, 0, 2**63),
+    ):
+        if not low <= value <= high:
+            raise ConfigError(f"--{name}: expected {low:,} to {high:,}, got {value}")
+    others = [gene for gene in sorted(known) if gene not in mito][: genes - MITO_GENES]
+    ids = sorted([*others, *mito])
+    var = pd.DataFrame({"symbol": [known[gene] for gene in ids]}, index=pd.Index(ids, name="gene_id"))
+    random = _random(seed, 0, 0)
+    base = random.normal(0, 1.5, genes).astype(np.float32)
+    targets = np.sort(random.choice([ids.index(gene) for gene in others], perturbations, replace=False))
+    donors = batches * DONORS_PER_BATCH
+    donor = random.integers(donors, size=cells)
+    perturbed = random.integers(-perturbations, perturbations, cells) if perturbations else np.full(cells, -1)
+    obs = pd.DataFrame(
+        {
+            "cell_type": _named(random.integers(types, size=cells), [f"type_{k}" for k in range(types)]),
+            "batch": _named(donor // DONORS_PER_BATCH, [f"batch_{k}" for k in range(batches)]),
+            "donor": _named(donor, [f"donor_{k}" for k in range(donors)]),
+            "perturbation": _named(np.maximum(perturbed + 1, 0), ["control", *var["symbol"].iloc[targets]]),
+        },
+        index=pd.Index([f"cell_{i}" for i in range(cells)], name="cell"),
+    )
+    effects = {
+        "cell_type": base + _tree(random, types, genes),
+        "batch": _sparse_normal(random, (batches, genes), 0.5, 0.3),
+        "donor": _sparse_normal(random, (donors, genes), 0.2, 0.3),
+    }
+    perturbed_genes = _sparse_normal(random, (perturbations, genes), 0.05, 0.7)
+    perturbed_genes[np.arange(perturbations), targets] = np.log(0.1)
+    effects["perturbation"] = np.concatenate([np.zeros((1, genes), np.float32), perturbed_genes])
+    programmes = np.abs(_sparse_normal(random, (PROGRAMMES, genes), 0.05, 0.8))
+    return Simulation(obs, var, seed, programmes, effects)
+
+
+def _random(seed: int, stream: int, number: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=[seed, stream], counter=[0, 0, 0, number]))
+
+
+def _named(codes: np.ndarray, names: list[str]) -> Any:
+    return pd.Categorical.from_codes(codes, pd.Index(names))
+
+
+def _sparse_normal(random: np.random.Generator, shape: tuple[int, int], frac: float, sd: float) -> np.ndarray:
+    return (random.normal(0, sd, shape) * (random.random(shape) < frac)).astype(np.float32)
+
+
+def _tree(random: np.random.Generator, leaves: int, genes: int) -> np.ndarray:
+    """Log fold changes of the leaves of a binary tree; a tenth of the genes drifts along each edge."""
+    nodes = np.zeros((1, genes), np.float32)
+    while len(nodes) < leaves:
+        nodes = np.repeat(nodes, 2, axis=0)
+        nodes += _sparse_normal(random, nodes.shape, 0.1, 1.0)
+    return nodes[:leaves]
+
+
+FREQUENCY = {
+    "A": 8.25,
+    "Q": 3.93,
+    "L": 9.65,
+    "S": 6.65,
+    "R": 5.53,
+    "E": 6.71,
+    "K": 5.79,
+    "T": 5.36,
+    "N": 4.06,
+    "G": 7.07,
+    "M": 2.41,
+    "W": 1.10,
+    "D": 5.46,
+    "H": 2.27,
+    "F": 3.86,
+    "Y": 2.92,
+    "C": 1.38,
+    "I": 5.90,
+    "P": 4.74,
+    "V": 6.85,
+}
+HYDROPATHY = {
+    "A": 1.8,
+    "R": -4.5,
+    "N": -3.5,
+    "D": -3.5,
+    "C": 2.5,
+    "Q": -3.5,
+    "E": -3.5,
+    "G": -0.4,
+    "H": -3.2,
+    "I": 4.5,
+    "L": 3.8,
+    "K": -3.9,
+    "M": 1.9,
+    "F": 2.8,
+    "P": -1.6,
+    "S": -0.8,
+    "T": -0.7,
+    "W": -0.9,
+    "Y": -1.3,
+    "V": 4.2,
+}
+SIMILAR = ("AGST", "ILMV", "FWY", "DENQ", "HKR", "C", "P")
+LENGTH = (60, 120)  # residues of an ancestor
+SUBSTITUTED_FRAC, SIMILAR_FRAC = 0.2, 0.7
+LONGEST_DELETION = 10
+
+
+def write_sequences(out: Path, sequences: int, families: int, seed: int) -> None:
+    """Write a FASTA file, gzip if `out` ends in .gz; a header has its family and its hydropathy.
+
+    Raises ConfigError.
+    """
+    for name, value, high in (("cells", sequences, 10**7), ("types", families, 1000)):
+        if not 1 <= value <= high:
+            raise ConfigError(f"--{name}: expected 1 to {high:,}, got {value}")
+    with atomic_path(out) as temporary:
+        text = "".join(_records(sequences, families, seed)).encode()
+        temporary.write_bytes(gzip.compress(text, mtime=0) if out.suffix == ".gz" else text)
+
+
+def _records(sequences: int, families: int, seed: int) -> Iterator[str]:
+    random = np.random.Generator(np.random.Philox(key=[seed, 0]))
+    letters, weights = np.array(list(FREQUENCY)), np.array(list(FREQUENCY.values()))
+    frequency = weights / weights.sum()
+    similar = {letter: list(group) for group in SIMILAR for letter in group}
+    ancestors = [random.choice(letters, random.integers(*LENGTH), p=frequency) for _ in range(families)]
+    for number in range(sequences):
+        family = int(random.integers(families))
+        member = ancestors[family].copy()
+        for at in np.flatnonzero(random.random(len(member)) < SUBSTITUTED_FRAC):
+            near = random.random() < SIMILAR_FRAC
+            member[at] = random.choice(similar[str(member[at])]) if near else random.choice(letters, p=frequency)
+        first, n = random.integers(len(member)), random.integers(LONGEST_DELETION + 1)
+        member = np.delete(member, slice(first, first + n))
+        hydropathy = sum(HYDROPATHY[residue] for residue in member) / len(member)
+        yield f">protein_{number} family=family_{family} hydropathy={hydropathy:.3f}\n{''.join(member)}\n"
+
+
+FILE = "datasets/10x_pbmc68k_reduced.h5ad"
+RESIDUAL = 0.1  # largest accepted distance from a whole number; 0.082 is the largest observed
+OBS = ["bulk_labels", "n_counts", "percent_mito"]
+
+
+def shipped_file() -> Path:
+    """The file in the scanpy package, located without importing it. Raises DataError when it is missing."""
+    spec = find_spec("scanpy")
+    if spec is None or spec.origin is None:
+        raise DataError("the demo cells are part of the scanpy package: pip install 'cellmill[demo]'")
+    path = Path(spec.origin).parent / FILE
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; this scanpy does not ship the demo cells: pip install 'scanpy>=1.10'")
+    return path
+
+
+def read_demo(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, sp.csr_matrix]:
+    """obs, var (index gene symbol) and counts, CSR `(700, 765)` uint16, of the shipped file."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # anndata warns about the old format of each part
+        shipped = read_h5ad(path)
+    counts = recover_counts(shipped.raw.X.tocsr(), shipped.obs["n_counts"].to_numpy(), path)
+    names = pd.Index(shipped.raw.var_names.astype(str), name="gene")
+    return shipped.obs[OBS].copy(), pd.DataFrame(index=names), counts
+
+
+def recover_counts(logs: sp.csr_matrix, totals: np.ndarray, path: Path) -> sp.csr_matrix:
+    """Counts, uint16, from `logs` = log(1 + 10,000 counts / totals).
+
+    Raises DataError when one is more than 0.1 away from a whole number.
+    """
+    total = np.repeat(totals.astype(np.float64), np.diff(logs.indptr))
+    exact = np.expm1(logs.data.astype(np.float64)) * total / TARGET_SUM
+    whole = np.rint(exact)
+    if (residual := float(np.abs(exact - whole).max(initial=0))) > RESIDUAL:
+        raise DataError(
+            f"{path}: cannot recover counts: expected whole numbers within {RESIDUAL}, got one {residual:.3f} away"
+        )
+    counts = sp.csr_matrix((whole.astype(np.uint16), logs.indices, logs.indptr), shape=logs.shape)
+    counts.sort_indices()
+    counts.eliminate_zeros()
+    return counts

@@ -1,0 +1,236 @@
+"""Shards as an archive of about a seventh of float32, from which they are restored byte for byte.
+
+Genes in rank order hardly compress. So the genes of a cell are sorted, and stored as the gaps between them; the rank
+order follows from counts and medians. A file becomes a zip with the same name and `.zip`:
+
+    layout.json         `sha256` and `size` of the file, `by_gene` of each block of 1,024 cells
+    rest                bytes of the file without X/indices and X/data
+    medians             of the vocabulary's genes, float32
+    starts              indptr of X, int64
+    genes-N, counts-N   of block N: bytes of equal significance together
+
+A block whose order is not that of the medians is stored as it is (`by_gene` false), so any shard is restored. Files
+beside the shards, and shards without cells, have `rest` alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from cellmill.data.arrays import inverse_medians, rank_order_rows
+from cellmill.data.inputs.h5 import one_line, open_h5
+from cellmill.data.shards.manifest import REMEDY, IndexEntry, Manifest, ShardEntry
+from cellmill.data.shards.reader import RowFile, open_shards
+from cellmill.errors import DataError
+from cellmill.files import atomic_path, sha256_file
+
+_ROWS = 1024
+_CHUNK = 8 << 20
+_LAYOUT_BYTES = 1 << 20
+
+
+def archive_shards(manifest: Manifest, out: Path, threads: int = 4) -> int:
+    """Write an archive of all files of a manifest to the folder `out`; return its bytes.
+
+    Files that are there already are kept; manifest.json is written last. Raises DataError naming a damaged shard.
+    """
+    rows: dict[str, RowFile] = {}
+    for split, entry in manifest.splits.items():
+        if entry.shards:
+            rows |= {shard.path.name: shard for shard in open_shards(manifest, split)}
+    files = [file for split in manifest.splits.values() for file in split.files]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda file: _archive(manifest, file, rows.get(file.name), out / f"{file.name}.zip"), files))
+    _copy(manifest.path, out / manifest.path.name)
+    return sum((out / f"{file.name}.zip").stat().st_size for file in files)
+
+
+def restore_shards(manifest: Manifest, out: Path, threads: int = 4) -> int:
+    """Write the files of an archive, whose `manifest` is given, to the folder `out`; return their number.
+
+    Files that are there already are kept; manifest.json is written last. Raises DataError for a file whose SHA-256 is
+    not that of the manifest.
+    """
+    files = [file for split in manifest.splits.values() for file in split.files]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda file: _restore(manifest, file, out / file.name), files))
+    _copy(manifest.path, out / manifest.path.name)
+    return len(files)
+
+
+def _copy(source: Path, target: Path) -> None:
+    with atomic_path(target) as temporary:
+        temporary.write_bytes(source.read_bytes())
+
+
+def _archive(manifest: Manifest, file: ShardEntry | IndexEntry, rows: RowFile | None, target: Path) -> None:
+    path = manifest.shard_path(file)
+    if (actual := sha256_file(path)) != file.sha256:
+        raise DataError(f"{path}: expected sha256 {file.sha256[:12]} as in the manifest, got {actual[:12]}; {REMEDY}")
+    if _has(target, file.sha256):
+        return
+    with atomic_path(target) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
+        with open(path, "rb") as source, archive.open("rest", "w", force_zip64=True) as rest:
+            for start, stop in _outside(file, path.stat().st_size):
+                source.seek(start)
+                for piece in _pieces(source, stop - start):
+                    rest.write(piece)
+        by_gene = [] if rows is None or not isinstance(file, ShardEntry) else _write_rows(archive, rows)
+        layout = {"sha256": file.sha256, "size": path.stat().st_size, "by_gene": by_gene}
+        archive.writestr("layout.json", json.dumps(layout))
+
+
+def _has(target: Path, sha256: str) -> bool:
+    try:
+        with zipfile.ZipFile(target) as archive:
+            return bool(json.loads(_member(archive, "layout.json", None))["sha256"] == sha256)
+    except (OSError, ValueError, LookupError, RuntimeError, zipfile.BadZipFile, zlib.error):
+        return False
+
+
+def _outside(file: ShardEntry | IndexEntry, size: int) -> Iterator[tuple[int, int]]:
+    """Spans of a file without X/indices and X/data."""
+    at = 0
+    for start, n_bytes in _regions(file):
+        yield at, start
+        at = start + n_bytes
+    yield at, size
+
+
+def _regions(file: ShardEntry | IndexEntry) -> list[tuple[int, int]]:
+    """Offset and bytes of X/indices and X/data, in the order of the file."""
+    if isinstance(file, IndexEntry) or not file.nnz:
+        return []
+    if file.genes_at is None or file.counts_at is None:
+        raise DataError(f"{file.name}: of an earlier version, without offsets in the manifest; {REMEDY}")
+    return sorted([(file.genes_at, 4 * file.nnz), (file.counts_at, np.dtype(file.dtype).itemsize * file.nnz)])
+
+
+def _pieces(source: IO[bytes], n_bytes: int) -> Iterator[bytes]:
+    while n_bytes:
+        piece = source.read(min(n_bytes, _CHUNK))
+        if not piece:
+            raise ValueError(f"{n_bytes:,} bytes are missing")
+        n_bytes -= len(piece)
+        yield piece
+
+
+def _write_rows(archive: zipfile.ZipFile, rows: RowFile) -> list[bool]:
+    """Write X of a shard; return for each block whether it is sorted by gene."""
+    if not rows.nnz:
+        return []
+    with open_h5(rows.path, REMEDY) as file:
+        medians = np.asarray(file["var/median"][:], "<f4")
+    indptr = rows.indptr.astype("<i8")
+    archive.writestr("medians", medians.tobytes())
+    archive.writestr("starts", indptr.tobytes())
+    by_gene, inverse = [], inverse_medians(medians)
+    for number, first in enumerate(range(0, rows.n_obs, _ROWS)):
+        starts = indptr[first : first + _ROWS + 1]
+        genes, counts = np.empty(starts[-1] - starts[0], "<i4"), np.empty(starts[-1] - starts[0], rows.dtype)
+        if len(genes):
+            rows.read_genes(int(starts[0]), [genes])
+            rows.read_counts(int(starts[0]), [counts])
+        starts = starts - starts[0]
+        order = np.lexsort((genes, np.repeat(np.arange(len(starts) - 1), np.diff(starts))))
+        restored = rank_order_rows(starts, genes[order], counts[order], inverse)
+        is_ranked = np.array_equal(restored[0], genes) and np.array_equal(restored[1], counts)
+        if is_ranked:
+            genes, counts = _gaps(starts, genes[order]), counts[order]
+        by_gene.append(is_ranked)
+        for name, values in (("genes", genes), ("counts", counts)):
+            archive.writestr(f"{name}-{number}", _planes(values))
+    return by_gene
+
+
+def _gaps(starts: np.ndarray, genes: np.ndarray) -> np.ndarray:
+    """Differences between the genes of a cell, in ascending order; of the first one itself."""
+    gaps = np.diff(genes, prepend=np.int32(0)).astype("<i4")
+    first = starts[:-1][np.diff(starts) > 0]
+    gaps[first] = genes[first]
+    return gaps
+
+
+def _genes(starts: np.ndarray, gaps: np.ndarray) -> np.ndarray:
+    """Inverse of `_gaps`."""
+    sums, lengths = np.cumsum(gaps, dtype=np.int64), np.diff(starts)
+    first = starts[:-1][lengths > 0]
+    before = sums[first] - gaps[first]
+    return (sums - np.repeat(before, lengths[lengths > 0])).astype("<i4")
+
+
+def _planes(values: np.ndarray) -> bytes:
+    """Bytes of equal significance together."""
+    return values.view(np.uint8).reshape(len(values), values.itemsize).T.tobytes()
+
+
+def _values(planes: bytes, dtype: np.dtype[Any]) -> np.ndarray:
+    """Inverse of `_planes`."""
+    by_byte = np.frombuffer(planes, np.uint8).reshape(dtype.itemsize, -1)
+    return np.ascontiguousarray(by_byte.T).view(dtype).ravel()
+
+
+def _restore(manifest: Manifest, file: ShardEntry | IndexEntry, target: Path) -> None:
+    source = manifest.path.with_name(f"{file.name}.zip")
+    if target.is_file() and sha256_file(target) == file.sha256:
+        return
+    try:
+        with atomic_path(target) as temporary:
+            with zipfile.ZipFile(source) as archive, open(temporary, "r+b") as restored:
+                _fill(archive, file, restored)
+            if sha256_file(temporary) != file.sha256:
+                raise ValueError("the restored file has another sha256 than in the manifest")
+    except FileNotFoundError:
+        raise DataError(f"{source}: no such file, but the manifest of the archive lists it") from None
+    except (ValueError, LookupError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{source}: damaged: {one_line(error)}; take it from another copy of the archive") from None
+
+
+def _fill(archive: zipfile.ZipFile, file: ShardEntry | IndexEntry, restored: IO[bytes]) -> None:
+    layout = json.loads(_member(archive, "layout.json", None))
+    with archive.open("rest") as rest:
+        for start, stop in _outside(file, int(layout["size"])):
+            restored.seek(start)
+            for piece in _pieces(rest, stop - start):
+                restored.write(piece)
+    if isinstance(file, IndexEntry) or not file.nnz:
+        return
+    starts = np.frombuffer(_member(archive, "starts", 8 * (file.n_obs + 1)), "<i8")
+    inverse = inverse_medians(np.frombuffer(_member(archive, "medians", None), "<f4"))
+    if starts[0] or starts[-1] != file.nnz or (np.diff(starts) < 0).any():
+        raise ValueError(f"its offsets of rows are not of {file.nnz:,} nonzeros")
+    assert file.genes_at is not None
+    assert file.counts_at is not None
+    edges, dtype = [*range(0, file.n_obs, _ROWS), file.n_obs], np.dtype(file.dtype)
+    descriptor = restored.fileno()
+    restored.flush()
+    for number, (first, last) in enumerate(pairwise(edges)):
+        own, read = starts[first : last + 1] - starts[first], partial(_member, archive)
+        genes = _values(read(f"genes-{number}", 4 * int(own[-1])), np.dtype("<i4"))
+        counts = _values(read(f"counts-{number}", dtype.itemsize * int(own[-1])), dtype)
+        if layout["by_gene"][number]:
+            genes = _genes(own, genes)
+            if len(genes) and not 0 <= genes.min() <= genes.max() < len(inverse):
+                raise ValueError("its genes are not those of the vocabulary")
+            genes, counts = rank_order_rows(own, genes, counts, inverse)
+        os.pwrite(descriptor, genes.astype("<i4").tobytes(), file.genes_at + 4 * int(starts[first]))
+        os.pwrite(descriptor, counts.tobytes(), file.counts_at + dtype.itemsize * int(starts[first]))
+
+
+def _member(archive: zipfile.ZipFile, name: str, n_bytes: int | None) -> bytes:
+    """Content of a member. Raises ValueError if it is not of `n_bytes`, or if that is None, larger than a few MB."""
+    size = archive.getinfo(name).file_size
+    if size != n_bytes and (n_bytes is not None or size > 16 * _LAYOUT_BYTES):
+        raise ValueError(f"{name} has {size:,} bytes, not {n_bytes}")
+    return archive.read(name)

@@ -1,0 +1,197 @@
+"""Copies of shards on a node's own disk, which `data/shards/local_copies.py` makes while a training runs.
+
+Process that copies shards to a node's own disk, one for each node of a training.
+
+It reads a `CopyTask` as one line of JSON from stdin, copies, and at the end of stdin, which comes when the process that
+started it ends in whatever way, removes the copies. A copy is written under another name, read back from the disk,
+compared with the manifest's SHA-256, and renamed. The first failure is one warning and the end of copying: what is
+complete stays in use, the rest is read from the shared folder.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Event, Lock, Thread
+from typing import Self
+
+from cellmill.errors import UserError
+from cellmill.files import sha256_file
+from cellmill.launch.signals import STOP_SIGNALS
+
+PREFIX = "cellmill-shards-"
+LOCK = "lock"
+"""File of a folder of copies, locked while the process that owns the folder lives."""
+
+
+def warn(line: str) -> None:
+    """Print a warning that ends no training."""
+    print(f"warning: {os.uname().nodename}: {line}", file=sys.stderr, flush=True)
+
+
+class LocalCopies:
+    """Complete copies in `folder`, by the name of the shard. Thread-safe.
+
+    A copy appears under its name when it is complete and verified. After the first that cannot be read no copy is
+    used any more.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._complete: dict[str, Path] = {}
+        self._given_up = False
+        self._lock = Lock()
+
+    def of(self, shard: Path) -> Path | None:
+        """Path of the copy of a shard; None as long as there is none."""
+        if self._given_up:
+            return None
+        copy = self._complete.get(shard.name)
+        if copy is None and os.path.exists(path := f"{self.folder}/{shard.name}"):
+            copy = self._complete[shard.name] = Path(path)
+        return copy
+
+    def give_up(self, error: Exception, shard: Path) -> None:
+        """Use no copy any more, and warn once."""
+        with self._lock:
+            if not self._given_up:
+                warn(f"{self.folder}: a copy cannot be read ({error}); shards are read from {shard.parent}")
+            self._given_up = True
+
+    def remove(self) -> None:
+        """Remove the folder with all copies, as far as that is possible."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_CHUNK = 8 << 20
+_FREE_FRAC = 0.05
+"""Part of the file system that is never filled: others write to it too."""
+
+
+@dataclass(frozen=True)
+class CopyTask:
+    """Copies to make."""
+
+    folder: str
+    """A new folder, in one that may be missing."""
+    shards: dict[str, str]
+    """SHA-256 of each shard by path, in the order of copying."""
+    limit_bytes: float | None
+    """Most bytes of all copies."""
+
+    def line(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def of(cls, line: bytes) -> Self:
+        return cls(**json.loads(line))
+
+
+class _Ended(Exception):
+    """The training ended."""
+
+
+def main() -> None:
+    """Copy, wait for the end of stdin, and remove the copies."""
+    for number in STOP_SIGNALS:  # SLURM sends them to all processes of a job; the training still reads while it saves
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(10)
+    task, ended = CopyTask.of(sys.stdin.buffer.readline()), Event()
+    Thread(target=_wait_for_end, args=(ended,), daemon=True).start()
+    with suppress(OSError):
+        remove_abandoned(Path(task.folder).parent)
+    copies = LocalCopies(Path(task.folder))
+    lock = None
+    try:
+        lock = _new_folder(copies.folder)
+        _copy_all(task, copies.folder, ended.is_set)
+    except _Ended:
+        pass
+    except (OSError, UserError) as error:
+        reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        warn(f"stream.stage_to stopped copying: {reason}; shards without a copy are read from the shared folder")
+    ended.wait()
+    if lock is not None:
+        copies.remove()
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove folders of copies in `parent` whose process ended without removing them, as when its node was lost."""
+    for lock in parent.glob(f"{PREFIX}*/{LOCK}"):
+        with suppress(OSError), open(lock, "rb") as file:  # of another user, or in use
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            LocalCopies(lock.parent).remove()
+
+
+def _wait_for_end(ended: Event) -> None:
+    with suppress(OSError):
+        sys.stdin.buffer.read()
+    ended.set()
+
+
+def _new_folder(folder: Path) -> int:
+    """Make the folder, which nobody else can read; returns the lock's descriptor."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700)
+    lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return lock
+
+
+def _copy_all(task: CopyTask, folder: Path, is_ended: Callable[[], bool]) -> None:
+    started, used = time.monotonic(), 0
+    for n, (name, sha256) in enumerate(task.shards.items()):
+        shard = Path(name)
+        size = shard.stat().st_size
+        if task.limit_bytes is not None and used + size > task.limit_bytes:
+            print(_told(folder, n, len(task.shards), used, started) + ", as many as stream.stage_limit_gb allows")
+            break
+        disk = shutil.disk_usage(folder)
+        if disk.free - size < _FREE_FRAC * disk.total:
+            warn(
+                f"stream.stage_to: {folder.parent} has {disk.free / 1e9:.1f} GB free of {disk.total / 1e9:.1f}: room "
+                f"for {n} of {len(task.shards)} shards; the others are read from the shared folder"
+            )
+            return
+        _copy(shard, folder / shard.name, sha256, is_ended)
+        used += size
+    else:
+        print(_told(folder, len(task.shards), len(task.shards), used, started))
+    sys.stdout.flush()
+
+
+def _told(folder: Path, n: int, of: int, used: int, started: float) -> str:
+    took = time.monotonic() - started
+    return f"{os.uname().nodename}: copied {n} of {of} shards, {used / 1e9:.2f} GB, to {folder.parent} in {took:.0f} s"
+
+
+def _copy(shard: Path, copy: Path, sha256: str, is_ended: Callable[[], bool]) -> None:
+    """Copy a shard. Raises UserError if the copy's bytes are not those of the manifest."""
+    temporary = copy.with_name(f".{copy.name}.incomplete")
+    try:
+        with open(shard, "rb", buffering=0) as source, open(temporary, "xb", buffering=0) as target:
+            while chunk := source.read(_CHUNK):
+                view = memoryview(chunk)
+                while view:  # a write may be short, as just before a disk is full
+                    view = view[target.write(view) :]
+                if is_ended():
+                    raise _Ended
+            os.fsync(target)
+            # so that the digest is of what the disk has, and not of what is in memory
+            os.posix_fadvise(target.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if (actual := sha256_file(temporary)) != sha256:
+            raise UserError(f"{copy}: expected sha256 {sha256[:12]} as in the manifest, got {actual[:12]}")
+        temporary.rename(copy)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main()

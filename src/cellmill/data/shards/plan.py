@@ -1,0 +1,468 @@
+"""Plan of a corpus's shards, in one file: split, shard and position of every cell, before a shard is written.
+
+One pass over the datasets keeps a few numbers per cell: nonzeros and largest count among the vocabulary's genes, and a
+hash of its content. From these follow the splits and the order on disk, and with them everything but the shards
+themselves. The plan lies in a folder, so that shards can be written in parts, by one process or by several jobs, and
+after a kill by the next:
+
+    plan.json      written last; its key tells the inputs that it was made from
+    SPLIT.npy      a row per cell in the order on disk: dataset, row, nnz, largest
+    obs/           obs of all cells (`data/shards/obs.py`)
+
+The arrays that are read beside the manifest (`index.py`) are written with it.
+
+Assignment of cells to train, val and test: by a hash of a cell's counts, or by the values of an obs column.
+
+The hash is of a cell's unordered (gene id, count) pairs and the seed: a cell falls into the same split in any file,
+row or column order, so duplicates are never in two splits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from cellmill.config.corpus import SPLITS
+from cellmill.config.corpus import Shard as ShardOptions
+from cellmill.data.arrays import select_columns, text_values
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.inputs.formats import open_counts
+from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.shards.index import DATASET, hash_order, open_array
+from cellmill.data.shards.manifest import IndexEntry
+from cellmill.data.shards.obs import (
+    ColumnFacts,
+    JointObs,
+    ObsColumn,
+    columns_of,
+    facts_of,
+    write_levels,
+    write_split_index,
+)
+from cellmill.data.stream.order import SHARDS, permutation
+from cellmill.errors import DataError, did_you_mean
+from cellmill.files import digest, fsync, named_errors, read_json, write_json
+
+
+def splitmix64(values: np.ndarray) -> np.ndarray:
+    """Bijective mix of uint64 (Steele, Lea and Flood 2014, finalizer of SplittableRandom)."""
+    mixed = values.copy()
+    _mix(mixed)
+    return mixed
+
+
+def _mix(values: np.ndarray) -> None:
+    """`splitmix64` in place, which takes half of the time."""
+    shifted = np.empty_like(values)
+    values += np.uint64(0x9E3779B97F4A7C15)
+    for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        np.right_shift(values, np.uint64(bits), out=shifted)
+        values ^= shifted
+        if factor > 1:
+            values *= np.uint64(factor)
+
+
+def hash_text(text: str, seed: int = 0) -> int:
+    """64-bit hash of a text, the same on every machine."""
+    key = seed.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, key=key).digest(), "little")
+
+
+def hash_genes(gene_ids: Iterable[str]) -> np.ndarray:
+    """One uint64 per gene id, for `hash_cells`."""
+    return np.array([hash_text(name) for name in gene_ids], np.uint64)
+
+
+_SMALL_COUNTS = splitmix64(np.arange(1 << 16, dtype=np.uint64))  # looked up in a third of the time
+_SECOND = np.uint64(0x243F6A8885A308D3)  # key of the second half of a cell's hash: digits of pi
+_HASHED = 32  # cells at a time, whose numbers fit into a core's cache: a third less time than with 1,024
+
+
+def hash_cells(starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_hashes: np.ndarray) -> np.ndarray:
+    """128 bits per cell, `(cells, 2)` uint64, of its set of (gene id, count) pairs in any order.
+
+    CSR rows: `starts` `(cells + 1,)`, `genes` and `counts` `(nonzeros,)`; `genes` index `gene_hashes`. The first half
+    decides the split. Equal hashes are equal cells: among a billion different ones two collide with probability 10^-21.
+    """
+    small = not len(counts) or counts.max() < len(_SMALL_COUNTS)
+    sums = np.zeros((len(starts) - 1, 2), np.uint64)
+    for first in range(0, len(sums), _HASHED):
+        cells = slice(first, first + _HASHED)
+        lengths = np.diff(starts[first : first + _HASHED + 1])
+        nonzeros = slice(starts[first], starts[first] + lengths.sum())
+        of_counts = counts[nonzeros]
+        pairs = gene_hashes[genes[nonzeros]]
+        pairs ^= _SMALL_COUNTS[of_counts] if small else splitmix64(of_counts.astype(np.uint64))
+        _mix(pairs)
+        filled = np.flatnonzero(lengths)
+        at = (starts[cells] - starts[first])[filled]
+        sums[cells][filled, 0] = np.add.reduceat(pairs, at) if len(filled) else 0
+        pairs ^= _SECOND
+        _mix(pairs)
+        sums[cells][filled, 1] = np.add.reduceat(pairs, at) if len(filled) else 0
+    return splitmix64(sums)  # sums modulo 2**64: the order of a cell's pairs does not matter
+
+
+def places(starts: np.ndarray) -> np.ndarray:
+    """Place from 0 of each entry in its row, int64; rows start at `starts`, `(rows + 1,)`."""
+    return np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
+
+
+def split_by_content(hashes: np.ndarray, seed: int, val_frac: float, test_frac: float) -> np.ndarray:
+    """Split of each cell, as int8 index into `SPLITS`. Raises DataError when one is empty."""
+    mixed = splitmix64(hashes ^ splitmix64(np.array([seed], np.uint64)))
+    uniform = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    split = np.where(uniform < test_frac, 2, np.where(uniform < test_frac + val_frac, 1, 0)).astype(np.int8)
+    for index, name, frac in ((0, "train", 1 - val_frac - test_frac), (1, "val", val_frac), (2, "test", test_frac)):
+        if frac > 0 and not (split == index).any():
+            remedy = f"raise shard.{name}_frac, change shard.seed" if index else "lower val_frac or test_frac"
+            raise DataError(
+                f"the {name} split of {len(hashes):,} cells ({len(np.unique(hashes)):,} distinct) is empty "
+                f"at a fraction of {frac:g}; {remedy} or add cells"
+            )
+    return split
+
+
+def split_by_value(
+    values: np.ndarray, column: str, seed: int, val_frac: float, test_frac: float, train_values: Sequence[str] = ()
+) -> np.ndarray:
+    """Split of each cell, as int8 index into `SPLITS`; cells with the same value (text) stay together.
+
+    Values are sorted by a seeded hash; the first fraction of them, at least one, goes to test, the next to val. Those
+    in `train_values` go to train, and count for no fraction. Raises DataError when there are too few, and for one of
+    `train_values` that no cell has.
+    """
+    unique = sorted(set(values))
+    if missing := sorted({*train_values} - {*unique}):
+        raise DataError(
+            f"shard.train_values: no cell of the corpus has {column} {missing[0]!r}; "
+            f"{did_you_mean(missing[0], [str(value) for value in unique])}"
+        )
+    if train_values:
+        kept = np.isin(values.astype(str), [*train_values])
+        if kept.all() and val_frac + test_frac > 0:
+            raise DataError(
+                f"shard.train_values has every value of {column}, so none is left for val and test; leave one out, or "
+                "set shard.val_frac and test_frac to 0"
+            )
+        split = np.zeros(len(values), np.int8)
+        split[~kept] = split_by_value(values[~kept], column, seed, val_frac, test_frac)
+        return split
+    number = {value: i for i, value in enumerate(unique)}
+    code = np.array([number[value] for value in values])
+    order = sorted(range(len(unique)), key=lambda i: (hash_text(str(unique[i]), seed), str(unique[i])))
+    n_test, n_val = (max(1, round(frac * len(unique))) if frac > 0 else 0 for frac in (test_frac, val_frac))
+    if n_test + n_val >= len(unique):
+        values_text = f"only the value {str(unique[0])!r}" if len(unique) == 1 else f"only {len(unique)} values"
+        splits = " and ".join(name for name, n in (("train", 1), ("val", n_val), ("test", n_test)) if n)
+        raise DataError(
+            f"shard.split_by {column!r} has {values_text}, too few to split into {splits}; "
+            "split by another column, set a fraction to 0, or leave split_by null"
+        )
+    of_value = np.zeros(len(unique), np.int8)
+    of_value[order[:n_test]] = 2
+    of_value[order[n_test : n_test + n_val]] = 1
+    return of_value[code]
+
+
+def require_column(column: str, columns: Iterable[str], source: str) -> None:
+    """Raise DataError when the obs `columns` of `source` lack `column`."""
+    known = sorted({*columns, "dataset"})
+    if column not in known:
+        raise DataError(f"{source}: no obs column {column!r} (shard.split_by); {did_you_mean(column, known)}")
+
+
+BLOCK = 1024  # cells read, ordered and written at a time
+CELL = np.dtype([("dataset", "<i4"), ("row", "<i8"), ("nnz", "<i4"), ("largest", "<u4")])
+FORMAT = 1
+FOLDER = "parts"  # of the plan, beside the manifest
+AGAIN = "make the plan again (the `divide` stage)"
+
+
+@dataclass(frozen=True)
+class ShardPlace:
+    """A shard to be written: cells `first:last` of the split."""
+
+    split: str
+    number: int  # in its split
+    first: int
+    last: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.split}-{self.number:05d}.h5ad"
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Contents of the plan's folder."""
+
+    folder: Path
+    key: str
+    datasets: list[str]
+    ordered: bool  # rows are sequences
+    cells_per_shard: int
+    n_obs: dict[str, int]  # by split
+    index: dict[str, dict[str, IndexEntry]]  # by split
+    left_out: dict[str, int]
+    duplicates: dict[str, int]
+    across_splits: int  # cells of which another split has an equal one
+    columns: list[ObsColumn]
+    obs_levels: dict[str, dict[str, Any]]
+    ranked: bool = False  # rows are genes in rank order; `ordered` as well
+
+    @cached_property
+    def obs(self) -> JointObs:
+        return JointObs(self.folder / "obs", self.datasets, self.columns)
+
+    def shards(self) -> list[ShardPlace]:
+        """All shards of all splits, in order."""
+        size = self.cells_per_shard
+        return [
+            ShardPlace(split, number, first, min(first + size, n_obs))
+            for split, n_obs in self.n_obs.items()
+            for number, first in enumerate(range(0, n_obs, size))
+        ]
+
+    def cells(self, shard: ShardPlace) -> np.ndarray:
+        """Cells of a shard in order, of dtype `CELL`."""
+        return self._of_split(shard.split)[shard.first : shard.last]
+
+    def _of_split(self, split: str) -> np.ndarray:
+        return open_array(self.folder / f"{split}.npy", (self.n_obs[split],), CELL, AGAIN)
+
+    def write(self) -> None:
+        """Write plan.json, which makes the plan complete."""
+        fields = {name: value for name, value in self.__dict__.items() if name not in ("folder", "columns", "index")}
+        index = {split: {kind: asdict(entry) for kind, entry in own.items()} for split, own in self.index.items()}
+        tree = fields | {"columns": [asdict(column) for column in self.columns], "index": index}
+        write_json(self.folder / "plan.json", tree)
+
+    @classmethod
+    def read(cls, folder: Path, key: str) -> ShardPlan | None:
+        """Plan of the inputs that `key` tells; None if there is none, or it is of others."""
+        try:
+            tree = read_json(folder / "plan.json")
+            if tree["key"] != key:
+                return None
+            columns = [ObsColumn(**column) for column in tree.pop("columns")]
+            index = {
+                split: {kind: IndexEntry(**entry) for kind, entry in own.items()}
+                for split, own in tree.pop("index").items()
+            }
+            return cls(folder=folder, columns=columns, index=index, **tree)
+        except (DataError, KeyError, TypeError):
+            return None
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """Numbers of each cell of a dataset."""
+
+    facts: dict[str, ColumnFacts]
+    values: np.ndarray | None  # of the column that splits, as text
+    hashes: np.ndarray
+    nnz: np.ndarray  # nonzeros among the vocabulary's genes
+    largest: np.ndarray  # largest count among them
+    ordered: bool
+    ranked: bool
+
+
+def remove_plan(folder: Path) -> None:
+    """Remove a plan, first of all plan.json: a killed removal must not leave what passes for a whole plan."""
+    if folder.is_dir():
+        (folder / "plan.json").unlink(missing_ok=True)
+        fsync(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, manifest: Path) -> ShardPlan:
+    """Plan the shards of a corpus, or find the plan that an earlier process made of the same inputs.
+
+    `cells` are preprocessed .h5ad files; the stem of each is the name of its dataset. Writes the plan's folder and the
+    arrays of the index beside `manifest`, which is removed first, so that nobody reads a mixture. Raises DataError when
+    a name occurs twice, a column is missing, a split is empty, or no cell has a gene of the vocabulary.
+    """
+    listed, cells = cells, sorted(cells, key=lambda path: path.stem)
+    names, folder = [path.stem for path in cells], manifest.parent / FOLDER
+    if len(set(names)) < len(names):
+        raise DataError(f"{cells[0].parent}: two datasets have the same file name; rename one, it names the dataset")
+    for path in cells:
+        if not path.is_file():
+            raise DataError(f"{path}: no such file")
+    key = _key(listed, vocabulary, options)
+    if (plan := ShardPlan.read(folder, key)) is not None:
+        manifest.unlink(missing_ok=True)
+        return plan
+    gene_hashes = hash_genes(vocabulary.gene_ids)
+    scans = [_scan(path, vocabulary, gene_hashes, options.split_by) for path in cells]
+    corpus, hashes, split = _divide(cells, scans, options)
+    dropped = options.duplicates == "drop"
+    rank = np.array([listed.index(path) if dropped else number for number, path in enumerate(cells)])
+    repeated, across_splits = _duplicates(hashes, split, rank[corpus["dataset"]])
+    duplicates = np.bincount(corpus["dataset"][repeated], minlength=len(cells)).tolist()
+    if dropped:
+        corpus, hashes, split = (array[~repeated] for array in (corpus, hashes, split))
+        across_splits = 0
+    manifest.unlink(missing_ok=True)
+    with named_errors(folder):
+        remove_plan(folder)
+        obs = JointObs(folder / "obs", names, columns_of([scan.facts for scan in scans]))
+        kept = _write_obs(obs, cells, scans, corpus)
+        chosen, index = {}, {}
+        for number, name in enumerate(SPLITS):
+            order = np.flatnonzero(split == number)
+            order = order[permutation(len(order), options.seed, SHARDS, number)]
+            chosen[name] = corpus[order]
+            np.save(folder / f"{name}.npy", chosen[name])
+            index[name] = write_split_index(
+                manifest.parent, name, chosen[name]["nnz"], hashes[order], options.cells_per_shard
+            )
+        sizes = [len(scan.nnz) for scan in scans]
+        plan = ShardPlan(
+            folder=folder,
+            key=key,
+            datasets=names,
+            ordered=any(scan.ordered for scan in scans),
+            cells_per_shard=options.cells_per_shard,
+            n_obs={name: len(own) for name, own in chosen.items()},
+            index=index,
+            left_out={name: int((scan.nnz == 0).sum()) for name, scan in zip(names, scans)},
+            duplicates={name: n for name, n in zip(names, duplicates) if n},
+            across_splits=across_splits,
+            columns=obs.columns,
+            obs_levels=write_levels(manifest.parent, obs, kept, sizes, chosen, index),
+            ranked=any(scan.ranked for scan in scans),
+        )
+        for path in folder.rglob("*.npy"):
+            fsync(path)  # before plan.json, which says that they are complete
+        plan.write()
+    return plan
+
+
+def find_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, folder: Path) -> ShardPlan:
+    """The plan that `make_plan` wrote in `folder`. Raises DataError when there is none of these inputs."""
+    plan = ShardPlan.read(folder, _key(cells, vocabulary, options))
+    if plan is None:
+        raise DataError(f"{folder}: no plan of these cells and options; run the `divide` stage first")
+    return plan
+
+
+def _key(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions) -> str:
+    """Digest of all that a plan follows from; of the cells files name, size and time."""
+    stamps = {path.stem: [path.stat().st_size, path.stat().st_mtime_ns] for path in cells}
+    given = options.model_dump(mode="json", exclude={"jobs"})
+    facts = {"format": FORMAT, "cells": stamps, "vocabulary": vocabulary.digest, "shard": given}
+    listed = [path.stem for path in cells]
+    if options.duplicates == "drop" and listed != sorted(listed):
+        facts["listed"] = listed  # of equal cells the first one listed is kept
+    return digest(facts)
+
+
+def _scan(path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarray, split_by: str | None) -> _Scan:
+    hashes, nnz, largest = [], [], []
+    with open_counts(path) as reader:
+        target = vocabulary.rows_of(reader.var_names)
+        for block in reader.rows(BLOCK):
+            counts = select_genes(block, target, vocabulary.n_genes, reader.ordered)
+            # a sequence is its residues at their places, a cell its genes with their counts
+            values = places(counts.indptr) if reader.ordered else counts.data
+            hashes.append(hash_cells(counts.indptr, counts.indices, values, gene_hashes))
+            nnz.append(np.diff(counts.indptr))
+            largest.append(np.ones(len(nnz[-1])) if reader.ordered else counts.max(axis=1).toarray().ravel())
+        return _Scan(
+            facts_of(reader.obs),
+            None if split_by is None else _values(reader, split_by),
+            np.concatenate(hashes),
+            np.concatenate(nnz),
+            np.concatenate(largest),
+            reader.ordered,
+            reader.ranked,
+        )
+
+
+def select_genes(block: sp.csr_matrix, target: np.ndarray, n_genes: int, ordered: bool) -> sp.csr_matrix:
+    """`block` over the vocabulary's genes, summed; of sequences nothing is summed or lost."""
+    if not ordered:
+        return select_columns(block, target, n_genes)
+    if (target < 0).any():
+        raise DataError("the vocabulary lacks residues or ranked genes; make it from these datasets (`vocabulary`)")
+    return sp.csr_matrix((block.data, target[block.indices], block.indptr), shape=(block.shape[0], n_genes))
+
+
+def _values(reader: CountsReader, column: str) -> np.ndarray:
+    """Values of an obs column as text; for `dataset`, the dataset's name."""
+    if column == DATASET:
+        return np.full(reader.n_obs, reader.path.stem, object)
+    require_column(column, reader.obs.columns, str(reader.path))
+    values = reader.obs[column]
+    if (missing := values.isna().to_numpy()).any():
+        raise DataError(
+            f"{reader.path}: {int(missing.sum()):,} cells have no {column!r} (shard.split_by), so no split; "
+            "fill in the column, or split by another"
+        )
+    return text_values(values.astype(object))
+
+
+def _divide(cells: list[Path], scans: list[_Scan], options: ShardOptions) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cells with a gene of the vocabulary, by dataset, of dtype `CELL`; their hashes and splits."""
+    sizes = [len(scan.nnz) for scan in scans]
+    corpus = np.empty(sum(sizes), CELL)
+    corpus["dataset"] = np.repeat(np.arange(len(scans)), sizes)
+    corpus["row"] = np.concatenate([np.arange(size) for size in sizes])
+    corpus["nnz"] = np.concatenate([scan.nnz for scan in scans])
+    corpus["largest"] = np.concatenate([scan.largest for scan in scans])
+    keep = corpus["nnz"] > 0
+    if not keep.any():
+        raise DataError(
+            f"{cells[0]}: none of {len(keep):,} cells of the corpus has a gene of the vocabulary; "
+            "give the vocabulary made from these datasets"
+        )
+    hashes = np.concatenate([scan.hashes for scan in scans])[keep]
+    if options.split_by is None:
+        split = split_by_content(hashes[:, 0], options.seed, options.val_frac, options.test_frac)
+    else:
+        values = np.concatenate([scan.values for scan in scans if scan.values is not None])[keep]
+        split = split_by_value(
+            values, options.split_by, options.seed, options.val_frac, options.test_frac, options.train_values
+        )
+    return corpus[keep], hashes, split
+
+
+def _duplicates(hashes: np.ndarray, split: np.ndarray, rank: np.ndarray) -> tuple[np.ndarray, int]:
+    """Mask of duplicates of earlier cells, and the number of cells with a duplicate in another split.
+
+    Cells of datasets of lower `rank`, `(cells,)`, are earlier, and within a dataset those that come first.
+    """
+    by_rank = np.argsort(rank, kind="stable")
+    order = by_rank[hash_order(hashes[by_rank])]
+    ordered = hashes[order]
+    equal = (ordered[1:] == ordered[:-1]).all(axis=1)
+    repeated = np.zeros(len(hashes), bool)
+    repeated[order[1:][equal]] = True
+    first = np.flatnonzero(np.concatenate([[True], ~equal]))  # of each group of equal cells
+    of_group = split[order]
+    mixed = np.maximum.reduceat(of_group, first) != np.minimum.reduceat(of_group, first)
+    sizes = np.diff(np.concatenate([first, [len(hashes)]]))
+    return repeated, int(sizes[mixed].sum())
+
+
+def _write_obs(obs: JointObs, cells: list[Path], scans: list[_Scan], corpus: np.ndarray) -> list[np.ndarray]:
+    """Write the obs of every dataset, one in memory at a time; return the rows of each that shards have."""
+    ends = np.searchsorted(corpus["dataset"], np.arange(len(cells) + 1))
+    kept = [np.ascontiguousarray(corpus["row"][first:last]) for first, last in pairwise(ends.tolist())]
+    for number, (path, scan, rows) in enumerate(zip(cells, scans, kept)):
+        mask = np.zeros(len(scan.nnz), bool)
+        mask[rows] = True
+        with open_counts(path) as reader:
+            obs.write(number, reader.obs, mask)
+    return kept

@@ -1,0 +1,1 @@
+"""From shards to micro-batches: the path of a count in training."""

@@ -1,0 +1,195 @@
+"""Cells as tokens: a gene and a value each, packed one cell after another without padding, cut into micro-batches.
+
+Genes come in rank order, so a cell that is cut keeps its most prominent genes.
+
+Memory of arrays that is used again as soon as nothing refers to them.
+
+A fresh array of a megabyte costs a page fault for every 4 KiB, which takes longer than filling it, and the allocator
+returns memory of this size to the kernel again and again. So the memory of batches is kept here. No consumer has to
+release a batch: the memory is free when the last reference to the array, a view of it or a tensor over it is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+
+from cellmill.config.parts.tokens import SPECIAL
+
+_SMALLEST = 1 << 16  # bytes; below, an array is as cheap from the allocator
+_KEPT = 8  # free blocks of each size: the arrays of the batches that are made, queued and used
+_free: defaultdict[int, deque[np.ndarray]] = defaultdict(lambda: deque(maxlen=_KEPT))  # by bytes
+
+
+def recycled_empty(size: int, dtype: np.dtype | type) -> np.ndarray:
+    """`(size,)` of `dtype` with arbitrary values, as `np.empty`; may be called by any thread."""
+    n_bytes = int(size) * np.dtype(dtype).itemsize
+    if n_bytes < _SMALLEST:
+        return np.empty(size, dtype)
+    block = 1 << (n_bytes - 1).bit_length()  # few sizes, so that a later array fits; pages never written cost nothing
+    free = _free[block]
+    try:
+        memory = free.pop()
+    except IndexError:
+        memory = np.empty(block, np.uint8)
+    lent = (ctypes.c_char * block).from_buffer(memory.data)  # every view of the array refers to it
+    weakref.finalize(lent, free.append, memory).atexit = False
+    return np.frombuffer(memoryview(lent), dtype, int(size))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank. It may be empty: no cells, no tokens, `cu_seqlens` [0]."""
+
+    genes: np.ndarray  # `(tokens,)` int32, token ids
+    values: np.ndarray  # `(tokens,)`, of the tokenizer's dtype
+    cu_seqlens: np.ndarray  # `(cells + 1,)` int32, offset of each cell's first token
+    cells: np.ndarray  # `(cells,)` int64, stable id of each cell: its index in the split's shards, or in the file
+    counts: np.ndarray | None = None  # `(tokens,)` int64, count of each token, where the objective needs it
+    levels: np.ndarray | None = None  # `(cells, columns)` int32, numbers of levels (`data.obs_levels`), where asked for
+    numbers: np.ndarray | None = None  # `(cells, columns)` float64, numbers of obs columns, NaN if missing, likewise
+
+
+class Tokenizer(Protocol):
+    """Implementation of a `config.tokens.Tokens`, made from those options; pure and vectorised over cells.
+
+    The tokens of a cell are its first `max_tokens` genes, in their order.
+    """
+
+    dtype: np.dtype  # dtype of the values
+    needs_counts: bool  # if False, only the genes that fit into `max_tokens` are read, and no counts
+
+    def tokenize(
+        self, genes: np.ndarray, counts: np.ndarray | None, starts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids, values and `cu_seqlens`, as in `Batch`, of cells whose genes are in rank order.
+
+        `genes`, `(nonzeros,)`, are rows of the vocabulary. `counts`, `(nonzeros,)`, are of any integer type, above 0;
+        None is possible unless `needs_counts`. `starts`, `(cells + 1,)`, are offsets of each cell's first gene.
+        """
+
+
+class Prefixes:
+    """The first `max_tokens` entries of each cell.
+
+    Attributes: `lengths` `(cells,)`, and `cu_seqlens` `(cells + 1,)` int32.
+    """
+
+    def __init__(self, starts: np.ndarray, max_tokens: int) -> None:
+        self._starts = starts
+        self.lengths = np.minimum(starts[1:] - starts[:-1], max_tokens)
+        self.cu_seqlens = np.zeros(len(starts), np.int32)
+        self.lengths.cumsum(out=self.cu_seqlens[1:])
+
+    def of(self, array: np.ndarray) -> np.ndarray:
+        """Entries of `array`, `(nonzeros,)`, that are kept."""
+        parts = self._parts(array)
+        return array if parts[0] is array else np.concatenate(parts)
+
+    def copy(self, array: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
+        """Kept entries of `array`, `(nonzeros,)`, as `dtype`, in an array of their own."""
+        kept = recycled_empty(self.cu_seqlens[-1], dtype)
+        np.concatenate([array[:0], *self._parts(array)], out=kept, casting="unsafe")
+        return kept
+
+    def token_ids(self, genes: np.ndarray) -> np.ndarray:
+        """Token ids, int32, of the kept `genes`, which are rows of the vocabulary."""
+        if self.cu_seqlens[-1] == self._starts[-1]:  # none is cut: one pass
+            return np.add(genes, len(SPECIAL), out=recycled_empty(len(genes), np.int32), casting="unsafe")
+        ids = self.copy(genes, np.int32)
+        ids += len(SPECIAL)
+        return ids
+
+    def _parts(self, array: np.ndarray) -> list[np.ndarray]:
+        if self.cu_seqlens[-1] == self._starts[-1]:
+            return [array]
+        first = self._starts[:-1].tolist()
+        return [array[start : start + n] for start, n in zip(first, self.lengths.tolist())]
+
+
+def tokenized(
+    tokenizer: Tokenizer,
+    genes: np.ndarray,
+    counts: Any,
+    starts: np.ndarray,
+    cells: np.ndarray,
+    max_counted: int | None,
+    levels: np.ndarray | None = None,
+) -> Batch:
+    """Batch of `cells` as `tokenizer.tokenize` makes it; with counts of the first `max_counted` genes of each cell.
+
+    `max_counted` is `max_tokens` where the objective needs counts, else None; `levels` are those of the cells.
+    """
+    tokens = tokenizer.tokenize(genes, counts, starts)
+    kept = None if max_counted is None else Prefixes(starts, max_counted).copy(counts, np.int64)
+    return Batch(*tokens, cells, kept, levels)
+
+
+def empty_batch(dtype: np.dtype, counted: bool = False, columns: int = 0) -> Batch:
+    """Batch of no cells, with values of `dtype`; `counted` batches have counts, and those with `columns` levels."""
+    none, levels = np.empty(0, np.int64), np.empty((0, columns), np.int32) if columns else None
+    ends = np.zeros(1, np.int32)
+    return Batch(np.empty(0, np.int32), np.empty(0, dtype), ends, none, none if counted else None, levels)
+
+
+def cut_batch(lengths: np.ndarray, token_budget: int) -> list[int]:
+    """Borders `[0, ..., cells]` of micro-batches of at most `token_budget` tokens, filled greedily in order.
+
+    `lengths` are tokens of each cell; a cell above the budget is a micro-batch of its own.
+    """
+    total = lengths.cumsum()
+    borders = [0]
+    while (first := borders[-1]) < len(lengths):
+        used = int(total[first - 1]) if first else 0
+        borders.append(max(int(total.searchsorted(used + token_budget, side="right")), first + 1))
+    return borders
+
+
+def most_micro_batches(lengths: np.ndarray, n_cells: np.ndarray, token_budget: int) -> int:
+    """Most micro-batches that `cut_batch` makes of any rank's cells; the ranks are cut side by side.
+
+    `lengths`, `(cells,)`, are tokens of all ranks' cells, rank by rank, `n_cells` of them on each.
+    """
+    total = np.zeros(len(lengths) + 1, np.int64)
+    lengths.cumsum(out=total[1:])
+    ends = n_cells.cumsum()
+    first, number = ends - n_cells, 0
+    if (total[ends] - total[first] <= token_budget).all():  # as often: everything fits at once
+        return int(n_cells.any())
+    while (left := first < ends).any():
+        first, ends = first[left], ends[left]
+        fitting = np.searchsorted(total, total[first] + token_budget, side="right") - 1
+        first = np.maximum(np.minimum(fitting, ends), first + 1)
+        number += 1
+    return number
+
+
+def cut_evenly(lengths: np.ndarray, most: int) -> list[int]:
+    """Boundaries of at most `most` micro-batches that minimise the largest one."""
+    low, high = int(lengths.max(initial=1)), max(int(lengths.sum()), 1)
+    while low < high:  # bisect for the smallest budget that needs at most `most` micro-batches
+        budget = (low + high) // 2
+        if len(cut_batch(lengths, budget)) - 1 <= most:
+            high = budget
+        else:
+            low = budget + 1
+    return cut_batch(lengths, low)
+
+
+def split_batch(batch: Batch, token_budget: int) -> Iterator[Batch]:
+    """Parts of `batch` in order, cut by `cut_batch`."""
+    cu = batch.cu_seqlens
+    for first, last in pairwise(cut_batch(np.diff(cu), token_budget)):
+        tokens = slice(cu[first], cu[last])
+        part = (cu[first : last + 1] - cu[first]).astype(np.int32)
+        counts = None if batch.counts is None else batch.counts[tokens]
+        levels = None if batch.levels is None else batch.levels[first:last]
+        numbers = None if batch.numbers is None else batch.numbers[first:last]
+        yield Batch(batch.genes[tokens], batch.values[tokens], part, batch.cells[first:last], counts, levels, numbers)

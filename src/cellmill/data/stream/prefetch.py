@@ -1,0 +1,347 @@
+"""Cells in stream order, read ahead by threads in shuffled windows.
+
+A block is one `preadv` that scatters its cells to where steps take them: windows of all own lanes are read into one
+buffer, in which the cells of a step stand together, lane after lane. So neither shuffling nor putting lanes together
+costs a copy, and a batch is one slice. There are two buffers, one in use and one being filled; they are reused, because
+fresh memory costs about as much as the reading (a page fault per 4 KiB).
+
+Cells of windows in the order in which steps take them, and the reads that fill their memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cellmill.data.shards.reader import RowFile, places
+from cellmill.data.stream.lane_lengths import LaneLengths
+from cellmill.data.stream.order import Epoch, EpochLayout, RepeatedEpoch, Runs, epoch_order
+
+_TASKS = 32  # of the windows read into one buffer: handing one over costs as much as reading some cells
+
+
+@dataclass(frozen=True)
+class WindowCells:
+    """Cells in the order in which steps take them: windows of the same number of some lanes, or part of these."""
+
+    steps: np.ndarray  # step that takes each cell, counted over all epochs
+    lanes: np.ndarray  # lane of each cell, ascending in a step
+    cells: np.ndarray
+    lengths: np.ndarray  # number of genes of each cell in the shards
+    starts: np.ndarray  # offset of each cell's first gene; in a part, of that which it is a part of
+    genes: np.ndarray
+    counts: np.ndarray | None
+
+    def of_step(self, step: int) -> WindowCells:
+        return self._part(self.steps, step)
+
+    def of_lane(self, lane: int) -> WindowCells:
+        """Cells of a lane, of a part that is of one step."""
+        return self._part(self.lanes, lane)
+
+    def of_cells(self) -> tuple[np.ndarray, ...]:
+        """The arrays with one entry a cell."""
+        return self.steps, self.lanes, self.cells, self.lengths
+
+    def _part(self, ascending: np.ndarray, value: int) -> WindowCells:
+        start, stop = ascending.searchsorted(np.array([value, value + 1])).tolist()
+        starts = self.starts[start : stop + 1]
+        span = slice(starts[0] - self.starts[0], starts[-1] - self.starts[0])
+        counts = None if self.counts is None else self.counts[span]
+        steps, lanes, cells, lengths = (array[start:stop] for array in self.of_cells())
+        return WindowCells(steps, lanes, cells, lengths, starts, self.genes[span], counts)
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """Windows to be read: `spans` are (shard, first row, rows); their i-th cell goes to `position[i]`."""
+
+    spans: list[tuple[int, int, int]]
+    position: np.ndarray
+    window: WindowCells  # without genes and counts
+
+
+class Buffer:
+    """Reusable memory that grows on demand."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, np.ndarray] = {}
+
+    def array(self, name: str, size: int, dtype: np.dtype | type) -> np.ndarray:
+        if name not in self._arrays or len(self._arrays[name]) < size:
+            self._arrays[name] = np.empty(size + size // 8, dtype)
+        return self._arrays[name][:size]
+
+
+class WindowReader:
+    """Reads windows of cells of `shards` by threads; counts, as `dtype`, unless it is None."""
+
+    def __init__(self, shards: list[RowFile], dtype: np.dtype | None, threads: int) -> None:
+        self._shards, self._dtype = shards, dtype
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="cellmill-read")
+
+    def close(self) -> None:
+        """End the threads after the reads in progress."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def start(self, plan: WindowPlan, buffer: Buffer) -> tuple[WindowCells, list[Future[None]]]:
+        """Start to read windows into `buffer`: the cells, and the reads that they wait for."""
+        total = int(plan.window.starts[-1])
+        counts = buffer.array("counts", total, self._dtype) if self._dtype is not None else None
+        window = replace(plan.window, genes=buffer.array("genes", total, np.int32), counts=counts)
+        run_starts = np.cumsum([0, *(n for _, _, n in plan.spans)]).tolist()
+        runs = [(self._shards[shard], first, at, n) for (shard, first, n), at in zip(plan.spans, run_starts)]
+        reads, per_task = _Reads(window, plan.position), -(-len(runs) // _TASKS)
+        parts = [runs[first : first + per_task] for first in range(0, len(runs), per_task)]
+        return window, [self._pool.submit(reads.read, part) for part in parts]
+
+
+class _Reads:
+    """Target position of each row of a window, in file order."""
+
+    def __init__(self, window: WindowCells, position: np.ndarray) -> None:
+        self._memory = window.counts
+        self._starts, self._lengths = window.starts[position], window.lengths[position]
+        kept = window.starts[position + 1] - self._starts
+        cut = self._lengths - kept
+        # the end of a cut row is read into `rest` and ignored, so that it is still one read in disk order
+        self._rest, self._genes = np.empty(int(cut.max(initial=0)), np.int32), places(window.genes, self._starts, kept)
+        self._each = 2 if len(self._rest) else 1
+        if len(self._rest):
+            ignored = places(self._rest, np.zeros_like(cut), cut)
+            self._genes = np.stack([self._genes, ignored], 1).reshape(-1, 2)
+        if self._memory is not None:
+            self._counts = places(self._memory, self._starts, self._lengths)
+        self._window = window  # lives as long as its places
+
+    def read(self, runs: list[tuple[RowFile, int, int, int]]) -> None:
+        """Read runs of cells: shard, first row in it, position of the first among all rows, and number."""
+        for shard, first, at, n in runs:
+            start = int(shard.indptr[first])
+            shard.scatter_genes(start, self._genes[self._each * at : self._each * (at + n)])
+            if self._memory is not None and self._memory.dtype == shard.dtype:
+                shard.scatter_counts(start, self._counts[at : at + n])
+            elif self._memory is not None:
+                self._read_wider(self._memory, shard, start, slice(at, at + n))
+
+    def _read_wider(self, memory: np.ndarray, shard: RowFile, start: int, rows: slice) -> None:
+        """Counts of a shard that has 16 bits for them, where another of the split has 32."""
+        starts, lengths = self._starts[rows].tolist(), self._lengths[rows]
+        counts = np.empty(int(lengths.sum()), shard.dtype)
+        shard.read_counts(start, [counts])
+        for at, part in zip(starts, np.split(counts, np.cumsum(lengths)[:-1])):
+            memory[at : at + len(part)] = part
+
+
+_NONE = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
+class PrefetchedStep:
+    """Cells of one global batch; `genes` and `counts` are overwritten by the next step."""
+
+    epoch: int
+    lengths: np.ndarray  # `(lanes, cells)`, genes of each cell of all lanes, the same on every rank; 0 behind the last
+    n_cells: np.ndarray  # `(lanes,)` int64, number of cells of each lane
+    cells: np.ndarray  # `(cells,)` int64 ids of this rank's cells, by lane
+    starts: np.ndarray  # `(cells + 1,)` int64, offset of each cell's first gene
+    genes: np.ndarray  # `(nonzeros,)` int32 rows of the vocabulary, in rank order; at most `max_genes` per cell
+    counts: np.ndarray | None  # `(nonzeros,)`; None if genes are cut to `max_genes`
+
+
+class Prefetch:
+    """Reader of the cells of a split in the order of `layout`, starting at any step.
+
+    Reads `lanes`; of the others only the lengths are looked up. Of each cell the first `max_genes` genes are read; None
+    reads all of them and their counts.
+    """
+
+    def __init__(
+        self, shards: list[RowFile], layout: EpochLayout, lanes: list[int], *, max_genes: int | None, io_threads: int
+    ):
+        self._shards, self._layout, self._own = shards, layout, sorted(lanes)
+        self._first_cell = np.concatenate([[0], np.cumsum(layout.shard_cells)])
+        self._dtype = np.result_type(*(shard.dtype for shard in shards)) if max_genes is None else None
+        self._max_genes = max_genes
+        self._buffer = Buffer()  # for a step whose cells are in two of the buffers
+        self._epochs: dict[int, Epoch | RepeatedEpoch] = {}
+        self._reader = WindowReader(shards, self._dtype, io_threads)
+
+    def close(self) -> None:
+        """End the threads after the reads in progress."""
+        self._reader.close()
+
+    def steps(self, epoch: int, step: int) -> Iterator[PrefetchedStep]:
+        """Steps from the given one on: endless if the layout shuffles, else to the end of the epoch."""
+        layout = self._layout
+        before = layout.lanes_before(step)
+        others = np.setdiff1d(np.arange(layout.lanes), self._own)
+        lengths = self._lengths_of(others, epoch, before)
+        ahead = _ReadAhead(self._plans(epoch, before), self._reader)
+        while True:
+            for number in range(step, layout.steps_per_epoch):
+                after = layout.lanes_before(number + 1)
+                n, before = after - before, after
+                table = np.zeros((layout.lanes, n.max()), np.int32)
+                if len(others):
+                    of_others = lengths.take(n[others])
+                    table[others, : of_others.shape[1]] = of_others
+                parts = ahead.take(epoch * layout.steps_per_epoch + number, int(n[self._own].sum()))
+                yield self._step(epoch, parts, table, n)
+            if not layout.shuffle:
+                return
+            epoch, step, before = epoch + 1, 0, layout.lanes_before(0)
+
+    def _lengths_of(self, lanes: np.ndarray, epoch: int, before: np.ndarray) -> LaneLengths:
+        """Lengths of lanes that are not read, each from its cell `before` of an epoch on."""
+        windows, skipped = [], []
+        for lane, cell in zip(lanes.tolist(), before[lanes].tolist()):
+            borders = self._epoch(epoch).borders[lane]
+            skipped.append(cell - int(borders[_window_of(cell, borders)]))
+            windows.append(self._lengths(*order) for order, _ in self._windows(lane, epoch, cell))
+        return LaneLengths(windows, skipped)
+
+    def _step(self, epoch: int, parts: list[WindowCells], lengths: np.ndarray, n: np.ndarray) -> PrefetchedStep:
+        """The step of the cells read for it; their `lengths` are filled in."""
+        own = parts[0] if len(parts) == 1 else self._joined(parts)
+        of_own = np.zeros((len(self._own), lengths.shape[1]), np.int32)
+        of_own[np.arange(lengths.shape[1]) < n[self._own, None]] = own.lengths
+        lengths[self._own] = of_own
+        starts = own.starts - own.starts[0]
+        return PrefetchedStep(epoch, lengths, n, own.cells.copy(), starts, own.genes, own.counts)
+
+    def _joined(self, parts: list[WindowCells]) -> WindowCells:
+        """The cells of parts of a step, lane after lane."""
+        pieces = [part.of_lane(lane) for lane in self._own for part in parts]
+        of_cells = (np.concatenate([_NONE, *arrays]) for arrays in zip(*(p.of_cells() for p in pieces)))
+        steps, lanes, cells, lengths = of_cells if pieces else [_NONE] * 4
+        starts = np.concatenate([[0], np.cumsum(np.concatenate([_NONE, *(np.diff(p.starts) for p in pieces)]))])
+        genes = self._buffer.array("genes", int(starts[-1]), np.int32)
+        np.concatenate([piece.genes for piece in pieces] or [genes], out=genes)
+        counts = None
+        if self._dtype is not None:
+            counts = self._buffer.array("counts", int(starts[-1]), self._dtype)
+            np.concatenate([piece.counts for piece in pieces if piece.counts is not None] or [counts], out=counts)
+        return WindowCells(steps, lanes, cells, lengths, starts, genes, counts)
+
+    def _epoch(self, epoch: int) -> Epoch | RepeatedEpoch:
+        if epoch not in self._epochs:
+            self._epochs = {epoch - 1: self._epochs[epoch - 1]} if epoch - 1 in self._epochs else {}
+            self._epochs[epoch] = epoch_order(self._layout, epoch)
+        return self._epochs[epoch]
+
+    def _windows(self, lane: int, epoch: int, cell: int) -> Iterator[tuple[_Order, int]]:
+        """Windows of a lane, from `cell` of an epoch on, and the first cell to use in each."""
+        while self._epoch(epoch).lane_cells[lane]:
+            order = self._epoch(epoch)
+            borders = order.borders[lane]
+            for window in range(_window_of(cell, borders), len(borders) - 1):
+                runs, permutation = order.window_runs(lane, window), order.window_order(lane, window)
+                yield (runs, permutation), max(cell - int(borders[window]), 0)
+            if not self._layout.shuffle:
+                return
+            epoch, cell = epoch + 1, 0
+
+    def _lengths(self, runs: Runs, order: np.ndarray) -> np.ndarray:
+        """Numbers of genes of the cells of `runs`, in that order."""
+        parts = [self._shards[shard].indptr[first : first + n + 1] for shard, first, n in _spans(runs)]
+        borders = np.concatenate(parts, dtype=np.int64)
+        between = np.ones(len(borders) - 1, bool)
+        between[np.cumsum(runs.n + 1)[:-1] - 1] = False  # from the end of a run to the start of the next
+        return np.diff(borders)[between][order]
+
+    def _plans(self, epoch: int, before: np.ndarray) -> Iterator[WindowPlan]:
+        """Windows of own lanes, those of the same number together, from cell `before` of each lane on."""
+        while any(self._epoch(epoch).lane_cells[lane] for lane in self._own):
+            order = self._epoch(epoch)
+            first = {lane: _window_of(int(before[lane]), order.borders[lane]) for lane in self._own}
+            for window in range(min(first.values()), max(len(order.borders[lane]) for lane in self._own) - 1):
+                lanes = [lane for lane in self._own if first[lane] <= window < len(order.borders[lane]) - 1]
+                if lanes:
+                    yield self._plan(order, lanes, window)
+            if not self._layout.shuffle:
+                return
+            epoch, before = epoch + 1, self._layout.lanes_before(0)
+
+    def _plan(self, order: Epoch | RepeatedEpoch, lanes: list[int], window: int) -> WindowPlan:
+        """The windows of that number of some lanes; their cells are put in the order in which steps take them."""
+        runs = [order.window_runs(lane, window) for lane in lanes]
+        shuffled = [order.window_order(lane, window) for lane in lanes]
+        places = [np.arange(*order.borders[lane][window : window + 2]) for lane in lanes]
+        steps = np.concatenate([self._layout.steps_of(lane, of_lane) for lane, of_lane in zip(lanes, places)])
+        by_step = np.argsort(steps, kind="stable")
+        lengths = np.concatenate([self._lengths(*of_lane) for of_lane in zip(runs, shuffled)])[by_step]
+        cells = np.concatenate([self._cells(*of_lane) for of_lane in zip(runs, shuffled)])[by_step]
+        kept = lengths if self._max_genes is None else np.minimum(lengths, self._max_genes)
+        starts = np.concatenate([[0], np.cumsum(kept)])
+        position, at = np.empty_like(by_step), np.empty_like(by_step)
+        position[by_step] = np.arange(len(by_step))
+        first = np.concatenate([[0], np.cumsum([len(of_lane) for of_lane in shuffled])])
+        at[np.concatenate([of_lane + begin for of_lane, begin in zip(shuffled, first)])] = position
+        steps = steps[by_step] + order.epoch * self._layout.steps_per_epoch
+        of_cells = steps, np.repeat(lanes, np.diff(first))[by_step], cells, lengths
+        spans = [span for of_lane in runs for span in _spans(of_lane)]
+        return WindowPlan(spans, at, WindowCells(*of_cells, starts, np.empty(0, np.int32), None))
+
+    def _cells(self, runs: Runs, order: np.ndarray) -> np.ndarray:
+        """Ids of the cells of `runs`, in that order."""
+        return np.concatenate([np.arange(n) + (self._first_cell[at] + first) for at, first, n in _spans(runs)])[order]
+
+
+class _ReadAhead:
+    """Cells of own lanes, step by step; the next windows are read while these are used."""
+
+    def __init__(self, plans: Iterator[WindowPlan], reader: WindowReader):
+        self._plans, self._reader = plans, reader
+        self._free: list[Buffer] = []
+        self._started: list[tuple[WindowCells, list[Future[None]], Buffer, int]] = []  # the last is the last step
+        self._start()
+        self._start()
+
+    def take(self, step: int, n: int) -> list[WindowCells]:
+        """The `n` cells of a step, in as many parts as there are buffers with some of them.
+
+        Steps, counted over all epochs, are taken in order. Parts are valid until the next call.
+        """
+        self._free += [buffer for _, _, buffer, last in self._started if last < step]
+        self._started = [started for started in self._started if started[3] >= step]
+        while len(self._started) < 2 and self._start():
+            pass
+        parts, at = [], 0
+        while n:
+            if at == len(self._started):  # windows of lanes may end at different steps
+                started = self._start()
+                assert started, f"{n} cells of step {step} are in no window"
+            window, tasks, _, _ = self._started[at]
+            part = window.of_step(step)
+            if len(part.cells):
+                while tasks:
+                    tasks.pop().result()
+                parts.append(part)
+            n, at = n - len(part.cells), at + 1
+        return parts
+
+    def _start(self) -> bool:
+        """Start to read the next windows; False if there are none."""
+        plan = next(self._plans, None)
+        if plan is None:
+            return False
+        buffer = self._free.pop() if self._free else Buffer()
+        self._started.append((*self._reader.start(plan, buffer), buffer, int(plan.window.steps[-1])))
+        return True
+
+
+_Order = tuple[Runs, np.ndarray]
+"""Runs of a window's cells, and the permutation of these."""
+
+
+def _spans(runs: Runs) -> list[tuple[int, int, int]]:
+    return list(zip(runs.shard.tolist(), runs.first.tolist(), runs.n.tolist()))
+
+
+def _window_of(cell: int, borders: np.ndarray) -> int:
+    """Number of the window with that cell of a lane."""
+    return int(np.searchsorted(borders, cell, side="right")) - 1

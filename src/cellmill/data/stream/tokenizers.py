@@ -1,0 +1,379 @@
+"""Tokens of cells as a run reads them: its tokenizer, and its choice among the genes of a cell.
+
+By default the tokens of a cell are its first genes in rank order. Where a cell has more than fit, `truncation: random`
+draws them, and `truncation: variable` takes those that vary most over the corpus. `zero_frac` adds genes without
+counts. Values are those of the whole cell in each case. Draws are keyed by seed, epoch, the cell's counts and the gene:
+the same in every layout and file, and anew each epoch of a training.
+
+A gene's value is the bin of its count: by quantiles of the cell, or by edges that all cells share.
+
+A gene's value is its log-normalised count.
+
+Base of the built-in tokenizers.
+
+A gene's value is its place in the cell.
+
+log(1 + counts per 10,000) of the tokens of cells, by numpy or by loops that numba compiles: the same bits.
+
+numpy needs five passes over the tokens. Most counts are small: the loops look their values up in a table of each cell,
+which numpy makes. They are compiled beside the work, from the first batch of many tokens on, in about a second; until
+then, for small batches, and where numba is not installed, numpy makes the values.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from cellmill.config.parts.tokens import SPECIAL, BinnedTokens, Tokens
+from cellmill.data.arrays import scale_of_totals, scale_per_10k
+from cellmill.data.shards.plan import places, splitmix64
+from cellmill.data.stream.batch import Batch, Prefixes, Tokenizer, recycled_empty
+from cellmill.errors import ConfigError, DataError
+
+WHOLE = 2**31 - 1  # above the genes of any cell
+_ZEROS = np.uint64(0x5A45524F)  # part of the keys of genes without counts
+
+
+@dataclass(frozen=True)
+class TokenNumbers:
+    """Tokens of cells, (cells,) int64 each."""
+
+    detected: np.ndarray
+    zeros: np.ndarray  # of genes without counts
+
+    @property
+    def all(self) -> np.ndarray:
+        return self.detected + self.zeros
+
+
+def token_numbers(tokens: Tokens, detected: np.ndarray, n_genes: int) -> TokenNumbers:
+    """Return numbers of tokens of cells with `detected` genes of `n_genes`: `zero_frac` of them have no counts."""
+    share = tokens.zero_frac
+    most = max(1, int(tokens.max_tokens * (1 - share))) if share else tokens.max_tokens
+    kept = np.minimum(detected, most)
+    if not share:
+        return TokenNumbers(kept, np.zeros_like(kept))
+    zeros = np.floor(kept * share / (1 - share)).astype(kept.dtype)
+    return TokenNumbers(kept, np.minimum(zeros, np.minimum(n_genes - detected, tokens.max_tokens - kept)))
+
+
+class CellTokenizer:
+    """A run's tokenizer and its choice of genes, over a vocabulary of `n_genes`.
+
+    `variability` is the vocabulary's. Raises DataError if it has none and the options need it.
+    """
+
+    def __init__(self, tokens: Tokens, n_genes: int, seed: int = 0, variability: np.ndarray | None = None) -> None:
+        if tokens.truncation == "variable" and variability is None:
+            raise DataError(
+                "tokens.truncation variable: the vocabulary has no order of genes by variability; set "
+                "vocabulary.variability to yes and make vocabulary and shards again"
+            )
+        self._variability = variability
+        self._tokens, self._n_genes, self._seed = tokens, n_genes, seed
+        self._chooses = tokens.truncation != "top" or tokens.zero_frac > 0
+        given = tokens.model_copy(update={"max_tokens": WHOLE}) if self._chooses else tokens
+        self._tokenizer: Tokenizer = given.load()(given)
+        self.dtype = self._tokenizer.dtype
+
+    def max_genes(self, counted: bool) -> int | None:
+        """Genes of each cell that have to be read; None for all of them and their counts."""
+        reads_all = counted or self._chooses or self._tokenizer.needs_counts
+        return None if reads_all else self._tokens.max_tokens
+
+    def numbers(self, detected: np.ndarray) -> np.ndarray:
+        """(cells,) int64: tokens of cells with `detected` genes."""
+        return token_numbers(self._tokens, detected, self._n_genes).all
+
+    def batch(
+        self,
+        genes: np.ndarray,
+        counts: Any,
+        starts: np.ndarray,
+        cells: np.ndarray,
+        counted: bool = False,
+        levels: np.ndarray | None = None,
+        epoch: int = 0,
+    ) -> Batch:
+        """Batch of cells whose genes, (nonzeros,), are in rank order, as `Tokenizer.tokenize` takes them.
+
+        `counted` batches have the counts of their tokens; `levels` are those of the cells.
+        """
+        ids, values, cu_seqlens = self._tokenizer.tokenize(genes, counts, starts)
+        if not self._chooses:
+            kept = Prefixes(starts, self._tokens.max_tokens).copy(counts, np.int64) if counted else None
+            return Batch(ids, values, cu_seqlens, cells, kept, levels)
+        keys = self._cell_keys(genes, counts, starts, epoch)
+        numbers = token_numbers(self._tokens, np.diff(starts), self._n_genes)
+        kept = self._kept(genes, starts, numbers.detected, keys)
+        zeros = _absent(genes, starts, numbers.zeros, keys, self._n_genes)
+        ends = np.concatenate([[0], np.cumsum(numbers.all)])
+        # of each cell the tokens with counts stand first, then those without
+        is_zero = places(ends) >= np.repeat(numbers.detected, numbers.all)
+
+        def tokens_of(detected: np.ndarray, absent: Any, dtype: Any) -> np.ndarray:
+            made = np.empty(len(is_zero), dtype)
+            made[~is_zero], made[is_zero] = detected[kept], absent
+            return made
+
+        of_value = places(ends) if self._tokens.value_kind == "place" else tokens_of(values, 0, self.dtype)
+        of_count = tokens_of(counts, 0, np.int64) if counted else None
+        of_gene = tokens_of(ids, zeros + len(SPECIAL), np.int32)
+        return Batch(of_gene, of_value.astype(self.dtype), ends.astype(np.int32), cells, of_count, levels)
+
+    def _cell_keys(self, genes: np.ndarray, counts: np.ndarray, starts: np.ndarray, epoch: int) -> np.ndarray:
+        """(cells,) uint64: keys of the draws of each cell, by its genes and counts in any order."""
+        pairs = splitmix64(genes.astype(np.uint64) ^ splitmix64(counts.astype(np.uint64)))
+        total = np.concatenate([np.zeros(1, np.uint64), np.cumsum(pairs, dtype=np.uint64)])
+        run = splitmix64(splitmix64(np.array([self._seed], np.uint64)) ^ np.uint64(epoch))
+        return splitmix64((total[starts[1:]] - total[starts[:-1]]) ^ run)
+
+    def _kept(self, genes: np.ndarray, starts: np.ndarray, n_kept: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Indices of the kept ones of `genes`, in their order: the first of each cell, random or variable ones."""
+        lengths = np.diff(starts)
+        if self._tokens.truncation == "top":
+            return np.flatnonzero(places(starts) < np.repeat(n_kept, lengths))
+        keep = np.ones(len(genes), bool)
+        for cell in np.flatnonzero(lengths > n_kept).tolist():
+            start, stop = int(starts[cell]), int(starts[cell + 1])
+            own = genes[start:stop]
+            if self._tokens.truncation == "variable":
+                assert self._variability is not None
+                first = self._variability[own]
+            else:
+                first = splitmix64(keys[cell] ^ own.astype(np.uint64))
+            keep[start:stop] = False
+            keep[start + np.argpartition(first, n_kept[cell] - 1)[: n_kept[cell]]] = True
+        return np.flatnonzero(keep)
+
+
+def _absent(genes: np.ndarray, starts: np.ndarray, n: np.ndarray, keys: np.ndarray, n_genes: int) -> np.ndarray:
+    """Rows of genes that have no counts, `n` of each cell, ascending in a cell and drawn by the cell's key."""
+    every, drawn = np.arange(n_genes, dtype=np.uint64), [np.empty(0, np.int64)]
+    for cell, (start, stop) in enumerate(pairwise(starts.tolist())):
+        if n[cell]:
+            draws = splitmix64(splitmix64(keys[cell : cell + 1] ^ _ZEROS) ^ every)
+            draws[genes[start:stop]] = np.iinfo(np.uint64).max
+            drawn.append(np.sort(np.argpartition(draws, n[cell] - 1)[: n[cell]]))
+    return np.concatenate(drawn)
+
+
+class FirstGenes:
+    """Tokens of the first `max_tokens` genes of each cell."""
+
+    dtype: np.dtype
+    needs_counts: bool
+
+    def __init__(self, options: Any) -> None:
+        self._options = options
+
+    def tokenize(
+        self, genes: np.ndarray, counts: np.ndarray | None, starts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        assert counts is not None or not self.needs_counts
+        kept = Prefixes(starts, self._options.max_tokens)
+        return kept.token_ids(genes), self._values(kept, counts, starts), kept.cu_seqlens
+
+    def _values(self, kept: Prefixes, counts: Any, starts: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+
+TABLE = 64  # counts that are looked up: those below
+_MANY = 1 << 15  # tokens; with fewer a batch is not worth numba's second and 100 MB
+
+
+def log_values(kept: Prefixes, counts: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Values, `(tokens,)` float32, of the kept ones of `counts`, `(nonzeros,)`, whose cells begin at `starts`."""
+    loops = _compiled() if kept.cu_seqlens[-1] >= _MANY and _of_known_types(counts, starts) else None
+    return by_numpy(kept, counts, starts) if loops is None else by_loops(loops, kept, counts, starts)
+
+
+def by_numpy(kept: Prefixes, counts: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """As `log_values`, for `counts` of any integer type."""
+    values = kept.copy(counts, np.float32)
+    values *= np.repeat(scale_per_10k(counts, starts, np.float32), kept.lengths)
+    return np.log1p(values, out=values)
+
+
+def by_loops(loops: Loops, kept: Prefixes, counts: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """As `log_values`, for uint16 or uint32 `counts` and int64 `starts`."""
+    totals = np.empty(len(starts) - 1, np.int64)
+    loops.sum_cells(counts, starts, totals)
+    scale = scale_of_totals(totals, np.float32)
+    table = np.multiply.outer(scale, np.arange(TABLE, dtype=np.float32))
+    np.log1p(table, out=table)
+    values = recycled_empty(kept.cu_seqlens[-1], np.float32)
+    large = recycled_empty(len(values), np.int64)
+    large = large[: loops.look_up(counts, starts, kept.cu_seqlens, table, scale, values, large)]
+    values[large] = np.log1p(values[large])
+    return values
+
+
+@dataclass(frozen=True)
+class Loops:
+    """Loops over the counts of cells."""
+
+    sum_cells: Callable[..., None]
+    look_up: Callable[..., int]
+
+
+def compile_loops() -> Loops | None:
+    """Compile the loops; None without numba. Takes about a second."""
+    try:
+        njit = importlib.import_module("numba").njit
+    except ImportError:
+        return None
+    types = ("uint16[::1]", "uint32[::1]")
+    sums = [f"void({counts}, int64[::1], int64[::1])" for counts in types]
+    arrays = "int64[::1], int32[::1], float32[:, ::1], float32[::1], float32[::1], int64[::1]"
+    look_ups = [f"int64({counts}, {arrays})" for counts in types]
+    return Loops(njit(sums, nogil=True)(_sum_cells), njit(look_ups, nogil=True)(_look_up))
+
+
+def _compiled() -> Loops | None:
+    compiling = _compiling()
+    return compiling.result() if compiling.done() else None
+
+
+@cache
+def _compiling() -> Future[Loops | None]:
+    pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-compile")
+    compiling = pool.submit(compile_loops)
+    pool.shutdown(wait=False)
+    return compiling
+
+
+def _of_known_types(counts: np.ndarray, starts: np.ndarray) -> bool:
+    plain = counts.flags.c_contiguous and counts.flags.writeable
+    return plain and counts.dtype in (np.uint16, np.uint32) and starts.dtype == np.int64
+
+
+def _sum_cells(counts: Any, starts: Any, totals: Any) -> None:
+    for cell in range(len(totals)):
+        own, total = counts[starts[cell] : starts[cell + 1]], np.uint64(0)
+        for i in range(len(own)):
+            total += np.uint64(own[i])
+        totals[cell] = total
+
+
+def _look_up(counts: Any, starts: Any, ends: Any, table: Any, scale: Any, values: Any, large: Any) -> int:
+    """Fill `values`, but for counts that are not in `table` with their products; these are listed in `large`."""
+    n_large = 0
+    for cell in range(len(scale)):
+        at, n = ends[cell], np.uint64(ends[cell + 1] - ends[cell])
+        own, of_count, made = counts[starts[cell] : starts[cell] + n], table[cell], values[at : at + n]
+        for i in range(n):
+            count = np.uint64(own[i])
+            if count < np.uint64(TABLE):
+                made[i] = of_count[count]
+            else:
+                made[i] = np.float32(own[i]) * scale[cell]
+                large[n_large] = at + i
+                n_large += 1
+    return n_large
+
+
+_MAX_TABLE = 1 << 24  # entries of a table over counts; cells with larger counts are binned one by one
+
+
+class BinnedTokenizer(FirstGenes):
+    """Values are bins from 1, int32."""
+
+    dtype, needs_counts = np.dtype(np.int32), True
+
+    def __init__(self, options: BinnedTokens) -> None:
+        super().__init__(options)
+        self._edges = shared_edges(options)
+
+    def _values(self, kept: Prefixes, counts: Any, starts: np.ndarray) -> np.ndarray:
+        if self._edges is None:
+            return kept.of(_bins(counts, starts, self._options.bins))
+        return shared_bins(log_values(kept, counts, starts), self._edges)
+
+
+def shared_edges(options: BinnedTokens) -> np.ndarray | None:
+    """Inner edges, `(bins - 1,)`, of bins of log(1 + counts per 10,000); None where each cell has its own.
+
+    Raises ConfigError where they are not fitted.
+    """
+    if options.binning == "quantile_cell":
+        return None
+    if options.binning == "uniform":
+        return np.linspace(0, options.max_value, options.bins + 1)[1:-1]
+    if options.edges is None:
+        raise ConfigError("tokens.binning quantile_corpus: no edges are fitted; give them as tokens.edges")
+    return np.array(options.edges)
+
+
+def shared_bins(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Bin from 1, int32, of each value: a value at an edge is in the bin above it."""
+    return (1 + np.searchsorted(edges, values, side="right")).astype(np.int32)
+
+
+def bin_counts(counts: np.ndarray, bins: int) -> np.ndarray:
+    """Quantile bin, 1 to `bins`, of each nonzero count of one cell: the number of `bins` quantiles that it reaches.
+
+    scGPT's binning (Cui et al. 2024, Methods, "Input embeddings") with its deterministic treatment of ties.
+    """
+    return np.digitize(counts, np.quantile(counts, np.linspace(0, 1, bins))).astype(np.int32)
+
+
+def _bins(counts: np.ndarray, starts: np.ndarray, bins: int) -> np.ndarray:
+    """`bin_counts` of every cell, by lookup tables over the values of counts: no sort, no search per token."""
+    lengths = np.diff(starts)
+    filled = np.flatnonzero(lengths)
+    if not len(filled):
+        return np.empty(0, np.int32)
+    largest = np.maximum.reduceat(counts, starts[:-1][filled]).astype(np.int64)
+    if int((largest + 2).sum()) > _MAX_TABLE:
+        edges = starts.tolist()
+        return np.concatenate([bin_counts(counts[a:b], bins) for a, b in pairwise(edges) if b > a])
+    n = lengths[filled]
+    # tables of all cells in one array: how often each count occurs, then how many counts are no larger
+    first = np.concatenate([[0], np.cumsum(largest + 2)])
+    at = np.repeat(first[:-1], n)
+    at += counts
+    up_to = np.cumsum(np.bincount(at, minlength=first[-1]))
+    ends = np.cumsum(n)
+    # numpy's linear quantiles, operation by operation: between the values at floor and ceil of q * (n - 1)
+    virtual = np.linspace(0, 1, bins) * (n - 1)[:, None]
+    low = np.floor(virtual).astype(np.int64)
+    high = np.minimum(low + 1, (n - 1)[:, None])
+    before = (ends - n)[:, None]
+    a = np.searchsorted(up_to, before + low, side="right") - first[:-1, None]
+    b = np.searchsorted(up_to, before + high, side="right") - first[:-1, None]
+    part = virtual - low
+    edges_of = np.where(part >= 0.5, b - (b - a) * (1 - part), a + (b - a) * part)
+    # an integer reaches a quantile when it reaches the quantile rounded up
+    reached = np.bincount((first[:-1, None] + np.ceil(edges_of).astype(np.int64)).ravel(), minlength=first[-1])
+    table = np.cumsum(reached)
+    table -= np.repeat(np.arange(len(n)) * bins, largest + 2)
+    return table.astype(np.int32)[at]
+
+
+class ContinuousTokenizer(FirstGenes):
+    """Values are log(1 + counts per 10,000), float32."""
+
+    dtype, needs_counts = np.dtype(np.float32), True
+
+    def _values(self, kept: Prefixes, counts: Any, starts: np.ndarray) -> np.ndarray:
+        return log_values(kept, counts, starts)
+
+
+class RankTokenizer(FirstGenes):
+    """Values are places in the cell from 0, int32."""
+
+    dtype, needs_counts = np.dtype(np.int32), False
+
+    def _values(self, kept: Prefixes, counts: Any, starts: np.ndarray) -> np.ndarray:
+        longest = np.arange(kept.lengths.max(initial=0), dtype=np.int32)  # in cache: half the time of arange - repeat
+        places = recycled_empty(kept.cu_seqlens[-1], self.dtype)
+        return np.concatenate([longest[:n] for n in kept.lengths.tolist()] or [longest], out=places)

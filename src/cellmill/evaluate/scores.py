@@ -1,0 +1,267 @@
+"""Predictions of several methods under several conditions: the table, its paired differences and its verdicts.
+
+A method is features and a classifier (a row); a condition is a number of training cells, or what cells lost (a
+column). All methods classify the same cells in the same repetitions.
+
+Scores of single cells, and paired differences of two methods with a 95 % interval.
+
+Both methods classify the same cells in the same repetitions: seeds of the folds, draws of training cells or of what
+cells lose. Two things vary, as in a crossed design: the cells that are classified, and the repetitions. The variance of
+the mean difference is the sum of both parts, each from its own clusters (two-way clustering: Cameron, Gelbach & Miller
+2011, J. Bus. Econ. Stat. 29:238); the part common to both is not taken off, which makes intervals too wide rather than
+too narrow. The quantile is Student's with Satterthwaite's degrees of freedom. Cells of different folds count as
+independent: given what the folds were trained on, the mean over all of them has a normal limit for stable classifiers
+(Bayle, Bayle, Janson & Mackey 2020, "Cross-validation confidence intervals for test error"). Other pretraining seeds,
+other training cells, donors and batches are not in the interval.
+
+F1 is no mean over cells: its cells have their linear terms instead (infinitesimal jackknife, Efron 1981), which is
+coarse for classes of a few cells.
+
+Gates: whether the tables of an evaluation reach the baselines that `evaluate.gate` states.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from math import isfinite
+from typing import Any
+
+import numpy as np
+from scipy.stats import t as student
+
+from cellmill.config.evaluate import BaselineGate
+from cellmill.errors import ConfigError
+from cellmill.runs.verdict import Verdict, compare
+
+NOT_TESTED = -1
+"""Predicted class of a cell that a repetition does not test."""
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Difference:
+    mean: float
+    low: float
+    high: float
+    cells_se: float
+    """Standard error over cells alone, for the same cells in runs of several pretraining seeds."""
+
+
+def cell_scores(metric: str, labels: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+    """Scores whose mean over the tested cells of a repetition is its accuracy, macro_f1 or weighted_f1.
+
+    `labels`, `(cells,)`, and `predicted`, `(repetitions, cells)`, are class numbers. Returns float64 of the shape of
+    `predicted`, NaN where a cell is not tested.
+    """
+    scores = np.full(predicted.shape, np.nan)
+    for row, classes in zip(scores, predicted):
+        tested = classes != NOT_TESTED
+        seen, guessed = labels[tested], classes[tested]
+        row[tested] = seen == guessed if metric == "accuracy" else _f1(seen, guessed, metric == "weighted_f1")
+    return scores
+
+
+def _f1(labels: np.ndarray, predicted: np.ndarray, weighted: bool) -> np.ndarray:
+    """F1 plus its derivative by the weight of each cell, times the number of cells."""
+    classes = np.union1d(labels, predicted)
+    true, guessed = labels[:, None] == classes, predicted[:, None] == classes
+    sizes = true.sum(0) + guessed.sum(0)
+    f1 = 2 * (true & guessed).sum(0) / sizes
+    share = true.mean(0) if weighted else np.full(len(classes), 1 / len(classes))
+    hits = 2.0 * (true & guessed) - f1 * (true.astype(float) + guessed)
+    terms = len(labels) * (hits / sizes) @ share + share @ f1
+    return np.asarray(terms + true @ f1 - share @ f1 if weighted else terms)
+
+
+def paired_difference(own: np.ndarray, other: np.ndarray) -> Difference:
+    """Mean of `own` minus `other`, results of `cell_scores` of the same metric, with its interval."""
+    differences = own - other
+    tested = np.isfinite(differences)
+    mean = float(differences[tested].mean())
+    shares = np.where(tested, differences - mean, 0) / tested.sum()
+    cells = _clustered(shares.sum(0)[tested.any(0)])
+    repetitions = _clustered(shares.sum(1))
+    variance = cells[0] + repetitions[0]
+    if variance <= 1e-20:  # the methods differ by the same in every cell
+        return Difference(mean, mean, mean, 0.0)
+    freedom = variance**2 / sum(part**2 / max(n - 1, 1) for part, n in (cells, repetitions))
+    half = float(student.ppf((1 + LEVEL) / 2, freedom) * variance**0.5)
+    return Difference(mean, mean - half, mean + half, cells[0] ** 0.5)
+
+
+def _clustered(sums: np.ndarray) -> tuple[float, int]:
+    """Variance from the sums of clusters, and the number of clusters; 0 with one cluster."""
+    n = len(sums)
+    return (float(n / (n - 1) * (sums**2).sum()) if n > 1 else 0.0), n
+
+
+def failures(gates: Iterable[BaselineGate], datasets: Mapping[str, Any]) -> list[str]:
+    """A line for each gate and dataset (and label) that it fails on. `datasets` is that of metrics.json.
+
+    Raises ConfigError for a column or a baseline that a table lacks, and for a gate whose task was skipped everywhere.
+    """
+    return [line for gate in gates for line in _failures(gate, datasets)]
+
+
+def _failures(gate: BaselineGate, datasets: Mapping[str, Any]) -> Iterator[str]:
+    tables = {
+        f"{name}: {task}": result
+        for name, dataset in datasets.items()
+        for task, result in dataset["tasks"].items()
+        if (task == gate.task or task.startswith(f"{gate.task} of ")) and result["skipped"] is None
+    }
+    if not tables:
+        raise ConfigError(f"evaluate.gate: task {gate.task} was skipped on every dataset: no row to compare")
+    for where, result in tables.items():
+        own, other = (_best(gate, where, result, model) for model in (True, False))
+        if (other[1] - own[1] if gate.lower_is_better else own[1] - other[1]) < gate.margin:
+            more = f" and {gate.margin:g} {'less' if gate.lower_is_better else 'more'}" if gate.margin else ""
+            yield f"{where}: {own[0]} has {own[1]:.3f} {own[2]}, expected {other[1]:.3f} of {other[0]}{more}"
+
+
+def _best(gate: BaselineGate, where: str, result: Mapping[str, Any], model: bool) -> tuple[str, float, str]:
+    """Name, value and column of the best row of the model, or of the gate's baseline."""
+    column = gate.column or result["metric"]
+    if column is None:
+        raise ConfigError(f"evaluate.gate: {where}: no column ranks its rows; set column")
+    rows = [row for row in result["rows"] if (row.get("kind") == "model") == model and row.get("kind") != "external"]
+    if not model:
+        rows = [row for row in rows if row["name"] == gate.baseline or row["name"].startswith(f"{gate.baseline} + ")]
+        if not rows:
+            names = ", ".join(row["name"] for row in result["rows"] if row.get("kind") not in ("model", "external"))
+            raise ConfigError(f"evaluate.gate: {where}: no baseline {gate.baseline!r}; there are: {names}")
+    key = f"{column}_mean" if any(f"{column}_mean" in row for row in rows) else column
+    known = [
+        (row["name"], float(row[key])) for row in rows if isinstance(row.get(key), int | float) and isfinite(row[key])
+    ]
+    if not known:
+        keys = dict.fromkeys(key.removesuffix("_mean") for row in rows for key in row if not key.endswith("_sd"))
+        columns = ", ".join(key for key in keys if key not in ("name", "kind") and not key.endswith("_repetitions"))
+        raise ConfigError(f"evaluate.gate: {where}: no numbers in column {column!r}; there are: {columns}")
+    name, value = (min if gate.lower_is_better else max)(known, key=lambda one: one[1])
+    return name, value, column
+
+
+EMBEDDING = "embedding"
+"""Name of the model's features; other names are baselines, but for those of `EXTERNAL`."""
+UNTRAINED = "untrained"
+"""Name of the features of the same architecture with initial weights, a baseline."""
+
+EXTERNAL = "external: "
+"""Beginning of the names of features by models of other packages: shown beside baselines, and none of them."""
+
+
+@dataclass
+class ScoreColumn:
+    """One metric under one condition."""
+
+    heading: str
+    metric: str  # in words, as verdicts say it
+    scores: dict[str, np.ndarray]  # of each method, as `cell_scores` returns them
+    lower_is_better: bool = False
+    n_units: int | None = None  # independent units, where these are not the columns of `scores`
+
+    def mean(self, name: str) -> float:
+        return float(np.nanmean(self.scores[name]))
+
+    def best(self, own: bool, among: Collection[str] | None = None) -> str:
+        """Method with the best mean: of the embedding, or of the baselines."""
+        kind = "model" if own else "baseline"
+        names = [name for name in self.scores if kind_of(name) == kind and (among is None or name in among)]
+        return (min if self.lower_is_better else max)(names, key=self.mean)
+
+    def compare(self, own: str, other: str) -> Verdict:
+        found = paired_difference(self.scores[own], self.scores[other])
+        tested = np.isfinite(self.scores[own] - self.scores[other]).any(axis=0)
+        n = int(tested.sum()) if self.n_units is None else self.n_units
+        interval = found.low, found.high
+        return compare(own, other, self.metric, found.mean, interval, self.lower_is_better, n)
+
+
+@dataclass
+class Predictions:
+    """Predicted classes of the same cells by method, condition and repetition."""
+
+    labels: np.ndarray  # class of each cell; text
+    repetitions: int
+    others: tuple[str, ...] = ()  # classes that no cell has and a method may predict
+    by_condition: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+    """Class numbers `(repetitions, cells)` int64 of each method, NOT_TESTED where a repetition does not test a cell."""
+
+    @cached_property
+    def classes(self) -> np.ndarray:
+        """Classes of cells and of predictions, sorted: a class number is a place in it."""
+        return np.union1d(self.labels, np.array(self.others, dtype=self.labels.dtype.type))
+
+    def record(self, condition: str, name: str, repetition: int, cells: np.ndarray, classes: np.ndarray) -> None:
+        """Keep the predicted `classes` (text) of `cells` (indices)."""
+        methods = self.by_condition.setdefault(condition, {})
+        if name not in methods:
+            methods[name] = np.full((self.repetitions, len(self.labels)), NOT_TESTED)
+        methods[name][repetition, cells] = np.searchsorted(self.classes, classes)
+
+    def column(self, condition: str, metric: str, heading: str, words: str) -> ScoreColumn:
+        """Scores by `metric`: accuracy, macro_f1 or weighted_f1."""
+        numbers = np.searchsorted(self.classes, self.labels)
+        methods = self.by_condition[condition]
+        return ScoreColumn(heading, words, {name: cell_scores(metric, numbers, of) for name, of in methods.items()})
+
+    def confusion(self, condition: str, name: str) -> dict[str, Any]:
+        """Predictions of a method by class, all repetitions together, as `TaskResult.confusion`."""
+        classes, truth = self.classes, np.searchsorted(self.classes, self.labels)
+        counts = np.zeros((len(classes), len(classes)), np.int64)
+        for of_cells in self.by_condition[condition][name]:
+            tested = of_cells != NOT_TESTED
+            np.add.at(counts, (truth[tested], of_cells[tested]), 1)
+        return {"row": name, "classes": classes.tolist(), "counts": counts.tolist()}
+
+    def accuracies(self) -> list[ScoreColumn]:
+        """A column for each condition."""
+        return [self.column(name, "accuracy", name, f"accuracy, {name}") for name in self.by_condition]
+
+
+def is_own(name: str) -> bool:
+    return name.startswith(EMBEDDING)
+
+
+def kind_of(name: str) -> str:
+    """Kind of a method's row: model, external or baseline."""
+    return "model" if is_own(name) else "external" if name.startswith(EXTERNAL) else "baseline"
+
+
+def table_rows(columns: Iterable[ScoreColumn]) -> list[dict[str, Any]]:
+    """A row for each method: of each column its mean over repetitions, their standard deviation and single values.
+
+    With one repetition the standard deviation is 0. None where a row lacks a column.
+    """
+    columns = list(columns)
+    rows = []
+    for name in dict.fromkeys(name for column in columns for name in column.scores):
+        row: dict[str, Any] = {"name": name, "kind": kind_of(name)}
+        for column in columns:
+            values = np.nanmean(column.scores[name], axis=1) if name in column.scores else None
+            row[f"{column.heading}_mean"] = None if values is None else column.mean(name)
+            row[f"{column.heading}_sd"] = None if values is None else float(values.std(ddof=len(values) > 1))
+            row[f"{column.heading}_repetitions"] = None if values is None else values.tolist()
+        rows.append(row)
+    return rows
+
+
+def differences(columns: Iterable[ScoreColumn]) -> list[dict[str, Any]]:
+    """Every method of the embedding minus every other, in each column."""
+    return [
+        {"column": column.heading, "compared": own, "against": other}
+        | asdict(paired_difference(column.scores[own], column.scores[other]))
+        for column in columns
+        for own in filter(is_own, column.scores)
+        for other in column.scores
+        if not is_own(other)
+    ]
+
+
+def against_best(columns: Iterable[ScoreColumn]) -> list[Verdict]:
+    """The best method of the embedding against the best baseline, in each column.
+
+    Both are chosen by their scores on the tested cells; the baselines, which are more, gain more by it.
+    """
+    return [column.compare(column.best(own=True), column.best(own=False)) for column in columns]

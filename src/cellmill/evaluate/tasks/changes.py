@@ -1,0 +1,407 @@
+"""Units that perturbation tasks hold out, their folds, and the predicted changes of the tested ones.
+
+All predictions are fitted on the other units: of a tested one the gene, the context and the strata of its cells are
+read, and no expression. Task `perturbation` scores them, stage `predict_changes` writes them.
+
+Legend: U units, G genes.
+
+Seen changes of expression: of each perturbation, mean over its cells minus the mean over controls of their stratum.
+
+Expression is log(1 + counts per 10,000) over the model's genes that the dataset has. A stratum is a batch of a donor,
+as far as the dataset has these roles, so that what differs between batches is no change. Controls are divided at random
+into two halves: one half is what every prediction starts from, the other what seen changes are measured from. With one
+set of controls its noise would be in both, and every prediction would correlate with every change.
+
+Legend: U units (a perturbation, its dose, and a context such as a donor where contexts are held out), G genes.
+
+Predictions of changes from those of other units: mean, linear, nearest. All is fitted on training units.
+
+Legend: U units, G genes, F features of a unit.
+
+Changes of expression that a model trained with objective perturbation_response predicts.
+
+Each control is given the perturbation: its predicted profile with the response minus that without, both as the expected
+log(1 + counts per 10,000) of as many Poisson counts as the control has. An expected logarithm is not the logarithm of
+an expectation: of a gene with 0.2 counts a cell it is a fifth of it or less.
+
+Legend: U units, C controls, G genes.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+import torch
+from sklearn.linear_model import RidgeCV
+from sklearn.model_selection import GroupKFold, KFold
+from sklearn.preprocessing import StandardScaler
+
+from cellmill.config.corpus import IS_CONTROL
+from cellmill.config.evaluate import PerturbationConfig
+from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns, text_values
+from cellmill.data.genes.names import match_columns, perturbed_genes
+from cellmill.evaluate.embed import inference
+from cellmill.evaluate.features import ROW_BLOCK
+from cellmill.evaluate.scores import EMBEDDING
+from cellmill.evaluate.task import Context
+from cellmill.evaluate.tasks.genes import features_of, gene_features
+from cellmill.models.objective import Objective
+from cellmill.models.objectives.perturbation_response import PerturbationResponse
+
+MIN_CONTROLS = 5  # of a stratum, in each half
+_NO_STRATUM = -1
+
+
+@dataclass(frozen=True)
+class Profiles:
+    """Expression of all cells of a dataset, and their perturbations."""
+
+    expression: sp.csr_matrix  # (cells, G) float32
+    genes: np.ndarray  # (G,) int64: rows of the vocabulary
+    depth: np.ndarray  # (cells,) int64: counts of these genes
+    perturbation: np.ndarray  # (cells,) text; empty for controls and for cells without one
+    dose: np.ndarray  # (cells,) text, empty without the role
+    stratum: np.ndarray  # (cells,) int64; -1 for cells of a stratum with too few controls
+    half: np.ndarray  # (cells,) int8: 0 or 1 of controls, the half that they are in; -1 of other cells
+
+    def control_means(self, half: int) -> np.ndarray:
+        """(strata, G) float64: mean of the controls of a half."""
+        return _means(self.expression, np.where(self.half == half, self.stratum, _NO_STRATUM), self.stratum.max() + 1)
+
+    def changes(self, unit: np.ndarray, n_units: int, controls: np.ndarray) -> np.ndarray:
+        """(U, G) float64: mean over the cells of each unit, (cells,) int64, minus `controls` of their strata.
+
+        Cells of unit -1, and without a stratum, take no part; a unit without cells has NaN.
+        """
+        unit = np.where(self.stratum == _NO_STRATUM, -1, unit)
+        return _means(self.expression, unit, n_units) - self.controls_of(unit, n_units, controls)
+
+    def controls_of(self, unit: np.ndarray, n_units: int, controls: np.ndarray) -> np.ndarray:
+        """(U, G) float64: mean of `controls`, (strata, G), over the strata of each unit's cells."""
+        shares = self.strata_of(unit, n_units)
+        return shares @ np.nan_to_num(controls)  # a stratum without controls has no cells
+
+    def strata_of(self, unit: np.ndarray, n_units: int) -> np.ndarray:
+        """(U, strata) float64: share of each stratum in the cells of a unit; NaN for a unit without cells."""
+        unit = np.where(self.stratum == _NO_STRATUM, -1, unit)
+        shares = np.zeros((n_units, self.stratum.max() + 1))
+        np.add.at(shares, (unit[unit >= 0], self.stratum[unit >= 0]), 1)
+        n = shares.sum(1, keepdims=True)
+        return np.divide(shares, n, out=np.full_like(shares, np.nan), where=n > 0)
+
+
+def read_profiles(context: Context, roles: Sequence[str]) -> Profiles:
+    """Profiles of all cells of the dataset. `roles` divide cells into strata, as far as the dataset has them."""
+    reader, vocabulary = context.reader, context.model.vocabulary
+    columns = match_columns(reader, vocabulary)
+    genes = np.unique(columns.target[columns.target >= 0]).astype(np.int64)
+    place = np.full(vocabulary.n_genes, -1, np.int32)
+    place[genes] = np.arange(len(genes), dtype=np.int32)
+    target = np.where(columns.target >= 0, place[columns.target], -1).astype(np.int32)
+    counts = sp.vstack([select_columns(block, target, len(genes)) for block in reader.rows(ROW_BLOCK)], format="csr")
+    is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
+    strata = _numbered([context.roles[role] for role in roles if role in context.roles], reader.n_obs)
+    half = _halves(is_control, strata, context.options.seed)
+    few = [number for number in np.unique(strata) if min(_n_controls(half, strata == number)) < MIN_CONTROLS]
+    return Profiles(
+        log_normalise(counts),
+        genes,
+        np.asarray(counts.sum(axis=1, dtype=np.int64)).ravel(),
+        np.where(is_control, "", _text(context.roles[controlled_role(context)])),
+        _text(context.roles["dose"]) if "dose" in context.roles else np.full(reader.n_obs, ""),
+        np.where(np.isin(strata, few), _NO_STRATUM, strata),
+        half,
+    )
+
+
+def without_changes(context: Context) -> str | None:
+    """Reason why a dataset has no changes of expression; None if it has."""
+    if controlled_role(context) not in context.roles or IS_CONTROL not in context.roles:
+        return "the dataset has no perturbation and control columns"
+    return "sequences have no expression" if context.reader.ordered else None
+
+
+def controlled_role(context: Context) -> str:
+    """Role whose values are perturbations: as in the table, the condition of a dataset without perturbations."""
+    return "perturbation" if "perturbation" in context.roles else "condition"
+
+
+def _means(expression: sp.csr_matrix, group: np.ndarray, n_groups: int) -> np.ndarray:
+    """(groups, G) float64: mean over the cells of each group; -1 is no group, and an empty group has NaN."""
+    cells = np.flatnonzero(group >= 0)
+    member = sp.csr_matrix((np.ones(len(cells)), (group[cells], cells)), shape=(n_groups, expression.shape[0]))
+    n = np.bincount(group[cells], minlength=n_groups)[:, None]
+    sums = (member @ expression).toarray()
+    return np.divide(sums, n, out=np.full(sums.shape, np.nan), where=n > 0)
+
+
+def _halves(is_control: np.ndarray, strata: np.ndarray, seed: int) -> np.ndarray:
+    """Half of each control, by a seeded draw within its stratum."""
+    half = np.full(len(strata), -1, np.int8)
+    generator = np.random.Generator(np.random.Philox(key=[seed, 4]))
+    for number in np.unique(strata):
+        cells = generator.permutation(np.flatnonzero(is_control & (strata == number)))
+        half[cells] = np.arange(len(cells)) % 2
+    return half
+
+
+def _n_controls(half: np.ndarray, among: np.ndarray) -> tuple[int, int]:
+    return int((half[among] == 0).sum()), int((half[among] == 1).sum())
+
+
+def _numbered(columns: Sequence[pd.Series], n_obs: int) -> np.ndarray:
+    """(cells,) int64: number of each combination of values; missing values are one value."""
+    if not columns:
+        return np.zeros(n_obs, np.int64)
+    frame = pd.DataFrame({number: _text(column) for number, column in enumerate(columns)})
+    return frame.groupby(list(frame), sort=True).ngroup().to_numpy(np.int64)
+
+
+def _text(column: pd.Series) -> np.ndarray:
+    """Values as text; empty where there is none."""
+    return text_values(column).astype(str)
+
+
+ALPHAS = np.logspace(-2, 4, 13)  # of the ridge; the one of least leave-one-out error on the training units is taken
+MIN_KNOWN = 3  # training units with features that a linear prediction needs
+Prediction = dict[str, np.ndarray]
+
+
+def of_new_perturbations(
+    changes: np.ndarray, train: np.ndarray, test: np.ndarray, features: Mapping[str, np.ndarray]
+) -> Prediction:
+    """Changes `(test units, G)` by method, of units whose perturbation no training unit has.
+
+    `features` by name are `(U, F)`, NaN rows for units without any, which get the mean of the training units.
+    """
+    mean = changes[train].mean(0)
+    predicted = {"no change": np.zeros((len(test), changes.shape[1])), "mean": np.tile(mean, (len(test), 1))}
+    for name, values in features.items():
+        known, asked = train[_has(values, train)], np.flatnonzero(_has(values, test))
+        linear, nearest = predicted["mean"].copy(), predicted["mean"].copy()
+        if len(known) >= MIN_KNOWN and len(asked):
+            scaler = StandardScaler().fit(values[known])
+            given, queries = scaler.transform(values[known]), scaler.transform(values[test[asked]])
+            linear[asked] = RidgeCV(ALPHAS).fit(given, changes[known]).predict(queries)
+            similarity = _unit_rows(queries) @ _unit_rows(given).T
+            nearest[asked] = changes[known[similarity.argmax(1)]]
+        predicted |= {f"{name} + linear": linear, f"{name} + nearest": nearest}
+    return predicted
+
+
+def of_new_contexts(
+    changes: np.ndarray, train: np.ndarray, test: np.ndarray, perturbation: np.ndarray, states: np.ndarray
+) -> Prediction:
+    """Changes `(test units, G)` by method, of units of contexts, such as donors, that no training unit has.
+
+    `perturbation` `(U,)` is that of a unit, `states` `(U, G)` its controls. A perturbation that no training unit has
+    gets the mean of the training units.
+    """
+    mean = changes[train].mean(0)
+    predicted = {"no change": np.zeros((len(test), changes.shape[1])), "mean": np.tile(mean, (len(test), 1))}
+    own, nearest = predicted["mean"].copy(), predicted["mean"].copy()
+    for at, unit in enumerate(test):
+        if len(same := train[perturbation[train] == perturbation[unit]]):
+            own[at] = changes[same].mean(0)
+            nearest[at] = changes[same[np.abs(states[same] - states[unit]).mean(1).argmin()]]
+    known = np.unique(perturbation[train])
+    one_hot = (perturbation[:, None] == known).astype(float)
+    linear = RidgeCV(ALPHAS).fit(one_hot[train], changes[train]).predict(one_hot[test])
+    return predicted | {
+        "same perturbation + mean": own,
+        "same perturbation + linear": linear,
+        "same perturbation + nearest": nearest,
+    }
+
+
+def _has(values: np.ndarray, units: np.ndarray) -> np.ndarray:
+    """(units,) bool: those that have features."""
+    found: np.ndarray = np.isfinite(values[units]).all(1)
+    return found
+
+
+def _unit_rows(values: np.ndarray) -> np.ndarray:
+    return values / np.linalg.norm(values, axis=1, keepdims=True).clip(1e-12)
+
+
+MOST_CONTROLS = 128  # of a stratum: the first of the half that predictions start from
+LARGE = 30.0  # expected counts from which the logarithm of the expectation is within 0.02 of the expected one
+
+
+def response_objective(objective: Objective) -> PerturbationResponse | None:
+    """The objective, or the part of a sum, that predicts responses; None without one."""
+    return next((part for part in objective.leaves().values() if isinstance(part, PerturbationResponse)), None)
+
+
+def predicted_changes(
+    context: Context, profiles: Profiles, strata: np.ndarray, names: Sequence[str], genes: Sequence[list[int]]
+) -> np.ndarray | None:
+    """(U, G) float64: predicted change of each unit; None for a model that predicts no responses.
+
+    Parameters
+    ----------
+    strata
+        (U, strata): share of each stratum in the cells of a unit.
+    names, genes
+        Perturbation of each unit, and the vocabulary rows of its genes.
+    """
+    network = context.model.network
+    objective = response_objective(network.objective)
+    if objective is None:
+        return None
+    changes = np.zeros((len(names), len(profiles.genes)))
+    known: dict[tuple[str, int], np.ndarray] = {}
+    for stratum in np.flatnonzero(strata.sum(0)).tolist():
+        usable = (profiles.half == 0) & (profiles.stratum == stratum) & np.isfinite(context.vectors).all(1)
+        cells = np.flatnonzero(usable)[:MOST_CONTROLS]
+        before = _mean_expression(context, profiles, objective, cells, None, [])
+        for unit in np.flatnonzero(strata[:, stratum]).tolist():
+            key = names[unit], stratum
+            if key not in known:
+                known[key] = _mean_expression(context, profiles, objective, cells, names[unit], genes[unit]) - before
+            changes[unit] += strata[unit, stratum] * known[key]
+    return changes
+
+
+def _mean_expression(
+    context: Context,
+    profiles: Profiles,
+    objective: PerturbationResponse,
+    cells: np.ndarray,
+    perturbation: str | None,
+    genes: list[int],
+) -> np.ndarray:
+    """(G,) float64: mean over the controls of their expected expression under a perturbation, or as they are."""
+    network = context.model.network
+    device = next(network.parameters()).device
+    with inference(device, context.options.precision):
+        vectors = torch.from_numpy(context.vectors[cells]).to(device)
+        tokens = [row + len(SPECIAL) for row in genes]
+        log_shares = objective.log_profile(network, vectors, perturbation, tokens)[:, torch.from_numpy(profiles.genes)]
+        shares = log_shares.double().softmax(1).cpu().numpy()  # of the genes that the dataset has
+    return expected_log_expression(shares, profiles.depth[cells]).mean(0)
+
+
+def expected_log_expression(shares: np.ndarray, depth: np.ndarray) -> np.ndarray:
+    """(C, G) float64: mean of log(1 + k * 10,000 / depth) over Poisson counts k of mean depth * share."""
+    mean = depth[:, None] * shares
+    scale = TARGET_SUM / np.maximum(depth, 1)[:, None]
+    small = np.minimum(mean, LARGE)
+    last = int(np.ceil(small.max(initial=0) + 8 * small.max(initial=0) ** 0.5)) + 5
+    probability, total = np.exp(-small), np.zeros_like(mean)
+    for count in range(1, last + 1):
+        probability = probability * small / count
+        total += probability * np.log1p(count * scale)
+    return np.where(mean < LARGE, total, np.log1p(mean * scale))
+
+
+RESPONSE = f"{EMBEDDING} + response head"
+UNSEEN_FRAC = 0.9
+"""Share of the cells of a perturbation that are scored where it counts as not seen in training; others may be equal to
+training cells, or have no gene of the model."""
+STRATA = ("batch", "donor")
+Fold = tuple[int, np.ndarray, np.ndarray]  # repetition, training units, test units
+
+
+@dataclass(frozen=True)
+class Units:
+    """Unit of prediction: a perturbation, its dose, and its context if contexts are held out."""
+
+    of_cell: np.ndarray  # (cells,) int64; -1 for controls, and for units with too few cells
+    perturbation: np.ndarray  # (units,) text
+    group: np.ndarray  # (units,) text: what is held out whole, the perturbation or the context
+    unseen: np.ndarray  # (units,) bool: of a group that the model saw no cell of
+    left_out: list[str]
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+
+def strata_of(held_out: str) -> tuple[str, ...]:
+    """Roles whose values have controls of their own where `held_out` is left out."""
+    return STRATA if held_out in (*STRATA, "perturbation") else (*STRATA, held_out)
+
+
+def find_units(context: Context, profiles: Profiles, held_out: str, min_cells: int) -> Units:
+    """Units of at least `min_cells` cells; of units that may be tested, of scored cells."""
+    text = profiles.perturbation
+    values = text if held_out == "perturbation" else text_values(context.roles[held_out]).astype(str)
+    missing = (text == "") | (profiles.stratum < 0)
+    if held_out != "perturbation":
+        missing |= context.roles[held_out].isna().to_numpy()
+    groups, group = np.unique(np.where(missing, "", values), return_inverse=True)
+    n_scored, n_cells = (np.bincount(group[among], minlength=len(groups)) for among in (context.scored, slice(None)))
+    unseen_group = n_scored >= UNSEEN_FRAC * n_cells
+    names = np.array([" | ".join(parts) for parts in zip(text, profiles.dose, values)])
+    labels, first, number = np.unique(names, return_index=True, return_inverse=True)
+    unseen = unseen_group[group[first]]
+    counted = ~missing & (context.scored | ~unseen[number])
+    enough = np.bincount(number[counted], minlength=len(labels)) >= min_cells
+    is_unit = np.bincount(number[~missing], minlength=len(labels)) > 0
+    kept = np.flatnonzero(enough & is_unit)
+    place = np.full(len(labels), -1, np.int64)
+    place[kept] = np.arange(len(kept))
+    left_out = sorted({str(text[first[at]]) for at in np.flatnonzero(is_unit & ~enough)})
+    return Units(
+        np.where(missing, -1, place[number]), text[first[kept]], values[first[kept]], unseen[kept], left_out
+    )  # fmt: skip
+
+
+def folds_of(context: Context, config: PerturbationConfig, units: Units, held_out: str) -> Iterator[Fold]:
+    """Units to fit on and to test; none where the model saw cells of all groups, or groups are too few."""
+    groups, unseen = np.unique(units.group), np.unique(units.group[units.unseen])
+    every = np.arange(len(units))
+    if len(groups) < 2 or not len(unseen):
+        return
+    if len(unseen) < len(groups):
+        yield 0, every[~units.unseen], every[units.unseen]
+    elif held_out == "perturbation":
+        for repetition in range(config.seeds):
+            shuffled = KFold(
+                min(context.options.folds, len(groups)),
+                shuffle=True,
+                random_state=context.options.seed + repetition,
+            )
+            for _, test in shuffled.split(groups):
+                tested = np.isin(units.group, groups[test])
+                yield repetition, every[~tested], every[tested]
+    else:
+        for train, test in GroupKFold(min(len(groups), config.most_folds)).split(every, groups=units.group):
+            yield 0, train, test
+
+
+def predictions(
+    context: Context, profiles: Profiles, units: Units, folds: list[Fold], held_out: str
+) -> Iterator[tuple[int, np.ndarray, Prediction]]:
+    """Repetition, test units and their predicted changes by method, `(test units, G)`, of each fold."""
+    given = profiles.control_means(0)
+    known = profiles.changes(units.of_cell, len(units), given)
+    genes = genes_of(context, units.perturbation)
+    features = {}
+    if held_out == "perturbation":
+        features = {name: features_of(genes, values) for name, values in gene_features(context.model).items()}
+    states = profiles.controls_of(units.of_cell, len(units), given)
+    shares = np.nan_to_num(profiles.strata_of(scored_units(context, units), len(units)))
+    responses = predicted_changes(context, profiles, shares, units.perturbation.tolist(), genes)
+    for repetition, train, test in folds:
+        if held_out == "perturbation":
+            predicted = of_new_perturbations(known, train, test, features)
+        else:
+            predicted = of_new_contexts(known, train, test, units.perturbation, states)
+        if responses is not None:
+            predicted[RESPONSE] = responses[test]
+        yield repetition, test, predicted
+
+
+def scored_units(context: Context, units: Units) -> np.ndarray:
+    """(cells,) int64: unit of each scored cell, from which changes are measured; -1 of other cells."""
+    return np.where(context.scored, units.of_cell, -1)
+
+
+def genes_of(context: Context, perturbation: np.ndarray) -> list[list[int]]:
+    """Rows of the vocabulary of each unit's perturbed genes."""
+    rows = perturbed_genes(sorted(set(perturbation)), context.model.vocabulary)
+    return [rows[name] for name in perturbation]

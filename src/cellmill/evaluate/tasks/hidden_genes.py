@@ -1,0 +1,217 @@
+"""Cells with some genes hidden from the model: their counts, tokens and embeddings.
+
+A hidden gene is as one that was not measured. Its counts are taken away before anything is made of a cell, so that
+neither a value nor the library size tells of them; nor does a model whose tokens have zeros (`tokens.zero_frac`) see
+that it is one.
+
+Legend: C cells, F columns of the file, V genes of the vocabulary, M of them measured, G hidden.
+
+Expression of hidden genes as the model's own objective predicts it, without anything fitted on the dataset.
+
+cell_decoding, denoise, perturbation_response: the decoder's profile of the cell's vector, over the genes that the
+dataset has. Its share on visible genes and their counts tell the counts of the cell, and these the expected counts of
+the hidden genes. A profile that was trained on log(1 + count) (`weights: log1p`) tells those, from which counts follow;
+of counts that are Poisson their expected logarithm is predicted, since the logarithm of an expectation is far larger.
+
+query_decoding: its answer. masked_value of continuous values: its prediction of a hidden value, of some genes at a
+time. A model that was trained without zeros (`tokens.zero_frac`) predicts them as if each gene were detected, and one
+with a share of zeros as if that were the share of hidden genes without counts.
+
+Legend: C cells, M measured genes, G hidden genes, V genes of the vocabulary, H hidden width.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+
+from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns
+from cellmill.data.genes.names import match_columns
+from cellmill.data.stream.batch import Batch, split_batch
+from cellmill.evaluate.embed import embed_batches, inference, tokens_of
+from cellmill.evaluate.task import TOKEN_BUDGET, Context
+from cellmill.evaluate.tasks.changes import expected_log_expression
+from cellmill.models.batch import PAD_TOKEN, TensorBatch, center_of, to_tensors, whole, with_extra_tokens
+from cellmill.models.family import Model
+from cellmill.models.objectives.cell_decoding import CellDecoding
+from cellmill.models.objectives.masked import MaskedBatch, MaskedValue
+from cellmill.models.objectives.query_decoding import QueryDecoding
+from cellmill.parallel.vocab_parallel import token_logits
+
+
+@dataclass(frozen=True)
+class HiddenGenes:
+    """Counts of some cells, and the genes that are hidden in all of them."""
+
+    context: Context
+    counts: sp.csr_matrix  # (C, F)
+    genes: np.ndarray  # (G,) int64: rows of the vocabulary, ascending
+
+    @cached_property
+    def measured(self) -> np.ndarray:
+        """(M,) int64: rows of the vocabulary that the file has, ascending."""
+        return measured_genes(self.context)
+
+    @cached_property
+    def visible(self) -> sp.csr_matrix:
+        """(C, F): the counts without those of hidden genes."""
+        target = match_columns(self.context.reader, self.context.model.vocabulary).target
+        kept = ~np.isin(target, self.genes)
+        few = self.counts.copy()
+        few.data = few.data * kept[few.indices].astype(few.dtype)
+        few.eliminate_zeros()
+        return few
+
+    def expression(self) -> np.ndarray:
+        """(C, G) float32: log(1 + counts per 10,000) of the hidden genes, of all counts of the model's genes."""
+        return np.asarray(log_normalise(self._of_vocabulary(self.counts))[:, self.genes].toarray())
+
+    def visible_counts(self) -> sp.csr_matrix:
+        """(C, V): counts of the genes that are seen."""
+        return self._of_vocabulary(self.visible)
+
+    def tokens(self) -> Iterator[Batch]:
+        """Tokens of the visible genes; cells without any are left out."""
+        model, every = self.context.model, np.ones(self.counts.shape[0], bool)
+        columns, totals = match_columns(self.context.reader, model.vocabulary), np.zeros(2, np.int64)
+        for batch in tokens_of([self.visible], columns, model.vocabulary, model.tokens, every, totals):
+            yield without(batch, self.genes + len(SPECIAL))
+
+    def embedded(self, network: Model) -> np.ndarray:
+        """(C, H) float32: vectors of the visible part of each cell; zeros for one without any."""
+        n_cells, precision = self.counts.shape[0], self.context.options.precision
+        return np.nan_to_num(embed_batches(self.tokens(), network, n_cells, TOKEN_BUDGET, precision))
+
+    def _of_vocabulary(self, counts: sp.csr_matrix) -> sp.csr_matrix:
+        model = self.context.model
+        target = match_columns(self.context.reader, model.vocabulary).target
+        return select_columns(counts, target, model.vocabulary.n_genes)
+
+
+def measured_genes(context: Context) -> np.ndarray:
+    """(M,) int64: rows of the model's vocabulary that the dataset has, ascending."""
+    target = match_columns(context.reader, context.model.vocabulary).target
+    return np.unique(target[target >= 0]).astype(np.int64)
+
+
+def without(batch: Batch, tokens: np.ndarray) -> Batch:
+    """Leave out tokens of these ids; cells may become empty."""
+    kept = ~np.isin(batch.genes, tokens)
+    if kept.all():
+        return batch
+    ends = np.concatenate([[0], np.cumsum(kept)])[batch.cu_seqlens].astype(np.int32)
+    filled = np.diff(ends) > 0
+    counts = None if batch.counts is None else batch.counts[kept]
+    levels = None if batch.levels is None else batch.levels[filled]
+    numbers = None if batch.numbers is None else batch.numbers[filled]
+    ends = np.concatenate([ends[:1], ends[1:][filled]])
+    return Batch(batch.genes[kept], batch.values[kept], ends, batch.cells[filled], counts, levels, numbers)
+
+
+CELLS = 256  # decoded at once
+ASKED = 64  # hidden genes that masked_value is asked of in one pass: about the share of a cell that training masks
+ASKED_TOKENS = 16_384  # tokens of such a pass, without the asked ones
+
+
+def own_expression(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray | None:
+    """(C, G) float32: predicted log(1 + counts per 10,000), of vectors (C, H) of the visible part of the cells.
+
+    None for a model whose objective predicts no expression.
+    """
+    network = hidden.context.model.network
+    with inference(next(network.parameters()).device, hidden.context.options.precision):
+        for part in network.objective.leaves().values():
+            if isinstance(part, CellDecoding):
+                return _decoded(network, part, hidden, vectors)
+            if isinstance(part, QueryDecoding):
+                return _answered(network, part, hidden, vectors)
+        objective = network.objective  # alone: a sum may draw a view
+        if isinstance(objective, MaskedValue) and objective.tokens.value_kind == "scalar":
+            return _unmasked(network, objective, hidden)
+    return None
+
+
+def _decoded(network: Model, part: CellDecoding, hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray:
+    device, visible = next(network.parameters()).device, hidden.visible_counts()
+    measured, is_log = torch.from_numpy(hidden.measured + len(SPECIAL)).to(device), part.predicts_log_counts
+    place, found = np.searchsorted(hidden.measured, hidden.genes), []
+    for first in range(0, len(vectors), CELLS):
+        given = torch.from_numpy(vectors[first : first + CELLS]).to(device)
+        logits = token_logits(network.decoder(given), network.profile_genes.weight, network.profile_bias)  # type: ignore[operator,union-attr,arg-type]
+        shares = logits[:, measured].double().softmax(1).cpu().numpy()[:, place]
+        found.append(expression_of_shares(shares, visible[first : first + CELLS], is_log))
+    return np.concatenate(found).astype(np.float32)
+
+
+def expression_of_shares(shares: np.ndarray, visible: sp.csr_matrix, is_log: bool) -> np.ndarray:
+    """(C, G) float64: expected log(1 + counts per 10,000) of hidden genes.
+
+    Parameters
+    ----------
+    shares
+        (C, G): those of the hidden genes in the cell's counts, or if `is_log` in the sum of its log(1 + count).
+    visible
+        (C, V): counts of the other genes, which have the rest.
+    """
+    rest = np.maximum(1 - shares.sum(1), 1e-9)
+    depth = np.asarray(visible.sum(axis=1, dtype=np.float64)).ravel()
+    if is_log:
+        log_depth = np.asarray(visible.astype(np.float64).log1p().sum(axis=1)).ravel()
+        counts = counts_of_logs(shares * (log_depth / rest)[:, None])
+    else:
+        counts = shares * (depth / rest)[:, None]
+    total = depth + counts.sum(1)
+    return expected_log_expression(counts / np.maximum(total, 1e-9)[:, None], total)
+
+
+def counts_of_logs(logs: np.ndarray) -> np.ndarray:
+    """Mean of Poisson counts whose expected log(1 + count) is `logs`, of the same shape."""
+    means = np.concatenate([[0.0], np.logspace(-6, 6, 1200)])
+    depth = np.full(1, TARGET_SUM)  # with which counts per 10,000 are counts
+    return np.interp(logs, expected_log_expression(means[None] / TARGET_SUM, depth)[0], means)
+
+
+def _answered(network: Model, part: QueryDecoding, hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray:
+    device, found = next(network.parameters()).device, []
+    genes = torch.from_numpy(hidden.genes + len(SPECIAL)).to(device)
+    for first in range(0, len(vectors), CELLS // 8):
+        given = torch.from_numpy(vectors[first : first + CELLS // 8]).to(device)
+        cell = torch.arange(len(given), device=device).repeat_interleave(len(genes))
+        answers = part.answers_of(network, given, cell, genes.repeat(len(given)))
+        found.append(answers.view(len(given), len(genes)).cpu().numpy())
+    return np.maximum(np.concatenate(found), 0)
+
+
+def _unmasked(network: Model, objective: MaskedValue, hidden: HiddenGenes) -> np.ndarray:
+    device = next(network.parameters()).device
+    found = np.zeros((hidden.counts.shape[0], len(hidden.genes)), np.float32)
+    for batch in (part for block in hidden.tokens() for part in split_batch(block, ASKED_TOKENS)):
+        tensors = to_tensors(batch, device)
+        for first in range(0, len(hidden.genes), ASKED):
+            asked = torch.from_numpy(hidden.genes[first : first + ASKED] + len(SPECIAL)).to(device)
+            prepared = _asking(network, tensors, asked)
+            predicted = objective.predict(network, network.head(network.states(prepared)[prepared.targets]), prepared)  # type: ignore[operator]
+            of_cells = predicted.float().view(len(batch.cells), len(asked)).cpu().numpy()
+            found[batch.cells, first : first + ASKED] = of_cells
+    return np.maximum(found, 0)
+
+
+def _asking(network: Model, batch: TensorBatch, asked: torch.Tensor) -> MaskedBatch:
+    """The cells with the genes `asked`, (asked,) token ids that none has, behind their own; their values are hidden."""
+    more = with_extra_tokens(batch, 0, len(asked), PAD_TOKEN)
+    ends = more.cu_seqlens[1:, None].long()
+    at = (ends - len(asked) + torch.arange(len(asked), device=ends.device)).flatten()
+    genes = more.genes.index_copy(0, at, asked.repeat(len(batch.lengths)))
+    view = network.view(replace(more, genes=genes), seed=0, step=0)  # with the family's own tokens
+    shown, hidden = whole(view), torch.isin(view.genes, asked)
+    targets = hidden.nonzero().flatten()
+    return MaskedBatch(
+        **vars(shown) | {"value_hidden": hidden, "center": center_of(view, shown.cell, ~hidden)},
+        targets=targets,
+        answers=view.values[targets],
+        n_targets=torch.tensor(len(targets)),
+    )

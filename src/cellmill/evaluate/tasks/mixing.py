@@ -1,0 +1,230 @@
+"""Measures of how well batches are mixed and labels kept apart in an embedding.
+
+Each is 0 to 1, higher is better, and a mean over cells: what is returned is a number for each cell, `(cells,)`
+float64, so that the difference of two embeddings of the same cells has an interval (`evaluate.paired`). A mean over
+labels of means over their cells is one over cells with the infinitesimal jackknife (Efron 1981). Intervals take the
+neighbour graph as given. `labels` and `batches` are class numbers, `(cells,)`, 0 and up.
+
+    lisi                Korsunsky et al. 2019, Nat. Methods 16:1289 (Harmony): inverse Simpson index of the neighbours'
+                        classes, weighted by a Gaussian kernel of given perplexity
+    kbet                Büttner et al. 2019, Nat. Methods 16:43: chi-square test of the batches of a cell's neighbours
+    graph_connectivity  Luecken et al. 2022, Nat. Methods 19:41 (scIB)
+    bras                Rautenstrauch & Ohler 2025, Nat. Biotechnol.: silhouette of batches within labels, against all
+                        cells of other batches; cosine distance
+    silhouette          Rousseeuw 1987; ASW and isolated labels as in scIB, rescaled to 0 to 1
+    batch_variance      Büttner et al. 2019: principal component regression with all components, whose variances times
+                        R2 sum to the sum of squares between batches
+
+Exact nearest neighbours of cells, the one graph that the metrics of a task are computed on.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import scipy.sparse as sp
+from scipy.sparse.csgraph import connected_components
+from scipy.stats import chi2
+from sklearn.metrics import silhouette_samples
+from sklearn.neighbors import NearestNeighbors
+
+
+@dataclass(frozen=True)
+class NeighborGraph:
+    """The k nearest other cells of each cell by Euclidean distance, the nearest first."""
+
+    indices: np.ndarray  # `(cells, k)` int32
+    distances: np.ndarray  # `(cells, k)` float64
+
+    @classmethod
+    def of(cls, features: Any, k: int) -> Self:
+        """Graph of `features` `(cells, width)`, dense or sparse; with fewer than k + 1 cells, of all other cells."""
+        k = min(k, features.shape[0] - 1)
+        distances, indices = NearestNeighbors(n_neighbors=k, algorithm="brute").fit(features).kneighbors()
+        return cls(indices.astype(np.int32), distances.astype(np.float64))
+
+    def nearest(self, k: int) -> "NeighborGraph":
+        """The same graph with the first `k` neighbours alone."""
+        return NeighborGraph(self.indices[:, :k], self.distances[:, :k])
+
+    def adjacency(self) -> sp.csr_matrix:
+        """1 from each cell to its neighbours, `(cells, cells)` float64, not symmetric."""
+        n, k = self.indices.shape
+        return sp.csr_matrix((np.ones(n * k), self.indices.ravel(), np.arange(0, n * k + 1, k)), shape=(n, n))
+
+
+def jaccard_weights(graph: NeighborGraph) -> sp.coo_matrix:
+    """Edges of the undirected graph, upper triangle: the share of neighbours, themselves included, of both cells.
+
+    Weights of PhenoGraph (Levine et al. 2015, Cell 162:184).
+    """
+    n = len(graph.indices)
+    adjacency = graph.adjacency()
+    edges = sp.triu(adjacency.maximum(adjacency.T), k=1).tocoo()
+    closed = adjacency + sp.identity(n, format="csr")
+    k = graph.indices.shape[1] + 1
+    shared = np.asarray(closed[edges.row].multiply(closed[edges.col]).sum(axis=1)).ravel()
+    return sp.coo_matrix((shared / (2 * k - shared), (edges.row, edges.col)), shape=(n, n))
+
+
+SEARCH_STEPS, TOLERANCE = 60, 1e-6  # of the bandwidth that has the perplexity
+ALPHA = 0.05  # level of kBET's test
+FEWEST_OF_LABEL, MOST_NEIGHBORS = 10, 70  # cells of a label in kBET, as in scIB; neighbours tested
+BLOCK = 1024  # cells whose neighbours' classes are counted at once
+
+
+def lisi(graph: NeighborGraph, classes: np.ndarray, perplexity: float) -> np.ndarray:
+    """Effective number of classes among the neighbours of each cell, 1 to the number of classes."""
+    weights = neighbor_weights(graph.distances, perplexity)
+    index, n_classes = np.empty(len(classes)), int(classes.max()) + 1
+    for first in range(0, len(classes), BLOCK):
+        part = slice(first, first + BLOCK)
+        shares = _sums(classes[graph.indices[part]], weights[part], n_classes)
+        index[part] = 1 / (shares**2).sum(1)
+    return index
+
+
+def ilisi(graph: NeighborGraph, batches: np.ndarray, perplexity: float) -> np.ndarray:
+    """LISI of batches, 1 where a cell's neighbours are of all batches in equal shares."""
+    return (lisi(graph, batches, perplexity) - 1) / batches.max()
+
+
+def clisi(graph: NeighborGraph, labels: np.ndarray, perplexity: float) -> np.ndarray:
+    """LISI of labels, 1 where all neighbours are of one label."""
+    return 1 - (lisi(graph, labels, perplexity) - 1) / labels.max()
+
+
+def neighbor_weights(distances: np.ndarray, perplexity: float) -> np.ndarray:
+    """Normalised weights exp(-beta d) of neighbours; beta of each cell gives them the entropy log(perplexity)."""
+    shifted = distances - distances[:, :1]  # the same weights, and none underflows to a sum of 0
+    low, high = np.zeros(len(distances)), np.full(len(distances), np.inf)
+    beta = np.ones(len(distances))
+    for _ in range(SEARCH_STEPS):
+        weights = np.exp(-beta[:, None] * shifted)
+        total = weights.sum(1)
+        entropy = np.log(total) + beta * (shifted * weights).sum(1) / total
+        excess = entropy - np.log(perplexity)
+        if (np.abs(excess) < TOLERANCE).all():
+            break
+        low, high = np.where(excess > 0, beta, low), np.where(excess > 0, high, beta)
+        beta = np.where(np.isinf(high), 2 * beta, (low + np.where(np.isinf(high), 0, high)) / 2)
+    return weights / total[:, None]
+
+
+def kbet(graph: NeighborGraph, batches: np.ndarray) -> np.ndarray:
+    """1 where the batches of a cell and its neighbours do not differ from those of all cells at the level of 5 %."""
+    n_batches = int(batches.max()) + 1
+    expected = np.bincount(batches, minlength=n_batches) / len(batches)
+    own = np.arange(len(batches), dtype=graph.indices.dtype)[:, None]
+    around = np.hstack([own, graph.indices])
+    observed = _sums(batches[around], np.ones(around.shape), n_batches)
+    present = expected > 0
+    expected = expected[present] * around.shape[1]
+    statistic = ((observed[:, present] - expected) ** 2 / expected).sum(1)
+    return (chi2.sf(statistic, present.sum() - 1) >= ALPHA).astype(float)
+
+
+def kbet_of_labels(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
+    """kBET within each label, among the label's cells alone, then the mean over labels.
+
+    Neighbours tested are a quarter of a batch's mean size, 10 to 70, as in scIB. Labels of one batch or below 10 cells
+    are left out; None if all are.
+    """
+    accepted = np.full(len(labels), np.nan)
+    for label in np.unique(labels):
+        cells = np.flatnonzero(labels == label)
+        n_batches = len(np.unique(batches[cells]))
+        if n_batches > 1 and len(cells) >= FEWEST_OF_LABEL:
+            k = min(MOST_NEIGHBORS, max(10, len(cells) // n_batches // 4))
+            accepted[cells] = kbet(NeighborGraph.of(vectors[cells], k - 1), batches[cells])
+    return mean_of_labels(accepted, labels)
+
+
+def graph_connectivity(graph: NeighborGraph, labels: np.ndarray) -> float:
+    """Mean over labels of the share of cells in the largest connected component of their part of the graph."""
+    adjacency, shares = graph.adjacency(), []
+    for label in np.unique(labels):
+        cells = np.flatnonzero(labels == label)
+        _, components = connected_components(adjacency[cells][:, cells], directed=False)
+        shares.append(np.bincount(components).max() / len(cells))
+    return float(np.mean(shares))
+
+
+def bras(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
+    """1 - |s|, mean over labels, with s the silhouette of batches within a label; None if no label has two batches."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    directions = (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float64)
+    scores = np.full(len(labels), np.nan)
+    for label in np.unique(labels):
+        cells = np.flatnonzero(labels == label)
+        names, batch = np.unique(batches[cells], return_inverse=True)
+        if len(names) > 1:
+            scores[cells] = 1 - np.abs(_cosine_silhouette(directions[cells], batch))
+    return mean_of_labels(scores, labels)
+
+
+def _cosine_silhouette(directions: np.ndarray, batch: np.ndarray) -> np.ndarray:
+    """Silhouette by cosine distance against all cells of other batches; 0 for a batch of one cell.
+
+    A mean cosine distance to cells is 1 minus the product with their mean direction: no pairs are needed.
+    """
+    n = len(batch)
+    sizes = np.bincount(batch).astype(float)
+    sums = np.stack([directions[batch == one].sum(0) for one in range(len(sizes))])
+    own, others = sizes[batch], n - sizes[batch]
+    to_own = (directions * sums[batch]).sum(1)
+    to_all = directions @ directions.sum(0)
+    itself = (directions * directions).sum(1)
+    within = ((own - 1) - (to_own - itself)) / np.maximum(own - 1, 1)
+    between = (others - (to_all - to_own)) / others
+    larger = np.maximum(within, between)
+    defined = (own > 1) & (larger > 0)
+    return np.where(defined, (between - within) / np.where(defined, larger, 1), 0)
+
+
+def silhouettes(vectors: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Silhouette of the labels by Euclidean distance, rescaled from -1 to 1 to 0 to 1."""
+    return (np.asarray(silhouette_samples(vectors, labels), np.float64) + 1) / 2
+
+
+def isolated_labels(widths: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
+    """`silhouettes` of the labels in the fewest batches, mean over these labels; None if all labels are in all."""
+    spread = {label: len(np.unique(batches[labels == label])) for label in np.unique(labels)}
+    fewest = min(spread.values())
+    if fewest == len(np.unique(batches)):
+        return None
+    isolated = np.isin(labels, [label for label, n in spread.items() if n == fewest])
+    return mean_of_labels(np.where(isolated, widths, np.nan), labels)
+
+
+def batch_variance(vectors: np.ndarray, batches: np.ndarray) -> np.ndarray:
+    """Share of the variance of `vectors` that lies between batches; derivatives of the means vanish."""
+    values = np.asarray(vectors, np.float64)
+    around_all = ((values - values.mean(0)) ** 2).sum(1)
+    means = np.stack([values[batches == one].mean(0) for one in range(int(batches.max()) + 1)])
+    around_batch = ((values - means[batches]) ** 2).sum(1)
+    total = around_all.mean()
+    if total == 0:
+        return np.zeros(len(values))
+    within = around_batch.mean() / total
+    return 1 - within - (around_batch - within * around_all) / total
+
+
+def mean_of_labels(values: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
+    """Numbers whose mean over all cells is the mean over labels of mean `values`; labels of NaN do not count."""
+    known = np.isfinite(values)
+    if not known.any():
+        return None
+    classes, of = np.unique(labels[known], return_inverse=True)
+    sizes = np.bincount(of)
+    means = np.bincount(of, values[known]) / sizes
+    made = np.full(len(values), means.mean())
+    made[known] += len(values) / (len(classes) * sizes[of]) * (values[known] - means[of])
+    return made
+
+
+def _sums(classes: np.ndarray, weights: np.ndarray, n_classes: int) -> np.ndarray:
+    """Sum of the weights of each class in each row, `(rows, n_classes)`."""
+    rows = np.arange(len(classes))[:, None] * n_classes
+    sums = np.bincount((rows + classes).ravel(), weights.ravel(), minlength=len(classes) * n_classes)
+    return sums.reshape(len(classes), n_classes)

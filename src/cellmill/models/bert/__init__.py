@@ -1,1 +1,0 @@
-"""The `bert` family: a post-norm transformer over genes and their places, the architecture of Geneformer."""

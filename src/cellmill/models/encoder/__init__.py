@@ -1,1 +1,0 @@
-"""The `encoder` family: a bidirectional transformer over the tokens of a cell."""

@@ -1,0 +1,207 @@
+"""The encoder: gene embedding plus value embedding, pre-norm blocks, a norm; heads come from the objective.
+
+There are no positional embeddings: the genes of a cell are a set. Only the rank tokenizer has places, as its values.
+
+Legend: T tokens of the batch, N targets, H hidden.
+
+The autoencoder: the encoder's pooled states pass through a linear bottleneck, whose output is the cell embedding.
+
+The objective's decoder reads nothing else of the cell, so the family is the encoder with one matrix more.
+"""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from cellmill.config.parts.families import AutoencoderConfig, EncoderConfig
+from cellmill.config.parts.tokens import SPECIAL, Tokens
+from cellmill.models.batch import PAD_TOKEN, EncoderBatch, TensorBatch, with_extra_tokens
+from cellmill.models.blocks import Block, Entry
+from cellmill.models.cell_encoder import (
+    CellEncoder,
+    CovariateEmbedding,
+    CovariatePrefix,
+    attended_state,
+    first_state,
+    first_tokens,
+    mean_state,
+    padded_state,
+)
+from cellmill.models.family import ParallelPlan
+from cellmill.models.gene_vectors import GeneVectors, attach_gene_vectors
+from cellmill.models.initial import STD, Fill, normal, with_std, zeros
+from cellmill.models.objective import Objective
+from cellmill.parallel.cpu_matmul import Linear
+from cellmill.parallel.vocab_parallel import embed_tokens
+
+ALL = slice(None)
+
+
+class EncoderModel(CellEncoder):
+    """See the module."""
+
+    plan = ParallelPlan(
+        blocks="blocks",
+        compiled=("before", "after"),
+        tensor={
+            "gene_embedding": "vocabulary",
+            "enter": "enter",
+            "enter_keys": "enter",
+            "blocks.*.attention_norm": "norm",
+            "blocks.*.qkv": "columns",
+            "blocks.*.out": "rows",
+            "blocks.*.ffn_norm": "norm",
+            "blocks.*.up": "columns",
+            "blocks.*.down": "rows",
+            "norm": "leave",
+        },
+        begin=("gene_embedding", "value_embedding", "hidden_value", "cell_token"),
+    )
+    gene_rows = frozenset({"gene_embedding.weight"})
+    gene_vectors: GeneVectors | None
+
+    def __init__(self, config: EncoderConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
+        super().__init__(objective)
+        self.config = config
+        self.width = hidden = config.hidden
+        n_tokens = n_genes + len(SPECIAL)
+        self.gene_embedding = nn.Embedding(n_tokens, hidden)
+        self.value_embedding = value_embedding(tokens, hidden)
+        if tokens.covariates:
+            self.covariate_prefix = CovariatePrefix(tokens, objective.levels)
+            self.covariates = CovariateEmbedding(tokens, objective.levels, hidden)
+            self.plan = replace(self.plan, begin=(*self.plan.begin, "covariates"))
+            rows = {f"covariates.tables.{at}.weight": name for at, name in enumerate(tokens.covariates)}
+            self.level_rows = {**self.level_rows, **rows}
+        attach_gene_vectors(self, config, n_tokens)
+        self.enter, self.enter_keys = Entry(), Entry()
+        into_residual = STD / math.sqrt(2 * max(config.layers, 1))
+        blocks = [Block(hidden, config.heads, config.ffn_width, config.dropout, at) for at in range(config.layers)]
+        for block in blocks:
+            with_std(block.out, into_residual)
+            with_std(block.down, into_residual)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(hidden)
+        self.pooling = config.pooling
+        if self.pooling == "cls":
+            self.cell_token = nn.Parameter(torch.empty(hidden))
+        self.attach_heads(n_tokens)
+        if self.pooling == "attention":
+            self.pool_query = nn.Parameter(torch.empty(hidden))
+            self.plan = replace(self.plan, finish=(*self.plan.finish, "pool_query"))
+
+    def initial_value(self, name: str) -> Fill | None:
+        """Initialize the cell token like an embedding; attention pooling starts as the mean."""
+        return {"cell_token": normal(STD), "pool_query": zeros}.get(name) or super().initial_value(name)
+
+    def view(self, batch: TensorBatch, *, seed: int, step: int) -> TensorBatch:
+        """Return the objective's view, with a token before each cell for pooling cls."""
+        return self._with_cell_tokens(super().view(batch, seed=seed, step=step))
+
+    def embed(self, batch: TensorBatch) -> torch.Tensor:
+        """(cells, H) float32: the vectors of whole cells."""
+        return super().embed(self._with_cell_tokens(batch))
+
+    def embed_padded(self, genes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """(cells, tokens) each -> (cells, H) float32; see `Model.embed_padded`."""
+        inside = genes != PAD_TOKEN
+        x = self.gene_embedding(genes)
+        if self.gene_vectors is not None:
+            x = x + self.gene_vectors(partial(F.embedding, genes))
+        if values.is_floating_point():
+            center = (values * inside).sum(1, keepdim=True) / inside.sum(1, keepdim=True)
+            x = x + self.value_embedding((values - center)[..., None])
+        else:
+            x = x + self.value_embedding(values)
+        if self.pooling == "cls":
+            x = torch.cat([self.cell_token.expand(x.shape[0], 1, -1), x], 1)
+            inside = F.pad(inside, (1, 0), value=True)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            x = block.padded(x, inside)
+        return padded_state(self.norm(x), inside, self.pooling, getattr(self, "pool_query", None))
+
+    def _with_cell_tokens(self, batch: TensorBatch) -> TensorBatch:
+        """One token before each cell, without a gene: no target."""
+        return with_extra_tokens(batch, 1, 0, PAD_TOKEN) if self.pooling == "cls" else batch
+
+    def begin(self, prepared: EncoderBatch) -> torch.Tensor:
+        """(T, H): gene and value embeddings, and the cell tokens."""
+        x = self.inputs(prepared)
+        if self.pooling == "cls":
+            x = torch.where(first_tokens(prepared)[:, None], self.cell_token.to(x.dtype), x)
+        return self.enter(x)
+
+    def through(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+        """(T, H) -> (T, H)."""
+        token_keys = self.enter_keys(prepared.token_keys)
+        for block in self.blocks:
+            x = block(x, prepared.cu_seqlens, prepared.lengths, token_keys)
+        return x
+
+    def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+        """(T, H) -> (cells, H) float32; zeros for a cell without tokens."""
+        if self.pooling == "cls":
+            return first_state(states, prepared)
+        if self.pooling == "attention":
+            return attended_state(states, prepared, self.pool_query)
+        return mean_state(states, prepared)
+
+    def inputs(self, prepared: EncoderBatch, at: torch.Tensor | slice = ALL) -> torch.Tensor:
+        """(T, H), or (N, H) for the tokens `at`; hidden values have a learned embedding."""
+        tokens = prepared.genes[at]
+        genes = embed_tokens(tokens, self.gene_embedding.weight)
+        if self.gene_vectors is not None:
+            genes = genes + self.gene_vectors(partial(embed_tokens, tokens)).to(genes.dtype)
+        values = prepared.values[at]
+        if values.is_floating_point():
+            # in log(1 + counts per 10,000) of detected genes, sequencing depth is the strongest signal: values are
+            # centred within each cell, or the embedding would encode depth (98 % of it did)
+            centered = (values - prepared.center[prepared.cell[at]])[:, None]
+            embedded = self.value_embedding(centered.to(next(self.value_embedding.parameters()).dtype))
+        else:
+            embedded = self.value_embedding(values)
+        if hasattr(self, "hidden_value"):
+            hidden = self.hidden_value.to(embedded.dtype)
+            embedded = torch.where(prepared.value_hidden[at][:, None], hidden, embedded)
+        if not hasattr(self, "covariates") or prepared.covariate_rows is None:
+            return genes + embedded
+        rows = prepared.covariate_rows[at]
+        return torch.where(rows[:, None] > 0, self.covariates(rows).to(genes.dtype), genes + embedded)
+
+
+def value_embedding(tokens: Tokens, hidden: int) -> nn.Module:
+    if tokens.value_kind == "scalar":
+        # the first layer's fan-in is 1. Embedded values start with the standard deviation of genes, 0.02; with 0.02 in
+        # the second layer it would be 20 times larger
+        return nn.Sequential(
+            with_std(nn.Linear(1, hidden), 1.0), nn.GELU(), with_std(Linear(hidden, hidden), STD / math.sqrt(hidden))
+        )
+    return nn.Embedding(tokens.n_values, hidden)
+
+
+class AutoencoderModel(EncoderModel):
+    """See the module."""
+
+    config: AutoencoderConfig
+
+    @property
+    def vector_width(self) -> int:
+        """Width of the bottleneck, H without one."""
+        return self.config.latent or self.width
+
+    def attach_heads(self, n_tokens: int) -> None:
+        """Add the bottleneck, then the objective's heads."""
+        super().attach_heads(n_tokens)
+        if self.config.latent is not None:
+            self.bottleneck = with_std(Linear(self.width, self.config.latent), self.width**-0.5)
+            self.plan = replace(self.plan, finish=("bottleneck", *self.plan.finish))
+
+    def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+        """(T, H) -> (cells, latent) float32."""
+        pooled = super().cell_vectors(states, prepared)
+        return pooled if self.config.latent is None else self.bottleneck(pooled.to(states.dtype)).float()

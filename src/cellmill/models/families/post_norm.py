@@ -1,0 +1,204 @@
+"""Transformers of post-norm blocks (Vaswani et al. 2017): what the families `bert` and `scgpt` share.
+
+Legend: T tokens of the batch, H hidden.
+
+BERT (Devlin et al. 2019) over genes in rank order: the architecture of Geneformer (Theodoris et al. 2023).
+
+The token-type embedding of BERT has one used row, which `cellmill import` adds to the places. Dropout is on the
+residual branches alone: BERT's on embeddings and on attention weights is left out.
+
+Legend: T tokens of the batch, N targets, H hidden.
+
+scGPT (Cui et al. 2024): normed gene embedding plus normed perceptron of the bin's number, then post-norm blocks.
+
+There are no places: the genes of a cell are a set. The cell's vector is divided by its length (L2), as scGPT's
+embeddings are.
+
+Legend: T tokens of the batch, N targets, H hidden.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from cellmill.config.parts.families import BertFamilyConfig, ScgptConfig
+from cellmill.config.parts.family import PostNormConfig
+from cellmill.config.parts.tokens import SPECIAL, Tokens
+from cellmill.models.batch import EncoderBatch, TensorBatch, whole, with_ends
+from cellmill.models.blocks import Block, Entry
+from cellmill.models.cell_encoder import CellEncoder
+from cellmill.models.family import ParallelPlan
+from cellmill.models.initial import with_std
+from cellmill.models.objective import Objective
+from cellmill.parallel.cpu_matmul import Linear
+from cellmill.parallel.vocab_parallel import embed_tokens, segment_sum
+
+ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
+
+
+class PostNormBlock(Block):
+    """A block whose norms follow the residual sums; modules have the names of `Block`."""
+
+    def __init__(self, config: PostNormConfig, index: int) -> None:
+        super().__init__(config.hidden, config.heads, config.ffn_width, config.dropout, index)
+        self.attention_norm.eps = self.ffn_norm.eps = config.norm_eps
+        self.activation = ACTIVATIONS[config.activation]()
+
+    def before(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(T, H) -> query, key and value, (T, h, H / h) each."""
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_width)).unbind(2)
+        return q, k, v
+
+    def after(
+        self, x: torch.Tensor, attended: torch.Tensor, drops: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """Residual input and attention output, (T, H) each, and states of both dropouts -> (T, H)."""
+        x = self.attention_norm(x + self._drop(self.out(attended), drops and drops[0]))
+        inner = self.down(self.activation(self.up(x)))
+        out: torch.Tensor = self.ffn_norm(x + self._drop(inner, drops and drops[1]))
+        return out
+
+
+class PostNormEncoder(CellEncoder):
+    """Base of both families, which define `inputs`, and add the modules it reads to `plan.begin`."""
+
+    plan = ParallelPlan(
+        blocks="blocks",
+        compiled=("before", "after"),
+        tensor={
+            "gene_embedding": "vocabulary",
+            "enter": "enter",
+            "enter_keys": "enter",
+            "blocks.*.qkv": "columns",
+            "blocks.*.out": "rows",
+            "blocks.*.attention_norm": "norm",
+            "blocks.*.up": "columns",
+            "blocks.*.down": "rows",
+            "blocks.*.ffn_norm": "norm",
+            "norm": "leave",
+        },
+    )
+    gene_rows = frozenset({"gene_embedding.weight"})
+    norm: nn.Module
+
+    def __init__(self, config: PostNormConfig, n_genes: int, objective: Objective) -> None:
+        super().__init__(objective)
+        self.config, self.width, self.n_tokens = config, config.hidden, n_genes + len(SPECIAL)
+        self.head_activation, self.head_norm_eps = ACTIVATIONS[config.activation], config.norm_eps
+        self.gene_embedding = nn.Embedding(self.n_tokens, config.hidden)
+        if config.n_ends:
+            self.end_embedding = nn.Embedding(config.n_ends, config.hidden)
+        self.enter, self.enter_keys = Entry(), Entry()
+        self.blocks = nn.ModuleList(PostNormBlock(config, index) for index in range(config.layers))
+        self.norm = Entry()  # each block ends with a norm
+
+    def view(self, batch: TensorBatch, *, seed: int, step: int) -> TensorBatch:
+        """Return the objective's view with <cls> and <eos>."""
+        return self.with_ends(super().view(batch, seed=seed, step=step))
+
+    def with_ends(self, batch: TensorBatch) -> TensorBatch:
+        """Return the batch with <cls> and <eos>, as the options say."""
+        return with_ends(batch, self.config.n_ends)
+
+    def begin(self, prepared: EncoderBatch) -> torch.Tensor:
+        """(T, H): the embedded tokens."""
+        return self.enter(self.inputs(prepared))
+
+    def inputs(self, prepared: EncoderBatch, at: torch.Tensor | slice = slice(None)) -> torch.Tensor:
+        """(T, H), or (N, H) for the tokens `at`."""
+        raise NotImplementedError
+
+    def embedded_genes(self, genes: torch.Tensor) -> torch.Tensor:
+        """(N,) token ids, negative for <cls> and <eos>, -> (N, H)."""
+        vectors = embed_tokens(genes.clamp(min=0), self.gene_embedding.weight)
+        if not self.config.n_ends:
+            return vectors
+        ends = F.embedding((-1 - genes).clamp(min=0), self.end_embedding.weight)
+        return torch.where((genes < 0)[:, None], ends, vectors)
+
+    def through(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+        """(T, H) -> (T, H)."""
+        return self._blocks(x, prepared, len(self.blocks))
+
+    def embed(self, batch: TensorBatch) -> torch.Tensor:
+        """(cells, H) float32: the vectors of whole cells, from the block that `embed_layer` names."""
+        prepared = whole(self.with_ends(batch))
+        last = len(self.blocks) + self.config.embed_layer
+        return self.cell_vectors(self._blocks(self.begin(prepared), prepared, last), prepared)
+
+    def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+        """(T, H) -> (cells, H) float32: the mean over genes, zeros for a cell without any; or the state of <cls>."""
+        if self.config.pooling == "cls":
+            return states[prepared.cu_seqlens[:-1].long()].float()
+        is_gene = (prepared.genes >= 0).float()
+        summed = (states.float() * is_gene[:, None], is_gene)
+        sums, numbers = (segment_sum(part, prepared.cell, prepared.cu_seqlens) for part in summed)
+        return sums / numbers.clamp(min=1)[:, None]
+
+    def _blocks(self, x: torch.Tensor, prepared: EncoderBatch, number: int) -> torch.Tensor:
+        """Apply the first `number` blocks."""
+        token_keys = self.enter_keys(prepared.token_keys)
+        for block in list(self.blocks)[:number]:
+            x = block(x, prepared.cu_seqlens, prepared.lengths, token_keys)
+        return x
+
+
+class BertModel(PostNormEncoder):
+    """See the module."""
+
+    plan = replace(PostNormEncoder.plan, begin=("gene_embedding", "end_embedding", "place_embedding", "embedding_norm"))
+
+    def __init__(self, config: BertFamilyConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
+        super().__init__(config, n_genes, objective)
+        self.place_embedding = nn.Embedding(tokens.n_values + config.n_ends, config.hidden)
+        self.embedding_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
+        self.attach_heads(self.n_tokens)
+
+    def inputs(self, prepared: EncoderBatch, at: torch.Tensor | slice = slice(None)) -> torch.Tensor:
+        """(T, H), or (N, H) for the tokens `at`: the normed sum of gene and place."""
+        genes, places = prepared.genes[at], self._places(prepared)[at]
+        return self.embedding_norm(self.embedded_genes(genes) + F.embedding(places, self.place_embedding.weight))
+
+    def _places(self, prepared: EncoderBatch) -> torch.Tensor:
+        """(T,) int64: position of each token in its cell, <cls> and <eos> counted."""
+        if not self.config.n_ends:
+            return prepared.values  # of the rank tokenizer
+        places = torch.arange(len(prepared.genes), device=prepared.genes.device)
+        # padding is longer than a cell may be, or has no <cls>: it is read by nobody
+        return (places - prepared.cu_seqlens[:-1].long()[prepared.cell]).clamp(max=len(self.place_embedding.weight) - 1)
+
+
+class ScgptModel(PostNormEncoder):
+    """See the module."""
+
+    config: ScgptConfig
+    plan = replace(
+        PostNormEncoder.plan,
+        begin=("gene_embedding", "end_embedding", "gene_norm", "value_in", "value_out_norm", "hidden_value"),
+    )
+
+    def __init__(self, config: ScgptConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
+        super().__init__(config, n_genes, objective)
+        hidden = config.hidden
+        self.gene_norm = nn.LayerNorm(hidden, eps=config.norm_eps)
+        first, second = with_std(nn.Linear(1, hidden), 1.0), with_std(Linear(hidden, hidden), 1 / math.sqrt(hidden))
+        self.value_in = nn.Sequential(first, nn.ReLU(), second)
+        self.value_out_norm = nn.LayerNorm(hidden, eps=config.norm_eps)
+        self.attach_heads(self.n_tokens)
+
+    def inputs(self, prepared: EncoderBatch, at: torch.Tensor | slice = slice(None)) -> torch.Tensor:
+        """(T, H), or (N, H) for the tokens `at`; hidden values have a learned embedding."""
+        genes = prepared.genes[at]
+        values = torch.where(genes < 0, self.config.cls_value, prepared.values[at].float())
+        embedded = self.value_out_norm(self.value_in(values[:, None].to(next(self.value_in.parameters()).dtype)))
+        if hasattr(self, "hidden_value"):
+            hidden = self.hidden_value.to(embedded.dtype)
+            embedded = torch.where(prepared.value_hidden[at][:, None], hidden, embedded)
+        return self.gene_norm(self.embedded_genes(genes)) + embedded
+
+    def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+        """(T, H) -> (cells, H) float32, of length 1."""
+        return F.normalize(super().cell_vectors(states, prepared), dim=1)

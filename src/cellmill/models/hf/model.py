@@ -1,0 +1,333 @@
+"""A model of the transformers library between the library's token ids and the packed batches of this one.
+
+The blocks of its main ModuleList move to `blocks`, which layouts shard and recompute one by one; a `Passage` stands in
+their place. So embeddings, position tables and attention masks before the blocks, and norms after them, are
+transformers' own code. The part before the blocks runs until it reaches the passage, which keeps what the blocks are
+called with.
+
+transformers has no packed attention that all models share, so cells are padded to the longest of the micro-batch: its
+work grows by longest over mean length, and `token_budget` counts the tokens without padding. The head of masked_gene
+has the form of BERT's, RoBERTa's and ESM's language-model head, and takes its weights where the folder has them.
+
+Legend: B cells, L tokens of the longest with its special tokens, T tokens without, H hidden.
+
+A trained model of family hf as a folder that transformers' own `AutoModel.from_pretrained` reads.
+
+    model.safetensors   weights under transformers' names, without the objective's heads
+    tokens.tsv          id of each gene or residue; cells have their genes in the order of their tokens
+    config.json         transformers' config; written last
+
+A pooler, which nothing here trains, is not written: transformers draws one where the type has it.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+
+from cellmill.config.parts.families import HfConfig
+from cellmill.config.parts.tokens import RESIDUES, SPECIAL, Tokens
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.errors import ConfigError, DataError
+from cellmill.files import atomic_path
+from cellmill.models.batch import EncoderBatch
+from cellmill.models.cell_encoder import CellEncoder
+from cellmill.models.export import load_model
+from cellmill.models.family import ParallelPlan
+from cellmill.models.hf.weights import FolderWeights, fill_of, values_of_buffers
+from cellmill.models.initial import Fill
+from cellmill.models.objective import Objective
+from cellmill.parallel.vocab_parallel import segment_sum
+
+UNUSED = ("pooler", "contact_head")
+"""Modules beside the blocks that no objective reads; DistributedDataParallel refuses parameters without a gradient."""
+PAD = SPECIAL.index("<pad>")
+
+
+class _Reached(Exception):
+    """End of the part before the blocks."""
+
+
+class Passage(nn.Module):
+    """The place of the blocks in transformers' model: keeps the arguments that reach it, and returns `leaves`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
+        self.leaves: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return `leaves`, once; without them raise _Reached."""
+        if self.leaves is None:
+            self.entered = (x, args, kwargs)
+            raise _Reached
+        leaves, self.leaves = self.leaves, None
+        return leaves
+
+
+class _Table:
+    """Rows of the input embedding in the order of the corpus's tokens, as objectives read it."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+
+class HfModel(CellEncoder):
+    """See the module."""
+
+    plan = ParallelPlan(blocks="blocks")
+    token_ids: torch.Tensor
+    """(tokens,) int64: transformers' id of each token of the corpus."""
+
+    def __init__(self, config: HfConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
+        super().__init__(objective)
+        self.config, n_tokens = config, n_genes + len(SPECIAL)
+        ids = config.residue_ids if tokens.sequences else None
+        given = _architecture(config, n_tokens, ids)
+        with torch.device("meta"):
+            body: PreTrainedModel = AutoModel.from_config(given)
+        for name in UNUSED:
+            if getattr(body, name, None) is not None:
+                setattr(body, name, None)
+        self.blocks_path = _blocks_path(body, given.num_hidden_layers)
+        self.blocks = body.get_submodule(self.blocks_path)
+        self.is_causal = any(getattr(module, "is_causal", False) for module in self.blocks.modules())
+        self.passage = Passage()
+        body.set_submodule(self.blocks_path, nn.ModuleList([self.passage]))
+        self.body, self.width = body, int(given.hidden_size)
+        self.pad_id, self.begin_id, self.end_id = given.pad_token_id, *(_id(ids, name) for name in ("begin", "end"))
+        self.ids = _token_ids(ids, n_tokens)
+        self.register_buffer("token_ids", torch.empty(n_tokens, dtype=torch.int64), persistent=False)
+        self.has_own_ids = ids is None
+        self.gene_rows = frozenset() if ids else frozenset({_embedding_name(body)})
+        self.norm = nn.Identity()  # transformers' own norm is behind the passage
+        self.attach_heads(n_tokens)
+        self.plan = replace(self.plan, tensor={}, begin=("body",), finish=("body", *self.plan.finish))
+        self._set_initial_values(given.initializer_range)
+
+    @property
+    def gene_embedding(self) -> _Table:
+        """(V, H): the input embedding of each token of the corpus."""
+        weight: Any = self.body.get_input_embeddings().weight
+        return _Table(weight[self.token_ids])
+
+    def begin(self, prepared: EncoderBatch) -> torch.Tensor:
+        """(B, L, H): the input of the first block."""
+        return self._enter(prepared)[0]
+
+    def through(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+        """(B, L, H) -> (B, L, H)."""
+        _, args, kwargs = self.passage.entered or self._enter(prepared)
+        self.passage.entered = None
+        for block in self.blocks:
+            x = block(x, *args, **kwargs)
+        return x
+
+    def finish(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+        """Return the objective's summed loss, a float32 scalar."""
+        states = self._leave(x, prepared)
+        self.keep_vectors(lambda: self.cell_vectors(states, prepared))
+        return self.objective.loss(self, states, prepared)
+
+    def states(self, prepared: EncoderBatch) -> torch.Tensor:
+        """(T, H): the output of transformers' model at each token, without special tokens and padding."""
+        return self._leave(self.through(self.begin(prepared), prepared), prepared)
+
+    def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+        """(T, H) -> (cells, H) float32: means; zeros for a cell without tokens."""
+        lengths = prepared.cu_seqlens.diff()
+        return segment_sum(states.float(), prepared.cell, prepared.cu_seqlens) / lengths.clamp(min=1)[:, None]
+
+    def behind_blocks(self) -> frozenset[str]:
+        """Modules of transformers' model that its part before the blocks does not call, beside those of `finish`."""
+        called = set[nn.Module]()
+        inside = {path: module for path, module in self.body.named_modules() if [*module.parameters(recurse=False)]}
+        hooks = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in inside.values()]
+        device = next(self.body.parameters()).device
+        given = {"input_ids": torch.full((1, 1), 1, device=device)}
+        if device.type == "meta" and self.is_causal:
+            given["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        with torch.no_grad(), suppress(_Reached):
+            self.body(**given)
+        self.passage.entered = None
+        for hook in hooks:
+            hook.remove()
+        behind = {f"body.{path}" for path, module in inside.items() if module not in called}
+        return super().behind_blocks() | behind
+
+    def _enter(self, prepared: EncoderBatch) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        with suppress(_Reached):
+            self.body(**self._padded(prepared))
+        assert self.passage.entered is not None, "transformers' model did not call its blocks"
+        return self.passage.entered
+
+    def _leave(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+        """(B, L, H) -> (T, H). Embeddings and masks are made again and dropped: a lookup, without a gradient."""
+        self.passage.leaves = x
+        out = self.body(**self._padded(prepared)).last_hidden_state
+        cell, place = self._places(prepared)
+        return out[cell, place]
+
+    def _places(self, prepared: EncoderBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row and column of each token in the padded batch, (T,) each."""
+        first = prepared.cu_seqlens[:-1].long()[prepared.cell]
+        place = torch.arange(len(prepared.genes), device=first.device) - first
+        return prepared.cell, place + (self.begin_id is not None)
+
+    def _padded(self, prepared: EncoderBatch) -> dict[str, Any]:
+        """`input_ids` (B, L) and `attention_mask`; a batch without cells is one row of padding, which nobody reads."""
+        lengths, before, after = prepared.lengths, self.begin_id is not None, self.end_id is not None
+        rows, device = max(len(lengths), 1), prepared.genes.device
+        longest = max(max(lengths, default=0) + before + after, 1)
+        ids = torch.full((rows, longest), self.pad_id, dtype=torch.int64, device=device)
+        cell, place = self._places(prepared)
+        ids[cell, place] = self.token_ids[prepared.genes]
+        ends = torch.zeros(rows, dtype=torch.int64, device=device)
+        ends[: len(lengths)] = prepared.cu_seqlens.diff() + int(before)
+        if self.begin_id is not None:
+            ids[:, 0] = self.begin_id
+        if self.end_id is not None:
+            ids[torch.arange(rows, device=device), ends.clamp(max=longest - 1)] = self.end_id
+        given: dict[str, Any] = {"input_ids": ids}
+        if ids.is_meta and self.is_causal:
+            # transformers reads positions and a mask of two dimensions on the host; one of four it takes as it is
+            given["attention_mask"] = torch.ones(rows, 1, longest, longest, dtype=torch.bool, device=device)
+        elif len(set(lengths)) > 1:
+            columns = torch.arange(longest, device=device)
+            given["attention_mask"] = (columns < (ends + int(after))[:, None]).long()
+        return given
+
+    def _set_initial_values(self, std: float) -> None:
+        """Give each module of transformers a rule for `models.initial`; buffers get the values of its constructor."""
+        folder = None
+        if self.config.weights == "pretrained":
+            folder = FolderWeights(self.config, self.body.base_model_prefix)
+        buffers = values_of_buffers(AutoModel, self.body.config)
+        for prefix, module in self.named_modules():
+            if prefix.split(".")[0] in ("body", "blocks"):
+                module.initial_value = self._rule(prefix, module, std, folder, buffers)
+        self.pretrained = None if self.has_own_ids else folder  # a head over other tokens would fit no answer
+        if self.pretrained is not None and hasattr(self, "gene_bias") and hasattr(self.body.config, "layer_norm_eps"):
+            for path in ("head.0", "head.2"):
+                module = self.get_submodule(path)
+                module.initial_value = self.pretrained.rule_of_head(path, module)  # type: ignore[assignment]
+            self.get_submodule("head.2").eps = self.body.config.layer_norm_eps
+
+    def _rule(
+        self, prefix: str, module: nn.Module, std: float, folder: FolderWeights | None, buffers: dict[str, torch.Tensor]
+    ) -> Callable[[str], Fill | None]:
+        theirs = prefix.removeprefix("body.").removeprefix("body")
+        if prefix.startswith("blocks"):
+            theirs = f"{self.blocks_path}{prefix.removeprefix('blocks')}"
+
+        def rule(name: str) -> Fill | None:
+            full = f"{theirs}.{name}".removeprefix(".")
+            if full in buffers:
+                return lambda tensor, generator: tensor.copy_(buffers[full])
+            random = fill_of(module, name, std)
+            resized = self.has_own_ids and module is self.body.get_input_embeddings()
+            return random if folder is None or resized else folder.fill(full)
+
+        return rule
+
+    def initial_value(self, name: str) -> Fill | None:
+        """The table of token ids; the bias of a folder's head; else the objective's."""
+        if name == "token_ids":
+            return lambda tensor, generator: tensor.copy_(self.ids)
+        random = super().initial_value(name)
+        if name == "gene_bias" and self.pretrained is not None and random is not None:
+            return self.pretrained.fill_head(name, random, self.ids)
+        return random
+
+
+def _architecture(config: HfConfig, n_tokens: int, ids: dict[str, int] | None) -> Any:
+    """transformers' config without dropout; with the corpus's tokens where residues have no ids of their own."""
+    given = dict(config.architecture or {})
+    if ids is None:
+        special = {"pad_token_id": PAD, "mask_token_id": SPECIAL.index("<mask>")}
+        given |= special | {"vocab_size": n_tokens, "bos_token_id": None, "eos_token_id": None}
+    kind = given.pop("model_type")
+    try:
+        made = AutoConfig.for_model(kind, **given)
+    except ValueError as error:
+        raise ConfigError(f"model.architecture: {' '.join(str(error).split())[:200]}") from None
+    for name in dir(made):
+        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(getattr(made, name), float):
+            setattr(made, name, 0.0)
+    made.use_cache = False
+    if made.pad_token_id is None:
+        made.pad_token_id = (ids or {}).get("pad", PAD)
+    return made
+
+
+def _blocks_path(body: nn.Module, layers: int) -> str:
+    """Path of the outermost ModuleList with a block for each layer."""
+    for path, module in body.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == layers:
+            return path
+    raise ConfigError(f"model.family hf: {type(body).__name__} has no list of {layers} blocks; choose another model")
+
+
+def _embedding_name(body: PreTrainedModel) -> str:
+    table: Any = body.get_input_embeddings()
+    return f"body.{next(name for name, parameter in body.named_parameters() if parameter is table.weight)}"
+
+
+def _id(ids: dict[str, int] | None, name: str) -> int | None:
+    return (ids or {}).get(name)
+
+
+def _token_ids(ids: dict[str, int] | None, n_tokens: int) -> torch.Tensor:
+    """(tokens,) int64, on the CPU: transformers' id of each token of the corpus."""
+    numbers = list(range(n_tokens)) if ids is None else [ids[name] for name in ("pad", "mask", *RESIDUES)]
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+FILES = ("model.safetensors", "tokens.tsv", "config.json")
+
+
+def write_transformers(folder: Path, out: Path) -> None:
+    """Write the model in `folder` to the folder `out`, after it was read back equal to the bit.
+
+    Raises ConfigError for another family, and for an `out` that holds another model than such a folder; DataError if
+    what was read back differs.
+    """
+    if (out / "vocabulary.tsv").exists():
+        raise ConfigError(f"{out}: it holds a model of cellmill, whose files would be replaced; choose another --out")
+    model, vocabulary, config = load_model(folder)
+    if not isinstance(model, HfModel):
+        raise ConfigError(
+            f"{folder}: expected a model of family hf, got {config['family']}: transformers has no such type"
+        )
+    body = whole_model(model)
+    out.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
+        made = Path(temporary)
+        body.save_pretrained(made, max_shard_size="1TB")
+        (made / "tokens.tsv").write_text(_token_table(model, vocabulary))
+        again = AutoModel.from_pretrained(made, use_safetensors=True, local_files_only=True).state_dict()
+        if any(not torch.equal(tensor, again[name]) for name, tensor in body.state_dict().items()):
+            raise DataError(f"{out}: not written: transformers reads other weights than were written")
+        for name in FILES:
+            with atomic_path(out / name) as path:
+                os.replace(made / name, path)
+
+
+def whole_model(model: HfModel) -> PreTrainedModel:
+    """Return transformers' model with its blocks in their place again; `model` cannot be used afterwards."""
+    blocks = model.blocks
+    assert isinstance(blocks, nn.Module)
+    model.body.set_submodule(model.blocks_path, blocks)
+    return model.body
+
+
+def _token_table(model: HfModel, vocabulary: Vocabulary) -> str:
+    names = [*SPECIAL, *vocabulary.gene_ids]
+    return "".join(f"{name}\t{number}\n" for name, number in [("token", "id"), *zip(names, model.ids.tolist())])

@@ -1,0 +1,135 @@
+"""supervised_contrastive: cells of one label are near to each other, cells of other labels are not.
+
+For each cell of known label the loss is the mean, over the other cells p of its label in the global batch, of the
+cross-entropy of p among all other cells of the global batch, whose logits are cosines of vectors over a temperature
+(Khosla et al. 2020, equation 2, L_out). Cells of unknown label, and those of which nothing is shown, take no part. All
+others are targets and count once in the mean; one without another cell of its label in the global batch adds 0.
+
+All pairs of cells of a global batch are compared, in every layout (`train.batch_rows`), in training and in validation.
+Validation takes its cells in global batches too, so its loss depends on train.global_batch, as that of training does.
+
+The vectors are those that `embed` writes, without a projection head: what is to be separated is the embedding itself.
+The published loss has two augmented views of each image; here a cell is encoded once. In a `sum` with cell_decoding the
+vectors are those of the shown part of each cell, which changes from step to step.
+
+Training reads labels of training and validation cells alone; those of the test split are not in its shards. An
+embedding that was trained with a label is judged on that label as a supervised one: cards and tables say so.
+
+Legend: C cells with a label, H width of a cell's vector, S slots of a global batch.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from cellmill.config.parts.objectives import SupervisedContrastiveConfig
+from cellmill.data.shards.index import MISSING
+from cellmill.models.batch import EncoderBatch, TensorBatch, whole, with_genes
+from cellmill.models.objective import GeneStatistics, Objective, RowShare
+from cellmill.runs.verdict import Verdict, compare
+
+ANCHORS = 1024  # cells compared with all others at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledBatch(EncoderBatch):
+    """Whole cells, and the labels of those that have one."""
+
+    cells: torch.Tensor
+    """(C,) int64: indices of the cells of known label with tokens."""
+    labels: torch.Tensor
+    """(C,) int64, from 1."""
+    n_targets: torch.Tensor
+    """C."""
+    shares: tuple[RowShare, ...] | None = None
+    """Share in the loss of the global batch; without it, the own cells are all."""
+
+
+class SupervisedContrastive(Objective):
+    """See the module; needs a model with `cell_vectors`."""
+
+    config: SupervisedContrastiveConfig
+    validates_rows = True
+
+    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        """Add nothing: the loss reads vectors."""
+        self.row_widths = (1 + model.vector_width,)
+        return ()
+
+    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> LabelledBatch:
+        """Find the cells with a label."""
+        assert batch.levels is not None, "the batch has no levels"
+        labels = batch.levels[:, [*self.levels].index(self.config.label_column)]
+        known = labels <= sum(level != MISSING for level in self.levels[self.config.label_column])  # it is the last
+        cells = ((labels > 0) & known & with_genes(batch)).nonzero().flatten()
+        of_labels: dict[str, Any] = {"cells": cells, "labels": labels[cells], "n_targets": torch.tensor(len(cells))}
+        return LabelledBatch(**vars(whole(batch, (seed, step))), **of_labels)
+
+    def loss(self, model: Any, states: torch.Tensor, prepared: LabelledBatch) -> torch.Tensor:
+        """Return the summed loss of the cells, a float32 scalar."""
+        (rows,) = self.rows(model, states, prepared)
+        if prepared.shares is None:
+            return contrast(rows, self.config.temperature).float()
+        (share,) = prepared.shares
+        return share.of(rows)
+
+    def rows(self, model: Any, states: torch.Tensor, prepared: LabelledBatch) -> tuple[torch.Tensor, ...]:
+        """(C, 1 + H): label and vector of length 1."""
+        vectors = model.cell_vectors(states, prepared)[prepared.cells].float()
+        return (torch.cat([prepared.labels[:, None].to(vectors), F.normalize(vectors, dim=1)], dim=1),)
+
+    def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the summed loss of all cells."""
+        return tuple(contrast(table, self.config.temperature) for table in tables)
+
+    def observe(self, model: Any, prepared: LabelledBatch) -> tuple[torch.Tensor, ...]:
+        """Return the label and the vector of each cell."""
+        (rows,) = self.rows(model, model.states(prepared), prepared)
+        return prepared.labels, rows[:, 1:]
+
+    def judged_labels(self) -> dict[str, list[str]]:
+        """Return the labels of the corpus."""
+        column = self.config.label_column
+        return {column: [level for level in self.levels[column] if level != MISSING]}
+
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
+        """Return the loss among all observed cells, and a verdict against vectors that are all alike."""
+        labels, vectors = (torch.from_numpy(array) for array in observed)
+        n = len(labels)
+        if n < 2:
+            return {"n_targets": n}, []
+        loss = float(contrast(torch.cat([labels[:, None].float(), vectors], dim=1), self.config.temperature)) / n
+        having = torch.bincount(labels)[labels] > 1
+        alike = float(having.double().mean()) * math.log(n - 1)
+        figures = {"n_targets": n, "supervised_contrastive": loss, "supervised_contrastive_alike": alike}
+        name = f"supervised contrast of {self.config.label_column}"
+        return figures, [compare(name, "equal vectors", "nats", loss - alike, lower_is_better=True)]
+
+
+def contrast(table: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the summed loss, a float64 scalar, of rows (S, 1 + H): label, or 0 for no cell, and vector of length 1."""
+    labels, vectors = table[:, 0].detach(), table[:, 1:]
+    loss = table.new_zeros((), dtype=torch.float64) + 0 * vectors.sum()
+    for anchors in torch.arange(len(table), device=table.device).split(ANCHORS):
+        given = labels, vectors, anchors, temperature
+        # computed again in the backward pass: ANCHORS * S logits at a time, not S * S
+        loss = loss + checkpoint(_of_anchors, *given, use_reentrant=False, preserve_rng_state=False)
+    return loss
+
+
+def _of_anchors(labels: torch.Tensor, vectors: torch.Tensor, anchors: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Summed loss of the cells `anchors`, a float64 scalar."""
+    own, at = labels[anchors, None], torch.arange(len(labels), device=labels.device)
+    other = (labels != 0) & (at != anchors[:, None])
+    positive = other & (labels == own) & (own != 0)
+    n = positive.sum(1)
+    logits = (vectors[anchors] @ vectors.T / temperature).masked_fill(~other, -torch.inf)
+    # rows without positives, whose logits may all be -inf, have those of zeros and are left out
+    below = torch.where(n[:, None] > 0, logits, 0).logsumexp(1)
+    mean = torch.where(positive, logits, 0).sum(1) / n.clamp(min=1)
+    return torch.where(n > 0, below - mean, 0).sum().double()

@@ -1,0 +1,327 @@
+"""classification: the label of a cell, predicted from its vector by a head.
+
+The loss is the cross-entropy, times the weight of the cell's label, summed over the cells of known label and divided by
+their number over all processes. Cells without a label, and those of which nothing is shown, take no part. Validation
+has no weights and no dropout: its loss is the cross-entropy.
+
+The vectors are those that `embed` writes, so `evaluate.predict` needs no other forward pass. Rows of the head are the
+levels of the label in the order of the corpus; a run that starts from another one takes over those of the same name.
+
+Legend: C cells with a label, K labels, L levels (K, and one for cells without a label where there are any), H width of
+a cell's vector.
+
+regression: a number of a cell, such as an age or a protein's count, predicted from its vector by a head.
+
+The head predicts the standardised number. Its loss is summed over the cells that have a number and divided by how many
+they are over all processes; cells without a number, and those of which nothing is shown, take no part. Validation has
+no dropout, and logs Pearson's correlation.
+
+Loss pearson is 1 - r, where r is the correlation over the cells of the global batch, in every layout
+(`train.batch_rows`). Predictions then have neither scale nor offset, and are judged by their correlation alone.
+
+Legend: C cells with a number, H width of a cell's vector, S cells of a global batch with one.
+
+Expected calibration error of a classifier: how far its probabilities are from the share of labels that are right.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.special import softmax
+from torch import nn
+from torch.nn import functional as F
+
+from cellmill.config.parts.objectives import ClassificationConfig, RegressionConfig
+from cellmill.data.shards.index import MISSING
+from cellmill.models.batch import EncoderBatch, TensorBatch, whole, with_genes
+from cellmill.models.counter_rng import keyed_dropout, keyed_state
+from cellmill.models.initial import with_std
+from cellmill.models.objective import GeneStatistics, Objective, RowShare
+from cellmill.models.objectives.terms import Reversed
+from cellmill.parallel.cpu_matmul import Linear
+from cellmill.runs.verdict import Verdict, compare
+
+BINS = 15
+
+
+def calibration_error(highest: np.ndarray, right: np.ndarray) -> float:
+    """Return the expected calibration error of cells with these highest probabilities, (cells,), right or wrong."""
+    bins = np.minimum((highest * BINS).astype(np.int64), BINS - 1)
+    gaps = np.bincount(bins, weights=right - highest, minlength=BINS)
+    return float(np.abs(gaps).sum() / len(highest))
+
+
+def error_of_logits(logits: np.ndarray, labels: np.ndarray, temperature: float = 1.0) -> float:
+    """Return the calibration error of logits, (cells, labels) float64, divided by a temperature."""
+    return calibration_error(*highest_of(logits / temperature, labels))
+
+
+def highest_of(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return each cell's highest probability, and whether its label is right, 0 or 1."""
+    probabilities = softmax(logits, axis=1)
+    return probabilities.max(axis=1), (probabilities.argmax(axis=1) == labels).astype(np.float64)
+
+
+DROPOUT = -1
+"""Key of the head's dropout, which no block has."""
+
+
+class LabelHead(nn.Module):
+    """Logits of the levels of a label, from vectors."""
+
+    def __init__(self, width: int, hidden: int | None, levels: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.inner = None if hidden is None else with_std(Linear(width, hidden), width**-0.5)
+        self.out = with_std(nn.Linear(hidden or width, levels), (hidden or width) ** -0.5)
+
+    def forward(self, vectors: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
+        """(C, H) -> (C, L); `keys` (C,) int64 key the dropout, which there is in training alone."""
+        x = vectors if self.inner is None else F.gelu(self.inner(vectors))
+        if keys is not None and self.training and self.dropout:
+            x = keyed_dropout(x, self.dropout, keyed_state(keys, DROPOUT))
+        logits: torch.Tensor = self.out(x)
+        return logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledCells(EncoderBatch):
+    """Whole cells, and the labels of those that have one."""
+
+    cells: torch.Tensor
+    """(C,) int64: indices of the cells of known label with genes."""
+    labels: torch.Tensor
+    """(C,) int64, from 0."""
+    weights: torch.Tensor
+    """(C,) float32: factors of the loss."""
+    n_targets: torch.Tensor
+    """C."""
+
+
+class Classification(Objective):
+    """See the module; needs a model with `cell_vectors`."""
+
+    config: ClassificationConfig
+    figure_names = ("accuracy",)
+    n_sums = 2
+
+    temperature: float | None = None
+    """Fitted temperature of an exported head, with which `judge` measures calibration; set by `evaluate`."""
+
+    def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
+        """Return the share of cells whose likeliest label is theirs."""
+        right, n = sums
+        return {"accuracy": right / n} if n else {}
+
+    @property
+    def labels(self) -> list[str]:
+        """The K labels, in the order of the head's rows."""
+        return labels_of(self.levels[self.config.label_column])
+
+    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        """Add `label_head`."""
+        config, levels = self.config, len(self.levels[self.config.label_column])
+        setattr(model, self._head, LabelHead(model.vector_width, config.head_hidden, levels, config.head_dropout))
+        rows = (f"{self._head}.out.weight", f"{self._head}.out.bias")
+        model.level_rows = {**model.level_rows, **dict.fromkeys(rows, config.label_column)}
+        given = config.class_weights if isinstance(config.class_weights, dict) else {}
+        self._weights = [given.get(label, 1.0) for label in self.labels]
+        return (self._head,)
+
+    @property
+    def _head(self) -> str:
+        return f"label_head{self.suffix}"
+
+    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> LabelledCells:
+        """Find the cells with a label."""
+        assert batch.levels is not None, "the batch has no levels"
+        labels = batch.levels[:, [*self.levels].index(self.config.label_column)] - 1
+        known = (labels >= 0) & (labels < len(self._weights))
+        cells = (known & with_genes(batch)).nonzero().flatten()
+        weights = torch.tensor(self._weights if self.training else [1.0] * len(self._weights), device=labels.device)
+        of_labels: dict[str, Any] = {"cells": cells, "labels": labels[cells], "weights": weights[labels[cells]]}
+        keys = (seed, step)
+        return LabelledCells(**vars(whole(batch, keys)), **of_labels, n_targets=torch.tensor(len(cells)))
+
+    def loss(self, model: Any, states: torch.Tensor, prepared: LabelledCells) -> torch.Tensor:
+        """Return the summed loss of the cells, a float32 scalar."""
+        logits = self._logits(model, states, prepared)
+        if self.kept_sums is not None:
+            right = (logits.argmax(1) == prepared.labels).sum()
+            self.kept_sums.append(torch.stack([right, right.new_tensor(len(logits))]).double())
+        return (F.cross_entropy(logits, prepared.labels, reduction="none") * prepared.weights).sum()
+
+    def logits(self, model: Any, vectors: torch.Tensor) -> torch.Tensor:
+        """(C, H) -> (C, K) float32: logits of the labels of cells with these vectors, without dropout."""
+        logits: torch.Tensor = getattr(model, self._head)(vectors)
+        return logits[:, : len(self._weights)].float()
+
+    def _logits(self, model: Any, states: torch.Tensor, prepared: LabelledCells) -> torch.Tensor:
+        vectors = model.cell_vectors(states, prepared)[prepared.cells].to(states.dtype)
+        if self.config.adversarial_scale:
+            vectors = Reversed.apply(vectors, self.config.adversarial_scale)
+        logits: torch.Tensor = getattr(model, self._head)(vectors, prepared.cell_keys[prepared.cells])
+        return logits[:, : len(self._weights)].float()
+
+    def observe(self, model: Any, prepared: LabelledCells) -> tuple[torch.Tensor, ...]:
+        """Return the label and the logits of each cell."""
+        return prepared.labels, self._logits(model, model.states(prepared), prepared)
+
+    def judged_labels(self) -> dict[str, list[str]]:
+        """Return the labels of the head."""
+        return {self.config.label_column: self.labels}
+
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
+        """Return figures of the cells, and a verdict against the labels' own frequencies."""
+        labels, logits = observed
+        n = len(labels)
+        if not n:
+            return {"n_targets": 0}, []
+        log_probabilities = torch.from_numpy(logits).double().log_softmax(1).numpy()
+        loss = float(-log_probabilities[np.arange(n), labels].mean())
+        shares = np.unique(labels, return_counts=True)[1] / n
+        by_frequency = float(-(shares * np.log(shares)).sum())
+        accuracy = float((log_probabilities.argmax(1) == labels).mean())
+        figures = {"n_targets": n, "cross_entropy": loss, "cross_entropy_frequencies": by_frequency}
+        figures |= {"accuracy": accuracy, "accuracy_largest_label": float(shares.max())}
+        logits = logits.astype(np.float64)
+        if self.temperature is not None:
+            figures |= {"temperature": self.temperature}
+            figures |= {"calibration_error": error_of_logits(logits, labels, self.temperature)}
+        figures |= {"calibration_error_uncalibrated": error_of_logits(logits, labels)}
+        name = f"classification of {self.config.label_column}"
+        return figures, [compare(name, "the frequencies of labels", "nats", loss - by_frequency, lower_is_better=True)]
+
+
+def labels_of(levels: Sequence[str]) -> list[str]:
+    """Return the levels that are labels: all but the one of cells without a value, which is the last."""
+    return [level for level in levels if level != MISSING]
+
+
+EPS = 1e-8  # added to variances of standardised numbers: equal predictions have correlation 0 and a finite gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumberedCells(EncoderBatch):
+    """Whole cells, and the numbers of those that have one."""
+
+    cells: torch.Tensor
+    """(C,) int64: indices of the cells with a number and tokens."""
+    numbers: torch.Tensor
+    """(C,) float32, standardised."""
+    n_targets: torch.Tensor
+    """C."""
+    shares: tuple[RowShare, ...] | None = None
+    """Share in the loss pearson of the global batch; without it, the own cells are all."""
+
+
+class Regression(Objective):
+    """See the module; needs a model with `cell_vectors`."""
+
+    config: RegressionConfig
+    figure_names = ("pearson",)
+    n_sums = 6
+
+    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        """Add `number_head`."""
+        config = self.config
+        setattr(model, self._head, LabelHead(model.vector_width, config.number_hidden, 1, config.number_dropout))
+        self.row_widths = (3,) if config.loss == "pearson" else ()
+        self.validates_rows = bool(self.row_widths)
+        return (self._head,)
+
+    @property
+    def _head(self) -> str:
+        return f"number_head{self.suffix}"
+
+    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> NumberedCells:
+        """Find the cells with a number."""
+        numbers = torch.full((len(batch.lengths),), torch.nan, dtype=torch.float64)
+        if batch.numbers is not None:
+            numbers = batch.numbers[:, self.number_columns.index(self.config.target_column)]
+        cells = (numbers.isfinite() & with_genes(batch)).nonzero().flatten()
+        own = (numbers[cells] - (self.config.target_mean or 0.0)) / (self.config.target_std or 1.0)
+        return NumberedCells(
+            **vars(whole(batch, (seed, step))), cells=cells, numbers=own.float(), n_targets=torch.tensor(len(cells))
+        )
+
+    def loss(self, model: Any, states: torch.Tensor, prepared: NumberedCells) -> torch.Tensor:
+        """Return the summed loss of the cells, a float32 scalar."""
+        predicted = self._predicted(model, states, prepared)
+        if self.kept_sums is not None:
+            x, y = predicted.double(), prepared.numbers.double()
+            self.kept_sums.append(torch.stack([x.new_tensor(len(x)), *(s.sum() for s in (x, y, x * x, y * y, x * y))]))
+        if self.config.loss == "pearson":
+            rows = _rows(predicted, prepared)
+            return anticorrelation(rows).float() if prepared.shares is None else prepared.shares[0].of(rows)
+        if self.config.loss == "huber":
+            return F.huber_loss(predicted, prepared.numbers, reduction="sum", delta=self.config.huber_delta)
+        return F.mse_loss(predicted, prepared.numbers, reduction="sum")
+
+    def rows(self, model: Any, states: torch.Tensor, prepared: NumberedCells) -> tuple[torch.Tensor, ...]:
+        """(C, 3): 1, prediction and number."""
+        return (_rows(self._predicted(model, states, prepared), prepared),)
+
+    def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the summed loss pearson of all cells."""
+        return tuple(anticorrelation(table) for table in tables)
+
+    def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
+        """Return Pearson's correlation of predictions and numbers, where both vary."""
+        n, x, y, xx, yy, xy = sums
+        variances = (n * xx - x * x) * (n * yy - y * y)
+        return {"pearson": (n * xy - x * y) / variances**0.5} if variances > 0 else {}
+
+    def values(self, model: Any, vectors: torch.Tensor) -> torch.Tensor:
+        """(C, H) -> (C,) float32: predicted numbers of cells with these vectors, in the unit of the column."""
+        predicted: torch.Tensor = getattr(model, self._head)(vectors)
+        return predicted[:, 0].float() * (self.config.target_std or 1.0) + (self.config.target_mean or 0.0)
+
+    def _predicted(self, model: Any, states: torch.Tensor, prepared: NumberedCells) -> torch.Tensor:
+        vectors = model.cell_vectors(states, prepared)[prepared.cells].to(states.dtype)
+        predicted: torch.Tensor = getattr(model, self._head)(vectors, prepared.cell_keys[prepared.cells])
+        return predicted[:, 0].float()
+
+    def observe(self, model: Any, prepared: NumberedCells) -> tuple[torch.Tensor, ...]:
+        """Return the number of each cell and its prediction, standardised."""
+        return prepared.numbers, self._predicted(model, model.states(prepared), prepared)
+
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
+        """Return figures of the cells, and a verdict against their own mean: R²."""
+        numbers, predicted = (values.astype(np.float64) for values in observed)
+        if len(numbers) < 2 or not numbers.std() or not predicted.std():
+            return {"n_targets": len(numbers)}, []
+        r2 = float(1 - np.square(numbers - predicted).mean() / numbers.var())
+        std, name = self.config.target_std or 1.0, f"regression of {self.config.target_column}"
+        figures = {"n_targets": len(numbers), "pearson": float(np.corrcoef(numbers, predicted)[0, 1])}
+        figures["spearman"] = float(np.corrcoef(_ranks(numbers), _ranks(predicted))[0, 1])
+        if self.config.loss == "pearson":
+            return figures, [compare(name, "no correlation", "Pearson's r", figures["pearson"])]
+        errors = (numbers - predicted) * std  # in the unit of the column
+        figures |= {"r2": r2, "mean_absolute_error": float(np.abs(errors).mean())}
+        figures["root_mean_squared_error"] = float(np.square(errors).mean() ** 0.5)
+        return figures, [compare(name, "the mean of the cells", "R²", r2)]
+
+
+def anticorrelation(table: torch.Tensor) -> torch.Tensor:
+    """Return S (1 - r), a float64 scalar, of rows (slots, 3): 1, prediction and number; rows of zeros are no cells."""
+    filled, *columns = table.double().unbind(1)
+    n_cells = filled.detach().sum()
+    n = n_cells.clamp(min=1)
+    x, y = (column - filled * (column.sum() / n) for column in columns)
+    x_var, y_var = (centered.square().sum() / n + EPS for centered in (x, y))
+    return n_cells * (1 - (x * y).sum() / n / (x_var * y_var).sqrt())
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks of numbers, equal ones with their mean rank; scipy.stats takes a second of every worker to import."""
+    _, at, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: np.ndarray = (counts.cumsum() - (counts - 1) / 2)[at]
+    return ranks
+
+
+def _rows(predicted: torch.Tensor, prepared: NumberedCells) -> torch.Tensor:
+    return torch.stack([torch.ones_like(predicted), predicted, prepared.numbers], dim=1)

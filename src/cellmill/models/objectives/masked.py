@@ -1,0 +1,353 @@
+"""Shared parts of the masked objectives: token masks, the batch as the encoder sees it, heads, and the cell's loss.
+
+A fraction `mask_frac` of a cell's tokens, and at least one, is drawn by a hash of (seed, step, cell, place), so that a
+token is masked in every layout or in none. Hidden content is replaced before the model sees it, so it cannot leak.
+In training, `random_frac` of the masked tokens show random content instead and `keep_frac` their own (Devlin et al.
+2019): a random gene of the vocabulary, or the value of a random visible gene of the cell.
+
+The second loss predicts the same targets from the cell's embedding and the visible half of each masked token
+(scGPT, Cui et al. 2024, GEPC). Predictions are computed at masked tokens only: at 15 % masked and 20,000 genes they
+would otherwise be most of the work.
+
+Legend: T tokens of the batch, N targets, H hidden.
+
+masked_value: predict the values of masked tokens; their genes stay visible.
+
+The loss is cross-entropy for bins and squared error for continuous values. Genes differ far more in their mean than
+cells differ in a gene, so predicting each gene's mean already looks good. Values are therefore judged by R² *over the
+gene mean*, 1 - SSE(model) / SSE(gene mean), and by the correlation after subtracting the gene mean from both.
+
+A value is made from a cell's library size, the sum of all its counts, hidden ones included. With one hidden token the
+visible values tell its value exactly, with many their sum. `renormalize` makes the values that the model sees from
+visible counts alone; without it, R² and correlation include what leaks this way.
+
+Legend: N targets, H hidden.
+
+masked_gene: predict which genes the masked tokens are; their values stay visible.
+
+The output matrix is the gene embedding. The baseline is the frequency of genes in the training cells.
+
+Legend: N targets, H hidden, V tokens of the vocabulary.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from cellmill.config.parts.objectives import MaskedObjectiveConfig, MaskedValueConfig
+from cellmill.config.parts.tokens import SPECIAL, Tokens
+from cellmill.data.stream.batch import Tokenizer
+from cellmill.models.batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, TensorBatch, center_of, positions
+from cellmill.models.counter_rng import keyed_bits, threshold
+from cellmill.models.initial import STD, Fill, normal, zeros
+from cellmill.models.objective import GeneStatistics, Objective
+from cellmill.models.objectives.views import visible_values
+from cellmill.parallel.cpu_matmul import Linear
+from cellmill.parallel.likelihoods import token_loss
+from cellmill.parallel.vocab_parallel import rows_at, token_logits
+from cellmill.runs.verdict import Verdict, compare
+
+NEVER = 2**63 - 1  # above every draw
+FATE, CONTENT = 2, 3  # last keys of a masked token's draws
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedBatch(EncoderBatch):
+    """A batch with its targets hidden, and the answers."""
+
+    targets: torch.Tensor
+    """(targets,) int64, ascending: positions of the masked tokens, also of those that show content."""
+    answers: torch.Tensor
+    """(targets,): hidden genes (int64 token ids) or hidden values."""
+    n_targets: torch.Tensor
+
+    def hiding_targets(self, hides_gene: bool) -> Self:
+        """Return the batch with the gene, or the value, of every target hidden, also where the model is shown one."""
+        if hides_gene:
+            return replace(self, genes=self.genes.index_fill(0, self.targets, MASK_TOKEN))
+        return replace(
+            self,
+            values=self.values.index_fill(0, self.targets, 0),
+            value_hidden=self.value_hidden.index_fill(0, self.targets, True),
+        )
+
+
+@dataclass(frozen=True)
+class Fates:
+    """Treatment of the content of masked tokens, (tokens,) bool each; every masked token has one fate."""
+
+    hidden: torch.Tensor
+    random: torch.Tensor
+    kept: torch.Tensor
+
+    @classmethod
+    def drawn(cls, keys: torch.Tensor, masked: torch.Tensor, config: MaskedObjectiveConfig) -> Self:
+        """Draw the fates of `masked` tokens, (tokens,) bool, from their keys."""
+        draws = keyed_bits(keys, FATE)
+        kept = masked & (draws >= threshold(1 - config.keep_frac)) & (config.keep_frac > 0)
+        hidden = masked & ~kept & (draws < threshold(1 - config.keep_frac - config.random_frac))
+        return cls(hidden, masked & ~kept & ~hidden, kept)
+
+
+def mask(
+    batch: TensorBatch,
+    hides_gene: bool,
+    config: MaskedObjectiveConfig,
+    seed: int,
+    step: int,
+    tokenizer: Tokenizer | None = None,
+    random_tokens: int | None = None,
+) -> MaskedBatch:
+    """Draw the mask of a batch and hide the genes of masked tokens, or their values.
+
+    With `tokenizer`, the visible values are made again from the counts of visible tokens. `random_tokens` is the number
+    of tokens of the vocabulary; None hides all that is masked, as validation does.
+    """
+    cell, place = positions(batch)
+    keys = keyed_bits(batch.cells[cell], seed, step, place)
+    is_gene = batch.genes > PAD_TOKEN  # neither padding nor an end of the cell
+    draws = torch.where(is_gene, keys, NEVER)
+    lowest = torch.full((len(batch.lengths),), NEVER, device=keys.device).scatter_reduce(0, cell, draws, "amin")
+    masked = ((draws < threshold(config.mask_frac)) | (draws == lowest[cell])) & is_gene
+    targets = masked.nonzero().flatten()
+    none = torch.zeros_like(masked)
+    fates = Fates(masked, none, none) if random_tokens is None else Fates.drawn(keys, masked, config)
+    seen = batch
+    if tokenizer is not None:
+        seen = replace(batch, values=visible_values(batch, cell, ~masked | fates.kept, tokenizer))
+    genes, values, hidden = seen.genes, seen.values, none
+    if hides_gene:
+        genes = genes.masked_fill(fates.hidden, MASK_TOKEN)
+        if random_tokens is not None:
+            others = len(SPECIAL) + keyed_bits(keys, CONTENT) % (random_tokens - len(SPECIAL))
+            genes = torch.where(fates.random, others, genes)
+    else:
+        values, hidden = _with_random_values(values, fates, is_gene & ~masked, keys, cell)
+    return MaskedBatch(
+        genes=genes,
+        values=values,
+        value_hidden=hidden,
+        center=center_of(seen, cell, torch.ones_like(masked) if hides_gene else ~masked),
+        cell=cell,
+        cu_seqlens=batch.cu_seqlens,
+        lengths=batch.lengths,
+        token_keys=keyed_bits(keys, 1),  # hashed again: dropout must not depend on the mask
+        cell_keys=keyed_bits(batch.cells, seed, step),
+        levels=batch.levels,
+        covariate_rows=batch.covariate_rows,
+        targets=targets,
+        answers=(batch.genes if hides_gene else batch.values)[targets],
+        n_targets=torch.tensor(len(targets), device=keys.device),
+    )
+
+
+def _with_random_values(
+    values: torch.Tensor, fates: Fates, visible: torch.Tensor, keys: torch.Tensor, cell: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens,) values, with 0 where hidden and that of a `visible` token of the cell where random; hidden ones, bool.
+
+    Random ones are hidden in a cell without visible tokens.
+    """
+    donors = visible.nonzero().flatten()
+    n = torch.bincount(cell[donors], minlength=int(cell.max()) + 1 if len(cell) else 0)[cell]
+    first = torch.searchsorted(cell[donors], cell)
+    random = fates.random & (n > 0)
+    hidden = fates.hidden | (fates.random & ~random)
+    chosen = (first + keyed_bits(keys, CONTENT) % n.clamp(min=1))[random]
+    shown = values.masked_fill(hidden, 0)
+    shown[random] = values[donors[chosen]]
+    return shown, hidden
+
+
+class MaskedObjective(Objective):
+    """Base of masked_value and masked_gene; needs a model with `states`, `inputs` and `cell_vectors`."""
+
+    config: MaskedObjectiveConfig
+    hides_gene: bool
+    tokenizer: Tokenizer | None = None
+    """Makes visible values again, where not None."""
+
+    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        """Add `head`, `cell_head` if the second loss is on, and the objective's own output."""
+        hidden, self.n_tokens = model.width, n_tokens
+        model.head = _head(model, hidden)
+        names: tuple[str, ...] = ("head",)
+        if self.config.cell_loss_weight:
+            model.cell_head = _head(model, 2 * hidden)
+            names = ("head", "cell_head", *model.plan.begin)
+        return (*names, *self.attach_output(model, n_tokens))
+
+    def attach_output(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        """Add the layer from states to predictions; return the names that it reads."""
+        raise NotImplementedError
+
+    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> MaskedBatch:
+        """Mask a fraction of the tokens."""
+        random_tokens = self.n_tokens if self._splits and self.training else None
+        return mask(batch, self.hides_gene, self.config, seed, step, self.tokenizer, random_tokens)
+
+    def loss(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
+        """Return the summed loss over masked tokens, a float32 scalar."""
+        targets = prepared.targets
+        loss = self.loss_of(model, model.head(states[targets]), prepared)
+        if self.config.cell_loss_weight:
+            cells = model.cell_vectors(states, prepared).to(states.dtype)
+            # the targets are embedded again: the last stage of a pipeline does not receive the embeddings
+            of_cells = rows_at(cells, prepared.cell[targets])
+            asked = prepared.hiding_targets(self.hides_gene) if self._splits else prepared
+            queries = torch.cat([of_cells, model.inputs(asked, targets)], dim=-1)
+            loss = loss + self.config.cell_loss_weight * self.loss_of(model, model.cell_head(queries), prepared)
+        return loss
+
+    @property
+    def _splits(self) -> bool:
+        """True if some masked tokens show content."""
+        return self.config.random_frac + self.config.keep_frac > 0
+
+    def loss_of(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
+        """Return the summed loss of predictions from the states (N, H) of a head."""
+        raise NotImplementedError
+
+
+def _head(model: Any, width: int) -> nn.Module:
+    hidden = model.width
+    return nn.Sequential(Linear(width, hidden), model.head_activation(), nn.LayerNorm(hidden, eps=model.head_norm_eps))
+
+
+class MaskedValue(MaskedObjective):
+    """See the module."""
+
+    config: MaskedValueConfig
+    hides_gene = False
+
+    def __init__(self, config: MaskedValueConfig, tokens: Tokens) -> None:
+        super().__init__(config, tokens)
+        self.tokenizer = tokens.load()(tokens) if config.renormalize else None
+
+    def attach_output(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        """Add `value_out`, and `hidden_value`, the embedding of a hidden value."""
+        model.hidden_value = nn.Parameter(torch.empty(model.width))
+        model.value_out = nn.Linear(model.width, self.tokens.n_values - self._first_bin if self._is_class else 1)
+        return ("value_out",)
+
+    def initial_value(self, name: str) -> Fill | None:
+        """Initialize `hidden_value` like an embedding."""
+        return normal(STD) if name == "hidden_value" else None
+
+    def loss_of(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
+        """Return cross-entropy of bins, or the squared error of values, summed."""
+        predicted = self.predict(model, states, prepared)
+        if self._is_class:
+            return F.cross_entropy(predicted, prepared.answers - self._first_bin, reduction="sum")
+        return (predicted - prepared.answers).square().sum()
+
+    def predict(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
+        """(N, H) -> float32 values (N,), or logits of bins (N, bins)."""
+        out = model.value_out(states).float()
+        return out if self._is_class else out.squeeze(-1) + prepared.center[prepared.cell[prepared.targets]]
+
+    def observe(self, model: Any, prepared: MaskedBatch) -> tuple[torch.Tensor, ...]:
+        """Return vocabulary row, true value and predicted value of each target; for bins the expected bin."""
+        predicted = self.predict(model, model.head(model.states(prepared)[prepared.targets]), prepared)
+        if predicted.ndim == 2:
+            bins = torch.arange(predicted.shape[1], device=predicted.device, dtype=torch.float32) + self._first_bin
+            predicted = predicted.softmax(1) @ bins
+        return prepared.genes[prepared.targets] - len(SPECIAL), prepared.answers, predicted
+
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
+        """Return figures (R² over gene and global mean, gene-centred correlation, mean squares) and their verdict.
+
+        Undefined figures (no variance) are None.
+        """
+        genes, (targets, predicted) = observed[0], (array.astype(np.float64) for array in observed[1:])
+        by_gene = train.mean[genes]
+        mse = _mean_square(targets - predicted)
+        mse_gene, mse_global = _mean_square(targets - by_gene), _mean_square(targets - train.global_mean)
+        r2 = _r2(mse, mse_gene)
+        figures = {
+            "n_targets": len(targets),
+            "r2_over_gene_mean": r2,
+            "r2_over_global_mean": _r2(mse, mse_global),
+            "pearson_gene_centred": _pearson(targets - by_gene, predicted - by_gene),
+            "mse": mse,
+            "mse_gene_mean": mse_gene,
+            "mse_global_mean": mse_global,
+        }
+        if r2 is None:
+            return figures, []
+        return figures, [compare("prediction of masked values", "the gene's training mean", "R²", r2)]
+
+    @property
+    def _first_bin(self) -> int:
+        """Bins count from 1; 0 is that of genes without counts."""
+        return 0 if self.tokens.zero_frac else 1
+
+    @property
+    def _is_class(self) -> bool:
+        return self.tokens.value_kind == "class"
+
+
+def _mean_square(values: np.ndarray) -> float:
+    return float(np.mean(values**2))
+
+
+def _r2(mse: float, reference: float) -> float | None:
+    return 1 - mse / reference if reference > 0 else None
+
+
+def _pearson(a: np.ndarray, b: np.ndarray) -> float | None:
+    a, b = a - a.mean(), b - b.mean()
+    scale = math.sqrt(float(a @ a) * float(b @ b))
+    return float(a @ b) / scale if scale > 0 else None
+
+
+class MaskedGene(MaskedObjective):
+    """See the module."""
+
+    hides_gene = True
+    gene_rows = frozenset({"gene_bias"})
+
+    def attach_output(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        """Add `gene_bias`; the matrix is the gene embedding."""
+        model.gene_bias = nn.Parameter(torch.empty(n_tokens))
+        return ("gene_bias", "gene_embedding")
+
+    def initial_value(self, name: str) -> Fill | None:
+        """Initialize the bias to zero."""
+        return zeros if name == "gene_bias" else None
+
+    def loss_of(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
+        """Return the summed cross-entropy over the vocabulary, in chunks."""
+        return token_loss(states, model.gene_embedding.weight, model.gene_bias, prepared.answers)
+
+    def predict(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
+        """(N, H) -> float32 logits of genes (N, V)."""
+        return token_logits(states, model.gene_embedding.weight, model.gene_bias)
+
+    def observe(self, model: Any, prepared: MaskedBatch) -> tuple[torch.Tensor, ...]:
+        """Return vocabulary row, top-1 correctness and cross-entropy of each target."""
+        logits = self.predict(model, model.head(model.states(prepared)[prepared.targets]), prepared)
+        answers = prepared.answers
+        entropy = F.cross_entropy(logits, answers, reduction="none")
+        return answers - len(SPECIAL), logits.argmax(1) == answers, entropy
+
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
+        """Return accuracy and cross-entropy (nats) of the model and of add-one gene frequencies, and a verdict."""
+        genes, correct, cross_entropy = observed
+        frequency = (train.n + 1) / (train.n.sum() + len(train.n))
+        base = float(-np.log(frequency[genes]).mean())
+        entropy = float(cross_entropy.astype(np.float64).mean())
+        figures = {
+            "n_targets": len(genes),
+            "accuracy": float(correct.mean()),
+            "accuracy_frequency": float((genes == int(train.n.argmax())).mean()),
+            "cross_entropy": entropy,
+            "cross_entropy_frequency": base,
+        }
+        name, against = "prediction of masked genes", "gene frequency in training cells"
+        return figures, [compare(name, against, "nats cross-entropy", entropy - base, lower_is_better=True)]

@@ -1,0 +1,99 @@
+"""VICReg of two views of each cell of a global batch.
+
+With vectors z and z' of n cells, width H, and their covariances C and C' (divided by n - 1):
+
+- invariance: the mean over cells and directions of (z - z')^2
+- variance: the mean over directions of max(0, 1 - sqrt(C_jj + 1e-4)), for both views
+- covariance: the sum of squares of C off its diagonal, divided by H, for both views
+
+The table is float32, the loss float64, as a covariance is the small difference of large numbers.
+
+Source: Bardes, Ponce & LeCun 2022 (VICReg), equations 1 to 6; the invariance is divided by H, as in the authors' code.
+
+Two ways to keep the batch of a cell out of its vector.
+
+`LevelTerms` gives the decoder a vector of each batch, so that the cell's vector need not say which batch it is of
+(scVI, Lopez et al. 2018, conditions its decoder alike). `Adversary` predicts the batch from the cell's vector, through
+a reversed gradient that makes the encoder hide it (Ganin & Lempitsky 2015).
+
+Legend: C cells, H hidden, D width of the terms, L levels. Numbers of levels are 1 to L, 0 for an unknown one.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from cellmill.models.initial import Fill, with_std, zeros
+from cellmill.parallel.cpu_matmul import Linear
+
+EPS = 1e-4
+
+Weights = tuple[float, float, float]
+"""Of invariance, variance and covariance."""
+
+
+def vicreg(table: torch.Tensor, weights: Weights) -> torch.Tensor:
+    """Return n times the loss, a float64 scalar, of rows (slots, 1 + 2 H): 1, z and z'; rows of zeros are no cells."""
+    width = table.shape[1] // 2
+    filled, *views = table.double().split([1, width, width], dim=1)
+    n_cells = filled.detach().sum()
+    n = n_cells.clamp(min=1)
+    invariance, variance, covariance = weights
+    first, second = views
+    loss = invariance * (first - second).square().sum() / (n * width)
+    for z in views:
+        centered = z - filled * (z.sum(0) / n)
+        matrix = centered.T @ centered / (n - 1).clamp(min=1)
+        variances = matrix.diagonal()
+        hinge = F.relu(1 - (variances + EPS).sqrt()).mean()
+        correlated = (matrix.square().sum() - variances.square().sum()) / width
+        loss = loss + variance * hinge + covariance * correlated
+    return n_cells * loss
+
+
+class LevelTerms(nn.Module):
+    """A vector of each level, zero for an unknown one; of `centered` ones the mean over levels is subtracted."""
+
+    def __init__(self, levels: int, width: int, centered: bool = True) -> None:
+        super().__init__()
+        self.centered = centered
+        self.weight = nn.Parameter(torch.empty(levels, width))
+
+    def initial_value(self, name: str) -> Fill:
+        """Initialize to zero."""
+        return zeros
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        """(C,) int64 -> (C, D)."""
+        terms = self.weight - self.weight.mean(0) if self.centered else self.weight
+        return F.embedding(numbers, F.pad(terms, (0, 0, 1, 0)))
+
+
+class Adversary(nn.Module):
+    """Classifier of the level from the cell embedding, whose gradient to the embedding is reversed, times `scale`."""
+
+    def __init__(self, hidden: int, levels: int, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.inner = with_std(Linear(hidden, hidden), hidden**-0.5)
+        self.out = with_std(nn.Linear(hidden, levels), hidden**-0.5)
+
+    def forward(self, vectors: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """(C, H) and (C,) int64 -> cross-entropy summed over cells of known level, a float32 scalar."""
+        logits = self.out(F.gelu(self.inner(Reversed.apply(vectors, self.scale)))).float()
+        return F.cross_entropy(logits, numbers - 1, ignore_index=-1, reduction="sum")
+
+
+class Reversed(torch.autograd.Function):
+    """Identity, of a tensor and a number `scale`, whose gradient is multiplied by `-scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return -ctx.scale * grad, None

@@ -1,1 +1,0 @@
-"""The `profile` family: a multilayer perceptron on the expression profile."""

@@ -1,0 +1,233 @@
+"""A model folder of published weights: the files that `consolidate` writes, with their source instead of a training.
+
+Published weights as tensors by name, and the layout of attention that cellmill shards.
+
+Pickled dictionaries of texts and numbers, read without running any code that the file names.
+
+A plain unpickle imports and calls what the file asks for. Here only numpy's scalars may be asked for, and functions of
+this module stand in for numpy's, so not even numpy is called with what the file says.
+"""
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from cellmill.config.parts.family import WEIGHTS_FORMAT
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.errors import ConfigError, DataError
+from cellmill.files import read_json, require_file, sha256_file, write_json, write_text
+from cellmill.models.build import ModelSpec, build
+from cellmill.models.export import initial_tensors, write_tensors
+from cellmill.parallel.materialize import named_tensors
+
+
+def read_weights(folder: Path, *names: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Return the first of the files `names` in `folder`, .safetensors or of torch, and its tensors on the CPU.
+
+    torch files are read with `weights_only`, which unpickles tensors alone.
+    """
+    path = next((folder / name for name in names if (folder / name).is_file()), None)
+    if path is None:
+        raise DataError(f"{folder}: expected the weights in {' or '.join(names)}, got neither")
+    try:
+        loaded = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+    except Exception as error:  # damaged bytes raise almost anything
+        line = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DataError(f"{path}: cannot be read safely: {line}") from None
+    if not isinstance(loaded, Mapping) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        raise DataError(f"{path}: expected tensors by name, got something else")
+    return path, dict(loaded)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the mapping in a JSON file. Raises DataError for anything else."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: expected a mapping, got {type(value).__name__}")
+    return value
+
+
+def require(path: Path, mapping: Mapping[str, Any], name: str) -> Any:
+    """Return `mapping[name]`. Raises DataError naming `path`."""
+    if name not in mapping:
+        raise DataError(f"{path}: {name} is missing")
+    return mapping[name]
+
+
+def check_tokens(path: Path, tokens: Mapping[str, Any]) -> None:
+    """Raise DataError naming `path` for a token that is no row of a table."""
+    for name, token in tokens.items():
+        if type(token) is not int or not 0 <= token < 2**31:
+            raise DataError(f"{path}: {name}: expected a token, a whole number from 0, got {token!r}")
+
+
+def joined_heads(path: Path, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> torch.Tensor:
+    """(H, ...) each -> (3 H, ...): query, key and value of the first head, then of the second.
+
+    Raises DataError naming `path` when H is no multiple of `heads`.
+    """
+    if wrong := [len(x) for x in (q, k, v) if len(x) % heads]:
+        raise DataError(
+            f"{path}: expected queries, keys and values of {heads} equal heads, got {wrong[0]} rows; its configuration "
+            "is another model's"
+        )
+    return torch.stack([x.unflatten(0, (heads, -1)) for x in (q, k, v)], dim=1).flatten(0, 2)
+
+
+class _Dtype:
+    """Stand-in for numpy.dtype: its letter and size, such as f8, and its byte order."""
+
+    def __init__(self, code: Any, *_: Any) -> None:
+        self.code, self.order = str(code), "<"
+
+    def __setstate__(self, state: Any) -> None:
+        self.order = ">" if state[1] == ">" else "<"
+
+
+def _scalar(dtype: Any, raw: Any) -> int | float:
+    """Number of a numpy scalar, integer or floating point."""
+    if not isinstance(dtype, _Dtype) or dtype.code not in ("f8", "f4", "f2", "i8", "i4", "i2", "u8", "u4", "u2"):
+        raise pickle.UnpicklingError("a numpy scalar that is no number")
+    raw = raw.encode("latin1") if isinstance(raw, str) else raw
+    number: int | float = np.frombuffer(raw, dtype.order + dtype.code, count=1)[0].item()
+    return number
+
+
+def _latin1(text: Any, encoding: Any) -> bytes:
+    """Bytes, which protocols below 3 write as text."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError("text in another encoding than latin1")
+    return str(text).encode("latin1")
+
+
+ALLOWED = {
+    ("numpy", "dtype"): _Dtype,
+    ("numpy.core.multiarray", "scalar"): _scalar,
+    ("numpy._core.multiarray", "scalar"): _scalar,
+    ("_codecs", "encode"): _latin1,
+}
+"""Globals that a file may name, and what stands in for each."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return ALLOWED[module, name]
+
+
+def read_numbers(path: Path) -> dict[str, int | float]:
+    """Return the dictionary in a pickle, of texts to numbers. Raises DataError for anything else in it."""
+    require_file(path)
+    try:
+        with path.open("rb") as file:
+            value = _Unpickler(file).load()
+    except Exception as error:  # damaged bytes raise almost anything; nothing of the file has run
+        problem = str(error) or type(error).__name__
+        raise DataError(
+            f"{path}: expected a pickled dictionary of texts and numbers, got one that cannot be read safely: {problem}"
+        ) from None
+    plain = isinstance(value, dict) and all(type(k) is str and type(v) in (int, float) for k, v in value.items())
+    if not plain:
+        raise DataError(f"{path}: expected a pickled dictionary of texts and numbers, got other values")
+    return dict(value)
+
+
+IMPORTED = "imported"
+"""In place of the fingerprint of training data."""
+FILES = ("config.json", "model.safetensors", "vocabulary.tsv", "README.md")
+
+
+def write_model(
+    out: Path, spec: ModelSpec, genes: Vocabulary, tensors: Mapping[str, torch.Tensor], source: dict[str, Any]
+) -> list[str]:
+    """Write the model folder `out`; config.json, with `source`, is written last.
+
+    Parameters of the model that `tensors` lacks get their initial values of seed 0; returns their names. Raises
+    DataError for a tensor of another shape or without a finite value, ConfigError for an `out` that no import wrote.
+    """
+    _refuse_other_files(out)
+    model = build(spec)
+    for name, empty in named_tensors(model):  # before any is made: a damaged configuration may ask for any size
+        if name in tensors and tensors[name].shape != empty.shape:
+            raise DataError(
+                f"{source['weights']}: expected a tensor of shape {tuple(empty.shape)} for {name}, got "
+                f"{tuple(tensors[name].shape)}; its configuration is another model's"
+            )
+    written, untrained = {}, []
+    for name, initial in initial_tensors(model, 0, None, genes):
+        if name not in tensors:
+            untrained.append(name)
+        written[name] = tensors.get(name, initial).float().contiguous()
+        if not written[name].isfinite().all():
+            raise DataError(f"{source['weights']}: {name} has values that are not finite; copy the file again")
+    (out / "config.json").unlink(missing_ok=True)
+    write_tensors(out / "model.safetensors", written)
+    genes.write(out / "vocabulary.tsv")
+    config = {
+        "format": WEIGHTS_FORMAT,
+        "family": spec.model.family,
+        "model": spec.model.model_dump(mode="json"),
+        "objective": spec.objective.model_dump(mode="json"),
+        "tokens": spec.tokens.model_dump(mode="json"),
+        "n_genes": genes.n_genes,
+        "vocabulary_digest": genes.digest,
+        "fingerprint": IMPORTED,
+        "init_from": str(source["weights"]),
+        "step": 0,
+        "val_loss": None,
+        "seed": 0,
+        "source": source | {"untrained": untrained},
+        "weights_sha256": sha256_file(out / "model.safetensors"),
+    }
+    write_text(out / "README.md", imported_card(config, sum(tensor.numel() for tensor in written.values())))
+    write_json(out / "config.json", config)
+    return untrained
+
+
+def _refuse_other_files(out: Path) -> None:
+    """Raise ConfigError for a folder with files of others, such as those that are read, or the model of a run."""
+    if not out.is_dir():
+        return
+    config = out / "config.json"
+    if config.exists() and read_mapping(config).get("fingerprint") == IMPORTED:
+        return
+    # an import that was killed has left the others, and temporary files, which begin with a dot
+    if others := sorted(p.name for p in out.iterdir() if p.name not in FILES[1:] and not p.name.startswith(".")):
+        raise ConfigError(
+            f"--out {out}: expected a new folder, or that of an earlier import, got one with {others[0]}; set another"
+        )
+
+
+def imported_card(config: dict[str, Any], parameters: int) -> str:
+    """Return the README of an imported model: its source, what was left out, and its limits."""
+    source = config["source"]
+    rows = "".join(f"| {key} | {value} |\n" for key, value in source.items() if key != "untrained")
+    untrained = ", ".join(f"`{name}`" for name in source["untrained"]) or "none"
+    return f"""---
+library_name: cellmill
+tags: [single-cell, transcriptomics, {config["family"]}]
+---
+# {source["model"]}, imported
+
+| | |
+|---|---|
+| parameters | {parameters:,} |
+| vocabulary | {config["n_genes"]:,} genes, digest `{config["vocabulary_digest"][:16]}` |
+| tokens | {config["tokens"]["tokenizer"]}, at most {config["tokens"]["max_tokens"]} genes a cell |
+{rows}
+Parameters that the source does not have, at their initial values: {untrained}.
+
+    cellmill embed --model . --input cells.h5ad --out embedded.h5ad
+
+writes the cells' embeddings to `obsm["X_cellmill"]`. Genes are Ensembl ids; raw counts go in.
+
+## Limits
+The weights, their licence and their training data are the source's; cellmill has not judged them. Evaluate them on
+your cells beside the baselines before use. Not for clinical use.
+"""

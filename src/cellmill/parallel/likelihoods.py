@@ -1,0 +1,295 @@
+"""Cross-entropy over a token table, in chunks (`parallel.chunked_loss`).
+
+With tensor parallel, each target of a chunk needs three numbers from the other ranks (Megatron-LM, Shoeybi et al. 2019,
+section 3).
+
+Legend: N targets, H hidden, V local rows of the table.
+
+Negative binomial likelihood over a token table, in chunks (`parallel.chunked_loss`).
+
+Cell c has the count k of each token g, mostly 0, and their sum N. The mean is N times the softmax of the logits, the
+inverse dispersion r of a token is exp(dispersion), and the variance mean + mean² / r. With L the negative
+log-likelihood,
+
+    dL / d log mean = r (mean - k) / (r + mean)
+    dL / d r        = digamma(r) - digamma(k + r) + log(1 + mean / r) + (k - mean) / (r + mean)
+
+Zeros are computed densely and without gamma functions, which cancel there; the other counts correct them. With tensor
+parallel, a cell of a chunk needs four numbers from the other ranks: maximum and sum of the softmax, the sum of the
+gradients of log means, and the loss.
+
+Source: Robinson & Smyth 2008 (this parametrisation); Lopez et al. 2018 (scVI: mean as library size times a softmax).
+
+Legend: N cells, H hidden, V local rows of the table.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from cellmill.parallel.chunked_loss import chunked_loss
+from cellmill.parallel.vocab_parallel import segment_sum
+
+
+def token_loss(states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of the logits `states @ table.T + bias`, summed over the targets; see `chunked_loss`.
+
+    Parameters
+    ----------
+    states, table, bias, answers
+        (N, H), (V, H), a plain tensor or a DTensor sharded by rows, (V,) and (N,) int64.
+    """
+    return chunked_loss(states, table, bias, _Answers(answers))
+
+
+def profile_loss(
+    states: torch.Tensor,
+    table: torch.Tensor,
+    bias: torch.Tensor,
+    entries: list[int],
+    starts: torch.Tensor,
+    genes: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """As `token_loss`, of N targets that are distributions over the vocabulary.
+
+    Parameters
+    ----------
+    entries
+        Number of entries of each target, N integers.
+    starts
+        (N + 1,) int64: the first entry of each target, and their number. On the device: reading `entries` to it would
+        wait for it.
+    genes, weights
+        Token id, int64, and probability, float32, of each entry, target after target. No gene occurs twice in one
+        target; the weights of a target sum to 1.
+    """
+    return chunked_loss(states, table, bias, _Profiles(entries, starts, genes, weights))
+
+
+class _Asked(Protocol):
+    """Targets of a chunk, and their terms of its logits' gradient (n, V)."""
+
+    def picked(self, logits: torch.Tensor) -> torch.Tensor:
+        """(n,): the logit of each target, or the expected one."""
+        ...
+
+    def subtract_from(self, probabilities: torch.Tensor) -> None:
+        """Turn probabilities (n, V) into the gradient of the logits, in place."""
+        ...
+
+
+class _Targets:
+    """Targets of a cross-entropy."""
+
+    first_row = 0
+
+    def of(self, start: int, logits: torch.Tensor) -> _Asked:
+        """Return the targets from `start` on whose float32 `logits` (n, V) are given."""
+        raise NotImplementedError
+
+    def loss(
+        self, start: int, logits: torch.Tensor, vectors: tuple[torch.Tensor, ...], group: dist.ProcessGroup | None
+    ) -> tuple[torch.Tensor, tuple[()]]:
+        """See `chunked_loss.Targets`."""
+        return _loss_and_gradient(logits, self.of(start, logits), group), ()
+
+
+class _Answers(_Targets):
+    """One token for each target."""
+
+    def __init__(self, answers: torch.Tensor) -> None:
+        self.answers = answers
+
+    def of(self, start: int, logits: torch.Tensor) -> "_Rows":
+        answers, rows = self.answers[start : start + len(logits)] - self.first_row, logits.shape[1]
+        return _Rows(answers.clamp(0, max(rows - 1, 0)), (answers >= 0) & (answers < rows))
+
+
+class _Rows:
+    """Rows (n,) of this rank's table that a chunk's targets ask for, and whether they are this rank's at all."""
+
+    def __init__(self, rows: torch.Tensor, inside: torch.Tensor) -> None:
+        self.rows, self.inside = rows[:, None], inside
+
+    def picked(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.gather(1, self.rows)[:, 0] * self.inside
+
+    def subtract_from(self, probabilities: torch.Tensor) -> None:
+        less = probabilities.gather(1, self.rows) - self.inside.to(probabilities.dtype)[:, None]
+        probabilities.scatter_(1, self.rows, less)
+
+
+class _Profiles(_Targets):
+    """A sparse distribution for each target."""
+
+    def __init__(self, entries: list[int], starts: torch.Tensor, genes: torch.Tensor, weights: torch.Tensor) -> None:
+        self.starts, self.genes, self.weights = starts, genes, weights
+        self.ends = [0, *accumulate(entries)]
+
+    def of(self, start: int, logits: torch.Tensor) -> "_Distribution":
+        n, rows = logits.shape
+        if not rows:
+            return _Distribution(logits)
+        own = slice(self.ends[start], self.ends[start + n])
+        lengths = self.starts[start : start + n + 1].diff()
+        target = torch.repeat_interleave(lengths, output_size=own.stop - own.start)
+        genes = self.genes[own] - self.first_row
+        inside = (genes >= 0) & (genes < rows)
+        # dense, so that sums have one order on every device; entries of other ranks add 0 to a row of this one
+        dense = torch.zeros_like(logits)
+        dense.index_put_((target, genes.clamp(0, rows - 1)), self.weights[own] * inside, accumulate=True)
+        return _Distribution(dense)
+
+
+class _Distribution:
+    """Probabilities (n, V) that a chunk's targets ask for."""
+
+    def __init__(self, dense: torch.Tensor) -> None:
+        self.dense = dense
+
+    def picked(self, logits: torch.Tensor) -> torch.Tensor:
+        return (logits * self.dense).sum(1)
+
+    def subtract_from(self, probabilities: torch.Tensor) -> None:
+        probabilities.sub_(self.dense)
+
+
+def _loss_and_gradient(logits: torch.Tensor, targets: _Asked, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return the summed loss of float32 `logits` (n, V), which become its gradient in place."""
+    count, rows = logits.shape
+    maximum = logits.amax(1) if rows else logits.new_full((count,), -torch.inf)
+    if group is not None:
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+    logits.sub_(maximum[:, None])
+    correct = targets.picked(logits) if rows else torch.zeros_like(maximum)
+    sums = torch.stack([logits.exp_().sum(1), correct])
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    logits.div_(sums[0][:, None])
+    if rows:
+        targets.subtract_from(logits)
+    return (sums[0].log() - sums[1]).sum()
+
+
+def nb_loss(
+    states: torch.Tensor,
+    table: torch.Tensor,
+    bias: torch.Tensor,
+    dispersion: torch.Tensor,
+    entries: list[int],
+    starts: torch.Tensor,
+    genes: torch.Tensor,
+    counts: torch.Tensor,
+) -> torch.Tensor:
+    """Negative log-likelihood of each cell's counts divided by their sum, summed over cells; see `chunked_loss`.
+
+    Parameters
+    ----------
+    states, table, bias, dispersion
+        (N, H), (V, H), a plain tensor or a DTensor sharded by rows, (V,), and (V,), the log of the inverse dispersion.
+    entries
+        Number of entries of each cell, N integers above 0.
+    starts
+        (N + 1,) int64: the first entry of each cell, and their number, on the device.
+    genes, counts
+        Token id, int64, and count, float32 and above 0, of each entry, cell after cell. No gene occurs twice in a cell.
+    """
+    return chunked_loss(states, table, bias, _Counts(entries, starts, genes, counts), dispersion)
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """The counts of a chunk's cells; those of other ranks' rows are 0, in a row of this rank."""
+
+    cell: torch.Tensor
+    """(entries,) int64, ascending."""
+    starts: torch.Tensor
+    """(n + 1,) int64: first entry of each cell."""
+    row: torch.Tensor
+    count: torch.Tensor
+    inside: torch.Tensor
+    """(entries,) float32: 1 for entries of this rank's rows, else 0."""
+    sums: torch.Tensor
+    """(n,) float32: the sum of each cell's counts over all rows."""
+
+
+class _Counts:
+    """Sparse counts of all cells; the one further vector of the loss is the dispersion."""
+
+    first_row = 0
+
+    def __init__(self, entries: list[int], starts: torch.Tensor, genes: torch.Tensor, counts: torch.Tensor) -> None:
+        self.starts, self.genes, self.counts = starts, genes, counts
+        self.ends = [0, *accumulate(entries)]
+
+    def loss(
+        self, start: int, logits: torch.Tensor, vectors: tuple[torch.Tensor, ...], group: dist.ProcessGroup | None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """See `chunked_loss.Targets`."""
+        (dispersion,) = vectors
+        loss, gradient = _loss_and_gradients(logits, dispersion.float().exp(), self.of(start, *logits.shape), group)
+        return loss, (gradient,)
+
+    def of(self, start: int, n: int, n_rows: int) -> _Entries:
+        """Return the counts of `n` cells from `start` on, for a table of `n_rows` > 0 rows, or none."""
+        own = slice(self.ends[start], self.ends[start + n])
+        rows, counts = self.genes[own] - self.first_row, self.counts[own]
+        starts = self.starts[start : start + n + 1] - own.start
+        cell = torch.repeat_interleave(starts.diff(), output_size=own.stop - own.start)
+        inside = ((rows >= 0) & (rows < n_rows)).float()
+        sums = segment_sum(counts, cell, starts)
+        return _Entries(cell, starts, rows.clamp(0, max(n_rows - 1, 0)), counts * inside, inside, sums)
+
+
+def _loss_and_gradients(
+    logits: torch.Tensor, inverse: torch.Tensor, targets: _Entries, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed loss of float32 `logits` (n, V), and its gradient (V,) to `log(inverse)`.
+
+    The logits become their own gradient in place.
+    """
+    n, n_rows = logits.shape
+    maximum = logits.amax(1) if n_rows else logits.new_full((n,), -torch.inf)
+    if group is not None:
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+    logits.sub_(maximum[:, None])
+    normalizer = logits.exp().sum(1)
+    if group is not None:
+        dist.all_reduce(normalizer, group=group)
+    logits.sub_(normalizer.log()[:, None])  # log-softmax
+    sums, of_inverse = logits.new_zeros(2, n), torch.zeros_like(inverse)
+    probabilities = logits.exp()
+    if n_rows:
+        sums[0], of_mean, of_inverse = _of_rows(logits, probabilities, inverse, targets)
+        sums[1] = of_mean.sum(1)
+        logits.copy_(of_mean)
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    logits.sub_(probabilities.mul_(sums[1][:, None]))
+    return sums[0].sum(), of_inverse
+
+
+def _of_rows(
+    log_p: torch.Tensor, probabilities: torch.Tensor, inverse: torch.Tensor, targets: _Entries
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss (n,) of this rank's rows, and its gradients to log means (n, V) and to `log(inverse)` (V,)."""
+    at, share = (targets.cell, targets.row), (1 / targets.sums)[:, None]
+    means = probabilities * targets.sums[:, None]
+    total, log_ratio = means + inverse, torch.log1p(means / inverse)
+    loss = (inverse * log_ratio * share).sum(1)
+    of_mean = inverse * means / total * share
+    of_inverse = inverse * (log_ratio - means / total) * share
+    # counts above 0: log-probabilities of their own, gathered and added where they belong
+    r, k, part = inverse[targets.row], targets.count, share[targets.cell, 0] * targets.inside
+    log_mean = log_p[at] + targets.sums.log()[targets.cell]
+    gammas = torch.lgamma(r) + torch.lgamma(k + 1) - torch.lgamma(k + r)
+    detected = part * (gammas + k * (total[at].log() - log_mean))
+    loss = loss + segment_sum(detected, targets.cell, targets.starts)
+    of_mean.index_put_(at, -part * k * r / total[at], accumulate=True)
+    gammas = torch.digamma(r) - torch.digamma(k + r)
+    of_inverse.index_put_(at, part * r * (gammas + k / total[at]), accumulate=True)
+    return loss, of_mean, of_inverse.sum(0)

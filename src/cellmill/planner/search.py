@@ -1,0 +1,357 @@
+"""Check whether a run fits its devices, and find the first change that makes it fit.
+
+plan --suggest: layouts that a model and a machine allow, the fastest first.
+
+Tried are ddp and the sharding strategies, tp inside a node with sequence parallelism, pipelines, and recomputation. The
+rest of the configuration stays, including precision, compile and cpu_offload. `stream.lanes` is raised where more
+ranks read cells than there are lanes.
+
+Message of a process that ran out of memory: its planned memory by part, and the first change that helps.
+"""
+
+import errno
+import math
+import os
+import re
+import subprocess
+import sys
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from cellmill.config.checks import check_run
+from cellmill.config.load import stored_options
+from cellmill.config.machine import Machine
+from cellmill.config.options import PlanOptions, TrainOptions
+from cellmill.config.parallel import Parallel, divisors
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.stream.tokenizers import token_numbers
+from cellmill.errors import ConfigError
+from cellmill.files import read_json
+from cellmill.planner.cost import GB, Cost, Hardware, amount, check_precision, cost, device_named, layout_words
+from cellmill.planner.memory import Memory, PlannedModel, link_bytes, peak_memory
+from cellmill.planner.work import Cells, detected_genes, measure_work
+
+FREE_HALVINGS = 2  # of a micro-batch, which cost less than recomputing a forward pass
+MAX_TOKENS = 1 << 24
+
+Change = tuple[list[str], PlanOptions, "Hardware"]  # instructions for the user, and the options and hardware after them
+
+
+def hardware_of(options: PlanOptions, machine: Machine, device: str) -> Hardware:
+    """Return the processes that `machine` gives a run; the fewest of a range of nodes, which need the most memory.
+
+    The memory of a process is as configured, that of its device, or its share of this machine. Raises ConfigError for
+    an unknown device.
+    """
+    known = device_named(device)
+    memory_gb = options.plan.memory_gb if options.plan.memory_gb is not None else known.memory_gb
+    if memory_gb is None:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // machine.nproc_per_node
+    else:
+        whole = round(memory_gb * GB)
+    usable = int(whole * options.plan.memory_frac)
+    return Hardware(machine.node_counts[0], machine.nproc_per_node, device, whole, usable)
+
+
+def memory_needed(options: PlanOptions, cells: Cells, hardware: Hardware, micro_tokens: int | None = None) -> Memory:
+    """Return the memory of the rank that needs the most, optionally with micro-batches of `micro_tokens` tokens."""
+    if hardware.device == "cpu":  # there is no other memory to offload to
+        options = _with(options, cpu_offload=None)
+    model = PlannedModel.of(options, cells.n_genes, hardware.world, hardware.nproc_per_node, cells.levels)
+    work = measure_work(options, cells, model.layout)
+    return peak_memory(model, work.micro_tokens if micro_tokens is None else micro_tokens, work.most_micro_batches)
+
+
+def check_memory(options: PlanOptions, cells: Cells, hardware: Hardware) -> Memory:
+    """Return the memory of a run. Raises ConfigError with the first change that makes it fit if it does not."""
+    memory = memory_needed(options, cells, hardware)
+    if memory.total <= hardware.usable_bytes:
+        return memory
+    part, n_bytes = max(asdict(memory).items(), key=lambda item: item[1])
+    raise ConfigError(
+        f"needs {amount(memory.total)} per process, {amount(n_bytes)} of it {part}, but {hardware.device} has "
+        f"{amount(hardware.usable_bytes)} usable ({options.plan.memory_frac:.0%} of {amount(hardware.device_bytes)}): "
+        f"{remedy(options, cells, hardware)}"
+    )
+
+
+def largest_micro_batch(options: PlanOptions, cells: Cells, hardware: Hardware) -> int:
+    """Return the most tokens of a micro-batch that fit, with the same number of micro-batches; 0 if none fits."""
+
+    def is_too_large(tokens: int) -> bool:
+        return memory_needed(options, cells, hardware, tokens).total > hardware.usable_bytes
+
+    return bisect_left(range(1, MAX_TOKENS + 1), True, key=is_too_large)
+
+
+def remedy(options: PlanOptions, cells: Cells, hardware: Hardware) -> str:
+    """Return the first change, or combination of changes, that makes the run fit."""
+    for words, changed, processes in _changes(options, hardware):
+        if memory_needed(changed, cells, processes).total <= processes.usable_bytes:
+            return " and ".join(words)
+    return "use a device with more memory (the profile) or a smaller model"
+
+
+def _changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
+    """Changes in the order of what they cost in speed; some stay while later ones are tried."""
+    kept: list[str] = []
+    yield from islice(_smaller_budgets(options, hardware, kept), FREE_HALVINGS)
+    if options.parallel.activation_checkpointing is None:
+        options = _with(options, activation_checkpointing="full")
+        kept = ["set parallel.activation_checkpointing to full"]
+        yield kept, options, hardware
+    yield from _smaller_budgets(options, hardware, kept)
+    if options.parallel.shards_gradients and not options.parallel.reduces_each_micro_batch:
+        words = "set parallel.gradient_reduction to micro_batch"
+        changed = _with(options, gradient_reduction="micro_batch")
+        yield [*kept, words], changed, hardware
+        yield from _smaller_budgets(changed, hardware, [*kept, words])
+    sharded = _with(options, strategy="fsdp", sharding_strategy="FULL_SHARD", shard_size=None)
+    if hardware.layout(sharded.parallel) != hardware.layout(options.parallel):
+        kept = [*kept, "use fsdp with parallel.sharding_strategy FULL_SHARD"]
+        yield kept, sharded, hardware
+    options = sharded
+    for tp in _tensor_parallel(options, hardware):
+        words = f"set parallel.tp to {tp} with parallel.sequence_parallel"
+        yield [*kept, words], _with(options, tp=tp, sequence_parallel=True), hardware
+    for pp in _pipelines(options, hardware):
+        yield [*kept, f"set parallel.pp to {pp}"], _with(options, pp=pp), hardware
+    for offload in _offloads(options, hardware):
+        yield [*kept, f"set parallel.cpu_offload to {offload}"], _with(options, cpu_offload=offload), hardware
+    for nodes in (hardware.nodes * 2**k for k in range(1, 8)):
+        yield [*kept, f"use {nodes} nodes (the profile)"], options, replace(hardware, nodes=nodes)
+
+
+def _smaller_budgets(options: PlanOptions, hardware: Hardware, kept: list[str]) -> Iterator[Change]:
+    """Powers of two below the token budget that still hold the largest cell."""
+    budget = 1 << (options.train.token_budget - 1).bit_length() - 1
+    while budget >= max(1, options.tokens.max_tokens):
+        changed = options.model_copy(update={"train": options.train.model_copy(update={"token_budget": budget})})
+        yield [*kept, f"lower train.token_budget to {budget}"], changed, hardware
+        budget //= 2
+
+
+def _tensor_parallel(options: PlanOptions, hardware: Hardware) -> list[int]:
+    """Larger tp that divides the model and the node."""
+    sizes = options.model.tp_sizes().values()
+    common = math.gcd(hardware.nproc_per_node, hardware.world // options.parallel.pp, *sizes) if sizes else 1
+    return [tp for tp in divisors(common) if tp > options.parallel.tp]
+
+
+def _pipelines(options: PlanOptions, hardware: Hardware) -> list[int]:
+    """Larger pp with at least one block per stage."""
+    parallel, blocks = options.parallel, min(options.model.pp_sizes().values(), default=1)
+    largest = blocks // (parallel.stages // parallel.pp)
+    return [pp for pp in divisors(hardware.world // parallel.tp) if parallel.pp < pp <= largest]
+
+
+def _offloads(options: PlanOptions, hardware: Hardware) -> list[str]:
+    """Values of cpu_offload that move more to host memory, if the device has memory of its own."""
+    if hardware.device == "cpu" or options.parallel.cpu_offload == "full":
+        return []
+    optimizer = ["optimizer"] if options.parallel.cpu_offload is None else []
+    return optimizer + (["full"] if hardware.layout(options.parallel).dp > 1 else [])
+
+
+def _with(options: PlanOptions, **changes: Any) -> PlanOptions:
+    parallel = Parallel.model_validate(options.parallel.model_dump() | changes)
+    return options.model_copy(update={"parallel": parallel})
+
+
+SHOWN = 10
+MAX_PIPELINE = 16
+ROW = "{:>10}  {:>9}  {:>4}  {:>10}  {:>10}  {}"
+SIMILAR = 0.02  # relative difference of hours that is ignored; plans are less exact
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A layout that fits."""
+
+    options: PlanOptions
+    cost: Cost
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """Sort key, smaller is better: hours within SIMILAR, bytes to other nodes and inside the node, axes, memory."""
+        parallel, sent, hours = self.options.parallel, link_bytes(self.cost.traffic), self.cost.hours
+        speed = 0.0 if hours is None else round(math.log(hours) / SIMILAR)
+        return (speed, sent["inter_node"], sent["intra_node"], parallel.tp * parallel.pp, self.cost.memory.total)
+
+
+@dataclass(frozen=True)
+class Suggestions:
+    """Result of a search."""
+
+    fitting: list[Suggestion]  # the best first
+    too_large: list[int]  # bytes of the layouts that do not fit
+    refused: Counter[str]  # number of refused layouts by reason; similar reasons count as the first of them
+
+
+def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -> Suggestions:
+    """Rank the layouts for all processes of `machine`, with the fewest of a range of nodes."""
+    known, hardware = device_named(device), hardware_of(options, machine, device)
+    fitting, too_large = [], []
+    refused: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for parallel in layouts(options, hardware):
+        try:
+            changed = _enough_lanes(options.model_copy(update={"parallel": parallel}), hardware)
+            check_precision(parallel, device, known)
+            check_run(changed, hardware.nodes, hardware.nproc_per_node, cells.n)
+        except ConfigError as error:
+            kind = re.sub(r"\d+", "", str(error))
+            refused[examples.setdefault(kind, str(error))] += 1
+            continue
+        memory = memory_needed(changed, cells, hardware)
+        if memory.total > hardware.usable_bytes:
+            too_large.append(memory.total)
+        else:
+            fitting.append(Suggestion(changed, cost(changed, cells, hardware, known, memory)))
+    fitting.sort(key=lambda suggestion: suggestion.rank)
+    return Suggestions(fitting, too_large, refused)
+
+
+def layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
+    """Layouts worth trying, without duplicates that come to the same."""
+    kept, seen = options.parallel.model_dump(include={"precision", "compile", "cpu_offload"}), set()
+    for changes in _other_layouts(options, hardware):
+        parallel = Parallel.model_validate(kept | changes)
+        try:
+            sizes = hardware.layout(parallel)
+        except ConfigError:
+            yield parallel  # `suggest` counts it with its reason
+            continue
+        # pipeline stages keep their weights gathered under every strategy
+        keeps_gathered = parallel.sharding_strategy == "SHARD_GRAD_OP" and sizes.pp == 1
+        sharding = (parallel.strategy, keeps_gathered)
+        key = (sizes, sharding if sizes.dp > 1 else None, parallel.schedule, parallel.activation_checkpointing)
+        if key not in seen:
+            seen.add(key)
+            yield parallel
+
+
+def _other_layouts(options: PlanOptions, hardware: Hardware) -> Iterator[dict[str, Any]]:
+    blocks = min(options.model.pp_sizes().values(), default=1)
+    strategies: list[dict[str, Any]] = [{"strategy": "ddp"}]
+    strategies += [{"sharding_strategy": name} for name in ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP")]
+    for tp in divisors(hardware.nproc_per_node) if options.model.tp_sizes() else [1]:
+        for pp in divisors(hardware.world // tp):
+            if pp > min(blocks, MAX_PIPELINE):
+                break
+            for schedule in ("1F1B", "Interleaved1F1B") if pp > 1 else ("1F1B",):
+                for recompute in (None, "full") if options.parallel.compile else (None, "selective", "full"):
+                    for strategy in strategies:
+                        axes = {"tp": tp, "sequence_parallel": tp > 1, "pp": pp, "schedule": schedule}
+                        yield {**strategy, **axes, "activation_checkpointing": recompute}
+
+
+def _enough_lanes(options: PlanOptions, hardware: Hardware) -> PlanOptions:
+    """Raise `stream.lanes` to a number that all ranks can share, if the batch can be divided by it."""
+    lanes, dp = options.stream.lanes, hardware.layout(options.parallel).dp
+    for number in (lanes, math.lcm(lanes, dp), dp):
+        if number % dp == 0 and options.train.global_batch % number == 0:
+            return options.model_copy(update={"stream": options.stream.model_copy(update={"lanes": number})})
+    return options
+
+
+def table(suggestions: Suggestions, options: PlanOptions, machine: Machine, device: str) -> str:
+    """Return the best layouts as lines of text, why others are missing, and the YAML of the best one."""
+    nodes, nproc = machine.node_counts[0], machine.nproc_per_node
+    lines = [f"{nodes:,} nodes x {nproc} {device}; memory per process, bytes sent per process and step", ""]
+    head = ROW.format("memory", "hours", "MFU", "intra-node", "inter-node", "layout")
+    lines.append(head if suggestions.fitting else "no layout fits")
+    for suggestion in suggestions.fitting[:SHOWN]:
+        estimate, parallel = suggestion.cost, suggestion.options.parallel
+        sent = link_bytes(estimate.traffic)
+        hours = "unknown" if estimate.hours is None else f"{estimate.hours:,.3g}"
+        mfu = "?" if estimate.mfu is None else f"{estimate.mfu:.0%}"
+        words = layout_words(parallel.model_dump() | vars(estimate.model.layout))
+        words += ", sequence_parallel" if parallel.sequence_parallel else ""
+        if parallel.activation_checkpointing:
+            words += f", recompute {parallel.activation_checkpointing}"
+        intra, inter = amount(sent["intra_node"]), amount(sent["inter_node"])
+        lines.append(ROW.format(amount(estimate.memory.total), hours, mfu, intra, inter, words))
+    lines += ["", f"{len(suggestions.fitting)} layouts fit"]
+    if too_large := suggestions.too_large:
+        lines[-1] += f", {len(too_large)} do not: the smallest needs {amount(min(too_large))}"
+    lines += [f"{number} refused: {reason}" for reason, number in suggestions.refused.most_common()]
+    if suggestions.fitting:
+        lines += ["", "# the best layout, for config.yaml", sections(suggestions.fitting[0].options, options).rstrip()]
+    return "\n".join(lines)
+
+
+def sections(suggested: PlanOptions, options: PlanOptions) -> str:
+    """Return the YAML of what a suggestion sets."""
+    parallel = suggested.parallel.model_dump(mode="json")
+    defaults = Parallel.model_validate({}).model_dump(mode="json")
+    named = {"strategy", "sharding_strategy"} if suggested.parallel.strategy == "fsdp" else {"strategy"}
+    tree: dict[str, Any] = {
+        "parallel": {name: value for name, value in parallel.items() if name in named or value != defaults[name]}
+    }
+    if suggested.stream.lanes != options.stream.lanes:
+        tree["stream"] = {"lanes": suggested.stream.lanes}
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+TIMEOUT_S = 120
+LESS_FRAC = 0.8  # of the planned memory; a remedy must need less than this
+ALLOCATORS = re.compile(  # of torch on a CPU; of pinned host memory, a second context, cuBLAS and cuDNN; of NCCL
+    r"can't allocate memory|not enough memory|Cannot allocate memory|CUDA error: out of memory|"
+    r"CU(BLAS|DNN)_STATUS_ALLOC_FAILED|Cuda failure (\d+ )?'?out of memory",
+    re.IGNORECASE,
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for out-of-memory errors of Python, of a device and its libraries, and of torch's CPU allocator."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and ALLOCATORS.search(str(error)) is not None
+
+
+def ask(run_json: Path, world: int, nproc_per_node: int, device: str) -> str | None:
+    """Return `advice` from a new process, since sizes are measured without a process group; None if that fails."""
+    words = [str(run_json), str(world), str(nproc_per_node), device]
+    command = [sys.executable, "-m", "cellmill.planner.search", *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def advice(record: dict[str, Any], options: TrainOptions, world: int, nproc_per_node: int, device: str = "cpu") -> str:
+    """Return the planned memory of one process, and the first change after which it needs a fifth less.
+
+    `record` is the content of run.json, `device` a type: a CPU has no other memory to offload to.
+    """
+    planned = PlanOptions.model_validate({**dict(options), "plan": {}})
+    manifest = Manifest.read(Path(record["manifest"]))
+    lengths = token_numbers(options.tokens, detected_genes(manifest), manifest.n_genes).all
+    cells = Cells(lengths, manifest.n_genes, levels=manifest.levels(options.obs_columns()))
+    hardware = Hardware(world // nproc_per_node, nproc_per_node, device, 0, 0)
+    memory = memory_needed(planned, cells, hardware)
+    parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
+    listed = ", ".join(f"{name} {amount(n)}" for name, n in parts if n)
+    less = replace(hardware, usable_bytes=int(LESS_FRAC * memory.total))
+    return (
+        f"the plan was {amount(memory.total)} per process, most of it {parts[0][0]} ({listed}): "
+        f"{remedy(planned, cells, less)}"
+    )
+
+
+if __name__ == "__main__":
+    _record = read_json(Path(sys.argv[1]))
+    _options = stored_options(_record["options"], "run.json")
+    print(advice(_record, _options, int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))

@@ -1,0 +1,502 @@
+"""A new profile in one file: the choice of partitions, its values with a reason for each, and its text.
+
+The template is the same for the profiles of this repository and those of `cellmill profiles new`.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from snakemake.cli import parse_set_resources
+
+from cellmill.config.load import check_options
+from cellmill.config.machine import Machine
+from cellmill.errors import UserError
+from cellmill.planner.cost import DEVICES, assumption, known_device, sizes_of
+from cellmill.preflight.checks import gpus_text
+from cellmill.preflight.site import Node, Partition, SlurmFacts, up
+
+DAY_MIN = 1440
+_SLICE = re.compile(r"\d+g\.\d+gb")  # a part of a GPU (MIG); processes on several cannot form one training
+
+
+@dataclass(frozen=True)
+class Request:
+    """The user's wishes; empty or None leaves the choice to `choose_training`."""
+
+    partition: str = ""
+    nodes: str = ""
+    gpus: int | None = None
+    """Per node; 0 for processes on CPU cores."""
+    account: str = ""
+    qos: str = ""
+
+    @property
+    def most_nodes(self) -> int:
+        return int(self.nodes.rpartition("-")[2] or 1)
+
+    def __str__(self) -> str:
+        partition = f"--partition {self.partition} " if self.partition else ""
+        gpus = "" if self.gpus is None else f" --gpus {self.gpus}"
+        return f"{partition}--nodes {self.nodes or 1}{gpus}"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Nodes of a partition that can run the training, and the GPUs it gets on each."""
+
+    partition: Partition
+    nodes: list[Node]
+    gpus: int = 0
+    kind: str = ""
+    """Type of the GPUs as SLURM names it; "" for one without a name."""
+
+    @property
+    def sliced(self) -> bool:
+        return bool(_SLICE.search(self.kind))
+
+
+def choose_training(facts: SlurmFacts, request: Request) -> tuple[Offer, str]:
+    """The best offer and the reason. Raises UserError if there is no such partition, or not as much of it."""
+    if request.partition:
+        among = [_named(facts, request.partition)]
+    else:
+        among = facts.usable()
+    offers = [offer for partition in among for offer in _offers(facts, partition, request)]
+    has_gpus = any(node.gpus for partition in among for node in up(partition))
+    offers = [offer for offer in offers if offer.gpus or request.gpus == 0 or not has_gpus]
+    if not offers:
+        there = "; ".join(sorted(f"{partition.name}: {_contents(facts, partition)}" for partition in among))
+        raise UserError(f"{request}: expected at most what is up, which is {there or 'nothing'}")
+    offers.sort(key=lambda offer: ([-value for value in _merits(offer).values()], offer.partition.name, offer.kind))
+    best = offers[0]
+    if request.partition:
+        return best, "--partition"
+    others = [offer for offer in offers if offer.partition.name != best.partition.name]
+    if not others:
+        return best, f"the only one {'with GPUs' if best.gpus else 'that is up'}"
+    merits, next_best = _merits(best), _merits(others[0])
+    reason = next((merit for merit in merits if merits[merit] != next_best[merit]), "the first by name")
+    names = ", ".join(dict.fromkeys(offer.partition.name for offer in others))
+    return best, f"{reason} of those {'with GPUs' if best.gpus else 'that are up'}; also {names}"
+
+
+def choose_for_stages(facts: SlurmFacts, training: Partition) -> tuple[Partition, str]:
+    """The partition of stages that need no GPU, and the reason."""
+    usable = facts.usable()
+    without = [partition for partition in usable if not any(node.gpus for node in up(partition))]
+    mixed = [partition for partition in usable if not all(node.gpus for node in up(partition))]
+    pool, reason = (without, "without GPUs") if without else (mixed, "has nodes without GPUs")
+    if not pool:  # the default is where the site wants jobs that ask for nothing
+        default = next((partition for partition in usable if partition.default), None)
+        where = f"{'as train' if default is None else 'the default'}: all nodes that are up have GPUs"
+        return default or training, where
+    best = min(pool, key=lambda p: (not p.default, -_limit(p), -len(up(p)), p.name))
+    return best, f"the default, {reason}" if best.default else reason
+
+
+def _named(facts: SlurmFacts, name: str) -> Partition:
+    partition = facts.partitions.get(name)
+    if partition is None:
+        raise UserError(f"--partition {name}: there is none; expected one of {', '.join(sorted(facts.partitions))}")
+    if partition.state != "up":
+        raise UserError(f"--partition {name}: it is {partition.state}; expected one that is up")
+    return partition
+
+
+def _offers(facts: SlurmFacts, partition: Partition, request: Request) -> Iterator[Offer]:
+    """At most one offer for each type of GPU: as many on each node as enough nodes have."""
+    nodes, number = up(partition), request.most_nodes
+    if number > (facts.rules_of(partition).max_nodes or number):
+        return
+    kinds = sorted({kind for node in nodes for kind in node.gpus})
+    if (not request.gpus and not kinds) or request.gpus == 0:
+        if len(nodes) >= number:
+            yield Offer(partition, nodes)
+        return
+    for kind in kinds:
+        counts = sorted((node.gpus.get(kind, 0) for node in nodes), reverse=True)
+        most = counts[number - 1] if len(counts) >= number else 0
+        gpus = request.gpus or (min(1, most) if _SLICE.search(kind) else most)
+        if 0 < gpus <= most:
+            yield Offer(partition, [node for node in nodes if node.gpus.get(kind, 0) >= gpus], gpus, kind)
+
+
+def _merits(offer: Offer) -> dict[str, int]:
+    """Reasons to prefer an offer, the first difference decides."""
+    return {
+        "whole GPUs": int(not offer.sliced),
+        "most GPUs per node": offer.gpus,
+        "without GPUs": int(not any(node.gpus for node in offer.nodes)),
+        "the default": int(offer.partition.default),
+        "fastest GPUs": int(_speed(offer.kind)),
+        "longest time limit": _limit(offer.partition),
+        "most nodes": len(offer.nodes),
+    }
+
+
+def _speed(kind: str) -> float:
+    """FLOP/s of a type of GPU; 0 for one that the planner does not know."""
+    return DEVICES[known_device(kind) or "cpu"].bf16_flops or 0
+
+
+def _limit(partition: Partition) -> int:
+    """Time limit; more than a day is no advantage, as a longer training takes several jobs."""
+    return min(partition.limit_min or DAY_MIN, DAY_MIN)
+
+
+def _contents(facts: SlurmFacts, partition: Partition) -> str:
+    """Nodes of a partition that are up, by their GPUs."""
+    kinds = Counter(gpus_text(node.gpus) or "no GPU" for node in up(partition))
+    listed = ", ".join(f"{number} {'node' if number == 1 else 'nodes'} with {kind}" for kind, number in kinds.items())
+    most = facts.rules_of(partition).max_nodes
+    return f"{listed or 'no node that is up'}{f', at most {most} in a job' if most else ''}"
+
+
+RETRIES = 2
+COMMENTS_AT = 28
+"""Column of the comments, where the text before them is not longer."""
+_OF_SNAKEMAKE: dict[str, Any] = {
+    "wildcards": {}, "input": [], "attempt": 1, "threads": 1, "rulename": "", "async_run": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """Partition in which stages run, and the most that a job may request there; None for no limit."""
+
+    partition: str = ""
+    qos: str = ""
+    limit_min: int | None = None
+    mem_mb: int | None = None
+    """0 where SLURM does not manage memory: no job may request any."""
+    cpus: int | None = None
+
+    def memory(self, megabytes: int, per: int | None = None) -> str:
+        """Memory that grows with each attempt and by 1 MB for each `per` MB of input, as Snakemake evaluates it."""
+        return _growing(megabytes, self.mem_mb, per)
+
+    def runtime(self, minutes: int, per: int | None = None) -> str:
+        """Time limit that grows with each attempt and by a minute for each `per` MB of input, in the same way."""
+        return _growing(minutes, self.limit_min, per)
+
+    def at_most(self, number: int, limit: int | None) -> int:
+        return number if limit is None else min(number, limit)
+
+
+@dataclass(frozen=True)
+class ProfileValues:
+    """Everything that differs between two profiles."""
+
+    head: str
+    """First comment."""
+    machine: Machine
+    """Of train."""
+    device: str
+    """Of plan."""
+    stages: Place
+    vectors: Place
+    """Of embed, embed_external, predict, evaluate and predict_changes, which use one GPU."""
+    vectors_gpu: Mapping[str, str | int]
+    """Their keys for it; comments if `vectors` has no partition."""
+    status_command: str
+    why: Mapping[str, str] = field(default_factory=dict)
+    """The reason of a value; it follows the general comment of its key."""
+    shipped: bool = False
+    """True for a profile of this repository, to be filled in."""
+
+
+def render(values: ProfileValues) -> str:
+    """The profile's config.yaml."""
+    loader = PackageLoader("cellmill", "preflight")
+    environment = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+
+    def note(name: str, general: str = "") -> str:
+        said = "; ".join(filter(None, (general, values.why.get(name))))
+        return f" # {said}" if said else ""
+
+    text = environment.get_template("profile_template.yaml").render(
+        vars(values), retries=RETRIES, note=note, key=_key, text=quoted
+    )
+    return "".join(f"{_aligned(line)}\n" for line in text.splitlines())
+
+
+def quoted(text: str) -> str:
+    """`text` as YAML in which Snakemake reads a text: in both quotes if it could be Python, as `all` and 2-4 are."""
+    inner = text if _stays(text) else f"'{text}'"
+    plain = re.fullmatch(r"[A-Za-z][\w.,:/-]*", inner) and yaml.safe_load(f"k: {inner}") == {"k": inner}
+    return inner if plain else f'"{inner}"'
+
+
+def _stays(text: str) -> bool:
+    """True if Snakemake evaluates `text` to a text or number that prints the same."""
+    try:
+        resource = parse_set_resources([f"rule:text={text}"])["rule"]["text"]
+        return str(resource.evaluate(**_OF_SNAKEMAKE).value) == text
+    except Exception:  # whatever the expression raises
+        return False
+
+
+def _growing(base: int, limit: int | None, per: int | None) -> str:
+    """`base` and a part of the input's size, times the attempt, which exceeds `limit` in no attempt."""
+    sized = base if per is None else f"int({base} + input.size_mb / {per})"
+    if limit is None or (per is None and base * (1 + RETRIES) <= limit):
+        return f"{sized} * attempt"
+    return str(limit) if limit <= base else f"min({sized} * attempt, {limit})"
+
+
+def _key(name: str, value: str | int, example: str) -> str:
+    """A line of the profile, commented if there is no value."""
+    if value == "":
+        return f"# {name}: {example}"
+    return f"{name}: {quoted(value) if isinstance(value, str) else value}"
+
+
+def _aligned(line: str) -> str:
+    match = re.fullmatch(r"(\s*(?:# )?[\w-]+:.*?) # (.*)", line)
+    if match is None:
+        return line
+    return f"{match[1].ljust(max(COMMENTS_AT, len(match[1]) + 2))}# {match[2]}"
+
+
+SAVE_WITHIN_S = 300
+LEAST_JOB_AGE_S = 200
+"""The plugin queries a job every 180 s at least; squeue must still list it."""
+ASSUMED = "a100"
+"""Device of the plan where SLURM does not name one that the planner knows."""
+_GPU_MODEL = re.compile(r"[A-Za-z0-9_.]+")  # what the plugin accepts
+
+
+Reasons = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Reasoned:
+    """A value and where it is from."""
+
+    value: str
+    why: str = ""
+
+
+def choose_values(facts: SlurmFacts, request: Request, name: str) -> ProfileValues:
+    """Every value of the profile `name`. Raises UserError if SLURM has no such machine."""
+    offer, chosen = choose_training(facts, request)
+    partition, chosen_for_stages = choose_for_stages(facts, offer.partition)
+    account = _account(facts, request, offer.partition)
+    qos = Reasoned(request.qos, "--qos") if request.qos else _qos(facts, offer.partition, account.value)
+    stages_qos = qos if partition.name == offer.partition.name else _qos(facts, partition, account.value)
+    stages = _place(facts, partition, up(partition), account.value, stages_qos.value)
+    vectors = _place(facts, offer.partition, offer.nodes, account.value, qos.value) if offer.gpus else stages
+    status, device = _status_command(facts), _device(offer)
+    machine, why = _machine(facts, request, offer, account.value, qos.value)
+    why |= {
+        "status_command": status.why,
+        "stages_partition": f"{chosen_for_stages} (sinfo)",
+        "account": account.why,
+        "stages_qos": stages_qos.why,
+        "growth": _growth(stages, vectors),
+        "device": device.why,
+        "partition": chosen if request.partition else f"{chosen} (sinfo)",
+        "qos": qos.why,
+        "vectors_qos": qos.why,
+        "vectors_gpu": "one GPU, in the plugin's terms",
+        "vectors_gres": "one GPU; this site supports only --gres",
+        "vectors_gpu_model": "the site's name of it (sinfo)",
+        "vectors_tasks_per_gpu": "otherwise the script runs once per GPU",
+    }
+    return ProfileValues(
+        head=_head(name, machine),
+        machine=machine,
+        device=device.value,
+        stages=stages,
+        vectors=vectors,
+        vectors_gpu=_vectors_gpu(facts, offer, qos.value),
+        status_command=status.value,
+        why=why,
+    )
+
+
+def _head(name: str, machine: Machine) -> str:
+    gpus = machine.gpus_per_node or machine.gres
+    gpus = f" with GPUs {gpus}" if gpus else ""
+    return (
+        f"# Nodes of partition {machine.slurm_partition}{gpus}, written by `cellmill profiles new {name}`\n"
+        "# from the answers of sinfo, scontrol and sacctmgr, named in brackets. "
+        f"`cellmill preflight --profile {name}` checks it."
+    )
+
+
+def _machine(facts: SlurmFacts, request: Request, offer: Offer, account: str, qos: str) -> tuple[Machine, Reasons]:
+    """The machine of train and the reasons of its values."""
+    limit, source = facts.limit(offer.partition, account, qos)
+    runtime = max(1, min(limit or DAY_MIN, DAY_MIN))
+    cpus, memory = _cpus(facts, offer), _memory(facts, offer)
+    per_node = f"{offer.kind}:{offer.gpus}" if offer.kind else str(offer.gpus)
+    gres_only = _gres_only(facts)
+    options = {
+        "launcher": "slurm",
+        "nodes": request.nodes or "1",
+        "nproc_per_node": offer.gpus or 1,
+        "slurm_partition": offer.partition.name,
+        "slurm_account": account,
+        "qos": qos,
+        "gpus_per_node": per_node if offer.gpus and not gres_only else "",
+        "gres": f"gpu:{per_node}" if offer.gpus and gres_only else "",
+        "runtime": runtime,
+        "mem_mb": int(memory.value),
+        "cpus_per_task": int(cpus.value),
+        "save_within_s": min(SAVE_WITHIN_S, 15 * runtime),
+    }
+    machine: Machine = check_options(Machine, options, f"partition {offer.partition.name}")
+    return machine, {
+        "nproc_per_node": "one process per GPU" if offer.gpus else "no GPUs: one process on the node's cores",
+        "gpus": f"{'slices cannot form one training; ' if offer.sliced else ''}{_gpus_there(offer)} (sinfo)"
+        + (f"; {gres_only} supports only --gres (scontrol)" if gres_only else ""),
+        "runtime": _limit_text(limit, source),
+        "mem_mb": memory.why,
+        "cpus": cpus.why,
+    }
+
+
+def _limit_text(limit: int | None, source: str) -> str:
+    if limit is None:
+        return f"a day; there is no limit of {source}"
+    return f"{'limit' if limit <= DAY_MIN else f'a day, below the limit of {limit} min'} of {source}"
+
+
+def _gpus_there(offer: Offer) -> str:
+    counts = sorted({node.gpus[offer.kind] for node in offer.nodes} if offer.gpus else ())
+    return f"of {' or '.join(map(str, counts))} on a node"
+
+
+def _cpus(facts: SlurmFacts, offer: Offer) -> Reasoned:
+    """The smallest node's CPUs, or the share of them that goes with the GPUs."""
+    shares = [facts.cpus(offer.partition, node) * _gpus_frac(offer, node) for node in offer.nodes]
+    why = f"{'all' if _is_whole(offer) else 'the share of its GPUs'} of the smallest node (sinfo, scontrol)"
+    return Reasoned(str(max(1, int(min(shares)))), why)
+
+
+def _memory(facts: SlurmFacts, offer: Offer) -> Reasoned:
+    """All memory of a node, or the share of the smallest that goes with the GPUs."""
+    usable = [facts.memory_mb(offer.partition, node) for node in offer.nodes]
+    if not all(usable):
+        return Reasoned("0", "SLURM does not manage memory here (sinfo)")
+    if not _is_whole(offer):
+        least = min(megabytes * _gpus_frac(offer, node) for megabytes, node in zip(usable, offer.nodes))
+        return Reasoned(str(int(least)), "per node: the share of its GPUs, of the smallest node (sinfo)")
+    if any(megabytes < node.memory_mb for megabytes, node in zip(usable, offer.nodes)):
+        return Reasoned(str(min(usable)), f"limit of partition {offer.partition.name} per node (scontrol)")
+    return Reasoned("0", f"all of a node's memory, {min(usable)} MB or more (sinfo)")
+
+
+def _gpus_frac(offer: Offer, node: Node) -> float:
+    return offer.gpus / node.gpus_of("") if offer.gpus else 1.0
+
+
+def _is_whole(offer: Offer) -> bool:
+    """True if the job gets all GPUs of every node that it may run on."""
+    return all(_gpus_frac(offer, node) == 1 for node in offer.nodes)
+
+
+def _gres_only(facts: SlurmFacts) -> str:
+    """The SelectType that does not know --gpus-per-node and --gpus; empty if they work."""
+    select = facts.configuration.get("SelectType", "select/cons_tres")
+    return "" if select == "select/cons_tres" else select
+
+
+def _place(facts: SlurmFacts, partition: Partition, nodes: list[Node], account: str, qos: str) -> Place:
+    """The partition with the most that a job of one node may request there."""
+    memory = [facts.memory_mb(partition, node) for node in nodes]
+    return Place(
+        partition=partition.name,
+        qos=qos,
+        limit_min=facts.limit(partition, account, qos)[0],
+        mem_mb=max(memory) if all(memory) else 0,
+        cpus=max(facts.cpus(partition, node) for node in nodes),
+    )
+
+
+def _vectors_gpu(facts: SlurmFacts, offer: Offer, qos: str) -> dict[str, str | int]:
+    """Keys of a stage on one GPU."""
+    if not offer.gpus:
+        return {}
+    keys: dict[str, str | int] = {"slurm_partition": offer.partition.name}
+    if qos:
+        keys["qos"] = qos
+    kind = offer.kind if _GPU_MODEL.fullmatch(offer.kind) else ""
+    if _gres_only(facts):
+        keys["gres"] = f"gpu:{kind}:1" if kind else "gpu:1"
+    else:
+        keys |= {"gpu": 1} | ({"gpu_model": kind} if kind else {})
+    return keys | {"tasks_per_gpu": 0}
+
+
+def _growth(stages: Place, vectors: Place) -> str:
+    """The limits that the stages' memory and time stay within."""
+    return "; ".join(
+        f"at most {'any time' if place.limit_min is None else f'{place.limit_min} min'}"
+        f"{f' and {place.mem_mb} MB' if place.mem_mb else ''} in partition {place.partition}"
+        for place in dict.fromkeys((stages, vectors))
+    )
+
+
+def _account(facts: SlurmFacts, request: Request, partition: Partition) -> Reasoned:
+    if request.account:
+        return Reasoned(request.account, "--account")
+    if not facts.accounts:
+        return Reasoned("", "not needed: sacctmgr knows none of yours")
+    accepted = facts.rules_of(partition).accounts
+    mine = sorted(name for name in facts.accounts if accepted is None or name in accepted)
+    if facts.default_account in mine:
+        return Reasoned(facts.default_account, "your default account (sacctmgr)")
+    if len(mine) == 1:
+        of_several = f" that partition {partition.name} accepts" if len(facts.accounts) > 1 else ""
+        return Reasoned(mine[0], f"your only account{of_several} (sacctmgr)")
+    return Reasoned("", f"one of {', '.join(mine or sorted(facts.accounts))} (sacctmgr); --account chooses it")
+
+
+def _qos(facts: SlurmFacts, partition: Partition, account: str) -> Reasoned:
+    """A QOS of this user, if the partition does not accept every one."""
+    accepted = facts.rules_of(partition).qos
+    mine = facts.accounts[account] if account in facts.accounts else set().union(*facts.accounts.values())
+    both = sorted(mine & accepted, key=lambda name: (name != "normal", name)) if accepted is not None else []
+    return (
+        Reasoned(both[0], f"one of yours that partition {partition.name} accepts (scontrol)") if both else Reasoned("")
+    )
+
+
+def _status_command(facts: SlurmFacts) -> Reasoned:
+    if not facts.no_accounting:
+        return Reasoned("sacct", "it answers, also while the controller does not")
+    text = facts.configuration.get("MinJobAge", "unknown")
+    age = re.match(r"\d+", text)
+    if age is not None and int(age[0]) < LEAST_JOB_AGE_S:
+        said = f"; MinJobAge is {text} (scontrol), so squeue may forget a job before its end was seen: have it raised"
+    else:
+        said = f"; MinJobAge is {text} (scontrol)"
+    return Reasoned("squeue", f"no accounting ({facts.no_accounting}){said}")
+
+
+def _device(offer: Offer) -> Reasoned:
+    """The planner's device for the type of the GPUs, or for a feature of their nodes where the type has no name."""
+    if not offer.gpus:
+        return Reasoned("cpu")
+    features = sorted(frozenset.intersection(*(node.features for node in offer.nodes)))
+    for name, source in ((offer.kind, "type"), *((feature, "feature") for feature in features)):
+        if known := known_device(name):
+            slice_ = "; a slice has less memory than it assumes" if offer.sliced else ""
+            # such as gpu_40gb beside a100; 40g may be the network's
+            told = [feature for feature in features if "gb" in feature.lower() and sizes_of(known)]
+            sized = {known_device(f"{known} {feature}"): f" and feature {feature}" for feature in told}
+            sized.pop(known, None)
+            if len(sized) == 1 and not offer.sliced:
+                ((known, more),) = sized.items()
+                return Reasoned(known, f"{source} {name}{more} of the nodes (sinfo)")
+            assumed = "" if offer.sliced or not assumption(known) else f"; assumed: {assumption(known)}"
+            return Reasoned(known, f"{source} {name} of the nodes (sinfo){slice_}{assumed}")
+    called = f"GPU type {offer.kind} (sinfo)" if offer.kind else "GPUs without a type (sinfo)"
+    return Reasoned(ASSUMED, f"assumed: the planner does not know {called}; {assumption(ASSUMED)}")

@@ -1,0 +1,437 @@
+"""Cost of a run (cost.json): every start of its jobs, the resources it held, and the totals.
+
+SLURM's accounting is asked first. Where there is none, or it does not know a job, the run's own attempt files agree
+with it to within the seconds a node takes to start; trainings on this machine are in local.json. An unknown total is
+null, and `unknown` says why. A job that SLURM requeued has one entry for each start.
+
+Starts of a run's jobs, from SLURM's accounting (sacct).
+
+Starts of a run's jobs, from the attempt files that the jobs write themselves.
+
+Trainings on this machine: one entry of local.json for each start.
+"""
+
+import os
+import re
+import resource
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cellmill.config.machine import Machine
+from cellmill.errors import DataError, Stopped
+from cellmill.files import read_json, write_json
+from cellmill.runs.jobs import ALIVE, CommandError, JobRecord, Jobs, ask, seconds, write_if_room
+from cellmill.runs.progress import training_seconds
+
+OWN_FILES = "own files"
+RAN = frozenset({"COMPLETED", "FAILED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "PREEMPTED"})
+"""End states of jobs that ran: without an attempt file, how long is unknown."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a job, or a wait in the queue that never became one. Times are seconds since 1970; None: unknown."""
+
+    job_id: str
+    """Empty on this machine."""
+    partition: str
+    state: str
+    submitted_at: float | None
+    started_at: float | None
+    ended_at: float | None
+    """While it runs, when it was last seen."""
+    queue_wait_s: float | None
+    elapsed_s: float | None
+    nodes: int | None
+    processes: int | None
+    gpus: int | None
+    cpus: int | None
+    """Allocated cores."""
+    cpu_s: float | None = None
+    """CPU time used."""
+    max_memory_gb: float | None = None
+    """Peak memory of one node's processes together."""
+    source: str = OWN_FILES
+
+
+def attempt_starts(record: JobRecord, now: float) -> list[Start]:
+    """Starts of a job by its attempt files; only its wait in the queue if there is none."""
+    try:
+        attempts = record.attempts()
+    except DataError:  # truncated by a full disk
+        attempts = []
+    if not attempts:
+        waited = record.state not in RAN
+        return [
+            replace(
+                _start_of_attempt(record, None, record.submitted_at, record.ended_at),
+                queue_wait_s=(record.ended_at or now) - record.submitted_at if waited else None,
+                elapsed_s=0.0 if waited else None,
+            )
+        ]
+    starts, queued_at = [], record.submitted_at
+    for attempt in attempts:
+        ended, state = attempt["ended_at"], record.state
+        if attempt is not attempts[-1]:
+            state = "REQUEUED"
+        elif record.ended_at is None and ended is None:
+            state = "RUNNING"
+        ended_at = float(attempt["seen_at"] if ended is None else ended)
+        starts.append(replace(_start_of_attempt(record, attempt, queued_at, ended_at), state=state))
+        queued_at = ended_at  # a requeued job waits again from its end
+    return starts
+
+
+def _start_of_attempt(
+    record: JobRecord, attempt: dict[str, Any] | None, queued_at: float, ended_at: float | None
+) -> Start:
+    nodes = len(attempt["hosts"]) if attempt else int(record.nodes.partition("-")[0])
+    started = float(attempt["started_at"]) if attempt else None
+    return Start(
+        job_id=record.job_id,
+        partition=record.slurm_partition,
+        state=record.state,
+        submitted_at=queued_at,
+        started_at=started,
+        ended_at=ended_at,
+        queue_wait_s=None if started is None else max(0.0, started - queued_at),
+        elapsed_s=None if started is None or ended_at is None else ended_at - started,
+        nodes=nodes,
+        processes=int(attempt["processes"]) if attempt else nodes * record.nproc_per_node,
+        gpus=int(attempt["gpus"]) if attempt else nodes * record.gpus_per_node,
+        cpus=nodes * record.cpus_per_node,
+    )
+
+
+ANSWER_WITHIN_S = 15
+LAG_S = 4.0  # how late accounting may learn of a job's end
+_FIELDS = (
+    *("JobID", "Partition", "State", "Submit", "Start", "End", "ElapsedRaw", "NNodes", "AllocCPUS", "AllocTRES"),
+    *("TotalCPU", "MaxRSS", "JobName"),  # the name last: it may hold a |
+)
+
+
+def sacct_starts(records: list[JobRecord]) -> tuple[dict[str, list[Start]], str]:
+    """Starts by job id of the jobs that sacct knows, and why others are missing.
+
+    Waits up to `LAG_S` for the end of the newest job to arrive.
+    """
+    if not records:
+        return {}, "only SLURM's accounting has it"
+    if shutil.which("sacct") is None:
+        return {}, "sacct is not on PATH"
+    deadline = time.monotonic() + LAG_S
+    while True:
+        try:
+            starts = parse_sacct(_query([record.job_id for record in records]), records)
+        except (CommandError, ValueError) as error:
+            return {}, str(error)
+        newest = records[-1]
+        lags = newest.ended_at is not None and any(s.state in ALIVE for s in starts.get(newest.job_id, [])[-1:])
+        if not lags or time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
+    if lags:
+        del starts[newest.job_id]
+    return starts, "" if len(starts) == len(records) else "sacct does not know the job"
+
+
+def _query(job_ids: list[str]) -> str:
+    """Output of sacct. Raises CommandError."""
+    command = ["sacct", "-P", "-n", "--duplicates", "-j", ",".join(job_ids), "-o", ",".join(_FIELDS)]
+    return ask(command, ANSWER_WITHIN_S, SLURM_TIME_FORMAT="%s", TZ="UTC")
+
+
+def parse_sacct(answer: str, records: list[JobRecord]) -> dict[str, list[Start]]:
+    """Starts by job id. Raises ValueError if a line is not sacct's.
+
+    Left out are rows of another job that had the same id (its name differs), and a job that a training shares with
+    other work, as under `allocation` (likewise).
+    """
+    rows: dict[str, list[tuple[dict[str, str], list[dict[str, str]]]]] = {}
+    for line in answer.splitlines():
+        cells = line.split("|", len(_FIELDS) - 1)
+        if len(cells) != len(_FIELDS) or not re.match(r"\d+", cells[0]):
+            raise ValueError(f"sacct answered {line.strip()[:80]!r}")
+        row = dict(zip(_FIELDS, cells))
+        job_id, _, step = row["JobID"].partition(".")
+        if not step:
+            rows.setdefault(job_id, []).append((row, []))
+        elif job_id in rows:  # steps follow the start they belong to
+            rows[job_id][-1][1].append(row)
+    starts: dict[str, list[Start]] = {}
+    for record in records:
+        own = [(row, steps) for row, steps in rows.get(record.job_id, []) if row["JobName"] == record.name]
+        if own:
+            starts[record.job_id] = [_start_of_row(row, steps, record) for row, steps in own]
+    return starts
+
+
+def _start_of_row(row: dict[str, str], steps: list[dict[str, str]], record: JobRecord) -> Start:
+    submitted, started, ended = (_time(row[name]) for name in ("Submit", "Start", "End"))
+    nodes = int(_number(row["NNodes"]))
+    if not row["AllocTRES"]:  # ended in the queue: SLURM reports a start it never had
+        started = None
+    gpus = re.search(r"gres/gpu=(\d+)", row["AllocTRES"])
+    memory = [_number(step["MaxRSS"]) for step in steps if step["MaxRSS"]]
+    until = ended if started is None else started
+    return Start(
+        job_id=record.job_id,
+        partition=row["Partition"],
+        state=row["State"].split()[0],  # "CANCELLED by 1000"
+        submitted_at=submitted,
+        started_at=started,
+        ended_at=ended,
+        queue_wait_s=None if submitted is None or until is None else max(0.0, until - submitted),
+        elapsed_s=_number(row["ElapsedRaw"]),
+        nodes=nodes,
+        processes=nodes * record.nproc_per_node,
+        gpus=int(gpus[1]) if gpus else nodes * record.gpus_per_node,  # a site may not account for GPUs
+        cpus=int(_number(row["AllocCPUS"])),
+        cpu_s=seconds(row["TotalCPU"]) if ended is not None and memory else None,  # 0 if it was not gathered
+        max_memory_gb=max(memory) / 1e9 if memory else None,
+        source="sacct",
+    )
+
+
+def _time(text: str) -> float | None:
+    return float(text) if text.isdigit() else None  # Unknown, None
+
+
+def _number(text: str) -> float:
+    """A number as SLURM writes it: 90560K is 90560 * 1024."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTP]?)", text)
+    if match is None:
+        raise ValueError(f"sacct: expected a number, got {text[:40]!r}")
+    return float(match[1]) * 1024.0 ** " KMGTP".index(match[2] or " ")
+
+
+LOCAL = "local"
+"""Partition of a start on this machine."""
+
+
+@contextmanager
+def local_start(train: Path, machine: Machine) -> Iterator[None]:
+    """Record in local.json the start and end of a training on this machine. The caller holds the run's lock."""
+    file = train / "local.json"
+    earlier = read_local(train)
+    if earlier and earlier[-1]["ended_at"] is None:
+        earlier[-1] |= {"ended_at": _last_sign_of_life(earlier[-1], train), "how": "KILLED"}
+    processes = machine.node_counts[-1] * machine.nproc_per_node
+    entry: dict[str, Any] = {
+        "host": os.uname().nodename,
+        "started_at": time.time(),
+        "ended_at": None,
+        "processes": processes,
+        "gpus": min(processes, visible_gpus()),
+        "cpus": len(os.sched_getaffinity(0)),
+        "cpu_s": None,
+        "how": None,
+    }
+    write_if_room(file, [*earlier, entry])
+    cpu_s, how = _children_cpu_s(), "FAILED"
+    try:
+        yield
+        how = "COMPLETED"
+    except (Stopped, KeyboardInterrupt):
+        how = "STOPPED"
+        raise
+    finally:
+        entry |= {"ended_at": time.time(), "cpu_s": _children_cpu_s() - cpu_s, "how": how}
+        write_if_room(file, [*earlier, entry])
+
+
+def read_local(train: Path) -> list[dict[str, Any]]:
+    """Entries of local.json, oldest first. `how`: COMPLETED, STOPPED, FAILED or KILLED; None while it runs."""
+    file = train / "local.json"
+    try:
+        entries = read_json(file)
+    except DataError:
+        return []
+    return [entry for entry in entries if isinstance(entry, dict) and "started_at" in entry]
+
+
+def local_starts(train: Path) -> list[Start]:
+    """Starts of the run in `train` on this machine."""
+    return [_local_start(entry, train) for entry in read_local(train)]
+
+
+def visible_gpus() -> int:
+    """Number of NVIDIA GPUs this process may use, without importing torch or asking the driver."""
+    devices = sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in Path("/dev").glob("nvidia*"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return devices
+    return min(devices, sum(bool(word.strip()) and word.strip() != "-1" for word in visible.split(",")))
+
+
+def _local_start(entry: dict[str, Any], train: Path) -> Start:
+    ended_at = entry["ended_at"] or _last_sign_of_life(entry, train)
+    return Start(
+        job_id="",
+        partition=LOCAL,
+        state=entry["how"] or "RUNNING",
+        submitted_at=entry["started_at"],
+        started_at=entry["started_at"],
+        ended_at=ended_at,
+        queue_wait_s=0.0,
+        elapsed_s=ended_at - entry["started_at"],
+        nodes=1,
+        processes=entry["processes"],
+        gpus=entry["gpus"],
+        cpus=entry["cpus"],
+        cpu_s=entry["cpu_s"],
+    )
+
+
+def _last_sign_of_life(entry: dict[str, Any], train: Path) -> float:
+    files = (train / "metrics.jsonl", train / "state.json")
+    return max([entry["started_at"], *(path.stat().st_mtime for path in files if path.exists())])
+
+
+def _children_cpu_s() -> float:
+    """CPU time of child processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+LOST = "it left no attempt file, and there is no accounting of it"
+
+
+@contextmanager
+def accounted(train: Path, machine: Machine) -> Iterator[None]:
+    """Write cost.json when the enclosed training ends, however it ends. The caller holds the run's lock."""
+    try:
+        with local_start(train, machine) if machine.launcher == "local" else nullcontext():
+            yield
+    finally:
+        write_cost(train)
+
+
+def write_cost(train: Path, show: bool = True) -> None:
+    """Write cost.json in `train`, and print it in one sentence. Never raises: a failure is a warning."""
+    try:
+        if not train.is_dir():  # deleted: it is not made again
+            return
+        value = cost(train, training_seconds(train), time.time())
+        if value is None:
+            return
+        write_json(train / "cost.json", value)
+    except Exception as error:  # a training of days must not end in a traceback about its cost
+        print(f"warning: cost.json is not written: {type(error).__name__}: {error}", flush=True)
+        return
+    if show:
+        print(sentence(value), flush=True)
+
+
+def cost(train: Path, training_s: float | None, now: float) -> dict[str, Any] | None:
+    """Cost so far of the run in `train`, as in cost.json; None if nothing was ever started.
+
+    Totals are sums over starts. `training_efficiency_frac` = `training_s` / sum of `elapsed_s`: the share of the
+    allocated time spent on steps of the curve. The rest is start-up, validation, checkpoints, steps that were lost and
+    repeated, and trainings of an earlier configuration. `cpu_efficiency_frac` = CPU time used / (allocated cores x
+    time).
+
+    Parameters
+    ----------
+    training_s
+        Seconds spent on the steps of the curve; None if unknown.
+    """
+    records = Jobs(train).all()
+    by_job, why_not = sacct_starts(records)
+    starts = local_starts(train)
+    for record in records:
+        starts += by_job.get(record.job_id) or attempt_starts(record, now)
+    if not starts:
+        return None
+    starts.sort(key=lambda start: start.submitted_at or 0.0)
+    totals, unknown = _totals(starts, training_s, why_not)
+    return {
+        "written_at": now,
+        "source": " and ".join(sorted({start.source for start in starts}, reverse=True)),
+        "jobs": [asdict(start) for start in starts],
+        "totals": totals,
+        "unknown": unknown,
+    }
+
+
+def sentence(cost: dict[str, Any]) -> str:
+    """One line: 2.31 GPU-hours in 3 jobs, waited 12 min in the queue, 81 % of it training."""
+    totals = cost["totals"]
+    hours, unit = totals["gpu_hours"], "GPU-hours"
+    if not any(job["gpus"] for job in cost["jobs"]):
+        hours, unit = totals["cpu_core_hours"], "core-hours"
+    jobs = len({job["job_id"] for job in cost["jobs"] if job["job_id"]})
+    local = sum(not job["job_id"] for job in cost["jobs"])
+    places = [f"{jobs} {'job' if jobs == 1 else 'jobs'}"] if jobs else []
+    places += [f"{local} {'start' if local == 1 else 'starts'} on this machine"] if local else []
+    parts = [f"{'an unknown number of' if hours is None else _hours(hours)} {unit} in {' and '.join(places)}"]
+    if jobs and totals["queue_wait_s"] is not None:
+        parts.append(f"waited {span(totals['queue_wait_s'])} in the queue")
+    if totals["training_efficiency_frac"] is not None:
+        parts.append(f"{100 * totals['training_efficiency_frac']:.0f} % of it training")
+    return ", ".join(parts)
+
+
+def span(seconds: float) -> str:
+    """A duration in its largest unit: 40 s, 12 min, 3.5 h, 2.1 days."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    if seconds < 99.5 * 60:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:.1f} days"
+
+
+def _hours(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+
+
+def _totals(
+    starts: list[Start], training_s: float | None, why_not: str
+) -> tuple[dict[str, float | None], dict[str, str]]:
+    """Totals over starts, and the reason for each that is unknown; `why_not`: why accounting lacks a job."""
+    unknown: dict[str, str] = {}
+
+    def total(name: str, values: Iterable[tuple[Start, float | None]], reason: str) -> float | None:
+        pairs = list(values)
+        lacking = [start.job_id or "a start on this machine" for start, value in pairs if value is None]
+        if lacking:
+            unknown[name] = f"unknown for {', '.join(dict.fromkeys(lacking))}: {reason}"
+            return None
+        return sum(value for _, value in pairs if value is not None)
+
+    def hours(start: Start, number: float | None) -> float | None:
+        return None if number is None or start.elapsed_s is None else number * start.elapsed_s / 3600
+
+    elapsed = total("elapsed_s", ((s, s.elapsed_s) for s in starts), LOST)
+    cores = total("cpu_core_hours", ((s, hours(s, s.cpus)) for s in starts), LOST)
+    ran = [s for s in starts if s.elapsed_s]
+    cpu_s = total("cpu_efficiency_frac", ((s, s.cpu_s) for s in ran), why_not or "not in its accounting")
+    memory = total("max_memory_gb", ((s, s.max_memory_gb) for s in ran), why_not or "not in its accounting")
+    if memory is not None:
+        memory = max((s.max_memory_gb or 0.0 for s in ran), default=0.0)
+    if training_s is None:
+        unknown["training_efficiency_frac"] = "metrics.jsonl has no rates"
+    elif not elapsed:
+        unknown["training_efficiency_frac"] = unknown.get("elapsed_s", "nothing ran")
+    if not cores and cpu_s is not None:
+        unknown["cpu_efficiency_frac"] = unknown.get("cpu_core_hours", "nothing ran")
+    totals = {
+        "gpu_hours": total("gpu_hours", ((s, hours(s, s.gpus)) for s in starts), LOST),
+        "cpu_core_hours": cores,
+        "elapsed_s": elapsed,
+        "queue_wait_s": total("queue_wait_s", ((s, s.queue_wait_s) for s in starts), LOST),
+        "training_s": training_s,
+        # two clocks, the curve's and the cluster's: the quotient may exceed 1 by a hair
+        "training_efficiency_frac": min(1.0, training_s / elapsed) if training_s is not None and elapsed else None,
+        "cpu_efficiency_frac": cpu_s / 3600 / cores if cpu_s is not None and cores else None,
+        "max_memory_gb": memory,
+    }
+    return totals, unknown

@@ -1,0 +1,290 @@
+"""embed: embeddings of the cells of any dataset, from the exported model alone.
+
+embed_external: embeddings of the cells of a dataset by a command of another environment, for a row beside the model.
+
+The command runs without a shell, in the working directory, and prints to this stage's log. What it writes is checked
+and kept in the form of stage `embed`, so that `evaluate` reads no file that another package wrote.
+
+predict: labels and numbers of the cells of any dataset, from the exported model of a run with such objectives.
+
+generate: cells drawn from an exported model of family `autoregressive`, as an .h5ad.
+
+A row of X has the cell's genes in the order in which they were drawn, as in the shards; layer `rank` has the same order
+as numbers from 1, for tools that sort columns. X holds log(1 + counts per 10,000) as predicted (tokenizer continuous),
+drawn bins (binned), or 1 (tokenizers without values).
+"""
+
+import os
+import subprocess
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from cellmill.config.evaluate import ExternalModel, command_words
+from cellmill.config.load import check_options
+from cellmill.config.options import EmbedOptions, PredictOptions
+from cellmill.config.parts.tokens import Tokens
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.inputs.formats import local_input, open_dataset
+from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
+from cellmill.data.shards.index import DATASET
+from cellmill.errors import ConfigError, DataError, did_you_mean
+from cellmill.evaluate.embed import check_coverage, embed_cells, limits_of, load_for_inference
+from cellmill.evaluate.labels import count_labels, texts_of
+from cellmill.evaluate.predict import Prediction, classifiers_of, predict_heads, thresholds_of, uncalibrated
+from cellmill.evaluate.results import (
+    append_embedding,
+    append_prediction,
+    read_external,
+    write_embedding,
+    write_prediction,
+)
+from cellmill.files import sha256_file
+from cellmill.models.families.autoregressive import AutoregressiveModel
+from cellmill.models.families.generation import GeneratedCell, Sampling, generate_cells
+from cellmill.models.family import Model
+from cellmill.train.telemetry import memory_bytes
+
+
+def embed(
+    *, options: EmbedOptions, model: Path, input: Path | str, counts: str, out: Path, append: bool = False
+) -> None:
+    """Write embeddings of the cells of `input`, preprocessed or raw, to `out` (.h5ad). `input` may be a URL.
+
+    With them are obs and nothing else, or, with `append`, everything in the .h5ad `input`, which `out` may be.
+    """
+    path = checked_input(input, out, append)
+    network, vocabulary, tokens, config = load_for_inference(model)
+    section, started = options.embed, time.perf_counter()
+    with open_dataset(path, counts) as reader:
+        embedding = embed_cells(reader, network, vocabulary, tokens, section.token_budget, precision=section.precision)
+        check_coverage(path, embedding, section)
+        reader.warn_if_rounded()
+        obs = reader.obs
+    seconds = time.perf_counter() - started
+    about = {
+        "model_digest": sha256_file(model / "model.safetensors"),
+        "vocabulary_digest": vocabulary.digest,
+        "supervised_by": ", ".join(config.get("supervised_by", [])),  # obs columns whose labels it was trained with
+        "precision": section.precision,
+        "coverage_frac": embedding.coverage_frac,
+        "n_without_genes": embedding.n_without_genes,
+        "genes": asdict(embedding.genes) | {"absent": list(embedding.genes.absent)},
+        "seconds": seconds,
+        "peak_gb": memory_bytes(next(network.parameters()).device)[0] / 1e9,
+    }
+    if append:
+        append_embedding(path, out, embedding.vectors, about)
+    else:
+        write_embedding(out, obs, embedding.vectors, about)
+    print(f"{path.stem}: {len(obs):,} cells, {embedding.coverage_frac:.1%} of counts on known genes -> {out}")
+    print(f"{path.stem}: {seconds:.1f} s, {len(obs) / seconds:,.0f} cells/s, peak memory {about['peak_gb']:.2f} GB")
+    for line in limits_of(embedding):
+        print(f"{path.stem}: {line}")
+
+
+def checked_input(input: Path | str, out: Path, append: bool) -> Path:
+    """Return where `input` is on this machine. Raises ConfigError if `out` cannot be written, or nothing appended."""
+    check_h5ad(out, "--out")
+    path = local_input(input)
+    if not append and out.resolve() == path.resolve():
+        raise ConfigError(f"--out {out} is --input; add --append to keep all that is in it")
+    if append and path.suffix != ".h5ad":
+        raise ConfigError(f"--append adds to an .h5ad, {input} is none; leave --append out")
+    return path
+
+
+def embed_external(*, name: str, command: str, input: Path, out: Path) -> None:
+    """Write the embedding of the cells of `input` by `command` to `out` (.h5ad)."""
+    check_h5ad(out, "--out")
+    option = f"evaluate.external.{name}.command"
+    model: ExternalModel = check_options(ExternalModel, {"command": command}, f"evaluate.external.{name}")
+    with open_dataset(input) as reader:
+        obs = reader.obs
+    out.parent.mkdir(parents=True, exist_ok=True)
+    written, started = out.with_name(f".{out.stem}.{os.getpid()}.h5ad"), time.perf_counter()
+    try:
+        _call(command_words(command, str(input), str(written)), option)
+        seconds = time.perf_counter() - started
+        vectors = read_external(written, obs.index, option)
+    finally:
+        written.unlink(missing_ok=True)
+    about = {"model_digest": model.command_digest, "command": command, "seconds": seconds}
+    write_embedding(out, obs, vectors, about)
+    print(f"{input.stem}: {name}: {len(obs):,} cells, {vectors.shape[1]:,} numbers each, {seconds:.1f} s -> {out}")
+
+
+def _call(words: list[str], option: str) -> None:
+    """Run a program. Raises ConfigError if it cannot be started, DataError if it fails."""
+    try:
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, check=False)
+    except OSError as error:
+        raise ConfigError(
+            f"{option}: {words[0]!r} cannot be run: {error.strerror}; name a program of PATH, or its path"
+        ) from None
+    if done.returncode < 0:
+        raise DataError(f"{option}: it was ended by signal {-done.returncode}; its last lines are above")
+    if done.returncode:
+        raise DataError(f"{option}: it ended with exit status {done.returncode}; its last lines are above")
+
+
+def generate(
+    *,
+    model: Path,
+    out: Path,
+    cells: int,
+    prompt: str,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    max_genes: int,
+    batch_cells: int,
+) -> None:
+    """Write `cells` generated cells to `out` (.h5ad). `prompt` has genes, ids or symbols, separated by commas.
+
+    0 is no `top_k`, and `max_genes` of the model's `tokens.max_tokens`.
+    """
+    check_h5ad(out, "--out")
+    network, vocabulary, tokens, _ = load_for_inference(model)
+    generator = _checked(network, tokens, model)
+    for name, value, least in (("cells", cells, 1), ("top-k", top_k, 0), ("batch-cells", batch_cells, 1)):
+        if value < least:
+            raise ConfigError(f"--{name}: expected at least {least}, got {value}")
+    if not 0 <= seed < 2**31:
+        raise ConfigError(f"--seed: expected 0 to {2**31 - 1}, got {seed}")
+    if not 0 <= temperature < np.inf:
+        raise ConfigError(f"--temperature: expected 0 or more, got {temperature:g}")
+    first = prompt_rows(prompt, vocabulary)
+    if len(first) > tokens.max_tokens:
+        raise ConfigError(
+            f"--prompt: expected at most {tokens.max_tokens} genes (tokens.max_tokens of the model), got {len(first)}"
+        )
+    if not max(1, len(first)) <= (max_genes or tokens.max_tokens) <= tokens.max_tokens:
+        raise ConfigError(
+            f"--max-genes: expected {max(1, len(first))} (genes of --prompt) to {tokens.max_tokens} "
+            f"(tokens.max_tokens of the model), got {max_genes or tokens.max_tokens}"
+        )
+    sampling = Sampling(max_genes or tokens.max_tokens, temperature, top_k or None, seed, first)
+    about = {
+        "model_digest": sha256_file(model / "model.safetensors"),
+        "vocabulary_digest": vocabulary.digest,
+        "tokenizer": tokens.tokenizer,
+        "seed": seed,
+        "temperature": temperature,
+        "top_k": top_k,
+        "max_genes": sampling.max_genes,
+        "prompt": [vocabulary.gene_ids[row] for row in first],
+    }
+    drawn: list[GeneratedCell] = []
+    with create_h5(out) as file:  # a folder that cannot be written is said before cells are drawn
+        for start in range(0, cells, batch_cells):
+            drawn += generate_cells(generator, sampling, range(start, min(start + batch_cells, cells)))
+        adata = as_anndata(drawn, vocabulary, about)
+        write_anndata(file, adata)
+    print(f"{cells:,} cells, {adata.obs['n_genes'].median():g} genes at the median -> {out}")
+    if cut := int((~adata.obs["ended"]).sum()):
+        print(f"{cut:,} cells did not end and were cut at {min(sampling.max_genes, vocabulary.n_genes):,} genes")
+
+
+def _checked(network: Model, tokens: Tokens, folder: Path) -> AutoregressiveModel:
+    if not isinstance(network, AutoregressiveModel):
+        raise ConfigError(f"{folder}: expected a model that generates cells; train one of model.family autoregressive")
+    objective: Any = network.objective
+    if tokens.value_kind in ("class", "scalar") and not objective.predicts_values:
+        raise ConfigError(
+            f"{folder}: it does not predict the values that it reads; train it with objective.value_loss_weight above "
+            "0, or with tokens.tokenizer rank"
+        )
+    return network
+
+
+def prompt_rows(prompt: str, vocabulary: Vocabulary) -> tuple[int, ...]:
+    """Vocabulary rows of genes, by id or symbol. Raises ConfigError for an unknown gene, or one that is there twice."""
+    rows: dict[int, str] = {}
+    known = {name: row for names in (vocabulary.symbols, vocabulary.gene_ids) for row, name in enumerate(names)}
+    for name in filter(None, map(str.strip, prompt.split(","))):
+        if name not in known:
+            raise ConfigError(f"--prompt: {name!r} is not in the model's vocabulary; {did_you_mean(name, known)}")
+        if known[name] in rows:
+            raise ConfigError(f"--prompt: {name!r} is there twice")
+        rows[known[name]] = name
+    return tuple(rows)
+
+
+def as_anndata(cells: list[GeneratedCell], vocabulary: Vocabulary, about: dict[str, Any]) -> ad.AnnData:
+    """Cells x genes of the vocabulary; columns of a row are in the order of generation."""
+    indptr = np.cumsum([0, *(len(cell.genes) for cell in cells)])
+    indices = np.concatenate([np.array(cell.genes, np.int32) for cell in cells])
+    data = np.concatenate([np.ones(len(c.genes)) if c.values is None else c.values for c in cells]).astype(np.float32)
+    rank = np.concatenate([np.arange(1, len(cell.genes) + 1, dtype=np.int32) for cell in cells])
+    shape = (len(cells), vocabulary.n_genes)
+    lengths, ended = np.diff(indptr), [cell.ended for cell in cells]
+    obs = pd.DataFrame({"n_genes": lengths, "ended": ended}, index=[f"generated{i}" for i in range(len(cells))])
+    var = pd.DataFrame({"symbol": vocabulary.symbols}, index=vocabulary.gene_ids)
+    layers = {"rank": sp.csr_matrix((rank, indices, indptr), shape=shape)}
+    return ad.AnnData(sp.csr_matrix((data, indices, indptr), shape=shape), obs, var, {"cellmill": about}, layers=layers)
+
+
+def predict(
+    *, options: PredictOptions, model: Path, input: Path | str, counts: str, out: Path, append: bool = False
+) -> None:
+    """Write labels, probabilities and numbers of the cells of `input`, preprocessed or raw, to `out` (.h5ad).
+
+    `input` may be a URL.
+
+    With them are obs and nothing else, or, with `append`, everything in the .h5ad `input`, which `out` may be.
+    """
+    path = checked_input(input, out, append)
+    network, vocabulary, tokens, config = load_for_inference(model)
+    section, smallest = options.embed, thresholds_of(network, config, options.predict, f"--model {model}")
+    with open_dataset(path, counts) as reader:
+        embedding = embed_cells(reader, network, vocabulary, tokens, section.token_budget, precision=section.precision)
+        check_coverage(path, embedding, section)
+        reader.warn_if_rounded()
+        obs = reader.obs
+    print(f"{path.stem}: {embedding.coverage_frac:.1%} of counts on known genes")
+    predicted = predict_heads(network, config, embedding, smallest)
+    for end, (_, classifier) in classifiers_of(network, config).items():
+        _say(path, len(obs), classifier, predicted.heads[end], smallest[end], out)
+        _say_agreement(path, obs, classifier, predicted.heads[end])
+    for key, column in predicted.about.items():
+        if key.startswith("value_column"):
+            print(f"{path.stem}: {len(obs):,} cells have a predicted {column} -> {out}")
+    if append:
+        append_prediction(path, out, predicted)
+    else:
+        write_prediction(out, obs, predicted)
+    for line in limits_of(embedding):
+        print(f"{path.stem}: {line}")
+
+
+def _say(
+    path: Path, n_cells: int, classifier: dict[str, Any], prediction: Prediction, smallest: float, out: Path
+) -> None:
+    known = f"{prediction.n_unknown:,} below probability {smallest:g} are unknown" if smallest else "none unknown"
+    print(f"{path.stem}: {n_cells:,} cells labelled by {classifier['label_column']}, {known} -> {out}")
+    if not classifier["calibration"]:
+        print(f"{path.stem}: warning: probabilities are not calibrated: {uncalibrated(classifier)}")
+
+
+def _say_agreement(path: Path, obs: pd.DataFrame, classifier: dict[str, Any], prediction: Prediction) -> None:
+    """Say how many cells are predicted as the file labels them, and which labels the model does not know."""
+    column, labels = classifier["label_column"], classifier["labels"]
+    if column not in obs or column == DATASET:
+        return
+    counts = count_labels(obs, path.stem, column, labels)
+    if n_known := counts.n_labelled - counts.n_unknown:
+        own = pd.Series(texts_of(obs[column]))
+        n_equal = int((own.isin(labels) & (own == np.asarray(prediction.labels, object))).sum())
+        print(
+            f"{path.stem}: {n_equal:,} of the {n_known:,} cells whose {column} the model knows have it as predicted "
+            f"label ({n_equal / n_known:.3f})"
+        )
+    for line in counts.problems():
+        print(f"{path.stem}: warning: obs column {line}")

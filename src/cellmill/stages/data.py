@@ -1,0 +1,168 @@
+"""fetch: the input of a dataset that is at a URL, copied into the cache that jobs share.
+
+demo: 700 real blood cells from the scanpy package, as an .h5ad like a user's.
+
+simulate: simulated cells or protein sequences as a file like a user's, for trials and tests of scale.
+
+preprocess: cells of one dataset that pass QC, with genes named by Ensembl id, and a report of the dropped ones.
+
+vocabulary: genes of a corpus, with the number of cells in which each is detected and its median there.
+
+divide: the plan of a corpus's shards, for jobs that write a part of them each (`shard.jobs`).
+
+shard_part: a part of the shards of a corpus, by the plan of `divide`.
+
+shard: shards of a corpus, split, preshuffled and in rank order, and their manifest.
+"""
+
+import re
+from pathlib import Path
+
+from cellmill.config.corpus import NO_COLUMNS, ObsColumns, is_fasta
+from cellmill.config.datasets import redacted
+from cellmill.config.options import PreprocessOptions, ShardOptions, VocabularyOptions
+from cellmill.data.genes.build import build_vocabulary
+from cellmill.data.genes.names import lost_counts
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.inputs.fetch import fetch_url
+from cellmill.data.inputs.formats import local_input, open_dataset, origin_of
+from cellmill.data.inputs.h5 import check_h5ad, count_dtype, write_cells
+from cellmill.data.prepare.obs import sentence
+from cellmill.data.prepare.preprocess import preprocess_cells
+from cellmill.data.prepare.sequences import preprocess_sequences
+from cellmill.data.prepare.simulate import read_demo, shipped_file, simulate_cells, write_sequences
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.shards.plan import find_plan, make_plan
+from cellmill.data.shards.writer import write_part, write_shards
+from cellmill.errors import ConfigError
+from cellmill.files import remove_incomplete, write_json
+
+
+def fetch(*, input: str, out: Path, cache: Path | None = None) -> None:
+    """Copy the file or folder at the URL `input` into `cache`; write its path, SHA-256 and size to `out` (.json)."""
+    found = fetch_url(input, cache)
+    write_json(out, found.to_json())
+    print(f"{redacted(input)}: {found.n_bytes:,} bytes, sha256 {found.sha256[:12]} -> {found.path}")
+
+
+def demo(*, out: Path) -> None:
+    """Write the demo cells to `out` (.h5ad)."""
+    obs, var, counts = read_demo(shipped_file())
+    write_cells(out, obs, var, [counts], counts.nnz, count_dtype(int(counts.data.max())))
+    print(f"{len(obs):,} cells x {len(var):,} genes -> {out}")
+
+
+def simulate(*, out: Path, cells: int, genes: int, types: int, batches: int, perturbations: int, seed: int) -> None:
+    """Write `cells` simulated cells to `out` (.h5ad), or as many sequences of `types` families to a FASTA file."""
+    if is_fasta(out):
+        write_sequences(out, cells, types, seed)
+        print(f"{cells:,} sequences -> {out}")
+        return
+    check_h5ad(out, "--out")
+    simulation = simulate_cells(cells, genes, types, batches, perturbations, seed)
+    write_cells(out, simulation.obs, simulation.var, simulation.blocks(), None, count_dtype(0))
+    print(f"{cells:,} cells x {genes:,} genes -> {out}")
+
+
+def preprocess(
+    *,
+    options: PreprocessOptions,
+    input: Path | str,
+    counts: str,
+    dataset: str,
+    columns: ObsColumns = NO_COLUMNS,
+    round_counts: bool = False,
+    source: str = "",
+    licence: str = "",
+    out: Path,
+    report: Path,
+) -> None:
+    """Read counts or sequences of `input`, a path or URL; write the cells to `out` (.h5ad), QC to `report` (.json).
+
+    `columns` are the dataset's filter, labels and roles: obs columns, which are checked before counts are read.
+    """
+    remove_incomplete(out)
+    path = local_input(input)
+    with open_dataset(path, counts) as reader:
+        reader.round_counts = round_counts
+        figures = (preprocess_sequences if reader.ordered else preprocess_cells)(
+            reader, options.preprocess, out, columns
+        )
+        reader.warn_if_rounded()
+    origin = origin_of(path) | {"counts": counts, "source": source, "licence": licence}
+    origin |= {"round_counts": True} if round_counts else {}
+    origin |= {"columns": given} if (given := columns.model_dump(exclude_none=True)) else {}
+    write_json(report, {"dataset": dataset, "source": origin, **figures})
+    cells, genes = figures["cells"], figures["genes"]
+    dropped = ", ".join(f"{reason} {n:,}" for reason, n in cells["dropped"].items() if n)
+    print(f"{dataset}: {cells['out']:,} of {cells['in']:,} cells, {genes['out']:,} of {genes['in']:,} genes -> {out}")
+    coverage = figures["coverage"]
+    if "counts_frac" in coverage and coverage["organism"] is not None:
+        print(f"{dataset}: {coverage['counts_frac']:.1%} of counts on genes with an Ensembl id")
+        if line := lost_counts(1 - coverage["counts_frac"], coverage["lost_names"]):
+            print(f"{dataset}: {line}")
+    if coverage.get("reference"):
+        print(f"{dataset}: {coverage['ortholog_frac']:.1%} of its genes have an ortholog in {coverage['reference']}")
+    for name, labels in figures.get("labels", {}).items():
+        print(f"{dataset}: {sentence(name, labels)}")
+    if dropped:
+        print(f"{dataset}: cells dropped: {dropped}")
+
+
+def vocabulary(*, options: VocabularyOptions, cells: list[Path], out: Path) -> None:
+    """Read preprocessed .h5ad files; write the vocabulary to `out` (.tsv)."""
+    vocabulary = build_vocabulary(cells, options.vocabulary)
+    vocabulary.write(out)
+    print(f"{vocabulary.n_genes:,} genes, digest {vocabulary.digest[:12]} -> {out}")
+
+
+def divide(*, options: ShardOptions, cells: list[Path], vocabulary: Path, out: Path) -> None:
+    """Give every cell of `cells` a split, a shard and a place; write the plan to the folder of `out` (plan.json).
+
+    The manifest beside that folder is removed.
+    """
+    plan = make_plan(cells, Vocabulary.read(vocabulary), options.shard, out.parent.with_name("manifest.json"))
+    cells_of = ", ".join(f"{n:,} {name}" for name, n in plan.n_obs.items())
+    print(f"cells: {cells_of} in {len(plan.shards()):,} shards -> {out}")
+
+
+def shard_part(*, options: ShardOptions, cells: list[Path], vocabulary: Path, part: str, out: Path) -> None:
+    """Write the shards of `part` (as `3-of-8`) above the plan's folder, that of `out`, then `out` itself.
+
+    Shards that a killed process finished are kept.
+    """
+    named = re.fullmatch(r"([0-9]+)-of-([0-9]+)", part)
+    if named is None or not 1 <= int(named[1]) <= int(named[2]):
+        raise ConfigError(f"--part: expected a part such as 3-of-8, got {part!r}")
+    number, parts = int(named[1]), int(named[2])
+    known = Vocabulary.read(vocabulary)
+    plan = find_plan(cells, known, options.shard, out.parent)
+    written = write_part(plan, cells, known, out.parent.parent, number - 1, parts)
+    write_json(out, {"plan": plan.key, "shards": written})
+    print(f"{written:,} of {len(plan.shards()):,} shards -> {out.parent.parent}")
+
+
+def shard(*, options: ShardOptions, cells: list[Path], vocabulary: Path, out: Path) -> None:
+    """Write shards of `cells` over the genes of `vocabulary` beside `out`, then the manifest to `out`.
+
+    Shards that a killed process or the jobs of `shard_part` finished are kept.
+    """
+    manifest = write_shards(cells, Vocabulary.read(vocabulary), options.shard, out)
+    sizes = ", ".join(f"{entry.n_obs:,} {name}" for name, entry in manifest.splits.items())
+    left_out = sum(manifest.left_out.values())
+    note = f"; {left_out:,} dropped: no gene in the vocabulary" if left_out else ""
+    print(f"cells: {sizes}{note} -> {out}")
+    for line in _duplicates(manifest, options.shard.duplicates):
+        print(line)
+
+
+def _duplicates(manifest: Manifest, option: str) -> list[str]:
+    """Lines about cells with the same counts of the same genes."""
+    if not manifest.duplicates:
+        return []
+    where = ", ".join(f"{name}: {n:,}" for name, n in manifest.duplicates.items())
+    done = "dropped" if option == "drop" else "kept; shard.duplicates: drop leaves them out"
+    lines = [f"{sum(manifest.duplicates.values()):,} cells are equal to an earlier one ({where}): {done}"]
+    if manifest.across_splits:
+        lines.append(f"{manifest.across_splits:,} cells have an equal one in another split: they are not held out")
+    return lines

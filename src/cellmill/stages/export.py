@@ -1,0 +1,285 @@
+"""consolidate: export a sharded checkpoint as a self-contained model: weights, configuration, vocabulary, model card.
+
+One process on a CPU, with the whole model in memory. What a fine-tuning method added is merged, so an export is always
+a plain model. `config.json` is written last: its existence means that the rest is complete.
+
+pull: a model folder from the Hugging Face hub.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cellmill.config import check_options
+from cellmill.config.load import stored_options, upgrade_options
+from cellmill.config.options import ConsolidateOptions, TrainOptions
+from cellmill.config.parts.family import WEIGHTS_FORMAT
+from cellmill.config.parts.methods import MethodConfig
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.shards.manifest import Manifest
+from cellmill.errors import DataError
+from cellmill.evaluate.predict import NO_VALIDATION, calibration_of, classifications_of, regressions_of
+from cellmill.files import read_json, sha256_file, write_json, write_text
+from cellmill.finetune.method import load_method
+from cellmill.models.build import build
+from cellmill.models.export import fill_buffers, spec_of, write_tensors
+from cellmill.models.family import Model
+from cellmill.models.objectives.labels import Classification
+from cellmill.parallel.materialize import named_tensors
+from cellmill.runs.folder import Checkpoint, TrainFolder
+from cellmill.train.checkpoint import CheckpointReader, load_tensors
+
+PREFIX = "model."
+AVERAGE = "average."
+"""Prefix of the average of trained weights, which is exported in their place."""
+
+
+def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, out: Path) -> None:
+    """Export the chosen checkpoint of the training folder `train` to the folder `out`."""
+    checkpoint = _choose(TrainFolder(train), options.consolidate.checkpoint)
+    state = checkpoint.state()
+    if not isinstance(state, dict) or (lacking := sorted({"identity", "options", "progress"} - state.keys())):
+        problem = f"{lacking[0]} is missing" if isinstance(state, dict) else "expected a mapping"
+        raise DataError(f"{checkpoint.path / 'state.json'}: {problem}; train it again")
+    if (version := state["identity"].get("weights_format", 1)) != WEIGHTS_FORMAT:
+        raise DataError(
+            f"{checkpoint.path}: expected weights of format {WEIGHTS_FORMAT}, got {version}; train it again"
+        )
+    genes = Vocabulary.read(vocabulary)
+    if genes.digest != state["vocabulary_digest"]:
+        raise DataError(
+            f"{vocabulary}: its digest is {genes.digest[:12]}, the checkpoint was trained with "
+            f"{state['vocabulary_digest'][:12]}; use the vocabulary it was trained with"
+        )
+    spec = spec_of(state["options"] | {"levels": state.get("levels", {})}, genes.n_genes)
+    method = load_method(check_options(MethodConfig, state["options"].get("finetune", {}), f"{checkpoint.path}"))
+    model = build(spec, method.transform).to_empty(device="cpu")
+    _load(checkpoint, model)
+    adapter = method.adapter(model)
+    if adapter is not None:  # merging writes into what it has
+        adapter = adapter[0], {name: tensor.clone() for name, tensor in adapter[1].items()}
+    method.merge(model)
+    tensors = model.state_dict()
+    if differing := sorted(tensors.keys() ^ build(spec).state_dict().keys()):
+        raise DataError(f"finetune.method {method.config.method}: merge leaves another model: {differing[0]}")
+    (out / "config.json").unlink(missing_ok=True)
+    write_tensors(out / "model.safetensors", tensors)
+    genes.write(out / "vocabulary.tsv")
+    _write_adapter(out / "adapter", adapter, state.get("init_from"))
+    config = _config(state, genes) | {"weights_sha256": sha256_file(out / "model.safetensors")}
+    config |= _heads(model, genes, state, train)
+    write_text(out / "README.md", model_card(config, sum(p.numel() for p in model.parameters())))
+    write_json(out / "config.json", config)
+    print(f"{out}: step {config['step']}, {len(tensors)} tensors", flush=True)
+
+
+def _write_adapter(
+    folder: Path, adapter: tuple[dict[str, Any], dict[str, torch.Tensor]] | None, init_from: str | None
+) -> None:
+    """Write the adapter as the package peft reads it, its configuration last; without one remove an earlier one."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).unlink(missing_ok=True)
+    if adapter is not None:
+        write_tensors(folder / "adapter_model.safetensors", adapter[1])
+        write_json(folder / "adapter_config.json", {"base_model_name_or_path": init_from} | adapter[0])
+    elif folder.exists() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _choose(folder: TrainFolder, which: str | int) -> Checkpoint:
+    if isinstance(which, int):
+        return folder.of_step(which)
+    newest, damaged = folder.newest_whole()
+    for line in damaged:
+        print(f"warning: {line}; exporting the previous one", file=sys.stderr, flush=True)
+    return folder.best() if which == "best" or newest is None else newest  # `best` refuses a folder without any
+
+
+def _load(checkpoint: Checkpoint, model: Model) -> None:
+    """Load parameters and persistent buffers into `model`, on the CPU."""
+    own = {name: tensor.detach() for name, tensor in named_tensors(model, persistent=True)}
+    tensors = {PREFIX + name: tensor for name, tensor in own.items()}
+    names = CheckpointReader(checkpoint.path).read_metadata().state_dict_metadata
+    saved = {name for name in names if name.startswith(PREFIX)}
+    if differing := sorted(saved ^ tensors.keys()):
+        raise DataError(
+            f"{checkpoint.path}: expected the tensors of its options' model, which differ in {differing[0]} "
+            f"({len(differing)} in all); train it again"
+        )
+    averaged = [name for name in own if AVERAGE + name in names]
+    tensors = {name: tensor for name, tensor in tensors.items() if name.removeprefix(PREFIX) not in averaged}
+    tensors |= {AVERAGE + name: own[name] for name in averaged}
+    load_tensors(checkpoint.path, tensors)
+
+
+def _config(state: dict[str, Any], genes: Vocabulary) -> dict[str, Any]:
+    options, progress = upgrade_options(state["options"]), state["progress"]
+    weighted = options.get("stream", {}).get("weight_by")
+    return {
+        "format": WEIGHTS_FORMAT,
+        "family": options["model"]["family"],
+        "model": options["model"],
+        "objective": options["objective"],
+        "tokens": options["tokens"],
+        "n_genes": genes.n_genes,
+        "vocabulary_digest": genes.digest,
+        "fingerprint": state["fingerprint"],
+        "init_from": state.get("init_from"),
+        "supervised_by": state.get("supervised_by", []),
+        **({"weighted_by": weighted} if weighted is not None else {}),
+        "step": progress["step"],
+        "val_loss": progress["val_loss"],
+        **({"ema_decay": decay} if (decay := options["train"].get("ema_decay")) is not None else {}),
+        "seed": options["train"]["seed"],
+        **({"levels": state["levels"]} if "levels" in state else {}),
+    }
+
+
+def _heads(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) -> dict[str, Any]:
+    """Entries of config.json for `predict` (see `evaluate.predict`); empty of a model without such heads."""
+    regressions = regressions_of(model.objective)
+    numbers = {name: {"target_column": head.config.target_column} for name, head in regressions.items()}
+    labels = classifications_of(model.objective)
+    entries: dict[str, Any] = {"regressors": numbers} if numbers else {}
+    if not labels:
+        return entries
+    options = stored_options(state["options"], f"{train}: its checkpoint")
+    fill_buffers(model, options.train.seed, genes)
+    shards, problem = _shards(train, options, state["fingerprint"])
+    made = {name: _classifier(model, options, shards, problem, train, head) for name, head in labels.items()}
+    first = next(iter(made))
+    entries["classifier"] = made.pop(first)
+    return entries | ({"more_classifiers": made} if made else {})
+
+
+def _classifier(
+    model: Model, options: TrainOptions, shards: Path | None, problem: str, train: Path, objective: Classification
+) -> dict[str, Any]:
+    """Labels and calibration of a head; without shards `problem` says why."""
+    calibration = None if shards is None else calibration_of(model.eval(), options, shards, objective)
+    known = {"label_column": objective.config.label_column, "labels": objective.labels}
+    if calibration is None:
+        known["uncalibrated"] = problem or NO_VALIDATION
+        print(f"warning: {train}: probabilities are not calibrated: {known['uncalibrated']}", flush=True)
+    else:
+        print(_calibration_line(vars(calibration)), flush=True)
+    return known | {"calibration": calibration and calibration.to_json()}
+
+
+def _shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[Path | None, str]:
+    """Manifest of the shards that a run was trained on; None, and why, if they are gone or others by now.
+
+    A relative path is of the folder that the training was started in, often one above the run's.
+    """
+    record = train / "run.json"
+    if not record.exists():
+        return None, f"{record} is missing, which names the shards"
+    path = Path(read_json(record)["manifest"])
+    places = [place for place in (path, *(above / path for above in train.resolve().parents)) if place.exists()]
+    for place in places:
+        try:
+            if Manifest.read(place).fingerprint_with(options.read_columns(), options.number_columns()) == fingerprint:
+                return place, ""
+        except (DataError, KeyError):  # damaged, or without these columns: other shards
+            continue
+    return None, f"{path} {'is of other shards by now' if places else 'was not found'}"
+
+
+def _calibration_line(calibration: dict[str, Any]) -> str:
+    return (
+        f"accuracy {calibration['accuracy']:.3f} on {calibration['n_cells']:,} validation cells, calibration error "
+        f"{calibration['calibration_error']:.3f} with temperature {calibration['temperature']:.2f} "
+        f"({calibration['calibration_error_uncalibrated']:.3f} without)"
+    )
+
+
+def _label_rows(config: dict[str, Any]) -> str:
+    """Rows of the card of a model that predicts labels or numbers; empty for others."""
+    first = [config["classifier"]] if "classifier" in config else []
+    rows = ""
+    for classifier in [*first, *config.get("more_classifiers", {}).values()]:
+        calibration = classifier["calibration"]
+        problem = classifier.get("uncalibrated", NO_VALIDATION)
+        line = f"not calibrated: {problem}" if calibration is None else _calibration_line(calibration)
+        predicts = f"{len(classifier['labels'])} labels of obs column {classifier['label_column']}"
+        rows += f"| predicts | {predicts} |\n| labels | {line} |\n"
+    for own in config.get("regressors", {}).values():
+        rows += f"| predicts | numbers of obs column {own['target_column']} |\n"
+    return rows
+
+
+def _is_short(value: Any) -> bool:
+    """True for an option that is set and fits into a row of the card."""
+    return value is not None and not isinstance(value, dict)
+
+
+def _listed(options: dict[str, Any], name: str) -> str:
+    """Options of a part of the model for a row of the card, without its `name`."""
+    return ", ".join(f"{key} {options[key]}" for key in options if key != name and _is_short(options[key]))
+
+
+def _objective(options: dict[str, Any]) -> str:
+    """Name and options of an objective, or of the parts of a sum, for a row of the card."""
+    if "parts" in options:
+        parts = [_objective({"name": name} | part) for name, part in options["parts"].items()]
+        return f"{options['name']} of {'; '.join(parts)}"
+    listed = _listed(options, "name")
+    return f"{options['name']}: {listed}" if listed else str(options["name"])
+
+
+def _weights(config: dict[str, Any]) -> str:
+    """The obs column by whose values cells were read more or less often, for the card."""
+    weighted = config.get("weighted_by")
+    return f"; cells of rare values of obs column {weighted} were read more often" if weighted else ""
+
+
+def model_card(config: dict[str, Any], parameters: int) -> str:
+    """Return the README of an export: the model, its training, and its limits."""
+    model = config["model"]
+    goes_in = "Genes are Ensembl ids; raw counts go in."
+    if config["tokens"]["tokenizer"] == "sequence":
+        goes_in = "Tokens are residues; a FASTA file of proteins goes in."
+    loss = "not validated" if config["val_loss"] is None else f"{config['val_loss']:.4f}"
+    averaged = f", weights averaged with decay {config['ema_decay']:g}" if "ema_decay" in config else ""
+    shape, family = _listed(model, "family"), config["family"]
+    tags, labels = ["single-cell", "transcriptomics", config["family"]], config["supervised_by"]
+    supervised = f"by labels of obs column {', '.join(labels)}" if labels else "no: trained without labels"
+    judged = f" It is a supervised embedding of {', '.join(labels)}: it saw these labels in training." if labels else ""
+    return f"""---
+library_name: cellmill
+tags: [{", ".join([*tags, "supervised"] if labels else tags)}]
+---
+# {"An" if family[0] in "aehiou" else "A"} `{family}` single-cell model
+
+| | |
+|---|---|
+| parameters | {parameters:,} |
+| architecture | {shape} |
+| objective | {_objective(config["objective"])} |
+| supervised | {supervised} |
+| tokens | {config["tokens"]["tokenizer"]}, at most {config["tokens"]["max_tokens"]} a cell |
+| vocabulary | {config["n_genes"]:,} genes, digest `{config["vocabulary_digest"][:16]}` |
+| training data | fingerprint `{config["fingerprint"][:16]}`{_weights(config)} |
+| first weights | {config["init_from"] or "fresh"} |
+| step | {config["step"]:,}{averaged} |
+| validation loss | {loss} |
+{_label_rows(config)}
+Made by cellmill. {goes_in}
+
+    cellmill embed --model . --input cells.h5ad --out embedded.h5ad
+
+writes the cells' embeddings to `obsm["X_cellmill"]`.
+
+## Limits
+The embedding was judged on the datasets that the run's `evaluate/metrics.json` names, beside baselines that it may
+lose to; read it before use.{judged} Nothing is known of other tissues, assays or species. Not for clinical use.
+"""
+
+
+def pull(*, repo: str, out: Path) -> None:
+    """Download the model `repo` (owner/name, with @revision for another than main) to the folder `out`."""
+    commit = importlib.import_module("cellmill.models.hub").pull(repo, out)
+    print(f"{repo} at {commit[:12]} -> {out}", flush=True)

@@ -1,0 +1,393 @@
+"""A tracker or observer of a training run, which follows the run only through its files.
+
+train/track/NAME/sent.json      what it has been sent (`track.sent`); NAME.observer/ for an observer
+train/track/NAME/log.txt        output of its own library
+train/track/NAME/lock           held while it follows: by one process at a time
+
+Trackers and observers of a training, each in a process of its own beside the launcher.
+
+    launcher -> python -m cellmill.track.follow TRAIN -> a fork for each tracker and observer
+
+A follower that raises, hangs, crashes or has no network is one warning on stderr and nothing else: the training knows
+nothing of it. At the end of the training followers get FINISH_S to send what came last; what is not sent then is sent
+by `cellmill follow RUN --to NAME`, or by the next start. All of them die with the launcher.
+
+Lines of metrics.jsonl that a follower has not sent yet, over resumes of the training and of the follower.
+
+Options, digests and versions of a run as flat names and values, as trackers show them beside each other.
+"""
+
+import json
+import os
+import re
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cellmill.config.load import stored_options
+from cellmill.config.parts.trackers import ObserverConfig, Track
+from cellmill.config.plugin import Plugin, in_one_line
+from cellmill.errors import DataError, Stopped
+from cellmill.files import read_json, sha256_file
+from cellmill.launch.signals import die_with_parent
+from cellmill.runs.folder import TrainFolder
+from cellmill.runs.lock import locked
+from cellmill.track.tracker import ArtifactTracker, ObserverTracker, Tracker
+
+
+@dataclass
+class Sent:
+    """The part of a run that a tracker or observer has; in sent.json of its folder."""
+
+    id: str
+    """Of the run at the tracker, the same after every resume."""
+    step: int = 0
+    """Newest step that was sent."""
+    kinds: list[str] = field(default_factory=list)
+    """Kinds of lines sent for that step, see `kind_of`."""
+    checkpoint: int = 0
+    """Step of the newest checkpoint that an observer was told of."""
+    artifacts: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of each file that was sent, by name."""
+
+    @classmethod
+    def read(cls, path: Path, new_id: str) -> "Sent":
+        """The record at `path`; a new one if there is none. Raises DataError if it is damaged."""
+        if not path.exists():
+            return cls(new_id)
+        try:
+            return cls(**read_json(path))
+        except TypeError:
+            raise DataError(f"{path}: not a record of what was sent; remove it to send all again") from None
+
+    def write(self, path: Path) -> None:
+        """Replace the record. Not fsynced: a lost one costs lines that are sent twice. Makes no folder."""
+        temporary = path.with_name(f".{path.name}.incomplete")
+        temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        os.replace(temporary, path)
+
+    def is_new(self, line: dict[str, Any]) -> bool:
+        """True for a line that was not sent. Steps that a killed training repeats were."""
+        return line["step"] > self.step or (line["step"] == self.step and kind_of(line) not in self.kinds)
+
+    def note(self, line: dict[str, Any]) -> None:
+        """Count `line` as sent."""
+        kinds = self.kinds if line["step"] == self.step else []
+        self.step, self.kinds = line["step"], [*kinds, kind_of(line)]
+
+
+def kind_of(line: dict[str, Any]) -> str:
+    """Kind of a line of metrics.jsonl: step, validation or skipped. A step has at most one of each."""
+    return "validation" if "val_loss" in line else "skipped" if "skipped" in line else "step"
+
+
+class CurveTail:
+    """New complete lines of metrics.jsonl; from the first one again after the file was replaced, as by a resume."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._position, self._inode = path, 0, 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Lines since the last call; empty if there is no file. Raises OSError if it cannot be read."""
+        try:
+            file = open(self._path, "rb")  # noqa: SIM115 - closed by the with below
+        except FileNotFoundError:
+            return []
+        with file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._position:
+                self._inode, self._position = status.st_ino, 0
+            file.seek(self._position)
+            text = file.read()
+        complete = text[: text.rfind(b"\n") + 1]
+        self._position += len(complete)
+        return [line for part in complete.splitlines() if (line := _parsed(part)) is not None]
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):  # damaged
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
+
+
+def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """Values of a tree of mappings by their path, such as `train.lr`; empty mappings are left out."""
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{before}{key}"
+        values |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return values
+
+
+def digests(config: dict[str, Any]) -> dict[str, str]:
+    """Texts that identify the data, the first weights and the code of a run, from `config` of `Tracker.start`."""
+    identity = config["identity"]
+    values = {
+        "fingerprint": config["fingerprint"],
+        "init_from": identity.get("init_from"),
+        "gene_vectors": identity.get("model.gene_vectors"),
+        **config.get("environment", {}),
+    }
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
+ARTIFACTS = (
+    *("plan.json", "train/run.json", "train/metrics.jsonl", "train/status.json", "train/cost.json"),
+    *("model/config.json", "model/README.md", "evaluate/metrics.json", "evaluate/umap.tsv"),
+)
+"""Files of a run that trackers get, by name."""
+REPORT = "report/index.html"
+LINES = 200
+"""Lines sent before the record of what was sent is written again."""
+SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
+
+
+def track_folder(train: Path, options: Plugin) -> Path:
+    """Folder of a tracker's or observer's own files in the training folder."""
+    name = getattr(options, options.key)
+    return train / "track" / (f"{name}.observer" if isinstance(options, ObserverConfig) else name)
+
+
+class Follower:
+    """One tracker or observer of the training in `train`, which need not have begun."""
+
+    def __init__(self, train: Path, options: Plugin) -> None:
+        self._train, self._options = train.resolve(), options
+        self.folder = track_folder(self._train, options)
+        self._record = self.folder / "sent.json"
+        self._tail = CurveTail(self._train / "metrics.jsonl")
+        self._tracker: Tracker | ObserverTracker | None = None
+        self.n_lines = self.n_artifacts = 0  # sent by this process
+
+    def follow(self, ended: Callable[[], str]) -> None:
+        """Send what is new until `ended` gives a status, and what came with the end.
+
+        `ended` waits a moment and returns done, stopped or failed; empty while the training goes on. Raises what the
+        tracker raises, DataError if another process sends to it, and OSError if the run's folder is deleted.
+        """
+        with locked(self.made_folder(), "{holder} sends this run to the same tracker", wait_s=10.0):
+            self._sent = Sent.read(self._record, secrets.token_hex(16))
+            status = ""
+            while not status:
+                status = ended()
+                self.send()
+            self._finish(status)
+
+    def made_folder(self) -> Path:
+        """The follower's folder. Made in the run's own, which must exist."""
+        for path in (self.folder.parent, self.folder):
+            path.mkdir(exist_ok=True)
+        return self.folder
+
+    def send(self) -> None:
+        """Send new lines, and tell an observer of new checkpoints. The tracker starts with the first."""
+        lines = [line for line in self._tail.read() if self._sent.is_new(line)]
+        for first in range(0, len(lines), LINES):
+            tracker = self._started()
+            try:
+                for line in lines[first : first + LINES]:
+                    scalars = {name: value for name, value in line.items() if name != "step"}
+                    if not isinstance(tracker, ObserverTracker):
+                        scalars = numbers(scalars)
+                    if scalars:
+                        tracker.log(line["step"], scalars)
+                    self._sent.note(line)
+                    self.n_lines += 1
+            finally:  # a tracker that raises has the lines before
+                self._sent.write(self._record)
+        if isinstance(self._tracker, ObserverTracker):
+            newest = self._tracker.checkpoints(self._sent.checkpoint)
+            if newest != self._sent.checkpoint:
+                self._sent.checkpoint = newest
+                self._sent.write(self._record)
+
+    def _finish(self, status: str) -> None:
+        changed = self._changed_artifacts() if self._sent.step else {}
+        if changed:
+            self._started()
+        if self._tracker is None:
+            return  # no step was trained, or all was sent before
+        try:
+            if isinstance(self._tracker, ArtifactTracker):
+                for name, (path, digest) in changed.items():
+                    self._tracker.artifact(name, path)
+                    self._sent.artifacts[name] = digest
+                    self.n_artifacts += 1
+        finally:  # a refused file must not leave the run as running
+            self._tracker.finish(status)
+            self._sent.write(self._record)
+
+    def _changed_artifacts(self) -> dict[str, tuple[Path, str]]:
+        """Files that exist and are not as they were sent: paths and SHA-256 by name."""
+        run = self._train.parent
+        paths = {name: run / name for name in ARTIFACTS} | {REPORT: run.parents[1] / REPORT}
+        files = {name: (path, sha256_file(path)) for name, path in paths.items() if path.is_file()}
+        return {name: file for name, file in files.items() if self._sent.artifacts.get(name) != file[1]}
+
+    def _started(self) -> Tracker | ObserverTracker:
+        if self._tracker is None:
+            made = self._options.load()(self._options)
+            is_observer = isinstance(self._options, ObserverConfig)
+            self._tracker = ObserverTracker(made, TrainFolder(self._train)) if is_observer else made
+            self._sent.write(self._record)  # the id, before anything has it
+            self._tracker.start(self._config(), self._sent.step)
+        return self._tracker
+
+    def _config(self) -> dict[str, Any]:
+        """`config` of `Tracker.start`."""
+        record, state = read_json(self._train / "run.json"), read_json(self._train / "state.json")
+        own = {"run": self._train.parent.name, "id": self._sent.id, "folder": str(self.folder)}
+        return record | {key: state[key] for key in ("steps", "world_size")} | own
+
+
+def numbers(scalars: dict[str, Any]) -> dict[str, int | float]:
+    """Numbers of a line: the largest of a list over ranks, and no text."""
+    largest = {name: max(value) if isinstance(value, list) and value else value for name, value in scalars.items()}
+    return {name: value for name, value in largest.items() if isinstance(value, int | float)}
+
+
+def without_secrets(text: str) -> str:
+    """`text` without values of environment variables that are named like keys, and without passwords in URLs."""
+    for name, value in os.environ.items():
+        if SECRET.search(name.upper()) and len(value) >= 6:
+            text = text.replace(value, "***")
+    return re.sub(r"(?<=://)[^/\s@]+@", "***@", text)
+
+
+POLL_S = 1.0
+FINISH_S = 30.0
+"""For all followers together."""
+FINISHED, WARNED = 10, 11
+"""Exit codes of a follower: it has sent all, or has printed its warning. Any other is not its own."""
+
+
+@contextmanager
+def followed(train: Path, track: Track, finish_s: float = FINISH_S) -> Iterator[None]:
+    """Run the trackers and observers of `track`, as recorded in run.json of `train`, while the block trains there."""
+    if not track.to and not track.observers:
+        yield
+        return
+    command = [sys.executable, "-m", "cellmill.track.follow", str(train), str(finish_s)]
+    followers = subprocess.Popen(
+        command, stdin=subprocess.PIPE, start_new_session=True, preexec_fn=lambda: die_with_parent(signal.SIGKILL)
+    )
+    status = "failed"
+    try:
+        yield
+        status = "done"
+    except Stopped:
+        status = "stopped"
+        raise
+    finally:
+        with suppress(BrokenPipeError, subprocess.TimeoutExpired):
+            followers.communicate(status.encode(), timeout=finish_s + 10)
+        followers.kill()
+        followers.wait()
+
+
+@dataclass
+class _Child:
+    options: Plugin
+    pid: int
+    asked: int
+    """Pipe on which the child reads the status."""
+
+
+def supervise(train: Path, finish_s: float) -> None:
+    """Run the followers of the run in `train` until stdin says how the training ended, or is closed."""
+    track = stored_options(read_json(train / "run.json")["options"], str(train / "run.json")).track
+    children = [_fork(train, options) for options in (*track.to.values(), *track.observers.values())]
+    while children and not _readable(0, POLL_S):
+        children = [child for child in children if not _has_ended(child, train)]
+    if not children:
+        return
+    status = os.read(0, 100)
+    if not status:  # the launcher is gone; the next one goes on
+        return
+    for child in children:
+        with suppress(BrokenPipeError):
+            os.write(child.asked, status)
+    deadline = time.monotonic() + finish_s
+    while children and time.monotonic() < deadline:
+        time.sleep(0.02)
+        children = [child for child in children if not _has_ended(child, train)]
+    for child in children:
+        os.kill(child.pid, signal.SIGKILL)
+        os.waitpid(child.pid, 0)
+        warn(train, child.options, f"did not finish within {finish_s:g} s")
+
+
+def warn(train: Path, options: Plugin, problem: str) -> None:
+    """Print the one warning about a tracker or observer."""
+    name, run = getattr(options, options.key), train.resolve().parent.name
+    rest = "" if options.kind == "observer" else f", and `cellmill follow {run} --to {name}` sends the rest"
+    text = f"warning: {options.kind} {name!r} {problem}; metrics.jsonl is complete{rest}"
+    print(without_secrets(text), file=sys.stderr, flush=True)
+
+
+def _fork(train: Path, options: Plugin) -> _Child:
+    """Fork the follower of a tracker or observer; this process has one thread, so a fork is safe."""
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(writes)
+        _follow(train, options, reads)
+    os.close(reads)
+    return _Child(options, pid, writes)
+
+
+def _follow(train: Path, options: Plugin, asked: int) -> NoReturn:
+    """Follow in a child process, and end it."""
+    die_with_parent(signal.SIGKILL)
+    code, log = FINISHED, os.open(os.devnull, os.O_RDWR)
+    os.dup2(log, 0)  # a library that asks for a key would read the status, which is the supervisor's
+    try:
+        follower = Follower(train, options)
+        sys.stderr = os.fdopen(os.dup(2), "w")  # not inherited by what the library starts
+        log = os.open(follower.made_folder() / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        follower.follow(lambda: os.read(asked, 100).decode() if _readable(asked, POLL_S) else "")
+    except BaseException as error:  # also SystemExit of a library
+        code = WARNED
+        os.write(log, without_secrets(traceback.format_exc()).encode())
+        warn(train, options, f"failed and is dropped: {_told(options, error)}")
+    finally:
+        os._exit(code)  # threads and exit handlers of a library may hang
+
+
+def _told(options: Plugin, error: BaseException) -> str:
+    if isinstance(error.__cause__, ModuleNotFoundError):
+        return f"{error.__cause__}; pip install 'cellmill[{getattr(options, options.key)}]'"
+    return in_one_line(error)
+
+
+def _readable(descriptor: int, timeout_s: float) -> bool:
+    return bool(select.select([descriptor], [], [], timeout_s)[0])
+
+
+def _has_ended(child: _Child, train: Path) -> bool:
+    """True if the child has ended; prints the warning of one that could not."""
+    pid, status = os.waitpid(child.pid, os.WNOHANG)
+    if pid == 0:
+        return False
+    code = os.waitstatus_to_exitcode(status)
+    if code not in (FINISHED, WARNED):
+        ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        warn(train, child.options, f"failed and is dropped: its process ended with {ended}")
+    return True
+
+
+if __name__ == "__main__":
+    supervise(Path(sys.argv[1]), float(sys.argv[2]))

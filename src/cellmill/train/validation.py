@@ -1,0 +1,266 @@
+"""Figures of the embedding of validation cells: directions that it uses, and how much of it is sequencing depth.
+
+Only sums over cells are kept, of which every rank has a share: with vectors z and log depths d, the number of cells and
+the sums of z, z z^T, z d, d and d^2; and of each batch (a level of an obs column) the number of cells and the sum of
+z. Vectors are those of the views that the validation loss is computed from.
+
+Sources: Roy & Vetterli 2007 (effective rank, here of the covariance's eigenvalues).
+
+Figures of an objective beside its validation loss, such as the accuracy of a classifier, from sums over cells.
+
+Progress of a training, saved in every checkpoint: steps and cells so far, and which validation was the best.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.run import Train
+from cellmill.errors import ConfigError, did_you_mean
+from cellmill.models.batch import TensorBatch
+from cellmill.models.family import Model
+from cellmill.models.objective import Objective
+from cellmill.parallel.mesh import Mesh
+from cellmill.parallel.stages import PipelineStages
+from cellmill.runs.progress import COLLAPSED
+
+FIGURES = ("effective_rank", "depth_r2", "batch_r2")
+MAX_WIDTH = 2048  # the sums have width^2 numbers
+
+
+class EmbeddingMonitor:
+    """Figures of one validation. Every rank of the training has one."""
+
+    def __init__(
+        self,
+        model: Model | PipelineStages,
+        levels: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        batch_column: str | None = None,
+    ) -> None:
+        part: Any = model.parts[0] if isinstance(model, PipelineStages) else model
+        self.last: Any = model.last if isinstance(model, PipelineStages) else model
+        self.model = part
+        self.width: int = part.vector_width if part.vector_width <= MAX_WIDTH else 0
+        self.column = None if batch_column is None else [*levels].index(batch_column)
+        n_levels = 0 if batch_column is None else len(levels[batch_column])
+        self.sums = torch.zeros(self.width * (self.width + 2) + 3, dtype=torch.float64)
+        self.by_level = torch.zeros(n_levels, self.width + 1, dtype=torch.float64)
+        """Number of cells and sum of vectors of each level."""
+
+    @contextmanager
+    def watching(self, batches: Sequence[TensorBatch]) -> Iterator[None]:
+        """Add the cells of `batches`, whose losses are computed inside, one after another, in this order."""
+        if self.last is None or not self.width:
+            yield
+            return
+        vectors: list[torch.Tensor] = []
+        self.last.kept_vectors = vectors
+        try:
+            yield
+        finally:
+            self.last.kept_vectors = None
+        for of_batch, batch in zip(vectors, batches):
+            self._add(of_batch, batch)
+
+    def _add(self, vectors: torch.Tensor, batch: TensorBatch) -> None:
+        """Add the first vectors (cells, width), one for each cell of `batch`; later ones are of padding."""
+        z, d = vectors[: len(batch.lengths)].double().cpu(), _log_depth(batch)
+        parts = (z.new_tensor([len(z)]), z.sum(0), (z.T @ z).flatten(), d @ z, d.sum()[None], (d @ d)[None])
+        self.sums += torch.cat(parts)
+        if self.column is not None and batch.levels is not None:
+            counted = torch.cat([torch.ones(len(z), 1, dtype=torch.float64), z], dim=1)
+            self.by_level.index_add_(0, batch.levels[:, self.column] - 1, counted)
+
+    def line(self, mesh: Mesh) -> dict[str, float]:
+        """Return the figures for metrics.jsonl, where they can be told. Collective: every rank.
+
+        Warns on rank 0 of an embedding that collapsed.
+        """
+        # the last pipeline stage alone has vectors, and `Mesh.sum` divides by the number of stages
+        sums = torch.cat([self.sums, self.by_level.flatten()]).to(mesh.device) * mesh.pp.size()
+        of_cells, of_levels = mesh.sum(sums).cpu().split([self.sums.numel(), self.by_level.numel()])
+        line = embedding_figures(of_cells, self.width) | batch_figures(of_cells, of_levels, self.width)
+        if line.get("effective_rank", COLLAPSED) < COLLAPSED and dist.get_rank() == 0:
+            print(
+                f"warning: the embedding of validation cells has effective rank {line['effective_rank']:.2f}: it has "
+                f"collapsed to one direction; {advice(self.model.objective.config)}",
+                flush=True,
+            )
+        return line
+
+
+def advice(objective: ObjectiveConfig) -> str:
+    """Return what to change when the embedding has collapsed."""
+    parts = {part.name: part for part in objective.each()}
+    if any(getattr(part, "batch_adversary", None) for part in parts.values()):
+        return "lower objective.batch_adversary_scale, or train.lr"
+    if any(getattr(part, "adversarial_scale", None) for part in parts.values()):
+        return "lower adversarial_scale of the objective, or train.lr"
+    if "next_gene" in parts:
+        return "objective next_gene is for generating cells; for embeddings choose family encoder or profile"
+    return "lower train.lr" if "cell_decoding" in parts else "lower train.lr, or choose objective cell_decoding"
+
+
+def embedding_figures(sums: torch.Tensor, width: int) -> dict[str, float]:
+    """Return figures of the sums over all ranks; none for fewer than two cells.
+
+    effective_rank
+        Exponential of the entropy of the covariance's eigenvalues: the number of directions, 1 to `width`.
+    depth_r2
+        R² of a linear regression of log depth on the vectors, adjusted for their width; from 2 * `width` cells on.
+    """
+    n = float(sums[0])
+    if n < 2:
+        return {}
+    mean, second, with_depth, (depth, depth_2) = sums[1:].div(n).split([width, width * width, width, 2])
+    covariance = second.view(width, width) - mean.outer(mean)
+    values, directions = torch.linalg.eigh(covariance)
+    share = values.clamp(min=0) / values.clamp(min=0).sum().clamp(min=1e-300)
+    line = {"effective_rank": float((-torch.special.xlogy(share, share).sum()).exp())}
+    variance = float(depth_2 - depth**2)
+    if variance > 0 and n > 2 * width:
+        known = values > values.max() * 1e-9
+        shared = directions.T @ (with_depth - mean * depth)
+        explained = float((shared[known].square() / values[known]).sum()) / variance
+        line["depth_r2"] = 1 - (1 - explained) * (n - 1) / (n - width - 1)
+    return line
+
+
+def batch_figures(of_cells: torch.Tensor, of_levels: torch.Tensor, width: int) -> dict[str, float]:
+    """Return figures of the batch from sums over all ranks; none without batches or variance.
+
+    batch_r2
+        Share of the embedding's variance that the batch explains: sum of squares between batches over the total.
+    """
+    if not len(of_levels) or not width or of_cells[0] < 2:
+        return {}
+    n, sums = of_levels.view(-1, width + 1).split([1, width], dim=1)
+    center = of_cells[1 : width + 1] / of_cells[0]
+    total = float(of_cells[width + 1 :][: width * width].view(width, width).trace() - of_cells[0] * center @ center)
+    between = float((n * (sums / n.clamp(min=1) - center).square()).sum())
+    return {"batch_r2": between / total} if total > 0 else {}
+
+
+def _log_depth(batch: TensorBatch) -> torch.Tensor:
+    """(cells,) float64: log of each cell's counts, or of its detected genes where batches have no counts."""
+    lengths = torch.tensor(batch.lengths, dtype=torch.int64)
+    if batch.counts is None:
+        return lengths.double().clamp(min=1).log()
+    cell = torch.repeat_interleave(lengths)
+    return torch.zeros(len(lengths), dtype=torch.float64).index_add(0, cell, batch.counts.double()).clamp(min=1).log()
+
+
+VAL_LOSS = "val_loss"
+
+
+@dataclass
+class Progress:
+    """Progress of a run; saved in every checkpoint."""
+
+    step: int = 0
+    cells: int = 0
+    wall_s: float = 0.0
+    train_loss: float | None = None
+    val_loss: float | None = None
+    best_val_loss: float | None = None
+    """Validation loss at `best_step`."""
+    best_step: int | None = None
+    val_step: int | None = None
+    skipped_steps: int = 0
+    """Steps whose loss or gradient norm was not finite."""
+    skipped_in_a_row: int = 0
+    """Without steps skipped because the loss scale was too large."""
+    loss_scale: float | None = None
+    good_steps: int = 0
+    """Applied steps since the loss scale last changed."""
+    best_value: float | None = None
+    """`train.best_metric` at `best_step`; None in checkpoints of before, whose metric was the validation loss."""
+    patience_value: float | None = None
+    """Value that a validation has to better by more than `train.early_stop_min_delta` to count as an improvement."""
+    stale_validations: int = 0
+    """Validations since the last improvement."""
+
+    def judge(self, value: float, train: Train) -> bool:
+        """Take `train.best_metric` of the validation after this step; return whether it is the best so far.
+
+        A run that resumes gets the same answers: they depend on nothing else.
+        """
+        sign = 1 if train.best_mode == "min" else -1
+        best = self.best_value = self.best_val_loss if self.best_value is None else self.best_value
+        if self.patience_value is None or sign * (self.patience_value - value) > train.early_stop_min_delta:
+            self.patience_value, self.stale_validations = value, 0
+        else:
+            self.stale_validations += 1
+        if best is not None and sign * value >= sign * best:
+            return False
+        self.best_value, self.best_val_loss, self.best_step = value, self.val_loss, self.step
+        return True
+
+    def patience_is_over(self, train: Train) -> bool:
+        """Return whether the run ends here by `train.early_stop_patience`."""
+        return train.early_stop_patience is not None and self.stale_validations >= train.early_stop_patience
+
+    def early_end(self, metric: str) -> str:
+        """Line about an end by `train.early_stop_patience`."""
+        return (
+            f"step {self.step}: {metric} has not improved in {self.stale_validations} validations (best "
+            f"{self.best_value:.6g} at step {self.best_step}); the training ends here (train.early_stop_patience)"
+        )
+
+
+class ValidationFigures:
+    """Figures of one validation. Every rank of the training has one."""
+
+    def __init__(self, model: Model | PipelineStages) -> None:
+        part: Any = model.parts[0] if isinstance(model, PipelineStages) else model
+        last: Any = model.last if isinstance(model, PipelineStages) else model
+        self.leaves: dict[str, Objective] = part.objective.leaves()
+        self.kept: dict[str, Objective] = {} if last is None else last.objective.leaves()
+        self.sums = {
+            name: torch.zeros(leaf.n_sums, dtype=torch.float64) for name, leaf in self.leaves.items() if leaf.n_sums
+        }
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Add the cells whose losses are computed inside."""
+        watched = {name: leaf for name, leaf in self.kept.items() if name in self.sums}
+        for leaf in watched.values():
+            leaf.kept_sums = []
+        try:
+            yield
+        finally:
+            for name, leaf in watched.items():
+                for sums in leaf.kept_sums or ():
+                    self.sums[name] += sums.double().cpu()
+                leaf.kept_sums = None
+
+    def line(self, mesh: Mesh) -> dict[str, float]:
+        """Return the figures for metrics.jsonl, where they can be told. Collective: every rank."""
+        line: dict[str, float] = {}
+        for name, own in self.sums.items():
+            # the last pipeline stage alone has sums, and `Mesh.sum` divides by the number of stages
+            sums = mesh.sum(own.to(mesh.device) * mesh.pp.size()).tolist()
+            figures = self.leaves[name].validation_figures(sums)
+            line |= {_name(figure, name): value for figure, value in figures.items()}
+        return line
+
+
+def check_best_metric(objective: Objective, metric: str) -> None:
+    """Raise ConfigError unless validation logs the metric of `train.best_metric`."""
+    known = [VAL_LOSS, *(f"{VAL_LOSS}_{name}" for name in objective.parts)]
+    known += [_name(figure, name) for name, leaf in objective.leaves().items() for figure in leaf.figure_names]
+    known += FIGURES
+    if metric not in known:
+        raise ConfigError(
+            f"train.best_metric {metric}: validation of this objective does not log it; {did_you_mean(metric, known)}"
+        )
+
+
+def _name(figure: str, part: str) -> str:
+    return f"val_{figure}_{part}" if part else f"val_{figure}"
