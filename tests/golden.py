@@ -31,13 +31,13 @@ ENCODER, PROFILE = {"family": "encoder"} | SIZES, {"family": "profile", "hidden"
 MODELS: dict[str, dict[str, Any]] = {
     "masked_value": {"model": ENCODER, "objective": {"name": "masked_value"}},
     "masked_gene": {
-        "model": {"family": "bert"} | SIZES,
-        "tokens": {"tokenizer": "rank", "ends": "cls_eos"},
+        "model": {"family": "bert", "ends": "cls_eos"} | SIZES,
+        "tokens": {"tokenizer": "rank"},
         "objective": {"name": "masked_gene", "cell_loss_weight": 0.5},
     },
     "cell_decoding": {
-        "model": {"family": "scgpt", "pooling": "cls"} | SIZES,
-        "tokens": {"tokenizer": "binned", "ends": "cls"},
+        "model": {"family": "scgpt", "ends": "cls", "pooling": "cls"} | SIZES,
+        "tokens": {"tokenizer": "binned"},
         "objective": {"name": "cell_decoding"},
     },
     "profile": {"model": PROFILE, "objective": {"name": "cell_decoding", "view": "drop_thin", "view_loss": "vicreg"}},
@@ -63,7 +63,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "covariates": {
         "model": ENCODER,
-        "tokens": {"covariates": ["batch"], "covariate_unknown_frac": 0.3, "truncation": "random", "zero_frac": 0.2},
+        "tokens": {"covariates": ["batch"], "covariate_unknown_frac": 0.3, "truncation": "random"},
         "objective": {"name": "cell_decoding", "batch_column": "batch", "batch_adversary": 0.5},
     },
     "muon": {"model": ENCODER, "objective": {"name": "masked_value"}, "train": {"optimizer": "muon", "lr": 5e-3}},

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cellmill import __version__
-from cellmill.config.corpus import ObsColumns
-from cellmill.config.datasets import input_path
+from cellmill.config.datasets import ObsColumns, input_path
 from cellmill.config.machine import Machine
 from cellmill.config.options import OPTIONS
 from cellmill.config.workflow import sections_of

@@ -15,7 +15,7 @@ from typing import Any
 
 from cellmill.arguments import CONFIG, new_parser
 from cellmill.config import OPTIONS, check_options, load_config
-from cellmill.config.corpus import ObsColumns
+from cellmill.config.datasets import ObsColumns
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 from cellmill.files import read_json, special_kind

@@ -15,7 +15,7 @@ import yaml
 from pydantic import Field, SerializeAsAny, field_validator
 
 from cellmill.config import OPTIONS, Workflow, check_config, check_options, document, load_config, plugin
-from cellmill.config.corpus import read_datasets
+from cellmill.config.datasets import read_datasets
 from cellmill.config.load import top_level, upgrade_options
 from cellmill.config.options import TrainOptions
 from cellmill.config.plugin import BUILT_IN, Plugin, by_name

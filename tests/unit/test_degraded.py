@@ -16,7 +16,7 @@ from sklearn.model_selection import StratifiedKFold
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from cellmill.config.evaluate import LowDepthConfig, MissingGenesConfig
+from cellmill.config.parts.tasks import LowDepthConfig, MissingGenesConfig
 from cellmill.data.arrays import log_normalise, select_columns
 from cellmill.evaluate.embed import embed_cells
 from cellmill.evaluate.features import Features

@@ -15,8 +15,8 @@ import pytest
 from pydantic import ValidationError
 
 from cellmill.config import plugin
-from cellmill.config.evaluate import TaskConfig
 from cellmill.config.options import EmbedOptions, EvaluateOptions
+from cellmill.config.parts.tasks import TaskConfig
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError

@@ -18,7 +18,7 @@ import pytest
 import scipy.sparse as sp
 
 from cellmill.cli import main
-from cellmill.config.corpus import read_datasets
+from cellmill.config.datasets import read_datasets
 from cellmill.data.inputs.fetch import fetch_url
 from cellmill.data.inputs.formats import local_input, open_counts, origin_of
 from cellmill.errors import ConfigError, DataError

@@ -11,7 +11,7 @@ import scipy.sparse as sp
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 
-from cellmill.config.evaluate import FewShotConfig
+from cellmill.config.parts.tasks import FewShotConfig
 from cellmill.evaluate.features import Features
 from cellmill.evaluate.labels import choose_cells
 from cellmill.evaluate.tasks.classify import FEWEST_TESTED, FewShot, draw_shots

@@ -14,7 +14,7 @@ import scipy.sparse as sp
 
 from cellmill.cli import main
 from cellmill.config import load_config
-from cellmill.config.corpus import ObsColumns
+from cellmill.config.datasets import ObsColumns
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.prepare.check import check_datasets, check_inputs
 from cellmill.data.prepare.obs import choose_obs

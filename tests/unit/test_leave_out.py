@@ -11,7 +11,7 @@ import pytest
 import scipy.sparse as sp
 from sklearn.linear_model import LogisticRegression
 
-from cellmill.config.evaluate import LeaveOutConfig
+from cellmill.config.parts.tasks import LeaveOutConfig
 from cellmill.evaluate.features import Features
 from cellmill.evaluate.labels import choose_cells
 from cellmill.evaluate.tasks.classify import LeaveOut, splits_of

@@ -15,8 +15,8 @@ import scipy.sparse as sp
 
 from cellmill.cli import main
 from cellmill.config import load_config
-from cellmill.config.corpus import Dataset, ObsColumns, Preprocess
-from cellmill.config.datasets import parse_filter
+from cellmill.config.corpus import Preprocess
+from cellmill.config.datasets import Dataset, ObsColumns, parse_filter
 from cellmill.data.inputs.formats import declared_names, open_counts
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.prepare.check import check_datasets

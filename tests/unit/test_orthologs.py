@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from cellmill.config.corpus import Dataset, Preprocess, Shard, VocabularyConfig
+from cellmill.config.corpus import Preprocess, Shard, VocabularyConfig
+from cellmill.config.datasets import Dataset
 from cellmill.config.options import PreprocessOptions
 from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Stream

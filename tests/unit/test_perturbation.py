@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from cellmill.config.evaluate import PerturbationConfig
+from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.data.genes.names import perturbed_genes
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.evaluate.task import Context

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from cellmill.config.checks import check_together
-from cellmill.config.evaluate import ReconstructConfig
 from cellmill.config.options import EmbedOptions, TrainOptions
 from cellmill.config.parallel import Parallel
+from cellmill.config.parts.tasks import ReconstructConfig
 from cellmill.errors import ConfigError
 from cellmill.evaluate.features import EMBEDDING, Features
 from cellmill.evaluate.task import Context

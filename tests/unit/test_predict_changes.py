@@ -16,8 +16,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from cellmill.config.evaluate import PerturbationConfig
 from cellmill.config.options import EmbedOptions, EvaluateOptions
+from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.task import Context, named_supervised
 from cellmill.evaluate.tasks.changes import find_units, folds_of, genes_of, predictions, read_profiles, strata_of

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from cellmill.config.evaluate import Evaluate, ReconstructConfig
+from cellmill.config.evaluate import Evaluate
 from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.tasks import ReconstructConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.manifest import Manifest

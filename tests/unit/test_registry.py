@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from cellmill.config import plugin
-from cellmill.config.evaluate import TaskConfig
+from cellmill.config.parts.tasks import TaskConfig
 from cellmill.config.plugin import in_one_line
 from cellmill.errors import ConfigError
 
@@ -39,7 +39,7 @@ NUMBER = 7
 def tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     here = {"good": "Good", "other": "Good", "unset": "Unset", "absent": "Absent", "number": "NUMBER"}
     points = [EntryPoint(name, f"{__name__}:{value}", "cellmill.task") for name, value in here.items()]
-    points.append(EntryPoint("contract", "cellmill.config.evaluate:TaskConfig", "cellmill.task"))
+    points.append(EntryPoint("contract", "cellmill.config.parts.tasks:TaskConfig", "cellmill.task"))
     points += [EntryPoint("twice", f"{module}:Task", "cellmill.task") for module in ("one", "two")]
     monkeypatch.setattr(plugin, "entry_points", lambda group: points)
 
@@ -75,8 +75,8 @@ def test_an_unknown_name_lists_the_nearest_or_all(installed: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("number", "is no subclass of cellmill.config.evaluate.TaskConfig; repair or remove the package"),
-        ("contract", "is no subclass of cellmill.config.evaluate.TaskConfig; repair"),
+        ("number", "is no subclass of cellmill.config.parts.tasks.TaskConfig; repair or remove the package"),
+        ("contract", "is no subclass of cellmill.config.parts.tasks.TaskConfig; repair"),
         ("other", r"has options of another name: expected name: Literal\['other'\]; repair"),
         ("unset", "sets no `implementation`, expected 'package.module:Class'; repair"),
         ("absent", "has an implementation in cellmill.no_such_module, which does not exist; repair"),

@@ -9,8 +9,7 @@ import pytest
 from limits import limited
 
 from cellmill.cli import main
-from cellmill.config.corpus import read_datasets
-from cellmill.config.datasets import check_name
+from cellmill.config.datasets import check_name, read_datasets
 from cellmill.config.load import read_yaml
 from cellmill.errors import ConfigError
 

@@ -13,7 +13,7 @@ import pytest
 import scipy.sparse as sp
 from anndata.io import read_elem, write_elem
 
-from cellmill.config.corpus import ObsColumns
+from cellmill.config.datasets import ObsColumns
 from cellmill.data.arrays import plain_text, text_values
 from cellmill.data.genes.names import is_expression
 from cellmill.data.inputs.anndata_files import open_anndata

@@ -12,7 +12,7 @@ from snakemake.exceptions import WorkflowError
 
 from cellmill.config import check_config, check_options
 from cellmill.config.checks import check_nodes
-from cellmill.config.corpus import ObsColumns
+from cellmill.config.datasets import ObsColumns
 from cellmill.config.datasets import is_url
 from cellmill.config.machine import Machine
 from cellmill.errors import ConfigError, UserError

@@ -14,8 +14,8 @@ from typing import Any
 
 from cellmill.config import Workflow, check_options, load_config
 from cellmill.config.checks import check_nodes
-from cellmill.config.corpus import Dataset, Preprocess
-from cellmill.config.datasets import is_url
+from cellmill.config.corpus import Preprocess
+from cellmill.config.datasets import Dataset, is_url
 from cellmill.config.machine import Machine
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import layout

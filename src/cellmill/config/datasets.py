@@ -19,13 +19,191 @@ import csv
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Self
 from urllib.parse import parse_qsl, urlsplit
 
 import yaml
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from cellmill.config.corpus import RESERVED, ROLES, Preprocess
+from cellmill.config.section import Section, error_line, explain
 from cellmill.errors import ConfigError, did_you_mean
 from cellmill.files import special_kind
+
+
+class ObsColumns(Section):
+    """Columns of the table that are about obs: each obs column is looked for before anything is computed."""
+
+    filter: str | None = Field(
+        None,
+        description="Filter for cells to keep, as for `pandas.DataFrame.query`: comparisons of obs columns (`` `in "
+        "backticks` `` if the name has spaces) with strings, numbers and lists, joined by and, or, not.",
+    )
+    label: str | None = Field(
+        None,
+        description="obs column that the probes predict, or several, separated by |; empty for no probes. Kept "
+        "whatever preprocess.keep_obs says.",
+    )
+    label_name: str | None = Field(
+        None,
+        description="Name of the label in preprocessed cells, so that datasets whose columns have other names share "
+        "one; of several labels one for each, separated by |. Empty for the name of the column.",
+    )
+    label_map: str | None = Field(
+        None,
+        pattern=r"^[^{}<>\r\n]+$",  # Snakemake reads braces and angles in an input as wildcards
+        description="Tab-separated file with the columns `from` and `to`, which renames values of the label in "
+        "preprocessed cells, and with that in shards, training and evaluation; of several labels one for each, "
+        "separated by |, where an empty one renames nothing. Cells of a `from` whose `to` is empty have no label; "
+        "labels that the file leaves out stay as they are, and are reported. A `from` that no cell has is refused. "
+        "`filter` reads the values before they are renamed.",
+    )
+    batch: str | None = Field(None, description="obs column of the batch; preprocessed cells have it as `batch`.")
+    donor: str | None = Field(None, description="obs column of the donor; preprocessed cells have it as `donor`.")
+    condition: str | None = Field(
+        None, description="obs column of the condition, such as a disease; preprocessed cells have it as `condition`."
+    )
+    perturbation: str | None = Field(
+        None, description="obs column of the perturbation; preprocessed cells have it as `perturbation`."
+    )
+    control: str | None = Field(
+        None,
+        description="Value of the perturbation column (of the condition column if the dataset has no perturbations) "
+        "that marks untreated cells: `is_control` of preprocessed cells.",
+    )
+    dose: str | None = Field(
+        None, description="obs column of the dose, a number; preprocessed cells have it as `dose`."
+    )
+
+    @field_validator("filter")
+    @classmethod
+    def _filter_is_a_condition(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_filter(value)
+        return value
+
+    @model_validator(mode="after")
+    def _each_label_has_a_name(self) -> Self:
+        labels, names = self.labels, self.label_names
+        for key in ("label_name", "label_map"):
+            given = getattr(self, key)
+            if given is not None and (n := len(given.split("|"))) != len(labels):
+                raise ValueError(f"{key}: expected one for each label, {len(labels)}, got {n}; separate them by |")
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"label_name: two labels are called {twice[0]!r}; rename one")
+        for label, name in zip(labels, names):
+            if name != label and (not name or name in RESERVED):
+                raise ValueError(
+                    f"label_name: expected a name of its own for label {label!r}, got {name!r}; choose another"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _control_is_of_something(self) -> Self:
+        if self.control is not None and self.controlled is None:
+            raise ValueError("control is a value of the perturbation or the condition; name one of these columns too")
+        return self
+
+    @property
+    def labels(self) -> list[str]:
+        """obs columns of the labels."""
+        return [name for name in map(str.strip, (self.label or "").split("|")) if name]
+
+    @property
+    def label_names(self) -> list[str]:
+        """Names of the labels in preprocessed cells, in the order of `labels`."""
+        return self.labels if self.label_name is None else [name.strip() for name in self.label_name.split("|")]
+
+    @property
+    def label_maps(self) -> dict[str, str]:
+        """Path of the label map by name of the label in preprocessed cells, of the labels that have one."""
+        paths = map(str.strip, (self.label_map or "").split("|"))
+        return {name: path for name, path in zip(self.label_names, paths) if path}
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """obs column of the file by role."""
+        return {role: column for role in ROLES if (column := getattr(self, role)) is not None}
+
+    @property
+    def controlled(self) -> str | None:
+        """The role whose value `control` is."""
+        return next((role for role in ("perturbation", "condition") if role in self.roles), None)
+
+    @property
+    def asked_for(self) -> dict[str, str]:
+        """Every obs column of the file that is named, and the columns of the table that name it."""
+        read = [(name, "label") for name in self.labels] + [(column, role) for role, column in self.roles.items()]
+        if self.filter is not None:
+            read += [(name, "filter") for name in parse_filter(self.filter).columns]
+        return {name: ", ".join(owner for other, owner in read if other == name) for name, _ in read}
+
+
+NO_COLUMNS = ObsColumns.model_validate({})
+"""Of a dataset without filter, labels and roles."""
+
+
+class Dataset(ObsColumns):
+    """One row of the table; an empty field is null."""
+
+    dataset: str = Field(description="Name, used in file names.")
+    path: str = Field(
+        pattern=r"^[^{}<>\r\n]+$",  # Snakemake reads braces and angles in an input as wildcards
+        description="Input: .h5ad, .zarr, 10x .h5, .loom, a folder with matrix.mtx, a SOMA experiment, or a FASTA "
+        "file of proteins (.fasta, .fa, .faa, also .gz); a path, absolute or relative to Snakemake's working "
+        "directory, or a URL; without braces and < >.",
+    )
+    counts: str = Field(
+        "X",
+        description="Matrix with raw counts: X, raw, the name of a layer (`layers/X` if it is X), or a genome of a 10x "
+        "file.",
+    )
+    round_counts: bool = Field(
+        False, description="Round fractional counts, such as those of RSEM and SoupX, to the nearest whole number."
+    )
+    organism: Literal["human", "mouse", "none"] | None = Field(
+        None, description="preprocess.organism of this dataset; none uses var_names as ids."
+    )
+    min_genes: int | None = Field(None, ge=0, description="preprocess.min_genes of this dataset.")
+    min_counts: int | None = Field(None, ge=1, description="preprocess.min_counts of this dataset.")
+    max_mito_frac: float | None = Field(None, ge=0, le=1, description="preprocess.max_mito_frac of this dataset.")
+    source: str | None = Field(None, description="Source of the data, for the report.")
+    licence: str | None = Field(None, description="Licence of the data, for the report.")
+
+    @field_validator("dataset")
+    @classmethod
+    def _name_is_usable(cls, value: str) -> str:
+        return check_name(value)
+
+    @field_validator("path")
+    @classmethod
+    def _has_no_credentials(cls, path: str) -> str:
+        if is_url(path):
+            check_url(path)
+        return path
+
+    def preprocess(self, section: Preprocess) -> Preprocess:
+        """The corpus's options with those of the dataset."""
+        names = ("organism", "min_genes", "min_counts", "max_mito_frac")
+        own = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return section.model_copy(update={name: None if value == "none" else value for name, value in own.items()})
+
+
+def read_datasets(table: Path) -> dict[str, Dataset]:
+    """Rows of a tab-separated table by name, in order. Raises ConfigError naming the line."""
+    datasets: dict[str, Dataset] = {}
+    for line, row in read_rows(table, list(Dataset.model_fields)):
+        try:
+            dataset = Dataset.model_validate(row)
+        except ValidationError as error:
+            raise ConfigError(f"{table}, line {line}: {error_line(*explain(error, Dataset))}") from None
+        if dataset.dataset in datasets:
+            raise ConfigError(f"{table}, line {line}: dataset {dataset.dataset!r} is a duplicate; rename it")
+        datasets[dataset.dataset] = dataset
+    if not datasets:
+        raise ConfigError(f"{table}: no datasets; add a row per .h5ad file")
+    return datasets
+
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"  # name of a corpus, run or dataset, which is part of a path
 MAX_NAME = 100  # characters; names of a corpus and a dataset are in one file name, whose limit is 255

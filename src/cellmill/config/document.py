@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from cellmill.config.corpus import Dataset
+from cellmill.config.datasets import Dataset
 from cellmill.config.load import top_level
 from cellmill.config.options import OPTIONS
 from cellmill.config.plugin import Plugin

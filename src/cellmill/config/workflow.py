@@ -16,9 +16,9 @@ from typing import Annotated, Any, Self, get_origin
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from cellmill.config.checks import check_together
-from cellmill.config.corpus import IS_CONTROL, ORGANISM, Dataset, read_datasets
-from cellmill.config.datasets import check_name
-from cellmill.config.evaluate import ReconstructConfig
+from cellmill.config.corpus import IS_CONTROL, ORGANISM
+from cellmill.config.datasets import Dataset, check_name, read_datasets
+from cellmill.config.evaluate import check_transfer
 from cellmill.config.options import (
     OPTIONS,
     ConsolidateOptions,
@@ -30,7 +30,7 @@ from cellmill.config.options import (
     VocabularyOptions,
 )
 from cellmill.config.parts.objective import ObjectiveConfig
-from cellmill.config.parts.tasks import check_transfer
+from cellmill.config.parts.tasks import ReconstructConfig
 from cellmill.config.plugin import validated
 from cellmill.config.run import Report
 from cellmill.config.section import EachOnce, Section, part_of

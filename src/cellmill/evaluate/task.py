@@ -1,7 +1,7 @@
 """Contract of an evaluation task.
 
-A task is a class `Task(config)`, named by the `implementation` of its options (`cellmill.config.evaluate.TaskConfig`).
-Stage `evaluate` calls `run` once per dataset and writes what it returns to metrics.json; the report shows any task.
+A task is a class `Task(config)`, named by the `implementation` of its options (`config.parts.tasks.TaskConfig`). Stage
+`evaluate` calls `run` once per dataset and writes what it returns to metrics.json; the report shows any task.
 
 The model of an evaluation and the cells that it is judged on: those that it was not trained on.
 
@@ -28,7 +28,8 @@ from anndata.io import read_elem
 from sklearn.decomposition import PCA
 
 from cellmill.config.corpus import IS_CONTROL, ROLES
-from cellmill.config.evaluate import Evaluate, TaskConfig
+from cellmill.config.evaluate import Evaluate
+from cellmill.config.parts.tasks import TaskConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.arrays import log_normalise, rank_buckets, summed
 from cellmill.data.genes.names import match_columns

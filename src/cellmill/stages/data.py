@@ -18,8 +18,8 @@ shard: shards of a corpus, split, preshuffled and in rank order, and their manif
 import re
 from pathlib import Path
 
-from cellmill.config.corpus import NO_COLUMNS, ObsColumns, is_fasta
-from cellmill.config.datasets import redacted
+from cellmill.config.corpus import is_fasta
+from cellmill.config.datasets import NO_COLUMNS, ObsColumns, redacted
 from cellmill.config.options import PreprocessOptions, ShardOptions, VocabularyOptions
 from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.genes.names import lost_counts

@@ -33,9 +33,9 @@ from typing import Any
 
 import numpy as np
 
-from cellmill.config.evaluate import Evaluate, PerturbationConfig
+from cellmill.config.evaluate import Evaluate, check_transfer
 from cellmill.config.options import EvaluateOptions
-from cellmill.config.parts.tasks import check_transfer
+from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.config.plugin import in_one_line
 from cellmill.data.genes.names import match_columns
 from cellmill.data.inputs.formats import local_input

@@ -6,10 +6,10 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cellmill.config.evaluate import TaskConfig
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.methods import MethodConfig
 from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.tasks import TaskConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.parts.trackers import ObserverConfig, TrackerConfig
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from cellmill.config.corpus import IS_CONTROL, ORGANISM, Dataset
-from cellmill.config.datasets import is_url, read_label_map
+from cellmill.config.corpus import IS_CONTROL, ORGANISM
+from cellmill.config.datasets import Dataset, is_url, read_label_map
 from cellmill.config.workflow import CorpusConfig, Workflow
 from cellmill.data.inputs.formats import DeclaredNames, declared_names
 from cellmill.data.inputs.h5 import check_walk

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from cellmill.config.corpus import IS_CONTROL, ORGANISM, ObsColumns
-from cellmill.config.datasets import MappedLabel, parse_filter, read_label_map
+from cellmill.config.corpus import IS_CONTROL, ORGANISM
+from cellmill.config.datasets import MappedLabel, ObsColumns, parse_filter, read_label_map
 from cellmill.data.arrays import text_values
 from cellmill.data.inputs.h5 import one_line
 from cellmill.data.inputs.reader import CountsReader

@@ -19,7 +19,8 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from cellmill.config.corpus import NO_COLUMNS, ObsColumns, Preprocess
+from cellmill.config.corpus import Preprocess
+from cellmill.config.datasets import NO_COLUMNS, ObsColumns
 from cellmill.data.arrays import row_sums, select_columns, select_rows
 from cellmill.data.genes.names import LOST_NAMES, Coverage, MappedGenes, map_genes, map_measured, map_orthologs
 from cellmill.data.genes.tables import ORGANISMS

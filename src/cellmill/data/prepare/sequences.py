@@ -17,7 +17,8 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from cellmill.config.corpus import NO_COLUMNS, ObsColumns, Preprocess
+from cellmill.config.corpus import Preprocess
+from cellmill.config.datasets import NO_COLUMNS, ObsColumns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.h5 import count_dtype, write_cells

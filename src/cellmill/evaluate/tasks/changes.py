@@ -39,7 +39,7 @@ from sklearn.model_selection import GroupKFold, KFold
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.corpus import IS_CONTROL
-from cellmill.config.evaluate import PerturbationConfig
+from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns, text_values
 from cellmill.data.genes.names import match_columns, perturbed_genes

@@ -39,7 +39,7 @@ from sklearn.dummy import DummyClassifier
 from sklearn.model_selection import GroupKFold, StratifiedKFold
 from threadpoolctl import threadpool_limits
 
-from cellmill.config.evaluate import FewShotConfig, LeaveOutConfig, ProbeConfig
+from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, ProbeConfig
 from cellmill.data.arrays import text_values
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.features import ALL_GENES, Features, fit_all, read_rows, with_external

@@ -20,7 +20,7 @@ import scipy.sparse as sp
 from sklearn.model_selection import StratifiedKFold
 from threadpoolctl import threadpool_limits
 
-from cellmill.config.evaluate import LowDepthConfig, MissingGenesConfig
+from cellmill.config.parts.tasks import LowDepthConfig, MissingGenesConfig
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.features import Features, fit_all, read_rows
 from cellmill.evaluate.labels import labelled_cells

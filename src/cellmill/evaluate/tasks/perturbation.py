@@ -49,7 +49,7 @@ import numpy as np
 import pandas as pd
 
 from cellmill.config.corpus import IS_CONTROL
-from cellmill.config.evaluate import PerturbationConfig
+from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.data.inputs.h5 import create_h5, write_anndata
 from cellmill.evaluate.scores import ScoreColumn, against_best, differences, is_own, kind_of, table_rows
 from cellmill.evaluate.task import Context, TaskResult

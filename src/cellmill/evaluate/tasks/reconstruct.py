@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from cellmill.config.evaluate import ReconstructConfig
 from cellmill.config.load import check_options
 from cellmill.config.parts.objective import ObjectiveConfig
-from cellmill.config.parts.tasks import ThroughputConfig
+from cellmill.config.parts.tasks import ReconstructConfig, ThroughputConfig
 from cellmill.data.genes.names import match_columns
 from cellmill.data.shards.obs import values_of_columns
 from cellmill.data.stream.batch import split_batch
