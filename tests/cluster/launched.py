@@ -90,6 +90,7 @@ class Launched:
                 stderr=file,
                 env=os.environ | {"OMP_NUM_THREADS": "1"} | paced | environment,
                 start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup ignores it, and so would this
             )
         return cls(process, train, log)
 

@@ -296,6 +296,7 @@ COMBINED: list[Case] = [
     Case("four layers, genes", "pp 2, Interleaved1F1B x FULL_SHARD", parallel={"activation_checkpointing": "full"}),
     Case("genes", "pp 2, 1F1B x tp 2"),
     Case("genes", "HYBRID_SHARD", precision="bf16-mixed"),
+    *(Case(model, "FULL_SHARD", precision="bf16-mixed", train={"token_budget": 256}) for model in PAIRS),
 ]
 """Combined axes, of one model."""
 FEW, SMALL, PARTS4 = {"token_budget": 256}, {"token_budget": 100}, {"microbatches": 4}

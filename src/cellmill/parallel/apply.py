@@ -40,6 +40,7 @@ buffers of these modules, are DTensors.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -86,8 +87,9 @@ def apply_fsdp(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) ->
     shard = partial(fully_shard, mesh=mesh.fsdp, mp_policy=policy, offload_policy=offload)
     for block in cast(nn.ModuleList, model.get_submodule(blocks)):
         shard(block, reshard_after_forward=parallel.reshards_after_forward)
-    # the backward pass begins with the root's parameters
-    shard(model, reshard_after_forward=False)
+    # the backward pass begins with the root's parameters; its inputs are cast where they are read, since a batch has
+    # counts and targets too, which must stay exact
+    shard(model, reshard_after_forward=False, mp_policy=replace(policy, cast_forward_inputs=False))
     for module in _fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         # a plain sum: gloo has no PREMUL_SUM, and NCCL's algorithms on switches (NVLS, SHARP) have none either
