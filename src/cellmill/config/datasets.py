@@ -1,17 +1,14 @@
-"""Rows of a tab-separated table, read so that no row can vanish, and names that options can refer to.
+"""The table of datasets: rows of a tab-separated file, URLs of inputs, filters of cells, and label maps. Torch-free.
 
-A row is one line: a quote that is not closed on its line, which the csv module would read on through the rows below, is
-an error. The csv module and not pandas, which takes a second to import.
+A row is one line: a quote that is not closed on its line, which the csv module would continue through the rows below,
+is an error, so that no row can vanish. The csv module is used instead of pandas, which takes a second to import.
 
-URLs of inputs: told apart from paths, and redacted for logs.
+Filters are conditions on obs columns in the language of `pandas.DataFrame.query`, checked without pandas: comparisons
+of columns with texts, numbers and lists, joined by and, or, not. Nothing else passes: no attribute, call, index or `@`,
+with which pandas would run a user's text as Python. pandas gets the condition rewritten, with columns as c0, c1, ...
+(`data/prepare/obs.py`).
 
-A label map: a tab-separated file with the columns `from` and `to`, which renames labels of a dataset. Torch-free.
-
-Filters of cells: conditions on obs columns in the language of `pandas.DataFrame.query`, checked without pandas.
-
-Comparisons of columns with texts, numbers and lists, joined by and, or, not. Nothing else passes: no attribute, call,
-index or `@`, with which pandas would run a user's text as Python. pandas gets the condition written anew, with columns
-as c0, c1, ... (`data/prepare/obs.py`).
+A label map is a tab-separated file with the columns `from` and `to`, which renames labels of a dataset.
 """
 
 import ast

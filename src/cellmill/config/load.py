@@ -3,13 +3,10 @@
 A run's resolved options are stored in its run.json, in each checkpoint's state.json and in exported models. A version
 that moves or renames an option translates it in `upgrade_options`; an option added with a default needs nothing,
 because validation fills it in. A user's configuration is never translated: an old key there is an error that names its
-new place.
+new place. YAML is refused where PyYAML would lose a part of it or end in a traceback. Torch-free.
 
-YAML of a configuration file, refused where PyYAML would lose a part of it or end in a traceback.
-
-config.json of an exported model, checked before anything is made of it. Torch-free.
-
-The model that a run starts from (`init_from`): sections that the run takes from it, and what must be equal.
+A run with `init_from` takes sections from the model that it starts from, and some options must equal the model's.
+config.json of an exported model is checked before it is used.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,14 +1,10 @@
 """Options of an interchangeable part: model family, objective, tokenizer, fine-tuning method, tracker, task.
 
 A contract is a subclass of `Plugin` that sets `kind`, and `key` and `default` where they differ. Each choice is a
-subclass of the contract, listed by name in `cellmill.config.plugin` or in the entry-point group `cellmill.<kind>` of an
-installed package. Validating a mapping against the contract gives the options of the choice that the mapping names.
-Options are torch-free; `implementation` names the class that does the work, imported when `load` is called.
-
-Names of interchangeable parts by kind, and the options class behind each (`cellmill.config.plugin`).
-
-Built-ins are listed by module path, so listing or checking a name imports nothing. An installed package adds its own
-through the entry-point group `cellmill.<kind>`; it never replaces a built-in.
+subclass of the contract, listed by name in this module or in the entry-point group `cellmill.<kind>` of an installed
+package, which never replaces a built-in. Built-ins are listed by module path, so listing or checking a name imports
+nothing. Validating a mapping against the contract gives the options of the choice that the mapping names. Options are
+torch-free; `implementation` names the class that does the work, imported when `load` is called.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sections of a run from stream to evaluation, and of the report.
 
-Learning-rate schedule as a pure function of the step: resuming needs no scheduler state.
+The learning-rate schedule is a pure function of the step: resuming needs no scheduler state.
 """
 
 import math

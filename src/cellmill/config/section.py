@@ -1,9 +1,8 @@
 """Base class of every configuration section: frozen, no unknown keys, a description for each field.
 
 Snakemake's YAML loads `3e-4` as text, so numbers are accepted as text, and "null" where null is allowed. A boolean is
-not accepted as a number.
-
-Words of scModelForge, Molfun, AxonML and PyTorch Lightning for options of ours, for messages.
+not accepted as a number. Error messages also recognise the option names of scModelForge, Molfun, AxonML and PyTorch
+Lightning, and name ours.
 """
 
 from collections.abc import Iterable, Mapping

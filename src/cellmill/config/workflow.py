@@ -1,9 +1,8 @@
-"""The whole configuration: defaults for each section, corpora, and runs that may override any of them.
+"""The whole configuration: defaults for each section, corpora, and runs and sweeps that may override any of them.
 
-`Workflow.section(stage, name)` is what a rule hands to its stage: only the options that stage reads, so that a
-changed key reruns those stages and no others.
-
-Sweeps: runs as the product of values of some options, with names made from the values.
+`Workflow.section(stage, name)` is what a rule passes to its stage: only the options that stage reads, so that a
+changed key reruns those stages and no others. A sweep is a set of runs, the product of values of some options, with
+names made from the values.
 """
 
 from collections.abc import Iterator, Mapping

@@ -2,7 +2,7 @@
 
     python -m cellmill.launch.agent [options of torchrun] --module MODULE [arguments]
 
-Alone in this room it imports torch: nodes alone run it.
+The only module of this folder that imports torch: it runs only on the nodes.
 """
 
 import fcntl

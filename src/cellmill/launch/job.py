@@ -1,9 +1,8 @@
-"""The processes of a job: the torchrun agent of each node, as every launcher starts it, and restarts.
+"""The processes of a job: the torchrun agent of each node, as every launcher starts it, restarts, and jobs run here.
 
-A job on this machine: one torchrun agent per node, so that a layout of several nodes can be tried on one machine.
-
-Agents run in a session of their own: Ctrl-C reaches this process alone, which forwards signals to the *workers*. They
-save and exit, and the agents with them. When this process dies, however it dies, the kernel ends the agents, and they
+A job on this machine has one torchrun agent per node, so that a layout of several nodes can be tried on one machine.
+Agents run in a session of their own: Ctrl-C reaches only this process, which forwards signals to the *workers*. They
+save and exit, and the agents with them. When this process dies for any reason, the kernel ends the agents, and they end
 their workers, so that no training continues unseen.
 """
 

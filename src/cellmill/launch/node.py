@@ -1,13 +1,12 @@
 """The task of each node of a cluster job: one torchrun agent, its signals and its restarts.
 
 Every launcher of cluster jobs writes the task to task.json and runs it with `run_task`: submitit inside a submitted
-job, srun inside an allocation. Under cgroup tracking SLURM signals this process alone, so it forwards signals to the
+job, srun inside an allocation. Under cgroup tracking SLURM signals only this process, so it forwards signals to the
 workers: they save and exit, and the agent, which ignores signals, exits with them. When this process dies, so does
 everything it started.
 
-Training inside the SLURM job this process runs in (salloc, or a batch script): srun starts the task of each node.
-
-For sites that allow no process on a login node: the whole workflow is then one batch job.
+`run_allocation` trains inside the SLURM job this process runs in (salloc, or a batch script), for sites that allow no
+process on a login node: the whole workflow is then one batch job.
 """
 
 from __future__ import annotations

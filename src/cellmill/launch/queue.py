@@ -1,13 +1,10 @@
-"""States of jobs, by squeue and, for jobs it has forgotten, by sacct.
+"""States of SLURM jobs, by squeue or, for jobs it has forgotten, by sacct; waiting and failed jobs of a workflow.
 
 Each launcher queries squeue itself, and holds no lock while it does. No answer, or one that cannot be parsed, is
 UNKNOWN and never taken for the end of a job.
 
-Host names in SLURM's compressed form.
-
-Jobs that Snakemake's SLURM plugin submitted for the stages of a workflow: why they wait, and why jobs failed.
-
-The plugin gives each job the comment `rule_STAGE` or `rule_STAGE_wildcards_…`, and runs it in the workflow's folder.
+Snakemake's SLURM plugin submits the jobs of stages, with the comment `rule_STAGE` or `rule_STAGE_wildcards_…`, and runs
+them in the workflow's folder; that is how this module finds them, to report why they wait and why some failed.
 """
 
 import os

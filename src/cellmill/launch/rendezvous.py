@@ -1,15 +1,15 @@
-"""The way to the store in which the processes of a job find each other, closed to everybody else.
+"""The path to the store through which the processes of a job find each other, closed to everybody else.
 
-torch's store has no authentication: who reaches its port lists and overwrites all keys, which ends the run. Here the
-store listens on the loopback of the first node, and takes only connections that its own process makes. Each node has a
-relay, to which its processes connect as if it were the store:
+torch's store has no authentication: whoever reaches its port can list and overwrite all keys, which ends the run. Here
+the store listens on the loopback of the first node, and takes only connections that its own process makes. Each node
+has a relay, to which its processes connect as if it were the store:
 
     process -> relay of its node      on the loopback; the kernel says which user connects
             -> entrance, first node   on all interfaces; both sides prove that they know the secret of this start
             -> store
 
 The secret is made for each start and travels in files and environments that other users cannot read; ports derive from
-it, so none of it stands in a command line. What has passed is not encrypted.
+it, so none of it appears in a command line. The traffic itself is not encrypted.
 """
 
 import asyncio

@@ -1,9 +1,8 @@
-"""Signals that ask a training to stop, and what each asks of a process that follows a job.
+"""Signals that ask a training to stop, what each requests of a process that follows a job, and Linux's orphan control.
 
-A follower cancels its job on INT and TERM, leaves it running on HUP and USR2 (a lost terminal loses no job), and hands
-over to another follower on USR1.
-
-Linux's means against orphans: children that die with their parent, and the children of a process.
+A follower cancels its job on INT and TERM, leaves it running on HUP and USR2 (so a lost terminal loses no job), and
+hands over to another follower on USR1. Against orphans, children die with their parent, and the children of a process
+can be listed.
 """
 
 import ctypes

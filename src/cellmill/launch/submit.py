@@ -1,18 +1,15 @@
-"""One submission: a batch script of one task per node, written by submitit and handed to sbatch.
+"""Submission of SLURM jobs: the batch script of one task per node, written by submitit, and jobs that are run once.
 
-Every value in the script was checked by `Machine` or is quoted here. What is pickled for the nodes is the path of the
-node's task, a JSON file in a folder only this user can enter.
+Every value in the script was checked by `Machine` or is quoted here. The only thing pickled for the nodes is the path
+of the node's task, a JSON file in a folder only this user can enter.
 
-The jobs of one folder in SLURM: finding them by name, and submitting one exactly once.
+sbatch may accept a job and its answer be lost. So each job is submitted exactly once: a submission without an answer is
+looked up by the job's name before it is tried again, and a job without a record is adopted.
 
-sbatch may accept a job and its answer be lost. So a submission that got no answer is looked up by the job's name
-before it is tried again, and a job without a record is adopted.
-
-One job that is run once: submitted or started, followed to its end, never chained.
-
-The job does its work in its own folder; the caller judges the result. Under slurm the job is cancelled if it waits too
-long, on Ctrl-C, and if srun could not launch one of its tasks, since the others would wait for that one until the time
-limit. A job left over from a killed process is cancelled first.
+`run_once` submits or starts one job and follows it to its end; it is never chained. The job does its work in its own
+folder; the caller judges the result. Under slurm the job is cancelled if it waits too long, on Ctrl-C, and if srun
+could not launch one of its tasks, since the others would wait for that one until the time limit. A job left over from a
+killed process is cancelled first.
 """
 
 import os

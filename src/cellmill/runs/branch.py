@@ -1,9 +1,9 @@
-"""Branches: a run that goes on from a checkpoint of another one, its trunk, as if it had made those steps itself.
+"""Branches: a run that continues from a checkpoint of another run, its trunk, as if it had made those steps itself.
 
 A schedule such as wsd has the same learning rates at its beginning whatever the length, and so the same steps: runs of
 several lengths share them (Hu et al. 2024, MiniCPM; Hägele et al. 2024). The trunk's checkpoint, with the state of the
 optimizer and the place in the data, and its curve up to there become the branch's own: it then resumes like any run,
-and its numbers are those of a run of its length from step 0. Torch-free.
+and its numbers are the same as for a run of its length from step 0. Torch-free.
 """
 
 import re

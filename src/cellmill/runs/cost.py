@@ -1,14 +1,9 @@
 """Cost of a run (cost.json): every start of its jobs, the resources it held, and the totals.
 
-SLURM's accounting is asked first. Where there is none, or it does not know a job, the run's own attempt files agree
-with it to within the seconds a node takes to start; trainings on this machine are in local.json. An unknown total is
-null, and `unknown` says why. A job that SLURM requeued has one entry for each start.
-
-Starts of a run's jobs, from SLURM's accounting (sacct).
-
-Starts of a run's jobs, from the attempt files that the jobs write themselves.
-
-Trainings on this machine: one entry of local.json for each start.
+Starts come first from SLURM's accounting (sacct). Where there is none, or it does not know a job, they come from the
+attempt files that the jobs write themselves, which agree with it to within the seconds a node takes to start.
+local.json has one entry for each start of a training on this machine. An unknown total is null, and `unknown` says why.
+A job that SLURM requeued has one entry for each start.
 """
 
 import os

@@ -1,13 +1,10 @@
 """Identity of a run: the options that define its numbers, its data and its initial weights.
 
-A run whose options or data changed is another run, and is refused in a folder that holds the earlier one; only its
-length may change (`runs/identity.py`). Options that affect only speed or frequency (layout, token budget, checkpoints,
-logging) are no part of it and may change between resumes.
-
-The training that a folder already holds: done, resumable, or refused because it is not the requested one.
-
-Nobody's training of days begins afresh unasked. Another length goes on from the newest checkpoint, with the schedule of
-the new length; any other change is refused until `--restart` says that the earlier training may be set aside.
+A run whose options or data changed is another run, and is refused in a folder that holds the earlier one until
+`--restart` allows setting the earlier training aside: nobody's training of days may start over by accident. Only
+its length may change: the run then continues from the newest checkpoint, with the schedule of the new length. Options
+that affect only speed or frequency (layout, token budget, checkpoints, logging) are not part of the identity and may
+change between resumes.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Job records on disk: `train/jobs/NNN/`, one folder for each submission.
+"""Job records on disk, `train/jobs/NNN/`, one folder per submission; job states, and calls of SLURM's commands.
 
     job.json               the submitted request, and the last known state of the job
     task.json              the task of each node, see launch/node.py
@@ -6,22 +6,17 @@
     error.txt              one line saying what went wrong, if a process knew
     connection.txt         the first collective that failed, perhaps for the end of another process
     node-N.log             messages and tracebacks of torchrun on node N, if there are any
-    cancelled              empty; `cellmill cancel` asked the job to end
+    cancelled              empty; `cellmill cancel` requested the end of the job
     {job}_{task}_log.out   output of the tasks
     …                      submitit's own files
 
 A folder without job.json is a submission that was interrupted: its job, if SLURM has it, is found by name.
 submitit's pickled results are never read.
 
-SLURM's job states, as in squeue, sacct and a run's records.
-
-Identity of a folder: the same by every path that leads to it, and new in a copy.
-
-`FOLDER/id.json` is made once and kept. It names its own inode and path: a folder seen under another path (a bind mount,
-a symbolic link, another mount point) has the same inode, and one on a file system whose inode numbers change has the
-same path. Where both differ the folder was copied, and gets an identity of its own.
-
-Calls of SLURM's commands.
+`FOLDER/id.json` identifies a folder: the same by every path that leads to it, and new in a copy. It is made once and
+kept. It names its own inode and path: a folder seen under another path (a bind mount, a symbolic link, another mount
+point) has the same inode, and one on a file system whose inode numbers change has the same path. Where both differ the
+folder was copied, and gets an identity of its own.
 """
 
 from __future__ import annotations

@@ -1,22 +1,21 @@
-"""The lock of a folder: flock(2) on `FOLDER/lock`, whose text names the holder.
+"""Exclusive use of a folder: its lock, the claim of a running job, and a watch for the folder's deletion.
 
-The lock is released when the last process that inherited its file descriptor ends, however it ends.
+The lock is flock(2) on `FOLDER/lock`, whose text names the holder. It is released when the last process that inherited
+its file descriptor ends, for any reason.
 
-The claim of a running job on its folder: never do two jobs work in one.
+The claim of a running job makes sure that two jobs never work in one folder:
 
-    FOLDER/claims/00000007.json     the job that claimed it; its modification time is when it last said that it lives
+    FOLDER/claims/00000007.json     the job that claimed it; its modification time is the job's last sign of life
 
 The claim with the highest number counts, and none is ever removed: a job that looked for the newest long ago could take
 a number that others have passed. It is created with O_EXCL, which is atomic on NFS and Lustre too, where flock may be
-missing or local to a node. Its job renews it every `RENEW_S` and marks it as released when it ends; a job that finds
-another's claim waits until that is renewed, which proves that its job lives, or until it was silent for `LEASE_S`, and
-then creates the next one. A job that was silent for so long itself finds the next claim when it wakes up, and ends.
+missing or local to a node. Its job renews it every `RENEW_S` and marks it as released when it ends. A job that finds
+another's claim waits until it is renewed, which proves that the other job lives, or until it was silent for `LEASE_S`,
+and then creates the next one. A job that was itself silent for so long finds the next claim when it wakes up, and ends.
 Ages are differences of times of the file server, so clocks of nodes do not matter.
 
-Notices that the folder of a run was deleted while a process works in it.
-
-By its lock file, which lives as long as the folder. A file system that is away for a while is no deletion: the nearest
-folder above that is there must be on the same one.
+A deleted folder is noticed by its lock file, which lives as long as the folder. A file system that is away for a while
+does not count as a deletion: the nearest existing folder above must be on the same file system.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Progress and speed of a run, from its files.
 
-Reading metrics.jsonl: one JSON object per line, appended during training.
-
-On resume the file is truncated to the checkpoint's step, so that each step is in the curve once however often a run
-was killed.
+metrics.jsonl has one JSON object per line, appended during training. On resume it is truncated to the checkpoint's
+step, so that each step is in the curve once however often a run was killed.
 """
 
 import json

@@ -1,17 +1,12 @@
-"""embed: embeddings of the cells of any dataset, from the exported model alone.
+"""Stages that apply an exported model to cells: embed, embed_external, predict and generate.
 
-embed_external: embeddings of the cells of a dataset by a command of another environment, for a row beside the model.
+embed_external runs a command of another environment, whose embedding becomes a row beside the model. It runs without a
+shell, in the working directory, and prints to this stage's log. Its output is checked and kept in the form of stage
+`embed`, so that `evaluate` reads no file that another package wrote.
 
-The command runs without a shell, in the working directory, and prints to this stage's log. What it writes is checked
-and kept in the form of stage `embed`, so that `evaluate` reads no file that another package wrote.
-
-predict: labels and numbers of the cells of any dataset, from the exported model of a run with such objectives.
-
-generate: cells drawn from an exported model of family `autoregressive`, as an .h5ad.
-
-A row of X has the cell's genes in the order in which they were drawn, as in the shards; layer `rank` has the same order
-as numbers from 1, for tools that sort columns. X holds log(1 + counts per 10,000) as predicted (tokenizer continuous),
-drawn bins (binned), or 1 (tokenizers without values).
+generate draws cells from a model of family `autoregressive`. A row of X has the cell's genes in the order in which they
+were drawn, as in the shards; layer `rank` has the same order as numbers from 1, for tools that sort columns. X holds
+log(1 + counts per 10,000) as predicted (tokenizer continuous), drawn bins (binned), or 1 (tokenizers without values).
 """
 
 import os

@@ -1,18 +1,15 @@
-"""fetch: the input of a dataset that is at a URL, copied into the cache that jobs share.
+"""Stages that make a corpus, from inputs to shards.
 
-demo: 700 real blood cells from the scanpy package, as an .h5ad like a user's.
+Each is a function of this module:
 
-simulate: simulated cells or protein sequences as a file like a user's, for trials and tests of scale.
-
-preprocess: cells of one dataset that pass QC, with genes named by Ensembl id, and a report of the dropped ones.
-
-vocabulary: genes of a corpus, with the number of cells in which each is detected and its median there.
-
-divide: the plan of a corpus's shards, for jobs that write a part of them each (`shard.jobs`).
-
-shard_part: a part of the shards of a corpus, by the plan of `divide`.
-
-shard: shards of a corpus, split, preshuffled and in rank order, and their manifest.
+    fetch        the input of a dataset at a URL, copied into the cache that jobs share
+    demo         700 real blood cells from the scanpy package, as an .h5ad like a user's
+    simulate     simulated cells or protein sequences as a file like a user's, for trials and tests of scale
+    preprocess   cells of one dataset that pass QC, with genes named by Ensembl id, and a report of the dropped ones
+    vocabulary   genes of a corpus, with the number of cells in which each is detected and its median there
+    divide       the plan of a corpus's shards, for jobs that write a part of them each (`shard.jobs`)
+    shard_part   a part of the shards of a corpus, by that plan
+    shard        shards of a corpus, split, preshuffled and in rank order, and their manifest
 """
 
 import re

@@ -1,6 +1,6 @@
-"""evaluate: tasks that evaluate the exported model on cells it was not trained on.
+"""Stages that evaluate the exported model on cells it was not trained on: evaluate and predict_changes.
 
-metrics.json, written last:
+evaluate writes metrics.json last:
 
     model       digest (of model.safetensors), vocabulary_digest, step, objective, supervised_by (obs columns)
     fingerprint of the training shards
@@ -16,10 +16,9 @@ metrics.json, written last:
 umap.tsv beside it has dataset, obs_name, label, x, y and heldout (1 or 0) of each drawn cell; scores.csv the numbers of
 all rows, one a line. Figures of a task have its seconds, the only number that varies from one evaluation to the next.
 
-predict_changes: predicted expression under perturbations that were held out, beside the measured one.
-
-The predictions are those that task `perturbation` scores: of the same folds (the first of its repetitions), by the same
-methods, fitted to none of the tested cells. A file holds changes and cells (`evaluate.changes_file`); packages that
+predict_changes writes the predicted expression under held-out perturbations beside the measured one. The predictions
+are the ones that task `perturbation` scores: of the same folds (the first of its repetitions), by the same methods,
+fitted to none of the tested cells. A file holds changes and cells (`evaluate/tasks/perturbation.py`); packages that
 compare predicted cells with measured ones make cells of them, each in its own rule (workflow/rules/bridges.smk).
 """
 

@@ -1,9 +1,8 @@
-"""consolidate: export a sharded checkpoint as a self-contained model: weights, configuration, vocabulary, model card.
+"""Stages that make model folders: consolidate, from a sharded checkpoint, and pull, from the Hugging Face hub.
 
-One process on a CPU, with the whole model in memory. What a fine-tuning method added is merged, so an export is always
-a plain model. `config.json` is written last: its existence means that the rest is complete.
-
-pull: a model folder from the Hugging Face hub.
+consolidate exports a checkpoint as a self-contained model: weights, configuration, vocabulary, model card. It is one
+process on a CPU, with the whole model in memory. Anything that a fine-tuning method added is merged, so an export is
+always a plain model. `config.json` is written last: its existence means that the rest is complete.
 """
 
 import importlib

@@ -1,8 +1,6 @@
-"""report: one self-contained page over all runs and corpora.
+"""Stages report (one self-contained page over all runs and corpora) and sweep (results of its runs side by side).
 
-sweep: what the runs of a sweep gave, side by side.
-
-results.csv has one row for each run and each value that it was judged by: `run`, the sweep's axes, `parameters`,
+results.csv has one row for each run and each value by which it was judged: `run`, the sweep's axes, `parameters`,
 `cells` (for training), `steps`, `cells_seen`, `gpu_hours`, `cpu_core_hours`, `dataset`, `task`, `name`, `kind`
 (model or baseline), `metric`, `value`, `sd`. curves.json beside it has what the report draws (`report.sweep.curves`).
 """

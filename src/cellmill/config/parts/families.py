@@ -1,19 +1,9 @@
-"""Options of the `encoder` family: a bidirectional transformer encoder over packed genes. Torch-free.
+"""Options of the built-in model families. Torch-free.
 
-Options of the `autoencoder` family: the encoder with a bottleneck. Torch-free.
-
-Options of the `autoregressive` family: a causal transformer over genes in rank order. Torch-free.
-
-Options of the `bert` family. Torch-free.
-
-Options of the `scgpt` family. Torch-free.
-
-Options of the `profile` family. Torch-free.
-
-Options of the `hf` family: a model of the transformers library, from a folder on this machine. Torch-free.
-
-The folder is read when the configuration is: `architecture` and `residue_ids` then hold all of it but the weights, so
-checkpoints and exported models need neither the folder nor a network.
+`encoder` is a bidirectional transformer encoder over packed genes, `autoencoder` the encoder with a bottleneck, and
+`autoregressive` a causal transformer over genes in rank order. `hf` is a model of the transformers library, from a
+folder on this machine. The folder is read together with the configuration: `architecture` and `residue_ids` then hold
+everything in it but the weights, so checkpoints and exported models need neither the folder nor a network.
 """
 
 import json

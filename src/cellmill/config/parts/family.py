@@ -1,15 +1,8 @@
-"""The torch-free half of a model family: its options, and how layouts may cut the model.
+"""The torch-free half of a model family: its options, how layouts may cut the model, and options that families share.
 
-Options that families of transformer blocks share. Torch-free.
-
-Options that families of post-norm blocks share: `bert` and `scgpt`. Torch-free.
-
-Options of families whose gene embedding takes up given vectors of genes. Torch-free.
-
-Sizes of transformers by name: hyper-parameters that a name stands for. Torch-free.
-
-51M is scGPT's width and depth (Cui et al. 2024), 106M that of Geneformer V2-104M (Chen et al. 2024); as theirs, every
-head is 64 wide.
+Shared options are those of transformer blocks, of post-norm blocks (`bert` and `scgpt`), of gene embeddings that start
+from given vectors of genes, and sizes by name, which stand for hyper-parameters. 51M is scGPT's width and depth (Cui et
+al. 2024), 106M is Geneformer V2-104M's (Chen et al. 2024); as in both, every head is 64 wide.
 """
 
 from typing import Any, ClassVar, Literal, Self, cast, get_args

@@ -1,6 +1,6 @@
 """Options of fine-tuning methods: the contract, and the built-in ones.
 
-`train.lr` is the rate of an objective's heads; methods give that of the rest of the model, the trunk, as a fraction.
+`train.lr` is the rate of an objective's heads; methods set the rate of the trunk, the rest of the model, as a fraction.
 """
 
 from typing import ClassVar, Literal

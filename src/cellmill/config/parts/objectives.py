@@ -1,4 +1,4 @@
-"""Options of the built-in objectives, in one file, as a sum of objectives names most others. Torch-free."""
+"""Options of the built-in objectives, in one file, because a sum of objectives names most of the others. Torch-free."""
 
 import math
 import re

@@ -1,12 +1,8 @@
-"""Gene names as Ensembl ids, the key of every table in cellmill.
+"""Gene names mapped to Ensembl ids, the key of every table in cellmill, and to rows of a vocabulary.
 
-Symbols change: a few percent of the names in an older dataset are previous symbols or aliases by now, so those are
-looked up too (GENCODE, HGNC and MGI; genes/README.md). Case matters: `Actb` is a mouse gene and `ACTB` a human one,
-and a dataset of the other organism must not pass. A name shared by several genes maps to none.
-
-Rows of a vocabulary for names that people write: Ensembl ids, symbols, and the earlier symbols and aliases.
-
-Genes that perturbations are named after.
+Symbols change: a few percent of the names in an older dataset are by now previous symbols or aliases, so those are
+looked up too (GENCODE, HGNC and MGI; data/genes/README.md). Case matters: `Actb` is a mouse gene and `ACTB` a human
+one, and a dataset of the other organism must not pass. A name shared by several genes maps to none.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

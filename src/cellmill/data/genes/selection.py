@@ -1,7 +1,6 @@
-"""Genes that a vocabulary may have: those of a list, and protein-coding ones.
+"""Choice of the genes of a vocabulary: a list of genes, protein-coding genes, or highly variable ones.
 
-Highly variable genes by two flavors of scanpy's `highly_variable_genes`, from sums over blocks of cells.
-
+Highly variable genes follow two flavors of scanpy's `highly_variable_genes`, computed from sums over blocks of cells.
 `seurat` (Satija et al. 2015) ranks genes by their dispersion (variance over mean of counts per 10,000), standardised
 among genes of a similar mean. `seurat_v3` (Stuart et al. 2019) ranks by the variance of counts, standardised by a curve
 of variance over mean, with large counts clipped: that takes a second pass over the cells.

@@ -1,11 +1,9 @@
-"""The packaged tables of human and mouse genes (genes/README.md): names of each Ensembl id, and its biotype.
+"""Packaged tables: human and mouse genes, their one-to-one orthologs, and the Cell Ontology.
 
-One-to-one orthologs of human and mouse, which map genes of one organism to those of another.
-
-The packaged table is Ensembl's (genes/README.md). A pair counts if both of its genes occur in no other pair; others, of
-duplicated genes, would make counts of one gene those of several.
-
-The packaged Cell Ontology (ontology/README.md): is_a edges of its terms, and how near two terms are.
+Genes have the names and the biotype of each Ensembl id (data/genes/README.md). Orthologs are Ensembl's; a pair counts
+only if both of its genes occur in no other pair, because pairs of duplicated genes would assign the counts of one gene
+to several. The Cell Ontology (data/ontology/README.md) has the is_a edges of its terms, and gives the distance between
+two terms.
 """
 
 import gzip

@@ -1,13 +1,10 @@
-"""AnnData groups of an HDF5 file or a Zarr folder: obs, var, and X, raw/X or a layer.
+"""AnnData inputs: groups of an HDF5 file, Zarr folders (version 2 or 3, also .zarr.zip), and AnnData objects in memory.
 
-obs and var as anndata before 0.7 stored them: one compound dataset, categories in uns.
+Counts are X, raw/X or a layer. obs and var may be stored as anndata before 0.7 did: one compound dataset, with
+categories in uns. An AnnData in memory is read a block at a time without being copied.
 
-AnnData in Zarr, version 2 or 3: a folder, or a .zarr.zip.
-
-Refused: links, FIFOs and devices in the folder; arrays that are far larger than what is stored of them. zarr itself
-refuses codec pickle, which runs code.
-
-Counts of an AnnData in memory, as an input like those on disk. Nothing is copied but one block at a time.
+Zarr folders with links, FIFOs or devices are refused, and so are arrays declared far larger than their stored bytes.
+zarr itself refuses the codec pickle, which runs code.
 """
 
 import operator

@@ -1,15 +1,13 @@
-"""Input formats: how each is told, and the module that opens it. FASTA files are `cellmill.data.inputs.fasta`'s.
+"""Registry of input formats: how each is recognised, which function opens it, and which names it declares.
 
-Opening the input of a dataset: a file or folder of any format, a FASTA file, or any of these at a URL.
+FASTA files are opened by `cellmill.data.inputs.fasta`; inputs at a URL are fetched first.
 
-Names of the obs columns and count matrices of an input, read without its data: milliseconds per file.
+HDF5 files are read by what they contain, whatever their name. A file from elsewhere may point into other files
+(external links, external storage, virtual datasets), declare arrays that would fill the memory, or need a filter that
+is not installed: each of these is refused in one line.
 
-AnnData in HDF5 or in a Zarr folder, and Loom. Of other inputs, and of damaged ones, nothing is known here.
-
-HDF5 inputs: opened only if they hold their own bytes, and read by what they contain, whatever their name.
-
-A file from elsewhere may point into other files (external links, external storage, virtual datasets), declare arrays
-that would fill the memory, or need a filter that is not installed: each is one line.
+`declared_names` reads the names of obs columns and count matrices without the data, in milliseconds per file: of
+AnnData in HDF5 or in a Zarr folder, and of Loom. For other inputs and for damaged ones it returns None.
 """
 
 import hashlib

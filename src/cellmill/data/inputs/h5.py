@@ -1,13 +1,11 @@
-"""HDF5 files: opening with one-line errors, and writing that survives a full disk.
+"""HDF5 files: opening with one-line errors, writing that survives a full disk, and a check of users' files.
 
-Writing cells as .h5ad with contiguous, unfiltered, aligned CSR, so that a row is one pread, or compressed.
-
+Cells are written as .h5ad with contiguous, unfiltered, aligned CSR, so that a row is one pread, or compressed.
 anndata's own writer chunks sparse arrays.
 
-HDF5 files of users, walked by a child process first: of damaged ones some make HDF5 loop for ever, or crash.
-
-Such a loop holds the interpreter, so nothing in the process itself can end it. The child reads what opening reads,
-attributes, sizes and text, no counts. The limit is on its CPU time: a slow disk is not taken for a damaged file.
+Some damaged files make HDF5 loop forever or crash. Such a loop holds the interpreter, so nothing in the process itself
+can end it: a child process walks each of the users' files first. It reads everything that opening reads (attributes,
+sizes and text, no counts). The limit is on its CPU time, so a slow disk is not mistaken for a damaged file.
 """
 
 from __future__ import annotations
@@ -270,7 +268,7 @@ def write_cells(
     `obs` may be a function, called after the last block: for when only the blocks tell which cells remain. `blocks` are
     rows of X in order, columns in any order within a row; one is held in memory at a time. With `nnz`, the number of
     values in all blocks, arrays are contiguous, unfiltered and aligned to 4,096 bytes; without it they grow in chunks.
-    With `compression` they are in chunks of 4,096 values, shuffled and compressed at level 1 (`compressed_rows`).
+    With `compression` they are in chunks of 4,096 values, shuffled and compressed at level 1 (`CompressedRows`).
     `ordered` says that rows are sequences, and `ranked` that these are genes in rank order. Raises OSError naming
     `path` when the disk is full; `path` is then left as it was.
     """

@@ -1,10 +1,8 @@
-"""Sparse matrices as three arrays `data`, `indices` and `indptr`, compressed by cell or by gene.
+"""Count matrices of HDF5 and Zarr files, read in blocks of cells: sparse by cell or by gene, and dense.
 
-Dense matrices, stored as cells x genes (AnnData) or genes x cells (Loom).
-
-Arrays of HDF5 and Zarr files, which share the names `shape`, `dtype`, `chunks` and slicing.
-
-Transposition on disk: values that arrive in any order, sorted into buckets of rows in a temporary file.
+Sparse ones are three arrays `data`, `indices` and `indptr`; dense ones are cells x genes (AnnData) or genes x cells
+(Loom). HDF5 and Zarr arrays share the names `shape`, `dtype`, `chunks` and slicing. A matrix stored by gene is
+transposed on disk: values arrive in any order and are sorted into buckets of rows in a temporary file.
 """
 
 import tempfile

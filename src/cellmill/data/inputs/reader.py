@@ -1,14 +1,13 @@
-"""Counts of an input, read in row blocks, never the whole matrix.
+"""Counts of an input, read in blocks of rows, never the whole matrix.
 
-`open_counts` opens any format of `cellmill.data.inputs`; the reader checks that its values are counts and returns
-canonical CSR blocks.
+The reader checks that the values of a format are counts and returns canonical CSR blocks; `open_counts` in
+`cellmill.data.inputs.formats` opens an input of any format.
 
-Whole numbers that are normalised values rounded, not counts.
-
-Three signs, from up to 4,096 cells with at least 50 detected genes each. Counts have none: nearly every such cell has
-a gene with one count, cells differ in depth by far more, and a cell of 300 genes has one with more than 10 counts (at
-least 15 in six datasets of blood, cell lines and brain). Counts downsampled to one depth share the second, so it is a
-warning and no error.
+Whole numbers may also be normalised values that were rounded. `RoundedCounts` looks for three signs in up to 4,096
+cells with at least 50 detected genes each. True counts show none: nearly every such cell has a gene with one count,
+cells differ in depth by far more, and a cell of 300 genes has a gene with more than 10 counts (at least 15 in six
+datasets of blood, cell lines and brain). Counts downsampled to one depth share the second sign, so it is a warning and
+not an error.
 """
 
 import sys
@@ -92,7 +91,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         self.n_obs, self.n_vars = len(self.obs), len(self.var)
         self.ordered, self.ranked = source.ordered, source.ranked
         self._source = source
-        self.matches: dict[tuple[str, ...], Any] = {}  # of `genes.match_columns`, by the ids of the vocabulary
+        self.matches: dict[tuple[str, ...], Any] = {}  # of `names.match_columns`, by the ids of the vocabulary
         self._rounded = RoundedCounts()
 
     def __exit__(self, *_: object) -> None:

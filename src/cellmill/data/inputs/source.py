@@ -2,8 +2,7 @@
 
 A format is a function `open(path, counts) -> CountSource` in a module of its own, and a line in
 `cellmill.data.inputs.formats`. It reads values as they are stored; `CountsReader` checks that they are counts.
-
-pyarrow, of the extra `arrow`, imported when a file needs it, and its tables as obs.
+pyarrow, of the extra `arrow`, is imported when a file needs it.
 """
 
 import importlib

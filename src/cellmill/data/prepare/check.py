@@ -1,13 +1,9 @@
-"""Columns that the configuration names, looked for in the files of the table before anything runs.
+"""Checks before anything runs: the files, packages and obs columns that the configuration names.
 
-Only names are read, and the categories of a control's column. Inputs whose names are not known without their data
-(`declared_names`), and those that are not made yet, are left to stage preprocess, which checks all of it again before
-it reads counts.
-
-Files and packages that the configuration needs, looked for before anything runs.
-
-Snakemake takes an output whose input is missing as it is, and says nothing: a mistyped path would leave the results of
-the file that was named before.
+Only names are read, and the categories of a control's column. Inputs whose names cannot be read without their data
+(`declared_names`) and inputs that do not exist yet are left to stage preprocess, which repeats all checks before it
+reads counts. Files are checked here because Snakemake accepts an output whose input is missing, without a message: a
+mistyped path would keep the results of the file named before.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -1,10 +1,9 @@
-"""Cells that a dataset's filter keeps, and its obs columns under the names that later stages know.
+"""Cells that a dataset's filter keeps, and its obs columns and labels under the names that later stages use.
 
-The table of datasets names obs columns by role (`batch`, `donor`, ...), whatever each file calls them. Preprocessed
+The table of datasets assigns obs columns to roles (`batch`, `donor`, ...), whatever each file calls them. Preprocessed
 cells have them under the name of the role, so that splits, covariates, batch terms and tasks can name one column for
-all datasets. A column of the file that has the name of a role and is not it is kept as `ROLE_original`.
-
-Labels of a dataset, renamed by its label maps.
+all datasets. A different column that already has the name of a role is kept as `ROLE_original`. Label maps then rename
+the labels.
 """
 
 from collections.abc import Iterable

@@ -1,10 +1,9 @@
 """Quality control and gene names of one dataset, in one streaming pass over its counts.
 
-The pass measures every cell, spills the rows of those that pass, and counts the cells in which each gene is detected;
-that fixes which genes stay and the number of values, so the rows can be written as contiguous arrays. The input, often
-compressed, is decoded once. Cells are measured on genes with an Ensembl id: those that a model sees.
-
-CSR rows in a temporary file, between the pass that chooses genes and the one that writes them.
+The pass measures every cell, spills the rows that pass to a temporary file of CSR rows, and counts the cells in which
+each gene is detected. That determines which genes stay and the number of values, so the rows can be written as
+contiguous arrays, and the input, often compressed, is decoded once. Cells are measured on the genes that a model sees:
+those with an Ensembl id.
 """
 
 import tempfile

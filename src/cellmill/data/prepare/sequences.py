@@ -1,10 +1,10 @@
-"""Sequences on their way to shards: records that stay, and the vocabulary of residues.
+"""Sequences on their way to shards: the records that stay, and the vocabulary of residues.
 
 A sequence is treated as a cell whose genes are its residues in their order. It has no counts, medians or Ensembl ids,
-so quality control is its length (`preprocess.min_counts`) and identity: of equal sequences of a file the first stays.
+so quality control is its length (`preprocess.min_counts`) and uniqueness: of equal sequences in a file the first stays.
 
-Cells of which only the rank order of their genes is known are rows of the same kind (`ranked`): their genes have ids,
-and medians by which counts of other files are ranked.
+Cells of which only the rank order of their genes is known (`ranked`) are rows of the same kind, but their genes have
+ids, and medians by which counts of other files are ranked.
 """
 
 import hashlib

@@ -1,19 +1,17 @@
-"""Simulated cells with the difficulties of real ones, for tests and benchmarks.
+"""Simulated cells, simulated protein families, and demo data of real cells, for examples, tests and benchmarks.
 
-Cell types are the leaves of a binary tree along which expression drifts, so siblings are similar; programmes of
-co-expressed genes vary within a type; batches and donors shift genes; library sizes differ; every droplet has ambient
-RNA of the whole pool; in perturbed cells one gene is knocked down and some others change. Counts are Poisson. Cell i
-is a function of the seed and its block of 256 cells only, so any number of cells takes the memory of one block.
+Simulated cells have the difficulties of real ones. Cell types are the leaves of a binary tree along which expression
+drifts, so siblings are similar; programmes of co-expressed genes vary within a type; batches and donors shift genes;
+library sizes differ; every droplet has ambient RNA of the whole pool; in perturbed cells one gene is knocked down and
+some others change. Counts are Poisson. Cell i depends only on the seed and its block of 256 cells, so any number of
+cells takes the memory of one block.
 
-Simulated protein families, for examples and tests that run without a network.
+A protein family has a random ancestor; a member is the ancestor with substitutions, mostly inside a class of similar
+residues, and a deletion. So residues can be predicted from their context, and families distinguished. The residues'
+frequencies are from Swiss-Prot (UniProtKB/Swiss-Prot release statistics, amino acid composition). A header has the mean
+hydropathy of the sequence's residues (Kyte & Doolittle 1982), a number that a model can learn.
 
-A family has a random ancestor; a member is the ancestor with substitutions, mostly inside a class of similar residues,
-and a deletion. So residues can be predicted from their context, and families told apart. The residues' frequencies are
-those of Swiss-Prot (UniProtKB/Swiss-Prot release statistics, amino acid composition). A header has the mean hydropathy
-of the sequence's residues (Kyte & Doolittle 1982), a number that a model can learn.
-
-Demo data: raw counts of the 700 peripheral blood cells shipped with the scanpy package.
-
+The demo data are raw counts of the 700 peripheral blood cells shipped with the scanpy package:
 `10x_pbmc68k_reduced.h5ad` (Zheng et al. 2017, doi:10.1038/ncomms14049; BSD-3-Clause with scanpy) has
 log(1 + counts per 10,000) of 765 genes in `raw`, and each cell's total over all genes in `n_counts`. The logarithms
 are float32, precise enough to recover the counts exactly.

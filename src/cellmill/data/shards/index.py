@@ -1,23 +1,18 @@
-"""Numbers of every cell of a split, in arrays beside the manifest, so that a process opens only the shards it reads.
+"""Index beside the manifest: numbers of every cell of a split, so that a process opens only the shards it reads.
 
     SPLIT-offsets.npy   `(n_obs + shards,)` int32: indptr of X of each shard in turn
     SPLIT-hashes.npy    `(2, n_obs)` uint64: halves of the cells' `hash_cells`, ascending
     SPLIT-levels.npy    `(columns, n_obs)` uint16: number of each cell's level of the manifest's `obs_levels`, in order
 
-They are mapped into memory: a page is read when a number on it is, and is shared by the processes of a node. Shards of
+The arrays are mapped into memory: a page is read on first use, and is shared by the processes of a node. Shards of
 earlier versions have no such files, and are opened instead.
 
-Levels of obs columns as integers: equal in every run, layout and split of a corpus, and in exported models.
+Level i of an obs column is number i + 1, equal in every run, layout and split of a corpus and in exported models; 0 is
+unknown: a value that the corpus does not have. Where the corpus has cells without a value, the last level stands for
+a missing value.
 
-Level i of a column is number i + 1; 0 is unknown: a value that the corpus does not have. A missing value is a level of
-its own, the last one, where the corpus has cells without a value.
-
-Numbers of obs columns, such as an age or a protein's count, for objectives that predict them.
-
-They are read from the obs of the shards when a stream is opened, and kept in memory: 8 bytes a cell and column. A
-missing value is NaN.
-
-Levels of the cells of a shard of an earlier version, which has no index beside it.
+Numeric obs columns that an objective predicts, such as an age or a protein's count, are read from the obs of the shards
+when a stream is opened, and kept in memory: 8 bytes per cell and column. A missing value is NaN.
 """
 
 from __future__ import annotations

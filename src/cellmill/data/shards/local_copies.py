@@ -1,11 +1,9 @@
-"""Copies of shards on a node's own disk, which `data/shards/local_copies.py` makes while a training runs.
+"""Copies of shards on a node's own disk, made by a separate process of each node while a training runs.
 
-Process that copies shards to a node's own disk, one for each node of a training.
-
-It reads a `CopyTask` as one line of JSON from stdin, copies, and at the end of stdin, which comes when the process that
-started it ends in whatever way, removes the copies. A copy is written under another name, read back from the disk,
-compared with the manifest's SHA-256, and renamed. The first failure is one warning and the end of copying: what is
-complete stays in use, the rest is read from the shared folder.
+The process reads a `CopyTask` as one line of JSON from stdin, copies, and removes the copies at the end of stdin, which
+comes however the process that started it ends. A copy is written under another name, read back from the disk, compared
+with the manifest's SHA-256, and renamed. The first failure prints one warning and ends the copying: complete copies
+stay in use, the rest is read from the shared folder.
 """
 
 import fcntl

@@ -1,14 +1,9 @@
 """The manifest of a corpus's shards: their contents, and digests to check them by.
 
-Written last in a folder of shards: its existence means they are complete. Needs no HDF5, so a launcher can check a
-corpus in little memory.
-
-Types and ranges of manifest.json, checked before anything is made of them.
-
-The fingerprint covers cells and order, but not the names of the files, which must not lead out of their folder. Keys
-that are not listed here are left to `Manifest`.
-
-Files of shards whose bytes have been hashed, with the size and time that each had then: verified.json.
+It is written last in a folder of shards: its existence means they are complete. It needs no HDF5, so a launcher can
+check a corpus in little memory. Types and ranges of manifest.json are checked before it is used: the fingerprint covers
+cells and order, but not the names of the files, which must not lead out of their folder. verified.json lists the files
+whose bytes have been hashed, with the size and time that each had then.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,17 +4,14 @@ Text becomes categories, numbers stay numbers; cells of a dataset without a colu
 added, and a user's own column of that name is kept as `dataset_original`.
 
     DATASET-names.npy            obs names, UTF-8
-    DATASET-COLUMN.npy           numbers of the cells in the order of the file, or of text its code; -1 is missing
+    DATASET-COLUMN.npy           numbers of the cells in the order of the file, or for text its codes; -1 is missing
     DATASET-COLUMN-values.npy    text of each code, UTF-8
 
 DATASET and COLUMN are places in the lists of datasets and columns, from 0.
 
-Levels of obs columns, from the values of a corpus, and the numbers of levels of any obs.
-
-Text, booleans and whole numbers have levels, sorted as text. Numbers with decimals and columns of more than
-`MAX_LEVELS` values, such as barcodes, have none.
-
-Writing the arrays beside the manifest (`index.py`), from the cells of a corpus in their order on disk.
+Levels of obs columns are derived here, and the arrays of `data/shards/index.py` written. Text, booleans and whole
+numbers have levels, sorted as text. Numbers with decimals and columns of more than `MAX_LEVELS` values, such as
+barcodes, have none.
 """
 
 from __future__ import annotations

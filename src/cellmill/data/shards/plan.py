@@ -1,20 +1,19 @@
 """Plan of a corpus's shards, in one file: split, shard and position of every cell, before a shard is written.
 
 One pass over the datasets keeps a few numbers per cell: nonzeros and largest count among the vocabulary's genes, and a
-hash of its content. From these follow the splits and the order on disk, and with them everything but the shards
-themselves. The plan lies in a folder, so that shards can be written in parts, by one process or by several jobs, and
-after a kill by the next:
+hash of its content. They determine the splits and the order on disk, and so everything but the shards themselves. The
+plan lies in a folder, so that shards can be written in parts, by one process or by several jobs, and after a kill by
+the next:
 
-    plan.json      written last; its key tells the inputs that it was made from
+    plan.json      written last; its key identifies the inputs that it was made from
     SPLIT.npy      a row per cell in the order on disk: dataset, row, nnz, largest
     obs/           obs of all cells (`data/shards/obs.py`)
 
 The arrays that are read beside the manifest (`index.py`) are written with it.
 
-Assignment of cells to train, val and test: by a hash of a cell's counts, or by the values of an obs column.
-
-The hash is of a cell's unordered (gene id, count) pairs and the seed: a cell falls into the same split in any file,
-row or column order, so duplicates are never in two splits.
+Cells are assigned to train, val and test by a hash of their counts, or by the values of an obs column. The hash is of a
+cell's unordered (gene id, count) pairs and the seed: a cell falls into the same split in any file, row or column order,
+so duplicates are never in two splits.
 """
 
 from __future__ import annotations

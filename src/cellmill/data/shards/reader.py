@@ -1,24 +1,18 @@
-"""Rows by offset, of shards and of preprocessed cells in one file, as both end in the same reads.
+"""Rows of shards and of preprocessed cells, read by offset without HDF5, in one file, as both end in the same reads.
 
-Shards are .h5ad files whose rows are in rank order and are read by offset.
+Shards are .h5ad files whose rows are in rank order. X is spec CSR, contiguous, unfiltered and little-endian, so any
+scverse tool opens a shard, and a block of cells is one `preadv` at a known offset: no HDF5 call, no copy. pread is
+faster than mmap: 85k against 40k cells/s cold. Genes are int32: with uint16 `adata[:, genes]` crashes the interpreter.
+Offsets are in the manifest and lengths of rows beside it, so a shard is opened when it is first read; `verify` in
+`data/shards/manifest.py` hashes its bytes once before training. Shards of earlier versions are opened at once, and
+checked against the manifest and against HDF5's own reads.
 
-X is spec CSR, contiguous, unfiltered and little-endian, so any scverse tool opens a shard, and a block of cells is
-one `preadv` at a known offset: no HDF5 call, no copy. pread is faster than mmap: 85k against 40k cells/s cold. Genes
-are int32: with uint16 `adata[:, genes]` crashes the interpreter. Offsets are in the manifest and lengths of rows beside
-it, so a shard is opened when it is first read; `verify` hashes its bytes once before training. Shards of earlier
-versions are opened at once, and checked against the manifest and against HDF5's own reads.
+Preprocessed cells may be compressed: gzip level 1 after HDF5's shuffle, in chunks of 4,096 values, which any scverse
+tool opens. Stage `shard` gathers single rows in random order, without HDF5, whose lock would let only one thread read
+at a time: each chunk is one pread, decompressed without Python's lock. A row of 2,000 genes lies in one or two chunks.
 
-Reading rows of cells that preprocess compressed: gzip level 1 after HDF5's shuffle, in chunks of 4,096 values.
-
-Any tool of scverse opens such a file. `shard` gathers single rows in random order, and does so by offset, without HDF5,
-whose lock would let one thread read at a time: each chunk is one pread, inflated without Python's lock. A row of 2,000
-genes lies in one or two chunks.
-
-One read of consecutive bytes of a file into many memory locations, listed in an array.
-
-`os.preadv` takes a list of buffers: to make it cost half a microsecond a cell, in which no other thread ran Python.
-
-Descriptors of files that are read by offset, a bounded number of them.
+`read_places` reads consecutive bytes into many memory locations listed in an array. `os.preadv` takes a list of
+buffers instead: making it costs half a microsecond per cell, during which no other thread can run Python.
 """
 
 from __future__ import annotations

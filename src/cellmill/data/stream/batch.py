@@ -2,11 +2,9 @@
 
 Genes come in rank order, so a cell that is cut keeps its most prominent genes.
 
-Memory of arrays that is used again as soon as nothing refers to them.
-
-A fresh array of a megabyte costs a page fault for every 4 KiB, which takes longer than filling it, and the allocator
-returns memory of this size to the kernel again and again. So the memory of batches is kept here. No consumer has to
-release a batch: the memory is free when the last reference to the array, a view of it or a tensor over it is gone.
+Memory of batches is kept here and reused: a fresh array of a megabyte costs a page fault for every 4 KiB, which takes
+longer than filling it, and the allocator returns memory of this size to the kernel again and again. No consumer has to
+release a batch: its memory is free when the last reference to the array, a view of it or a tensor over it is gone.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class Batch:
     cu_seqlens: np.ndarray  # `(cells + 1,)` int32, offset of each cell's first token
     cells: np.ndarray  # `(cells,)` int64, stable id of each cell: its index in the split's shards, or in the file
     counts: np.ndarray | None = None  # `(tokens,)` int64, count of each token, where the objective needs it
-    levels: np.ndarray | None = None  # `(cells, columns)` int32, numbers of levels (`data.obs_levels`), where asked for
+    levels: np.ndarray | None = None  # `(cells, columns)` int32, numbers of levels (`shards/obs.py`), where needed
     numbers: np.ndarray | None = None  # `(cells, columns)` float64, numbers of obs columns, NaN if missing, likewise
 
 

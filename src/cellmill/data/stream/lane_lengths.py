@@ -1,9 +1,9 @@
-"""Numbers of genes of the cells of other ranks' lanes, without reading a cell.
+"""Numbers of genes of the cells in other ranks' lanes, without reading a cell.
 
-Every rank needs them at each step, to know how many micro-batches the others cut. They are kept in one table, a row a
-lane, so that a step costs a few numpy calls for any number of lanes. Windows of lanes end at the same step: looked up
-when they are needed, 1,024 of them took more than a second at once. So one lane after another is given its next window
-early, as many cells a step as the step takes.
+Every rank needs them at each step, to know how many micro-batches the others cut. They are kept in one table with a row
+per lane, so that a step costs a few numpy calls for any number of lanes. Windows of lanes end at the same step: looking
+up 1,024 of them only when needed took more than a second at once. So lanes get their next window early, one after
+another, at each step as many cells as the step consumes.
 """
 
 from collections.abc import Iterator, Sequence

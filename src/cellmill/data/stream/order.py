@@ -1,26 +1,24 @@
 """Order of the cells in an epoch, as pure arithmetic: nothing is read.
 
 The order is a pure function of (seed, epoch, lane, window), so any step of any epoch is reached without replaying
-earlier ones. Blocks of contiguous cells are permuted and dealt to `lanes`; within a lane, cells are permuted in
-windows of blocks. Blocks that do not fill a round of lanes are cut by cell, so lanes differ by at most one cell. A
-global batch takes a fixed number of cells from each lane and is therefore the same set of cells for any number of
-ranks: `per_lane`, and at the end of an epoch what is left, or with `equal_steps` an even part of the epoch. With cells
-preshuffled on disk, a batch has the donor entropy of a true shuffle (3.26 of 3.27 bits).
+earlier ones, and a run resumes from a few integers. Blocks of contiguous cells are permuted and dealt to `lanes`;
+within a lane, cells are permuted in windows of blocks. Blocks that do not fill a round of lanes are cut by cell, so
+lanes differ by at most one cell. A global batch takes a fixed number of cells from each lane and is therefore the same
+set of cells for any number of ranks: `per_lane`, and at the end of an epoch the remaining cells, or with `equal_steps`
+an even part of the epoch. With cells preshuffled on disk, a batch has the donor entropy of a true shuffle (3.26 of 3.27
+bits).
 
-Order of the cells in an epoch that reads some cells several times, and others not at all.
-
-As in `data.shuffle`, blocks of contiguous cells are permuted and cells are permuted in windows. A block stands in the
-epoch as often as its most repeated cell: its first copy has the cells that are read at least once, its second copy
-those that are read at least twice, and so on, so that copies of a cell are apart. The copies are dealt to lanes in
-contiguous parts that differ by one cell at most, and a window has as many cells as `window_blocks` full blocks.
-
-Number of times that each cell is read in an epoch, by the level of an obs column.
-
-An epoch keeps its number of cells, N, and so its steps. A cell of a level with n cells has the weight
+An epoch may also read some cells several times and others not at all, by the level of an obs column (`Repeats`). It
+keeps its number of cells, N, and so its steps. A cell of a level with n cells has the weight
 `min(max_repeats, s * n ** -exponent)`, with s such that the weights of all cells add up to N: exponent 0 reads every
-cell once, 1 reads every level equally often, as far as `max_repeats` allows. Weights are no probabilities: a level is
-read N times its share, rounded to whole cells, and of its cells each is read the whole part of its weight or once more.
-Those that are read once more are drawn anew each epoch. All is a function of (seed, epoch): a run resumes by integers.
+cell once, 1 reads every level equally often, as far as `max_repeats` allows. Weights are not probabilities: each cell
+is read the whole part of its weight or once more, and the cells that are read once more are drawn anew each epoch, so
+that a level is read N times its share, rounded to whole cells.
+
+In such an epoch a block occurs as often as its most repeated cell: its first copy has the cells that are read at least
+once, its second copy the cells that are read at least twice, and so on, so that copies of a cell are apart. The copies
+are dealt to lanes in contiguous parts that differ by at most one cell, and a window has as many cells as
+`window_blocks` full blocks.
 """
 
 from __future__ import annotations
@@ -156,7 +154,7 @@ class EpochLayout:
     shuffle: bool
     max_cells: int | None = None
     equal_steps: bool = False
-    repeats: Repeats | None = None  # None reads each cell once; see `data.repeated_epoch`
+    repeats: Repeats | None = None  # None reads each cell once; see `RepeatedEpoch`
 
     @cached_property
     def n_cells(self) -> int:

@@ -1,11 +1,9 @@
 """Cells in stream order, read ahead by threads in shuffled windows.
 
 A block is one `preadv` that scatters its cells to where steps take them: windows of all own lanes are read into one
-buffer, in which the cells of a step stand together, lane after lane. So neither shuffling nor putting lanes together
-costs a copy, and a batch is one slice. There are two buffers, one in use and one being filled; they are reused, because
+buffer, in which the cells of a step stand together, lane after lane. So neither shuffling nor joining lanes costs a
+copy, and a batch is one slice. There are two buffers, one in use and one being filled; they are reused, because
 fresh memory costs about as much as the reading (a page fault per 4 KiB).
-
-Cells of windows in the order in which steps take them, and the reads that fill their memory.
 """
 
 from __future__ import annotations
