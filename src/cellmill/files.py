@@ -27,7 +27,7 @@ SPECIAL_KINDS = {stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket", stat.S_IFCHR: "d
 
 
 def _processes() -> str:
-    """Six hexadecimal digits for the processes that a process id is one of: those of a host, or of a container."""
+    """Six hexadecimal digits that identify the host or container to which a process id belongs."""
     known = [socket.gethostname()]
     for read in (lambda: os.readlink("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id").read_text):
         with suppress(OSError):

@@ -180,7 +180,7 @@ class Dataset(ObsColumns):
         return path
 
     def preprocess(self, section: Preprocess) -> Preprocess:
-        """The corpus's options with those of the dataset."""
+        """The corpus's options, overridden by the dataset's."""
         names = ("organism", "min_genes", "min_counts", "max_mito_frac")
         own = {name: value for name in names if (value := getattr(self, name)) is not None}
         return section.model_copy(update={name: None if value == "none" else value for name, value in own.items()})

@@ -105,19 +105,19 @@ def stored_sections(parent: str, upgrade: Callable[[Tree], Tree]) -> Tree | None
         return None
     config = read_json(path)
     if not isinstance(config, dict) or any(not isinstance(config.get(key), dict) for key in INHERITED):
-        return None  # stage train says what is wrong with it
+        return None  # stage train reports the error
     config = upgrade(config)
     # the file of the vectors is where the model was trained; the model has them
     return {"tokens": config["tokens"], "model": {k: v for k, v in config["model"].items() if k != "gene_vectors"}}
 
 
 def _taken(run: Tree, own: Tree, theirs: Tree) -> Tree:
-    """The sections of `run` that must be those of the model."""
+    """The sections of `run` that must equal the model's."""
     taken = {}
     for key, contract in INHERITED.items():
         try:
             before, now = contract.model_validate(theirs[key]), contract.model_validate(run[key])
-        except (ValidationError, ConfigError):  # the check of the whole says what is wrong
+        except (ValidationError, ConfigError):  # the check of the whole reports the error
             continue
         if any(value != other for _, value, other in weight_pairs(before, now)):
             taken[key] = contract.override(theirs[key], own.get(key) or {})
@@ -136,7 +136,7 @@ def weight_pairs(before: BaseModel, now: BaseModel) -> Iterator[tuple[str, Any, 
 
 
 def check_parents(runs: Mapping[str, Any], source: str, upgrade: Callable[[Tree], Tree]) -> None:
-    """Raise ConfigError for a run whose model or tokens cannot be those of the model that it starts from."""
+    """Raise ConfigError for a run whose model or tokens differ from the model that it starts from."""
     for name, run in runs.items():
         parent = run.init_from
         if parent is None:
@@ -149,7 +149,7 @@ def check_parents(runs: Mapping[str, Any], source: str, upgrade: Callable[[Tree]
             else:
                 try:
                     before = contract.model_validate(theirs[key])
-                except (ValidationError, ConfigError):  # stage train says what is wrong with it
+                except (ValidationError, ConfigError):  # stage train reports the error
                     continue
             for option, value, now in weight_pairs(before, getattr(run, key)):
                 if value != now:
@@ -157,7 +157,7 @@ def check_parents(runs: Mapping[str, Any], source: str, upgrade: Callable[[Tree]
 
 
 def unequal(option: str, now: Any, parent: Path | str, before: Any) -> str:
-    """Message on an option of a run that must be that of the model it starts from."""
+    """Message on an option of a run that must equal the one of the model it starts from."""
     return f"{option} is {now!r}, the model to start from ({parent}) has {before!r}; make them equal"
 
 

@@ -59,7 +59,7 @@ class TrainOptions(Section):
         return dict(sorted(self.objective.number_columns().items()))
 
     def read_columns(self) -> dict[str, str]:
-        """obs columns that the run depends on: those of batches, and that of `stream.weight_by`."""
+        """obs columns that the run depends on: the batch columns and `stream.weight_by`'s."""
         return dict(sorted((self.stream.weights_column() | self.obs_columns()).items()))
 
 

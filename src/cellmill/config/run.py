@@ -283,7 +283,7 @@ class Embed(Section):
         0.3, ge=0, le=1, description="Minimum fraction of a dataset's counts in genes of the model's vocabulary."
     )
     min_expressed_frac: float = Field(
-        0.01,  # a panel of 1,000 genes in a corpus of whole transcriptomes has .03, and is no mistake
+        0.01,  # a panel of 1,000 genes in a corpus of whole transcriptomes has .03, and is not a mistake
         ge=0,
         le=1,
         description="Minimum fraction of the model's genes that a dataset measures, weighted by how many training "

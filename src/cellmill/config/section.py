@@ -137,7 +137,7 @@ class Section(BaseModel):
 
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-        """The section as a run or corpus has it: keys of its `own`, then those of the section at the top."""
+        """The section as a run or corpus has it: keys of its `own`, then keys of the section at the top."""
         return defaults | own
 
     @field_validator("*", mode="before")

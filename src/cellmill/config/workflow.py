@@ -113,7 +113,7 @@ def _text(value: Any) -> str:
 
 
 def _shown(axis: str, label: str, options: dict[str, Any]) -> Any:
-    """Value of an axis in tables and figures: that of its option, or the point's name."""
+    """Value of an axis in tables and figures: its option's value, or the point's name."""
     if list(options) != [axis] or isinstance(value := options[axis], dict | list):
         return label
     if isinstance(value, str):
@@ -263,7 +263,7 @@ class Workflow(Section):
         return self
 
     def _check_trunk(self, name: str, run: RunConfig) -> None:
-        """Refuse a trunk that is no run, or that will not have the checkpoint."""
+        """Refuse a trunk that is not a run, or that will not have the checkpoint."""
         if (run.trunk is None) != (run.trunk_step is None):
             raise ValueError(f"runs.{name}: expected trunk and trunk_step, got one of them; set both, or neither")
         if run.trunk is None:
@@ -342,7 +342,7 @@ class Workflow(Section):
         return [name for name in self.datasets(corpus) if chosen is None or name in chosen]
 
     def evaluated_on(self, run: str) -> list[str]:
-        """Names of the datasets the run is evaluated on: `evaluate.datasets`, or those of its corpus."""
+        """Names of the datasets the run is evaluated on: `evaluate.datasets`, or its corpus's."""
         chosen = self.runs[run].evaluate.datasets
         return chosen if chosen is not None else self.trained_on(self.runs[run].corpus)
 
@@ -371,7 +371,7 @@ def sections_of(owner: type[BaseModel]) -> dict[str, type[Section]]:
 
 
 def keys_of(workflow: type[BaseModel] = Workflow) -> list[str]:
-    """Keys of the whole workflow that are no section, corpora or runs."""
+    """Keys of the whole workflow other than sections, corpora and runs."""
     others = {*sections_of(workflow), *entries_of(workflow)}
     return [name for name in workflow.model_fields if name not in others]
 

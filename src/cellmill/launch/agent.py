@@ -118,7 +118,7 @@ def _allow_many_connections() -> None:
 
 
 def _name_interface(place: Rendezvous) -> None:
-    """Name the interface between the nodes to gloo where this node's own name is that of its loopback.
+    """Name the interface between the nodes to gloo where this node's own name resolves to its loopback.
 
     gloo listens at the address of the node's name: others cannot connect to 127.0.1.1, which some installers write.
     """
@@ -133,8 +133,8 @@ def interface_between_nodes(first: str) -> str | None:
     with suppress(OSError):
         named = socket.gethostbyname(socket.gethostname())
         if named == LOOPBACK or not ipaddress.ip_address(named).is_loopback:
-            return None  # all nodes are on one machine, or the name is that of an interface
-    for target in (first, "192.0.2.1"):  # of a documentation network: nothing is sent, only the route is asked for
+            return None  # all nodes are on one machine, or the name is an interface's
+    for target in (first, "192.0.2.1"):  # of a documentation network: nothing is sent, only the route is looked up
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))
             address = probe.getsockname()[0]

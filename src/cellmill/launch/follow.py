@@ -27,7 +27,7 @@ OF_SUBMITIT = re.compile(r"^submitit (?:INFO|WARNING) .*\n", re.MULTILINE)
 
 
 class Tail:
-    """Reads what is appended to the log of a job, and prints it if `echo`."""
+    """Reads lines appended to the log of a job, and prints them if `echo`."""
 
     def __init__(self, path: Path, echo: bool = True) -> None:
         self.path, self.echo, self.position = path, echo, 0
@@ -37,7 +37,7 @@ class Tail:
         tasks wait for it."""
 
     def read(self) -> None:
-        """Read what is new. A file that does not exist yet has nothing new."""
+        """Read new text. A file that does not exist yet has none."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.position)
@@ -60,7 +60,7 @@ class Tail:
         return re.search(rb"oom[-_]kill event|Out Of Memory", self._end()) is not None
 
     def refusal(self) -> str:
-        """The line of a job that ended because another one has the run; empty if it is no such job."""
+        """The line of a job that ended because another one has the run; empty for other jobs."""
         found = re.search(
             rb"^(an earlier start of )?job .* is training in .*; (job .*|this start) ends$", self._end(), re.MULTILINE
         )
@@ -138,7 +138,7 @@ class JobFollower:
         self.note(self.state, ended=True)
 
     def save_and_cancel(self, wait: Callable[[float], None], impatient: Callable[[], bool]) -> None:
-        """Cancel the job after it was asked to save; see `save_job`."""
+        """Cancel the job after it was signalled to save; see `save_job`."""
         assert self.record is not None
         save_job(self.job_id, self.name, self.record.save_within_s, wait, impatient)
         self.state = cancel_job(self.job_id, self.name, wait)

@@ -156,7 +156,7 @@ def _numbers(ranges: str) -> Iterator[str]:
 
 
 WATCH_S = 15.0
-"""Between two looks; what pends in two of them is told."""
+"""Between two looks; a job that pends in two of them is reported."""
 _LISTED = 5
 
 
@@ -236,11 +236,11 @@ class StageWatch:
         while not pause.wait(self.every_s):
             try:
                 self.look(stage_jobs(self.folder))
-            except CommandError:  # the plugin tells of it
+            except CommandError:  # the plugin reports it
                 continue
 
     def look(self, jobs: Sequence[StageJob]) -> None:
-        """Tell the reasons of jobs that were waiting at the last look too, but for those told before."""
+        """Report why jobs wait that were waiting at the last look too, once for each."""
         waiting = [job for job in jobs if job.state.name == "PENDING"]
         present = {(job.stage, job.state.reason) for job in waiting}
         self._told &= present

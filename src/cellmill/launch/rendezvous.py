@@ -33,7 +33,7 @@ VARIABLE = "CELLMILL_RENDEZVOUS"
 LOOPBACK = "127.0.0.1"
 NODES = "nodes"  # prefix of the store's keys with the name of each node, by its number
 HANDSHAKE_S = 10.0
-RESOLVE_S = 30.0  # after which a name that cannot be resolved is said once
+RESOLVE_S = 30.0  # after which a name that cannot be resolved is reported once
 _NONCE, _PROOF = 32, 32  # bytes
 _SO_ATTACH_FILTER = 26
 _RETRY_S = 0.2
@@ -80,7 +80,7 @@ class Rendezvous:
 
 
 def secret_of_start(secret: str, start: str) -> str:
-    """The secret of one start of a job, from that of the job."""
+    """The secret of one start of a job, derived from the job's secret."""
     return hmac.digest(secret.encode(), start.encode(), "sha256").hex()
 
 
@@ -173,7 +173,7 @@ class Relay:
     def _serve(
         self, upstream: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[socket.socket | None]]
     ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
-        """Join a connection with what `upstream` connects it to; drop it if that is None."""
+        """Join a connection with the one that `upstream` opens; drop it if that is None."""
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):

@@ -1,4 +1,4 @@
-"""Signals that ask a training to stop, what each requests of a process that follows a job, and Linux's orphan control.
+"""Signals that ask a training to stop, what each means to a process that follows a job, and Linux's orphan control.
 
 A follower cancels its job on INT and TERM, leaves it running on HUP and USR2 (so a lost terminal loses no job), and
 hands over to another follower on USR1. Against orphans, children die with their parent, and the children of a process
@@ -99,7 +99,7 @@ def children(pid: int) -> list[int]:
 
 
 def signal_all(pids: list[int], number: int) -> None:
-    """Send a signal to those of `pids` that are still alive."""
+    """Send a signal to all `pids` that are still alive."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)

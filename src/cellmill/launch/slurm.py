@@ -95,7 +95,7 @@ def _elapsed_s(record: JobRecord) -> float:
 INFRASTRUCTURE = frozenset(
     {"TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED", "LAUNCH_FAILED", GONE, FOREIGN}
 )
-"""End states that are not the training's fault: another job goes on."""
+"""End states that are not the training's fault: another job continues."""
 FRUITLESS_JOBS = 3  # jobs in a row without a new checkpoint after which another would not help
 TOO_SHORT = (
     "; if the jobs were too short, raise runtime or save_within_s in the profile, or save more often "
@@ -149,7 +149,7 @@ class SlurmLauncher:
         return self.slurm.find()
 
     def is_gone(self, record: JobRecord) -> bool:
-        """Wait until SLURM tells of a job, or has known nothing of it for so long that it has ended: then True."""
+        """Wait until SLURM lists a job (False), or has not known it for so long that it has ended (True)."""
         follower = JobFollower(record.job_id, record.name, self.slurm.queue, Tail(record.log, echo=False), record)
         while follower.alive():
             if follower.state.alive:
@@ -246,7 +246,7 @@ class SlurmLauncher:
         return follower.alive()
 
     def _obey(self, follower: JobFollower, requests: Requests) -> None:
-        """Cancel the job or leave it, as asked. Raises Stopped."""
+        """Cancel the job or leave it, as requested. Raises Stopped."""
         job_id = follower.job_id
         if requests.asked == "hand over":
             raise Stopped(f"job {job_id} is now followed by another process")

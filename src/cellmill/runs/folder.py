@@ -135,7 +135,7 @@ class TrainFolder:
     def newest_undamaged(
         self, checkpoints: Sequence[Checkpoint], damage: Callable[[Checkpoint], str | None]
     ) -> tuple[Checkpoint | None, list[str]]:
-        """The same, of these checkpoints, oldest first; `damage` is what is wrong with one."""
+        """The same, of these checkpoints, oldest first; `damage` describes the damage of one."""
         damaged: list[str] = []
         for checkpoint in reversed(checkpoints):
             line = damage(checkpoint)

@@ -69,7 +69,7 @@ def changed_keys(stored: dict[str, Any], now: dict[str, Any], source: str) -> di
     now
         From `identity`.
     """
-    # trackers are no part of the identity, and their package may be gone
+    # trackers are not part of the identity, and their package may be gone
     kept = {section: keys for section, keys in stored["options"].items() if section != "track"}
     try:
         options = stored_options(kept, source)

@@ -88,7 +88,7 @@ def folder_id(folder: Path) -> str | None:
 
 
 def make_folder_id(folder: Path) -> str:
-    """The identity of `folder`, which is made if there is none: one for all processes that ask at once."""
+    """The identity of `folder`, which is made if there is none: one for all processes that call this at once."""
     while (known := folder_id(folder)) is None:
         _offer(folder / NAME)
     return known
@@ -104,7 +104,7 @@ def _offer(file: Path) -> None:
     try:
         os.link(new, file)
     except FileExistsError:
-        if folder_id(file.parent) is None:  # that of the folder which this one is a copy of
+        if folder_id(file.parent) is None:  # the id of the folder that this one is a copy of
             new.replace(file)
     except OSError:  # a file system without links
         new.replace(file)
@@ -256,7 +256,7 @@ class Jobs:
         self.path = Path(train) / "jobs"
         self.run = re.sub(r"[^A-Za-z0-9_-]", "", self.path.resolve().parent.parent.name)[:24] or "run"
         digest = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:12]
-        self._id: str | None = None  # read once it is made: `owns` is asked about every job in the queue
+        self._id: str | None = None  # read once it is made: `owns` is called for every job in the queue
         self.former = f"cellmill-{self.run}-{digest}"  # name of jobs that earlier versions submitted
 
     def owns(self, name: str) -> bool:

@@ -27,7 +27,7 @@ def copy_until(path: Path, copy: Path, step: int) -> None:
 
 
 def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
-    """Complete lines in order; empty if there is no file. Lines that are not of a step are left out.
+    """Complete lines in order; empty if there is no file. Lines without a step are left out.
 
     Parameters
     ----------

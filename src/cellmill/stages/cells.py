@@ -177,7 +177,7 @@ def generate(
         "prompt": [vocabulary.gene_ids[row] for row in first],
     }
     drawn: list[GeneratedCell] = []
-    with create_h5(out) as file:  # a folder that cannot be written is said before cells are drawn
+    with create_h5(out) as file:  # a folder that cannot be written fails before cells are drawn
         for start in range(0, cells, batch_cells):
             drawn += generate_cells(generator, sampling, range(start, min(start + batch_cells, cells)))
         adata = as_anndata(drawn, vocabulary, about)

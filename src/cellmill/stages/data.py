@@ -124,7 +124,7 @@ def divide(*, options: ShardOptions, cells: list[Path], vocabulary: Path, out: P
 
 
 def shard_part(*, options: ShardOptions, cells: list[Path], vocabulary: Path, part: str, out: Path) -> None:
-    """Write the shards of `part` (as `3-of-8`) above the plan's folder, that of `out`, then `out` itself.
+    """Write the shards of `part` (as `3-of-8`) above the plan's folder, in which `out` lies, then `out` itself.
 
     Shards that a killed process finished are kept.
     """

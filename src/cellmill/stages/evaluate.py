@@ -291,7 +291,7 @@ def predict(context: Context, config: PerturbationConfig) -> tuple[Profiles, Pre
             name = supervised_name(method, context.supervised) if is_own(method) else method
             of_method = changes.setdefault(name, np.full((len(tested), values.shape[1]), np.nan))
             of_method[np.searchsorted(tested, test)] = values
-    place = np.full(len(units) + 1, -1, np.int64)  # the last is that of cells without a unit
+    place = np.full(len(units) + 1, -1, np.int64)  # the last is for cells without a unit
     place[tested] = np.arange(len(tested))
     return profiles, PredictedChanges(
         _names(profiles, units, tested), changes, place[scored_units(context, units)], len(folds)
@@ -305,7 +305,7 @@ def _names(profiles: Profiles, units: Units, tested: np.ndarray) -> list[str]:
 
 
 def _task(section: Evaluate) -> PerturbationConfig:
-    """Options of task perturbation, which say what is held out."""
+    """Options of task perturbation, which define the held-out perturbations."""
     config = section.tasks.get("perturbation")
     if not isinstance(config, PerturbationConfig):
         raise ConfigError("evaluate.tasks: no task perturbation, whose predictions these are; add perturbation: {}")

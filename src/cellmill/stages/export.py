@@ -58,7 +58,7 @@ def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, o
     model = build(spec, method.transform).to_empty(device="cpu")
     _load(checkpoint, model)
     adapter = method.adapter(model)
-    if adapter is not None:  # merging writes into what it has
+    if adapter is not None:  # merging overwrites its parameters
         adapter = adapter[0], {name: tensor.clone() for name, tensor in adapter[1].items()}
     method.merge(model)
     tensors = model.state_dict()

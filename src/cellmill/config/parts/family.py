@@ -98,7 +98,7 @@ class FamilyConfig(Plugin):
     }
 
     family: str
-    weight_keys: ClassVar[tuple[str, ...]] = ()  # options that must match those of the model of `init_from`
+    weight_keys: ClassVar[tuple[str, ...]] = ()  # options that must equal the `init_from` model's
     value_kinds: ClassVar[tuple[str, ...]] = ()  # kinds of token values (`Tokens.value_kind`) that the family can embed
     sequence_parallel: ClassVar[bool] = True  # whether the rows that pass from block to block are tokens
     compiles: ClassVar[bool] = True  # whether its blocks have methods that `parallel.compile` can compile

@@ -346,7 +346,7 @@ SUM = "sum"
 
 
 def _choice(name: str) -> type[Plugin]:
-    """Options class of the part `name`: those of the objective and `weight`."""
+    """Options class of the part `name`: the objective's options and `weight`."""
     if name == SUM:
         raise ValueError("sum: a sum cannot be part of a sum; list its parts in its place")
     return _weighted(plugin.load("objective", name, ObjectiveConfig))

@@ -81,7 +81,7 @@ class Tokens(Plugin):
         return False
 
     def fitted(self, quantiles: Sequence[float]) -> Self:
-        """These options with what is fitted to the corpus.
+        """These options with the values that are fitted to the corpus.
 
         `quantiles` are those of its nonzero values log(1 + counts per 10,000), at equal steps of probability from 0 to
         1; read where `needs_quantiles`.
@@ -171,7 +171,7 @@ class RankTokens(Tokens):
 class SequenceTokens(Tokens):
     """Tokens of a residue and its position in the sequence."""
 
-    # the places of residues that stand in sequence order are those of genes that stand in rank order
+    # places of residues in sequence order are the same as places of genes in rank order
     implementation: ClassVar[str] = "cellmill.data.stream.tokenizers:RankTokenizer"
     value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "place"
     sequences: ClassVar[bool] = True

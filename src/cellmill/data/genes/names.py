@@ -63,7 +63,7 @@ class Coverage:
         return self.orthologs / self.n_with_id if self.n_with_id else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Fields and `frac` for a report; those of orthologs if genes were mapped onto another organism."""
+        """Fields and `frac` for a report; fields of orthologs only if genes were mapped onto another organism."""
         fields = asdict(self) | {"examples": list(self.examples), "frac": self.frac}
         if self.reference is not None:
             return fields | {"ortholog_frac": self.ortholog_frac}

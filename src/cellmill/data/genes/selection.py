@@ -22,7 +22,7 @@ from cellmill.files import refuse_special
 
 
 def allowed_genes(gene_ids: list[str], options: VocabularyConfig) -> np.ndarray:
-    """Genes of `gene_ids` that the options allow, bool. Raises DataError if that is none."""
+    """Genes of `gene_ids` that the options allow, bool. Raises DataError if there are none."""
     allowed = np.ones(len(gene_ids), bool)
     if options.genes is not None:
         allowed &= _listed(gene_ids, Path(options.genes))

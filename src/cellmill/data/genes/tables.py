@@ -53,7 +53,7 @@ def gene_id_within(name: str, organism: str) -> str:
 
 
 def organism_of(gene: str) -> str | None:
-    """The organism of an Ensembl id; None if it is no id of a packaged table's organism."""
+    """Organism of an Ensembl id; None for an id of an organism without a packaged table."""
     return next((organism for organism in ORGANISMS if gene_id(gene, organism)), None)
 
 

@@ -212,7 +212,7 @@ def _read(address: str, remote: IO[bytes]) -> bytes:
 
 
 def _name(address: str) -> str:
-    """Name of the copy, by which its format is told."""
+    """Name of the copy, by which its format is recognised."""
     name = PurePosixPath(unquote(urlsplit(address).path.rstrip("/"))).name or urlsplit(address).netloc
     name = re.sub(r"[^\w.+-]", "_", name).lstrip(".")
     return name if name and name != RECORD.removeprefix(".") and name != "claims" else f"data-{name}"

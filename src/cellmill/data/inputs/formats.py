@@ -233,12 +233,12 @@ FORMATS = (
     Format("Zarr", is_zarr, open_zarr),
     Format("Matrix Market", is_mtx, open_mtx),
     Format("SOMA", is_soma, open_soma),
-    Format("HDF5", lambda path: not path.is_dir(), open_hdf5),  # last: any other file, told by what it contains
+    Format("HDF5", lambda path: not path.is_dir(), open_hdf5),  # last: any other file, recognised by its content
 )
 
 
 def open_source(path: Path, counts: str) -> CountSource:
-    """Open the matrix `counts` of the input at `path`, whose format is told by its name and content.
+    """Open the matrix `counts` of the input at `path`, whose format is recognised by its name and content.
 
     Raises DataError when there is no such input, or no format is its own.
     """

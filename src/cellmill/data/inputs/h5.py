@@ -67,7 +67,7 @@ def read_texts(item: h5py.Dataset | h5py.Group) -> np.ndarray:
 
 
 def check_h5ad(out: Path, option: str) -> None:
-    """Raise ConfigError for an output whose name is not that of an AnnData file."""
+    """Raise ConfigError for an output whose name does not end as an AnnData file's."""
     if out.suffix != ".h5ad":
         raise ConfigError(f"{option} {out}: expected a name that ends in .h5ad")
 

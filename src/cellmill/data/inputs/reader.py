@@ -148,7 +148,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         return counts
 
     def _whole_numbers(self, matrix: sp.csr_matrix, first: int) -> np.ndarray:
-        """Values of `matrix`, rounded if asked for. Raises DataError for those that are not counts."""
+        """Values of `matrix`, rounded if requested. Raises DataError for values that are not counts."""
         values = matrix.data
         if values.dtype.kind not in "buif":
             raise DataError(f"{self.path}: {self.counts} expected counts, got {values.dtype}")
@@ -169,7 +169,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         return values
 
     def _nearest(self, matrix: sp.csr_matrix, first: int) -> np.ndarray:
-        """Values to the nearest whole number, halves to the even one. Raises DataError for what is no counts."""
+        """Values to the nearest whole number, halves to even. Raises DataError for values that are not counts."""
         values = matrix.data
         fractional = values != np.floor(values)
         sums = np.asarray(matrix.sum(axis=1, dtype=np.float64)).ravel()

@@ -107,7 +107,7 @@ def _tiledbsoma() -> Any:
 
 
 def _chosen(name: Path, collection: Any, wanted: str, kind: str, only: bool = True) -> Any:
-    """Item `wanted` of a collection; if `only`, the one that there is."""
+    """Item `wanted` of a collection; if `only`, its single item."""
     known = sorted(collection)
     if wanted in known:
         return collection[wanted]

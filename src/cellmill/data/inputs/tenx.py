@@ -25,7 +25,7 @@ def is_tenx(file: Any) -> bool:
 
 
 def open_tenx(path: Path, file: Any, counts: str) -> CountSource:
-    """The matrix of an open HDF5 file, with all genes (`X`) or those of the genome `counts`."""
+    """The matrix of an open HDF5 file, with all genes (`X`) or the genes of genome `counts`."""
     return _open_v3(path, file["matrix"], counts) if _is_v3(file) else _open_v2(path, file, counts)
 
 

@@ -33,7 +33,7 @@ def check_datasets(pipeline: Workflow) -> None:
                 if label_map.is_file():  # a missing one is named once rules are known that may make it
                     read_label_map(label_map)
             with declared_names(Path(table[dataset].path)) as names:
-                if names is not None:  # otherwise stage preprocess says what it is
+                if names is not None:  # otherwise stage preprocess checks it
                     columns[dataset] = _check_names(names, corpus.table, table[dataset], corpus)
         trained = [columns[dataset] for dataset in pipeline.trained_on(name) if dataset in columns]
         if len(trained) == len(pipeline.trained_on(name)):

@@ -64,7 +64,7 @@ def map_labels(column: pd.Series, label_map: Path, file: Path) -> MappedLabels:
 def check_labels(
     label_map: Path, labels: Iterable[str], file: Path, column: str, by_label: dict[str, MappedLabel] | None = None
 ) -> None:
-    """Raise DataError for a line of the map whose label is none of `labels`, those of the file."""
+    """Raise DataError for a line of the map whose label is not in `labels`, the labels of the file."""
     known = sorted({*labels})
     for label, mapped in (by_label or read_label_map(label_map)).items():
         if label not in known:

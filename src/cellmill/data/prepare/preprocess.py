@@ -86,7 +86,7 @@ class Genes:
     target: np.ndarray  # gene of each var row, as index into `gene_ids`, or -1; int32
     coverage: Coverage
     rows: np.ndarray  # var rows that are gene expression; int64
-    unnamed: np.ndarray  # those of them without an Ensembl id; int64
+    unnamed: np.ndarray  # columns of these without an Ensembl id; int64
     summed: dict[str, list[str]]  # names of the var rows that share an id; their counts are summed
 
 

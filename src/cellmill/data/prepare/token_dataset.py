@@ -22,7 +22,7 @@ from cellmill.errors import DataError
 from cellmill.files import read_json, require_file
 
 TOKENS = "input_ids"
-_ENDS = ("<pad>", "<mask>", "<cls>", "<eos>")  # tokens that are no genes
+_ENDS = ("<pad>", "<mask>", "<cls>", "<eos>")  # tokens that are not genes
 _MADE = "length"  # column with the number of tokens, which Geneformer adds
 _ROWS = 8192  # cells in memory at once
 
@@ -51,7 +51,7 @@ def convert_tokens(folder: Path, tokens: Mapping[str, int], genes: Vocabulary, o
 
 
 def _columns(tokens: Mapping[str, int], genes: Vocabulary) -> np.ndarray:
-    """Column of each token: -1 of a token that is no gene, -2 of an unknown one; int32."""
+    """Column of each token, int32: -1 if it is not a gene, -2 if it is unknown."""
     column = np.full(max(tokens.values()) + 1, -2, np.int32)
     column[[int(tokens[name]) for name in _ENDS if name in tokens]] = -1
     column[[int(tokens[gene]) for gene in genes.gene_ids]] = np.arange(genes.n_genes)
@@ -59,7 +59,7 @@ def _columns(tokens: Mapping[str, int], genes: Vocabulary) -> np.ndarray:
 
 
 class _TokenDataset:
-    """A folder of `datasets.Dataset.save_to_disk`. Attributes: `obs`, and `left_out`, columns that are no obs."""
+    """A folder of `datasets.Dataset.save_to_disk`. Attributes: `obs`, and `left_out`, columns that are not obs."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._arrow = folder, import_arrow()

@@ -212,7 +212,7 @@ def read_shard_numbers(path: Path, columns: list[str]) -> np.ndarray:
 
 
 def _numbers(column: h5py.Group | h5py.Dataset) -> np.ndarray | str:
-    """(cells,) float64; or a value that is no number."""
+    """`(cells,)` float64; or a value that is not a number."""
     if isinstance(column, h5py.Dataset) and column.dtype.kind in "iufb":
         return column[:].astype(np.float64)
     codes, values = _codes(column)

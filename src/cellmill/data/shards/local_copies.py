@@ -171,7 +171,7 @@ def _told(folder: Path, n: int, of: int, used: int, started: float) -> str:
 
 
 def _copy(shard: Path, copy: Path, sha256: str, is_ended: Callable[[], bool]) -> None:
-    """Copy a shard. Raises UserError if the copy's bytes are not those of the manifest."""
+    """Copy a shard. Raises UserError if its bytes differ from the manifest's digest."""
     temporary = copy.with_name(f".{copy.name}.incomplete")
     try:
         with open(shard, "rb", buffering=0) as source, open(temporary, "xb", buffering=0) as target:
@@ -182,7 +182,7 @@ def _copy(shard: Path, copy: Path, sha256: str, is_ended: Callable[[], bool]) ->
                 if is_ended():
                     raise _Ended
             os.fsync(target)
-            # so that the digest is of what the disk has, and not of what is in memory
+            # so that the digest is of the bytes on disk, not of those in memory
             os.posix_fadvise(target.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if (actual := sha256_file(temporary)) != sha256:
             raise UserError(f"{copy}: expected sha256 {sha256[:12]} as in the manifest, got {actual[:12]}")

@@ -231,7 +231,7 @@ class JointObs:
 
 
 def _join(column: ObsColumn, values: list[str]) -> None:
-    """Add the values of a dataset to those of the column, unless they are too many."""
+    """Add the values of a dataset to the column's, unless there are too many."""
     if column.values is not None:
         joint = sorted({*column.values, *values})
         column.values = joint if len(joint) <= MAX_LEVELS else None

@@ -248,7 +248,7 @@ class ShardPlan:
 
     @classmethod
     def read(cls, folder: Path, key: str) -> ShardPlan | None:
-        """Plan of the inputs that `key` tells; None if there is none, or it is of others."""
+        """Plan whose key equals `key`; None if missing or made from other inputs."""
         try:
             tree = read_json(folder / "plan.json")
             if tree["key"] != key:
@@ -349,7 +349,7 @@ def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, 
 
 
 def find_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, folder: Path) -> ShardPlan:
-    """The plan that `make_plan` wrote in `folder`. Raises DataError when there is none of these inputs."""
+    """The plan that `make_plan` wrote in `folder`. Raises DataError when there is no plan of these inputs."""
     plan = ShardPlan.read(folder, _key(cells, vocabulary, options))
     if plan is None:
         raise DataError(f"{folder}: no plan of these cells and options; run the `divide` stage first")

@@ -255,7 +255,7 @@ class RowFile:
 
 
 def open_rows(path: Path, files: OpenFiles) -> RowFile:
-    """Open an .h5ad file that preprocess or shard wrote, with all that HDF5 tells of its X.
+    """Open an .h5ad file that preprocess or shard wrote, with everything that HDF5 knows about its X.
 
     Raises DataError when X is not CSR that can be read by offset, or is damaged.
     """

@@ -99,7 +99,7 @@ class Prefixes:
 
     def token_ids(self, genes: np.ndarray) -> np.ndarray:
         """Token ids, int32, of the kept `genes`, which are rows of the vocabulary."""
-        if self.cu_seqlens[-1] == self._starts[-1]:  # none is cut: one pass
+        if self.cu_seqlens[-1] == self._starts[-1]:  # no cell is cut: one pass
             return np.add(genes, len(SPECIAL), out=recycled_empty(len(genes), np.int32), casting="unsafe")
         ids = self.copy(genes, np.int32)
         ids += len(SPECIAL)

@@ -267,7 +267,7 @@ def _borders(runs: Runs, window_blocks: int) -> np.ndarray:
     return np.unique(np.concatenate([[0], ends[window_blocks - 1 :: window_blocks], ends[-1:]]))
 
 
-COPIES = 2  # last word of the key of the permutation of copies; 0 and 1 are those of full and short blocks
+COPIES = 2  # last word of the key of the permutation of copies; 0 and 1 are for full and short blocks
 
 
 class RepeatedEpoch:

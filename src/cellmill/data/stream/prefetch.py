@@ -252,7 +252,7 @@ class Prefetch:
         return np.diff(borders)[between][order]
 
     def _plans(self, epoch: int, before: np.ndarray) -> Iterator[WindowPlan]:
-        """Windows of own lanes, those of the same number together, from cell `before` of each lane on."""
+        """Windows of own lanes, equal numbers together, from cell `before` of each lane on."""
         while any(self._epoch(epoch).lane_cells[lane] for lane in self._own):
             order = self._epoch(epoch)
             first = {lane: _window_of(int(before[lane]), order.borders[lane]) for lane in self._own}

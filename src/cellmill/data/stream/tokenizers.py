@@ -257,7 +257,7 @@ def _sum_cells(counts: Any, starts: Any, totals: Any) -> None:
 
 
 def _look_up(counts: Any, starts: Any, ends: Any, table: Any, scale: Any, values: Any, large: Any) -> int:
-    """Fill `values`, but for counts that are not in `table` with their products; these are listed in `large`."""
+    """Fill `values`; counts not in `table` get their products instead, and are listed in `large`."""
     n_large = 0
     for cell in range(len(scale)):
         at, n = ends[cell], np.uint64(ends[cell + 1] - ends[cell])
