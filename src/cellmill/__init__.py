@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 
 def load(path: Path | str) -> Any:
-    """Return the exported model in a folder as an `evaluate.loaded_model.LoadedModel`, on a GPU if there is one.
+    """Return the exported model in a folder as an `evaluate.predict.LoadedModel`, on a GPU if there is one.
 
     `hf://owner/name`, also with `@revision`, is a model on the Hugging Face hub (extra `hub`).
 

@@ -144,7 +144,7 @@ def cell_ontology() -> CellOntology:
     return CellOntology({term: tuple(parents.split("|")) if parents else () for term, _, parents in rows})
 
 
-PACKAGED = Path(__file__).parent / "genes" / "orthologs.tsv.gz"
+PACKAGED = Path(__file__).parent / "orthologs.tsv.gz"
 
 
 @cache
