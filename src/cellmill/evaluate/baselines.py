@@ -1,8 +1,7 @@
-"""Predictions of baselines, kept from one evaluation to the next: those of a dataset are the same for every run.
+"""Cache of baseline predictions and principal components, shared by all evaluations of a dataset.
 
-A prediction is found by the SHA-256 of everything that it depends on: classifier, versions, features and labels that it
-is trained on, features of the tested cells. Principal components of small datasets are kept in the same way. A dataset
-has one file, of arrays without pickles.
+A prediction is keyed by the SHA-256 of everything it depends on: classifier, library versions, training features and
+labels, and features of the tested cells. Each dataset has one .npz file; its arrays are never pickled.
 """
 
 import hashlib

@@ -1,10 +1,9 @@
-"""Features of cells made from their counts alone: the embedding, and what a baseline is made of.
+"""Features of cells made from their counts alone (the embedding and the baselines), and classifiers of labels on them.
 
-Classifiers of labels, the same for every kind of features, and what they read.
-
-Logistic regression is multinomial with an L2 penalty (C = 1), on standardised features and on features as they are:
-standardising raises the weight of small principal components, which helps or harms with the number of cells. Newton-CG
-converges to the accuracies that L-BFGS has at a tolerance of 1e-6, in a tenth of its time.
+The classifiers are the same for every kind of features. Logistic regression is multinomial with an L2 penalty (C = 1)
+and runs on both standardised and unchanged features: standardising raises the weight of small principal components,
+which helps or hurts depending on the number of cells. Newton-CG converges to the accuracies that L-BFGS reaches at a
+tolerance of 1e-6, in a tenth of the time.
 """
 
 import warnings

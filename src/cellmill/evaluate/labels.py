@@ -1,7 +1,4 @@
-"""Labelled cells under evaluation: classes that are large enough, at most so many cells, the others by name.
-
-Labels of cells that a model does not know, by name and number of cells.
-"""
+"""Choice of labelled cells for an evaluation, and counts of cells whose label a model does not know."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,20 +1,15 @@
-"""Labels and numbers of cells by the heads of a model: logits of vectors, calibration, and what is unknown.
+"""Prediction of labels and numbers by the heads of a model, their calibration, and `LoadedModel` (`cellmill.load`).
 
-config.json of a model that predicts labels has `classifier`: label_column, labels (in the order of the head's rows) and
-`calibration`, whose keys are those of `evaluate.calibration.Calibration`; None without, and then `uncalibrated` is the
-reason. Of a sum of several, the others are in `more_classifiers`, by part. `regressors` are the columns whose numbers
-it predicts, by part.
+config.json of a model that predicts labels has the entry `classifier`: label_column, labels (in the order of the head's
+rows) and `calibration`, whose keys are the fields of `Calibration`. Without a calibration it is None, and
+`uncalibrated` gives the reason. If a sum has several classifiers, the others are in `more_classifiers`, by part.
+`regressors` lists the columns whose numbers the model predicts, by part.
 
-Predictions of all heads of a model for the cells of one dataset, as files and `LoadedModel.predict` have them.
-
-Calibration of a classifier on cells that it was not trained on: temperature, its error, and accuracy by threshold.
-
-The temperature divides all logits, so it changes no cell's likeliest label (Guo et al. 2017, section 4.2). It has the
-smallest cross-entropy, and is kept only if temperatures fitted without a fifth of the cells lower the calibration error
-of that fifth; otherwise it is 1. The calibration error is the expected one of the same paper, section 3: the mean, over
-bins of equal width, of the distance between probability and accuracy, weighted by cells.
-
-An exported model in Python: embeddings and labels of an AnnData in memory; `cellmill.load` returns it.
+A classifier is calibrated on cells it was not trained on. One temperature divides all logits, so it never changes a
+cell's most likely label (Guo et al. 2017, section 4.2). It minimises the cross-entropy, and is kept only if
+temperatures fitted without a fifth of the cells lower the calibration error on that fifth; otherwise it is 1. The error
+is the expected calibration error of the same paper, section 3: the mean distance between probability and accuracy over
+bins of equal width, weighted by cells.
 """
 
 import warnings

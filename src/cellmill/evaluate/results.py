@@ -1,10 +1,8 @@
-"""Embeddings in .h5ad files: written beside the cells or added to a copy of their file, and read back.
+"""Result files of evaluations: embeddings and predictions in .h5ad files, and scores.csv.
 
-Predicted labels and numbers in .h5ad files: written beside the cells' obs, or added to a copy of their file.
-
-Embeddings that a model of another package wrote to an .h5ad: obsm["X_emb"], or X, of the same cells in order.
-
-scores.csv: the numbers of all tables of an evaluation, one a line.
+Embeddings and predictions are written to a file of their own or added to a copy of the cells' file. Embeddings by
+models of other packages are read from obsm["X_emb"], or X, of an .h5ad with the same cells in the same order.
+scores.csv has every number of all tables of an evaluation, one per line.
 """
 
 import csv

@@ -1,23 +1,19 @@
-"""Predictions of several methods under several conditions: the table, its paired differences and its verdicts.
+"""Scores of several methods on the same cells: tables, paired differences with 95 % intervals, verdicts and gates.
 
-A method is features and a classifier (a row); a condition is a number of training cells, or what cells lost (a
-column). All methods classify the same cells in the same repetitions.
+A method is features plus a classifier (a row of the table). A condition is a number of training cells, or whatever the
+cells have lost (a column). All methods classify the same cells in the same repetitions, which differ in the seeds of
+folds, the draws of training cells, or the draws of what cells lose.
 
-Scores of single cells, and paired differences of two methods with a 95 % interval.
+Two things vary, as in a crossed design: the classified cells and the repetitions. The variance of the mean difference
+is the sum of both parts, each from its own clusters (two-way clustering: Cameron, Gelbach & Miller 2011, J. Bus. Econ.
+Stat. 29:238). The part common to both is not subtracted, so intervals are too wide rather than too narrow. The quantile
+is Student's with Satterthwaite's degrees of freedom. Cells of different folds count as independent: given the training
+cells of the folds, the mean over all of them has a normal limit for stable classifiers (Bayle, Bayle, Janson & Mackey
+2020, "Cross-validation confidence intervals for test error"). The interval does not cover other pretraining seeds,
+training cells, donors or batches.
 
-Both methods classify the same cells in the same repetitions: seeds of the folds, draws of training cells or of what
-cells lose. Two things vary, as in a crossed design: the cells that are classified, and the repetitions. The variance of
-the mean difference is the sum of both parts, each from its own clusters (two-way clustering: Cameron, Gelbach & Miller
-2011, J. Bus. Econ. Stat. 29:238); the part common to both is not taken off, which makes intervals too wide rather than
-too narrow. The quantile is Student's with Satterthwaite's degrees of freedom. Cells of different folds count as
-independent: given what the folds were trained on, the mean over all of them has a normal limit for stable classifiers
-(Bayle, Bayle, Janson & Mackey 2020, "Cross-validation confidence intervals for test error"). Other pretraining seeds,
-other training cells, donors and batches are not in the interval.
-
-F1 is no mean over cells: its cells have their linear terms instead (infinitesimal jackknife, Efron 1981), which is
+F1 is not a mean over cells. Its linear terms by cell are used instead (infinitesimal jackknife, Efron 1981), which is
 coarse for classes of a few cells.
-
-Gates: whether the tables of an evaluation reach the baselines that `evaluate.gate` states.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping

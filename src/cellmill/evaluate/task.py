@@ -1,17 +1,11 @@
-"""Contract of an evaluation task.
+"""Contract of an evaluation task, and everything a task is given: the model, the datasets, and the held-out cells.
 
 A task is a class `Task(config)`, named by the `implementation` of its options (`config.parts.tasks.TaskConfig`). Stage
-`evaluate` calls `run` once per dataset and writes what it returns to metrics.json; the report shows any task.
+`evaluate` calls `run` once per dataset and writes the returned result to metrics.json; the report shows any task.
 
-The model of an evaluation and the cells that it is judged on: those that it was not trained on.
-
-Datasets of one evaluation, opened by name: cells, embeddings, and obs columns by role.
-
-Training cells, which are not held out: their names and contents, and their genes as a baseline for predicted tokens.
-
-Held-out cells are in no training or validation shard, neither of the model's corpus nor of its ancestors': neither by
-dataset and obs name, nor by the counts of the vocabulary's genes, under whatever name. Of few counts, different cells
-may be equal by chance; they are not held out either.
+Held-out cells are in no training or validation shard of the model's corpus or of its ancestors' corpora. A cell is
+found there by dataset and obs name, and also, under any name, by its counts of the vocabulary's genes. Different cells
+with few counts may be equal by chance; these do not count as held out either.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Seeded single-threaded UMAP of embeddings: the same cells give the same picture.
-
-umap.tsv: coordinates of drawn cells of all datasets.
-"""
+"""Seeded, single-threaded UMAP of embeddings (the same cells give the same picture), and the umap.tsv of drawn cells."""
 
 import csv
 import io

@@ -1,30 +1,21 @@
-"""Units that perturbation tasks hold out, their folds, and the predicted changes of the tested ones.
+"""Changes of expression under perturbations: measured, and predicted for held-out units by baselines or by the model.
 
-All predictions are fitted on the other units: of a tested one the gene, the context and the strata of its cells are
-read, and no expression. Task `perturbation` scores them, stage `predict_changes` writes them.
+Task `perturbation` scores the predictions; stage `predict_changes` writes them. A unit is a perturbation with its dose,
+and with its context (such as a donor) where contexts are held out. All predictions are fitted on the training units. Of
+a tested unit only the gene, the context and the strata of its cells are read, never its expression.
 
-Legend: U units, G genes.
+Expression is log(1 + counts per 10,000) over the model's genes that the dataset has. A measured change is the mean over
+a unit's cells minus the mean over controls of the same stratum: a batch of a donor, as far as the dataset has these
+roles, so that differences between batches do not count as changes. Controls are split at random into two halves.
+Predictions start from one half, and changes are measured from the other: with a single set of controls its noise would
+be in both, and every prediction would correlate with every change.
 
-Seen changes of expression: of each perturbation, mean over its cells minus the mean over controls of their stratum.
+A model trained with objective perturbation_response applies the perturbation to each control: the change is its
+predicted profile with the response minus the one without, both as the expected log(1 + counts per 10,000) of as many
+Poisson counts as the control has. An expected logarithm is not the logarithm of an expectation: for a gene with 0.2
+counts per cell it is at most a fifth of it.
 
-Expression is log(1 + counts per 10,000) over the model's genes that the dataset has. A stratum is a batch of a donor,
-as far as the dataset has these roles, so that what differs between batches is no change. Controls are divided at random
-into two halves: one half is what every prediction starts from, the other what seen changes are measured from. With one
-set of controls its noise would be in both, and every prediction would correlate with every change.
-
-Legend: U units (a perturbation, its dose, and a context such as a donor where contexts are held out), G genes.
-
-Predictions of changes from those of other units: mean, linear, nearest. All is fitted on training units.
-
-Legend: U units, G genes, F features of a unit.
-
-Changes of expression that a model trained with objective perturbation_response predicts.
-
-Each control is given the perturbation: its predicted profile with the response minus that without, both as the expected
-log(1 + counts per 10,000) of as many Poisson counts as the control has. An expected logarithm is not the logarithm of
-an expectation: of a gene with 0.2 counts a cell it is a fifth of it or less.
-
-Legend: U units, C controls, G genes.
+Legend: U units, G genes, F features of a unit, C controls.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

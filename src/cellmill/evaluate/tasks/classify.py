@@ -1,31 +1,26 @@
-"""Task `probe`: classifiers of a label on embeddings, against baselines.
+"""Tasks that classify cells by label, against baselines: `probe`, `few_shot` and `leave_out`.
 
-Logistic regression, on standardised features and on features as they are, and kNN predict the label of scored cells in
-stratified cross-validation, which is repeated with other folds (`seeds`). Every kind of features gets the same folds
-and classifiers: the embedding; the same architecture untrained; 50 principal components of the model's training cells;
-50 principal components of the training cells of the fold; **all genes** of the cell (log(1 + counts per 10,000),
-library size from the cell alone). Everything fitted, scalers and components included, is fitted on the training cells
-of a fold or of the model. All-genes logistic regression is hard to beat: a table without it flatters a model. Classes
-with fewer cells than folds are left out by name; folds are never lowered, so that runs stay comparable.
+`probe`: logistic regression (on standardised and on unchanged features) and kNN predict the label of scored cells in
+stratified cross-validation, repeated with other folds (`seeds`). Every kind of features gets the same folds and
+classifiers: the embedding; the same architecture untrained; 50 principal components of the model's training cells; 50
+principal components of the training cells of the fold; **all genes** of the cell (log(1 + counts per 10,000), library
+size from the cell alone). Everything fitted, including scalers and components, is fitted on the training cells of a
+fold or of the model. All-genes logistic regression is hard to beat: a table without it flatters a model. Classes with
+fewer cells than folds are left out by name; the number of folds is never lowered, so that runs stay comparable. The
+score of a repetition is computed over all its held-out cells together.
 
-A score of a repetition is that of all its held-out cells together. Paired differences, and what varies in their
-intervals, are explained in `evaluate.paired`.
+`few_shot`: each draw trains on a fixed number of cells of every class and tests on all others; all features and
+classifiers get the same draws. Classes that would keep fewer than `FEWEST_TESTED` test cells are left out by name.
+Principal components are those of the model's training cells, and no features see a label. Intervals are over cells and
+draws.
 
-Task `few_shot`: classifiers of a label that are trained on a few cells of each class.
+`leave_out`: all cells of a donor (or batch) are tested by classifiers fitted on the other donors. One donor after
+another is left out, or, with more than `most_folds` donors, groups of them with about equal numbers of cells. Features
+and classifiers are those of `probe`. A class that only the tested donors have counts as wrong for every method; such
+classes are named. Cells of one donor resemble each other, so a donor is one draw in the interval of a difference. The
+interval is wide for a few donors, and two donors leave a comparison undecided.
 
-Each draw takes so many cells of every class to train and tests on all others; all features and classifiers get the same
-draws. Classes that would keep fewer than `FEWEST_TESTED` cells for the test are left out by name. Principal components
-are those of the model's training cells, and no features see a label. Intervals of differences are over cells and draws
-(`evaluate.paired`).
-
-Task `leave_out`: classifiers of a label for donors or batches that they saw no cell of.
-
-All cells of a donor (or batch) are tested by classifiers fitted on the other donors: one after another is left out, or
-with more than `most_folds` of them, groups of donors of about equal numbers of cells. Features and classifiers are
-those of task `probe`, and everything fitted is fitted on the training cells. A class that only the tested donors have
-counts as wrong for every method; such classes are named. Cells of one donor resemble each other, so a donor is one
-draw in the interval of a paired difference (`evaluate.paired`), which is wide for a few donors; two of them leave a
-comparison undecided.
+Paired differences and their intervals are explained in `evaluate.scores`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

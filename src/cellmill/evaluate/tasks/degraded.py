@@ -1,14 +1,11 @@
-"""Classification of cells that lost counts or genes: how well features keep what a cell is.
+"""Tasks `low_depth` and `missing_genes`: classification of cells that lost counts, or most of their measured genes.
 
-Each level degrades the counts of the scored cells. Classifiers are tested on degraded cells after training, in
-stratified cross-validation, on cells degraded alike (matched), on whole cells (shifted), or on whole cells and those of
-all levels together (trained on all levels), the remedy that needs no model. Every kind of features gets the same folds,
-classifiers and degraded counts: the embedding; the same architecture untrained; 50 principal components of the model's
-training cells; all genes. Intervals of differences are over cells and repeats (`evaluate.paired`).
-
-Task `low_depth`: classification of cells with a fraction of their counts, by binomial thinning.
-
-Task `missing_genes`: classification of cells with few measured genes, drawn at random.
+Each level degrades the counts of the scored cells, by binomial thinning or by keeping a random set of genes. In
+stratified cross-validation, degraded cells are classified after training on cells degraded alike (matched), on whole
+cells (shifted), or on whole cells and those of all levels together (trained on all levels), the remedy that needs no
+model. Every kind of features gets the same folds, classifiers and degraded counts: the embedding; the same architecture
+untrained; 50 principal components of the model's training cells; all genes. Intervals of differences are over cells and
+repeats (`evaluate.scores`).
 """
 
 from collections.abc import Callable, Iterator, Mapping

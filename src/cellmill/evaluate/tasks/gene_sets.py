@@ -1,14 +1,14 @@
-"""Task `gene_embedding`: which genes are of a set, or are transcription factors, from vectors of genes.
+"""Task `gene_embedding`: predict from gene vectors which genes belong to a set, or are transcription factors.
 
 For each gene set a logistic regression over genes is fitted on training folds and ranks the genes of the others; its
-AUROC is the mean over folds. The genes are those of all sets, and a draw of the others that training cells express, so
-that a set is not told from genes of which the model saw nothing. Every kind of features gets the same genes and folds:
-the vectors of the model, of its input and of its decoder; the same of the model untrained; loadings of the principal
-components of training cells; mean, spread and detection rate of a gene in training cells, which tell much (ribosomal
-genes are high, transcription factors low); random vectors.
+AUROC is the mean over folds. The genes are those of all sets plus a draw of other genes that training cells express:
+otherwise a set could be recognised just because the model never saw the other genes. Every kind of features gets the
+same genes and folds: the model's vectors (input and decoder); the same of the untrained model; loadings of the
+principal components of training cells; mean, spread and detection rate of a gene in training cells, which are quite
+informative (ribosomal genes are high, transcription factors low); random vectors.
 
-The task knows no cells of the dataset: its result is of the model alone, and made once for all datasets. Intervals
-are over genes and repetitions (`evaluate.paired`): gene sets are taken as given.
+The task reads no cells of the dataset: its result depends on the model alone and is computed once for all datasets.
+Intervals are over genes and repetitions (`evaluate.scores`); gene sets are taken as given.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
-"""Features of genes: what a model and its training cells know of them.
+"""Shared parts of the gene tasks: features of genes, readers of gene files, and scores of rankings.
 
-Files of a user that name genes: sets (GMT), lists, edges. Names are matched to a vocabulary by their readers.
-
-Scores of a ranking: area under the ROC curve, as a mean over genes that has an interval, and average precision.
+Users' files name genes as sets (GMT), lists or edges; the readers return names, which are then matched to a vocabulary.
 """
 
 from collections.abc import Iterable

@@ -1,15 +1,15 @@
-"""Task `grn`: similarity of genes against known regulations, edges of a transcription factor and a target.
+"""Task `grn`: similarity of genes against known regulations (edges from a transcription factor to a target).
 
-Candidates are all pairs of a listed factor and a listed target, but for a gene with itself: a gene that the list has no
-target of may just not have been looked at. Genes that the training cells do not express are left out. Each kind of
-features ranks the targets of a factor by similarity: cosine of gene vectors of the model (of its input, of its decoder,
-and untrained), centred over all genes, since what all vectors share says nothing of a pair; cosine of the loadings of
-principal components; Pearson and Spearman over training cells, of log-normalised counts. Regulation may be negative,
-where `absolute` ranks by size. `random` is the mean of the scores of random rankings.
+Candidates are all pairs of a listed factor and a listed target, except a gene with itself. A gene that the list never
+names as a target is excluded, since it may not have been studied. Genes that the training cells do not express are left
+out. Each kind of features ranks the targets of a factor by similarity: cosine of the model's gene vectors (input,
+decoder, and untrained), centred over all genes because what all vectors share says nothing about a pair; cosine of the
+loadings of principal components; Pearson and Spearman over training cells, of log-normalised counts. Regulation may be
+negative, so `absolute` ranks by size. `random` is the mean score of random rankings.
 
-The task knows no cells of the dataset: its result is of the model alone, and made once for all datasets. AUROC and
-AUPRC are means over factors, a factor is one draw in the interval (`evaluate.paired`), and those over all pairs
-stand beside them.
+The task reads no cells of the dataset: its result depends on the model alone and is computed once for all datasets.
+AUROC and AUPRC are means over factors, and a factor is one draw in the interval (`evaluate.scores`). Scores over all
+pairs are given beside them.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,23 +1,22 @@
-"""Cells with some genes hidden from the model: their counts, tokens and embeddings.
+"""Cells with some genes hidden from the model, and the model's own prediction of the hidden expression.
 
-A hidden gene is as one that was not measured. Its counts are taken away before anything is made of a cell, so that
-neither a value nor the library size tells of them; nor does a model whose tokens have zeros (`tokens.zero_frac`) see
-that it is one.
+A hidden gene is treated as one that was not measured. Its counts are removed before anything is computed from a cell,
+so neither values nor the library size reveal them. A model whose tokens include zeros (`tokens.zero_frac`) does not see
+it as a zero either.
 
-Legend: C cells, F columns of the file, V genes of the vocabulary, M of them measured, G hidden.
+The predictions use the model's objective and fit nothing on the dataset:
 
-Expression of hidden genes as the model's own objective predicts it, without anything fitted on the dataset.
+- cell_decoding, denoise, perturbation_response: the decoder's profile of the cell's vector, over the genes that the
+  dataset has. The profile's share on visible genes and their counts give the cell's total count, and from it the
+  expected counts of the hidden genes. A profile trained on log(1 + count) (`weights: log1p`) gives these logarithms,
+  from which counts follow. For Poisson counts the expected logarithm is predicted, because the logarithm of an
+  expectation is far larger.
+- query_decoding: its answer to a query of the gene.
+- masked_value with continuous values: its prediction of a hidden value, for some genes at a time. A model trained
+  without zeros predicts as if each gene were detected; a model trained with a share of zeros, as if that were the share
+  of hidden genes without counts.
 
-cell_decoding, denoise, perturbation_response: the decoder's profile of the cell's vector, over the genes that the
-dataset has. Its share on visible genes and their counts tell the counts of the cell, and these the expected counts of
-the hidden genes. A profile that was trained on log(1 + count) (`weights: log1p`) tells those, from which counts follow;
-of counts that are Poisson their expected logarithm is predicted, since the logarithm of an expectation is far larger.
-
-query_decoding: its answer. masked_value of continuous values: its prediction of a hidden value, of some genes at a
-time. A model that was trained without zeros (`tokens.zero_frac`) predicts them as if each gene were detected, and one
-with a share of zeros as if that were the share of hidden genes without counts.
-
-Legend: C cells, M measured genes, G hidden genes, V genes of the vocabulary, H hidden width.
+Legend: C cells, F columns of the file, V genes of the vocabulary, M measured genes, G hidden genes, H hidden width.
 """
 
 from collections.abc import Iterator

@@ -1,19 +1,17 @@
-"""Task `imputation`: expression of genes that are hidden from the model, in cells that it was not trained on.
+"""Task `imputation`: prediction of genes that are hidden from the model, in cells that it was not trained on.
 
-The same genes are hidden in all cells: a seeded share of those that enough scored cells express, or a list. The model's
-input, and every other prediction's, is made of the other genes' counts alone, their library size included
-(`evaluate.hidden_genes`). What is predicted is log(1 + counts per 10,000 of all the model's genes).
+The same genes are hidden in all cells: a seeded share of those that enough scored cells express, or a list. The model
+and all other methods see only the counts of the other genes, including the library size made from them
+(`evaluate.tasks.hidden_genes`). The predicted quantity is log(1 + counts per 10,000 of all the model's genes).
 
-A row for the model's own prediction, where its objective has one (`evaluate.own_expression`), which is fitted to
-nothing here. All others are fitted on training folds, whole donors or batches where the dataset has them: a ridge and
-the mean of the nearest cells, from the embedding, from that of the model untrained and from principal components of the
-visible genes of these cells; and each gene's mean, of which a correlation over cells is not defined.
+One row is the model's own prediction, where its objective has one (`own_expression`); it is not fitted to anything
+here. All other methods are fitted on training folds, which are whole donors or batches where the dataset has them: a
+ridge and the mean of the nearest cells, from the embedding, from the untrained model's embedding and from principal
+components of the visible genes of these cells; and each gene's mean, whose correlation over cells is undefined.
 
-Scores are of the cells of one fold together, so that differences between folds pass for no correlation. Intervals of
-scores by gene are over genes, those of scores by cell over cells, and both over repetitions; where donors or batches
-are left out each is a repetition (`evaluate.paired`). The hidden genes are one draw.
-
-Scores of predicted expression: correlations of each gene over cells and of each cell over genes, and errors.
+Scores are computed within one fold, so that differences between folds do not count as correlation. Intervals of scores
+by gene are over genes, intervals of scores by cell are over cells, and both are over repetitions. Where donors or
+batches are left out, each is one repetition (`evaluate.scores`). The hidden genes are a single draw.
 
 Legend: C cells, G genes.
 """

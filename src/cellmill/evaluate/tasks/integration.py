@@ -1,14 +1,13 @@
-"""Task `integration`: batches mixed and labels kept apart, in two groups of columns that are never added up.
+"""Task `integration`: mixing of batches and separation of labels, in two groups of columns that are never added up.
 
-A total hides what it is made of: random vectors mix batches perfectly, and get half of it. The rows are the embedding;
-the same architecture untrained; 50 principal components of the scored cells; these corrected by Harmony, if asked for;
-and random vectors, which show what a column says of nothing. Columns and their sources are in `evaluate.batch_mixing`;
-all neighbours are from one exact graph (kBET's are from within a label). LISI is a mean over cells, where scIB takes
-the median: the median of cLISI is 1 for nearly everything. PCR is 1 less the share of variance between batches, over
-that of the components of the scored cells: 0 for these, 1 for no variance between batches, and below 0 for more than
-theirs.
-
-Harmony by harmonypy, of the extra `integrate`: the correction of batches that an embedding has to stand beside.
+A total would hide its parts: random vectors mix batches perfectly and would get half of it. The rows are the embedding;
+the same architecture untrained; 50 principal components of the scored cells; the same components corrected by Harmony,
+if requested (harmonypy, extra `integrate`); and random vectors, which show the value of each column for features
+without information. Columns and their sources are in `evaluate.tasks.mixing`; all neighbours come from one exact graph
+(kBET's from within a label). LISI is a mean over cells where scIB takes the median, because the median of cLISI is 1
+for nearly everything. PCR is 1 minus the share of variance between batches, relative to that share for the principal
+components of the scored cells: 0 for the components themselves, 1 for no variance between batches, and negative for
+more variance between batches than theirs.
 """
 
 import importlib

@@ -1,9 +1,10 @@
-"""Measures of how well batches are mixed and labels kept apart in an embedding.
+"""Measures of how well batches are mixed and labels kept apart in an embedding, and the neighbour graph they share.
 
-Each is 0 to 1, higher is better, and a mean over cells: what is returned is a number for each cell, `(cells,)`
-float64, so that the difference of two embeddings of the same cells has an interval (`evaluate.paired`). A mean over
-labels of means over their cells is one over cells with the infinitesimal jackknife (Efron 1981). Intervals take the
-neighbour graph as given. `labels` and `batches` are class numbers, `(cells,)`, 0 and up.
+Each measure is between 0 and 1, higher is better. It is returned as one number per cell, `(cells,)` float64, whose mean
+is the measure, so that the difference of two embeddings of the same cells has an interval (`evaluate.scores`). A mean
+over labels of means over their cells becomes one over cells by the infinitesimal jackknife (Efron 1981). Intervals take
+the neighbour graph as given; it holds exact nearest neighbours. `labels` and `batches` are class numbers from 0,
+`(cells,)`.
 
     lisi                Korsunsky et al. 2019, Nat. Methods 16:1289 (Harmony): inverse Simpson index of the neighbours'
                         classes, weighted by a Gaussian kernel of given perplexity
@@ -14,8 +15,6 @@ neighbour graph as given. `labels` and `batches` are class numbers, `(cells,)`, 
     silhouette          Rousseeuw 1987; ASW and isolated labels as in scIB, rescaled to 0 to 1
     batch_variance      Büttner et al. 2019: principal component regression with all components, whose variances times
                         R2 sum to the sum of squares between batches
-
-Exact nearest neighbours of cells, the one graph that the metrics of a task are computed on.
 """
 
 from dataclasses import dataclass

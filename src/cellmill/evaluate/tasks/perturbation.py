@@ -1,29 +1,26 @@
-"""Task `perturbation`: predicted changes of expression under perturbations, donors or other contexts not seen before.
+"""Task `perturbation`: predicted changes of expression under unseen perturbations, or in unseen donors and contexts.
 
-A change is the mean over the cells of a perturbation minus the mean over controls of the same batch and donor
-(`evaluate.perturbed`). Whole perturbations are held out, and whole values of the other roles: cells of a donor, and all
-perturbations in them, while its controls are what predictions start from.
+Changes are defined in `evaluate.tasks.changes`. Whole perturbations are held out, and whole values of the other roles:
+for example all cells of a donor, with all perturbations in them; its controls remain, as predictions start from them.
 
-What the model was trained on decides the folds. If it saw cells of some perturbations, those that it saw none of are
-tested, once; with a corpus that is divided by `shard.split_by: perturbation` and keeps the controls for training these
-are the test split. If it saw none of the dataset's perturbed cells, perturbations are tested in folds, repeated with
-other folds (`seeds`). All predictions are fitted on the other perturbations: of a tested one no cell is used.
+The model's training data decide the folds. If the model saw cells of some perturbations, those it never saw are tested,
+once; with a corpus split by `shard.split_by: perturbation` that keeps the controls for training, these are the test
+split. If it saw no perturbed cells of the dataset, perturbations are tested in folds, repeated with other folds
+(`seeds`). All predictions are fitted on the other perturbations, never on cells of a tested one.
 
-Rows are `no change`; `mean`, that of all other changes; from features of the perturbed gene (loadings of principal
-components of the model's training cells, embeddings of the model and of the model untrained) `linear`, a ridge, and
-`nearest`, the change of the perturbation whose gene is most like it. A perturbation without a gene of the model has the
-mean in all of them. A model trained with objective perturbation_response has a row of its own. Of new contexts, the
-same perturbation in other contexts is the baseline: its mean, a ridge between it and the mean of all, and its change in
-the context whose controls are most like. `split halves` is no prediction but a ceiling: the change of one half of a
-perturbation's cells as the prediction of that of the other, which is noisier than what the others are compared with.
+The rows are `no change`; `mean`, the mean of all other changes; and two predictions from features of the perturbed gene
+(loadings of principal components of the model's training cells, embeddings of the model and of the untrained model):
+`linear`, a ridge, and `nearest`, the change of the perturbation with the most similar gene. A perturbation whose gene
+the model does not know gets the mean in all of them. A model trained with objective perturbation_response has a row of
+its own. For new contexts the baseline is the same perturbation in other contexts: its mean, a ridge between this mean
+and the mean of all, and its change in the context with the most similar controls. `split halves` is a ceiling rather
+than a prediction: one half of a perturbation's cells predicts the change of the other half, which is noisier than the
+change that the other rows are compared with.
 
-Intervals are over perturbations and repetitions (`evaluate.paired`): contexts of one perturbation are one draw.
+A unit's own perturbed genes are left out of its scores, as their change says nothing about a response. Intervals are
+over perturbations and repetitions (`evaluate.scores`); the contexts of one perturbation are one draw.
 
-Scores of predicted changes of expression, by unit (a perturbation, maybe of one donor).
-
-Genes that a unit perturbs are left out of its scores: their own change says nothing of a response.
-
-Predicted changes of held-out perturbations and measured cells in one .h5ad file, for metrics of other packages.
+Stage `predict_changes` writes predictions and measured cells to one .h5ad file, for metrics of other packages:
 
 X       log(1 + counts per 10,000) over the model's genes that the dataset has, CSR float32
 obs     `group`: `start control` (the half of the controls that predictions start from), `measured control` (the other
@@ -34,7 +31,7 @@ uns["cellmill_changes"]
         perturbations, with the dose behind ` | ` where there is one; methods and kinds (model or baseline);
         changes, float32 (methods, perturbations, genes); control; seed; model_digest; n_folds
 
-A predicted profile is the mean of the start controls, weighted by the strata of the measured cells, and the change.
+A predicted profile is the mean of the start controls, weighted by the strata of the measured cells, plus the change.
 
 Legend: U units (a perturbation and its dose), G genes.
 """

@@ -1,12 +1,11 @@
-"""Task `reconstruct`: the training objective on the evaluated cells, against gene statistics of training cells.
+"""Tasks `reconstruct` (the training objective on the evaluated cells) and `throughput` (cost of stage `embed`).
 
-Masks are keyed by cell and position, so they are the same in every evaluation.
+`reconstruct` compares the objective with gene statistics of training cells. Masks are keyed by cell and position, so
+they are the same in every evaluation.
 
-Task `throughput`: time and memory of stage `embed` on the dataset, as that stage measured them.
-
-The seconds are those of reading, tokenizing and embedding all cells, without the start of Python. Memory is the peak of
-the device, or without a GPU that of the whole process, libraries included. Another load of the machine gives other
-numbers.
+`throughput` reports the time and memory that stage `embed` measured: the seconds for reading, tokenizing and embedding
+all cells, without the start of Python, and the peak memory of the device, or without a GPU of the whole process,
+libraries included. They change with the load of the machine.
 """
 
 from dataclasses import replace

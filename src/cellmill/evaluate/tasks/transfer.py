@@ -1,24 +1,22 @@
 """Task `transfer`: classifiers of a label that are fitted on some datasets and tested on another.
 
-They are fitted on the labelled cells of `fit_on`, whether the model was trained on them or not, and tested on the
-scored cells of each other dataset. Features are the embedding, the same architecture untrained, and baselines of the
-genes that all these datasets have, matched by the names of the model's genes where it knows them: all shared genes,
-principal components of the fitted cells, of log counts and of scaled ones, and of training cells of the model. Scales,
-components and classifiers are fitted without the tested cells. A tested cell with the counts of a fitted cell in all
-shared genes is left out and counted.
+They are fitted on the labelled cells of `fit_on`, even if the model was trained on these, and tested on the scored
+cells of each other dataset. Features are the embedding, the same architecture untrained, and baselines of the genes
+that all these datasets have, matched by the names of the model's genes where it knows them: all shared genes, principal
+components of the fitted cells (of log counts and of scaled ones), and of the model's training cells. Scales, components
+and classifiers are fitted without the tested cells. A tested cell with the same counts as a fitted cell in all shared
+genes is left out and counted.
 
-Accuracy and F1 are of cells whose label is among those fitted. Cells of other labels are counted by name: no classifier
-can be right about them.
+Accuracy and F1 cover cells whose label is among the fitted ones. Cells of other labels are counted by name, because no
+classifier can get them right.
 
-Where labels are ids of the Cell Ontology, a predicted id is also compared with the true one in it
-(`cellmill.data.genes.tables`): nearness, the superclasses of both by those of either, is 1 for the same id and falls
-with the distance; steps are the is_a edges between them, lower is better. By these, cells of other labels have a score
-too (`nearness, new labels`): how near the predicted class is.
+Where labels are ids of the Cell Ontology, a predicted id is also compared with the true one in the ontology
+(`cellmill.data.genes.tables`). Nearness, the superclasses common to both divided by those of either, is 1 for the same
+id and falls with distance; steps are the is_a edges between them, lower is better. By these measures cells of other
+labels have a score too (`nearness, new labels`): how near the predicted class is.
 
 Columns of fewer than 10 tested cells have no verdict. Intervals of differences are over the tested cells
-(`evaluate.paired`); other fitted cells, and other donors or platforms, are not in them.
-
-Cells of several datasets as features over the genes that all of them have; nothing is fitted on tested cells.
+(`evaluate.scores`); they do not cover other fitted cells, donors or platforms.
 """
 
 from contextlib import ExitStack
