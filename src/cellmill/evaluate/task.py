@@ -64,7 +64,7 @@ class OpenDataset:
 
 @dataclass(frozen=True)
 class EvaluatedDatasets:
-    """By name; embeddings are those of the model whose weights have `digest`, `width` wide."""
+    """Datasets by name. Embeddings must come from the model with weights `digest` and be `width` wide."""
 
     files: Mapping[str, DatasetFiles]
     digest: str
@@ -299,7 +299,7 @@ class Context:
     embedding_cost: Mapping[str, float] | None = None
     """`seconds` and `peak_gb` of stage `embed`; None for an embedding of an earlier version."""
     external: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Embeddings of all cells by models of other packages, `(n_obs, width)` float32, finite; `evaluate.external`."""
+    """Embeddings of all cells by models of other packages, `(n_obs, width)` float32, finite; `evaluate.results`."""
     datasets: EvaluatedDatasets | None = None
     """All datasets of the evaluation, this one among them, for tasks that need several."""
 
@@ -328,7 +328,7 @@ class TaskResult:
     figures: dict[str, Any] = field(default_factory=dict)  # single values beside the table
     skipped: str | None = None  # reason why the task does not apply to the dataset
     differences: list[dict[str, Any]] = field(default_factory=list)
-    """Paired differences with their intervals (`evaluate.score_table.differences`): in metrics.json, not shown."""
+    """Paired differences with their intervals (`evaluate.scores.differences`): in metrics.json, not shown."""
     confusion: dict[str, Any] | None = None
     """Of one `row`: `classes`, and `counts` of cells, a list by true class of lists by predicted class."""
 

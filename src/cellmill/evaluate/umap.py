@@ -1,4 +1,4 @@
-"""Seeded, single-threaded UMAP of embeddings (the same cells give the same picture), and the umap.tsv of drawn cells."""
+"""Seeded, single-threaded UMAP of embeddings (the same cells give the same picture), and umap.tsv of drawn cells."""
 
 import csv
 import io

@@ -1,4 +1,9 @@
-"""The contract of a fine-tuning method. `Method` itself changes nothing, and trains everything at one rate.
+"""The contract of a fine-tuning method, and the methods `full`, `partial` and `head_only`.
+
+`Method` itself changes nothing, and trains everything at one rate. In `full` every parameter trains, the trunk at a
+rate that may fall with depth and its blocks unfrozen step by step if wanted; in `partial` the last blocks, the norm
+behind them and the heads; in `head_only` the objective's heads, on vectors of an unchanged trunk. Rates that fall from
+block to block, and gradual unfreezing (there by epochs), follow Howard & Ruder 2018 (ULMFiT).
 
 An adapter wraps a linear layer in a module that keeps it as `base`, never in a subclass of nn.Linear: tensor parallel
 and weight decay then treat the base as before. `plain_name` strips `.base.`, so the base keeps its name in initial
@@ -8,19 +13,6 @@ values, checkpoints and exports. Wrapped modules give values to their own parame
     style of the wrapped layer    its base     first adapter layer     second adapter layer
     columns                       columns      norm                    columns
     rows                          rows         rows                    norm
-
-Depth of a parameter in a model, by its plain name: below the blocks, in one of them, behind them, or in a head.
-
-Learning rates of the parts of a model, for metrics.jsonl: heads, blocks and embeddings, or the trunk as a whole.
-
-full: every parameter trains, the trunk at a rate that may fall with depth and from a step on that may do so too.
-
-Rates fall from block to block as in Howard & Ruder 2018 (ULMFiT, discriminative fine-tuning), and so does gradual
-unfreezing there, by epochs.
-
-partial: the last blocks train with the norm behind them and the heads; all before them is frozen.
-
-head_only: the objective's heads train, on vectors of a trunk that stays as it is.
 """
 
 from collections.abc import Callable, Iterable, Mapping

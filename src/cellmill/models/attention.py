@@ -1,16 +1,12 @@
 """Attention inside each cell of a packed batch, bidirectional or causal, behind one function.
 
-Backends: variable-length flash attention on GPUs that have it, in half precision; tiled matmuls for long cells on a
-CPU; otherwise scaled-dot-product attention over runs of cells of equal length. None of them pads. `attention_padded`
-is the reference of the tests.
+Backends, none of which pads: variable-length flash attention on GPUs that have it, in half precision; tiled matmuls for
+long cells on a CPU; otherwise scaled-dot-product attention over runs of cells of equal length. `attention_padded` is
+the reference of the tests.
 
-Legend: T tokens of the batch, h heads, d width of a head.
-
-Attention of long cells on a CPU, by matmuls over tiles of queries.
-
-torch's fused CPU kernel has slow matmuls: 72 GFLOP/s forward in bfloat16, against 380 of a plain product on the same
-core. The scores of a tile stay in the cache and are dropped; the backward pass recomputes them. In bfloat16, scores are
-rounded before the softmax, as in torch's unfused attention.
+Tiles exist because torch's fused CPU kernel has slow matmuls: 72 GFLOP/s forward in bfloat16, against 380 for a plain
+product on the same core. The scores of a tile stay in the cache and are dropped; the backward pass recomputes them. In
+bfloat16, scores are rounded before the softmax, as in torch's unfused attention.
 
 Legend: T tokens of the batch, n of a cell, h heads, d width of a head.
 """

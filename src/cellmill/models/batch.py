@@ -1,11 +1,8 @@
-"""A packed batch of cells as tensors.
+"""Packed batches of cells as tensors, as read and as an encoder sees them, and tokens at the ends of a cell.
 
-The batch as an encoder sees it: tokens whose hidden content is replaced, and what its layers need beside them.
-
-Tokens at the ends of a cell that are no genes: <cls> before the first gene, <eos> after the last.
-
-Their ids are negative, so they are in no vocabulary, are never masked, and cost no row of a table that has one row per
-gene. They are added to a view before it is padded, so that layouts count them.
+<cls> stands before the first gene and <eos> after the last. Their ids are negative, so they are in no vocabulary, are
+never masked, and need no row in a table with one row per gene. They are added to a view before it is padded, so that
+layouts count them.
 """
 
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -45,7 +42,7 @@ class TensorBatch:
     numbers: torch.Tensor | None = None
     """(cells, columns) float64, where asked for: numbers of obs columns, NaN for missing ones."""
     covariate_rows: torch.Tensor | None = None
-    """(tokens,) int64, where cells have tokens of obs columns (`models.covariates`): row of its embedding, or 0."""
+    """(tokens,) int64, where cells have tokens of obs columns (`models.cell_encoder`): row of its embedding, or 0."""
 
 
 AnyBatch = TypeVar("AnyBatch", bound=TensorBatch)

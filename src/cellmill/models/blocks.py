@@ -1,12 +1,8 @@
-"""The transformer block: pre-norm (Xiong et al. 2020), packed.
+"""Layers of all families: packed pre-norm transformer block (Xiong et al. 2020), and residual feed-forward layer.
 
-Legend: T tokens of the batch, H hidden, h heads.
+Linear layers are torch's, or transformers' Conv1D of GPT-2, whose weight is transposed.
 
-The residual feed-forward layer, of rows that are cells or queries.
-
-Legend: R rows, H hidden.
-
-Linear layers of any family: torch's, and transformers' Conv1D of GPT-2, whose weight is transposed.
+Legend: T tokens of the batch, R rows (cells or queries), H hidden, h heads.
 """
 
 import torch

@@ -1,19 +1,11 @@
-"""Shared part of families that encode cells to vectors: states after the last norm, heads, embedding.
+"""Shared part of families that encode cells to vectors: states after the last norm, heads, pooling, covariate tokens.
 
-Legend: R rows of the residual stream (tokens, or cells), H hidden.
+Each column of `tokens.covariates` adds one token, without a value, before the genes of a cell; its embedding belongs to
+the cell's level. In a batch these tokens are `<pad>`, so objectives neither mask nor predict them, and `covariate_rows`
+holds their rows of the embedding. They are put before a *view*, which is padded afterwards, so layouts treat them like
+any tokens. In training some levels are replaced by the unknown one, so that cells of unknown level can be embedded.
 
-Covariate tokens: values of obs columns that a model reads before the genes of each cell.
-
-One token per column of `tokens.covariates`, without a value, whose embedding is that of the cell's level. In a batch
-these tokens are `<pad>`, so objectives neither mask nor predict them, and `covariate_rows` tells their rows of the
-embedding. They are put before a *view*, which is padded afterwards, so layouts treat them as any tokens. In training
-some levels are replaced by the unknown one, so that cells of unknown level can be embedded.
-
-Legend: T tokens, C cells, K columns, H hidden.
-
-Pooling: from the states of a cell's tokens to the cell embedding.
-
-Legend: T tokens of the batch, C cells, H hidden.
+Legend: R rows of the residual stream (tokens, or cells), T tokens, C cells, K columns, H hidden.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,14 +1,10 @@
 """Exported models, which are self-contained folders, and initial weights, which may come from one.
 
-    model.safetensors   full tensors
+    model.safetensors   full tensors, of which only the requested elements are read
     vocabulary.tsv      gene of each token
     config.json         family, architecture, tokenizer and digests; written last
 
-Nothing is unpickled.
-
-model.safetensors of an exported model; reads only the requested elements.
-
-First rows of genes that the model of `init_from` never saw: the mean of those that it has.
+Nothing is unpickled. Genes that the model of `init_from` never saw start as the mean row of the genes it has.
 """
 
 from collections.abc import Collection, Iterator, Mapping

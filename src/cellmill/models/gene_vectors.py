@@ -1,12 +1,10 @@
-"""Given vectors of genes as part of a gene embedding: a table of them, frozen or trained, and a learned projection.
+"""Given vectors of genes as part of a gene embedding (a table and a learned projection), and their files.
 
 A gene's embedding is its learned one plus the projection of its vector. A gene without a vector has zeros, and the
-projection has no bias, so its embedding is the learned one alone. Vectors are divided by one number, their root mean
-square over all genes that have one, so that what is projected starts as large as a learned embedding.
+projection has no bias, so its embedding is the learned one alone. Vectors are divided by their root mean square over
+all genes that have one, so that the projection starts as large as a learned embedding. Files are never unpickled.
 
 Legend: T tokens of the batch, C cells, D numbers of a vector, H hidden.
-
-Files of gene vectors, as rows of a vocabulary. Nothing is unpickled.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,9 +1,8 @@
-"""The contract of an objective: targets, loss and the figures of `evaluate`, in one file.
+"""The contract of an objective, in one file: targets, loss and the metrics of `evaluate`.
 
 An objective holds no parameters. Its modules (heads) become attributes of the model, under names that the objective
-chooses, so that checkpoints, layouts and exports treat them like all others.
-
-Share of a micro-batch in a loss over rows of all cells of a global batch; `train.batch_rows` makes it.
+chooses, so that checkpoints, layouts and exports treat them like all others. `RowShare` is the part of a micro-batch in
+a loss over all cells of a global batch; `train.batch_rows` makes it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ class GeneStatistics:
     global_mean: float
     n_cells: int
     by_rank: np.ndarray | None = None
-    """Tokens of each gene by log2 of their place in the cell (`data.gene_ranking.rank_buckets`), `(buckets, genes)`
+    """Tokens of each gene by log2 of their place in the cell (`data.arrays.rank_buckets`), `(buckets, genes)`
     int64."""
 
 

@@ -1,26 +1,20 @@
-"""Cross-entropy over a token table, in chunks (`parallel.chunked_loss`).
+"""Losses over a token table, computed in chunks (`parallel.chunked_loss`): cross-entropy and negative binomial.
 
-With tensor parallel, each target of a chunk needs three numbers from the other ranks (Megatron-LM, Shoeybi et al. 2019,
-section 3).
+With tensor parallel, each target of a chunk needs three numbers from the other ranks for the cross-entropy
+(Megatron-LM, Shoeybi et al. 2019, section 3), and each cell four for the negative binomial: maximum and sum of the
+softmax, the sum of the gradients of log means, and the loss.
 
-Legend: N targets, H hidden, V local rows of the table.
-
-Negative binomial likelihood over a token table, in chunks (`parallel.chunked_loss`).
-
-Cell c has the count k of each token g, mostly 0, and their sum N. The mean is N times the softmax of the logits, the
-inverse dispersion r of a token is exp(dispersion), and the variance mean + mean² / r. With L the negative
-log-likelihood,
+Negative binomial: cell c has the count k of each token g, mostly 0, and their sum N. The mean is N times the softmax of
+the logits, the inverse dispersion r of a token is exp(dispersion), and the variance mean + mean² / r. With L the
+negative log-likelihood,
 
     dL / d log mean = r (mean - k) / (r + mean)
     dL / d r        = digamma(r) - digamma(k + r) + log(1 + mean / r) + (k - mean) / (r + mean)
 
-Zeros are computed densely and without gamma functions, which cancel there; the other counts correct them. With tensor
-parallel, a cell of a chunk needs four numbers from the other ranks: maximum and sum of the softmax, the sum of the
-gradients of log means, and the loss.
+Zeros are computed densely and without gamma functions, which cancel there; the other counts correct them. Source:
+Robinson & Smyth 2008 (this parametrisation); Lopez et al. 2018 (scVI: mean as library size times a softmax).
 
-Source: Robinson & Smyth 2008 (this parametrisation); Lopez et al. 2018 (scVI: mean as library size times a softmax).
-
-Legend: N cells, H hidden, V local rows of the table.
+Legend: N targets or cells, H hidden, V local rows of the table.
 """
 
 from dataclasses import dataclass

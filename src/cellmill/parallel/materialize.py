@@ -1,8 +1,7 @@
-"""Values for a model built on the meta device, one tensor at a time, of each what this rank keeps (`own_part`).
+"""Values for a model built on the meta device, made one tensor at a time; each rank keeps only its own part.
 
-Values depend only on names and positions, so every layout starts from bitwise the same model.
-
-Elements of a full tensor that a rank keeps, from torch's own placements: no layout is computed here.
+Values depend only on names and positions, so every layout starts from bitwise the same model. The elements that a rank
+keeps come from torch's own placements; no layout is computed here.
 """
 
 import re

@@ -1,11 +1,8 @@
 """Device mesh with four axes, `pp, dp_replicate, dp_shard, tp`, for every strategy; unused axes have size 1.
 
-The data-parallel coordinate is `(dp_replicate, dp_shard)`. It decides which cells a rank reads, not the global rank:
-tp and pp peers read the same cells.
-
-Small values of all ranks, exchanged as JSON: unpickling what another process sent could run its code.
-
-TensorFloat-32: float32 matrix products of a GPU with 10 bits of mantissa, from Ampere on.
+The data-parallel coordinate `(dp_replicate, dp_shard)`, not the global rank, decides which cells a rank reads: tp and
+pp peers read the same cells. Small values of all ranks are exchanged as JSON, because unpickling what another process
+sent could run its code. TensorFloat-32 means float32 matrix products of a GPU with 10 bits of mantissa, from Ampere on.
 """
 
 import json

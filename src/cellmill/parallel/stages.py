@@ -1,15 +1,12 @@
-"""Pipeline stages of a model: the parts that this rank holds, and the tied parameters of the first and last stage.
+"""Pipeline stages of a model: assignment to ranks, the parts that this rank holds, tied parameters, and schedules.
 
 Parameters keep the names of the whole model, so checkpoints, initial weights and exports do not depend on stages.
 
-torch's schedules of a run, one for each number and length of micro-batches, which fix the shapes of its buffers.
-
-A schedule that is made anew asks all its pipeline stages for their shapes by point-to-point messages before its first
-step. The schedules of a run are therefore kept, and lengths come from a small set (`config.parallel.pipeline_tokens`).
-Only the one in use has receive buffers, which are the memory of a schedule: those of another length are made again
-when it is used again, which is an allocation. From torch 2.15 on it keeps none between steps, and this frees nothing.
-
-Assignment of pipeline stages to ranks and of blocks to stages. Torch-free arithmetic.
+There is one torch schedule for each number and length of micro-batches, which fix the shapes of its buffers. A new
+schedule exchanges shapes between all stages by point-to-point messages before its first step. The schedules of a run
+are therefore kept, and lengths come from a small set (`config.parallel.pipeline_tokens`). Only the one in use has
+receive buffers, which are the memory of a schedule; another length allocates its own again when it is used. From torch
+2.15 on a schedule keeps no buffers between steps, and this frees nothing.
 
 Source: PipeDream and Megatron-LM, Narayanan et al. 2021, section 2.2 (interleaved stages); zero bubble, Qi et al. 2024,
 section 6 (V shape: the first and the last stage share a rank).

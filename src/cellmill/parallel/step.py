@@ -1,7 +1,4 @@
-"""Forward and backward of one optimizer step: the interface, and every layout without a pipeline.
-
-Gradient clipping by the global norm, equal in every layout.
-"""
+"""Forward and backward of one optimizer step: the interface, all layouts without a pipeline, and clipping."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence

@@ -1,18 +1,15 @@
-"""Embedding lookup and logits over a token table, plain or sharded by rows over tensor-parallel ranks.
+"""Embedding lookup and logits over a token table, plain or sharded by rows over tensor-parallel ranks; ordered sums.
 
 Sharded, each rank computes the logits of its own rows and never all of them. V need not be divisible by the ranks. The
-losses are in `parallel.chunked_loss`.
+losses are in `parallel.likelihoods`.
 
-Legend: T tokens, C cells, N targets, H hidden, V rows of the table.
+Sums of rows by cell, and the backward pass of rows by index, add in one order on every device and number of threads.
+On a GPU `index_add` adds in the order in which its threads arrive, and so does the backward pass of `x[index]` on
+several threads of a CPU. Sums then differ in their last bits between runs and between tensor-parallel ranks, whose
+copies of a replicated parameter would drift apart. The sums here are those of bags of rows, each added by one thread
+from first to last: on one thread of a CPU they equal torch's operations bit by bit.
 
-Sums of rows by cell, and rows by index, whose additions have one order on every device and number of threads.
-
-`index_add` adds on a GPU in the order in which its threads arrive, and so does the backward pass of `x[index]` on
-several threads of a CPU. Sums then differ in their last bits from one run to the next, and from one tensor-parallel
-rank to another, whose copies of a replicated parameter would drift apart. The sums here are those of bags of rows,
-each added by one thread from first to last: on one thread of a CPU they equal those of torch's operations bit by bit.
-
-Legend: T rows, C cells, N indices.
+Legend: T tokens or rows, C cells, N targets or indices, H hidden, V rows of the table.
 """
 
 from typing import Any

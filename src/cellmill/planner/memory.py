@@ -1,25 +1,20 @@
-"""Planned memory of a training process, part by part.
+"""Planned memory of a training process by part, idle time of its pipeline schedule, and bytes it sends per step.
 
-Weights, gradients and AdamW's two moments are kept in float32 in every precision. A step peaks either when its
+Memory: weights, gradients and AdamW's two moments are kept in float32 in every precision. A step peaks either when its
 backward pass begins, with all activations, or when it ends, with all gradients; the larger one counts. The framework's
 own memory (about 1 GB with CUDA and NCCL) belongs to the fraction that `plan.memory_frac` leaves free.
 
-A measured model in a parallel layout: its pipeline stages on each rank, and idle time of the pipeline schedule.
+Pipelines: schedules are counted in the units of the papers, forward 1 and backward 2 (1 for inputs, 1 for weights),
+with all stages alike. A test replays torch's own schedule tables and gets the same numbers.
 
-Schedules are counted in the units of the papers, forward 1 and backward 2 (1 for inputs, 1 for weights), with all
-stages alike. A test replays torch's own schedule tables and gets the same numbers.
-
-Source: Narayanan et al. 2021, section 2.2 (1F1B, interleaved); Qi et al. 2024 (zero bubble, ZBV); DeepSeek-V3, 2024,
-section 3.2.1 (DualPipe, here in V shape).
-
-Bytes that a process sends in an optimizer step, by collective and by link.
-
-Collectives are counted as rings: each of n processes sends (n - 1) / n of the tensor in an all-gather or
+Traffic: collectives are counted as rings. Each of n processes sends (n - 1) / n of the tensor in an all-gather or
 reduce-scatter, and twice that in an all-reduce. If a ring has k processes on a node, one of its k hops leaves the node,
 and rings take turns over the node's network cards: each process sends 1 / k of its bytes over its card. Reductions of a
 few numbers (targets, norms, signals) are left out. A test compares these numbers with what torch sends.
 
-Source: ZeRO, Rajbhandari et al. 2020, section 7; sequence parallelism, Korthikanti et al. 2022, section 4.
+Sources: Narayanan et al. 2021, section 2.2 (1F1B, interleaved); Qi et al. 2024 (zero bubble, ZBV); DeepSeek-V3, 2024,
+section 3.2.1 (DualPipe, here in V shape); ZeRO, Rajbhandari et al. 2020, section 7; sequence parallelism, Korthikanti
+et al. 2022, section 4.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,12 +1,9 @@
-"""Check whether a run fits its devices, and find the first change that makes it fit.
+"""Search for layouts that fit: check a run, find the first change that makes it fit, and rank layouts by speed.
 
-plan --suggest: layouts that a model and a machine allow, the fastest first.
-
-Tried are ddp and the sharding strategies, tp inside a node with sequence parallelism, pipelines, and recomputation. The
-rest of the configuration stays, including precision, compile and cpu_offload. `stream.lanes` is raised where more
-ranks read cells than there are lanes.
-
-Message of a process that ran out of memory: its planned memory by part, and the first change that helps.
+`plan --suggest` tries ddp and the sharding strategies, tp inside a node with sequence parallelism, pipelines, and
+recomputation. The rest of the configuration stays, including precision, compile and cpu_offload. `stream.lanes` is
+raised where more ranks read cells than there are lanes. A process that ran out of memory gets a message with its
+planned memory by part and the first change that helps.
 """
 
 import errno

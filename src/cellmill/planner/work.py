@@ -1,10 +1,9 @@
-"""Steps, tokens and micro-batches of a run, from the row offsets of the shards: no cell is read.
+"""Steps, tokens and micro-batches of a run, and the cost (work, memory, disk) of the stages that make a corpus.
 
-Work, memory and disk of the stages that make a corpus, from costs measured once.
-
-Measured at commit 92ae630 and the change that compressed cells, on an AMD EPYC with 2 busy cores, Python 3.11.7, h5py
-3.16.0: 12,000 simulated cells of 2,060 genes, shards of 1,024 (benchmarks/README.md). Figures scale with the number of
-values; another machine, file system or format of the input has others. Reading from the disk is not in them.
+Steps come from the row offsets of the shards, without reading a cell. Costs were measured once, at commit 92ae630 and
+the change that compressed cells, on an AMD EPYC with 2 busy cores, Python 3.11.7, h5py 3.16.0: 12,000 simulated cells
+of 2,060 genes, shards of 1,024 (benchmarks/README.md). They scale with the number of values; other machines, file
+systems or input formats have others. Reading from the disk is not included.
 """
 
 from __future__ import annotations

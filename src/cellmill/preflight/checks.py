@@ -1,10 +1,8 @@
-"""One line of a preflight's result: ok, no, or ? for a doubt that does not stand in the way.
+"""Checks of a profile against SLURM (machine and stages), each one line of a preflight's result. Queues nothing.
 
-Checks of a profile's machine against SLURM: partition, nodes, account, estimated start. Queues nothing.
-
-Checks of the stages that Snakemake submits to SLURM: what the profile requests for each must exist.
-
-SLURM accepts a job over a partition's time limit and lets it wait for ever, so nobody else says it. Queues nothing.
+A line is ok, no, or ? for a doubt that does not stop the run. The machine's partition, nodes, account and estimated
+start are checked, and what the profile requests for each stage must exist: SLURM accepts a job over a partition's time
+limit and lets it wait for ever without a message.
 """
 
 import os

@@ -1,11 +1,8 @@
-"""Checks that only the nodes can answer: one short job by the launcher of a training, and the reports it leaves.
+"""Checks that need the nodes: one short job by the launcher of a training, and verdicts on the reports it leaves.
 
-Every node reads a file this machine wrote and leaves a report that this machine reads, so the folder is shared both
-ways. torchrun starts `preflight/node_probe.py` on the nodes.
-
-Verdicts on what the nodes reported: how the job ended, shared folder, versions, GPUs, clocks and network.
-
-`nodes` are the reports of the nodes (`node_probe.facts`), in the order of their ranks.
+torchrun starts `preflight/node_probe.py` on the nodes. Every node reads a file that this machine wrote and leaves a
+report (`node_probe.facts`) that this machine reads, so the folder is shared both ways. Verdicts cover how the job
+ended, shared folder, versions, GPUs, clocks and network.
 """
 
 from __future__ import annotations

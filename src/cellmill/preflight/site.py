@@ -1,9 +1,7 @@
 """Resources of a SLURM site: partitions and nodes, accounts, an estimated start. Queues nothing.
 
-Every value reaches SLURM's commands as one argument of a list. An answer that cannot be parsed is a CommandError, from
-which nothing is concluded.
-
-Everything that SLURM reports about a site, queried once for a new profile.
+Every value reaches SLURM's commands as one argument of a list. An answer that cannot be parsed is a CommandError;
+nothing is concluded from it.
 """
 
 import getpass

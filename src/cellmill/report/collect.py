@@ -1,8 +1,6 @@
-"""Files of runs and corpora, read for the page.
+"""Files of runs and corpora, read for the page, and the Snakemake commands that make them again.
 
-What a stage has not written yet is None or empty, and the page says so; a damaged file is an error.
-
-Commands that make the files of a run or a corpus again, by Snakemake's target of each.
+Anything that a stage has not written yet is None or empty, and the page says so; a damaged file is an error.
 """
 
 import shlex

@@ -1,10 +1,6 @@
-"""The HTML page, rendered from what stages wrote: computes no result, loads nothing from elsewhere.
+"""The HTML page (overview, training curves, scores of checkpoints), rendered from what stages wrote.
 
-Overview: the best run, its difference from plain logistic regression, and its cost.
-
-Curves of training, all runs overlaid, and what was planned beside what was measured.
-
-Scores of kept checkpoints over the steps of a training, beside the best baseline.
+It computes no result and loads nothing from elsewhere.
 """
 
 from collections import Counter

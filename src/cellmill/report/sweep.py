@@ -1,9 +1,8 @@
-"""Results of the runs of a sweep, side by side: tidy rows, curves over an axis, and the law of the loss.
+"""Results of the runs of a sweep side by side: tidy rows, curves over an axis, and a power law fitted to the loss.
 
-A power law with a floor, y = floor + a * x ** -exponent, fitted to losses of runs of several sizes.
-
-Hoffmann et al. 2022 (Training compute-optimal large language models, section 3.3): the Huber loss of log residuals,
-minimised by L-BFGS from a grid of starts. The interval is of 200 bootstraps over the runs.
+The law has a floor, y = floor + a * x ** -exponent, and is fitted to losses of runs of several sizes as in Hoffmann et
+al. 2022 (Training compute-optimal large language models, section 3.3): the Huber loss of log residuals, minimised by
+L-BFGS from a grid of starts. The interval comes from 200 bootstraps over the runs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

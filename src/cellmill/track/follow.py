@@ -1,20 +1,14 @@
-"""A tracker or observer of a training run, which follows the run only through its files.
-
-train/track/NAME/sent.json      what it has been sent (`track.sent`); NAME.observer/ for an observer
-train/track/NAME/log.txt        output of its own library
-train/track/NAME/lock           held while it follows: by one process at a time
-
-Trackers and observers of a training, each in a process of its own beside the launcher.
+"""Trackers and observers of a training, each in its own process beside the launcher, following the run by its files.
 
     launcher -> python -m cellmill.track.follow TRAIN -> a fork for each tracker and observer
 
-A follower that raises, hangs, crashes or has no network is one warning on stderr and nothing else: the training knows
-nothing of it. At the end of the training followers get FINISH_S to send what came last; what is not sent then is sent
-by `cellmill follow RUN --to NAME`, or by the next start. All of them die with the launcher.
+    train/track/NAME/sent.json      what it has been sent (`Sent`); NAME.observer/ for an observer
+    train/track/NAME/log.txt        output of its own library
+    train/track/NAME/lock           held while it follows: by one process at a time
 
-Lines of metrics.jsonl that a follower has not sent yet, over resumes of the training and of the follower.
-
-Options, digests and versions of a run as flat names and values, as trackers show them beside each other.
+A follower that raises, hangs, crashes or has no network causes one warning on stderr and nothing else; the training is
+not affected. At the end of the training followers get FINISH_S to send what came last. Anything unsent is sent by
+`cellmill follow RUN --to NAME`, or by the next start. All followers die with the launcher.
 """
 
 import json

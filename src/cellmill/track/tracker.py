@@ -1,7 +1,4 @@
-"""Contract of a tracker, which receives the numbers of a training, and the two of the training itself.
-
-Contract of an observer, which sees what a training does and changes nothing.
-"""
+"""Contracts of a tracker, which receives the metrics of a training, and of an observer, which changes nothing in it."""
 
 import json
 import sys
@@ -12,7 +9,7 @@ from cellmill.runs.folder import TrainFolder
 
 
 class Tracker(Protocol):
-    """A plug-in made from its `config.track.TrackerConfig`, called in a process of its own (`track.followers`)."""
+    """A plug-in made from its `config.parts.trackers.TrackerConfig`, called in its own process (`track.follow`)."""
 
     def start(self, config: dict[str, Any], resume_step: int) -> None:
         """Begin, before any other call.
@@ -108,7 +105,7 @@ def _clock(seconds: float) -> str:
 
 
 class Observer(Protocol):
-    """A plug-in made from its `config.track.ObserverConfig`, in a process of its own: it cannot change, delay or fail
+    """A plug-in made from its `ObserverConfig`, in a process of its own: it cannot change, delay or fail
     the training. One that raises is dropped with one warning. Each line and checkpoint comes once, also if the
     training was killed and repeats steps.
     """

@@ -1,17 +1,11 @@
 """Sharded checkpoints in one file, by torch.distributed.checkpoint (DCP): saved in the background, loaded in any
 layout.
 
-Only tensors go through DCP; progress and identity are JSON beside them, and so is the index of the tensors' parts
-(`index.json`). Checkpoints of earlier versions have DCP's `.metadata` alone, a pickle, so it is read with an
-unpickler that allows only DCP's own classes for tensors: a planted pickle is refused, not run, and so is any other kind
-of value, which DCP would unpickle without such a limit.
-
-Index of a checkpoint, `index.json`: the location of each part of each tensor, read without unpickling anything.
-
-DCP's own index, `.metadata`, is a pickle of objects for every part that any rank has saved: seconds on each rank of a
-large job. Here the parts of a tensor are columns of numbers, of which a rank picks those that overlap its own part.
-
-State of a run between processes: the checkpoint it resumes from, and state.json and status.json.
+Only tensors go through DCP; progress and identity are JSON beside them. DCP's own index, `.metadata`, is a pickle of
+objects for every part that any rank has saved, and costs seconds on each rank of a large job. `index.json` holds the
+location of each part of each tensor as columns of numbers, from which a rank picks the parts that overlap its own.
+Checkpoints of earlier versions have `.metadata` alone. It is read with an unpickler that allows only DCP's own classes
+for tensors, so a planted pickle is refused, not run, and so is any other kind of value.
 """
 
 import io

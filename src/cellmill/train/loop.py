@@ -1,12 +1,9 @@
 """The training loop: optimizer steps, validation, checkpoints and stopping, the same in every layout.
 
 A step is `global_batch` cells. Each rank takes its share in micro-batches; the loss is a sum divided by the global
-number of targets, so unequal shares change nothing. The report of a step (loss, norm, stop requests) is read one step
-late, when its copy to the host is done: the loop never waits for a GPU.
-
-Parts of a loss that is a weighted sum, each divided by its own number of targets; or the only loss.
-
-Signals that stop a training. The handler only sets a flag: all ranks save together at the end of a common step.
+number of targets, so unequal shares change nothing. Parts of a weighted loss are each divided by their own number of
+targets. The report of a step (loss, norm, stop requests) is read one step late, when its copy to the host is done: the
+loop never waits for a GPU. A stop signal only sets a flag; all ranks save together at the end of a common step.
 """
 
 import math

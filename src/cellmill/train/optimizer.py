@@ -1,20 +1,16 @@
-"""Optimizers by the name in `train.optimizer`, with weight decay only on the matrices of linear layers.
+"""Optimizers by the name in `train.optimizer`, gradual unfreezing, and the exponential moving average of the weights.
 
-The type of a parameter's module decides, never its name: norms, biases and embeddings of any family do not decay.
+Weight decay applies only to the matrices of linear layers. The type of a parameter's module decides, never its name.
 
-Parameters that begin to train after the first step: until then their gradients are dropped.
+Parameters that begin to train later have their gradients dropped until then. They are not frozen, since
+DistributedDataParallel and FSDP2 record at the start what requires a gradient. Without a gradient the optimizer leaves
+a parameter and its state unchanged, and the gradient norm covers the others.
 
-They are not frozen, since DistributedDataParallel and FSDP2 record at the start what requires a gradient. Without a
-gradient the optimizer leaves a parameter and its state as they are, and the gradient norm is that of the others.
-
-Exponential moving average of the trained weights, which validation and exports take in their place.
-
-After each optimizer step, average = d * average + (1 - d) * weights, d = min(ema_decay, (1 + t) / (10 + t)) after t
-earlier steps: the first weights are forgotten soon. A skipped step averages the same weights again. Frozen weights are
-their own average and have none here.
-
-The average is float32 and laid out as the weights are, so it communicates nothing and is the same in every layout.
-Source: Polyak & Juditsky 1992; the warm-up is that of TensorFlow's ExponentialMovingAverage.
+The average replaces the weights in validation and exports. After each step, average = d * average + (1 - d) * weights,
+d = min(ema_decay, (1 + t) / (10 + t)) after t earlier steps, so the first weights are forgotten soon. A skipped step
+averages the same weights again; frozen weights have none. It is float32 and laid out like the weights, so it needs
+no communication and is the same in every layout. Source: Polyak & Juditsky 1992; the warm-up is that of TensorFlow's
+ExponentialMovingAverage.
 """
 
 from collections.abc import Callable, Iterator, Mapping

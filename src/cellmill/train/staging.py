@@ -1,12 +1,8 @@
-"""Copies of a run's shards on the own disk of each node (`stream.stage_to`), made while it trains.
+"""Start of a training on its nodes: local copies of shards (`stream.stage_to`), their check, and the choice of device.
 
-Check of the shards at the start of a training: each rank hashes its part, once for all runs of a corpus.
-
-The device of a training's processes, decided once for all ranks.
-
-Each node reports the GPUs that its torch sees to the store of the start; rank 0 decides and all ranks read the answer.
-Were it decided by each rank, some would wait in NCCL and others in gloo, or a job would train on the CPU cores of nodes
-whose GPUs it reserves.
+Copies are made while the run trains. For the check each rank hashes its part, once for all runs of a corpus. Each node
+reports the GPUs that its torch sees; rank 0 decides the device for all ranks. If each rank decided alone, some would
+wait in NCCL and others in gloo, or a job would train on the CPU cores of nodes whose GPUs it reserves.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """Steps whose loss or gradient norm is not finite are skipped, and float16 losses are scaled so that few are.
 
-Whether a step is applied is decided on the device, by a number that is equal on all ranks to the last bit and that
-fused AdamW reads there (`found_inf`): nothing waits for it. The loop learns of it when it reads the step's report, one
-step late, and only then collects the cells of the batch. After `train.max_bad_steps` skipped in a row the run ends.
+A number on the device decides if a step is applied. It is equal on all ranks to the last bit, and fused AdamW reads it
+there (`found_inf`), so nothing waits for it. The loop learns of it when it reads the step's report, one step late, and
+only then collects the cells of the batch. After `train.max_bad_steps` skipped in a row the run ends.
 
 Loss scaling keeps small gradients above the smallest float16 number. The loss is multiplied before the backward pass
 and gradients are divided after it, so norm and clipping see true gradients. The scale halves after a skipped step and
 doubles after `GROWTH_STEPS` applied ones. Source: Micikevicius et al. 2018 (mixed precision training), section 3.2.
-
-Scalars between host and device, copied without blocking either.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,12 +1,11 @@
-"""Throughput and memory of each rank for metrics.jsonl, and profiler traces of chosen steps.
+"""Throughput, memory and GPU readings of each rank for metrics.jsonl, and profiler traces of chosen steps.
 
-Memory is that of tensors on a GPU, and of the whole process, libraries included, on a CPU. The two are not comparable,
-so they have different keys, `allocated_gb` and `resident_gb`, each with its peak: a list with one number for each rank.
+Memory of tensors on a GPU (`allocated_gb`) is not comparable with memory of the whole process on a CPU (`resident_gb`),
+hence the two keys. Each has its peak, and each is a list with one number per rank.
 
-Use, memory and power of each rank's GPU, as nvidia-smi shows them, for metrics.jsonl.
-
-Read through NVML by torch, which needs the package nvidia-ml-py (`cellmill[nvml]`); without it, or where NVML does not
-answer (a MIG slice has no such figures), the keys are left out. Memory is that of all processes on the GPU.
+GPU use, memory (of all processes) and power are read as nvidia-smi shows them, through NVML by torch, which needs the
+package nvidia-ml-py (`cellmill[nvml]`). Without it, or where NVML does not answer (as on a MIG slice), the keys are
+left out.
 """
 
 import resource

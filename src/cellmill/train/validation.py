@@ -1,14 +1,11 @@
-"""Figures of the embedding of validation cells: directions that it uses, and how much of it is sequencing depth.
+"""Metrics of a validation beside its loss, of the embedding and of the objective, and the progress of a training.
 
-Only sums over cells are kept, of which every rank has a share: with vectors z and log depths d, the number of cells and
-the sums of z, z z^T, z d, d and d^2; and of each batch (a level of an obs column) the number of cells and the sum of
-z. Vectors are those of the views that the validation loss is computed from.
+Embedding metrics say how many directions it uses, and how much of it is sequencing depth or batch. Only sums over cells
+are kept, of which every rank has a share: with vectors z and log depths d, the number of cells and the sums of z,
+z z^T, z d, d and d^2; and for each batch (a level of an obs column) the number of cells and the sum of z. Vectors are
+those of the views that the validation loss is computed from. Progress is saved in every checkpoint.
 
-Sources: Roy & Vetterli 2007 (effective rank, here of the covariance's eigenvalues).
-
-Figures of an objective beside its validation loss, such as the accuracy of a classifier, from sums over cells.
-
-Progress of a training, saved in every checkpoint: steps and cells so far, and which validation was the best.
+Source: Roy & Vetterli 2007 (effective rank, here of the covariance's eigenvalues).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,7 +75,7 @@ class EmbeddingMonitor:
             self.by_level.index_add_(0, batch.levels[:, self.column] - 1, counted)
 
     def line(self, mesh: Mesh) -> dict[str, float]:
-        """Return the figures for metrics.jsonl, where they can be told. Collective: every rank.
+        """Return the metrics for metrics.jsonl that can be computed. Collective: every rank.
 
         Warns on rank 0 of an embedding that collapsed.
         """
@@ -241,7 +238,7 @@ class ValidationFigures:
                 leaf.kept_sums = None
 
     def line(self, mesh: Mesh) -> dict[str, float]:
-        """Return the figures for metrics.jsonl, where they can be told. Collective: every rank."""
+        """Return the metrics for metrics.jsonl that can be computed. Collective: every rank."""
         line: dict[str, float] = {}
         for name, own in self.sums.items():
             # the last pipeline stage alone has sums, and `Mesh.sum` divides by the number of stages

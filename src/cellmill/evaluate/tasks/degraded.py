@@ -97,7 +97,7 @@ class LowDepth:
         self.config = config
 
     def run(self, context: Context) -> TaskResult:
-        """Accuracy at each depth, matched and shifted; see `evaluate.degraded`."""
+        """Accuracy at each depth, matched and shifted; see `classify_degraded`."""
         levels = {f"{100 * frac:g} % of counts": partial(thin, frac) for frac in self.config.count_fracs}
         return classify_degraded(context, "low_depth", levels, self.config.neighbors, self.config.repeats)
 
@@ -115,7 +115,7 @@ class MissingGenes:
         self.config = config
 
     def run(self, context: Context) -> TaskResult:
-        """Accuracy with each number of genes, matched and shifted; see `evaluate.degraded`."""
+        """Accuracy with each number of genes, matched and shifted; see `classify_degraded`."""
         levels = {f"{n:,} genes": partial(keep_genes, n) for n in self.config.genes}
         return classify_degraded(context, "missing_genes", levels, self.config.neighbors, self.config.repeats)
 

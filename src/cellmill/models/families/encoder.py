@@ -1,12 +1,10 @@
 """The encoder: gene embedding plus value embedding, pre-norm blocks, a norm; heads come from the objective.
 
-There are no positional embeddings: the genes of a cell are a set. Only the rank tokenizer has places, as its values.
+There are no positional embeddings, because the genes of a cell are a set. Only the rank tokenizer has places, as its
+values. The autoencoder adds a linear bottleneck behind the pooled states, whose output is the cell embedding; the
+objective's decoder reads nothing else of the cell.
 
 Legend: T tokens of the batch, N targets, H hidden.
-
-The autoencoder: the encoder's pooled states pass through a linear bottleneck, whose output is the cell embedding.
-
-The objective's decoder reads nothing else of the cell, so the family is the encoder with one matrix more.
 """
 
 import math

@@ -1,18 +1,11 @@
-"""Transformers of post-norm blocks (Vaswani et al. 2017): what the families `bert` and `scgpt` share.
+"""Transformers of post-norm blocks (Vaswani et al. 2017): the families `bert` and `scgpt`.
 
-Legend: T tokens of the batch, H hidden.
+`bert` is BERT (Devlin et al. 2019) over genes in rank order, the architecture of Geneformer (Theodoris et al. 2023).
+Only one row of BERT's token-type embedding is used; `cellmill import` adds it to the places. Dropout is on the residual
+branches alone: BERT's dropout on embeddings and attention weights is left out.
 
-BERT (Devlin et al. 2019) over genes in rank order: the architecture of Geneformer (Theodoris et al. 2023).
-
-The token-type embedding of BERT has one used row, which `cellmill import` adds to the places. Dropout is on the
-residual branches alone: BERT's on embeddings and on attention weights is left out.
-
-Legend: T tokens of the batch, N targets, H hidden.
-
-scGPT (Cui et al. 2024): normed gene embedding plus normed perceptron of the bin's number, then post-norm blocks.
-
-There are no places: the genes of a cell are a set. The cell's vector is divided by its length (L2), as scGPT's
-embeddings are.
+`scgpt` (Cui et al. 2024) adds a normed gene embedding and a normed perceptron of the bin's number. It has no places,
+because the genes of a cell are a set. The cell's vector is divided by its length (L2), as in scGPT's embeddings.
 
 Legend: T tokens of the batch, N targets, H hidden.
 """

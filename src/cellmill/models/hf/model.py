@@ -1,23 +1,23 @@
-"""A model of the transformers library between the library's token ids and the packed batches of this one.
+"""A model of the transformers library: run on packed batches, and written as a folder for `from_pretrained`.
 
-The blocks of its main ModuleList move to `blocks`, which layouts shard and recompute one by one; a `Passage` stands in
-their place. So embeddings, position tables and attention masks before the blocks, and norms after them, are
-transformers' own code. The part before the blocks runs until it reaches the passage, which keeps what the blocks are
-called with.
+The blocks of its main ModuleList move to `blocks`, which layouts shard and recompute one by one; a `Passage` takes
+their place. Embeddings, position tables and attention masks before the blocks, and norms after them, are therefore
+transformers' own code. The part before the blocks runs until it reaches the passage, which keeps the arguments that the
+blocks are called with.
 
-transformers has no packed attention that all models share, so cells are padded to the longest of the micro-batch: its
-work grows by longest over mean length, and `token_budget` counts the tokens without padding. The head of masked_gene
-has the form of BERT's, RoBERTa's and ESM's language-model head, and takes its weights where the folder has them.
+transformers has no packed attention that all models share, so cells are padded to the longest of the micro-batch. Work
+grows by longest over mean length, and `token_budget` counts the tokens without padding. The head of masked_gene has the
+form of the language-model head of BERT, RoBERTa and ESM, and takes its weights where the folder has them.
 
-Legend: B cells, L tokens of the longest with its special tokens, T tokens without, H hidden.
-
-A trained model of family hf as a folder that transformers' own `AutoModel.from_pretrained` reads.
+The written folder:
 
     model.safetensors   weights under transformers' names, without the objective's heads
     tokens.tsv          id of each gene or residue; cells have their genes in the order of their tokens
     config.json         transformers' config; written last
 
-A pooler, which nothing here trains, is not written: transformers draws one where the type has it.
+A pooler is not written, because nothing here trains it; transformers draws one where the type has it.
+
+Legend: B cells, L tokens of the longest with its special tokens, T tokens without, H hidden.
 """
 
 import os

@@ -6,7 +6,7 @@ alone are mostly sequencing depth.
 
 With `weights: counts` this is the multinomial likelihood of the hidden counts given their sum, divided by the sum.
 With `likelihood: nb` the loss is the negative binomial likelihood of all genes' hidden counts, zeros included, also
-divided by the sum (`parallel.negative_binomial`). Figures are judged against the mean profile of the training cells.
+divided by the sum (`parallel.likelihoods`). Figures are judged against the mean profile of the training cells.
 
 With `view_loss` the hidden part is encoded too, and VICReg of the vectors of both parts is added in training.
 Validation and evaluation have the cross-entropy alone, so that runs with and without it compare.

@@ -1,27 +1,18 @@
-"""classification: the label of a cell, predicted from its vector by a head.
+"""Objectives `classification` and `regression`: a label, or a number, of a cell predicted from its vector by a head.
 
-The loss is the cross-entropy, times the weight of the cell's label, summed over the cells of known label and divided by
-their number over all processes. Cells without a label, and those of which nothing is shown, take no part. Validation
-has no weights and no dropout: its loss is the cross-entropy.
+Both take the vectors that `embed` writes, so `evaluate.predict` needs no other forward pass. The loss is divided by the
+number of cells that have the label or number, over all processes. Cells without one, and cells of which nothing is
+shown, take no part. Validation has no dropout.
 
-The vectors are those that `embed` writes, so `evaluate.predict` needs no other forward pass. Rows of the head are the
-levels of the label in the order of the corpus; a run that starts from another one takes over those of the same name.
+`classification`: the cross-entropy, times the weight of the cell's label in training. Rows of the head are the levels
+of the label in the order of the corpus; a run that starts from another one takes over rows of the same name.
 
-Legend: C cells with a label, K labels, L levels (K, and one for cells without a label where there are any), H width of
-a cell's vector.
+`regression`, such as an age or a protein's count: the head predicts the standardised number, and validation logs
+Pearson's correlation. Loss pearson is 1 - r, with r the correlation over the cells of the global batch, in every layout
+(`train.batch_rows`). Its predictions have neither scale nor offset, and are judged by their correlation alone.
 
-regression: a number of a cell, such as an age or a protein's count, predicted from its vector by a head.
-
-The head predicts the standardised number. Its loss is summed over the cells that have a number and divided by how many
-they are over all processes; cells without a number, and those of which nothing is shown, take no part. Validation has
-no dropout, and logs Pearson's correlation.
-
-Loss pearson is 1 - r, where r is the correlation over the cells of the global batch, in every layout
-(`train.batch_rows`). Predictions then have neither scale nor offset, and are judged by their correlation alone.
-
-Legend: C cells with a number, H width of a cell's vector, S cells of a global batch with one.
-
-Expected calibration error of a classifier: how far its probabilities are from the share of labels that are right.
+Legend: C cells with a label or number, K labels, L levels (K, and one for cells without a label where there are any), H
+width of a cell's vector, S cells of a global batch with a number.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Shared parts of the masked objectives: token masks, the batch as the encoder sees it, heads, and the cell's loss.
+"""Objectives `masked_value` and `masked_gene`, and what they share: token masks, the encoder's batch, the cell's loss.
 
 A fraction `mask_frac` of a cell's tokens, and at least one, is drawn by a hash of (seed, step, cell, place), so that a
 token is masked in every layout or in none. Hidden content is replaced before the model sees it, so it cannot leak.
@@ -9,25 +9,17 @@ The second loss predicts the same targets from the cell's embedding and the visi
 (scGPT, Cui et al. 2024, GEPC). Predictions are computed at masked tokens only: at 15 % masked and 20,000 genes they
 would otherwise be most of the work.
 
-Legend: T tokens of the batch, N targets, H hidden.
+masked_value predicts values; genes stay visible. The loss is cross-entropy for bins and squared error for continuous
+values. Genes differ far more in their mean than cells differ in a gene, so predicting each gene's mean already looks
+good. Values are therefore judged by R² *over the gene mean*, 1 - SSE(model) / SSE(gene mean), and by the correlation
+after subtracting the gene mean from both. A value is made from a cell's library size, the sum of all its counts, hidden
+ones included. With one hidden token the visible values determine its value exactly, with many their sum. `renormalize`
+makes the values that the model sees from visible counts alone; without it, R² and correlation include this leak.
 
-masked_value: predict the values of masked tokens; their genes stay visible.
+masked_gene predicts genes; values stay visible. The output matrix is the gene embedding, and the baseline is the
+frequency of genes in the training cells.
 
-The loss is cross-entropy for bins and squared error for continuous values. Genes differ far more in their mean than
-cells differ in a gene, so predicting each gene's mean already looks good. Values are therefore judged by R² *over the
-gene mean*, 1 - SSE(model) / SSE(gene mean), and by the correlation after subtracting the gene mean from both.
-
-A value is made from a cell's library size, the sum of all its counts, hidden ones included. With one hidden token the
-visible values tell its value exactly, with many their sum. `renormalize` makes the values that the model sees from
-visible counts alone; without it, R² and correlation include what leaks this way.
-
-Legend: N targets, H hidden.
-
-masked_gene: predict which genes the masked tokens are; their values stay visible.
-
-The output matrix is the gene embedding. The baseline is the frequency of genes in the training cells.
-
-Legend: N targets, H hidden, V tokens of the vocabulary.
+Legend: T tokens of the batch, N targets, H hidden, V tokens of the vocabulary.
 """
 
 import math

@@ -1,20 +1,18 @@
-"""VICReg of two views of each cell of a global batch.
+"""Additional loss terms: VICReg of two views of each cell, and two ways to keep a cell's batch out of its vector.
 
-With vectors z and z' of n cells, width H, and their covariances C and C' (divided by n - 1):
+VICReg, with vectors z and z' of the n cells of a global batch, width H, and their covariances C and C' (divided by
+n - 1):
 
 - invariance: the mean over cells and directions of (z - z')^2
 - variance: the mean over directions of max(0, 1 - sqrt(C_jj + 1e-4)), for both views
 - covariance: the sum of squares of C off its diagonal, divided by H, for both views
 
-The table is float32, the loss float64, as a covariance is the small difference of large numbers.
+The table is float32, the loss float64, as a covariance is the small difference of large numbers. Source: Bardes, Ponce
+& LeCun 2022, equations 1 to 6; the invariance is divided by H, as in the authors' code.
 
-Source: Bardes, Ponce & LeCun 2022 (VICReg), equations 1 to 6; the invariance is divided by H, as in the authors' code.
-
-Two ways to keep the batch of a cell out of its vector.
-
-`LevelTerms` gives the decoder a vector of each batch, so that the cell's vector need not say which batch it is of
-(scVI, Lopez et al. 2018, conditions its decoder alike). `Adversary` predicts the batch from the cell's vector, through
-a reversed gradient that makes the encoder hide it (Ganin & Lempitsky 2015).
+`LevelTerms` gives the decoder a vector of each batch, so that the cell's vector need not encode its batch (scVI, Lopez
+et al. 2018, conditions its decoder alike). `Adversary` predicts the batch from the cell's vector, through a reversed
+gradient that makes the encoder hide it (Ganin & Lempitsky 2015).
 
 Legend: C cells, H hidden, D width of the terms, L levels. Numbers of levels are 1 to L, 0 for an unknown one.
 """

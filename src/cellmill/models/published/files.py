@@ -1,11 +1,7 @@
-"""A model folder of published weights: the files that `consolidate` writes, with their source instead of a training.
+"""Reading the files of published models safely, and writing them as model folders that name their source.
 
-Published weights as tensors by name, and the layout of attention that cellmill shards.
-
-Pickled dictionaries of texts and numbers, read without running any code that the file names.
-
-A plain unpickle imports and calls what the file asks for. Here only numpy's scalars may be asked for, and functions of
-this module stand in for numpy's, so not even numpy is called with what the file says.
+Pickled dictionaries are read without running code that the file names, which a plain unpickle would import and call.
+Only numpy's scalars are allowed, and functions of this module stand in for numpy's own.
 """
 
 import pickle
