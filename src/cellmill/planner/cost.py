@@ -1,15 +1,14 @@
-"""Time of an optimizer step for a given device and network, and memory, traffic and time of a run.
+"""Time of an optimizer step for a device and network, cost of a whole run, and peak rates of devices.
 
 Assumptions: computation reaches `plan.mfu_frac` of the device's peak; links reach NETWORK_FRAC of their nominal rate.
-Weights and gradients are sent while blocks compute, as far as there is computation to overlap with. Nothing overlaps
-tensor-parallel reductions, activations sent between pipeline stages, or gradients of a pipeline, which are sent at its
-end.
+Weights and gradients are sent while blocks compute, as far as there is computation to overlap with. Tensor-parallel
+reductions, activations sent between pipeline stages, and gradients of a pipeline (sent at its end) overlap with
+nothing.
 
-Peak rates of devices from the vendors' data sheets: dense matrix products without sparsity, and links.
-
-Links are those of the vendors' own servers, per device and direction: NVLink or Infinity Fabric inside a node (PCIe
-4.0 x16 for l40s), and the node's network cards divided by its devices: DGX-1 4 x 100 Gb/s for 8, DGX A100 8 x 200, DGX
-H100, H200 and B200 8 x 400, MI300X platforms 8 x 400, L40S servers 2 x 200 for 4.
+Peak rates are from the vendors' data sheets, for dense matrix products without sparsity. Links are those of the
+vendors' own servers, per device and direction: NVLink or Infinity Fabric inside a node (PCIe 4.0 x16 for l40s), and the
+node's network cards divided by its devices: DGX-1 4 x 100 Gb/s for 8, DGX A100 8 x 200, DGX H100, H200 and B200
+8 x 400, MI300X platforms 8 x 400, L40S servers 2 x 200 for 4.
 """
 
 import math

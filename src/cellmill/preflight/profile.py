@@ -1,16 +1,14 @@
-"""A Snakemake profile as the machine it describes, read with Snakemake's own functions.
+"""Machines that a snakemake command describes, by its profiles and its own options, read with Snakemake's functions.
 
 Snakemake lays a profile's `default-resources` under what a rule declares and `set-resources` over it. The rule train
 declares every option of `Machine`, so only `set-resources: train:` changes them. Snakemake evaluates a text as Python
 first and takes it for a text only if that fails: `1-2` becomes -1, and `"'1-2'"` stays as written.
 
 `set-resources: train.NAME:` and `plan.NAME:` are the machine NAME of runs that name it: its keys over those of `train`
-and `plan`. Snakemake ignores them, as no rule can have such a name.
+and `plan`. Snakemake ignores them, as rules cannot have such names.
 
-Machines that a snakemake command describes: those of its profiles, with what the command itself sets over them.
-
-Options of a command replace a profile's whole entry: with `--set-resources train:nodes=2` nothing is left of the
-profile's `set-resources`. What the profile gave the rules train and plan becomes their default instead.
+Options of a command replace a profile's whole entry: `--set-resources train:nodes=2` discards all of the profile's
+`set-resources`. The profile's values for the rules train and plan become their defaults instead.
 """
 
 import re
