@@ -6,14 +6,11 @@ import json
 import pickle
 import re
 import shutil
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from cellmill.errors import DataError
 from cellmill.runs.folder import TrainFolder
@@ -69,7 +66,7 @@ def test_resuming_in_the_same_layout_is_bitwise_the_uninterrupted_run(
     assert len(resumed[0]) == 4
 
 
-def test_a_planted_pickle_in_the_metadata_is_refused_and_not_run(half: Path, tmp_path: Path) -> None:
+def test_a_planted_pickle_is_not_run(half: Path, tmp_path: Path) -> None:
     trace = tmp_path / "ran"
 
     class Planted:
@@ -77,37 +74,12 @@ def test_a_planted_pickle_in_the_metadata_is_refused_and_not_run(half: Path, tmp
             return (eval, (f"open({str(trace)!r}, 'w').close()",))
 
     shutil.copytree(half / "checkpoints" / "step-00000004", tmp_path / "checkpoint")
-    (tmp_path / "checkpoint" / "index.json").unlink()  # as earlier versions wrote it
     (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps(Planted()))
-    with pytest.raises(DataError, match=r"builtins\.eval is not allowed in checkpoint metadata"):
-        CheckpointReader(tmp_path / "checkpoint").read_metadata()
-    assert not trace.exists()
-
-
-def test_a_planted_pickle_in_the_place_of_a_tensor_is_not_run(tmp_path: Path) -> None:
-    trace = tmp_path / "ran"
-
-    class Planted:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
-            return (eval, (f"open({str(trace)!r}, 'w').close()",))
-
-    # DCP saves what is no tensor as a pickle, which it runs when it loads it
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.save({"model": {"weight": Planted()}}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
-    with pytest.raises(DataError, match=r"BytesStorageMetadata is not allowed in checkpoint metadata"):
+    assert CheckpointReader(tmp_path / "checkpoint").read_metadata().state_dict_metadata
+    (tmp_path / "checkpoint" / "index.json").unlink()
+    with pytest.raises(DataError, match=r"no index\.json; expected a checkpoint of this version, train the run again$"):
         load_tensors(tmp_path / "checkpoint", {"model": {"weight": torch.zeros(3)}})
     assert not trace.exists()
-
-
-def test_a_value_that_is_no_tensor_is_refused_and_not_unpickled(half: Path, tmp_path: Path) -> None:
-    shutil.copytree(half / "checkpoints" / "step-00000004", tmp_path / "checkpoint")
-    (tmp_path / "checkpoint" / "index.json").unlink()  # as earlier versions wrote it
-    metadata = CheckpointReader(tmp_path / "checkpoint").read_metadata()
-    metadata.state_dict_metadata["model.norm.weight"] = BytesStorageMetadata()
-    (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(DataError, match=r"BytesStorageMetadata is not allowed in checkpoint metadata"):
-        CheckpointReader(tmp_path / "checkpoint").read_metadata()
 
 
 def test_the_index_is_read_once_and_no_pickle(alone: None, half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,8 +96,7 @@ def test_the_index_is_read_once_and_no_pickle(alone: None, half: Path, monkeypat
 def test_the_index_has_what_the_pickle_has_and_of_it_a_rank_takes_its_own_part(half: Path, tmp_path: Path) -> None:
     shutil.copytree(half / "checkpoints" / "step-00000004", tmp_path / "checkpoint")
     whole = CheckpointReader(tmp_path / "checkpoint").read_metadata()
-    (tmp_path / "checkpoint" / "index.json").rename(tmp_path / "index.json")
-    pickled = CheckpointReader(tmp_path / "checkpoint").read_metadata()
+    pickled = pickle.loads((tmp_path / "checkpoint" / ".metadata").read_bytes())  # noqa: S301
     assert {at: vars(place) for at, place in whole.storage_data.items()} == {
         at: {"transform_descriptors": None} | vars(place) for at, place in pickled.storage_data.items()
     }
@@ -133,7 +104,6 @@ def test_the_index_has_what_the_pickle_has_and_of_it_a_rank_takes_its_own_part(h
         found = whole.state_dict_metadata[name]
         assert (found.size, found.chunks) == (of.size, of.chunks)
         assert found.properties.dtype == of.properties.dtype
-    (tmp_path / "index.json").rename(tmp_path / "checkpoint" / "index.json")
     name = next(name for name, of in whole.state_dict_metadata.items() if len(of.chunks) > 1)
     first = whole.state_dict_metadata[name].chunks[0]
     asked = {name: torch.zeros(first.sizes)}  # of a whole tensor's place, as far as its first part

@@ -160,7 +160,7 @@ def test_exit_codes_tell_errors_from_stopped_runs(
     def run(**arguments: object) -> None:
         raise raised
 
-    monkeypatch.setattr(importlib.import_module("cellmill.stages.data"), "run", run)
+    monkeypatch.setattr(importlib.import_module("cellmill.stages.data"), "simulate", run)
     assert main(["simulate", "--out", "out.h5ad"]) == code
     assert capsys.readouterr().err == line
 
@@ -169,7 +169,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(**arguments: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(importlib.import_module("cellmill.stages.data"), "run", run)
+    monkeypatch.setattr(importlib.import_module("cellmill.stages.data"), "simulate", run)
     with pytest.raises(ZeroDivisionError):
         main(["simulate", "--out", "out.h5ad"])
 

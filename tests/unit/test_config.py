@@ -16,7 +16,7 @@ from pydantic import Field, SerializeAsAny, field_validator
 
 from cellmill.config import OPTIONS, Workflow, check_config, check_options, document, load_config, plugin
 from cellmill.config.datasets import read_datasets
-from cellmill.config.load import top_level, upgrade_options
+from cellmill.config.load import top_level
 from cellmill.config.options import TrainOptions
 from cellmill.config.plugin import BUILT_IN, Plugin, by_name
 from cellmill.config.section import Section
@@ -100,15 +100,6 @@ def test_a_run_with_another_tokenizer_keeps_the_options_that_all_tokenizers_have
         "max_tokens": 99,
         "bins": 10,
     }
-
-
-def test_options_of_earlier_versions_drop_the_bins_that_their_tokenizer_did_not_read() -> None:
-    for tokenizer in ("rank", "continuous"):
-        stored = {"tokens": {"tokenizer": tokenizer, "max_tokens": 256, "bins": 51}, "train": {"lr": 1}}
-        assert upgrade_options(stored) == {"tokens": {"tokenizer": tokenizer, "max_tokens": 256}, "train": {"lr": 1}}
-        assert stored["tokens"]["bins"] == 51
-    binned = {"tokens": {"tokenizer": "binned", "max_tokens": 256, "bins": 9}}
-    assert upgrade_options(binned) == binned
 
 
 def test_a_length_of_the_run_replaces_the_default_length(config: Config) -> None:
@@ -560,12 +551,3 @@ def test_a_new_section_is_documented_and_in_the_schema(basket: Callable[..., Wor
     run: dict[str, Any] = {"corpus": "a", "dessert": None, "basket": {"fruits": {"melon": {"weight_kg": "3e-1"}}}}
     validate(GOOD | {"runs": {"b": run}, "dessert": {"seeds": 3}, "basket": None})
     validate(GOOD | {"dessert": {"name": "installed", "any": 3}, "basket": {"fruits": {"installed": {"any": 3}}}})
-
-
-def test_the_former_name_of_a_family_is_the_same_run_with_the_objective_that_was_its_default(config: Config) -> None:
-    own = {"new": {"objective": {"name": "masked_value"}, "model": {"family": "encoder"}}, "old": {}}
-    runs = {name: {"corpus": "pbmc"} | options for name, options in own.items()}
-    read = config(model={"family": "masked", "layers": 3}, runs=runs).runs
-    assert read["old"].model.model_dump() == read["new"].model.model_dump()
-    assert (read["old"].model.family, read["old"].model.layers) == ("encoder", 3)
-    assert read["old"].objective.model_dump() == read["new"].objective.model_dump()

@@ -314,7 +314,7 @@ def test_antibodies_are_not_taken_for_genes_of_the_same_name(
     assert (_vectors(model, _written(both, tmp_path / "a.h5ad")) == reference).all()
 
 
-@pytest.mark.parametrize("stage", ["embed", pytest.param("evaluate", marks=pytest.mark.full)])
+@pytest.mark.parametrize("stage", ["cells", pytest.param("evaluate", marks=pytest.mark.full)])
 def test_waiting_threads_do_not_spin(stage: str) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     done = subprocess.run(

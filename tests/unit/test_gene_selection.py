@@ -13,8 +13,8 @@ import pytest
 import scipy.sparse as sp
 
 from cellmill.config.corpus import VocabularyConfig
+from cellmill.data.genes import build as module
 from cellmill.data.genes.build import build_vocabulary
-from cellmill.data.genes.names import build as module
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from cellmill.data.genes import names as genes
 from cellmill.data.genes.names import ID_COLUMNS, map_genes
-from cellmill.data.genes.names import names as genes
 from cellmill.data.genes.tables import ORGANISMS, gene_id, gene_symbols, gene_table
 
 
@@ -92,7 +92,7 @@ def test_without_an_organism_names_are_used_as_ids() -> None:
 
 def test_the_tables_are_sorted_complete_and_without_a_timestamp() -> None:
     for organism, n_genes, coding in (("human", 79_012, 20_120), ("mouse", 78_317, 21_807)):
-        path = Path(genes.__file__).parent / "genes" / f"{organism}.tsv.gz"
+        path = Path(genes.__file__).parent / f"{organism}.tsv.gz"
         assert path.read_bytes()[4:8] == bytes(4)
         with gzip.open(path, "rt", encoding="utf-8") as file:
             rows = [line.rstrip("\n").split("\t") for line in file]

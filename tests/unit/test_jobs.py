@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -50,12 +49,6 @@ def test_processes_that_ask_at_once_get_one_identity(tmp_path: Path) -> None:
         found = list(threads.map(lambda _: make_folder_id(tmp_path), range(64)))
     assert set(found) == {folder_id(tmp_path)}
     assert [path.name for path in tmp_path.iterdir()] == ["id.json"]
-
-
-def test_the_jobs_of_an_earlier_version_are_still_the_run_s(tmp_path: Path) -> None:
-    train = tmp_path / "a" / "train"
-    digest = hashlib.sha256(str(train / "jobs").encode()).hexdigest()[:12]
-    assert Jobs(train).owns(f"cellmill-a-{digest}.003")
 
 
 @pytest.mark.parametrize("text", ["", "garbage", "[]", '{"job_id": 5}', "null"])

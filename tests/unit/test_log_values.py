@@ -7,8 +7,8 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
+from cellmill.data.stream import tokenizers as module
 from cellmill.data.stream.batch import Prefixes
-from cellmill.data.stream.cell_stream import tokenizers as module
 from cellmill.data.stream.tokenizers import Loops, by_loops, by_numpy, compile_loops, log_values
 
 MOST = 700

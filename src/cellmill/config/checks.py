@@ -150,7 +150,7 @@ def check_rows(tokens: Tokens, rows: Rows, source: str, counted: bool = False) -
 def _check_objective(options: TrainOptions) -> None:
     model, objective, tokens = options.model, options.objective, options.tokens
     for part in objective.each():
-        if part.name in model.objectives or model.family in map(FamilyConfig.current, part.families):
+        if part.name in model.objectives or model.family in part.families:
             continue
         raise ConfigError(
             f"{_key_of(part, objective)}: family {model.family} serves {', '.join(model.objectives) or 'none'}; "

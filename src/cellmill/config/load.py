@@ -1,15 +1,14 @@
-"""Checked options, from YAML or as an earlier version stored them; errors name the key, the nearest one and the file.
+"""Checked options, from YAML or as a run stored them; errors name the key, the nearest one and the file.
 
-A run's resolved options are stored in its run.json, in each checkpoint's state.json and in exported models. A version
-that moves or renames an option translates it in `upgrade_options`; an option added with a default needs nothing,
-because validation fills it in. A user's configuration is never translated: an old key there is an error that names its
-new place. YAML is refused where PyYAML would lose a part of it or end in a traceback. Torch-free.
+A run's resolved options are stored in its run.json, in each checkpoint's state.json and in exported models. An option
+added with a default needs no translation, because validation fills it in. YAML is refused where PyYAML would lose a
+part of it or end in a traceback. Torch-free.
 
 A run with `init_from` takes sections from the model that it starts from, and some options must equal the model's.
 config.json of an exported model is checked before it is used.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +73,7 @@ Tree = dict[str, Any]
 INHERITED: dict[str, type[Plugin]] = {"model": FamilyConfig, "tokens": Tokens}
 
 
-def with_parents(runs: dict[str, Tree], own: Mapping[str, Tree], upgrade: Callable[[Tree], Tree]) -> dict[str, Tree]:
+def with_parents(runs: dict[str, Tree], own: Mapping[str, Tree]) -> dict[str, Tree]:
     """The runs, where one that starts from a model of other sizes or tokens than those at the top takes that model's.
 
     A key that the run itself sets (`own`) stays. A section that suits the model already stays as it is, so that an
@@ -91,14 +90,14 @@ def with_parents(runs: dict[str, Tree], own: Mapping[str, Tree], upgrade: Callab
                 theirs = resolved(parent, (*above, name))
             else:
                 # a model on the hub may not be here yet, and options must not change when it comes
-                theirs = None if parent.startswith("hf://") else stored_sections(parent, upgrade)
+                theirs = None if parent.startswith("hf://") else stored_sections(parent)
             done[name] = run if theirs is None else {**run, **_taken(run, own[name], theirs)}
         return done[name]
 
     return {name: resolved(name, ()) for name in runs}
 
 
-def stored_sections(parent: str, upgrade: Callable[[Tree], Tree]) -> Tree | None:
+def stored_sections(parent: str) -> Tree | None:
     """Sections of config.json of a model folder, or of a model of the hub; None if it is not there (yet)."""
     folder = Path("results/hub", parent.removeprefix("hf://")) if parent.startswith("hf://") else Path(parent)
     if not (path := folder / "config.json").is_file():
@@ -106,7 +105,6 @@ def stored_sections(parent: str, upgrade: Callable[[Tree], Tree]) -> Tree | None
     config = read_json(path)
     if not isinstance(config, dict) or any(not isinstance(config.get(key), dict) for key in INHERITED):
         return None  # stage train reports the error
-    config = upgrade(config)
     # the file of the vectors is where the model was trained; the model has them
     return {"tokens": config["tokens"], "model": {k: v for k, v in config["model"].items() if k != "gene_vectors"}}
 
@@ -135,7 +133,7 @@ def weight_pairs(before: BaseModel, now: BaseModel) -> Iterator[tuple[str, Any, 
             yield "tokens.bins", getattr(before, "bins", None), getattr(now, "bins", None)
 
 
-def check_parents(runs: Mapping[str, Any], source: str, upgrade: Callable[[Tree], Tree]) -> None:
+def check_parents(runs: Mapping[str, Any], source: str) -> None:
     """Raise ConfigError for a run whose model or tokens differ from the model that it starts from."""
     for name, run in runs.items():
         parent = run.init_from
@@ -144,7 +142,7 @@ def check_parents(runs: Mapping[str, Any], source: str, upgrade: Callable[[Tree]
         for key, contract in INHERITED.items():
             if parent in runs:
                 before = getattr(runs[parent], key)
-            elif (theirs := stored_sections(parent, upgrade)) is None:
+            elif (theirs := stored_sections(parent)) is None:
                 continue
             else:
                 try:
@@ -159,11 +157,6 @@ def check_parents(runs: Mapping[str, Any], source: str, upgrade: Callable[[Tree]
 def unequal(option: str, now: Any, parent: Path | str, before: Any) -> str:
     """Message on an option of a run that must equal the one of the model it starts from."""
     return f"{option} is {now!r}, the model to start from ({parent}) has {before!r}; make them equal"
-
-
-OBJECTIVE_KEYS = ("mask_frac", "cell_loss_weight")  # in section `model` until 0.1.0, beside `objective`
-WITHOUT_BINS = ("rank", "continuous")
-"""Tokenizers that had `bins` among their options, though they did not read it, before each had options of its own."""
 
 
 def load_config(path: Path) -> Workflow:
@@ -181,7 +174,7 @@ def check_config(tree: Any, source: str = "config/config.yaml", workflow: type[W
         raise ConfigError(f"{source}: {error_line(_as_written(where, tree), message)}") from None
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
-    check_parents(checked.runs, source, upgrade_options)
+    check_parents(checked.runs, source)
     checked.check_datasets(source)
     return checked
 
@@ -194,22 +187,9 @@ def check_options(model: type[BaseModel], options: Any, source: str) -> Any:
         raise ConfigError(f"{source}: {error_line(*explain(error, model))}") from None
 
 
-def upgrade_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return stored options, or some sections of them, with every key under its present name."""
-    options = dict(options)
-    tokens, model = options.get("tokens"), options.get("model")
-    if isinstance(tokens, dict) and tokens.get("tokenizer") in WITHOUT_BINS:
-        options["tokens"] = {key: value for key, value in tokens.items() if key != "bins"}
-    if isinstance(model, dict) and "objective" in model:
-        moved = {key: model[key] for key in OBJECTIVE_KEYS if key in model}
-        options["objective"] = {"name": model["objective"], **moved}
-        options["model"] = {key: value for key, value in model.items() if key not in ("objective", *OBJECTIVE_KEYS)}
-    return options
-
-
 def stored_options(options: dict[str, Any], source: str) -> TrainOptions:
     """Parse the options stored in `source`. Raises ConfigError if this version cannot read them."""
-    return check_options(TrainOptions, upgrade_options(options), source)
+    return check_options(TrainOptions, options, source)
 
 
 def top_level(workflow: type[Workflow] = Workflow) -> dict[str, type[Section] | None]:
@@ -244,7 +224,7 @@ def with_defaults(tree: Any, workflow: type[Workflow] = Workflow) -> dict[str, A
         defaults = {name: _mapping(tree.get(name), name) for name in sections_of(owner)}
         merged[kind] = {name: _merge(defaults, _mapping(own, f"{kind}.{name}"), owner) for name, own in entries.items()}
     own = {name: _mapping(given, f"runs.{name}") for name, given in tree["runs"].items()}
-    merged["runs"] = with_parents(merged["runs"], own, upgrade_options)
+    merged["runs"] = with_parents(merged["runs"], own)
     return merged
 
 
@@ -306,7 +286,6 @@ def read_model_config(path: Path) -> dict[str, Any]:
         raise unusable(path, f"{missing[0]} is missing")
     if wrong := [key for key in TEXTS if not isinstance(config[key], str)]:
         raise unusable(path, f"{wrong[0]}: expected a string, got {_shown(config[wrong[0]])}")
-    config = upgrade_options(config)
     if wrong := [key for key in SECTIONS if not isinstance(config.get(key), dict)]:
         raise unusable(path, f"{wrong[0]}: expected a mapping, got {_shown(config.get(wrong[0]))}")
     levels = config.get("levels", {})

@@ -1,8 +1,6 @@
 """Sections of the configuration that each stage reads. A new section is its class and one line here."""
 
-from typing import Any
-
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny
 
 from cellmill.config.corpus import Preprocess, Shard, VocabularyConfig
 from cellmill.config.evaluate import Evaluate
@@ -37,17 +35,6 @@ class TrainOptions(Section):
     parallel: Parallel
     train: Train
     track: Track = Track()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _keep_former_default(cls, value: Any) -> Any:
-        """A run of family `masked`, the encoder's former name, keeps the objective that was the default then."""
-        model, objective = (
-            (value.get(key) for key in ("model", "objective")) if isinstance(value, dict) else (None, None)
-        )
-        if not isinstance(model, dict) or model.get("family") != "masked" or not isinstance(objective, dict | None):
-            return value
-        return {**value, "objective": {"name": "masked_value", **(objective or {})}}
 
     def obs_columns(self) -> dict[str, str]:
         """obs columns whose levels batches carry, in the order of the batches, and the option that names each."""

@@ -149,7 +149,6 @@ class Plugin(Section):
     kind: ClassVar[str]  # kind in the registry
     key: ClassVar[str] = "name"  # option that names the choice
     default: ClassVar[str | None] = None  # choice if the key is left out; None requires the key
-    renamed: ClassVar[dict[str, str]] = {}  # names of earlier versions, and today's
     implementation: ClassVar[str]  # `package.module:Class` that takes these options
 
     def load(self) -> Any:
@@ -170,15 +169,10 @@ class Plugin(Section):
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         """Another choice than the one at the top inherits the options of the contract alone."""
-        name = cls.current(defaults.get(cls.key, cls.default))
-        if cls.current(own.get(cls.key, name)) != name:
+        name = defaults.get(cls.key, cls.default)
+        if own.get(cls.key, name) != name:
             defaults = {key: value for key, value in defaults.items() if key in cls.model_fields and key != cls.key}
         return defaults | own
-
-    @classmethod
-    def current(cls, name: Any) -> Any:
-        """Today's name of a choice."""
-        return cls.renamed.get(name, name) if isinstance(name, str) else name
 
     @model_validator(mode="wrap")
     @classmethod
@@ -192,8 +186,7 @@ class Plugin(Section):
         name = value.get(cls.key, cls.default)
         if name is None:
             raise ValueError(f"expected `{cls.key}`, one of: {', '.join(names(cls.kind)) or 'none installed'}")
-        name = str(cls.current(name))
-        return validated(load(cls.kind, name, cls), {**value, cls.key: name}, [])
+        return validated(load(cls.kind, str(name), cls), {**value, cls.key: str(name)}, [])
 
 
 def by_name(contract: type[Plugin], value: Any, choice: Callable[[str], type[Plugin]] | None = None) -> Any:

@@ -97,8 +97,6 @@ def _text(column: pd.Series | None, n_cells: int) -> np.ndarray:
 
 
 COLUMNS = ("dataset", "obs_name", "label", "x", "y", "heldout", "batch")
-EARLIER = COLUMNS[:-1]
-"""Columns of earlier versions, which are read too."""
 
 
 def write_umap(path: Path, rows: list[tuple[Any, ...]]) -> None:
@@ -119,15 +117,15 @@ def read_umap(path: Path) -> list[dict[str, str]]:
             head, *rows = csv.reader(file, delimiter="\t")
     except (ValueError, csv.Error) as error:
         raise DataError(f"{path}: not a table ({error}); run evaluate again") from None
-    if tuple(head) not in (COLUMNS, EARLIER):
+    if tuple(head) != COLUMNS:
         raise DataError(f"{path}: expected the columns {', '.join(COLUMNS)}; run evaluate again")
-    if wrong := [number for number, row in enumerate(rows, start=2) if not _is_point(row, len(head))]:
+    if wrong := [number for number, row in enumerate(rows, start=2) if not _is_point(row)]:
         raise DataError(f"{path}, row {wrong[0]}: expected {', '.join(COLUMNS)}; run evaluate again")
-    return [{"batch": ""} | dict(zip(head, row)) for row in rows]
+    return [dict(zip(head, row)) for row in rows]
 
 
-def _is_point(row: list[str], columns: int) -> bool:
+def _is_point(row: list[str]) -> bool:
     try:
-        return len(row) == columns and isfinite(float(row[3])) and isfinite(float(row[4]))
+        return len(row) == len(COLUMNS) and isfinite(float(row[3])) and isfinite(float(row[4]))
     except ValueError:
         return False

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from cellmill.config.load import check_options, read_model_config, unusable, upgrade_options
+from cellmill.config.load import check_options, read_model_config, unusable
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
@@ -160,10 +160,9 @@ def _sizes(options: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def spec_of(config: dict[str, Any], n_genes: int) -> ModelSpec:
-    """Return the specification of the model in a config.json, of this or an earlier version."""
-    stored = upgrade_options({key: config[key] for key in ("model", "objective", "tokens") if key in config})
+    """Return the specification of the model in a config.json."""
     sections = (("model", FamilyConfig), ("objective", ObjectiveConfig), ("tokens", Tokens))
-    parsed = {name: check_options(kind, stored[name], f"config.json: {name}") for name, kind in sections}
+    parsed = {name: check_options(kind, config[name], f"config.json: {name}") for name, kind in sections}
     levels = {name: tuple(known) for name, known in config.get("levels", {}).items()}
     return ModelSpec(**parsed, n_genes=n_genes, levels=levels)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from cellmill.config import check_options
-from cellmill.config.load import unequal, upgrade_options
+from cellmill.config.load import unequal
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.family import WEIGHTS_FORMAT
 from cellmill.config.parts.tokens import SPECIAL
@@ -152,7 +152,6 @@ def check_weights(options: TrainOptions, init_from: Path) -> None:
     version = config.get("format") if isinstance(config, dict) else None
     if version != WEIGHTS_FORMAT:
         raise ConfigError(f"{init_from}: expected a model of format {WEIGHTS_FORMAT}, got {version}; train it again")
-    config = upgrade_options(config)
     if wrong := [key for key in ("model", "tokens") if not isinstance(config.get(key), dict)]:
         raise ConfigError(f"{path}: {wrong[0]}: expected a mapping, got {config.get(wrong[0])!r}; export it again")
     theirs = check_options(type(options.model), config["model"], f"{path}: model")

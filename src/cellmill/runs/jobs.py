@@ -21,7 +21,6 @@ folder was copied, and gets an identity of its own.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -255,15 +254,13 @@ class Jobs:
     def __init__(self, train: Path) -> None:
         self.path = Path(train) / "jobs"
         self.run = re.sub(r"[^A-Za-z0-9_-]", "", self.path.resolve().parent.parent.name)[:24] or "run"
-        digest = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:12]
         self._id: str | None = None  # read once it is made: `owns` is called for every job in the queue
-        self.former = f"cellmill-{self.run}-{digest}"  # name of jobs that earlier versions submitted
 
     def owns(self, name: str) -> bool:
         """True for the name of a job of this folder, by whatever path it was submitted: `RUN.ID.NUMBER`."""
         first, _, number = name.rpartition(".")
         self._id = self._id or folder_id(self.path.parent)
-        ours = first == self.former or (self._id is not None and first.endswith(f".{self._id}"))
+        ours = self._id is not None and first.endswith(f".{self._id}")
         return ours and number.isdigit()
 
     def all(self) -> list[JobRecord]:

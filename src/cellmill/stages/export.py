@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cellmill.config import check_options
-from cellmill.config.load import stored_options, upgrade_options
+from cellmill.config.load import stored_options
 from cellmill.config.options import ConsolidateOptions, TrainOptions
 from cellmill.config.parts.family import WEIGHTS_FORMAT
 from cellmill.config.parts.methods import MethodConfig
@@ -115,7 +115,7 @@ def _load(checkpoint: Checkpoint, model: Model) -> None:
 
 
 def _config(state: dict[str, Any], genes: Vocabulary) -> dict[str, Any]:
-    options, progress = upgrade_options(state["options"]), state["progress"]
+    options, progress = state["options"], state["progress"]
     weighted = options.get("stream", {}).get("weight_by")
     return {
         "format": WEIGHTS_FORMAT,

@@ -4,13 +4,10 @@ layout.
 Only tensors go through DCP; progress and identity are JSON beside them. DCP's own index, `.metadata`, is a pickle of
 objects for every part that any rank has saved, and costs seconds on each rank of a large job. `index.json` holds the
 location of each part of each tensor as columns of numbers, from which a rank picks the parts that overlap its own.
-Checkpoints of earlier versions have `.metadata` alone. It is read with an unpickler that allows only DCP's own classes
-for tensors, so a planted pickle is refused, not run, and so is any other kind of value.
+`.metadata` is never opened: a planted pickle is not run.
 """
 
-import io
 import json
-import pickle
 import sys
 import threading
 import warnings
@@ -65,12 +62,11 @@ class Stored:
 
 
 def write_index(folder: Path, metadata: Metadata) -> None:
-    """Write the index beside `.metadata`, whose content is `metadata`; not if it is of other values than tensors."""
+    """Write the index of the tensors in `metadata` beside DCP's own."""
     files: dict[str, int] = {}
     tensors: dict[str, dict[str, Any]] = {}
     for name, of in metadata.state_dict_metadata.items():
-        if not isinstance(of, TensorStorageMetadata):
-            return
+        assert isinstance(of, TensorStorageMetadata), f"{name} is no tensor, and DCP would unpickle it"
         stored = [metadata.storage_data[MetadataIndex(name, part.offsets)] for part in of.chunks]
         tensors[name] = {
             "dtype": str(of.properties.dtype).removeprefix("torch."),
@@ -85,10 +81,8 @@ def write_index(folder: Path, metadata: Metadata) -> None:
     write_text(folder / INDEX, json.dumps({"files": list(files), "tensors": tensors}, separators=(",", ":")))
 
 
-def read_index(folder: Path, tensors: Mapping[str, Any] | None) -> Metadata | None:
-    """Return the index of a checkpoint as DCP has it; None for one of an earlier version, which has no such file.
-
-    Raises DataError if it is damaged.
+def read_index(folder: Path, tensors: Mapping[str, Any] | None) -> Metadata:
+    """Return the index of a checkpoint as DCP has it. Raises DataError if it is missing or damaged.
 
     Parameters
     ----------
@@ -98,7 +92,7 @@ def read_index(folder: Path, tensors: Mapping[str, Any] | None) -> Metadata | No
     """
     path = folder / INDEX
     if not path.exists():
-        return None
+        raise DataError(f"{folder}: no {INDEX}; expected a checkpoint of this version, train the run again")
     value, wanted = read_json(path), None if tensors is None else dict(_flat(tensors))
     metadata = Metadata({}, storage_data={})
     try:
@@ -147,36 +141,8 @@ def _flat(tensors: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, t
             yield f"{prefix}{name}", value
 
 
-DCP_CLASSES = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in DCP_CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in checkpoint metadata")
-
-
 class CheckpointReader(dcp.FileSystemReader):
-    """Reader of a checkpoint folder that reads its index once; without one, pickled metadata of DCP's own classes.
+    """Reader of a checkpoint folder that reads its index, once, in place of DCP's pickled metadata.
 
     Parameters
     ----------
@@ -191,33 +157,13 @@ class CheckpointReader(dcp.FileSystemReader):
         self._tensors = tensors
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the checkpoint's index. Raises DataError when it holds other classes or is not readable."""
+        """Return the checkpoint's index. Raises DataError if it is missing or damaged."""
         if self._metadata is None:
-            self._metadata = read_index(Path(self.path), self._tensors) or self._unpickled()
+            self._metadata = read_index(Path(self.path), self._tensors)
         if self._metadata.storage_meta is None:
             self._metadata.storage_meta = StorageMeta()
         self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
-
-    def _unpickled(self) -> Metadata:
-        path = Path(self.path) / ".metadata"
-        try:
-            metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-            _check_metadata(metadata)
-        except Exception as error:  # damaged bytes raise almost anything
-            line = " ".join(str(error).split())[:200] or type(error).__name__
-            raise DataError(f"{path}: not a checkpoint's metadata ({line}); nothing was loaded") from None
-        return cast(Metadata, metadata)
-
-
-def _check_metadata(metadata: Any) -> None:
-    """Raise ValueError unless `metadata` is of tensors, each in a file beside it."""
-    tensors = metadata.state_dict_metadata.items() if isinstance(metadata, Metadata) else [(None, None)]
-    if not all(isinstance(name, str) and isinstance(of, TensorStorageMetadata) for name, of in tensors):
-        raise ValueError("it is not of tensors")
-    files = {part.relative_path for part in metadata.storage_data.values()}
-    if any(Path(file).name != file for file in files):
-        raise ValueError("it names files elsewhere")
 
 
 def load_tensors(path: Path, tensors: dict[str, Any]) -> None:

@@ -90,7 +90,6 @@ class FamilyConfig(Plugin):
     kind: ClassVar[str] = "family"
     key: ClassVar[str] = "family"
     default: ClassVar[str | None] = "encoder"
-    renamed: ClassVar[dict[str, str]] = {"masked": "encoder"}
     moved: ClassVar[dict[str, str]] = {
         "objective": "objective.name",
         "mask_frac": "objective.mask_frac",
