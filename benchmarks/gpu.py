@@ -44,7 +44,7 @@ from cellmill.parallel import apply as compile_module
 from cellmill.parallel.apply import compile_blocks
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel, clip_grad_norm
-from cellmill.planner.cost import peak_flops
+from cellmill.planner.devices import peak_flops
 from cellmill.planner.memory import PlannedModel, peak_memory
 from cellmill.planner.size import measure as sizes_of
 from cellmill.runs.folder import TrainFolder

@@ -31,7 +31,8 @@ from cellmill.models.build import ModelSpec, build
 from cellmill.parallel.apply import apply_fsdp
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel, clip_grad_norm
-from cellmill.planner.cost import NETWORK_FRAC, Cost, Device, Hardware, cost, device_named
+from cellmill.planner.cost import NETWORK_FRAC, Cost, Hardware, cost
+from cellmill.planner.devices import Device, device_named
 from cellmill.planner.search import memory_needed
 from cellmill.planner.size import measure as sizes_of
 from cellmill.planner.work import Cells

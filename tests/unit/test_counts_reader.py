@@ -97,7 +97,7 @@ def test_a_large_file_is_read_and_written_in_the_memory_of_a_block(tmp_path: Pat
     script = """
         import resource, sys, tracemalloc
         import numpy as np, pandas as pd, scipy.sparse as sp
-        from cellmill.data.inputs.reader import open_counts
+        from cellmill.data.inputs.formats import open_counts
         from cellmill.data.inputs.h5 import write_cells
         path, n, block = sys.argv[1], 40_000, 500
         one = sp.random(block, 5_000, 0.05, "csr", random_state=0)

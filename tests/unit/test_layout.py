@@ -12,7 +12,7 @@ from cellmill.config.parallel import Layout, Parallel, layout
 from cellmill.config.parts.families import EncoderConfig
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.errors import ConfigError
-from cellmill.planner.cost import DEVICES, device_named, known_device, peak_flops
+from cellmill.planner.devices import DEVICES, device_named, known_device, peak_flops
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from cellmill.evaluate.features import EMBEDDING, Features
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.reconstruct import Reconstruct
 from cellmill.parallel.mesh import set_tf32
-from cellmill.planner.cost import DEVICES, check_precision
+from cellmill.planner.devices import DEVICES, check_precision
 from cellmill.stages import cells
 from tests.unit.evaluated import make_context
 

@@ -16,7 +16,7 @@ from small_corpus import genes_named, random_counts, vocabulary_of, write_corpus
 from cellmill.config.corpus import Shard
 from cellmill.config.parts.tokens import ContinuousTokens, Tokens
 from cellmill.config.run import Stream as StreamOptions
-from cellmill.data.arrays import permutation
+from cellmill.data.random_words import permutation
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.shards.writer import write_shards

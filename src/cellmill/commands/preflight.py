@@ -26,7 +26,7 @@ from cellmill.data.prepare.preprocess import name_genes
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, UserError
 from cellmill.files import write_json
-from cellmill.planner.cost import device_named
+from cellmill.planner.devices import device_named
 from cellmill.preflight.checks import (
     TRAIN,
     Check,

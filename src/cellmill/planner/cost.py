@@ -12,99 +12,18 @@ node's network cards divided by its devices: DGX-1 4 x 100 Gb/s for 8, DGX A100 
 """
 
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Layout, Parallel, layout
-from cellmill.errors import ConfigError
 from cellmill.models.batch import PAD_CELL
 from cellmill.models.build import ModelSpec
+from cellmill.planner.devices import Device
 from cellmill.planner.memory import Memory, PlannedModel, Traffic, idle_frac, peak_traffic
 from cellmill.planner.size import ModelSize, measure
 from cellmill.planner.work import Cells, Work, measure_work
-
-
-@dataclass(frozen=True)
-class Device:
-    """Peak rates of one device; None if unknown."""
-
-    memory_gb: float | None  # None for the machine's own memory
-    bf16_flops: float | None  # FLOP/s in bfloat16 and float16
-    fp32_flops: float | None
-    intra_node_gbs: float | None  # GB/s to devices of the same node
-    inter_node_gbs: float | None  # GB/s to other nodes
-    has_bf16: bool = True
-    tf32_flops: float | None = None
-
-    def flops(self, parallel: Parallel) -> float | None:
-        """Return FLOP/s in the number format of `parallel`."""
-        if parallel.half_precision:
-            return self.bf16_flops
-        return self.tf32_flops or self.fp32_flops if parallel.tf32 else self.fp32_flops
-
-
-_V100 = Device(32, 125e12, 15.7e12, 150, 6.25, has_bf16=False)
-_A100 = Device(80, 312e12, 19.5e12, 300, 25, tf32_flops=156e12)
-DEVICES = {
-    "cpu": Device(None, None, None, None, None),
-    "v100": _V100,
-    "v100-16gb": replace(_V100, memory_gb=16),
-    "v100-32gb": _V100,
-    "a100": _A100,
-    "a100-40gb": replace(_A100, memory_gb=40),
-    "a100-80gb": _A100,
-    "l40s": Device(48, 362e12, 91.6e12, 32, 12.5, tf32_flops=183e12),
-    "h100": Device(80, 989e12, 67e12, 450, 50, tf32_flops=494e12),
-    "h200": Device(141, 989e12, 67e12, 450, 50, tf32_flops=494e12),
-    "b200": Device(180, 2250e12, 75e12, 900, 50, tf32_flops=1100e12),
-    "mi300x": Device(192, 1307e12, 163.4e12, 448, 50, tf32_flops=653e12),
-}
-
-
-def device_named(name: str) -> Device:
-    """Return the device that a profile names. Raises ConfigError listing the known ones."""
-    if name not in DEVICES:
-        raise ConfigError(f"unknown device {name!r}; set the profile's device to one of: {', '.join(DEVICES)}")
-    return DEVICES[name]
-
-
-def known_device(product: str) -> str:
-    """Return the device of a product: h100 of nvidia_h100_80gb_hbm3, a100-40gb of A100-SXM4-40GB; "" for none."""
-    words = product.lower()
-    named = (name for name in DEVICES if "-" not in name and re.search(rf"(?<![a-z0-9]){name}(?!\d)", words))
-    device, memory = next(named, ""), re.search(r"(?<![\d.])(\d+)gb?(?![a-z0-9])", words)
-    sized = f"{device}-{memory[1]}gb" if memory else ""
-    return sized if sized in DEVICES else device
-
-
-def sizes_of(name: str) -> list[str]:
-    """Return the devices of different memory that `name`, which says no memory, may stand for; mostly none."""
-    return [sized for sized in DEVICES if sized.startswith(f"{name}-")]
-
-
-def assumption(name: str) -> str:
-    """Return the memory that is assumed of a device that is made with another too; empty for others."""
-    memory_gb = DEVICES[name].memory_gb
-    others = [sized for sized in sizes_of(name) if DEVICES[sized].memory_gb != memory_gb]
-    return f"{name} has {memory_gb:g} GB here; set device to {' or '.join(others)} if it has less" if others else ""
-
-
-def check_precision(parallel: Parallel, name: str, device: Device) -> None:
-    """Raise ConfigError if the device does not support the number format."""
-    if parallel.precision == "bf16-mixed" and not device.has_bf16:
-        raise ConfigError(f"parallel.precision bf16-mixed: a {name} has no bfloat16; set it to 16-mixed")
-    if parallel.tf32 and device.fp32_flops is not None and device.tf32_flops is None:
-        raise ConfigError(f"parallel.tf32: a {name} has no TF32; set it to no, or precision to 16-mixed")
-
-
-def peak_flops(product: str, parallel: Parallel) -> float | None:
-    """Return FLOP/s of a product such as "NVIDIA H100 80GB HBM3"; None if its name contains no known device."""
-    known = known_device(product)
-    return DEVICES[known].flops(parallel) if known else None
-
 
 GB = 1e9
 

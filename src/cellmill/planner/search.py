@@ -32,7 +32,8 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.tokenizers import token_numbers
 from cellmill.errors import ConfigError
 from cellmill.files import read_json
-from cellmill.planner.cost import GB, Cost, Hardware, amount, check_precision, cost, device_named, layout_words
+from cellmill.planner.cost import GB, Cost, Hardware, amount, cost, layout_words
+from cellmill.planner.devices import check_precision, device_named
 from cellmill.planner.memory import Memory, PlannedModel, link_bytes, peak_memory
 from cellmill.planner.work import Cells, detected_genes, measure_work
 

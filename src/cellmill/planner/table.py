@@ -6,7 +6,8 @@ from typing import Any
 
 from cellmill.config.options import PlanOptions
 from cellmill.config.run import Train
-from cellmill.planner.cost import GB, Cost, Hardware, amount, assumption, device_named, layout_words
+from cellmill.planner.cost import GB, Cost, Hardware, amount, layout_words
+from cellmill.planner.devices import assumption, device_named
 from cellmill.planner.memory import host_bytes, idle_frac, link_bytes, staging_bytes
 from cellmill.planner.work import Cells
 

@@ -16,7 +16,7 @@ from snakemake.cli import parse_set_resources
 from cellmill.config.load import check_options
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
-from cellmill.planner.cost import DEVICES, assumption, known_device, sizes_of
+from cellmill.planner.devices import DEVICES, assumption, known_device, sizes_of
 from cellmill.preflight.checks import gpus_text
 from cellmill.preflight.site import Node, Partition, SlurmFacts, up
 

@@ -26,7 +26,7 @@ from cellmill.launch.follow import settle
 from cellmill.launch.job import Job
 from cellmill.launch.queue import expand
 from cellmill.launch.submit import End, StillQueued, run_once
-from cellmill.planner.cost import DEVICES, known_device, sizes_of
+from cellmill.planner.devices import DEVICES, known_device, sizes_of
 from cellmill.preflight.checks import TRAIN, Check, doubt, gpu_request, judged, no, ok
 from cellmill.runs.jobs import GONE
 from cellmill.runs.lock import locked

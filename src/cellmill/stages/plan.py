@@ -16,7 +16,8 @@ from cellmill.data.stream.tokenizers import token_numbers
 from cellmill.errors import ConfigError
 from cellmill.files import write_json
 from cellmill.planner import search
-from cellmill.planner.cost import check_precision, cost, device_named
+from cellmill.planner.cost import cost
+from cellmill.planner.devices import check_precision, device_named
 from cellmill.planner.inputs import check_levels
 from cellmill.planner.search import check_memory, hardware_of, largest_micro_batch
 from cellmill.planner.table import describe, table

@@ -43,7 +43,7 @@ from cellmill.parallel.mesh import Mesh, build_mesh, set_tf32
 from cellmill.parallel.stages import PipelineStages, stages_of
 from cellmill.parallel.step import ParallelModel, StepModel
 from cellmill.parallel.torch_private import set_group_timeouts
-from cellmill.planner.cost import peak_flops
+from cellmill.planner.devices import peak_flops
 from cellmill.planner.size import measure
 from cellmill.runs.folder import TrainFolder
 from cellmill.track.tracker import ConsoleTracker, JsonlTracker, Tracker

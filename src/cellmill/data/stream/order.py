@@ -32,7 +32,7 @@ import numpy as np
 
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import Stream
-from cellmill.data.arrays import permutation, random_words
+from cellmill.data.random_words import permutation, random_words
 
 REPEATS = 4  # purpose of the words that choose cells
 
