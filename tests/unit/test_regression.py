@@ -12,7 +12,7 @@ import torch
 
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.shards.index import read_shard_numbers
+from cellmill.data.shards.obs import read_shard_numbers
 from cellmill.errors import DataError
 from cellmill.models.objectives.labels import anticorrelation
 

@@ -20,7 +20,7 @@ from cellmill.data.inputs.anndata_files import open_anndata
 from cellmill.data.inputs.formats import declared_names
 from cellmill.data.inputs.h5 import write_cells
 from cellmill.data.prepare.obs import choose_obs
-from cellmill.data.shards.index import read_shard
+from cellmill.data.shards.obs import read_shard
 from cellmill.data.shards.reader import read_gene_ids
 from cellmill.evaluate.labels import choose_cells
 from cellmill.evaluate.tasks.changes import find_units
