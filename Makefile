@@ -52,7 +52,7 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/snakefmt --check Snakefile workflow
 	$(BIN)/snakemake --lint
-	$(BIN)/python -m cellmill.config.document --check
+	$(BIN)/python tools/option_docs.py --check
 	$(BIN)/python tools/house.py
 	@echo "make check: $$(($$(date +%s) - $(START))) s"
 

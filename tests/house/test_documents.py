@@ -21,10 +21,10 @@ from cellmill.arguments import new_parser
 from cellmill.cli import MODULES
 from cellmill.config import load_config
 from cellmill.config import plugin as registry
-from cellmill.config.document import SCHEMA, main
 from tests.house.documents import DOCUMENTS, documentation
 from tests.house.rules import outputs, rules
 from tools.house import LAYERS
+from tools.option_docs import SCHEMA, main
 from tools.rule_graph import draw, read_edges
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +59,7 @@ def test_a_generated_file_that_differs_is_named(tmp_path: Path, capsys: pytest.C
     assert main(["--root", str(tmp_path)]) == 0
     (tmp_path / "config" / "README.md").write_text("stale")
     assert main(["--root", str(tmp_path), "--check"]) == 1
-    message = "out of date: config/README.md; run python -m cellmill.config.document\n"
+    message = "out of date: config/README.md; run python tools/option_docs.py\n"
     assert capsys.readouterr().err == message
 
 

@@ -15,8 +15,8 @@ import yaml
 from cellmill.config import check_options
 from cellmill.config.machine import Machine
 from cellmill.preflight.checks import DECLARED
-from cellmill.preflight.shipped_profiles import shipped
 from tests.house.rules import directive, rules
+from tools.shipped_profiles import shipped
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = {"all", "demo_data", "fetch", "pull", "plan", "train", "report", "sweep"}  # run where Snakemake runs
@@ -86,7 +86,7 @@ def test_a_profile_is_a_machine(path: Path) -> None:
 
 def test_the_profiles_for_slurm_are_what_the_writer_of_new_ones_makes_of_their_sites() -> None:
     texts = {path.parent.name: path.read_text(encoding="utf-8") for path in PROFILES if path.parent.name != "local"}
-    assert texts == shipped(), "run python -m cellmill.preflight.shipped_profiles"
+    assert texts == shipped(), "run python tools/shipped_profiles.py"
 
 
 def test_the_page_has_the_description_and_default_of_every_key_of_the_machine() -> None:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from pydantic import Field, SerializeAsAny, field_validator
 
-from cellmill.config import OPTIONS, Workflow, check_config, check_options, document, load_config, plugin
+from cellmill.config import OPTIONS, Workflow, check_config, check_options, load_config, plugin
 from cellmill.config.datasets import read_datasets
 from cellmill.config.load import top_level
 from cellmill.config.options import TrainOptions
@@ -22,6 +22,7 @@ from cellmill.config.plugin import BUILT_IN, Plugin, by_name
 from cellmill.config.section import Section
 from cellmill.config.workflow import RunConfig
 from cellmill.errors import ConfigError
+from tools import option_docs
 
 TREE = """
 corpora: {pbmc: {table: TABLE}}
@@ -532,11 +533,11 @@ GOOD: dict[str, Any] = {"corpora": {"a": None}, "runs": {"demo": {"corpus": "a"}
 
 
 def validate(tree: dict[str, Any]) -> None:
-    jsonschema.validate(tree, document.schema(BasketWorkflow))
+    jsonschema.validate(tree, option_docs.schema(BasketWorkflow))
 
 
 def test_a_new_section_is_documented_and_in_the_schema(basket: Callable[..., Workflow]) -> None:
-    text = document.readme(BasketWorkflow)
+    text = option_docs.readme(BasketWorkflow)
     table = "| key | type | default | |\n|---|---|---|---|\n"
     choice = f"{table}| `ripe` | yes/no | `true` | Ready to eat. |\n"
     assert (

@@ -1,6 +1,6 @@
 """The profiles of this repository for SLURM, each from a description of the site it is for.
 
-`python -m cellmill.preflight.shipped_profiles` writes them; a test compares them. `cellmill profiles new` writes the
+`python tools/shipped_profiles.py` writes them; a test compares them. `cellmill profiles new` writes the
 same text with the values of a real site.
 """
 
