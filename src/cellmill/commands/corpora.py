@@ -1,10 +1,9 @@
-"""convert: cells that other tools keep in formats of their own, as .h5ad for the table of datasets and `embed`.
+"""Commands on data: other tools' files, archives of shards, and the cost of a corpus.
 
-archive: shards of a corpus in a fraction of their size, for keeping.
-
-unarchive: shards as they were before `archive`, byte for byte.
-
-plan_corpus: jobs, hours, memory, files and bytes of making a corpus, before any of it is made.
+convert       cells in other tools' formats become .h5ad, for the table of datasets and `embed`
+archive       shards of a corpus in a fraction of their size
+unarchive     the same shards again, byte for byte
+plan_corpus   jobs, hours, memory, files and bytes of a corpus, before any of it is made
 """
 
 from pathlib import Path

@@ -1,10 +1,11 @@
-"""profiles install: links a checkout's profiles to where Snakemake looks for names, so that
-`snakemake --profile slurm` works as written. Existing files and other links are never touched.
+"""Commands on profiles: install links them, new writes one.
 
-profiles new: writes a profile for a partition of the cluster that this machine is a login node of.
+    profiles install   links a checkout's profiles to where Snakemake looks for names, so that `snakemake --profile
+                       slurm` works as written; existing files and other links stay
+    profiles new       writes a profile for a partition of the cluster, from SLURM's partitions, nodes, limits,
+                       accounts and accounting; each line names the source of its value
 
-SLURM is asked for partitions, nodes, limits, accounts and accounting; each line of the profile says where its value is
-from. Nothing is submitted: `cellmill preflight` tries the result.
+Neither submits anything: `cellmill preflight` tries the result.
 """
 
 import os

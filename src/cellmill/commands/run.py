@@ -1,15 +1,11 @@
-"""attach: follows the log of a run's job until it ends, beside a launcher that may follow it too.
+"""Commands on one run, wherever it trains.
 
-Takes no lock and changes no file. Ctrl-C ends the following, never the job.
-
-logs: the output of a run's latest training, from its job or on this machine.
-
-cancel: ends a run wherever it runs, and waits until it has ended with its state saved.
-
-follow: sends a run to a tracker, while it trains or after the fact; from a machine that has a network.
-
-Sends what the tracker does not have yet, under the run id of earlier sendings, and files that were written since, such
-as the evaluation and the report. Changes nothing of the training.
+attach   prints the log of the run's job until it ends, beside a launcher that may follow it too; takes no lock and
+         changes no file, and Ctrl-C ends attach alone, never the job
+logs     prints the output of the run's latest training
+cancel   ends the run, and waits until its state is saved
+follow   sends the run to a tracker, during training or later, from a machine that has a network: what the tracker
+         does not have yet, under the same run id, and files written since, such as the report
 """
 
 import os

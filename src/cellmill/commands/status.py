@@ -1,15 +1,12 @@
-"""status: the state of each run, in one table, and the stages that wait in the queue.
+"""Commands that show runs: status once, watch live. Both need neither SLURM nor torch, and change no file.
 
-Reads small files and asks squeue once for runs and once for stages; needs neither SLURM nor torch.
+    status   the state of each run in one table, and the stages that wait in the queue; reads small files, and asks
+             squeue once for runs and once for stages
+    watch    one run from its files: loss, effective rank, throughput, waiting for data, time left
 
-A run is `running` if SLURM runs it or its lock is held; if only its files say so, it was killed.
-
-The results folder: runs by name, their training folders, logs and jobs. Changes no file.
-
-watch: a run live, from its files alone: loss, effective rank, throughput, waiting for data, time left.
-
-On a terminal a block of lines is drawn again at each update; into a pipe or file goes one line per update that brings
-something new. A run that has not begun is waited for; one that has ended is shown once.
+A run is `running` if SLURM runs it or its lock is held; if only its files say so, it was killed. On a terminal `watch`
+redraws a block of lines; into a pipe or file it prints a line per update that brings something new. It waits for a run
+that has not begun, and shows one that has ended once.
 """
 
 import os

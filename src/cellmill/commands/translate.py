@@ -1,9 +1,7 @@
-"""translate: a configuration of scModelForge as one of cellmill, with a line on each of its keys.
+"""translate: a configuration of scModelForge becomes one of cellmill, with a line for each of its keys.
 
-Configurations of scModelForge as ours: each key's counterpart, what had no effect there, and what has none here.
-
-The line on a key begins with *written* (its value is in the new file), *advice* (what to set or do instead) or
-*dropped* (it had no effect there, or has no counterpart here).
+The line begins with *written* (its value is in the new file), *advice* (what to set or do instead) or *dropped* (it had
+no effect there, or has no counterpart here).
 """
 
 import copy

@@ -1,12 +1,10 @@
-"""Array arithmetic of the data engine: blocks of CSR counts, rank order of genes, random numbers, and text columns.
+"""Array arithmetic of the data engine: blocks of CSR counts, rank order of genes, and text columns.
 
 A cell's genes are ranked by count over the gene's corpus median, highest first, ties by gene. Shards and cells embedded
 on the fly go through the same function, so both give the same tokens bit for bit. The library size scales all values
 of a cell alike and does not affect the order. The sort key is float32 and never negative, so its bits sort as integers:
 one sort of (key bits, position) packed into 64 bits is exact for genes and counts of any width, and takes about a tenth
 of the time of an argsort.
-
-Random numbers are raw Philox words, a function of seed, purpose and position alone.
 
 Text columns are normalised because pandas 3 stores text as `str`, keeps missing values in `astype(str)` where pandas 2
 made `nan` of them, and anndata writes `str` as a group of values and a mask, which anndata 0.12 refuses to write and

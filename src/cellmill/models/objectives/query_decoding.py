@@ -16,8 +16,6 @@ queries .119 and .728.
 
 Legend: C cells, N queries, D width of the decoder.
 
-Views of objective query_decoding: a share of the vocabulary is hidden in each cell, and some of it is asked.
-
 A gene of the vocabulary is hidden with the probability that its cell drew, whether the cell has it or not. Hidden genes
 are therefore detected as often as genes of whole cells, which a mean over training cells, zeros included, foretells.
 All of them would be most of the vocabulary: of the detected ones at most `max_asked` are asked, of the undetected ones
