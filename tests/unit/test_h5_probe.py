@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 import pytest
 
-from cellmill.data.inputs import h5
+from cellmill.data.inputs import h5_walk
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.errors import DataError
 
@@ -34,17 +34,17 @@ def test_a_file_on_which_hdf5_loops_is_one_line_and_those_before_it_are_fine(tmp
     whole, damaged = a_file(tmp_path / "a.h5ad"), zeroed(tmp_path / "b.h5ad")
     message = re.escape(f"{damaged}: damaged: HDF5 was not through its structure after 1 s of CPU time; copy it again")
     with pytest.raises(DataError, match=f"^{message}"):
-        h5.check_walk([whole, damaged], limit_s=1)
+        h5_walk.check_walk([whole, damaged], limit_s=1)
 
 
 def test_inputs_are_walked_once_before_they_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(h5.check_walk, "__defaults__", (1,))
+    monkeypatch.setattr(h5_walk.check_walk, "__defaults__", (1,))
     with pytest.raises(DataError, match="damaged: HDF5 was not through"):
         open_dataset(zeroed(tmp_path / "b.h5ad"))
     whole = a_file(tmp_path / "a.h5ad")
-    h5.check_walk([whole])
-    monkeypatch.setattr(h5.sys, "executable", "/no such interpreter")
-    h5.check_walk([whole, tmp_path / "absent.h5ad", tmp_path])
+    h5_walk.check_walk([whole])
+    monkeypatch.setattr(h5_walk.sys, "executable", "/no such interpreter")
+    h5_walk.check_walk([whole, tmp_path / "absent.h5ad", tmp_path])
     text = tmp_path / "text.h5ad"
     text.write_text("no HDF5")
-    h5.check_walk([text])
+    h5_walk.check_walk([text])

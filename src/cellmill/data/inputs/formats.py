@@ -28,7 +28,8 @@ from cellmill.config.datasets import is_url, redacted
 from cellmill.data.inputs.anndata_files import is_anndata, is_zarr, open_anndata, open_zarr
 from cellmill.data.inputs.fasta import FastaReader
 from cellmill.data.inputs.fetch import RECORD, fetch_url, read_record
-from cellmill.data.inputs.h5 import check_walk, open_h5
+from cellmill.data.inputs.h5 import open_h5
+from cellmill.data.inputs.h5_walk import check_walk
 from cellmill.data.inputs.loom import is_loom, open_loom
 from cellmill.data.inputs.mtx import is_mtx, open_mtx
 from cellmill.data.inputs.reader import CountsReader, refuse_duplicates

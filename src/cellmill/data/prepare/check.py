@@ -14,7 +14,7 @@ from cellmill.config.corpus import IS_CONTROL, ORGANISM
 from cellmill.config.datasets import Dataset, is_url, read_label_map
 from cellmill.config.workflow import CorpusConfig, Workflow
 from cellmill.data.inputs.formats import DeclaredNames, declared_names
-from cellmill.data.inputs.h5 import check_walk
+from cellmill.data.inputs.h5_walk import check_walk
 from cellmill.data.prepare.obs import check_labels
 from cellmill.data.shards.index import DATASET, text_of
 from cellmill.errors import ConfigError, DataError, did_you_mean

@@ -1,0 +1,104 @@
+"""HDF5 files of users, walked by a child process first: of damaged ones some make HDF5 loop for ever, or crash.
+
+Such a loop holds the interpreter, so nothing in the process itself can end it. The child reads what opening reads,
+attributes, sizes and text, no counts. The limit is on its CPU time: a slow disk is not taken for a damaged file.
+"""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from cellmill.errors import DataError
+
+LIMIT_S = 8  # of CPU time for one file; 10,000 objects take 1 s
+_MOST_TEXTS = 1_000_000  # texts read of one file; the rest would take as long as opening it
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_known: set[tuple[str, int, int]] = set()  # files that this process has had walked
+
+
+def check_walk(paths: Iterable[Path], limit_s: int = LIMIT_S) -> None:
+    """Raise DataError for the first of the HDF5 files among `paths` that HDF5 cannot walk. Once per process and file.
+
+    Whatever else is wrong with a file is left to its reader.
+    """
+    files = {_identity(path): path for path in paths if _is_hdf5(path)}
+    new = {key: path for key, path in files.items() if key not in _known}
+    if not new:
+        return
+    command = [sys.executable, "-P", "-m", "cellmill.data.inputs.h5_walk", str(limit_s)]
+    names = b"\0".join(os.fsencode(path.absolute()) for path in new.values())
+    done = subprocess.run(command, input=names, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
+    if done.returncode < 0 and len(done.stdout) < len(new):
+        path = [*new.values()][len(done.stdout)]
+        if done.returncode == -signal.SIGXCPU:
+            fault = f"HDF5 was not through its structure after {limit_s} s of CPU time"
+        else:
+            fault = f"HDF5 crashes on it ({signal.Signals(-done.returncode).name})"
+        raise DataError(f"{path}: damaged: {fault}; copy it again, or write it again from its source")
+    _known.update(new)
+
+
+def _is_hdf5(path: Path) -> bool:
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            start = file.read(len(_SIGNATURE) + 2048)
+    except OSError:
+        return False
+    return any(start[at : at + len(_SIGNATURE)] == _SIGNATURE for at in (0, 512, 1024, 2048))
+
+
+def _identity(path: Path) -> tuple[str, int, int]:
+    status = path.stat()
+    return str(path.absolute()), status.st_size, status.st_mtime_ns
+
+
+def _walk(path: bytes) -> None:
+    """Read what opening a file reads: attributes, sizes on disk, and text. What raises is left to the reader."""
+    left, seen = _MOST_TEXTS, set[int]()
+
+    def visit(item: Any) -> None:
+        nonlocal left
+        with suppress(Exception):
+            for key in item.attrs:
+                with suppress(Exception):
+                    item.attrs[key]
+        if isinstance(item, h5py.Dataset) and item.shape is not None:
+            item.id.get_storage_size()
+            if item.dtype.kind == "O" and len(item.shape) == 1 and not item.external and not item.is_virtual:
+                left -= len(item[:left])
+        if isinstance(item, h5py.Group):
+            for name in item:
+                with suppress(Exception):
+                    address = h5py.h5o.get_info(item.id, name.encode()).addr
+                    if isinstance(item.get(name, getlink=True), h5py.HardLink) and address not in seen:
+                        seen.add(address)
+                        visit(item[name])
+
+    with suppress(Exception), h5py.File(path, "r") as file:
+        visit(file)
+
+
+def _main() -> None:
+    limit_s = int(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    for path in sys.stdin.buffer.read().split(b"\0"):
+        ends = int(time.process_time()) + 1 + limit_s
+        resource.setrlimit(resource.RLIMIT_CPU, (ends if hard == resource.RLIM_INFINITY else min(ends, hard), hard))
+        _walk(path)
+        os.write(1, b".")
+
+
+if __name__ == "__main__":
+    _main()
