@@ -95,3 +95,7 @@ def test_the_layer_imports_no_torch(layer: str) -> None:
 @pytest.mark.parametrize("module", ["stages.data", "stages.train", "stages.report", "commands.status"])
 def test_the_module_imports_no_torch(module: str) -> None:
     assert "torch" not in loaded_by(f"cellmill.{module}")
+
+
+def test_the_process_that_walks_an_input_first_imports_h5py_alone() -> None:
+    assert loaded_by("cellmill.data.inputs.h5_walk") == {"h5py", "numpy"}  # one starts for each input that is opened
