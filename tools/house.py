@@ -1,6 +1,7 @@
 """Figures and laws of the source tree; `make check` prints the figures and fails where a law is broken.
 
     python tools/house.py
+    python tools/house.py data/shards    # beside them, what that folder holds: lines, functions used once, dialect
 
 Laws: imports point to the right in LAYERS and form no circle; no public class name exists twice; a folder has at most
 MAX_FILES files; a file over MAX_LINES lines says in its docstring why it is one file; docstrings open with a noun
@@ -31,6 +32,17 @@ SHORT = 9
 MAX_RIDDLES_FRAC = 0.02
 """Largest share of docstrings that open with one of RIDDLES."""
 RIDDLES = ("What", "Whether", "How", "Where", "Which", "When", "Of")
+DIALECT = {
+    "figures": r"\bfigures?\b",
+    "that of, those of": r"\b(?:that|those) of\b",
+    "asks, asked": r"\bask(?:s|ed)\b",
+    "is no, are no": r"\b(?:is|are) no (?!longer|more)",
+    "tells, told": r"\b(?:told|tells)\b",
+    "goes on": r"\bgo(?:es)? on\b",
+}
+"""Words that this code overuses where English has a plainer one, by pattern."""
+MAX_DIALECT = 2
+"""Uses of each of them in one file."""
 ONE_FILE = re.compile(r"\bone file\b", re.IGNORECASE)
 """What the docstring of a long file says before its reason."""
 PRIVATE = "cellmill.parallel.torch_private"
@@ -154,6 +166,15 @@ def long_files(source: Path = SOURCE) -> Iterator[str]:
             yield f"{name}: {text.count(chr(10))} lines"
 
 
+def dialect(source: Path = SOURCE) -> Iterator[str]:
+    """Files that use a word of DIALECT more than MAX_DIALECT times."""
+    for name, path in modules(source).items():
+        text = path.read_text(encoding="utf-8")
+        for word, pattern in DIALECT.items():
+            if (n := len(re.findall(pattern, text))) > MAX_DIALECT:
+                yield f"{name}: {word!r} {n} times"
+
+
 def docstrings(trees: Trees) -> Iterator[tuple[str, str]]:
     """Every docstring with the place it stands at."""
     for name, tree in trees.items():
@@ -176,16 +197,31 @@ def function_lengths(trees: Trees) -> list[int]:
     return [(body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0 for body in bodies]
 
 
+def print_room(room: str, trees: Trees, sizes: dict[str, int]) -> None:
+    """Lines, functions used once and dialect of the modules in folder `room` of the package."""
+    prefix = f"cellmill.{room.strip('/').replace('/', '.')}"
+    own = [name for name in trees if name == prefix or name.startswith(f"{prefix}.")]
+    print(f"{room}: {sum(sizes[name] for name in own):,} lines")
+    for name in own:
+        print(f"    {sizes[name]:4} {name}")
+    for line in (*called_once(trees), *dialect()):
+        if line.startswith(prefix):
+            print(f"    {line}")
+
+
 def main() -> int:
-    """Print the figures and broken laws; 1 if any is broken."""
+    """Print the sizes and broken laws; 1 if any is broken."""
     trees = parse()
     sizes = {name: path.read_text(encoding="utf-8").count("\n") for name, path in modules().items()}
     largest = max(sizes, key=lambda name: sizes[name])
+    for room in sys.argv[1:]:
+        print_room(room, trees, sizes)
     lengths, total = function_lengths(trees), sum(1 for _ in docstrings(trees))
     odd = riddles(trees)
     print(f"lines of src            {sum(sizes.values()):,} in {len(sizes)} files")
     print(f"largest file            {sizes[largest]} lines, {largest}")
     print(f"private, short, used once  {len(called_once(trees))} functions")
+    print(f"dialect                 {len([*dialect()])} words over {MAX_DIALECT} uses in a file")
     p90 = statistics.quantiles(lengths, n=10)[-1]
     print(f"function length         median {statistics.median(lengths):g}, p90 {p90:g}, max {max(lengths)} lines")
     print(f"docstrings with riddles {len(odd)} of {total}, {len(odd) / total:.1%} (limit {MAX_RIDDLES_FRAC:.0%})")
