@@ -2,7 +2,7 @@
 
     python -m tests.mutations              plant each, run the tests that should fail, print a row for it
     python -m tests.mutations 3 17         some of them
-    python -m tests.mutations --list       the table of CONTRIBUTING.md
+    python -m tests.mutations --list       all of them
 
 Each fault is planted in a copy of the repository; only tests of `make test` run, of the named files.
 """
