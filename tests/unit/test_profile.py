@@ -180,19 +180,13 @@ def test_a_value_that_snakemake_reads_differently_is_named(train: dict[str, Any]
     [
         ({"partition": "gpu"}, "unknown key 'partition'; did you mean 'slurm_partition'?"),
         ({"nodes": 0}, "nodes: expected a number such as 2 or a range such as 1-2, got '0'"),
-        (
-            {"slurm_account": "lab; rm -rf $HOME/x"},
-            "slurm_account: 'lab; rm -rf {HOME}/x': expected only the characters of SLURM's values, letters, digits "
-            "and . , : + = @ / * & | ( ) [ ] ! % - _",
-        ),
     ],
 )
-def test_an_invalid_machine_is_one_line_with_the_key(alone: Path, train: dict[str, Any], message: str) -> None:
+def test_an_invalid_machine_is_one_line_with_the_key(train: dict[str, Any], message: str) -> None:
     write_train(**train)
     with pytest.raises(ConfigError) as error:
         read_profile("one").machine()
-    line = message.replace("{HOME}", str(alone))
-    assert str(error.value) == f"profiles/one/config.yaml: set-resources: train: {line}"
+    assert str(error.value) == f"profiles/one/config.yaml: set-resources: train: {message}"
 
 
 @pytest.mark.parametrize(

@@ -339,11 +339,6 @@ CONTENTS = (
         (["default"], "NAME default: Snakemake loads a profile of that name unasked; choose another"),
         (["../x"], "NAME: expected letters, digits, '.', '_' and '-', got '../x'"),
         (["taken"], "profiles/taken/config.yaml: exists; choose another NAME, or remove it"),
-        (
-            ["mine", "--account", "a;b"],
-            "partition gpu: slurm_account: 'a;b': expected only the characters of SLURM's values, letters, digits and "
-            ". , : + = @ / * & | ( ) [ ] ! % - _",
-        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -1,61 +1,27 @@
 """The machine a run is trained on: a profile's `set-resources: train:`, and the flags of `cellmill train`.
 
 Each field is a resource of the rule train and a flag of the command; rule and command take names and defaults from
-here. Texts that reach a batch script are limited to the characters of SLURM's own values, so that nothing in a profile
-can become a command.
+here. A profile is trusted like code, since `setup` is a command. All other values are quoted where the batch script is
+written (launch/submit.py), so they have to be one line, and no more.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from cellmill.config.section import Section
 
-_PLAIN = re.compile(r"[\w.,:+=@/*&|()\[\]!%-]*", re.ASCII)
 # options of sbatch that the launcher sets: another value would lose the job or its log
 OURS = (
     "nodes", "ntasks", "ntasks-per-node", "job-name", "output", "error", "open-mode", "signal", "requeue", "no-requeue",
     "array", "wrap", "parsable", "chdir", "export",
 )  # fmt: skip
-
-
 OURS_OF_SRUN = (
     "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "kill-on-bad-exit", "overlap", "unbuffered", "output",
     "error", "label", "multi-prog", "gpus-per-node", "gres", "chdir", "export", "jobid",
 )  # fmt: skip
-
-
-def _plain(value: str) -> str:
-    if not _PLAIN.fullmatch(value):
-        raise ValueError(
-            f"{value!r}: expected only the characters of SLURM's values, letters, digits and "
-            ". , : + = @ / * & | ( ) [ ] ! % - _"
-        )
-    return value
-
-
-def _words(value: str) -> str:
-    for word in value.split(" "):
-        _plain(word)
-    return value
-
-
-def _one_line(value: str) -> str:
-    if not value.isprintable():
-        raise ValueError("expected one line of printable text")
-    return value
-
-
-def _not_in(ours: tuple[str, ...]) -> Callable[[str], str]:
-    def check(value: str) -> str:
-        for name in options_in(_words(value)):
-            if name in ours:
-                raise ValueError(f"{name!r} is set by cellmill and cannot be changed here")
-        return value
-
-    return check
 
 
 def options_in(words: str) -> dict[str, str | bool]:
@@ -69,13 +35,26 @@ def flags(options: Mapping[str, str | bool]) -> list[str]:
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
 
 
-def _text(value: Any) -> Any:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+def gpus_in(gres: str) -> dict[str, int]:
+    """Number of GPUs by type, "" for those without one: `gpu:a100:4(S:0-1),gpu:2,nvme:1` is {"a100": 4, "": 2}."""
+    gpus: dict[str, int] = {}
+    for part in re.sub(r"\([^)]*\)", "", gres).split(","):
+        if match := re.fullmatch(r"gpu(?::([^:]+?))??(?::(\d+))?", part.strip()):
+            gpus[match[1] or ""] = gpus.get(match[1] or "", 0) + int(match[2] or 1)
+    return gpus
 
 
-Plain = Annotated[str, BeforeValidator(_text), AfterValidator(_plain)]
-Words = Annotated[str, AfterValidator(_words)]
-Line = Annotated[str, AfterValidator(_one_line)]
+def _one_line(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError(f"expected one line of printable text, got {value!r}")
+    return value
+
+
+Text = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    AfterValidator(_one_line),
+]
 
 
 class Machine(Section):
@@ -86,17 +65,17 @@ class Machine(Section):
         description="local: processes on this machine; slurm: submitted jobs; allocation: processes in the salloc or "
         "sbatch job that cellmill runs in.",
     )
-    nodes: Annotated[str, BeforeValidator(_text)] = Field(
+    nodes: Text = Field(
         "1", description="Number of nodes, such as 2; with a range such as 1-2 the run continues on fewer."
     )
     nproc_per_node: int = Field(1, ge=1, description="Processes per node: one per GPU.")
-    slurm_partition: Plain = Field("", description="Partition, or several separated by commas.")
-    slurm_account: Plain = Field("", description="Account to charge.")
-    qos: Plain = Field("", description="Quality of service.")
-    constraint: Plain = Field("", description="Required node features.")
-    reservation: Plain = Field("", description="Reservation.")
-    gpus_per_node: Plain = Field("", description="GPUs per node: 4, or h100:4.")
-    gres: Plain = Field("", description="The same for sites that support only --gres: gpu:h100:4.")
+    slurm_partition: Text = Field("", description="Partition, or several separated by commas.")
+    slurm_account: Text = Field("", description="Account to charge.")
+    qos: Text = Field("", description="Quality of service.")
+    constraint: Text = Field("", description="Required node features.")
+    reservation: Text = Field("", description="Reservation.")
+    gpus_per_node: Text = Field("", description="GPUs per node: 4, or h100:4.")
+    gres: Text = Field("", description="The same for sites that support only --gres: gpu:h100:4.")
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
         description="cuda: one GPU per process, or the start is refused; cpu: CPU cores, also of nodes with GPUs; "
@@ -107,19 +86,15 @@ class Machine(Section):
     cpus_per_task: int = Field(
         0, ge=0, description="CPU cores per node; 0 for 2 per process, or with launcher local for all."
     )
-    modules: Words = Field("", description="Environment modules to load on every node, separated by spaces.")
-    container: Line = Field("", description="Apptainer image to run the processes in.")
-    interface: Plain = Field("", description="Network interface between nodes, such as ib0.")
-    setup: Line = Field(
+    modules: Text = Field("", description="Environment modules to load on every node, separated by spaces.")
+    container: Text = Field("", description="Apptainer image to run the processes in.")
+    interface: Text = Field("", description="Network interface between nodes, such as ib0.")
+    setup: Text = Field(
         "",
         description="Shell command to run on the first node before the processes start in its environment.",
     )
-    sbatch_options: Annotated[str, AfterValidator(_not_in(OURS))] = Field(
-        "", description="More sbatch options: `exclude=node7 exclusive`."
-    )
-    srun_options: Annotated[str, AfterValidator(_not_in(OURS_OF_SRUN))] = Field(
-        "", description="More options of the srun that starts the processes: `mpi=none`."
-    )
+    sbatch_options: Text = Field("", description="More sbatch options: `exclude=node7 exclusive`.")
+    srun_options: Text = Field("", description="More options of the srun that starts the processes: `mpi=none`.")
     save_within_s: int = Field(
         120, ge=1, description="Seconds before the time limit at which the training saves and ends."
     )
@@ -147,11 +122,14 @@ class Machine(Section):
         return self.cpus_per_task or 2 * self.nproc_per_node
 
     @property
+    def gpus_by_type(self) -> dict[str, int]:
+        """GPUs requested per node; "" for any type."""
+        return gpus_in(f"gpu:{self.gpus_per_node}" if self.gpus_per_node else self.gres)
+
+    @property
     def gpus(self) -> int:
         """GPUs requested per node."""
-        request = re.sub(r"\([^)]*\)", "", (self.gpus_per_node and f"gpu:{self.gpus_per_node}") or self.gres)
-        parts = [part.split(":") for part in request.split(",") if part.split(":")[0] == "gpu"]
-        return sum(int(part[-1]) if part[-1].isdigit() else 1 for part in parts)
+        return sum(self.gpus_by_type.values())
 
     @property
     def wanted_device(self) -> str:
@@ -169,6 +147,12 @@ class Machine(Section):
             raise ValueError(
                 f"gpus_per_node {self.gpus_per_node!r} and gres {self.gres!r} request GPUs twice; set one to ''"
             )
+        for key, words, ours in (
+            ("sbatch_options", self.sbatch_options, OURS),
+            ("srun_options", self.srun_options, OURS_OF_SRUN),
+        ):
+            if taken := options_in(words).keys() & set(ours):
+                raise ValueError(f"{key}: {min(taken)!r} is set by cellmill and cannot be changed here")
         if self.launcher == "slurm" and 60 * self.runtime <= self.save_within_s:
             raise ValueError(
                 f"save_within_s {self.save_within_s} leaves no time in a runtime of {self.runtime} min; lower it"

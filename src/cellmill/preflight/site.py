@@ -12,7 +12,7 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
-from cellmill.config.machine import Machine, flags
+from cellmill.config.machine import Machine, flags, gpus_in
 from cellmill.errors import UserError
 from cellmill.launch.submit import TRANSIENT, sbatch_options, submitting
 from cellmill.runs.jobs import CommandError, ask, call, seconds
@@ -92,7 +92,7 @@ def ask_partitions() -> dict[str, Partition]:
         node = Node(
             name=cells[0],
             state=cells[4],
-            gpus=_gpus(cells[7]),
+            gpus=gpus_in(cells[7]),
             cpus=int(cells[5].rstrip("+")),
             memory_mb=int(cells[6].rstrip("+")),
             features=frozenset(cells[8].split(",")) - {"(null)", ""},
@@ -211,15 +211,6 @@ def limit(text: str | None) -> int | None:
 def _names(text: str | None) -> frozenset[str] | None:
     """The names of a list; None if it allows all."""
     return None if text in (None, "ALL", "N/A", "(null)") else frozenset(text.split(","))
-
-
-def _gpus(gres: str) -> dict[str, int]:
-    """Number of GPUs by type: `gpu:a100:4(S:0-1),gpu:2,nvme:1` is {"a100": 4, "": 2}."""
-    gpus: dict[str, int] = {}
-    for part in re.sub(r"\([^)]*\)", "", gres).split(","):
-        if match := re.fullmatch(r"gpu(?::([^:]+?))??(?::(\d+))?", part.strip()):
-            gpus[match[1] or ""] = gpus.get(match[1] or "", 0) + int(match[2] or 1)
-    return gpus
 
 
 @dataclass(frozen=True)
