@@ -23,7 +23,7 @@ PERIOD = 7
 
 def register() -> None:
     """Make the family known in this process."""
-    plugin.BUILT_IN["family"]["buffered"] = "tests.distributed.buffered:BufferedConfig"
+    plugin.BUILT_IN["family"]["buffered"] = BufferedConfig
 
 
 class BufferedConfig(EncoderConfig):

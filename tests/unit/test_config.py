@@ -468,7 +468,7 @@ class BasketWorkflow(Workflow):
 @pytest.fixture
 def basket(config: Config, monkeypatch: pytest.MonkeyPatch) -> Callable[..., BasketWorkflow]:
     """Check a workflow with two more sections: one maps names of choices to options, one is a choice itself."""
-    choices = {"apple": f"{__name__}:Apple", "melon": f"{__name__}:Melon"}
+    choices = {"apple": Apple, "melon": Melon}
     monkeypatch.setitem(plugin.BUILT_IN, "fruit", choices)
     monkeypatch.setitem(OPTIONS, "train", BasketOptions)
     return lambda **sections: check_config(config.tree(**sections), workflow=BasketWorkflow)

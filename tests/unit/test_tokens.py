@@ -212,7 +212,7 @@ class DetectedTokenizer:
 
 
 def test_an_installed_tokenizer_is_chosen_by_name_and_streams(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(plugin.BUILT_IN["tokenizer"], "detected", f"{__name__}:DetectedTokens")
+    monkeypatch.setitem(plugin.BUILT_IN["tokenizer"], "detected", DetectedTokens)
     tokens = Tokens.model_validate({"tokenizer": "detected", "threshold": 20})
     assert (tokens.n_values, tokens.model_dump()["threshold"]) == (0, 20)
     manifest = write_corpus(tmp_path, 30)

@@ -1,10 +1,9 @@
 """Options of an interchangeable part: model family, objective, tokenizer, fine-tuning method, tracker, task.
 
 A contract is a subclass of `Plugin` that sets `kind`, and `key` and `default` where they differ. Each choice is a
-subclass of the contract, listed by name in this module or in the entry-point group `cellmill.<kind>` of an installed
-package, which never replaces a built-in. Built-ins are listed by module path, so listing or checking a name imports
-nothing. Validating a mapping against the contract gives the options of the choice that the mapping names. Options are
-torch-free; `implementation` names the class that does the work, imported when `load` is called.
+subclass of the contract: one in `config/parts`, or one in the entry-point group `cellmill.<kind>` of an installed
+package, which never replaces a built-in. Validating a mapping against the contract gives the options of the choice that
+the mapping names. Options are torch-free; `implementation` names the class that does the work, imported by `load`.
 """
 
 from __future__ import annotations
@@ -20,67 +19,8 @@ from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 from cellmill.config.section import Section, error_line, explain
 from cellmill.errors import ConfigError, did_you_mean
 
-BUILT_IN: dict[str, dict[str, str]] = {
-    "family": {
-        "encoder": "cellmill.config.parts.families:EncoderConfig",
-        "autoencoder": "cellmill.config.parts.families:AutoencoderConfig",
-        "profile": "cellmill.config.parts.families:ProfileConfig",
-        "autoregressive": "cellmill.config.parts.families:AutoregressiveConfig",
-        "bert": "cellmill.config.parts.families:BertFamilyConfig",
-        "scgpt": "cellmill.config.parts.families:ScgptConfig",
-        "hf": "cellmill.config.parts.families:HfConfig",
-    },
-    "objective": {
-        "cell_decoding": "cellmill.config.parts.objectives:CellDecodingConfig",
-        "query_decoding": "cellmill.config.parts.objectives:QueryDecodingConfig",
-        "denoise": "cellmill.config.parts.objectives:DenoiseConfig",
-        "masked_value": "cellmill.config.parts.objectives:MaskedValueConfig",
-        "masked_gene": "cellmill.config.parts.objectives:MaskedGeneConfig",
-        "perturbation_response": "cellmill.config.parts.objectives:PerturbationResponseConfig",
-        "supervised_contrastive": "cellmill.config.parts.objectives:SupervisedContrastiveConfig",
-        "classification": "cellmill.config.parts.objectives:ClassificationConfig",
-        "regression": "cellmill.config.parts.objectives:RegressionConfig",
-        "sum": "cellmill.config.parts.objectives:SumConfig",
-        "next_gene": "cellmill.config.parts.objectives:NextGeneConfig",
-    },
-    "tokenizer": {
-        "rank": "cellmill.config.parts.tokens:RankTokens",
-        "binned": "cellmill.config.parts.tokens:BinnedTokens",
-        "continuous": "cellmill.config.parts.tokens:ContinuousTokens",
-        "sequence": "cellmill.config.parts.tokens:SequenceTokens",
-    },
-    "task": {
-        "probe": "cellmill.config.parts.tasks:ProbeConfig",
-        "reconstruct": "cellmill.config.parts.tasks:ReconstructConfig",
-        "few_shot": "cellmill.config.parts.tasks:FewShotConfig",
-        "leave_out": "cellmill.config.parts.tasks:LeaveOutConfig",
-        "transfer": "cellmill.config.parts.tasks:TransferConfig",
-        "low_depth": "cellmill.config.parts.tasks:LowDepthConfig",
-        "missing_genes": "cellmill.config.parts.tasks:MissingGenesConfig",
-        "clustering": "cellmill.config.parts.tasks:ClusteringConfig",
-        "integration": "cellmill.config.parts.tasks:IntegrationConfig",
-        "throughput": "cellmill.config.parts.tasks:ThroughputConfig",
-        "perturbation": "cellmill.config.parts.tasks:PerturbationConfig",
-        "imputation": "cellmill.config.parts.tasks:ImputationConfig",
-        "gene_embedding": "cellmill.config.parts.tasks:GeneEmbeddingConfig",
-        "grn": "cellmill.config.parts.tasks:GrnConfig",
-    },
-    "tracker": {
-        "tensorboard": "cellmill.config.parts.trackers:TensorboardConfig",
-        "mlflow": "cellmill.config.parts.trackers:MlflowConfig",
-        "wandb": "cellmill.config.parts.trackers:WandbConfig",
-        "trackio": "cellmill.config.parts.trackers:TrackioConfig",
-        "comet": "cellmill.config.parts.trackers:CometConfig",
-        "langfuse": "cellmill.config.parts.trackers:LangfuseConfig",
-    },
-    "observer": {},
-    "method": {
-        "full": "cellmill.config.parts.methods:FullConfig",
-        "partial": "cellmill.config.parts.methods:PartialConfig",
-        "head_only": "cellmill.config.parts.methods:HeadOnlyConfig",
-        "lora": "cellmill.config.parts.methods:LoraConfig",
-    },
-}
+BUILT_IN: dict[str, dict[str, type[Plugin]]] = {}
+"""Options classes of cellmill's own choices, by kind and name."""
 
 
 def names(kind: str) -> list[str]:
@@ -95,7 +35,7 @@ def load(kind: str, name: str, contract: Any = None) -> Any:
     what it has does not fit `contract`, a class that `cellmill.config.plugin.Plugin` describes.
     """
     if name in BUILT_IN[kind]:
-        return import_object(BUILT_IN[kind][name])
+        return BUILT_IN[kind][name]
     found = {(p.value, _package(p)): p for p in entry_points(group=f"cellmill.{kind}") if p.name == name}
     if not found:
         raise ConfigError(f"unknown {kind} {name!r}; {did_you_mean(name, names(kind))}")
@@ -164,7 +104,14 @@ class Plugin(Section):
     @classmethod
     def built_in(cls) -> dict[str, type[Plugin]]:
         """Options of every choice that cellmill itself has, by name."""
-        return {name: load(cls.kind, name) for name in BUILT_IN[cls.kind]}
+        return dict(BUILT_IN[cls.kind])
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        if cls.__module__.startswith("cellmill.config.parts."):
+            choices = BUILT_IN.setdefault(cls.kind, {})
+            if get_args(cls.model_fields[cls.key].annotation):  # a Literal: a choice, not a contract
+                choices.setdefault(cls.model_fields[cls.key].default, cls)  # a sum derives classes of its parts
 
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
