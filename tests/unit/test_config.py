@@ -441,8 +441,6 @@ class Melon(Fruit):
 class Basket(Section):
     """Provisions of a run."""
 
-    moved: ClassVar[dict[str, str]] = {"grams": "basket.size"}
-
     size: int = Field(2, ge=1, description="Its size.")
     fruits: dict[str, SerializeAsAny[Fruit]] = Field({}, description="What is in it.")
 
@@ -488,7 +486,6 @@ def test_a_new_section_is_a_class_and_a_line_in_the_options_of_its_stage(basket:
     ("sections", "message"),
     [
         ({"basket": {"siez": 1}}, "basket: unknown key 'siez'; did you mean 'size'?"),
-        ({"basket": {"grams": 1}}, "basket: grams has moved; set basket.size"),
         ({"basket": {"fruits": {"aple": None}}}, "basket.fruits: aple: unknown fruit 'aple'; did you mean 'apple'?"),
         (
             {"basket": {"fruits": {"apple": {"seed": 1}}}},

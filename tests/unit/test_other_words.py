@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cellmill.config.load import check_config
-from cellmill.config.section import KEYS, VALUES
+from cellmill.config.section import other_words
 from cellmill.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,13 +23,13 @@ def _error(**sections: Any) -> str:
 
 def test_every_word_leads_to_an_option_that_the_documentation_has() -> None:
     text = (ROOT / "config" / "README.md").read_text(encoding="utf-8")
-    for word, here in KEYS.items():
+    for word, here in other_words("keys").items():
         assert "profile" in here or re.match(
             r"(train|stream|parallel|model|tokens|objective|finetune|shard)\.\w+", here
         ), word
         for section, key in re.findall(r"\b(train|stream|parallel|model|tokens|objective|finetune|shard)\.(\w+)", here):
             assert re.search(rf"`(?:{section}\.)?{key}`", text), f"{word}: no {section}.{key}"
-    assert all(value in text for value in VALUES.values())
+    assert all(value in text for value in other_words("values").values())
 
 
 def test_a_word_of_another_tool_is_answered_with_ours() -> None:

@@ -3,7 +3,7 @@
 import re
 import shlex
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -80,11 +80,6 @@ _DEFAULT_TASKS: Any = {"probe": {}, "reconstruct": {}}
 
 class Evaluate(Section):
     """Tasks that evaluate the exported model on held-out cells."""
-
-    moved: ClassVar[dict[str, str]] = {
-        "neighbors": "evaluate.tasks.probe.neighbors",
-        "mask_frac": "evaluate.tasks.reconstruct.objective.mask_frac",
-    }
 
     datasets: Annotated[list[str], EachOnce] | None = Field(
         None, description="Datasets to evaluate; null means those of the run's corpus."

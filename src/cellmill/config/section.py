@@ -6,111 +6,26 @@ Lightning, and name ours.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
+import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from cellmill.errors import did_you_mean
 
-KEYS = {
-    "num_epochs": "train.epochs",
-    "max_epochs": "train.epochs",
-    "max_steps": "train.steps",
-    "total_steps": "train.steps",
-    "learning_rate": "train.lr",
-    "min_lr": "train.min_lr_frac, a fraction of train.lr",
-    "batch_size": "train.global_batch, cells of a step over all processes",
-    "accumulate_grad_batches": "train.global_batch and train.token_budget, which cut a step into micro-batches",
-    "accumulate_grad": "train.global_batch and train.token_budget, which cut a step into micro-batches",
-    "gradient_accumulation": "train.global_batch and train.token_budget, which cut a step into micro-batches",
-    "gradient_accumulation_steps": "train.global_batch and train.token_budget, which cut a step into micro-batches",
-    "gradient_clip": "train.clip_norm",
-    "grad_clip": "train.clip_norm",
-    "gradient_clip_val": "train.clip_norm",
-    "max_grad_norm": "train.clip_norm",
-    "ema": "train.ema_decay",
-    "use_ema": "train.ema_decay",
-    "early_stopping": "train.early_stop_patience, in validations",
-    "early_stopping_patience": "train.early_stop_patience, in validations",
-    "patience": "train.early_stop_patience, in validations",
-    "min_delta": "train.early_stop_min_delta",
-    "monitor": "train.best_metric",
-    "val_check_interval": "train.val_every_steps",
-    "eval_every_n_epochs": "train.val_every_steps",
-    "log_every_n_steps": "train.log_every_steps",
-    "save_every": "train.checkpoint_every_steps",
-    "random_seed": "train.seed",
-    "scheduler": "train.schedule",
-    "lr_scheduler": "train.schedule",
-    "warmup": "train.warmup_steps",
-    "num_warmup_steps": "train.warmup_steps",
-    "val_split": "shard.val_frac",
-    "sampling": "stream.weight_by",
-    "save_top_k": "train.keep_checkpoints",
-    "num_nodes": "nodes in the profile (set-resources: train)",
-    "num_gpus": "nproc_per_node in the profile (set-resources: train)",
-    "num_workers": "stream.io_threads",
-    "use_amp": "parallel.precision",
-    "hidden_dim": "model.hidden",
-    "num_layers": "model.layers",
-    "num_heads": "model.heads",
-    "ffn_dim": "model.ffn_hidden",
-    "max_len": "tokens.max_tokens",
-    "max_seq_len": "tokens.max_tokens",
-    "n_bins": "tokens.bins",
-    "max_genes": "tokens.max_tokens",
-    "zero_stage": "parallel.sharding_strategy",
-    "num_stages": "parallel.pp",
-    "pipeline_stages": "parallel.pp",
-    "num_microbatches": "parallel.microbatches",
-    "tensor_parallel": "parallel.tp",
-    "tp_size": "parallel.tp",
-    "gradient_checkpointing": "parallel.activation_checkpointing",
-    "mixed_precision": "parallel.precision",
-    "random_replace_ratio": "objective.random_frac",
-    "keep_ratio": "objective.keep_frac",
-    "loss_fn": "objective.loss",
-    "mask_ratio": "objective.mask_frac",
-    "layer_lr_decay": "finetune.layer_decay",
-    "lr_trunk": "finetune.trunk_lr_frac, a fraction of train.lr",
-    "backbone_lr": "finetune.trunk_lr_frac, a fraction of train.lr",
-    "lr_lora": "finetune.trunk_lr_frac, a fraction of train.lr",
-    "lr_head": "train.lr, the rate of the heads",
-    "head_lr": "train.lr, the rate of the heads",
-    "unfreeze_last_n": "finetune.last_blocks with finetune.method partial",
-    "freeze_backbone": "finetune.method to head_only",
-    "freeze_backbone_epochs": "finetune.head_steps, in steps",
-    "layer_decay_rate": "finetune.layer_decay",
-    "layerwise_lr_decay": "finetune.layer_decay",
-    "lora_rank": "finetune.rank",
-    "lora_r": "finetune.rank",
-    "lora_dropout": "model.dropout: adapters have none of their own",
-    "lora_alpha": "finetune.alpha",
-    "target_modules": "finetune.targets",
-}
-"""The option that does it here, as `set` takes it."""
 
-VALUES = {
-    "zero-1": "SHARD_GRAD_OP",
-    "zero-2": "SHARD_GRAD_OP",
-    "zero-3": "FULL_SHARD",
-    "zero1": "SHARD_GRAD_OP",
-    "zero2": "SHARD_GRAD_OP",
-    "zero3": "FULL_SHARD",
-    "interleaved": "Interleaved1F1B",
-    "interleaved_1f1b": "Interleaved1F1B",
-    "cosine_warmup": "cosine",
-    "adam": "adamw",
-    "bf16": "bf16-mixed",
-    "fp16": "16-mixed",
-    "fp32": "32-true",
-}
-"""The value that does it here, of an option that has it."""
+@cache
+def other_words(kind: Literal["keys", "values"]) -> dict[str, str]:
+    """Names in other tools, and what does the same here (other_words.yaml)."""
+    text = Path(__file__).with_name("other_words.yaml").read_text(encoding="utf-8")
+    return {name: here for here, names in yaml.safe_load(text)[kind].items() for name in names}
 
 
 def value_here(value: object, message: str) -> str:
     """Hint for a value of another tool, if `message` lists the one that does it here; else empty."""
-    here = VALUES.get(str(value).lower())
+    here = other_words("values").get(str(value).lower())
     return f"; {value} is {here} here" if here is not None and repr(here) in message else ""
 
 
@@ -132,8 +47,6 @@ class Section(BaseModel):
     """Options of one section; the fields' descriptions give meaning, unit and default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
-
-    moved: ClassVar[dict[str, str]] = {}  # keys that stood here in earlier versions, and where they stand now
 
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +71,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> tuple[list[str], 
     where = [str(part) for part in first["loc"]]
     if first["type"] == "extra_forbidden":
         section = _model_at(model, where[:-1])
-        return where[:-1], unknown_key(where[-1], section.model_fields, getattr(section, "moved", {}))
+        return where[:-1], unknown_key(where[-1], section.model_fields)
     if first["type"] == "missing":
         return where, "is missing"
     message = first["msg"].removeprefix("Value error, ")
@@ -181,13 +94,10 @@ def error_line(where: list[str], message: str) -> str:
     return f"{'.'.join(where)}: {message}" if where else message
 
 
-def unknown_key(key: str, known: Iterable[str], moved: dict[str, str] | None = None) -> str:
-    """Message for a key that does not exist: its new place, ours for a word of another tool, or the nearest name."""
-    if moved and key in moved:
-        return f"{key} has moved; set {moved[key]}"
-    if key in KEYS:
-        return f"unknown key {key!r}; set {KEYS[key]}"
-    return f"unknown key {key!r}; {did_you_mean(key, known)}"
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """Message for a key that does not exist: ours for a word of another tool, or the nearest name."""
+    here = other_words("keys").get(key)
+    return f"unknown key {key!r}; {f'set {here}' if here else did_you_mean(key, known)}"
 
 
 def part_of(annotation: Any) -> Any:

@@ -280,12 +280,6 @@ class AutoencoderConfig(EncoderConfig):
     value_kinds: ClassVar[tuple[str, ...]] = ("class", "scalar", "place")
     objectives: ClassVar[tuple[str, ...]] = ("query_decoding", "cell_decoding", "supervised_contrastive")
     weight_keys: ClassVar[tuple[str, ...]] = (*EncoderConfig.weight_keys, "latent")
-    moved: ClassVar[dict[str, str]] = FamilyConfig.moved | {
-        "decoder_dim": "objective.decoder_hidden",
-        "decoder_hidden": "objective.decoder_hidden",
-        "decoder_layers": "objective.decoder_layers",
-        "mask_ratio": "objective.min_hidden_frac and objective.max_hidden_frac",
-    }
 
     family: Literal["autoencoder"] = Field(  # type: ignore[assignment]
         "autoencoder",

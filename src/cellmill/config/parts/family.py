@@ -90,11 +90,6 @@ class FamilyConfig(Plugin):
     kind: ClassVar[str] = "family"
     key: ClassVar[str] = "family"
     default: ClassVar[str | None] = "encoder"
-    moved: ClassVar[dict[str, str]] = {
-        "objective": "objective.name",
-        "mask_frac": "objective.mask_frac",
-        "cell_loss_weight": "objective.cell_loss_weight",
-    }
 
     family: str
     weight_keys: ClassVar[tuple[str, ...]] = ()  # options that must equal the `init_from` model's
