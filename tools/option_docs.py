@@ -90,7 +90,7 @@ def _section(name: str, section: type[BaseModel], readers: str) -> Iterator[str]
         return
     yield from (f"{_summary(section)} {readers}", "")
     yield from _table(section)
-    for field, contract in _named(section).items():
+    for field, contract in _parts(section).items():
         if contract.built_in():
             yield from (f"Options of each {contract.kind} in `{name}.{field}`:", "")
         yield from _choices(contract, skip=[contract.key])
@@ -102,10 +102,15 @@ def _choices(contract: type[Plugin], skip: list[str] | None = None) -> Iterator[
         yield from _table(choice, skip)
 
 
-def _named(section: type[BaseModel]) -> dict[str, type[Plugin]]:
-    """Fields that map names of a contract's choices to their options."""
+def _parts(section: type[BaseModel]) -> dict[str, type[Plugin]]:
+    """Fields with options of a contract's choices."""
     parts = {name: part_of(field.annotation) for name, field in section.model_fields.items()}
     return {name: part for name, part in parts.items() if isinstance(part, type) and issubclass(part, Plugin)}
+
+
+def _named(section: type[BaseModel]) -> dict[str, type[Plugin]]:
+    """Fields that map names of a contract's choices to their options."""
+    return {name: part for name, part in _parts(section).items() if section.model_fields[name].annotation is not part}
 
 
 def _table(model: type[BaseModel], skip: list[str] | None = None) -> Iterator[str]:

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from cellmill.config.parts.optimizers import OptimizerConfig
 from cellmill.models import attention
 from cellmill.parallel import cpu_matmul
 from cellmill.parallel.materialize import plain_name
-from cellmill.train.optimizer import OPTIMIZERS
 from tests.distributed import cases
 from tests.distributed.conftest import options
 from tests.models import split
 
 Layout = dict[str, Any]
+OPTIMIZERS = list(OptimizerConfig.built_in())
 SP = {"sequence_parallel": True}
 FULL_SHARD: Layout = {"sharding_strategy": "FULL_SHARD"}
 AXES: dict[str, Layout] = {"ddp": {"strategy": "ddp"}, "fsdp": FULL_SHARD, "tp": {"tp": 2} | SP, "pp": {"pp": 2}}

@@ -1,4 +1,4 @@
-"""The toy family of tests/plugin, found by its entry point, in every layout: parity, resume, export, embedding."""
+"""Toy family and optimizer of tests/plugin, found by entry point, in every layout: parity, resume, export."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ OPTIONS: dict[str, Any] = {
     "objective": {"name": "toy_next_gene"},
     "train": {
         "steps": STEPS,
+        "optimizer": {"name": "toy_momentum", "decay": 0.8},
+        "lr": 0.1,
         "global_batch": 16,
         "token_budget": 4096,
         "warmup_steps": 2,

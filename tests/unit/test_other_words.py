@@ -43,4 +43,4 @@ def test_a_word_of_another_tool_is_answered_with_ours() -> None:
     wrong = _error(train={"steps": 1}, parallel={"schedule": "Interleaved"})
     assert wrong.endswith("got 'Interleaved'; Interleaved is Interleaved1F1B here")
     wrong = _error(train={"steps": 1, "optimizer": "adam"}, parallel={})
-    assert wrong.endswith("got 'adam'; adam is adamw here")
+    assert wrong.endswith("unknown optimizer 'adam'; did you mean 'adamw'?")

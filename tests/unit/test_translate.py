@@ -29,7 +29,7 @@ def test_a_file_of_scmodelforge_is_accepted_and_every_key_is_answered(
     lines = capsys.readouterr().out
     assert out.with_suffix(".tsv").read_text() == "dataset\tpath\none\ta/one.h5ad\ntwo\ttwo.h5ad\n"
     run = load_config(out).runs["translated"]
-    assert (run.train.global_batch, run.train.epochs, run.train.lr, run.train.optimizer) == (128, 7, 3e-4, "adamw")
+    assert (run.train.global_batch, run.train.epochs, run.train.lr, run.train.optimizer.name) == (128, 7, 3e-4, "adamw")
     assert (run.tokens.tokenizer, run.tokens.max_tokens, run.objective.name) == ("rank", 1024, "masked_gene")
     model = run.model.model_dump()
     assert (model["hidden"], model["heads"], model["dropout"]) == (64, 4, 0.1)  # the last is scModelForge's default

@@ -40,10 +40,10 @@ def check_together(options: TrainOptions) -> None:
             f"pipeline, got strategy {options.parallel.strategy}, sharding_strategy "
             f"{options.parallel.sharding_strategy}, pp {options.parallel.pp}; set gradient_reduction to step"
         )
-    if options.parallel.cpu_offload is not None and options.train.optimizer != "adamw":
+    if options.parallel.cpu_offload is not None and options.train.optimizer.offloaded is None:
         raise ConfigError(
             f"parallel.cpu_offload {options.parallel.cpu_offload} requires train.optimizer adamw, got "
-            f"{options.train.optimizer}; set cpu_offload to null, or optimizer to adamw"
+            f"{options.train.optimizer.name}; set cpu_offload to null, or optimizer to adamw"
         )
     if options.stream.train_frac < 1 and options.stream.weight_by is not None:
         raise ConfigError(

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from cellmill.config.parts.optimizers import Optimizer
 from cellmill.config.section import EachOnce, Section
 
 
@@ -141,10 +142,10 @@ class Train(Section):
         ge=1,
         description="Maximum tokens of a micro-batch; a process accumulates gradients over as many as its share needs.",
     )
-    optimizer: Literal["adamw", "muon"] = Field(
+    optimizer: Optimizer = Field(  # type: ignore[assignment]  # the default is validated, too
         "adamw",
-        description="Optimizer. muon: orthogonalised momentum for the matrices of the blocks, AdamW for the rest, with "
-        "one learning rate (Jordan et al. 2024).",
+        description="Optimizer: its name, or a mapping of name and further options. muon: orthogonalised momentum for "
+        "the matrices of the blocks, AdamW for the rest, with one learning rate (Jordan et al. 2024).",
     )
     lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(

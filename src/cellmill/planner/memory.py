@@ -1,6 +1,6 @@
 """Planned memory of a training process by part, idle time of its pipeline schedule, and bytes it sends per step.
 
-Memory: weights, gradients and AdamW's two moments are kept in float32 in every precision. A step peaks either when its
+Memory: weights, gradients and the optimizer's state are float32 in every precision. A step peaks either when its
 backward pass begins, with all activations, or when it ends, with all gradients; the larger one counts. The framework's
 own memory (about 1 GB with CUDA and NCCL) belongs to the fraction that `plan.memory_frac` leaves free.
 
@@ -83,6 +83,7 @@ class PlannedModel:
     layout: Layout
     local_world: int  # processes per node
     keeps_average: bool = False  # of the trained weights
+    states: int = 2  # tensors of the optimizer's state per trained parameter
 
     @classmethod
     def of(
@@ -98,7 +99,7 @@ class PlannedModel:
         spec = ModelSpec.of(options, n_genes, levels)
         size = measure(spec, parallel.tp, parallel.sequence_parallel, options.finetune)
         sizes, keeps_average = layout(parallel, world, local_world), options.train.ema_decay is not None
-        return cls(size, parallel, sizes, local_world, keeps_average)
+        return cls(size, parallel, sizes, local_world, keeps_average, options.train.optimizer.states_per_parameter)
 
     @property
     def element_bytes(self) -> int:
@@ -160,7 +161,7 @@ class Memory:
 
     parameters: int = 0  # this rank's shard, and all buffers
     gradients: int = 0  # this rank's shard, those accumulated over micro-batches, and those being computed
-    optimizer: int = 0  # both moments of AdamW
+    optimizer: int = 0  # its state, such as both moments of AdamW
     average: int = 0  # of the trained weights, with train.ema_decay
     gathered: int = 0  # full weights gathered for a forward or backward pass, or cast to 16 bits
     communication: int = 0  # gradients in a reduce-scatter
@@ -174,20 +175,22 @@ class Memory:
 
 
 def host_bytes(model: PlannedModel) -> int:
-    """Pinned host memory of one process for `parallel.cpu_offload`: weights, gradients, two moments and an average.
+    """Pinned host memory of one process for `parallel.cpu_offload`: weights, gradients, their state and an average.
 
     With "optimizer" the first two are copies, and an average is on the device. On a CPU device nothing is offloaded.
     """
     if model.parallel.cpu_offload is None:
         return 0
-    copies = 3 + (model.keeps_average and model.parallel.cpu_offload == "full")
-    elements = max(own.parameters + copies * own.trained for own in map(model.counts, range(model.layout.pp)))
-    return FLOAT32 * -(-elements // model.shards)
+    return _host_copies(model, 1 + model.states + (model.keeps_average and model.parallel.cpu_offload == "full"))
 
 
 def staging_bytes(model: PlannedModel) -> int:
-    """Host memory of one process, pinned beside a GPU, for the copy of a checkpoint: weights, two moments, average."""
-    copies = 2 + model.keeps_average
+    """Host memory of one process, pinned beside a GPU, for the copy of a checkpoint: weights, their state, average."""
+    return _host_copies(model, model.states + model.keeps_average)
+
+
+def _host_copies(model: PlannedModel, copies: int) -> int:
+    """Bytes of this rank's weights and of `copies` further tensors of each trained one."""
     elements = max(own.parameters + copies * own.trained for own in map(model.counts, range(model.layout.pp)))
     return FLOAT32 * -(-elements // model.shards)
 
@@ -214,7 +217,7 @@ def _moments(model: PlannedModel, rank: int, tokens: int, micro_batches: int) ->
     received = (2 * len(model.stages(rank)) - own.first - own.last) * micro_batches * size.width * tokens
     constant = {
         "parameters": FLOAT32 * (size.buffers + (0 if offload == "full" else -(-own.parameters // model.shards))),
-        "optimizer": 0 if offload else 2 * FLOAT32 * trained_shard,
+        "optimizer": 0 if offload else model.states * FLOAT32 * trained_shard,
         "average": FLOAT32 * trained_shard if model.keeps_average and offload != "full" else 0,
         "pipeline": round(element * received) if parallel.pp > 1 else 0,
     }

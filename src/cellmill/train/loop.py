@@ -209,7 +209,7 @@ class Trainer:
             values = self.mesh.sum(torch.cat([*numbers, to_device(np.concatenate([memory, gpu]), self.device)]))
         with record_function("optimizer"):
             applied = values[0].isfinite() & (values[1] == 0)
-            step_if(applied, self.optimizer)
+            step_if(applied, self.optimizer, self.train.optimizer.fused)
             if self.average is not None:
                 self.average.update(step)
             following = torch.zeros_like(loss) if scale is None else scale.adapt(applied)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from cellmill.config.run import Train
 from cellmill.parallel.mesh import mesh_of
 from cellmill.parallel.torch_private import flatten_axes
 
@@ -105,8 +106,8 @@ class Muon(torch.optim.AdamW):
     found_inf: torch.Tensor | None = None
     """Scalar; the step changes nothing where it is 1, as in fused AdamW."""
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
-        super().__init__(groups, lr=lr, betas=betas, fused=True)
+    def __init__(self, groups: list[dict[str, Any]], train: Train) -> None:
+        super().__init__(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
         self._shared = [_share(group["params"]) for group in self.param_groups if group.get("matrices")]
 
     @torch.no_grad()
@@ -121,11 +122,6 @@ class Muon(torch.optim.AdamW):
             super().step()
         finally:
             self.param_groups = every
-
-    def state_names(self, parameter: torch.Tensor) -> tuple[str, ...]:
-        """Return the names of a parameter's state."""
-        is_matrix = any(parameter is matrix for shared in self._shared for matrix in shared.matrices)
-        return ("momentum",) if is_matrix else ("step", "exp_avg", "exp_avg_sq")
 
     def _step_matrices(self, group: dict[str, Any], shared: _Shared) -> None:
         nesterov, moments = [], []

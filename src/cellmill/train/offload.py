@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from cellmill.config.run import Train
 from cellmill.parallel.torch_private import version_of
 from cellmill.train.step_guard import AsyncScalars
 
@@ -44,8 +45,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
     found_inf: torch.Tensor | None = None
     """Scalar on any device; the step changes nothing where it is 1, as in fused AdamW."""
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float = 1e-8) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+    def __init__(self, groups: list[dict[str, Any]], train: Train) -> None:
+        defaults = {"lr": train.lr, "betas": (train.beta1, train.beta2), "eps": 1e-8, "weight_decay": 0.0}
+        super().__init__(groups, defaults)
         self._hosts: dict[torch.Tensor, _Host] = {}
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
             host = parameter.detach().to("cpu")  # a DTensor stays one: checkpoints need its placement

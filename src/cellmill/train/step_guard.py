@@ -26,7 +26,7 @@ GROWTH_STEPS = 2000
 SHOWN = 4  # cells named in the error; the log has all of them
 
 
-def step_if(applied: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+def step_if(applied: torch.Tensor, optimizer: torch.optim.Optimizer, fused: bool = True) -> None:
     """Step `optimizer` where `applied` is true; otherwise leave parameters and state as they are, bit for bit.
 
     Parameters
@@ -34,12 +34,14 @@ def step_if(applied: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
     applied
         Bool scalar. The host waits for it where it is on a device and the parameters are not.
     optimizer
-        A fused one reads `found_inf`; for any other the host waits. One without parameters is not stepped.
+        One without parameters is not stepped.
+    fused
+        `OptimizerConfig.fused`; if false, the host waits.
     """
     first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
     if first is None:
         return
-    if not (optimizer.defaults.get("fused") or hasattr(type(optimizer), "found_inf")):
+    if not fused:
         if applied.item():
             optimizer.step()
         return

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.methods import MethodConfig
 from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.optimizers import OptimizerConfig
 from cellmill.config.parts.tasks import TaskConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.parts.trackers import ObserverConfig, TrackerConfig
@@ -67,6 +68,16 @@ class ToyAdapter(MethodConfig):
 
     method: Literal["toy_adapter"] = Field("toy_adapter", description="Low-rank adapters.")
     rank: int = Field(2, ge=1, description="Rank of the adapters.")
+
+
+class ToyMomentum(OptimizerConfig):
+    """Gradient descent with momentum."""
+
+    implementation: ClassVar[str] = "cellmill_toy.optimizer:Momentum"
+    state_names: ClassVar[tuple[str, ...]] = ("momentum",)
+
+    name: Literal["toy_momentum"] = Field("toy_momentum", description="Name of the optimizer.")
+    decay: float = Field(0.9, ge=0, lt=1, description="Decay per step of the moving average of gradients.")
 
 
 class ToyFile(TrackerConfig):

@@ -1,0 +1,214 @@
+"""Optimizers: an installed one, offloaded AdamW, and Muon's orthogonal updates."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cellmill.config import plugin
+from cellmill.config.checks import check_together
+from cellmill.config.options import TrainOptions
+from cellmill.config.parts.optimizers import AdamWConfig, OptimizerConfig
+from cellmill.config.run import Train
+from cellmill.errors import ConfigError
+from cellmill.train import offload
+from cellmill.train.muon import Muon, orthogonalised, owners
+from cellmill.train.offload import OffloadedAdamW
+from cellmill.train.optimizer import build_optimizer, state_of
+from cellmill.train.step_guard import step_if
+from tests.models import model_on_cpu
+
+TRAIN = Train.model_validate({"steps": 1, "optimizer": "muon", "lr": 0.1, "weight_decay": 0.5})
+MODEL = {"family": "encoder", "hidden": 16, "layers": 2, "heads": 2, "objective": "cell_decoding"}
+
+
+def _model(seed: int = 0) -> Any:
+    model, generator = model_on_cpu(20, **MODEL), torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.1, generator=generator)
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def _is_matrix(name: str, parameter: torch.Tensor) -> bool:
+    return name.startswith("blocks.") and parameter.ndim == 2
+
+
+@pytest.mark.parametrize("shape", [(12, 12), (8, 24), (24, 8)])
+def test_singular_values_of_an_update_are_about_one_and_its_directions_those_of_the_matrix(
+    shape: tuple[int, int],
+) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    found = u.T @ orthogonalised(matrix) @ v.T
+    assert ((found.diagonal() > 0.6) & (found.diagonal() < 1.3)).all()
+    torch.testing.assert_close(found, found.diagonal().diag(), atol=1e-5, rtol=0)
+    assert not orthogonalised(torch.zeros(shape)).any()
+
+
+def test_two_steps_are_muon_for_matrices_of_blocks_and_adamw_for_the_rest() -> None:
+    model, plain = _model(), _model()
+    optimizer = build_optimizer(model, TRAIN)
+    adamw = build_optimizer(plain, TRAIN.model_copy(update={"optimizer": AdamWConfig(name="adamw")}))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for _ in range(2):
+        optimizer.step()
+        adamw.step()
+    for (name, found), rest in zip(model.named_parameters(), plain.parameters()):
+        expected, momentum, gradient = before[name], torch.zeros_like(found), found.grad
+        assert gradient is not None
+        for _ in range(2):
+            momentum = 0.95 * momentum + gradient
+            scale = 0.1 * 0.2 * max(found.shape) ** 0.5
+            if found.ndim == 2:
+                expected = 0.95 * expected - scale * orthogonalised(0.95 * momentum + gradient)
+        if _is_matrix(name, found):
+            torch.testing.assert_close(found.detach(), expected, msg=name)
+            torch.testing.assert_close(optimizer.state[found]["momentum"], momentum, msg=name)
+        else:
+            assert torch.equal(found, rest), name
+            assert set(optimizer.state[found]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_a_skipped_step_changes_nothing_even_if_gradients_are_not_finite() -> None:
+    model = _model()
+    optimizer = build_optimizer(model, TRAIN)
+    assert isinstance(optimizer, Muon)
+    optimizer.step()
+    states = [state for parameter in model.parameters() for state in state_of(optimizer, parameter).values()]
+    before = [tensor.detach().clone() for tensor in (*model.parameters(), *states)]
+    for parameter in model.parameters():
+        parameter.grad.fill_(torch.nan)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert all(torch.equal(old, new) for old, new in zip(before, (*model.parameters(), *states)))
+
+
+def test_owners_have_about_the_same_work() -> None:
+    shapes = [(64, 192), (64, 64), (64, 256), (256, 64)] * 5
+    chosen = owners(shapes, 4)
+    work = [sum(m * n * min(m, n) for (m, n), owner in zip(shapes, chosen) if owner == rank) for rank in range(4)]
+    assert max(work) / min(work) < 1.2
+    assert owners([(8, 8)], 4) == [0]
+
+
+def test_an_installed_optimizer_is_planned_stepped_stored_and_not_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("toy_momentum", "cellmill_toy.options:ToyMomentum", "cellmill.optimizer")
+    monkeypatch.setattr(plugin, "entry_points", lambda group: [point] if group == point.group else [])
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "plugin")
+    given = {"name": "toy_momentum", "decay": 0.5}
+    train = Train.model_validate({"steps": 1, "lr": 0.1, "weight_decay": 0.0, "optimizer": given})
+    assert (train.optimizer.states_per_parameter, train.model_dump(mode="json")["optimizer"]) == (1, given)
+    model = nn.Linear(2, 2)
+    before, optimizer = model.weight.detach().clone(), build_optimizer(model, train)
+    for finite in (True, False):
+        model.weight.grad = torch.ones(2, 2)
+        step_if(torch.tensor(finite), optimizer, train.optimizer.fused)
+    torch.testing.assert_close(model.weight.detach(), before - 0.1 * 0.5)
+    assert list(state_of(optimizer, model.bias)) == ["momentum"]
+    with pytest.raises(ConfigError, match=r"requires train\.optimizer adamw, got toy_momentum; set"):
+        check_together(_options(given))
+    monkeypatch.delitem(sys.modules, "cellmill_toy.options")
+
+
+def test_an_optimizer_without_options_is_stored_as_its_name() -> None:
+    assert [Train(steps=1).model_dump(mode=mode)["optimizer"] for mode in ("json", "python")] == ["adamw"] * 2
+    for name, choice in OptimizerConfig.built_in().items():
+        train = Train.model_validate({"steps": 1, "optimizer": name})
+        assert (type(train.optimizer), train.model_dump()["optimizer"]) == (choice, name)
+        assert Train.model_validate(train.model_dump()) == train
+        assert train.optimizer.states_per_parameter == 2
+
+
+def test_offloading_muon_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"requires train\.optimizer adamw, got muon"):
+        check_together(_options("muon"))
+
+
+def _options(optimizer: Any) -> TrainOptions:
+    given = {"train": {"steps": 1, "optimizer": optimizer}, "parallel": {"cpu_offload": "optimizer"}}
+    return TrainOptions.model_validate({name: given.get(name, {}) for name in TrainOptions.model_fields})
+
+
+copied_or_not = pytest.mark.parametrize("copied", [False, True], ids=["in place", "copied"])
+
+
+def _pair(monkeypatch: pytest.MonkeyPatch, copied: bool) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+    """Return two equal models with torch's AdamW and ours; `copied` as if the parameters were on a GPU."""
+    monkeypatch.setattr(offload, "_needs_copy", lambda shard: copied)
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    train = Train(steps=1, weight_decay=0.3)
+    return models, [build_optimizer(models[0], train), build_optimizer(models[1], train, "optimizer")]
+
+
+def _step(models: list[nn.Module], optimizers: list[torch.optim.Optimizer], step: int) -> None:
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+    for model, optimizer in zip(models, optimizers):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (step + 1)
+        model(x).square().sum().backward()
+        if step == 1:
+            model[2].bias.grad = None  # type: ignore[index, union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _parameters(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@copied_or_not
+def test_offloaded_adamw_equals_torchs_bit_for_bit(monkeypatch: pytest.MonkeyPatch, copied: bool) -> None:
+    models, optimizers = _pair(monkeypatch, copied)
+    assert type(optimizers[1]) is OffloadedAdamW
+    for step in range(5):
+        _step(models, optimizers, step)
+        assert all(torch.equal(a, b) for a, b in zip(*map(_parameters, models))), step
+    for ours, theirs in zip(models[1].parameters(), models[0].parameters()):
+        states: list[dict[str, Any]] = [optimizers[1].state[ours], optimizers[0].state[theirs]]
+        assert states[0].keys() == states[1].keys()
+        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+@copied_or_not
+def test_weights_written_between_steps_are_used(monkeypatch: pytest.MonkeyPatch, copied: bool) -> None:
+    models, optimizers = _pair(monkeypatch, copied)
+    _step(models, optimizers, 0)
+    with torch.no_grad():
+        for model in models:
+            model[0].weight.copy_(torch.ones(7, 5))  # type: ignore[index, union-attr, operator]
+    _step(models, optimizers, 2)
+    assert all(torch.equal(a, b) for a, b in zip(*map(_parameters, models)))
+
+
+@copied_or_not
+def test_a_step_that_overflowed_changes_nothing(monkeypatch: pytest.MonkeyPatch, copied: bool) -> None:
+    models, optimizers = _pair(monkeypatch, copied)
+    for optimizer in optimizers:
+        optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+    _step(models, optimizers, 0)
+    before = [tensor.clone() for tensor in _parameters(models[1])]
+    for optimizer in optimizers:
+        optimizer.found_inf.fill_(1.0)  # type: ignore[attr-defined]
+    _step(models, optimizers, 2)
+    assert all(torch.equal(a, b) for a, b in zip(before, _parameters(models[1])))
+    for optimizer in optimizers:
+        optimizer.found_inf.zero_()  # type: ignore[attr-defined]
+    _step(models, optimizers, 3)
+    assert all(torch.equal(a, b) for a, b in zip(*map(_parameters, models)))
+
+
+@pytest.mark.parametrize("offload", [None, "optimizer"])
+def test_an_optimizer_of_a_stage_without_trained_parameters_steps(offload: str | None) -> None:
+    optimizer = build_optimizer(nn.Linear(2, 2).requires_grad_(False), Train(steps=1), offload)
+    step_if(torch.tensor(True), optimizer)
+    optimizer.step()
+    assert not optimizer.state
