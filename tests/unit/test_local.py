@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from cellmill.launch.job import _wait, agent_environment
+from cellmill.launch.job import agent_environment, wait_for
 from cellmill.launch.signals import requests
 
 
@@ -18,7 +18,7 @@ from cellmill.launch.signals import requests
 def test_the_exit_code_is_that_of_the_agent_that_failed_first(victim: int) -> None:
     agents = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     agents[victim].kill()
-    assert _wait(agents, lambda: None) == -signal.SIGKILL
+    assert wait_for(agents, lambda: None) == -signal.SIGKILL
     assert agents[1 - victim].returncode == -signal.SIGTERM
 
 
@@ -31,11 +31,11 @@ def test_processes_share_the_cores_that_are_reserved_for_them(monkeypatch: pytes
 def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
     earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with requests() as asked:
+        with requests() as received:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert asked.asked is None
+            assert received.first is None
             os.kill(os.getpid(), signal.SIGTERM)
-            assert asked.asked == "cancel"
+            assert received.first == "cancel"
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, earlier)

@@ -199,7 +199,7 @@ def test_a_job_left_by_a_killed_process_is_cancelled_first(
 def test_a_queue_without_a_usable_answer_is_given_up(
     tmp_path: Path, cluster: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PATIENCE_S", 1)
+    monkeypatch.setattr(module, "ONCE_PATIENCE_S", 1)
     folder = cluster()
     when(tmp_path, "PENDING Resources", lambda: (folder / "queue").write_text("Hello\n"))
     with pytest.raises(UserError) as error:

@@ -21,8 +21,9 @@ from cellmill.errors import Stopped, UserError
 from cellmill.launch import queue as queue_module
 from cellmill.launch.follow import BEGINS, JobFollower, Tail, save_job
 from cellmill.launch.job import Job
-from cellmill.launch.slurm import RunFiles, SlurmLauncher
+from cellmill.launch.slurm import SlurmLauncher
 from cellmill.launch.submit import submitting
+from cellmill.runs.folder import TrainFolder
 from cellmill.runs.jobs import JobRecord, Jobs
 from cellmill.runs.lock import FolderWatch, claim
 
@@ -48,8 +49,7 @@ class Scripted:
         monkeypatch.setenv("FAKE_SLURM", str(self.fake))
         monkeypatch.setattr("cellmill.launch.follow.GONE_S", 0.3)
         self.machine = Machine(launcher="slurm", poll_s=0.05, **machine)
-        self.states = ["running"]
-        self.steps = [0]
+        self.states, self.steps = ["running"], [0]
 
     def answers(self, **answers: list[list[Any]]) -> None:
         (self.fake / "answers.json").write_text(
@@ -57,8 +57,14 @@ class Scripted:
         )
 
     def run(self) -> None:
-        files = RunFiles(lambda: self._next(self.states), lambda: self._next(self.steps))
-        SlurmLauncher(self.train, self.machine, files).run(lambda folder: Job("some.module", [str(folder)], 1, 1))
+        self.launcher().run(lambda folder: Job("some.module", [str(folder)], 1, 1))
+
+    def launcher(self) -> SlurmLauncher:
+        """A launcher to which the run's folder shows the scripted states and saved steps, one at each look."""
+        folder = TrainFolder(self.train)
+        folder.state = lambda: self._next(self.states)  # type: ignore[method-assign]
+        folder.saved_step = lambda: self._next(self.steps)  # type: ignore[method-assign]
+        return SlurmLauncher(folder, self.machine)
 
     def calls(self, program: str) -> list[str]:
         return [line for line in (self.fake / "calls").read_text().splitlines() if line.startswith(program)]
@@ -195,9 +201,10 @@ def test_a_start_refused_by_a_living_one_is_followed_by_one_job_once_that_has_en
     squeue = scripted.fake / "bin" / "squeue"
     release = f'if err == \'released\':\n    Path({str(own.file)!r}).write_text(\'{{"job": "6", "released": true}}\')\n'
     squeue.write_text(squeue.read_text().replace("print(out", f"{release}print(out", 1))
-    calls = scripted.fake / "calls"
-    files = RunFiles(lambda: "done" if calls.read_text().count("sbatch") == 2 else "running", lambda: 0)
-    SlurmLauncher(scripted.train, scripted.machine, files).run(lambda folder: Job("some.module", [str(folder)], 1, 1))
+    calls, launcher = scripted.fake / "calls", scripted.launcher()
+    state = lambda: "done" if calls.read_text().count("sbatch") == 2 else "running"  # noqa: E731
+    launcher.folder.state = state  # type: ignore[method-assign]
+    launcher.run(lambda folder: Job("some.module", [str(folder)], 1, 1))
     line = (
         f"job {holder} still trains on node3, which SLURM may have lost; another job is submitted once it has ended; "
         f"to let it save and end, run there: `pkill -f {scripted.train}`\n"
@@ -314,13 +321,13 @@ def test_another_launcher_may_go_on_once_nothing_is_known_of_a_job(scripted: Scr
     folder, name = Jobs(scripted.train).new()
     record = JobRecord.of(scripted.machine, folder, "7", name).now("RUNNING")
     (scripted.fake / "name").write_text(name)
-    machine = scripted.machine.model_copy(update={"launcher": "local"})
-    launcher = SlurmLauncher(scripted.train, machine, RunFiles(lambda: "running", lambda: 0))
+    scripted.machine = scripted.machine.model_copy(update={"launcher": "local"})
+    launcher = scripted.launcher()
     scripted.answers(squeue=[NONE, NONE, listed("RUNNING")])
     assert launcher.living() == record
     assert not launcher.is_gone(record)
     scripted.answers(squeue=[NONE])
-    time.sleep(4 * machine.poll_s)  # an answer is good for so long
+    time.sleep(4 * scripted.machine.poll_s)  # an answer is good for so long
     assert launcher.is_gone(record)
     assert launcher.living() is None
 

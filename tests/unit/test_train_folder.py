@@ -42,7 +42,7 @@ with locked(Path(sys.argv[1]), "busy", follows=True):
     sys.stdin.readline()
     with requests() as collected:
         print("following", flush=True)
-        while collected.asked is None:
+        while collected.first is None:
             collected.wait(1)
 """
 

@@ -4,12 +4,12 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cellmill.errors import Stopped, UserError
-from cellmill.launch.queue import Queue, pending_hint
+from cellmill.launch.queue import Queue, explained_training
 from cellmill.runs.jobs import GONE, UNKNOWN, UNLISTED, JobRecord, JobState
 from cellmill.runs.lock import lives
 
@@ -24,6 +24,15 @@ NOT_LAUNCHED = re.compile(
 BEGINS = "Starting with JobEnvironment"  # printed by submitit each time SLURM starts the job
 OF_SUBMITIT = re.compile(r"^submitit (?:INFO|WARNING) .*\n", re.MULTILINE)
 """Lines that stay in the log and are not shown: they say nothing that the launcher does not say."""
+OUT_OF_MEMORY = "(oom[-_]kill event|Out Of Memory)"
+"""SLURM reports that the kernel killed a process for memory."""
+REFUSED = "^((?:an earlier start of )?job .* is training in .*; (?:job .*|this start) ends)$"
+"""The job ended because another one has the run."""
+FAILED_SETUP = "^cellmill: (`.*` failed on .*; change (?:modules|setup) in the profile)$"
+"""A command before srun failed."""
+FAILED_IMPORT = r"^((?:ModuleNotFound|Import)Error: .*|\S+: No module named .*)$"
+TO_SAVE = "^(SIGUSR2: saving)$"
+"""SLURM announced the end of the job, as it does before the time limit."""
 
 
 class Tail:
@@ -33,8 +42,7 @@ class Tail:
         self.path, self.echo, self.position = path, echo, 0
         self._begun = False
         self.not_launched: re.Match[str] | None = None
-        """srun's message about a task it could not launch in the present start: tasks, or node, and reason. The other
-        tasks wait for it."""
+        """srun's message about a task that it could not launch in the present start: tasks, or node, and reason."""
 
     def read(self) -> None:
         """Read new text. A file that does not exist yet has none."""
@@ -55,44 +63,15 @@ class Tail:
                 self.not_launched, self._begun = None if self._begun else self.not_launched, True
             self.not_launched = NOT_LAUNCHED.search(part) or self.not_launched
 
-    def reports_out_of_memory(self) -> bool:
-        """True if SLURM reports in the log that the kernel killed a process for memory."""
-        return re.search(rb"oom[-_]kill event|Out Of Memory", self._end()) is not None
-
-    def refusal(self) -> str:
-        """The line of a job that ended because another one has the run; empty for other jobs."""
-        found = re.search(
-            rb"^(an earlier start of )?job .* is training in .*; (job .*|this start) ends$", self._end(), re.MULTILINE
-        )
-        return found[0].decode(errors="replace") if found else ""
-
-    def failed_setup(self) -> str:
-        """The line of a command before srun that failed; empty if there is none."""
-        found = re.search(
-            rb"^cellmill: (`.*` failed on .*; change (?:modules|setup) in the profile)$", self._end(), re.M
-        )
-        return found[1].decode(errors="replace") if found else ""
-
-    def failed_import(self) -> str:
-        """The last line about a Python module that could not be imported; empty if there is none."""
-        found = re.findall(
-            rb"^((?:ModuleNotFound|Import)Error: .*|\S+: No module named .*)$", self._end(), re.MULTILINE
-        )
-        return found[-1].decode(errors="replace") if found else ""
-
-    def was_to_save(self) -> bool:
-        """True if SLURM announced the end of the job, as it does before the time limit."""
-        return re.search(rb"^SIGUSR2: saving$", self._end(), re.MULTILINE) is not None
-
-    def _end(self) -> bytes:
-        """What the last start left in the last 64 KiB of the log."""
+    def last(self, pattern: str) -> str:
+        """The last match of the pattern's group in the last 64 KiB of the log's last start; empty without one."""
         try:
             with open(self.path, "rb") as file:
-                file.seek(0, os.SEEK_END)
-                file.seek(max(0, file.tell() - 65536))
-                return file.read().rsplit(BEGINS.encode(), 1)[-1]
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
+                end = file.read().decode(errors="replace").rsplit(BEGINS, 1)[-1]
         except OSError:
-            return b""
+            return ""
+        return (re.findall(pattern, end, re.MULTILINE) or [""])[-1]
 
 
 @dataclass
@@ -109,8 +88,8 @@ class JobFollower:
     patience_s: float = PATIENCE_S
     """How long the queue may give no answer."""
     slowest_poll_s: float = 0.0
-    """The longer the job is followed, the less often the queue is asked, down to once in this time. 0: ask at every
-    call of `alive`, as often as `queue` allows."""
+    """The longer the job is followed, the less often the queue is queried, down to once in this time. 0: at every call
+    of `alive`, as often as `queue` allows."""
     state: JobState = field(default=JobState(""), init=False)
     """The last state that SLURM reported."""
     nodes: str = field(default="", init=False)
@@ -119,6 +98,26 @@ class JobFollower:
     def __post_init__(self) -> None:
         self._printed, self._ended, self._gone_since, self._silent_since = "", False, 0.0, 0.0
         self._began, self._next_poll = time.monotonic(), 0.0
+
+    @classmethod
+    def of(cls, record: JobRecord, queue: Queue, echo: bool = True, patience_s: float = PATIENCE_S) -> "JobFollower":
+        """A follower that updates the job's record."""
+        return cls(record.job_id, record.name, queue, Tail(record.log, echo), record, patience_s)
+
+    def states(self, wait: Callable[[float], None]) -> Iterator[JobState]:
+        """The job's state after each look, until it has ended; `wait` waits for a number of seconds, or less.
+
+        Cancels a job of which srun could not launch a task: the others would wait for it until the time limit.
+        """
+        while self.alive():
+            if self.state.name == "RUNNING" and (lost := self.tail.not_launched) is not None:
+                say(f"{lost[0]}: the other tasks would wait for it until the time limit")
+                self.cancel(wait)
+                self._note(JobState("LAUNCH_FAILED"), ended=True)
+                break
+            yield self.state
+            wait(min(TICK_S, self.queue.poll_s))
+        self.tail.read()
 
     def alive(self) -> bool:
         """Poll the job if it is time, and read its log; return False once it has ended.
@@ -132,20 +131,13 @@ class JobFollower:
         self.tail.read()
         return not self._ended
 
-    def cancel(self, wait: Callable[[float], None] = time.sleep, impatient: Callable[[], bool] = lambda: False) -> None:
+    def cancel(self, wait: Callable[[float], None] = time.sleep) -> None:
         """Cancel the job, wait until it has ended, and record that. Raises UserError if it does not end in time."""
-        self.state = cancel_job(self.job_id, self.name, wait, impatient)
-        self.note(self.state, ended=True)
+        self._note(cancel_job(self.job_id, self.name, wait), ended=True)
 
-    def save_and_cancel(self, wait: Callable[[float], None], impatient: Callable[[], bool]) -> None:
-        """Cancel the job after it was signalled to save; see `save_job`."""
-        assert self.record is not None
-        save_job(self.job_id, self.name, self.record.save_within_s, wait, impatient)
-        self.state = cancel_job(self.job_id, self.name, wait)
-        self.note(self.state, ended=True)
-
-    def note(self, state: JobState, ended: bool) -> None:
-        if self.record is not None and self.record.path.is_dir():  # a deleted run is not made again
+    def _note(self, state: JobState, ended: bool) -> None:
+        self.state = state
+        if self.record is not None:
             self.record = self.record.now(state.name, state.reason, ended)
 
     def _poll(self) -> None:
@@ -168,14 +160,13 @@ class JobFollower:
         elif state.name == GONE:
             return
         self.state, self.nodes, self._ended = state, state.nodes or self.nodes, not state.alive
-        text = self._description(state)
-        if text == self._printed:
-            return
-        if self._ended:
-            self.tail.read()  # the job's last lines come before its end
-        say(text)
-        self._printed = text
-        self.note(state, self._ended)
+        text = f"job {self.job_id}: {self._described(state)}"
+        if text != self._printed:
+            if self._ended:
+                self.tail.read()  # the job's last lines come before its end
+            say(text)
+            self._printed = text
+            self._note(state, self._ended)
 
     def _is_gone(self) -> bool:
         """False while a job that SLURM does not list may live: a controller in trouble answers with an empty list.
@@ -197,15 +188,12 @@ class JobFollower:
                 f"may still run: run the same command to follow it again, or end it with `scancel {self.job_id}`"
             )
 
-    def _description(self, state: JobState) -> str:
-        where = f" on {state.nodes}" if state.nodes and state.name in ("RUNNING", "COMPLETING") else ""
-        if not state.reason or state.name != "PENDING":
-            return f"job {self.job_id}: {state.name}{where}"
-        if self.record is None:
-            return f"job {self.job_id}: {state.text}"
-        request = {"runtime": f"runtime {self.record.runtime} min", "nodes": self.record.nodes}
-        hint = pending_hint(state.reason, **request, job_id=self.job_id)
-        return f"job {self.job_id}: {state.text}{f': {hint}' if hint else ''}"
+    def _described(self, state: JobState) -> str:
+        if state.name == "PENDING":
+            return state.text if self.record is None else explained_training(state, self.record)
+        return (
+            f"{state.name} on {state.nodes}" if state.nodes and state.name in ("RUNNING", "COMPLETING") else state.name
+        )
 
 
 def save_job(
@@ -215,9 +203,10 @@ def save_job(
     wait: Callable[[float], None] = time.sleep,
     impatient: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Ask a running job to save and to end, and wait until it has, for at most `within_s` seconds.
+    """Signal a running job to save and to end, and wait until it has, for at most `within_s` seconds.
 
-    What scancel leaves it is SLURM's KillWait, 30 s by default, which may be too short for a checkpoint.
+    What scancel leaves it is SLURM's KillWait, 30 s by default, which may be too short for a checkpoint. `impatient`
+    returns True to stop waiting.
     """
     queue = Queue(TICK_S)
     if queue.state(job_id, name).name not in ("RUNNING", UNKNOWN) or queue.cancel(job_id, name, signal="USR2"):
@@ -230,24 +219,15 @@ def save_job(
         wait(TICK_S)
 
 
-def cancel_job(
-    job_id: str, name: str, wait: Callable[[float], None] = time.sleep, impatient: Callable[[], bool] = lambda: False
-) -> JobState:
+def cancel_job(job_id: str, name: str, wait: Callable[[float], None] = time.sleep) -> JobState:
     """Cancel the job of this id and name and wait until it has ended: scancel only delivers the request.
 
     Returns its final state. Raises UserError if it has not ended within `CANCEL_S`.
-
-    Parameters
-    ----------
-    wait
-        Waits for a number of seconds, or less.
-    impatient
-        Returns True to stop waiting.
     """
     queue = Queue(TICK_S)
     complaint, deadline = queue.cancel(job_id, name), time.monotonic() + CANCEL_S
     while (state := queue.state(job_id, name)).alive or state.name == UNKNOWN:
-        if time.monotonic() > deadline or impatient():
+        if time.monotonic() > deadline:
             raise UserError(
                 f"job {job_id} was cancelled but has not ended ({complaint or state.name}); `scancel {job_id}` "
                 "asks again"

@@ -145,14 +145,23 @@ def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None
             for agent in agents:
                 signal_all(children(agent.pid), signal.SIGTERM)
 
+    def start(place: Rendezvous) -> subprocess.Popen[bytes]:
+        threads = agent_environment(job.nodes * job.nproc_per_node, job.nodes * job.cores, job.error_file)
+        return subprocess.Popen(
+            job.command(),
+            env=threads | place.environment(),
+            pass_fds=(keep_open,),
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+        )
+
     try:
         with handled_by(forward):
             while True:
                 agents.clear()
                 secret = secrets.token_hex(32)
-                for node in range(job.nodes):
-                    agents.append(_start(job, Rendezvous(secret, node, job.nodes, LOOPBACK), keep_open))
-                code = _wait(agents, each_second)
+                agents += [start(Rendezvous(secret, node, job.nodes, LOOPBACK)) for node in range(job.nodes)]
+                code = wait_for(agents, each_second)
                 if not code or signals or not restarts.again(code):
                     break
         if signals > 1:
@@ -165,31 +174,19 @@ def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None
             agent.kill()
 
 
-def _start(job: Job, place: Rendezvous, keep_open: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        job.command(),
-        env=agent_environment(job.nodes * job.nproc_per_node, job.nodes * job.cores, job.error_file)
-        | place.environment(),
-        pass_fds=(keep_open,),
-        start_new_session=True,
-        preexec_fn=lambda: die_with_parent(signal.SIGTERM),
-    )
+def wait_for(processes: list[subprocess.Popen[bytes]], each_second: Callable[[], None]) -> int:
+    """Wait for all processes; return the exit code of the one that failed first, or 0.
 
-
-def _wait(agents: list[subprocess.Popen[bytes]], each_second: Callable[[], None]) -> int:
-    """Wait for all agents; return the exit code of the one that failed first, or 0."""
+    The others are ended with it: they would wait for it forever.
+    """
     code, called = 0, time.monotonic()
-    while any(agent.poll() is None for agent in agents):
+    while any(process.poll() is None for process in processes):
         if time.monotonic() - called > 1:
             called = time.monotonic()
             each_second()
-        code = code or _failed(agents)
-        if code:  # the others would wait for it forever
-            for agent in agents:
-                agent.terminate()
+        code = code or next((process.returncode for process in processes if process.poll()), 0)
+        if code:
+            for process in processes:
+                process.terminate()
         time.sleep(0.05)
-    return code or _failed(agents)
-
-
-def _failed(agents: list[subprocess.Popen[bytes]]) -> int:
-    return next((code for agent in agents if (code := agent.poll())), 0)
+    return code or next((process.returncode for process in processes if process.returncode), 0)

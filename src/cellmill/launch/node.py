@@ -28,7 +28,7 @@ from typing import Any
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 from cellmill.files import read_json, write_json, write_text
-from cellmill.launch.job import Job, Restarts, agent_environment
+from cellmill.launch.job import Job, Restarts, agent_environment, wait_for
 from cellmill.launch.queue import expand
 from cellmill.launch.rendezvous import Rendezvous, secret_of_start
 from cellmill.launch.signals import STOP_SIGNALS, children, die_with_parent, handled_by, signal_all
@@ -284,7 +284,7 @@ def run_allocation(
     keep_open: int,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[int, Path]:
-    """Run the job that `job` returns for its folder. Returns srun's exit code and the file for an error.
+    """Run the job that `job` returns for its folder. Returns srun's exit code and the folder.
 
     Signals are forwarded to the workers, who save; so is the end of this process, however it ends. Raises UserError
     outside an allocation.
@@ -299,38 +299,11 @@ def run_allocation(
     job_id = os.environ.get("SLURM_JOB_ID")
     if job_id is None:
         raise UserError("launcher allocation: not inside a SLURM job; start it with salloc or sbatch")
-    jobs = Jobs(train)
-    folder, name = jobs.new()
+    folder, name = Jobs(train).new()
     task = NodeTask.of(job(folder), machine, folder).write()
     here = machine.model_copy(update={"slurm_partition": os.environ.get("SLURM_JOB_PARTITION", "")})
     record = JobRecord.of(here, folder, job_id, name).now("RUNNING")
-    step = subprocess.Popen(
-        _srun(machine, task),
-        start_new_session=True,  # Ctrl-C must reach this process alone
-        pass_fds=(keep_open,),
-        preexec_fn=lambda: die_with_parent(signal.SIGTERM),
-    )
-    with handled_by(lambda number, frame: step.send_signal(signal.SIGUSR2)):
-        code = _wait(step, check)
-    record.now("COMPLETED" if code == 0 else "FAILED", ended=True)
-    return code, folder / "error.txt"
-
-
-def _wait(step: subprocess.Popen[bytes], check: Callable[[], None]) -> int:
-    """Wait for srun, with a check each second; return its exit code."""
-    while True:
-        try:
-            return step.wait(timeout=1)
-        except subprocess.TimeoutExpired:
-            try:
-                check()
-            except UserError:
-                step.terminate()
-                raise
-
-
-def _srun(machine: Machine, task: Path) -> list[str]:
-    return [
+    srun = [
         "srun",
         f"--nodes={machine.nodes}",
         f"--ntasks={machine.nodes}",
@@ -342,8 +315,18 @@ def _srun(machine: Machine, task: Path) -> list[str]:
         *([f"--gpus-per-node={machine.gpus_per_node}"] if machine.gpus_per_node else []),
         *([f"--gres={machine.gres}"] if machine.gres else []),
         *machine.srun_flags,
-        sys.executable,
-        "-m",
-        "cellmill.launch.node",
-        str(task),
     ]
+    step = subprocess.Popen(
+        [*srun, sys.executable, "-m", "cellmill.launch.node", str(task)],
+        start_new_session=True,  # Ctrl-C must reach this process alone
+        pass_fds=(keep_open,),
+        preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+    )
+    try:
+        with handled_by(lambda number, frame: step.send_signal(signal.SIGUSR2)):
+            code = wait_for([step], check)
+    except UserError:
+        step.terminate()
+        raise
+    record.now("COMPLETED" if code == 0 else "FAILED", ended=True)
+    return code, folder

@@ -1,8 +1,7 @@
-"""Signals that ask a training to stop, what each means to a process that follows a job, and Linux's orphan control.
+"""Signals that stop a training, what each means to a process that follows a job, and Linux's control of orphans.
 
 A follower cancels its job on INT and TERM, leaves it running on HUP and USR2 (so a lost terminal loses no job), and
-hands over to another follower on USR1. Against orphans, children die with their parent, and the children of a process
-can be listed.
+hands over to another follower on USR1.
 """
 
 import ctypes
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 from cellmill.errors import Stopped
 
@@ -31,7 +29,7 @@ class Interrupted(Stopped):
 
 
 @contextmanager
-def handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
+def handled_by(handler: Callable[[int, object], None]) -> Iterator[None]:
     """Call `handler` on every stop signal; restore the earlier handlers afterwards. nohup's ignored SIGHUP stays so."""
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
     earlier = {number: signal.signal(number, handler) for number in STOP_SIGNALS if number not in ignored}
@@ -56,8 +54,8 @@ class Requests:
     """Requests that signals have made of a follower."""
 
     def __init__(self) -> None:
-        self.asked: str | None = None
-        """The first request: cancel, detach or hand over."""
+        self.first: str | None = None
+        """cancel, detach or hand over."""
         self.again = False
         """Set by every signal; reset it to notice the next one."""
         self._event = Event()
@@ -67,8 +65,9 @@ class Requests:
         self._event.wait(seconds)
         self._event.clear()
 
-    def _note(self, number: int, frame: object) -> None:
-        self.asked, self.again = self.asked or REQUESTS[signal.Signals(number)], True
+    def note(self, number: int, frame: object) -> None:
+        """Handle a signal."""
+        self.first, self.again = self.first or REQUESTS[signal.Signals(number)], True
         self._event.set()
 
 
@@ -76,17 +75,16 @@ class Requests:
 def requests() -> Iterator[Requests]:
     """Collect the requests of signals instead of being ended by them."""
     collected = Requests()
-    with handled_by(collected._note):
+    with handled_by(collected.note):
         yield collected
 
 
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.CDLL(None)
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Ask the kernel to send this process signal `number` when its parent ends, however it ends (prctl(2))."""
-    _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    """Have the kernel send this process signal `number` when its parent ends (prctl(2), PR_SET_PDEATHSIG)."""
+    _libc.prctl(1, number, 0, 0, 0)
 
 
 def children(pid: int) -> list[int]:

@@ -16,13 +16,28 @@ from pathlib import Path
 
 from cellmill.config.machine import Machine
 from cellmill.errors import DataError, Stopped, UserError
-from cellmill.launch.follow import TICK_S, JobFollower, Tail, cancel_job, say, settle
+from cellmill.launch.follow import (
+    FAILED_IMPORT,
+    FAILED_SETUP,
+    OUT_OF_MEMORY,
+    REFUSED,
+    TICK_S,
+    TO_SAVE,
+    JobFollower,
+    Tail,
+    cancel_job,
+    save_job,
+    say,
+    settle,
+)
 from cellmill.launch.job import Job
 from cellmill.launch.queue import Queue
 from cellmill.launch.signals import Requests, requests
 from cellmill.launch.submit import SlurmJobs
-from cellmill.runs.jobs import CANCELLED, FOREIGN, GONE, UNKNOWN, JobRecord, Jobs, JobState
+from cellmill.runs.folder import TrainFolder
+from cellmill.runs.jobs import CANCELLED, FOREIGN, GONE, UNKNOWN, JobRecord, Jobs
 from cellmill.runs.lock import FolderDeleted, FolderWatch, living
+from cellmill.runs.progress import training_seconds
 
 SHARE = 0.5
 """From this part of its time on, a job was mostly start-up."""
@@ -37,9 +52,9 @@ class ShortJobs:
 
     training_s: Callable[[], float | None]
     _before_s: float = 0.0
-    _shares: list[float] = field(default_factory=list)
-    _steps: list[int] = field(default_factory=list)
-    _told: bool = False
+    _at_limit: list[tuple[float, int]] = field(default_factory=list)
+    """(share of its time in which it did not train, steps saved) of each of the last jobs, if it ended at its limit."""
+    _warned: bool = False
 
     def begin(self) -> None:
         """A job begins."""
@@ -68,18 +83,17 @@ class ShortJobs:
         """
         elapsed_s, after_s = _elapsed_s(ended), self.training_s()
         if after_s is None or elapsed_s < 60 * ended.runtime - ended.save_within_s - EARLY_S:
-            self._shares.clear()  # it did not end at its limit
-            self._steps.clear()
+            self._at_limit.clear()
             return ""
-        self._shares.append(1 - min(1.0, max(0.0, after_s - self._before_s) / max(elapsed_s, 1e-9)))
-        self._steps.append(steps)
-        last, made = self._shares[-IN_A_ROW:], self._steps[-IN_A_ROW:]
-        if self._told or len(last) < IN_A_ROW or min(last) < SHARE:
+        self._at_limit.append((1 - min(1.0, max(0.0, after_s - self._before_s) / max(elapsed_s, 1e-9)), steps))
+        shares, saved = zip(*self._at_limit[-IN_A_ROW:])
+        if self._warned or len(shares) < IN_A_ROW or min(shares) < SHARE:
             return ""
-        self._told = True
+        self._warned = True
         return (
-            f"warning: the last {IN_A_ROW} jobs spent {sum(last) / IN_A_ROW:.0%} of their time on starting and saving, "
-            f"and made {' and '.join(map(str, made))} steps: raise runtime ({ended.runtime} min) in the profile"
+            f"warning: the last {IN_A_ROW} jobs spent {sum(shares) / IN_A_ROW:.0%} of their time on starting and "
+            f"saving, and made {' and '.join(map(str, saved))} steps: raise runtime ({ended.runtime} min) in the "
+            "profile"
         )
 
 
@@ -104,31 +118,18 @@ TOO_SHORT = (
 SETTLE_S = 60  # how long a shared folder may take to show what a node wrote
 
 
-@dataclass(frozen=True)
-class RunFiles:
-    """The run's state by its files, read at each call."""
-
-    state: Callable[[], str]
-    """running, stopped or done."""
-    saved_step: Callable[[], int]
-    """Step of the newest checkpoint; 0 without one."""
-    training_s: Callable[[], float | None] = lambda: None
-    """Seconds of all steps of its curve; None if unknown."""
-
-
 @dataclass
 class SlurmLauncher:
     """Submits and follows the jobs of one run. One process at a time: the caller holds the run's lock."""
 
-    train: Path
+    folder: TrainFolder
     machine: Machine
-    files: RunFiles
     slurm: SlurmJobs = field(init=False)
     watch: FolderWatch = field(init=False)
 
     def __post_init__(self) -> None:
-        self.watch = FolderWatch(self.train)
-        self.slurm = SlurmJobs(Jobs(self.train), Queue(self.machine.poll_s), self.machine)
+        self.watch = FolderWatch(self.folder.path)
+        self.slurm = SlurmJobs(Jobs(self.folder.path), Queue(self.machine.poll_s), self.machine)
         for command in ("sbatch", "srun", "squeue", "scancel"):
             if shutil.which(command) is None:
                 raise UserError(
@@ -150,7 +151,7 @@ class SlurmLauncher:
 
     def is_gone(self, record: JobRecord) -> bool:
         """Wait until SLURM lists a job (False), or has not known it for so long that it has ended (True)."""
-        follower = JobFollower(record.job_id, record.name, self.slurm.queue, Tail(record.log, echo=False), record)
+        follower = JobFollower.of(record, self.slurm.queue, echo=False)
         while follower.alive():
             if follower.state.alive:
                 return False
@@ -163,7 +164,8 @@ class SlurmLauncher:
         Raises Stopped if it was cancelled or detached from, UserError if the training or SLURM refuses.
         """
         with requests() as self.slurm.requests:
-            record, fruitless, short = self.living(), 0, ShortJobs(self.files.training_s)
+            record, fruitless = self.living(), 0
+            short = ShortJobs(lambda: training_seconds(self.folder.path))
             if record is not None:
                 say(f"attached to job {record.job_id}; its log: {record.log}")
                 if changes := record.changes(self.machine):
@@ -173,20 +175,19 @@ class SlurmLauncher:
                         "the same command again"
                     )
             for _ in range(self.machine.max_jobs):
-                saved_before = self.files.saved_step()
+                saved_before = self.folder.saved_step()
                 short.begin()
                 ended = self._follow(record or self.slurm.submit(job), self.slurm.requests)
-                self._settle(ended, self.slurm.requests.wait)
-                if self.files.state() == "done":
+                if self.folder.state() == "done":
                     return
                 why, log = self._why_another(ended), Tail(ended.log)
-                if why == log.refusal():
+                if why == log.last(REFUSED):
                     record = self._after_claim()
-                    if self.files.state() == "done":
+                    if self.folder.state() == "done":
                         return
                     continue
-                saved = self.files.saved_step()
-                if too_long := short.start_up(ended, saved - saved_before, log.was_to_save()):
+                saved = self.folder.saved_step()
+                if too_long := short.start_up(ended, saved - saved_before, bool(log.last(TO_SAVE))):
                     raise UserError(f"{too_long} (job {ended.job_id}, log: {ended.log})")
                 fruitless = 0 if saved > saved_before else fruitless + 1
                 if fruitless == FRUITLESS_JOBS:
@@ -203,67 +204,63 @@ class SlurmLauncher:
 
     def _after_claim(self) -> JobRecord | None:
         """Wait until no job claims the run, or until SLURM has one of it; return that one's record."""
-        told = False
-        while (record := self.slurm.find()) is None and (job := living(self.train)) and self.files.state() != "done":
-            if not told:
-                records = [record for record in self.slurm.jobs.all() if record.job_id == job]
-                hosts = [host for record in records for start in record.attempts()[-1:] for host in start["hosts"]]
+        warned = False
+        while (record := self.slurm.find()) is None:
+            job = living(self.folder.path)
+            if not job or self.folder.state() == "done":
+                break
+            if not warned:
+                records = [each for each in self.slurm.jobs.all() if each.job_id == job]
+                hosts = [host for each in records for start in each.attempts()[-1:] for host in start["hosts"]]
                 say(
                     f"job {job} still trains on {', '.join(hosts) or 'a node'}, which SLURM may have lost; another job "
                     "is submitted once it has ended; to let it save and end, run there: "
-                    f"`pkill -f {shlex.quote(str(self.train))}`"
+                    f"`pkill -f {shlex.quote(str(self.folder.path))}`"
                 )
-                told = True
+                warned = True
             self.watch.check()
             self.slurm.pause(self.machine.poll_s)
         return record
 
     def _follow(self, record: JobRecord, requests: Requests) -> JobRecord:
-        """Follow a job until it has ended, obeying signals; return its record."""
-        follower = JobFollower(record.job_id, record.name, self.slurm.queue, Tail(record.log), record)
-        while self._is_alive(follower):
-            lost = follower.tail.not_launched
-            if follower.state.name == "RUNNING" and lost is not None:
-                say(f"{lost[0]}: the other tasks would wait for it until the time limit")
-                follower.cancel(requests.wait)
-                follower.note(JobState("LAUNCH_FAILED"), ended=True)
-                break
-            if requests.asked:
-                self._obey(follower, requests)
-            requests.wait(min(TICK_S, self.machine.poll_s))
-        follower.tail.read()
+        """Follow a job until it has ended and the shared folder shows how, obeying signals; return its record.
+
+        Cancels it, and raises FolderDeleted, if the run's folder was deleted.
+        """
+        follower = JobFollower.of(record, self.slurm.queue)
+        for _ in follower.states(requests.wait):
+            try:
+                self.watch.check(f"; job {record.job_id}, which can save nothing, was cancelled")
+            except FolderDeleted:
+                cancel_job(record.job_id, record.name, requests.wait)
+                raise
+            if requests.first:
+                self._obey(follower, record, requests)
         self.watch.wait()
-        assert follower.record is not None
-        return follower.record
+        ended = follower.record
+        assert ended is not None
+        if ended.state == "COMPLETED":
+            shown = ("done", "stopped")
+            settle(lambda: self.folder.state() in shown or bool(ended.error), self.folder.path, SETTLE_S, requests.wait)
+        return ended
 
-    def _is_alive(self, follower: JobFollower) -> bool:
-        """True if the job has not ended. Cancels it, and raises FolderDeleted, if the run's folder was deleted."""
-        try:
-            self.watch.check(f"; job {follower.job_id}, which can save nothing, was cancelled")
-        except FolderDeleted:
-            cancel_job(follower.job_id, follower.name, self.slurm.requests.wait)
-            raise
-        return follower.alive()
-
-    def _obey(self, follower: JobFollower, requests: Requests) -> None:
+    def _obey(self, follower: JobFollower, record: JobRecord, requests: Requests) -> None:
         """Cancel the job or leave it, as requested. Raises Stopped."""
-        job_id = follower.job_id
-        if requests.asked == "hand over":
+        job_id = record.job_id
+        if requests.first == "hand over":
             raise Stopped(f"job {job_id} is now followed by another process")
-        if requests.asked == "detach" or self.machine.on_interrupt == "detach":
+        if requests.first == "detach" or self.machine.on_interrupt == "detach":
             raise Stopped(
                 f"job {job_id} goes on without this process; run the same command to follow it again, "
                 f"`scancel {job_id}` to end it"
             )
         say(f"cancelling job {job_id}")
         requests.again = False
-        follower.save_and_cancel(requests.wait, impatient=lambda: requests.again)
-        raise Stopped(f"cancelled job {job_id}; saved at step {self.files.saved_step()}; run the same command to go on")
-
-    def _settle(self, ended: JobRecord, wait: Callable[[float], None]) -> None:
-        """Wait until the shared folder shows how the training ended."""
-        if ended.state == "COMPLETED":
-            settle(lambda: self.files.state() in ("done", "stopped") or bool(ended.error), self.train, SETTLE_S, wait)
+        save_job(job_id, record.name, record.save_within_s, requests.wait, lambda: requests.again)
+        follower.cancel(requests.wait)
+        raise Stopped(
+            f"cancelled job {job_id}; saved at step {self.folder.saved_step()}; run the same command to go on"
+        )
 
     def _why_another(self, ended: JobRecord) -> str:
         """The reason for submitting another job. Raises UserError or Stopped if there is none."""
@@ -272,32 +269,34 @@ class SlurmLauncher:
             raise UserError(f"{ended.error} {where}")
         if (ended.path / CANCELLED).exists():
             raise Stopped(
-                f"job {ended.job_id} was cancelled by `cellmill cancel`; saved at step {self.files.saved_step()}; "
+                f"job {ended.job_id} was cancelled by `cellmill cancel`; saved at step {self.folder.saved_step()}; "
                 "run the same command to go on"
             )
         if ended.state == "CANCELLED":
             raise Stopped(f"job {ended.job_id} was cancelled by somebody else; run the same command to go on")
-        if refusal := log.refusal():
-            return refusal
-        if failed := log.failed_setup():
+        if refused := log.last(REFUSED):
+            return refused
+        if failed := log.last(FAILED_SETUP):
             raise UserError(f"{failed} {where}")
-        if ended.state == "COMPLETED" and self.files.state() == "stopped":
+        if ended.state == "COMPLETED" and self.folder.state() == "stopped":
             return f"job {ended.job_id} stopped and saved before its time limit or a preemption"
-        if ended.state == "OUT_OF_MEMORY" or log.reports_out_of_memory():
+        if ended.state == "OUT_OF_MEMORY" or log.last(OUT_OF_MEMORY):
             raise UserError(
                 f"the job ran out of memory: raise set-resources: train: mem_mb in the profile, or lower "
                 f"train.token_budget {where}"
             )
-        if (free := shutil.disk_usage(self.train).free) < 1 << 20:
-            raise UserError(f"{self.train}: no space left ({free} bytes); make room and run the same command {where}")
+        if (free := shutil.disk_usage(self.folder.path).free) < 1 << 20:
+            raise UserError(
+                f"{self.folder.path}: no space left ({free} bytes); make room and run the same command {where}"
+            )
         if ended.state in INFRASTRUCTURE:
             return f"job {ended.job_id} ended with {ended.state}"
-        if ended.state == "FAILED" and not ended.log.exists():
+        if ended.state != "FAILED":
+            raise UserError(f"the job ended with {ended.state} before the training was done {where}")
+        if not ended.log.exists():
             return f"job {ended.job_id} ended with FAILED and left no log (can the nodes see {ended.path}?)"
-        if ended.state == "FAILED" and ended.connection:
+        if ended.connection:
             return f"job {ended.job_id} ended with FAILED: {ended.connection}"
-        if failed := log.failed_import():
+        if failed := log.last(FAILED_IMPORT):
             raise UserError(f"{failed}; check modules, setup and container in the profile {where}")
-        if ended.state == "FAILED":  # no error message: a process or its node was lost
-            return f"job {ended.job_id} ended with FAILED and no process said why, log: {ended.log}"
-        raise UserError(f"the job ended with {ended.state} before the training was done {where}")
+        return f"job {ended.job_id} ended with FAILED and no process said why, log: {ended.log}"

@@ -6,10 +6,8 @@ of the node's task, a JSON file in a folder only this user can enter.
 sbatch may accept a job and its answer be lost. So each job is submitted exactly once: a submission without an answer is
 looked up by the job's name before it is tried again, and a job without a record is adopted.
 
-`run_once` submits or starts one job and follows it to its end; it is never chained. The job does its work in its own
-folder; the caller judges the result. Under slurm the job is cancelled if it waits too long, on Ctrl-C, and if srun
-could not launch one of its tasks, since the others would wait for that one until the time limit. A job left over from a
-killed process is cancelled first.
+`run_once` runs one job to its end, in its own folder, and never another; the caller judges the result. Under slurm the
+job is cancelled if it waits too long and on Ctrl-C, and so is one left over from a killed process.
 """
 
 import os
@@ -22,13 +20,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from submitit import SlurmExecutor, SlurmJob
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.helpers import clean_env
-from submitit.slurm.slurm import SlurmExecutor
 
 from cellmill.config.machine import OURS, Machine, options_in
 from cellmill.errors import UserError
-from cellmill.launch.follow import PATIENCE_S, TICK_S, JobFollower, Tail, cancel_job, say
+from cellmill.launch.follow import PATIENCE_S, JobFollower, cancel_job, say
 from cellmill.launch.job import Job, run_local
 from cellmill.launch.node import NodeTask, run_allocation, run_task
 from cellmill.launch.queue import Queue, QueuedJob
@@ -66,9 +64,11 @@ def submit(job: Job, machine: Machine, folder: Path, name: str) -> str:
         with submitting(machine):
             return str(_executor(machine, folder, name).submit(run_task, str(task)).job_id)
     except BlockingIOError:
-        raise Unreachable(f"sbatch: {NO_PROCESS}") from None
+        raise Unreachable(NO_PROCESS) from None
     except (FailedJobError, FailedSubmissionError) as error:
-        complaint = _complaint(error)
+        lines = [line.strip() for line in str(error).splitlines()]
+        errors = [line for line in lines if line.startswith("sbatch:") or "error" in line.lower()]
+        complaint = " ".join(errors or lines)[:400].replace("sbatch: error: ", "")
         if TRANSIENT.search(complaint):
             raise Unreachable(complaint) from None
         if quota := QUOTA.search(complaint):
@@ -115,7 +115,7 @@ def sbatch_options(machine: Machine) -> dict[str, str | bool]:
 
 
 class _Executor(SlurmExecutor):
-    """submitit's, which takes the first "job NUMBER" in sbatch's output for its answer; wrappers print lines too."""
+    """submitit's, whose own parser takes the first "job NUMBER" in sbatch's output; wrappers print lines too."""
 
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
@@ -130,6 +130,9 @@ def _executor(machine: Machine, folder: Path, name: str) -> SlurmExecutor:
     image = shlex.quote(str(Path(machine.container).resolve()))
     python = f"apptainer exec --nv {image} python3" if machine.container else None
     executor = _Executor(folder=folder.resolve(), max_num_timeout=0, python=python)
+    # one task per node is requested of srun alone: given to sbatch, it would pin a range of nodes to its minimum.
+    # A task that fails must not leave the others waiting for it.
+    task = ["--ntasks-per-node=1", f"--cpus-per-task={machine.cpus}", "--kill-on-bad-exit=1"]
     executor.update_parameters(
         job_name=name,
         nodes=machine.node_counts[0],  # submitit counts tasks by it
@@ -137,14 +140,7 @@ def _executor(machine: Machine, folder: Path, name: str) -> SlurmExecutor:
         wckey=None,  # some sites refuse an unknown key
         stderr_to_stdout=True,
         setup=_setup(machine),
-        # one task per node is requested only here: given to sbatch, it would pin a range of nodes to its minimum.
-        # A task that fails must not leave the others waiting for it.
-        srun_args=[
-            "--ntasks-per-node=1",
-            f"--cpus-per-task={machine.cpus}",
-            "--kill-on-bad-exit=1",
-            *machine.srun_flags,
-        ],
+        srun_args=[*task, *machine.srun_flags],
         additional_parameters={"requeue": True, **sbatch_options(machine)},
     )
     return executor
@@ -162,13 +158,6 @@ def _setup(machine: Machine) -> list[str]:
                 f'}} || {{ echo {failed} "$SLURMD_NODENAME; change {key} in the profile"; exit 1; }}',
             ]
     return lines
-
-
-def _complaint(error: Exception) -> str:
-    """sbatch's message in one line."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    errors = [line for line in lines if line.startswith("sbatch:") or "error" in line.lower()]
-    return " ".join(errors or lines)[:400].replace("sbatch: error: ", "")
 
 
 @dataclass
@@ -200,17 +189,20 @@ class SlurmJobs:
     def find(self) -> JobRecord | None:
         """The record of the job of this folder that SLURM has; a job without a record gets one."""
         for queued in self.alive():
-            record = self.jobs.record(queued.job_id, queued.name)
-            if record is not None:
+            if (record := self.jobs.record(queued.job_id, queued.name)) is not None:
                 return record
             folder = self.jobs.folder(queued.name)
-            if folder is not None:  # with another record: of two jobs of one number, one ends at once
-                say(f"job {queued.job_id} was submitted but not recorded: adopted by its name")
-                return self._adopt(queued, folder)
-            raise UserError(
-                f"job {queued.job_id} ({queued.name}) belongs to {self.jobs.path.parent}, but its folder there is "
-                f"missing; `scancel {queued.job_id}` ends it"
-            )
+            if folder is None:
+                raise UserError(
+                    f"job {queued.job_id} ({queued.name}) belongs to {self.jobs.path.parent}, but its folder there is "
+                    f"missing; `scancel {queued.job_id}` ends it"
+                )
+            # with another record: of two jobs of one number, one ends at once
+            say(f"job {queued.job_id} was submitted but not recorded: adopted by its name")
+            for pickled in folder.glob("*.pkl"):
+                if "_" not in pickled.stem:  # submitit did not get to give it the job's name
+                    SlurmJob(folder, queued.job_id).paths.move_temporary_file(pickled, "submitted_pickle")
+            return JobRecord.of(self.machine, folder, queued.job_id, queued.name).write()
         return None
 
     def submit(self, job: Callable[[Path], Job]) -> JobRecord:
@@ -219,7 +211,7 @@ class SlurmJobs:
         Waits for SLURM; raises UserError if it refuses. The folder of a submission without an answer stays: its job may
         be accepted late, and then ends at once if another one has claimed the run.
         """
-        deadline, warned = time.monotonic() + self.patience_s, set[type]()
+        deadline, warned = time.monotonic() + self.patience_s, set[str]()
         while (accepted := self.find()) is None:
             folder, name = self.jobs.new()
             try:
@@ -233,34 +225,27 @@ class SlurmJobs:
                 raise
             except QuotaFull as full:
                 shutil.rmtree(folder, ignore_errors=True)
-                deadline = time.monotonic() + self.patience_s
-                if QuotaFull not in warned:
-                    say(f"sbatch: {full}: SLURM accepts no further job of yours until others have ended; waiting")
-                    warned.add(QuotaFull)
+                deadline, kind = time.monotonic() + self.patience_s, "quota"
+                line = f"sbatch: {full}: SLURM accepts no further job of yours until others have ended; waiting"
             except Unreachable as error:
                 if time.monotonic() > deadline:
                     raise UserError(f"sbatch could not reach SLURM within {self.patience_s:.0f} s: {error}") from None
-                if Unreachable not in warned:
-                    say(f"warning: sbatch: {error}; trying again")
-                    warned.add(Unreachable)
+                kind, line = "no answer", f"warning: sbatch: {error}; trying again"
+            if kind not in warned:
+                say(line)
+                warned.add(kind)
             self.pause(min(10.0, 5 * self.machine.poll_s))
         say(f"job {accepted.job_id} of this run is alive; its log: {accepted.log}")
         return accepted
 
-    def _adopt(self, queued: QueuedJob, folder: Path) -> JobRecord:
-        for pickled in folder.glob("*.pkl"):
-            if re.fullmatch(r"[0-9a-f]{32}", pickled.stem):  # submitit did not get to rename it
-                pickled.rename(folder / f"{queued.job_id}_submitted.pkl")
-        return JobRecord.of(self.machine, folder, queued.job_id, queued.name).write()
-
     def pause(self, seconds: float) -> None:
         """Wait. Raises Interrupted at a request."""
         self.requests.wait(seconds)
-        if self.requests.asked:
+        if self.requests.first:
             raise Interrupted("interrupted while waiting for SLURM; run the same command to go on")
 
 
-PATIENCE_S = 120  # how long to wait for a controller that gives no answer: no training depends on it
+ONCE_PATIENCE_S = 120  # as PATIENCE_S, for a job that no training depends on
 POLL_S = 5.0
 
 
@@ -296,39 +281,33 @@ def run_once(job: Callable[[Path], Job], machine: Machine, folder: Path, keep_op
     """
     try:
         if machine.launcher == "slurm":
-            with requests() as asked:
-                return _submit_and_follow(job, machine, folder, wait_s, asked)
+            with requests() as received:
+                return _submit_and_follow(job, machine, folder, wait_s, received)
         if machine.launcher == "allocation":
-            code, error = run_allocation(job, machine, folder, keep_open)
-            return End(error.parent, "COMPLETED" if code == 0 else "FAILED")
-        path, _ = Jobs(folder).new()
-        code = run_local(job(path), keep_open)
+            code, path = run_allocation(job, machine, folder, keep_open)
+        else:
+            path, _ = Jobs(folder).new()
+            code = run_local(job(path), keep_open)
     except Interrupted:
         raise KeyboardInterrupt from None
     return End(path, "COMPLETED" if code == 0 else "FAILED")
 
 
 def _submit_and_follow(
-    job: Callable[[Path], Job], machine: Machine, folder: Path, wait_s: float, asked: Requests
+    job: Callable[[Path], Job], machine: Machine, folder: Path, wait_s: float, received: Requests
 ) -> End:
     queue = Queue(min(machine.poll_s, POLL_S))
-    slurm = SlurmJobs(Jobs(folder), queue, machine, asked, PATIENCE_S)
+    slurm = SlurmJobs(Jobs(folder), queue, machine, received, ONCE_PATIENCE_S)
     for left in slurm.alive():
         say(f"cancelling job {left.job_id}, left by an earlier process")
         cancel_job(left.job_id, left.name)
     record = slurm.submit(job)
-    follower = JobFollower(record.job_id, record.name, queue, Tail(record.log, echo=False), record, PATIENCE_S)
-    return _follow(follower, record, wait_s, asked)
-
-
-def _follow(follower: JobFollower, record: JobRecord, wait_s: float, asked: Requests) -> End:
-    submitted = time.monotonic()
+    follower = JobFollower.of(record, queue, echo=False, patience_s=ONCE_PATIENCE_S)
+    submitted, queued_s = time.monotonic(), 0.0
     waiting_since: float | None = submitted
-    queued_s = 0.0
-    lost: tuple[str, str] | None = None
-    while follower.alive():
-        now, state = time.monotonic(), follower.state
-        if asked.asked:
+    for state in follower.states(received.wait):
+        now = time.monotonic()
+        if received.first:
             say(f"cancelling job {record.job_id}")
             follower.cancel()
             raise KeyboardInterrupt
@@ -340,10 +319,13 @@ def _follow(follower: JobFollower, record: JobRecord, wait_s: float, asked: Requ
                 follower.cancel()
                 waited = f"after {wait_s / 60:g} min in the queue"
                 raise StillQueued(f"job {record.job_id} was still {state.text} {waited} and was cancelled")
-        if state.name == "RUNNING" and (launch := follower.tail.not_launched) is not None:
-            lost = launch[1] or launch[2], launch[3].strip()
-            follower.cancel()
-            break
-        asked.wait(min(TICK_S, POLL_S, follower.queue.poll_s))
-    ended = "LAUNCH_FAILED" if lost is not None else follower.state.name
-    return End(record.path, ended, record.job_id, follower.nodes, queued_s, record.log, lost)
+    lost = follower.tail.not_launched if follower.state.name == "LAUNCH_FAILED" else None
+    return End(
+        record.path,
+        follower.state.name,
+        record.job_id,
+        follower.nodes,
+        queued_s,
+        record.log,
+        None if lost is None else (lost[1] or lost[2], lost[3].strip()),
+    )

@@ -26,7 +26,7 @@ from cellmill.errors import Stopped, UserError
 from cellmill.files import read_json, sha256_file, write_json
 from cellmill.launch.job import Job, run_local
 from cellmill.launch.node import run_allocation
-from cellmill.launch.slurm import RunFiles, SlurmLauncher
+from cellmill.launch.slurm import SlurmLauncher
 from cellmill.planner.inputs import (
     check_genes,
     check_levels,
@@ -42,7 +42,6 @@ from cellmill.runs.cost import accounted, write_cost
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.identity import Wanted, changed_keys, check_data, identity, is_done
 from cellmill.runs.lock import FolderWatch
-from cellmill.runs.progress import training_seconds
 from cellmill.track.follow import followed
 
 
@@ -135,9 +134,7 @@ def _slurm_launcher(folder: TrainFolder, machine: Machine) -> SlurmLauncher | No
     had_jobs = (folder.path / "jobs").exists() and shutil.which("squeue") is not None
     if machine.launcher != "slurm" and not had_jobs:
         return None
-    return SlurmLauncher(
-        folder.path, machine, RunFiles(folder.state, folder.saved_step, partial(training_seconds, folder.path))
-    )
+    return SlurmLauncher(folder, machine)
 
 
 def _is_living(launcher: SlurmLauncher, folder: TrainFolder, record: dict[str, Any]) -> bool:
@@ -170,12 +167,12 @@ def _run_here(folder: TrainFolder, machine: Machine, lock: int) -> None:
     watch = FolderWatch(folder.path)
     with tempfile.TemporaryDirectory(prefix="cellmill-") as scratch:  # the run's own disk may be full
         if machine.launcher == "allocation":
-            code, error = run_allocation(partial(_job, folder, machine), machine, folder.path, lock, watch.check)
+            code, files = run_allocation(partial(_job, folder, machine), machine, folder.path, lock, watch.check)
         else:
-            error = Path(scratch) / "error.txt"
-            code = run_local(_job(folder, machine, Path(scratch)), keep_open=lock, check=watch.check)
+            files = Path(scratch)
+            code = run_local(_job(folder, machine, files), keep_open=lock, check=watch.check)
         watch.wait()
-        _check_end(folder, code, error)
+        _check_end(folder, code, files / "error.txt")
 
 
 def environment() -> dict[str, str]:
