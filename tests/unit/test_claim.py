@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cellmill.runs import lock as module
-from cellmill.runs.lock import Claim, Claimed, claim, lives, living
+from cellmill.runs.lock import Claim, Claimed, claim, living
 
 
 def age(own: Claim, seconds: float) -> None:
@@ -85,15 +85,14 @@ def test_a_job_that_was_killed_is_waited_for_until_its_lease_ends(tmp_path: Path
 def test_a_job_that_was_silent_for_too_long_learns_that_another_has_its_run(tmp_path: Path) -> None:
     own = claim(tmp_path, "1")
     age(own, module.LEASE_S)
-    assert lives(tmp_path, "1") is False
+    assert living(tmp_path) == ""
     other = claim(tmp_path, "2", wait=never)
     own.renewed -= module.RENEW_S
     with pytest.raises(Claimed, match="job 2 has taken over from job 1, which was silent for too long"):
         own.renew()
     other.renewed -= module.RENEW_S
     other.renew()
-    assert lives(tmp_path, "2") is True
-    assert lives(tmp_path, "1") is None
+    assert living(tmp_path) == "2"
 
 
 def test_a_requeued_job_takes_its_folder_back(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_a_fetch_that_was_killed_is_taken_over_and_leaves_nothing(
     assert sorted(file.name for file in folder.iterdir()) == ["cells.h5ad", "claims", "fetched.json"]
     first.write_bytes(content[:1000])  # and a copy that was cut is not the file
     assert fetch_url(server.url("cells.h5ad"), tmp_path).path.read_bytes() == content
-    assert lock.lives(folder, "a dead one") is None
+    assert lock.living(folder) != "a dead one"
 
 
 def test_what_cannot_be_fetched_whole_is_one_line_and_leaves_no_file(

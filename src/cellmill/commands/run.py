@@ -27,7 +27,7 @@ from cellmill.launch.follow import TICK_S, JobFollower, Tail, cancel_job, save_j
 from cellmill.launch.queue import Queue, QueuedJob
 from cellmill.runs.cost import read_local
 from cellmill.runs.folder import TrainFolder
-from cellmill.runs.jobs import CANCELLED, JobRecord, Jobs, JobState
+from cellmill.runs.jobs import CANCELLED, Jobs
 from cellmill.runs.lock import Holder, holder_of
 from cellmill.runs.progress import TAIL_BYTES
 from cellmill.track.follow import POLL_S, Follower, without_secrets
@@ -63,8 +63,9 @@ def follow_run(tail: Tail, alive: Callable[[], bool]) -> None:
     tail.read()
 
 
-def _last_lines(log: Path) -> Tail:
+def _last_lines(who: str, log: Path) -> Tail:
     """The log from its last lines on."""
+    say(f"following {who}, its log: {log}; Ctrl-C ends only the following")
     tail = Tail(log)
     if log.exists() and log.stat().st_size > TAIL_BYTES:
         with open(log, "rb") as file:
@@ -81,18 +82,16 @@ def _follow_job(train: Path, job: QueuedJob, queue: Queue) -> str:
     folder = record.path if record is not None else jobs.folder(job.name)
     if folder is None:
         raise UserError(f"job {job.job_id} has the name {job.name}, but its folder is missing: there is no log")
-    log = folder / f"{job.job_id}_0_log.out"
-    say(f"following job {job.job_id}, its log: {log}; Ctrl-C ends only the following")
-    follower = JobFollower(job.job_id, job.name, queue, _last_lines(log), slowest_poll_s=SLOWEST_POLL_S)
-    follow_run(follower.tail, follower.alive)
+    tail = _last_lines(f"job {job.job_id}", folder / f"{job.job_id}_0_log.out")
+    follower = JobFollower(job.job_id, job.name, queue, tail, slowest_poll_s=SLOWEST_POLL_S)
+    follow_run(tail, follower.alive)
     return follower.state.name
 
 
 def _follow_local(train: Path, holder: Holder, log: Path) -> str:
     if not log.exists():
         raise UserError(f"trained by {holder.text}, which prints where it was started: {log} does not exist")
-    say(f"following {holder.text}, its log: {log}; Ctrl-C ends only the following")
-    follow_run(_last_lines(log), lambda: holder_of(train) is not None)
+    follow_run(_last_lines(holder.text, log), lambda: holder_of(train) is not None)
     return ""
 
 
@@ -123,11 +122,9 @@ LOOK_EVERY_S = 0.2
 def cancel(*, run: str, results: Path) -> None:
     """Cancel the job of `run`, or end its training on this machine. Raises UserError if it cannot."""
     train = train_folder(results, run)
-    holder = holder_of(train)
+    holder, ended = holder_of(train), list[str]()
     if holder is None or holder.follows:  # otherwise no job of this run is alive
         ended, holder = _cancel_jobs(train), holder_of(train)
-    else:
-        ended = []
     if holder is not None and not ended:  # a training here, or a launcher that is about to submit
         ended = [_end_process(train, holder)]
     if not ended:
@@ -144,19 +141,16 @@ def _cancel_jobs(train: Path) -> list[str]:
             print(f"cancelling job {job.job_id}", flush=True)
             if (folder := jobs.folder(job.name)) is not None:
                 (folder / CANCELLED).touch()  # so that its launcher submits no other
-            state = _save_and_cancel(job, jobs.record(job.job_id, job.name))
+            record = jobs.record(job.job_id, job.name)
+            with suppress(KeyboardInterrupt):
+                save_job(job.job_id, job.name, SAVE_S if record is None else record.save_within_s)
+            state = cancel_job(job.job_id, job.name)
             # a launcher that still follows records the end itself
             record = jobs.record(job.job_id, job.name) if _is_released(train, LAUNCHER_S) else None
             if record is not None and record.ended_at is None:
                 record.now(state.name, state.reason, ended=True)
             done.append(f"cancelled job {job.job_id}")
     return done
-
-
-def _save_and_cancel(job: QueuedJob, record: JobRecord | None) -> JobState:
-    with suppress(KeyboardInterrupt):
-        save_job(job.job_id, job.name, SAVE_S if record is None else record.save_within_s)
-    return cancel_job(job.job_id, job.name)
 
 
 def _is_released(train: Path, within_s: float) -> bool:
@@ -193,9 +187,21 @@ QUEUE_S = 10.0  # between queries of jobs
 def follow(*, run: str, to: str, results: Path) -> None:
     """Send `run` to the tracker called `to` until it has ended. Raises UserError if the tracker fails."""
     train = train_folder(results, run)
-    follower = Follower(train, options_of(train, to))
+    follower, queue = Follower(train, options_of(train, to)), Queue(POLL_S)
+
+    def ended() -> str:
+        """The status of a training that has ended; empty, after a moment, while it is queued or runs."""
+        if holder_of(train) is not None:
+            time.sleep(POLL_S)
+            return ""
+        if living_jobs(train, queue):  # whose launcher left it
+            time.sleep(QUEUE_S)
+            return ""
+        state = TrainFolder(train).state()
+        return state if state in ("done", "stopped") else "failed"
+
     try:
-        follower.follow(partial(_ended, train, Queue(POLL_S)))
+        follower.follow(ended)
     except KeyboardInterrupt:
         print(f"\nno longer sending {run}; the same command goes on")
     except UserError:
@@ -219,18 +225,6 @@ def options_of(train: Path, name: str) -> Plugin:
     return chosen
 
 
-def _ended(train: Path, queue: Queue) -> str:
-    """The status of a training that has ended; empty, after a moment, while it is queued or runs."""
-    if holder_of(train) is not None:
-        time.sleep(POLL_S)
-        return ""
-    if living_jobs(train, queue):  # whose launcher left it
-        time.sleep(QUEUE_S)
-        return ""
-    state = TrainFolder(train).state()
-    return {"done": "done", "stopped": "stopped"}.get(state, "failed")
-
-
 def logs(*, run: str, results: Path, follow: bool) -> None:
     """Print the log of `run`; with `follow` also what is appended while it runs. Raises UserError without a log."""
     train, printed = train_folder(results, run), train_log(results, run)
@@ -242,8 +236,8 @@ def logs(*, run: str, results: Path, follow: bool) -> None:
         if follow and holder is not None and not holder.follows:
             follow_run(Tail(printed), lambda: holder_of(train) is not None)
         elif follow and newest is not None:
-            tail, rarely = Tail(newest.log), SLOWEST_POLL_S
-            follower = JobFollower(newest.job_id, newest.name, Queue(TICK_S), tail, slowest_poll_s=rarely)
+            tail = Tail(newest.log)
+            follower = JobFollower(newest.job_id, newest.name, Queue(TICK_S), tail, slowest_poll_s=SLOWEST_POLL_S)
             follow_run(tail, follower.alive)
         elif newest is not None and newest.log.exists():
             Tail(newest.log).read()

@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,7 +22,7 @@ from cellmill.config.load import read_yaml, with_sweeps
 from cellmill.config.plugin import in_one_line
 from cellmill.errors import UserError, did_you_mean
 from cellmill.files import read_json
-from cellmill.launch.queue import Queue, QueuedJob, stage_jobs, waiting_lines
+from cellmill.launch.queue import Queue, QueuedJob, explained_training, stage_jobs, waiting_lines
 from cellmill.runs.cost import read_local, span
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.jobs import GONE, UNKNOWN, CommandError, Jobs, JobState
@@ -86,11 +87,13 @@ def status(*, runs: list[str], results: Path) -> None:
     if not folders:
         print("\n".join([f"{results / 'runs'}: no run yet", *stages]))
         return
-    queued, trouble = ask_queue(folders.values())
+    queued, trouble = query(folders.values())
     notes, rows = [trouble] if trouble else [], []
     for name, train in folders.items():
         try:
-            rows.append(row(name, train, queued))
+            cells, waits = row(name, train, queued)
+            rows.append(cells)
+            notes += [waits] if waits else []
         except Exception as error:  # one damaged run hides no other
             rows.append([name, "?", *"-" * (len(HEAD) - 2)])
             notes.append(f"{name}: {_message(error, train)}")
@@ -99,9 +102,16 @@ def status(*, runs: list[str], results: Path) -> None:
         print(note)
 
 
-def ask_queue(trains: Iterable[Path]) -> tuple[list[QueuedJob] | None, str]:
+def query(trains: Iterable[Path]) -> tuple[list[QueuedJob] | None, str]:
     """Jobs that squeue lists, if a run has one that may be alive; None without an answer, and the reason."""
-    if not any(_may_be_alive(train) for train in trains):
+
+    def may_be_alive(train: Path) -> bool:
+        try:
+            return Jobs(train).may_be_alive()
+        except (UserError, OSError):  # reported in its own row
+            return False
+
+    if not any(map(may_be_alive, trains)):
         return None, ""
     if shutil.which("squeue") is None:
         return None, "squeue is not on PATH: jobs are shown as last recorded"
@@ -122,29 +132,23 @@ def waiting_stages(results: Path) -> list[str]:
         return []
 
 
-def _may_be_alive(train: Path) -> bool:
-    try:
-        return Jobs(train).may_be_alive()
-    except (UserError, OSError):  # reported in its own row
-        return False
-
-
-def row(name: str, train: Path, queued: list[QueuedJob] | None) -> list[str]:
-    holder = holder_of(train)
+def row(name: str, train: Path, queued: list[QueuedJob] | None) -> tuple[list[str], str]:
+    """Cells of a run in the table, and a line that says what its job waits for; empty if it only has to wait."""
+    holder, folder = holder_of(train), TrainFolder(train)
     job_id, slurm = job_of(train, queued, holder is not None)
     state = state_of(train, slurm, holder)
-    curve = read_lines(train / "metrics.jsonl", TAIL_BYTES)
-    progress = progress_of(train)
+    curve, progress = read_lines(train / "metrics.jsonl", TAIL_BYTES), progress_of(train)
+
+    def newest(key: str) -> Any:
+        return next((line[key] for line in reversed(curve) if key in line), None)
+
     step = max([line["step"] for line in curve], default=progress.get("step"))
     plan = train.parent / "plan.json"
     steps = progress.get("steps") or (read_json(plan).get("steps") if plan.exists() else None)
-    loss = next((line["loss"] for line in reversed(curve) if "loss" in line), progress.get("train_loss"))
-    saved = TrainFolder(train).saved_step()
-    left = None
-    if state == "running":
-        left = next((line["left_s"] for line in reversed(curve) if "left_s" in line), None)
+    loss, left = newest("loss"), newest("left_s") if state == "running" else None
+    loss = progress.get("train_loss") if loss is None else loss
     age = time.time() - (train / "metrics.jsonl").stat().st_mtime if curve else None
-    return [
+    cells = [
         name,
         state,
         "-" if step is None else f"{step}/{steps or '-'}",
@@ -152,9 +156,14 @@ def row(name: str, train: Path, queued: list[QueuedJob] | None) -> list[str]:
         job_id or "-",
         slurm.text if slurm else "-",
         "-" if left is None else span(left),
-        str(saved or "-"),
+        str(folder.saved_step() or "-"),
         "-" if age is None else f"{span(max(0.0, age))} ago",
     ]
+    record = Jobs(train).newest()
+    if slurm is None or record is None or record.job_id != job_id:
+        return cells, ""
+    why = explained_training(slurm, record)
+    return cells, "" if why == slurm.text else f"{name}: job {job_id}: {why}"
 
 
 def job_of(train: Path, queued: list[QueuedJob] | None, held: bool) -> tuple[str, JobState | None]:
@@ -253,6 +262,7 @@ class WatchedRun:
         self._tail = CurveTail(train / "metrics.jsonl")
         self._lines: dict[tuple[int, str], dict[str, Any]] = {}
         self._steps: int | None = None
+        self._written_at = time.time()
 
     def update(self) -> str:
         """Read what is new; return the state. Raises UserError if the folder was there and is gone."""
@@ -280,36 +290,29 @@ class WatchedRun:
         step = max((number for number, _ in self._lines), default=None)
         of = f"/{self._steps} ({(step or 0) / self._steps:.0%})" if self._steps else ""
         shown = [f"{self._name}: {state}", "" if step is None else f"step {step}{of}"]
-        train, validation = self._newest("loss"), self._newest("val_loss")
-        if train:
-            shown += [f"loss {train['loss']:.4g}", f"lr {train['lr']:.2e}" if "lr" in train else ""]
+        line, validation = self._newest("loss"), self._newest("val_loss")
+        if line:
+            shown += [f"loss {line['loss']:.4g}", f"lr {line['lr']:.2e}" if "lr" in line else ""]
         if validation:
             shown.append(f"validation {validation['val_loss']:.4g} at step {validation['step']}")
         if ranked := self._newest("effective_rank"):
             shown.append(f"effective rank {ranked['effective_rank']:.1f}")
-        if train.get("skipped_steps"):
-            shown.append(f"{train['skipped_steps']} steps skipped")
-        if state == "running":
-            shown += self._speed(train)
+        if line.get("skipped_steps"):
+            shown.append(f"{line['skipped_steps']} steps skipped")
+        if state == "running" and line:
+            with suppress(OSError):
+                self._written_at = (self._train / "metrics.jsonl").stat().st_mtime
+            age_s = max(0.0, time.time() - self._written_at)
+            shown += [f"{line['cells_per_s']:,.0f} cells/s"] if "cells_per_s" in line else []
+            shown += [f"waiting for data {line['data_wait_frac']:.0%}"] if "data_wait_frac" in line else []
+            shown += [f"MFU {line['mfu']:.1%}"] if "mfu" in line else []
+            shown += [f"GPU {max(line['gpu_busy_frac']):.0%}"] if line.get("gpu_busy_frac") else []
+            shown += [f"left {span(max(0.0, line['left_s'] - age_s))}"] if "left_s" in line else []
+            shown.append(f"last line {span(age_s)} ago")
         return [text for text in shown if text]
-
-    def _speed(self, line: dict[str, Any]) -> list[str]:
-        age_s = max(0.0, time.time() - self._written_at())
-        shown = [f"{line['cells_per_s']:,.0f} cells/s"] if "cells_per_s" in line else []
-        shown += [f"waiting for data {line['data_wait_frac']:.0%}"] if "data_wait_frac" in line else []
-        shown += [f"MFU {line['mfu']:.1%}"] if "mfu" in line else []
-        shown += [f"GPU {max(line['gpu_busy_frac']):.0%}"] if line.get("gpu_busy_frac") else []
-        shown += [f"left {span(max(0.0, line['left_s'] - age_s))}"] if "left_s" in line else []
-        return [*shown, f"last line {span(age_s)} ago"] if line else shown
 
     def _newest(self, key: str) -> dict[str, Any]:
         return next((line for line in reversed(self._lines.values()) if key in line), {})
-
-    def _written_at(self) -> float:
-        try:
-            return (self._train / "metrics.jsonl").stat().st_mtime
-        except OSError:
-            return time.time()
 
 
 class Screen:

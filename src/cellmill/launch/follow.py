@@ -11,7 +11,7 @@ from pathlib import Path
 from cellmill.errors import Stopped, UserError
 from cellmill.launch.queue import Queue, explained_training
 from cellmill.runs.jobs import GONE, UNKNOWN, UNLISTED, JobRecord, JobState
-from cellmill.runs.lock import lives
+from cellmill.runs.lock import living
 
 PATIENCE_S = 3600  # how long to wait for a queue that gives no answer
 GONE_S = 60  # how long SLURM has to know nothing of a job before it counts as ended
@@ -174,7 +174,7 @@ class JobFollower:
         Also if its claim is released: a job that was requeued waits in the queue without one.
         """
         self._gone_since = self._gone_since or time.monotonic()
-        alive = None if self.record is None else lives(self.record.path.parents[1], self.job_id)
+        alive = self.record is not None and living(self.record.path.parents[1]) == self.job_id
         return not alive and time.monotonic() - self._gone_since >= GONE_S
 
     def _wait_for_answer(self, trouble: str) -> None:

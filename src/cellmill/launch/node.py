@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,36 +100,26 @@ class NodeTask:
         The first node claims the run's folder before anything else. Raises Claimed if another job has it, before any
         process of another node could join, and NodeFailed if the agent failed.
         """
-        stop = Forwarder()
-        if node.rank > 0:
-            self.run_agents(node, stop)
-            return
-        own = claim(Path(self.folder).parents[1], node.job_id)
-        try:
-            self.run_agents(node, stop, own)
-        finally:
-            own.release()
-
-    def run_agents(self, node: StepNode, stop: Forwarder, own: Claim | None = None) -> None:
-        """Run this node's agent, and restart it as allowed; the first node has the claim on the run's folder."""
-        attempt, error = None, Path(self.folder) / "error.txt"
-        if own is not None:
-            for line in (error, error.with_name(CONNECTION)):  # of an earlier attempt
-                line.unlink(missing_ok=True)
-            attempt = Attempt(self, node, own)
-        kills_before = oom_kills()
-        restarts = Restarts(self.job(node))
-        code = self.run_agent(node, 0, stop, attempt)
-        while code and not stop.received and oom_kills() == kills_before and restarts.again(code):
-            code = self.run_agent(node, restarts.done, stop, attempt)
-        if attempt is not None:
-            attempt.end(code)
-        if code and oom_kills() > kills_before and not error.exists():  # which a process may have left
-            write_text(
-                error,
-                f"{socket.gethostname()}: a process was killed because the job used up its memory on this node; raise "
-                "set-resources: train: mem_mb in the profile, or lower train.token_budget",
-            )
+        stop, error, attempt = Forwarder(), Path(self.folder) / "error.txt", None
+        with ExitStack() as at_end:
+            if node.rank == 0:
+                own = claim(Path(self.folder).parents[1], node.job_id)
+                at_end.callback(own.release)
+                for line in (error, error.with_name(CONNECTION)):  # of an earlier attempt
+                    line.unlink(missing_ok=True)
+                attempt = Attempt(self, node, own)
+            kills_before, restarts = oom_kills(), Restarts(self.job(node))
+            code = self.run_agent(node, 0, stop, attempt)
+            while code and not stop.received and oom_kills() == kills_before and restarts.again(code):
+                code = self.run_agent(node, restarts.done, stop, attempt)
+            if attempt is not None:
+                attempt.end(code)
+            if code and oom_kills() > kills_before and not error.exists():  # which a process may have left
+                write_text(
+                    error,
+                    f"{socket.gethostname()}: a process was killed because the job used up its memory on this node; "
+                    "raise set-resources: train: mem_mb in the profile, or lower train.token_budget",
+                )
         if code:
             raise NodeFailed(f"torchrun ended with exit code {code}")
 
@@ -150,20 +140,22 @@ class NodeTask:
                         lost.touch()
                 return code
             except subprocess.TimeoutExpired:
+                workers = children(agent.pid)
                 if lost.exists() and not stop.received:
                     # NCCL may not notice that processes of another node have died, and wait for them
-                    signal_all([*children(agent.pid), agent.pid], signal.SIGKILL)
+                    signal_all([*workers, agent.pid], signal.SIGKILL)
                     continue
-                worked = worked or bool(children(agent.pid))
+                worked = worked or bool(workers)
                 if restart and stop.received and not worked:
                     agent.kill()  # it waits for a node that will not come back, and has nothing to save
-                stop.forward(agent.pid)
-                if attempt is not None:
-                    try:
+                if stop.received:
+                    signal_all(workers, signal.SIGTERM)  # each second: a worker that is still starting would miss it
+                try:
+                    if attempt is not None:
                         attempt.seen()
-                    except Claimed:
-                        signal_all([*children(agent.pid), agent.pid], signal.SIGKILL)
-                        raise
+                except Claimed:
+                    signal_all([*children(agent.pid), agent.pid], signal.SIGKILL)
+                    raise
 
     def job(self, node: StepNode) -> Job:
         """The job over all nodes."""
@@ -171,19 +163,16 @@ class NodeTask:
         return Job(self.module, self.arguments, nodes, self.nproc_per_node, self.max_restarts, error, self.state_file)
 
     def environment(self, node: StepNode, restart: int) -> dict[str, str]:
+        """Environment of this node's agent."""
         start = secret_of_start(self.secret, f"{requeues()}-{restart}")
         place = Rendezvous(start, node.rank, len(node.hosts), node.hosts[0])
-        variables = (
-            agent_environment(self.nproc_per_node, 0, str(Path(self.folder) / "error.txt")) | place.environment()
-        )
-        if self.interface:
-            variables |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
-        return variables
+        interface = {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
+        variables = agent_environment(self.nproc_per_node, 0, str(Path(self.folder) / "error.txt"))
+        return variables | place.environment() | (interface if self.interface else {})
 
 
 class Forwarder:
-    """Forwards a stop signal to the workers, once a second until they have ended: a worker that is still starting
-    would miss it."""
+    """Notes the first stop signal, to be forwarded to the workers."""
 
     def __init__(self) -> None:
         self.received: str | None = None
@@ -194,10 +183,6 @@ class Forwarder:
         if self.received is None:
             self.received = signal.Signals(number).name
             os.write(1, f"{self.received}: saving\n".encode())
-
-    def forward(self, agent: int) -> None:
-        if self.received is not None:
-            signal_all(children(agent), signal.SIGTERM)
 
 
 class Attempt:
@@ -262,21 +247,6 @@ def _ignore_signals() -> None:
     die_with_parent(signal.SIGKILL)
 
 
-def run_task(path: str) -> None:
-    """Run the task in a task.json on this node. If it failed or another job has the run, this process ends in one line,
-    and srun ends the job's others.
-    """
-    try:
-        NodeTask(**read_json(Path(path))).run(StepNode.of_this_process())
-    except (Claimed, NodeFailed) as error:
-        print(error, flush=True)
-        os._exit(NOT_THE_OWNER if isinstance(error, Claimed) else 1)  # submitit would print a traceback
-
-
-if __name__ == "__main__":
-    run_task(sys.argv[1])
-
-
 def run_allocation(
     job: Callable[[Path], Job],
     machine: Machine,
@@ -330,3 +300,18 @@ def run_allocation(
         raise
     record.now("COMPLETED" if code == 0 else "FAILED", ended=True)
     return code, folder
+
+
+def run_task(path: str) -> None:
+    """Run the task in a task.json on this node. If it failed or another job has the run, this process ends in one line,
+    and srun ends the job's others.
+    """
+    try:
+        NodeTask(**read_json(Path(path))).run(StepNode.of_this_process())
+    except (Claimed, NodeFailed) as error:
+        print(error, flush=True)
+        os._exit(NOT_THE_OWNER if isinstance(error, Claimed) else 1)  # submitit would print a traceback
+
+
+if __name__ == "__main__":
+    run_task(sys.argv[1])

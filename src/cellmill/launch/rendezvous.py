@@ -24,7 +24,7 @@ import struct
 import sys
 import threading
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -39,6 +39,9 @@ _SO_ATTACH_FILTER = 26
 _RETRY_S = 0.2
 Endpoint = tuple[str, int]
 """Address and port of one end of a connection."""
+Reader = asyncio.StreamReader
+Writer = asyncio.StreamWriter
+Handler = Callable[[Reader, Writer], Awaitable[None]]
 
 
 def node_name() -> str:
@@ -170,43 +173,44 @@ class Relay:
                 return await asyncio.start_server(self._serve(self._for_node), host, port, backlog=1024)
         raise OSError(f"no port of {self.rendezvous.ports} is free on this node")
 
-    def _serve(
-        self, upstream: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[socket.socket | None]]
-    ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+    def _serve(self, upstream: Callable[[Reader, Writer], Awaitable[socket.socket | None]]) -> Handler:
         """Join a connection with the one that `upstream` opens; drop it if that is None."""
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def serve(reader: Reader, writer: Writer) -> None:
             with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
                 if (other := await upstream(reader, writer)) is not None:
                     far_reader, far_writer = await asyncio.open_connection(sock=other)
-                    await _first_of(_copy(reader, far_writer), _copy(far_reader, writer))
+                    copies = [asyncio.ensure_future(_copy(reader, far_writer))]
+                    copies.append(asyncio.ensure_future(_copy(far_reader, writer)))
+                    try:
+                        await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+                    finally:
+                        for copy in copies:
+                            copy.cancel()
                     far_writer.close()
             writer.close()
 
         return serve
 
-    async def _for_own_process(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> socket.socket | None:
+    async def _for_own_process(self, reader: Reader, writer: Writer) -> socket.socket | None:
         if user_of_connection(writer.get_extra_info("peername"), (LOOPBACK, self.port)) != os.getuid():
             return None
-        return await self._to_first_node() if self.store is None else await self._to_store()
+        return await self._to_first_node() if self.store is None else await self._to_store(self.store)
 
-    async def _for_node(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> socket.socket | None:
+    async def _for_node(self, reader: Reader, writer: Writer) -> socket.socket | None:
         """Both prove that they know the secret, over nonces of both and the port, so that nobody can pass it on."""
         port, nonce = str(writer.get_extra_info("sockname")[1]), secrets.token_bytes(_NONCE)
         writer.write(nonce)
         answer = await asyncio.wait_for(reader.readexactly(_NONCE + _PROOF), HANDSHAKE_S)
         theirs, proof = answer[:_NONCE], answer[_NONCE:]
-        if not hmac.compare_digest(proof, self.rendezvous.proof("node", port, nonce, theirs)):
+        if self.store is None or not hmac.compare_digest(proof, self.rendezvous.proof("node", port, nonce, theirs)):
             return None
         writer.write(self.rendezvous.proof("entrance", port, nonce, theirs))
-        return await self._to_store()
+        return await self._to_store(self.store)
 
-    async def _to_store(self) -> socket.socket:
-        assert self.store is not None
+    async def _to_store(self, store: Gate) -> socket.socket:
         async with self._admitting:
-            return await self.store.connect()
+            return await store.connect()
 
     async def _to_first_node(self) -> socket.socket:
         """A connection through the entrance, as soon as it is there: agents start in any order."""
@@ -214,8 +218,8 @@ class Relay:
         while True:
             for port in self.rendezvous.ports:
                 try:
-                    if (made := await asyncio.wait_for(self._knock(port), HANDSHAKE_S)) is not None:
-                        return made
+                    if (connection := await asyncio.wait_for(self._knock(port), HANDSHAKE_S)) is not None:
+                        return connection
                 except socket.gaierror as error:
                     if asyncio.get_running_loop().time() - began >= RESOLVE_S and not self._said:
                         self._said = True
@@ -232,22 +236,18 @@ class Relay:
     async def _knock(self, port: int) -> socket.socket | None:
         """A connection through the entrance at `port`; None if something else listens there."""
         loop = asyncio.get_running_loop()
-        family, kind, protocol, _, address = (
-            await loop.getaddrinfo(self.rendezvous.host, port, type=socket.SOCK_STREAM)
-        )[0]  # fmt: skip
-        made = socket.socket(family, kind, protocol)
-        made.setblocking(False)
-        try:
-            await loop.sock_connect(made, address)
-            theirs, ours = await _receive(made, _NONCE), secrets.token_bytes(_NONCE)
-            await loop.sock_sendall(made, ours + self.rendezvous.proof("node", str(port), theirs, ours))
+        addresses = await loop.getaddrinfo(self.rendezvous.host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = addresses[0]
+        with ExitStack() as on_failure:
+            connection = on_failure.enter_context(socket.socket(family, kind, protocol))
+            connection.setblocking(False)
+            await loop.sock_connect(connection, address)
+            theirs, ours = await _receive(connection, _NONCE), secrets.token_bytes(_NONCE)
+            await loop.sock_sendall(connection, ours + self.rendezvous.proof("node", str(port), theirs, ours))
             expected = self.rendezvous.proof("entrance", str(port), theirs, ours)
-            if hmac.compare_digest(await _receive(made, _PROOF), expected):
-                return made
-        except BaseException:
-            made.close()
-            raise
-        made.close()
+            if hmac.compare_digest(await _receive(connection, _PROOF), expected):
+                on_failure.pop_all()
+                return connection
         return None
 
 
@@ -261,21 +261,11 @@ async def _receive(source: socket.socket, size: int) -> bytes:
     return got
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _copy(reader: Reader, writer: Writer) -> None:
     with suppress(OSError):
         while data := await reader.read(65_536):
             writer.write(data)
             await writer.drain()
-
-
-async def _first_of(*copies: Awaitable[None]) -> None:
-    """Wait for one of them, then end the others."""
-    tasks = [asyncio.ensure_future(copy) for copy in copies]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def user_of_connection(local: Endpoint, remote: Endpoint) -> int | None:

@@ -40,25 +40,36 @@ def begin_branch(folder: TrainFolder, trunk: Path, record: dict[str, Any], train
     steps
         Optimizer steps of the branch.
     """
-    trunk = trunk.absolute()
+    trunk, path = trunk.absolute(), str(folder.path)
     given = re.fullmatch(r"step-(\d{8,})", trunk.name)
     if given is not None and folder.saved_step() >= int(given[1]):
         return  # the trunk is not needed any more, and may be gone
-    checkpoint, of_trunk = _checkpoint(trunk)
+    of_trunk = TrainFolder(trunk.parent.parent)
+    checkpoints = {checkpoint.path.name: checkpoint for checkpoint in of_trunk.checkpoints()}
+    if trunk.name not in checkpoints:
+        raise DataError(
+            f"{trunk}: no such checkpoint; there are those of steps "
+            f"{', '.join(str(each.step) for each in checkpoints.values()) or 'none'}; list the step in "
+            "train.keep_steps of that run, and train it anew"
+        )
+    checkpoint = checkpoints[trunk.name]
     checkpoint.verify()
-    state = checkpoint.state()
-    _check_same(folder, checkpoint, state, record)
+    state, source = checkpoint.state(), str(checkpoint.path / "state.json")
+    changes = changed_keys(state, record["identity"], source)
+    if different := [f"{key} {change}" for key, change in changes.items() if key not in LENGTH | RATE]:
+        raise ConfigError(
+            f"{path}: it cannot go on from {checkpoint.path}, which is of another configuration "
+            f"({'; '.join(different)}); make them equal, or set init_from in place of trunk"
+        )
+    check_data(str(checkpoint.path), state["fingerprint"], record["fingerprint"])
     kept = {section: keys for section, keys in state["options"].items() if section != "track"}
-    before = stored_options(kept, str(checkpoint.path / "state.json")).train
-    _check_rates(str(folder.path), checkpoint.step, (before, state["steps"]), (train, steps))
+    _check_rates(path, checkpoint.step, (stored_options(kept, source).train, state["steps"]), (train, steps))
     best = checkpoint.best_step()
     if best is not None and best != checkpoint.step:
-        earlier = of_trunk.checkpoint(f"step-{best:08}")
-        earlier.verify()
-        _copy(earlier, folder, record, steps, train)
+        _copy(of_trunk.of_step(best), folder, record, steps, train)
     copy_until(of_trunk.metrics, folder.metrics, checkpoint.step)
     _copy(checkpoint, folder, record, steps, train)
-    print(f"{folder.path}: going on from step {checkpoint.step} of {of_trunk.path}", flush=True)
+    print(f"{path}: going on from step {checkpoint.step} of {of_trunk.path}", flush=True)
 
 
 def check_branches(workflow: Workflow, source: str) -> None:
@@ -83,30 +94,6 @@ def check_branches(workflow: Workflow, source: str) -> None:
         if own.train.steps is not None and of_trunk.train.steps is not None:
             trains = [(options.train, options.train.steps) for options in (of_trunk, own)]
             _check_rates(f"{source}: runs.{name}", run.trunk_step, *trains)
-
-
-def _checkpoint(path: Path) -> tuple[Checkpoint, TrainFolder]:
-    """The checkpoint in the folder `path`, and the training that it is of."""
-    folder = TrainFolder(path.parent.parent)
-    for checkpoint in folder.checkpoints():
-        if checkpoint.path.name == path.name:
-            return checkpoint, folder
-    known = ", ".join(str(checkpoint.step) for checkpoint in folder.checkpoints()) or "none"
-    raise DataError(
-        f"{path}: no such checkpoint; there are those of steps {known}; list the step in train.keep_steps of that run, "
-        "and train it anew"
-    )
-
-
-def _check_same(folder: TrainFolder, checkpoint: Checkpoint, state: dict[str, Any], record: dict[str, Any]) -> None:
-    """Raise ConfigError for a trunk of other options or data."""
-    changes = changed_keys(state, record["identity"], str(checkpoint.path / "state.json"))
-    if different := [f"{key} {change}" for key, change in changes.items() if key not in LENGTH | RATE]:
-        raise ConfigError(
-            f"{folder.path}: it cannot go on from {checkpoint.path}, which is of another configuration "
-            f"({'; '.join(different)}); make them equal, or set init_from in place of trunk"
-        )
-    check_data(str(checkpoint.path), state["fingerprint"], record["fingerprint"])
 
 
 def _check_rates(run: str, last: int, before: tuple[Train, int], now: tuple[Train, int]) -> None:

@@ -11,7 +11,8 @@ import re
 import resource
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,6 +25,9 @@ from cellmill.runs.jobs import ALIVE, CommandError, JobRecord, Jobs, ask, second
 from cellmill.runs.progress import training_seconds
 
 OWN_FILES = "own files"
+LOCAL = "local"
+"""Partition of a start on this machine."""
+LOST = "it left no attempt file, and there is no accounting of it"
 RAN = frozenset({"COMPLETED", "FAILED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "PREEMPTED"})
 """End states of jobs that ran: without an attempt file, how long is unknown."""
 
@@ -54,53 +58,47 @@ class Start:
     source: str = OWN_FILES
 
 
+def _start(state: str, queued_at: float, started_at: float | None, ended_at: float | None, **held: Any) -> Start:
+    """A start by the run's own files; `held` has the fields of who it is and what it holds."""
+    return Start(
+        state=state,
+        submitted_at=queued_at,
+        started_at=started_at,
+        ended_at=ended_at,
+        queue_wait_s=None if started_at is None else max(0.0, started_at - queued_at),
+        elapsed_s=None if started_at is None or ended_at is None else ended_at - started_at,
+        **held,
+    )
+
+
 def attempt_starts(record: JobRecord, now: float) -> list[Start]:
     """Starts of a job by its attempt files; only its wait in the queue if there is none."""
     try:
         attempts = record.attempts()
     except DataError:  # truncated by a full disk
         attempts = []
+    job: dict[str, Any] = {"job_id": record.job_id, "partition": record.slurm_partition}
     if not attempts:
-        waited = record.state not in RAN
-        return [
-            replace(
-                _start_of_attempt(record, None, record.submitted_at, record.ended_at),
-                queue_wait_s=(record.ended_at or now) - record.submitted_at if waited else None,
-                elapsed_s=0.0 if waited else None,
-            )
-        ]
+        nodes, waited = int(record.nodes.partition("-")[0]), record.state not in RAN
+        job |= {"nodes": nodes, "processes": nodes * record.nproc_per_node, "gpus": nodes * record.gpus_per_node}
+        start = _start(
+            record.state, record.submitted_at, None, record.ended_at, cpus=nodes * record.cpus_per_node, **job
+        )
+        wait_s = (record.ended_at or now) - record.submitted_at
+        return [replace(start, queue_wait_s=wait_s if waited else None, elapsed_s=0.0 if waited else None)]
     starts, queued_at = [], record.submitted_at
     for attempt in attempts:
-        ended, state = attempt["ended_at"], record.state
+        ended, state, nodes = attempt["ended_at"], record.state, len(attempt["hosts"])
         if attempt is not attempts[-1]:
             state = "REQUEUED"
         elif record.ended_at is None and ended is None:
             state = "RUNNING"
         ended_at = float(attempt["seen_at"] if ended is None else ended)
-        starts.append(replace(_start_of_attempt(record, attempt, queued_at, ended_at), state=state))
+        job |= {"nodes": nodes, "processes": int(attempt["processes"]), "gpus": int(attempt["gpus"])}
+        started_at, cpus = float(attempt["started_at"]), nodes * record.cpus_per_node
+        starts.append(_start(state, queued_at, started_at, ended_at, cpus=cpus, **job))
         queued_at = ended_at  # a requeued job waits again from its end
     return starts
-
-
-def _start_of_attempt(
-    record: JobRecord, attempt: dict[str, Any] | None, queued_at: float, ended_at: float | None
-) -> Start:
-    nodes = len(attempt["hosts"]) if attempt else int(record.nodes.partition("-")[0])
-    started = float(attempt["started_at"]) if attempt else None
-    return Start(
-        job_id=record.job_id,
-        partition=record.slurm_partition,
-        state=record.state,
-        submitted_at=queued_at,
-        started_at=started,
-        ended_at=ended_at,
-        queue_wait_s=None if started is None else max(0.0, started - queued_at),
-        elapsed_s=None if started is None or ended_at is None else ended_at - started,
-        nodes=nodes,
-        processes=int(attempt["processes"]) if attempt else nodes * record.nproc_per_node,
-        gpus=int(attempt["gpus"]) if attempt else nodes * record.gpus_per_node,
-        cpus=nodes * record.cpus_per_node,
-    )
 
 
 ANSWER_WITHIN_S = 15
@@ -123,7 +121,9 @@ def sacct_starts(records: list[JobRecord]) -> tuple[dict[str, list[Start]], str]
     deadline = time.monotonic() + LAG_S
     while True:
         try:
-            starts = parse_sacct(_query([record.job_id for record in records]), records)
+            jobs = ",".join(record.job_id for record in records)
+            command = ["sacct", "-P", "-n", "--duplicates", "-j", jobs, "-o", ",".join(_FIELDS)]
+            starts = parse_sacct(ask(command, ANSWER_WITHIN_S, SLURM_TIME_FORMAT="%s", TZ="UTC"), records)
         except (CommandError, ValueError) as error:
             return {}, str(error)
         newest = records[-1]
@@ -136,39 +136,32 @@ def sacct_starts(records: list[JobRecord]) -> tuple[dict[str, list[Start]], str]
     return starts, "" if len(starts) == len(records) else "sacct does not know the job"
 
 
-def _query(job_ids: list[str]) -> str:
-    """Output of sacct. Raises CommandError."""
-    command = ["sacct", "-P", "-n", "--duplicates", "-j", ",".join(job_ids), "-o", ",".join(_FIELDS)]
-    return ask(command, ANSWER_WITHIN_S, SLURM_TIME_FORMAT="%s", TZ="UTC")
-
-
 def parse_sacct(answer: str, records: list[JobRecord]) -> dict[str, list[Start]]:
     """Starts by job id. Raises ValueError if a line is not sacct's.
 
     Left out are rows of another job that had the same id (its name differs), and a job that a training shares with
     other work, as under `allocation` (likewise).
     """
-    rows: dict[str, list[tuple[dict[str, str], list[dict[str, str]]]]] = {}
+    by_job = {(record.job_id, record.name): record for record in records}
+    starts, rows = defaultdict[str, list[Start]](list), list[list[dict[str, str]]]()
     for line in answer.splitlines():
         cells = line.split("|", len(_FIELDS) - 1)
         if len(cells) != len(_FIELDS) or not re.match(r"\d+", cells[0]):
             raise ValueError(f"sacct answered {line.strip()[:80]!r}")
         row = dict(zip(_FIELDS, cells))
-        job_id, _, step = row["JobID"].partition(".")
-        if not step:
-            rows.setdefault(job_id, []).append((row, []))
-        elif job_id in rows:  # steps follow the start they belong to
-            rows[job_id][-1][1].append(row)
-    starts: dict[str, list[Start]] = {}
-    for record in records:
-        own = [(row, steps) for row, steps in rows.get(record.job_id, []) if row["JobName"] == record.name]
-        if own:
-            starts[record.job_id] = [_start_of_row(row, steps, record) for row, steps in own]
-    return starts
+        if "." in row["JobID"] and rows:  # steps follow the start they belong to
+            rows[-1].append(row)
+        else:
+            rows.append([row])
+    for row, *steps in rows:
+        if record := by_job.get((row["JobID"], row["JobName"])):
+            starts[record.job_id].append(_sacct_start(row, steps, record))
+    return dict(starts)
 
 
-def _start_of_row(row: dict[str, str], steps: list[dict[str, str]], record: JobRecord) -> Start:
-    submitted, started, ended = (_time(row[name]) for name in ("Submit", "Start", "End"))
+def _sacct_start(row: dict[str, str], steps: list[dict[str, str]], record: JobRecord) -> Start:
+    times = (row[name] for name in ("Submit", "Start", "End"))
+    submitted, started, ended = (float(text) if text.isdigit() else None for text in times)  # Unknown, None
     nodes = int(_number(row["NNodes"]))
     if not row["AllocTRES"]:  # ended in the queue: SLURM reports a start it never had
         started = None
@@ -194,20 +187,12 @@ def _start_of_row(row: dict[str, str], steps: list[dict[str, str]], record: JobR
     )
 
 
-def _time(text: str) -> float | None:
-    return float(text) if text.isdigit() else None  # Unknown, None
-
-
 def _number(text: str) -> float:
     """A number as SLURM writes it: 90560K is 90560 * 1024."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTP]?)", text)
     if match is None:
         raise ValueError(f"sacct: expected a number, got {text[:40]!r}")
     return float(match[1]) * 1024.0 ** " KMGTP".index(match[2] or " ")
-
-
-LOCAL = "local"
-"""Partition of a start on this machine."""
 
 
 @contextmanager
@@ -229,7 +214,7 @@ def local_start(train: Path, machine: Machine) -> Iterator[None]:
         "how": None,
     }
     write_if_room(file, [*earlier, entry])
-    cpu_s, how = _children_cpu_s(), "FAILED"
+    before, how = resource.getrusage(resource.RUSAGE_CHILDREN), "FAILED"
     try:
         yield
         how = "COMPLETED"
@@ -237,15 +222,16 @@ def local_start(train: Path, machine: Machine) -> Iterator[None]:
         how = "STOPPED"
         raise
     finally:
-        entry |= {"ended_at": time.time(), "cpu_s": _children_cpu_s() - cpu_s, "how": how}
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu_s = (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
+        entry |= {"ended_at": time.time(), "cpu_s": cpu_s, "how": how}
         write_if_room(file, [*earlier, entry])
 
 
 def read_local(train: Path) -> list[dict[str, Any]]:
     """Entries of local.json, oldest first. `how`: COMPLETED, STOPPED, FAILED or KILLED; None while it runs."""
-    file = train / "local.json"
     try:
-        entries = read_json(file)
+        entries = read_json(train / "local.json")
     except DataError:
         return []
     return [entry for entry in entries if isinstance(entry, dict) and "started_at" in entry]
@@ -253,7 +239,24 @@ def read_local(train: Path) -> list[dict[str, Any]]:
 
 def local_starts(train: Path) -> list[Start]:
     """Starts of the run in `train` on this machine."""
-    return [_local_start(entry, train) for entry in read_local(train)]
+    return [
+        _start(
+            entry["how"] or "RUNNING",
+            entry["started_at"],
+            entry["started_at"],
+            entry["ended_at"] or _last_sign_of_life(entry, train),
+            job_id="",
+            partition=LOCAL,
+            nodes=1,
+            **{name: entry[name] for name in ("processes", "gpus", "cpus", "cpu_s")},
+        )
+        for entry in read_local(train)
+    ]
+
+
+def _last_sign_of_life(entry: dict[str, Any], train: Path) -> float:
+    files = (train / "metrics.jsonl", train / "state.json")
+    return max([entry["started_at"], *(path.stat().st_mtime for path in files if path.exists())])
 
 
 def visible_gpus() -> int:
@@ -263,39 +266,6 @@ def visible_gpus() -> int:
     if visible is None:
         return devices
     return min(devices, sum(bool(word.strip()) and word.strip() != "-1" for word in visible.split(",")))
-
-
-def _local_start(entry: dict[str, Any], train: Path) -> Start:
-    ended_at = entry["ended_at"] or _last_sign_of_life(entry, train)
-    return Start(
-        job_id="",
-        partition=LOCAL,
-        state=entry["how"] or "RUNNING",
-        submitted_at=entry["started_at"],
-        started_at=entry["started_at"],
-        ended_at=ended_at,
-        queue_wait_s=0.0,
-        elapsed_s=ended_at - entry["started_at"],
-        nodes=1,
-        processes=entry["processes"],
-        gpus=entry["gpus"],
-        cpus=entry["cpus"],
-        cpu_s=entry["cpu_s"],
-    )
-
-
-def _last_sign_of_life(entry: dict[str, Any], train: Path) -> float:
-    files = (train / "metrics.jsonl", train / "state.json")
-    return max([entry["started_at"], *(path.stat().st_mtime for path in files if path.exists())])
-
-
-def _children_cpu_s() -> float:
-    """CPU time of child processes that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-LOST = "it left no attempt file, and there is no accounting of it"
 
 
 @contextmanager
@@ -357,15 +327,15 @@ def cost(train: Path, training_s: float | None, now: float) -> dict[str, Any] | 
 
 def sentence(cost: dict[str, Any]) -> str:
     """One line: 2.31 GPU-hours in 3 jobs, waited 12 min in the queue, 81 % of it training."""
-    totals = cost["totals"]
-    hours, unit = totals["gpu_hours"], "GPU-hours"
-    if not any(job["gpus"] for job in cost["jobs"]):
-        hours, unit = totals["cpu_core_hours"], "core-hours"
-    jobs = len({job["job_id"] for job in cost["jobs"] if job["job_id"]})
-    local = sum(not job["job_id"] for job in cost["jobs"])
-    places = [f"{jobs} {'job' if jobs == 1 else 'jobs'}"] if jobs else []
-    places += [f"{local} {'start' if local == 1 else 'starts'} on this machine"] if local else []
-    parts = [f"{'an unknown number of' if hours is None else _hours(hours)} {unit} in {' and '.join(places)}"]
+    totals, starts = cost["totals"], cost["jobs"]
+    on_gpus = any(start["gpus"] for start in starts)
+    hours, unit = (totals["gpu_hours"], "GPU-hours") if on_gpus else (totals["cpu_core_hours"], "core-hours")
+    jobs = len({start["job_id"] for start in starts if start["job_id"]})
+    local = sum(not start["job_id"] for start in starts)
+    where = [f"{jobs} {'job' if jobs == 1 else 'jobs'}"] if jobs else []
+    where += [f"{local} {'start' if local == 1 else 'starts'} on this machine"] if local else []
+    amount = "an unknown number of" if hours is None else f"{hours:.3g}" if hours < 100 else f"{hours:,.0f}"
+    parts = [f"{amount} {unit} in {' and '.join(where)}"]
     if jobs and totals["queue_wait_s"] is not None:
         parts.append(f"waited {span(totals['queue_wait_s'])} in the queue")
     if totals["training_efficiency_frac"] is not None:
@@ -384,34 +354,34 @@ def span(seconds: float) -> str:
     return f"{seconds / 86400:.1f} days"
 
 
-def _hours(value: float) -> str:
-    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
-
-
 def _totals(
     starts: list[Start], training_s: float | None, why_not: str
 ) -> tuple[dict[str, float | None], dict[str, str]]:
     """Totals over starts, and the reason for each that is unknown; `why_not`: why accounting lacks a job."""
     unknown: dict[str, str] = {}
 
-    def total(name: str, values: Iterable[tuple[Start, float | None]], reason: str) -> float | None:
-        pairs = list(values)
-        lacking = [start.job_id or "a start on this machine" for start, value in pairs if value is None]
+    def total(
+        name: str,
+        value: Callable[[Start], float | None],
+        among: list[Start] = starts,
+        reason: str = LOST,
+        combine: Callable[[list[float]], float] = sum,
+    ) -> float | None:
+        found = [(start, value(start)) for start in among]
+        lacking = [start.job_id or "a start on this machine" for start, each in found if each is None]
         if lacking:
             unknown[name] = f"unknown for {', '.join(dict.fromkeys(lacking))}: {reason}"
             return None
-        return sum(value for _, value in pairs if value is not None)
+        return combine([each for _, each in found if each is not None])
 
     def hours(start: Start, number: float | None) -> float | None:
         return None if number is None or start.elapsed_s is None else number * start.elapsed_s / 3600
 
-    elapsed = total("elapsed_s", ((s, s.elapsed_s) for s in starts), LOST)
-    cores = total("cpu_core_hours", ((s, hours(s, s.cpus)) for s in starts), LOST)
-    ran = [s for s in starts if s.elapsed_s]
-    cpu_s = total("cpu_efficiency_frac", ((s, s.cpu_s) for s in ran), why_not or "not in its accounting")
-    memory = total("max_memory_gb", ((s, s.max_memory_gb) for s in ran), why_not or "not in its accounting")
-    if memory is not None:
-        memory = max((s.max_memory_gb or 0.0 for s in ran), default=0.0)
+    elapsed = total("elapsed_s", lambda start: start.elapsed_s)
+    cores = total("cpu_core_hours", lambda start: hours(start, start.cpus))
+    ran, why_not = [start for start in starts if start.elapsed_s], why_not or "not in its accounting"
+    cpu_s = total("cpu_efficiency_frac", lambda start: start.cpu_s, ran, why_not)
+    memory = total("max_memory_gb", lambda start: start.max_memory_gb, ran, why_not, lambda gb: max(gb, default=0.0))
     if training_s is None:
         unknown["training_efficiency_frac"] = "metrics.jsonl has no rates"
     elif not elapsed:
@@ -419,10 +389,10 @@ def _totals(
     if not cores and cpu_s is not None:
         unknown["cpu_efficiency_frac"] = unknown.get("cpu_core_hours", "nothing ran")
     totals = {
-        "gpu_hours": total("gpu_hours", ((s, hours(s, s.gpus)) for s in starts), LOST),
+        "gpu_hours": total("gpu_hours", lambda start: hours(start, start.gpus)),
         "cpu_core_hours": cores,
         "elapsed_s": elapsed,
-        "queue_wait_s": total("queue_wait_s", ((s, s.queue_wait_s) for s in starts), LOST),
+        "queue_wait_s": total("queue_wait_s", lambda start: start.queue_wait_s),
         "training_s": training_s,
         # two clocks, the curve's and the cluster's: the quotient may exceed 1 by a hair
         "training_efficiency_frac": min(1.0, training_s / elapsed) if training_s is not None and elapsed else None,

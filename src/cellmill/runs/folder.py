@@ -59,23 +59,18 @@ class Checkpoint:
         share
             Rank and number of ranks: of as many equal parts of the files, check the part of this rank.
         """
-        manifest = read_json(self.path / "manifest.json")
-        if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-            raise DataError(f"{self.path / 'manifest.json'}: not a checkpoint's manifest; the checkpoint is damaged")
-        rank, world = share
-        for name, expected in list(manifest["files"].items())[rank::world]:
+        manifest, (rank, world) = self.path / "manifest.json", share
+        try:
+            files = [(name, entry["bytes"], entry["sha256"]) for name, entry in read_json(manifest)["files"].items()]
+        except (KeyError, TypeError, AttributeError):
+            raise DataError(f"{manifest}: not a checkpoint's manifest; the checkpoint is damaged") from None
+        for name, size, sha256 in files[rank::world]:
             file = self.path / name
-            if not isinstance(expected, dict) or not {"bytes", "sha256"} <= expected.keys():
-                raise DataError(
-                    f"{self.path / 'manifest.json'}: {name}: no size and SHA-256; the checkpoint is damaged"
-                )
             if not file.is_file():
                 raise DataError(f"{file}: missing; the checkpoint is damaged")
-            if file.stat().st_size != expected["bytes"]:
-                raise DataError(
-                    f"{file}: expected {expected['bytes']} bytes, got {file.stat().st_size}; the checkpoint is damaged"
-                )
-            if (contents or name in SMALL) and sha256_file(file) != expected["sha256"]:
+            if (found := file.stat().st_size) != size:
+                raise DataError(f"{file}: expected {size} bytes, got {found}; the checkpoint is damaged")
+            if (contents or name in SMALL) and sha256_file(file) != sha256:
                 raise DataError(f"{file}: changed since it was written (SHA-256 differs); the checkpoint is damaged")
 
     def damage(self, contents: bool = True, share: tuple[int, int] = (0, 1)) -> str | None:
@@ -157,22 +152,15 @@ class TrainFolder:
         best_step = newest.state()["progress"]["best_step"]
         if best_step is None or best_step == newest.step:
             return newest
-        for checkpoint in self.checkpoints():
-            if checkpoint.step == best_step:
-                checkpoint.verify()
-                return checkpoint
-        raise DataError(
-            f"{self.checkpoint_folder}: the best checkpoint, step {best_step}, is missing; "
-            "set consolidate.checkpoint: last"
-        )
+        return self.of_step(best_step, "the best checkpoint is missing; set consolidate.checkpoint: last")
 
-    def of_step(self, step: int) -> Checkpoint:
+    def of_step(self, step: int, remedy: str = "list the step in train.keep_steps, and train it anew") -> Checkpoint:
         """The undamaged checkpoint of a step. Raises DataError if there is none."""
         checkpoints = {checkpoint.step: checkpoint for checkpoint in self.checkpoints()}
         if step not in checkpoints:
             raise DataError(
                 f"{self.checkpoint_folder}: no checkpoint of step {step}; there are those of steps "
-                f"{', '.join(map(str, checkpoints)) or 'none'}; list the step in train.keep_steps, and train it anew"
+                f"{', '.join(map(str, checkpoints)) or 'none'}; {remedy}"
             )
         checkpoints[step].verify()
         return checkpoints[step]
@@ -206,9 +194,6 @@ class TrainFolder:
         path.rename(final)
         fsync(final.parent)
         shutil.rmtree(earlier, ignore_errors=True)
-        self._prune(keep, keep_steps)
-
-    def _prune(self, keep: int, keep_steps: Sequence[int]) -> None:
         complete = self.checkpoints()
         chosen = complete[-keep:] + [checkpoint for checkpoint in complete if checkpoint.step in keep_steps]
         # a run resumed from any of them takes its best step for the run's best
@@ -229,19 +214,17 @@ class TrainFolder:
 
     @contextmanager
     def locked(self, wait_s: float = 60.0, follows: bool = False) -> Iterator[int]:
-        """Hold this folder's lock, as `runs.lock.locked` does. Creates the folder."""
-        self._create()
-        busy = "another training is running here ({holder}); stop it first, or give this run another name"
-        with locked(self.path, busy, wait_s, follows) as descriptor:
-            yield descriptor
+        """Hold this folder's lock, as `runs.lock.locked` does.
 
-    def _create(self) -> None:
-        """Create the folder, for this user alone: a resume trusts its files. Raises DataError naming another owner."""
+        Creates the folder, for this user alone: a resume trusts its files. Raises DataError naming another owner.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
-        owner = self.path.stat().st_uid
-        if owner != os.getuid():
+        if (owner := self.path.stat().st_uid) != os.getuid():
             raise DataError(
                 f"{self.path}: this run belongs to {user_name(owner)}; give yours another name, or use a checkout of "
                 "your own"
             )
         self.path.chmod(0o700)
+        busy = "another training is running here ({holder}); stop it first, or give this run another name"
+        with locked(self.path, busy, wait_s, follows) as descriptor:
+            yield descriptor

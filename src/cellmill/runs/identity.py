@@ -17,7 +17,7 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.parts.family import WEIGHTS_FORMAT
 from cellmill.errors import ConfigError
 from cellmill.files import write_json
-from cellmill.runs.folder import Checkpoint, TrainFolder
+from cellmill.runs.folder import TrainFolder
 from cellmill.runs.progress import status
 
 PATIENCE = "train.early_stop_patience"
@@ -79,18 +79,13 @@ def changed_keys(stored: dict[str, Any], now: dict[str, Any], source: str) -> di
         ) from None
     given = stored["identity"]
     before = identity(options, given["init_from"], given.get("model.gene_vectors"))
-    before["weights_format"] = stored["identity"].get("weights_format", 1)
-    return {
-        key: f"{_short(before.get(key))} -> {_short(now.get(key))}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-    }
+    before["weights_format"] = given.get("weights_format", 1)
 
+    def short(value: Any) -> str:
+        return re.sub("^([0-9a-f]{12})[0-9a-f]{52}$", r"\1", str(value))  # a digest
 
-def _short(value: Any) -> str:
-    """A value in a message; of a digest the first characters."""
-    text = str(value)
-    return text[:12] if re.fullmatch("[0-9a-f]{64}", text) else text
+    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    return {key: f"{short(before.get(key))} -> {short(now.get(key))}" for key in changed}
 
 
 def check_data(folder: str, before: str, now: str) -> None:
@@ -120,27 +115,47 @@ def is_done(folder: TrainFolder, wanted: Wanted, restart: bool = False) -> bool:
     Raises ConfigError if the folder holds another training, unless `restart` is set, which sets that one aside. The
     same training is never set aside, so that a command with `restart` can be repeated until it is done.
     """
-    checkpoint = _newest(folder, wanted.steps)
+    checkpoint, damaged = folder.newest_whole(contents=False)
+    if checkpoint is not None and checkpoint.step >= wanted.steps:
+        checkpoint, damaged = folder.newest_whole()  # hashed in full: nothing reads it again before it counts as done
+    for line in damaged:
+        print(f"warning: {line}; going on from the one before it", file=sys.stderr, flush=True)
     if checkpoint is None:
         return False
-    state = checkpoint.state()
+    state, step = checkpoint.state(), checkpoint.step
     changes = changed_keys(state, wanted.identity, str(checkpoint.path / "state.json"))
+    different = [f"{key} {change}" for key, change in changes.items()]
+    afresh = (
+        "set that training aside and start afresh with `cellmill train --restart` (of a workflow: `snakemake --config "
+        f"restart={folder.path.resolve().parent.name}`)"
+    )
     if restart:
-        if _set_aside(folder, state, changes, wanted):
+        if state["fingerprint"] != wanted.fingerprint:
+            different.append(f"data {state['fingerprint'][:12]} -> {wanted.fingerprint[:12]}")
+        if different:
+            print(f"restart ({'; '.join(different)}): the earlier training is now in {folder.set_aside()}", flush=True)
             return False
-        changes = {}
-    _check_same(folder, checkpoint.step, changes)
+        print(f"{folder.path}: --restart changes nothing, its training has this configuration; it goes on", flush=True)
+    elif changes.keys() - LENGTH:
+        raise ConfigError(
+            f"{folder.path}: it holds a training of {step} steps with another configuration ({'; '.join(different)}); "
+            f"change it back, or {afresh}"
+        )
     check_data(str(folder.path), state["fingerprint"], wanted.fingerprint)
-    _check_length(folder, checkpoint.step, state["steps"], wanted.steps)
-    if checkpoint.step >= wanted.steps or _patience_is_over(checkpoint.step, state["progress"], wanted):
+    if state["steps"] != wanted.steps and wanted.steps <= step:
+        raise ConfigError(
+            f"{folder.path}: it holds a training of {step} steps, and {state['steps']} steps in all were lowered to "
+            f"{wanted.steps}; set train.steps above {step}, or {afresh}"
+        )
+    if step >= wanted.steps or _patience_is_over(step, state["progress"], wanted):
         if not (folder.path / "status.json").exists():
             write_json(folder.path / "status.json", status("done", state))
         return True
     (folder.path / "status.json").unlink(missing_ok=True)
     if state["steps"] != wanted.steps:
         print(
-            f"{folder.path}: going on from step {checkpoint.step} of {state['steps']}, now {wanted.steps}: from here "
-            "the learning rate is that of a run of the new length",
+            f"{folder.path}: going on from step {step} of {state['steps']}, now {wanted.steps}: from here the learning "
+            "rate is that of a run of the new length",
             flush=True,
         )
     return False
@@ -157,53 +172,3 @@ def _patience_is_over(step: int, progress: dict[str, Any], wanted: Wanted) -> bo
         flush=True,
     )
     return True
-
-
-def _newest(folder: TrainFolder, steps: int) -> Checkpoint | None:
-    """Return the newest undamaged checkpoint, and warn of newer ones that are damaged."""
-    checkpoint, damaged = folder.newest_whole(contents=False)
-    if checkpoint is not None and checkpoint.step >= steps:
-        checkpoint, damaged = folder.newest_whole()  # hashed in full: nothing reads it again before it counts as done
-    for line in damaged:
-        print(f"warning: {line}; going on from the one before it", file=sys.stderr, flush=True)
-    return checkpoint
-
-
-def _set_aside(folder: TrainFolder, state: dict[str, Any], changes: dict[str, str], wanted: Wanted) -> bool:
-    """Set aside a training that differs from the requested one; return True if it did."""
-    different = _listed(changes)
-    if state["fingerprint"] != wanted.fingerprint:
-        different.append(f"data {state['fingerprint'][:12]} -> {wanted.fingerprint[:12]}")
-    if not different:
-        print(f"{folder.path}: --restart changes nothing, its training has this configuration; it goes on", flush=True)
-        return False
-    print(f"restart ({'; '.join(different)}): the earlier training is now in {folder.set_aside()}", flush=True)
-    return True
-
-
-def _check_same(folder: TrainFolder, step: int, changes: dict[str, str]) -> None:
-    """Raise ConfigError for a change of more than the length."""
-    if changes.keys() - LENGTH:
-        raise ConfigError(
-            f"{folder.path}: it holds a training of {step} steps with another configuration "
-            f"({'; '.join(_listed(changes))}); change it back, or set that training aside and start afresh with "
-            f"{_restart(folder)}"
-        )
-
-
-def _check_length(folder: TrainFolder, step: int, before: int, now: int) -> None:
-    """Raise ConfigError for a run that would have to end before the step that it has reached."""
-    if now != before and now <= step:
-        raise ConfigError(
-            f"{folder.path}: it holds a training of {step} steps, and {before} steps in all were lowered to {now}; set "
-            f"train.steps above {step}, or set that training aside and start afresh with {_restart(folder)}"
-        )
-
-
-def _restart(folder: TrainFolder) -> str:
-    run = folder.path.resolve().parent.name
-    return f"`cellmill train --restart` (of a workflow: `snakemake --config restart={run}`)"
-
-
-def _listed(changes: dict[str, str]) -> list[str]:
-    return [f"{key} {change}" for key, change in changes.items()]

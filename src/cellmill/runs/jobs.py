@@ -87,29 +87,25 @@ def folder_id(folder: Path) -> str | None:
 
 
 def make_folder_id(folder: Path) -> str:
-    """The identity of `folder`, which is made if there is none: one for all processes that call this at once."""
+    """The identity of `folder`, created if it has none: one for all processes that call this at once."""
+    file = folder / NAME
     while (known := folder_id(folder)) is None:
-        _offer(folder / NAME)
-    return known
-
-
-def _offer(file: Path) -> None:
-    """Make `file` with a new identity, unless another process was faster."""
-    own = secrets.token_hex(6)
-    new = file.with_name(f".{file.stem}.{own}.incomplete")
-    with open(new, "x", encoding="utf-8") as text:
-        json.dump({"id": own, "inode": os.fstat(text.fileno()).st_ino, "path": str(file.resolve())}, text)
-    fsync(new)
-    try:
-        os.link(new, file)
-    except FileExistsError:
-        if folder_id(file.parent) is None:  # the id of the folder that this one is a copy of
+        own = secrets.token_hex(6)
+        new = file.with_name(f".{file.stem}.{own}.incomplete")
+        with open(new, "x", encoding="utf-8") as text:
+            json.dump({"id": own, "inode": os.fstat(text.fileno()).st_ino, "path": str(file.resolve())}, text)
+        fsync(new)
+        try:
+            os.link(new, file)  # unless another process was faster
+        except FileExistsError:
+            if folder_id(folder) is None:  # the id of the folder that this one is a copy of
+                new.replace(file)
+        except OSError:  # a file system without links
             new.replace(file)
-    except OSError:  # a file system without links
-        new.replace(file)
-    finally:
-        new.unlink(missing_ok=True)
-    fsync(file.parent)
+        finally:
+            new.unlink(missing_ok=True)
+        fsync(folder)
+    return known
 
 
 ANSWER_WITHIN_S = 60
@@ -126,7 +122,7 @@ def call(command: list[str], within_s: float | None = None, **environment: str) 
 
     Raises CommandError if it is missing or does not answer within `within_s` (default: `ANSWER_WITHIN_S`).
     """
-    within_s = within_s or ANSWER_WITHIN_S
+    within_s, (program, *_) = within_s or ANSWER_WITHIN_S, command
     try:
         return subprocess.run(
             command,
@@ -138,14 +134,13 @@ def call(command: list[str], within_s: float | None = None, **environment: str) 
             start_new_session=True,  # Ctrl-C at the terminal must not cut an answer short
             env={name: value for name, value in os.environ.items() if not name.startswith(_FILTERS)} | environment,
         )
-    except FileNotFoundError:
-        raise CommandError(f"{command[0]}: not on PATH") from None
-    except BlockingIOError:
-        raise CommandError(f"{command[0]}: {NO_PROCESS}") from None
-    except OSError as error:
-        raise CommandError(f"{command[0]}: {error.strerror}") from None
     except subprocess.TimeoutExpired:
-        raise CommandError(f"{command[0]}: no answer within {within_s:g} s") from None
+        trouble: str | None = f"no answer within {within_s:g} s"
+    except FileNotFoundError:
+        trouble = "not on PATH"
+    except OSError as error:
+        trouble = NO_PROCESS if isinstance(error, BlockingIOError) else error.strerror
+    raise CommandError(f"{program}: {trouble}")
 
 
 def ask(command: list[str], within_s: float | None = None, **environment: str) -> str:
@@ -235,16 +230,17 @@ class JobRecord:
 
     def write(self) -> JobRecord:
         """Write job.json; return the record."""
-        write_json(self.path / "job.json", self._value())
+        write_json(self.path / "job.json", self.value())
         return self
 
     def now(self, state: str, reason: str = "", ended: bool = False) -> JobRecord:
         """The record with a new state, written if the disk has room."""
         record = replace(self, state=state, reason=reason, ended_at=time.time() if ended else None)
-        write_if_room(self.path / "job.json", record._value())
+        write_if_room(self.path / "job.json", record.value())
         return record
 
-    def _value(self) -> dict[str, Any]:
+    def value(self) -> dict[str, Any]:
+        """Contents of job.json."""
         return {name: value for name, value in asdict(self).items() if name != "path"}
 
 
@@ -258,14 +254,19 @@ class Jobs:
 
     def owns(self, name: str) -> bool:
         """True for the name of a job of this folder, by whatever path it was submitted: `RUN.ID.NUMBER`."""
-        first, _, number = name.rpartition(".")
         self._id = self._id or folder_id(self.path.parent)
-        ours = self._id is not None and first.endswith(f".{self._id}")
-        return ours and number.isdigit()
+        return self._id is not None and re.search(rf"\.{self._id}\.\d+$", name) is not None
 
     def all(self) -> list[JobRecord]:
         """Recorded submissions, oldest first. Raises DataError naming an unreadable record."""
-        return [_read(path) for path in self._folders() if (path / "job.json").exists()]
+        records = []
+        for file in (folder / "job.json" for folder in self._folders()):
+            try:
+                records += [JobRecord(path=file.parent, **read_json(file))] if file.exists() else []
+            except (DataError, TypeError):
+                remedy = "remove the file: a job that is still alive is then found by its name"
+                raise DataError(f"{file}: not a job record; {remedy}") from None
+        return records
 
     def newest(self) -> JobRecord | None:
         """The last recorded submission; records that came with a copied folder do not count."""
@@ -289,10 +290,9 @@ class Jobs:
         """Create the folder of the next submission, for this user alone; return it and the job's name."""
         folders = self._folders()
         number = f"{1 + int(folders[-1].name) if folders else 1:03}"
-        path = self.path / number
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.mkdir(mode=0o700)
-        return path, self.name(number)
+        (self.path / number).mkdir(mode=0o700)
+        return self.path / number, self.name(number)
 
     def name(self, number: str) -> str:
         """The name of the job of a submission; the folder gets an identity if it has none."""
@@ -316,13 +316,3 @@ def error_line(folder: Path, name: str = "error.txt") -> str | None:
     """The text of a file in one line; None if there is none."""
     file = folder / name
     return " ".join(file.read_text(encoding="utf-8", errors="replace").split()) if file.exists() else None
-
-
-def _read(folder: Path) -> JobRecord:
-    file = folder / "job.json"
-    try:
-        return JobRecord(path=folder, **read_json(file))
-    except (DataError, TypeError):
-        raise DataError(
-            f"{file}: not a job record; remove the file: a job that is still alive is then found by its name"
-        ) from None

@@ -1,4 +1,4 @@
-"""Exclusive use of a folder: its lock, the claim of a running job, and a watch for the folder's deletion.
+"""One training per folder: its lock, the claim of a running job, and a watch for the folder's deletion.
 
 The lock is flock(2) on `FOLDER/lock`, whose text names the holder. It is released when the last process that inherited
 its file descriptor ends, for any reason.
@@ -167,7 +167,7 @@ class Claim:
             return
         newest = _newest(self.file.parent)
         if newest is not None and newest != self.file:
-            raise Claimed(f"job {holder(newest)} has taken over from job {self.job}, which was silent for too long")
+            raise Claimed(f"job {_read(newest)[0]} has taken over from job {self.job}, which was silent for too long")
         with suppress(OSError):  # a full disk or a server in trouble: the next one may succeed
             os.utime(self.file)
             self.renewed = now
@@ -199,39 +199,26 @@ def claim(folder: Path, job: str, wait: Callable[[float], None] = time.sleep) ->
         return Claim(own, job)
 
 
-def lives(folder: Path, job: str) -> bool | None:
-    """True if the job that claimed `folder` last still renews its claim; None if that is not `job`."""
-    newest = _newest(folder / "claims")
-    if newest is None or holder(newest) != job:
-        return None
-    return living(folder) == job
-
-
 def living(folder: Path) -> str:
     """The job that claimed `folder` last, if it still renews its claim; otherwise empty."""
     newest = _newest(folder / "claims")
-    if newest is None or _released(newest) or (_silent_s(newest) or 0.0) >= LEASE_S:
+    if newest is None:
         return ""
-    return holder(newest)
-
-
-def holder(file: Path) -> str:
-    """The job of a claim, for messages."""
-    try:
-        return str(read_json(file)["job"])
-    except (DataError, KeyError, TypeError):  # being written
-        return "of another launcher"
+    job, released = _read(newest)
+    return "" if released or (_silent_s(newest) or 0.0) >= LEASE_S else job
 
 
 def _wait_until_silent(newest: Path, job: str, wait: Callable[[float], None]) -> None:
     """Return once the claim is released or silent for `LEASE_S`. Raises Claimed if it is renewed."""
     first = _modified(newest)
-    while not _released(newest):
+    while not _read(newest)[1]:
         silent_s, modified = _silent_s(newest), _modified(newest)
         if silent_s is None or modified is None:  # removed: there is a newer one
             return
-        if modified != first and not _released(newest):
-            other, folder = holder(newest), newest.parent.parent
+        if modified != first:
+            (other, released), folder = _read(newest), newest.parent.parent
+            if released:
+                return
             if other == job:  # SLURM lost the node of its first start and requeued it
                 raise Claimed(f"an earlier start of job {job} is training in {folder}; this start ends")
             raise Claimed(f"job {other} is training in {folder}; job {job} ends")
@@ -244,11 +231,13 @@ def _newest(claims: Path) -> Path | None:
     return max(claims.glob("[0-9]*.json"), key=lambda file: int(file.stem), default=None)
 
 
-def _released(file: Path) -> bool:
+def _read(file: Path) -> tuple[str, bool]:
+    """The job of a claim, for messages, and if it has released it."""
     try:
-        return bool(read_json(file)["released"])
-    except (DataError, KeyError, TypeError):
-        return False
+        claim = read_json(file)
+        return str(claim["job"]), bool(claim["released"])
+    except (DataError, KeyError, TypeError):  # being written
+        return "of another launcher", False
 
 
 def _modified(file: Path) -> int | None:

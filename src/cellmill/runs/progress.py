@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cellmill.errors import DataError
-from cellmill.files import read_json, require_file, write_text
+from cellmill.files import read_json, write_text
 from cellmill.runs.folder import TrainFolder
 
 TAIL_BYTES = 1 << 16  # end of a curve or a log, enough for status and attach
@@ -34,9 +34,6 @@ def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]
     last_bytes
         Read no more than the end of the file.
     """
-    if not path.exists():
-        return []
-    require_file(path)
     try:
         with open(path, "rb") as file:
             start = 0 if last_bytes is None else max(0, file.seek(0, 2) - last_bytes)
