@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from cellmill import __version__
+from cellmill.config.corpus import INPUTS
 from cellmill.config.datasets import ObsColumns, input_path
 from cellmill.config.machine import Machine
 from cellmill.config.options import OPTIONS
 from cellmill.config.workflow import sections_of
 
 CONFIG = Path("config/config.yaml")
-_INPUT = "an .h5ad, .zarr, 10x .h5, .loom, a folder with matrix.mtx, a SOMA experiment, a FASTA file, or a URL"
+_INPUT = f"{', '.join(INPUTS)}, or a URL"
 _PLANNED = ("nodes", "nproc_per_node")  # options of the machine that plan reads too
 
 

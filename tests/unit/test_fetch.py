@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -19,10 +17,9 @@ import scipy.sparse as sp
 
 from cellmill.cli import main
 from cellmill.config.datasets import read_datasets
-from cellmill.data.inputs.fetch import fetch_url
-from cellmill.data.inputs.formats import local_input, open_counts, origin_of
+from cellmill.data.inputs.fetch import fetch_url, local_input, origin_of
+from cellmill.data.inputs.formats import open_counts
 from cellmill.errors import ConfigError, DataError
-from cellmill.runs import lock
 from tests.unit.test_inputs import h5ad, in_zarr, read
 
 
@@ -140,21 +137,18 @@ def test_many_jobs_that_ask_at_once_fetch_once(server: Server, content: bytes, t
 
 
 def test_a_fetch_that_was_killed_is_taken_over_and_leaves_nothing(
-    server: Server, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, content: bytes, tmp_path: Path
 ) -> None:
     first = fetch_url(server.url("cells.h5ad"), tmp_path).path
     folder = first.parent
     for file in (first, folder / "fetched.json"):
         file.unlink()
-    (folder / ".cells.0badc0de.incomplete.h5ad").write_bytes(content[:1000])
-    dead = folder / "claims" / "00000009.json"
-    dead.write_text(json.dumps({"job": "a dead one", "released": False}))
-    os.utime(dead, (time.time() - 3000,) * 2)
+    (folder / ".incomplete-0badc0de").mkdir()
+    (folder / ".incomplete-0badc0de" / "cells.h5ad").write_bytes(content[:1000])
     assert fetch_url(server.url("cells.h5ad"), tmp_path).path.read_bytes() == content
-    assert sorted(file.name for file in folder.iterdir()) == ["cells.h5ad", "claims", "fetched.json"]
+    assert sorted(file.name for file in folder.iterdir()) == ["cells.h5ad", "fetched.json", "lock"]
     first.write_bytes(content[:1000])  # and a copy that was cut is not the file
     assert fetch_url(server.url("cells.h5ad"), tmp_path).path.read_bytes() == content
-    assert lock.living(folder) != "a dead one"
 
 
 def test_what_cannot_be_fetched_whole_is_one_line_and_leaves_no_file(

@@ -13,6 +13,7 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,14 @@ import scipy.sparse as sp
 import zarr
 
 from cellmill.cli import main
+from cellmill.config import plugin
+from cellmill.config.corpus import INPUTS
 from cellmill.data.arrays import select_columns
 from cellmill.data.genes.names import is_expression
-from cellmill.data.inputs import matrices as dense
-from cellmill.data.inputs import matrices as row_buckets
-from cellmill.data.inputs import mtx
-from cellmill.data.inputs.formats import open_counts
-from cellmill.errors import DataError
+from cellmill.data.inputs import formats, matrices, mtx
+from cellmill.data.inputs.formats import declared_names, open_counts
+from cellmill.data.inputs.source import DeclaredNames
+from cellmill.errors import ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]
 Make = Callable[..., Path]
@@ -215,8 +217,8 @@ def test_the_same_cells_are_the_same_blocks_in_every_format(
 ) -> None:
     path = FORMATS[name](counts, tmp_path)
     (tmp_path / "plain").mkdir()
-    monkeypatch.setattr(dense, "_SLAB_BYTES", 3000)  # several slabs, and transposition where chunks are wide
-    monkeypatch.setattr(row_buckets, "_ROWS", 16)
+    monkeypatch.setattr(matrices, "_SLAB_BYTES", 3000)  # several slabs, and transposition where chunks are wide
+    monkeypatch.setattr(matrices, "_ROWS", 16)
     monkeypatch.setattr(mtx, "_PIECE", 1000)
     with open_counts(path) as reader, open_counts(h5ad(counts, tmp_path / "plain" / "raw.h5ad")) as plain:
         assert reader.var_names == plain.var_names
@@ -228,6 +230,23 @@ def test_the_same_cells_are_the_same_blocks_in_every_format(
                     a, b = getattr(got, part), getattr(wanted, part)
                     assert a.dtype == b.dtype
                     assert a.tobytes() == b.tobytes()
+
+
+def test_a_package_adds_a_format(counts: sp.csr_matrix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = {"toy": "tests.plugin.cellmill_toy.input:FORMAT"}
+    monkeypatch.setattr(plugin, "entry_points", lambda group: [EntryPoint(*one, group) for one in points.items()])
+    path = tmp_path / "cells.counts.csv"
+    pd.DataFrame(counts.toarray(), CELLS, GENES).to_csv(path)
+    assert (read(path) != counts).nnz == 0
+    with declared_names(path) as names:
+        assert names == DeclaredNames([], ["X"])
+    points["broken"] = "json:loads"
+    with pytest.raises(ConfigError, match=r"^input 'broken' is not a cellmill.data.inputs.source.Format; repair or"):
+        read(tmp_path / "cells.tsv")
+
+
+def test_the_help_names_every_format() -> None:
+    assert {form.name for form in formats.FORMATS} == {*INPUTS, "token dataset of Geneformer", "scModelForge"}
 
 
 def test_names_types_and_categories_of_genes_and_cells_are_read(counts: sp.csr_matrix, tmp_path: Path) -> None:
@@ -385,7 +404,7 @@ def test_a_zarr_of_pickles_or_of_declared_size_is_refused(counts: sp.csr_matrix,
     del group["X/data"]
     group.create_array("X/data", shape=(10**12,), chunks=(1 << 16,), dtype="f4")
     (stored / ".zmetadata").unlink()
-    assert "X/data is damaged: it declares 4,000,000,000,000 bytes in chunks of 262,144, and stores" in refusal(stored)
+    assert "X/data is damaged: it declares 4,000,000,000,000 bytes in shape" in refusal(stored)
     shutil.rmtree(stored / "X" / "data")
     group.create_array("X/data", data=counts.data)
     for name, key, value in (("indptr", "compressor", {"id": "pickle"}), ("indices", "filters", [{"id": "pickle"}])):

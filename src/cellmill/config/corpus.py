@@ -10,16 +10,22 @@ from cellmill.config.section import Section
 SPLITS = ("train", "val", "test")
 
 FASTA = (".fasta", ".fa", ".faa")  # also with .gz
+INPUTS = (
+    ".h5ad",
+    ".zarr",
+    "10x .h5",
+    ".loom",
+    "folder with matrix.mtx",
+    "SOMA experiment",
+    f"FASTA of proteins ({', '.join(FASTA)}, also .gz)",
+)
+"""Input formats as help texts list them: names of rows in `data/inputs/formats.py`."""
 ROLES = ("batch", "donor", "condition", "perturbation", "dose")
 """Columns of the table that name an obs column, which preprocessed cells have under the name of the role."""
 IS_CONTROL = "is_control"
 """obs column of preprocessed cells: True for those with the dataset's `control`."""
-
-
 ORGANISM = "organism"
 """obs column of preprocessed cells with `organism_column`."""
-
-
 RESERVED = (*ROLES, IS_CONTROL, ORGANISM, "dataset")
 """obs columns of cells or shards that no `label_name` may take."""
 

@@ -22,7 +22,7 @@ from urllib.parse import parse_qsl, urlsplit
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from cellmill.config.corpus import RESERVED, ROLES, Preprocess
+from cellmill.config.corpus import INPUTS, RESERVED, ROLES, Preprocess
 from cellmill.config.section import Section, error_line, explain
 from cellmill.errors import ConfigError, did_you_mean
 from cellmill.files import special_kind
@@ -146,9 +146,8 @@ class Dataset(ObsColumns):
     dataset: str = Field(description="Name, used in file names.")
     path: str = Field(
         pattern=r"^[^{}<>\r\n]+$",  # Snakemake reads braces and angles in an input as wildcards
-        description="Input: .h5ad, .zarr, 10x .h5, .loom, a folder with matrix.mtx, a SOMA experiment, or a FASTA "
-        "file of proteins (.fasta, .fa, .faa, also .gz); a path, absolute or relative to Snakemake's working "
-        "directory, or a URL; without braces and < >.",
+        description=f"Input: {', '.join(INPUTS)}; a path, absolute or relative to Snakemake's working directory, or a "
+        "URL; without braces and < >.",
     )
     counts: str = Field(
         "X",

@@ -26,7 +26,8 @@ from cellmill.config.load import check_options
 from cellmill.config.options import EmbedOptions, PredictOptions
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.inputs.formats import local_input, open_dataset
+from cellmill.data.inputs.fetch import local_input
+from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
 from cellmill.data.shards.index import DATASET
 from cellmill.errors import ConfigError, DataError, did_you_mean

@@ -21,8 +21,8 @@ from cellmill.config.options import PreprocessOptions, ShardOptions, VocabularyO
 from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.genes.names import lost_counts
 from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.inputs.fetch import fetch_url
-from cellmill.data.inputs.formats import local_input, open_dataset, origin_of
+from cellmill.data.inputs.fetch import fetch_url, local_input, origin_of
+from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, count_dtype, write_cells
 from cellmill.data.prepare.obs import sentence
 from cellmill.data.prepare.preprocess import preprocess_cells

@@ -37,7 +37,7 @@ from cellmill.config.options import EvaluateOptions
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.config.plugin import in_one_line
 from cellmill.data.genes.names import match_columns
-from cellmill.data.inputs.formats import local_input
+from cellmill.data.inputs.fetch import local_input
 from cellmill.data.inputs.h5 import check_h5ad
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, UserError

@@ -1,20 +1,19 @@
 """AnnData inputs: groups of an HDF5 file, Zarr folders (version 2 or 3, also .zarr.zip), and AnnData objects in memory.
 
 Counts are X, raw/X or a layer. obs and var may be stored as anndata before 0.7 did: one compound dataset, with
-categories in uns. An AnnData in memory is read a block at a time without being copied.
+categories in uns.
 
-Zarr folders with links, FIFOs or devices are refused, and so are arrays declared far larger than their stored bytes.
-zarr itself refuses the codec pickle, which runs code.
+Zarr folders with links, FIFOs or devices are refused; zarr itself refuses the codec pickle, which runs code.
 """
 
 import operator
 import os
 import warnings
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
@@ -23,19 +22,125 @@ from anndata.io import read_elem
 from zarr.storage import ZipStore
 
 from cellmill.data.arrays import text_index
-from cellmill.data.inputs.h5 import one_line
-from cellmill.data.inputs.matrices import MAX_LENGTH, CscMatrix, CsrMatrix, DenseMatrix, is_array, native
-from cellmill.data.inputs.source import CountSource, StoredMatrix, reading
+from cellmill.data.inputs.h5 import one_line, reading
+from cellmill.data.inputs.matrices import MAX_LENGTH, DenseMatrix, MemoryMatrix, SparseMatrix, is_array, size_problem
+from cellmill.data.inputs.source import CountSource, DeclaredNames
 from cellmill.errors import DataError, did_you_mean
+from cellmill.files import read_json
+
+ORDERED = "uns/cellmill/ordered"  # in a file whose rows of X are sequences, or genes in rank order
+RANKED = "uns/cellmill/ranked"  # in one whose rows are genes in rank order, without counts
+_RAW = ("raw/X", "raw/var"), ("raw.X", "raw.var")  # before anndata 0.7: names with dots
+_BY_GENE = {"csr_matrix": False, "csc_matrix": True}
 
 
-def read_table(file: Any, name: str) -> pd.DataFrame:
+def is_anndata(path: Path, file: Any) -> bool:
+    """True if an open HDF5 or Zarr file has obs and var."""
+    return file is not None and "obs" in file and "var" in file
+
+
+def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
+    """The matrix `counts` (`X`, `raw`, the name of a layer, or `layers/X`) of an open HDF5 file or Zarr group."""
+    locations = _RAW if counts == "raw" else ((_location(counts), "var"),)
+    found = next(((x, var) for x, var in locations if x in file and var in file), None)
+    if found is None:
+        name = counts if counts in ("X", "raw") else f"layer {counts!r}"
+        raise DataError(f"{path}: no {name} (the dataset's `counts`); {did_you_mean(counts, _matrices(file))}")
+    obs, var = _read_frame(path, file, "obs"), _read_frame(path, file, found[1])
+    matrix = _matrix(path, counts, file[found[0]])
+    if matrix.shape != (len(obs), len(var)):
+        raise DataError(
+            f"{path}: expected {counts} of shape {(len(obs), len(var))}, as obs and var, got {matrix.shape}"
+        )
+    ordered = counts == "X" and ORDERED in file
+    if ordered and (isinstance(matrix, DenseMatrix) or matrix.by_gene):
+        kind = "dense" if isinstance(matrix, DenseMatrix) else "csc"
+        raise DataError(f"{path}: X has sequences, stored as {kind}: their order is lost; preprocess again")
+    others = [name for name in _matrices(file) if name != counts]
+    return CountSource(path, counts, matrix, obs, var, others, ordered, ranked=ordered and RANKED in file)
+
+
+def names_in_anndata(path: Path, file: Any) -> DeclaredNames | None:
+    """Names in an open HDF5 file; None before anndata 0.7."""
+    obs = file["obs"]
+    columns = obs.attrs.get("column-order") if isinstance(obs, h5py.Group) else None
+    if not isinstance(columns, np.ndarray) or columns.ndim != 1:
+        return None
+    names = [value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in columns]
+    categories = {name: obs.get(f"{name}/categories") for name in names if isinstance(obs.get(name), h5py.Group)}
+    index = obs.attrs.get("_index")
+    return DeclaredNames(names, _matrices(file), categories, obs.get(index) if isinstance(index, str) else None)
+
+
+def names_in_zarr(path: Path, file: Any) -> DeclaredNames | None:
+    """Names in a Zarr folder, by its JSON files alone."""
+    obs, layers = path / "obs", path / "layers"
+    try:
+        v3 = (obs / "zarr.json").exists()
+        attributes = read_json(obs / "zarr.json")["attributes"] if v3 else read_json(obs / ".zattrs")
+        columns = [str(name) for name in attributes["column-order"]]
+    except (DataError, KeyError, TypeError):
+        return None
+    counts = [name for name in ("X", "raw") if (path / name).is_dir()]
+    names = sorted(layer.name for layer in layers.iterdir() if layer.is_dir()) if layers.is_dir() else []
+    return DeclaredNames(columns, [*counts, *map(_layer_name, names)])
+
+
+def _matrices(file: Any) -> list[str]:
+    """Values of `counts` that the file has."""
+    layers = file.get("layers")
+    names = [] if layers is None or is_array(layers) else [_layer_name(name) for name in sorted(layers)]
+    raw = any(x in file for x, _ in _RAW)
+    return [name for name, there in (("X", "X" in file), ("raw", raw)) if there] + names
+
+
+def _layer_name(layer: str) -> str:
+    """`counts` of a layer: its name, or `layers/X` for one that is called as another matrix."""
+    return f"layers/{layer}" if layer in ("X", "raw") else layer
+
+
+def _location(counts: str) -> str:
+    return counts if counts in ("X", "raw", "layers/X", "layers/raw") else f"layers/{counts}"
+
+
+def _matrix(path: Path, counts: str, stored: Any) -> DenseMatrix | SparseMatrix:
+    if is_array(stored):
+        return DenseMatrix(path, counts, stored)
+    old = stored.attrs.get("h5sparse_format")  # before anndata 0.7
+    old = old.decode() if isinstance(old, bytes) else old
+    kind = stored.attrs.get("encoding-type", "unknown" if old is None else f"{old}_matrix")
+    if kind not in _BY_GENE:
+        raise DataError(f"{path}: {counts} is stored as {kind}; expected csr_matrix, csc_matrix or array")
+    shape = stored.attrs.get("shape", stored.attrs.get("h5sparse_shape"))
+    try:
+        n_obs, n_vars = (operator.index(n) for n in np.asarray(shape).tolist())
+    except (TypeError, ValueError):
+        got = " ".join(str(shape).split())[:80]
+        raise DataError(f"{path}: {counts} is damaged: expected a shape of two whole numbers, got {got}") from None
+    if not (0 <= n_obs <= MAX_LENGTH and 0 <= n_vars <= MAX_LENGTH):
+        raise DataError(f"{path}: {counts} is damaged: shape {(n_obs, n_vars)} is outside 0 to {MAX_LENGTH:,}")
+    return SparseMatrix(path, counts, stored, (n_obs, n_vars), _BY_GENE[kind])
+
+
+def _read_frame(path: Path, file: Any, name: str) -> pd.DataFrame:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # anndata's, of layouts before 0.8
+            frame = _compound_frame(file, name) if is_array(file[name]) else read_elem(file[name])
+    except Exception as error:  # anndata wraps whatever h5py, numpy or pandas raise on a damaged or foreign group
+        raise DataError(f"{path}: /{name} cannot be read: {one_line(error)}") from None
+    if not isinstance(frame, pd.DataFrame):
+        raise DataError(f"{path}: /{name} is not a data frame")
+    return frame.set_axis(text_index(frame.index), axis=0)
+
+
+def _compound_frame(file: Any, name: str) -> pd.DataFrame:
     """The data frame stored as the compound dataset `name`; field `index` (else the first) is its index."""
     records = file[name][()]
     if records.dtype.names is None:
         raise ValueError("expected a data frame, got an array without fields")
     columns = {field: _decoded(records[field]) for field in records.dtype.names}
-    index = "index" if "index" in columns else "_index" if "_index" in columns else records.dtype.names[0]
+    index = next((field for field in ("index", "_index") if field in columns), records.dtype.names[0])
     names = columns.pop(index)
     for field, codes in columns.items():
         categories = file.get(f"uns/{field}_categories")
@@ -45,143 +150,35 @@ def read_table(file: Any, name: str) -> pd.DataFrame:
 
 
 def _decoded(values: Any) -> np.ndarray:
-    """Values with text as str."""
     values = np.atleast_1d(values)
     if values.dtype.kind not in "SO":
         return values.astype(values.dtype.newbyteorder("="))
     return np.array([v.decode() if isinstance(v, bytes) else v for v in values.tolist()], dtype=object)
 
 
-ORDERED = "uns/cellmill/ordered"  # in a file whose rows of X are sequences, or genes in rank order
-RANKED = "uns/cellmill/ranked"  # in one whose rows are genes in rank order, without counts
-_RAW = ("raw/X", "raw/var"), ("raw.X", "raw.var")  # before anndata 0.7: names with dots
-
-
-def is_anndata(file: Any) -> bool:
-    """True if an open HDF5 or Zarr file has obs and var."""
-    return file.get("obs") is not None and file.get("var") is not None
-
-
-def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
-    """The matrix `counts` (`X`, `raw`, the name of a layer, or `layers/X`) of an open HDF5 file or Zarr group."""
-    stored, genes = _find(path, file, counts)
-    obs, var = _read_frame(path, file, "obs"), _read_frame(path, file, genes)
-    matrix = _matrix(path, counts, stored)
-    if matrix.shape != (len(obs), len(var)):
-        raise DataError(
-            f"{path}: expected {counts} of shape {(len(obs), len(var))}, as obs and var, got {matrix.shape}"
-        )
-    ordered = counts == "X" and ORDERED in file
-    if ordered and not isinstance(matrix, CsrMatrix):
-        kind = "csc" if isinstance(matrix, CscMatrix) else "dense"
-        raise DataError(f"{path}: X has sequences, stored as {kind}: their order is lost; preprocess again")
-    others = [name for name in _names(file) if name != counts]
-    return CountSource(path, counts, matrix, obs, var, others, ordered, ranked=ordered and RANKED in file)
-
-
-def layer_name(layer: str) -> str:
-    """`counts` of a layer: its name, or `layers/X` for one that is called as another matrix."""
-    return f"layers/{layer}" if layer in ("X", "raw") else layer
-
-
-def layer_path(counts: str) -> str:
-    """Place of a layer in a file, from its `counts`."""
-    return counts if counts in ("layers/X", "layers/raw") else f"layers/{counts}"
-
-
-def _find(path: Path, file: Any, counts: str) -> tuple[Any, str]:
-    """The matrix `counts` and the name of its var."""
-    places = _RAW if counts == "raw" else ((counts if counts == "X" else layer_path(counts), "var"),)
-    for where, genes in places:
-        if where in file and genes in file:
-            return file[where], genes
-    name = counts if counts in ("X", "raw") else f"layer {counts!r}"
-    raise DataError(f"{path}: no {name} (the dataset's `counts`); {did_you_mean(counts, _names(file))}")
-
-
-def _names(file: Any) -> list[str]:
-    """Values of `counts` that the file has."""
-    layers = file.get("layers")
-    names = [] if layers is None or is_array(layers) else [layer_name(name) for name in sorted(layers)]
-    raw = any(where in file for where, _ in _RAW)
-    return [name for name, there in (("X", "X" in file), ("raw", raw)) if there] + names
-
-
-def _matrix(path: Path, counts: str, stored: Any) -> StoredMatrix:
-    if is_array(stored):
-        if stored.shape is None or len(stored.shape) != 2:
-            raise DataError(f"{path}: {counts} is stored with shape {stored.shape}; expected two dimensions")
-        return DenseMatrix(path, counts, stored)
-    old = stored.attrs.get("h5sparse_format")  # before anndata 0.7
-    kind = stored.attrs.get("encoding-type", "unknown" if old is None else f"{_text(old)}_matrix")
-    kinds: dict[str, type[CsrMatrix | CscMatrix]] = {"csr_matrix": CsrMatrix, "csc_matrix": CscMatrix}
-    if kind not in kinds:
-        raise DataError(f"{path}: {counts} is stored as {kind}; expected csr_matrix, csc_matrix or array")
-    return kinds[str(kind)](path, counts, stored, _shape(path, counts, stored))
-
-
-def _shape(path: Path, counts: str, stored: Any) -> tuple[int, int]:
-    """Shape in the attributes of a sparse matrix."""
-    shape = stored.attrs.get("shape", stored.attrs.get("h5sparse_shape"))
-    try:
-        n_obs, n_vars = (operator.index(n) for n in np.asarray(shape).tolist())
-    except (TypeError, ValueError):
-        got = " ".join(str(shape).split())[:80]
-        raise DataError(f"{path}: {counts} is damaged: expected a shape of two whole numbers, got {got}") from None
-    if not (0 <= n_obs <= MAX_LENGTH and 0 <= n_vars <= MAX_LENGTH):
-        raise DataError(f"{path}: {counts} is damaged: shape {(n_obs, n_vars)} is outside 0 to {MAX_LENGTH:,}")
-    return n_obs, n_vars
-
-
-def _read_frame(path: Path, file: Any, name: str) -> pd.DataFrame:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # anndata's, of layouts before 0.8
-            stored = file[name]
-            frame = read_table(file, name) if is_array(stored) else read_elem(stored)
-    except Exception as error:  # anndata wraps whatever h5py, numpy or pandas raise on a damaged or foreign group
-        raise DataError(f"{path}: /{name} cannot be read: {one_line(error)}") from None
-    if not isinstance(frame, pd.DataFrame):
-        raise DataError(f"{path}: /{name} is not a data frame")
-    return frame.set_axis(text_index(frame.index), axis=0)
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
-
-
-MARKS = (".zgroup", "zarr.json", ".zmetadata")
-_LARGE = 1 << 26  # bytes of an array, or of a chunk, that are read without a question
-_MOST_CHUNK = 1 << 32  # bytes, as in HDF5
-_MOST_RATIO = 100_000  # of declared to stored bytes
-_PER_CELL = 16  # bytes of an obs column: one value of all cells is stored as nothing
-
-
-def is_zarr(path: Path) -> bool:
+def is_zarr(path: Path, file: Any) -> bool:
     """True for a folder of Zarr and a .zarr.zip."""
     if path.is_dir():
-        return path.name.endswith(".zarr") or any((path / mark).exists() for mark in MARKS)
-    return path.name.lower().endswith((".zarr.zip", ".zip"))
+        return path.suffix == ".zarr" or any((path / mark).exists() for mark in (".zgroup", "zarr.json", ".zmetadata"))
+    return path.name.lower().endswith(".zip")
 
 
-def open_zarr(path: Path, counts: str) -> CountSource:
+def open_zarr(path: Path, file: Any, counts: str) -> CountSource:
     """Open the matrix `counts` of an AnnData in Zarr. Raises DataError when it is damaged or refused."""
     if path.is_dir():
         _refuse_special(path)
-        store: Any = path
-    else:
-        if not zipfile.is_zipfile(path):
-            raise DataError(f"{path}: not a zip file")
-        store = ZipStore(path, mode="r")
+    elif not zipfile.is_zipfile(path):
+        raise DataError(f"{path}: not a zip file")
+    store: Any = path if path.is_dir() else ZipStore(path, mode="r")
     with reading(path), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # zarr's, of strings in version 3
         try:
             group = zarr.open_group(store, mode="r")
         except (zarr.errors.GroupNotFoundError, FileNotFoundError):
             raise DataError(f"{path}: not a Zarr group: no .zgroup or zarr.json") from None
-        if not is_anndata(group):
+        if not is_anndata(path, group):
             raise DataError(f"{path}: not an AnnData: no obs and var groups")
-        _check_arrays(path, group, counts)
+        _check_sizes(path, group, counts)
         source = open_anndata(path, group, counts)
     if not path.is_dir():
         source.close_file = store.close
@@ -199,63 +196,23 @@ def _refuse_special(folder: Path) -> None:
                 raise DataError(f"{entry.path}: {kind}; expected regular files alone: copy the folder with cp -rL")
 
 
-def _check_arrays(path: Path, group: Any, counts: str) -> None:
-    n_obs = _n_obs(group)
-    for part in ("obs", "var", "X" if counts == "X" else "raw" if counts == "raw" else layer_path(counts)):
-        if part in group:
-            for name, array in _arrays(group[part], part):
-                _check_array(path, name, array, n_obs if part == "obs" else 0)
-
-
-def _arrays(item: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(item, zarr.Array):
-        yield name, item
-        return
-    for inner, array in item.members(max_depth=8):
-        if isinstance(array, zarr.Array):
-            yield f"{name}/{inner}", array
-
-
-def _n_obs(group: Any) -> int:
-    """Length of the index of obs, 0 if it is not stored."""
+def _check_sizes(path: Path, group: Any, counts: str) -> None:
     obs = group["obs"]
     index = obs.get(str(obs.attrs.get("_index", "_index"))) if isinstance(obs, zarr.Group) else None
     if isinstance(index, zarr.Group):  # text of pandas 3: values and a mask
         index = index.get("values")
-    if not isinstance(index, zarr.Array) or not index.shape or index.nchunks_initialized < index.nchunks:
-        return 0
-    return int(index.shape[0])
-
-
-def _check_array(path: Path, name: str, array: Any, n_obs: int) -> None:
-    size = max(1, array.dtype.itemsize)
-    chunk = int(np.prod([float(n) for n in array.shards or array.chunks])) * size
-    declared = int(np.prod([float(n) for n in array.shape])) * size
-    if max(chunk, declared) <= _LARGE:
-        return
-    stored = array.nbytes_stored()
-    if chunk > _MOST_CHUNK or declared > max(_LARGE, _MOST_RATIO * stored, _PER_CELL * n_obs):
-        raise DataError(
-            f"{path}: {name} is damaged: it declares {declared:,} bytes in chunks of {chunk:,}, and stores {stored:,}"
-        )
-
-
-class MemoryMatrix:
-    """A numpy array or scipy matrix of cells x genes."""
-
-    def __init__(self, values: Any) -> None:
-        # a matrix stored by gene is transposed once: slices of cells would each read all of it
-        self._values = values.tocsr() if sp.issparse(values) else values
-        self.shape: tuple[int, int] = values.shape
-
-    def blocks(self, block: int) -> Iterator[sp.csr_matrix]:
-        """As `StoredMatrix.blocks`."""
-        for first in range(0, self.shape[0], block):
-            rows = self._values[first : first + block]
-            yield sp.csr_matrix(rows if sp.issparse(rows) else native(rows))
-
-    def close(self) -> None:
-        """Do nothing: there is no file."""
+    n_obs = 0
+    if isinstance(index, zarr.Array) and index.shape and index.nchunks_initialized == index.nchunks:
+        n_obs = int(index.shape[0])
+    for part in ("obs", "var", _location(counts)):
+        item = group.get(part)
+        members = item.members(max_depth=8) if isinstance(item, zarr.Group) else ()
+        arrays = {part: item} | {f"{part}/{name}": member for name, member in members}
+        for name, array in arrays.items():
+            if isinstance(array, zarr.Array):
+                problem = size_problem(name, array, array.nbytes_stored, n_obs if part == "obs" else 0)
+                if problem is not None:
+                    raise DataError(f"{path}: {problem}")
 
 
 def open_memory(adata: Any, counts: str, dataset: str) -> CountSource:
@@ -265,18 +222,16 @@ def open_memory(adata: Any, counts: str, dataset: str) -> CountSource:
     """
     if adata.isbacked:
         raise DataError(f"{dataset}: it is backed by {adata.filename}; pass adata.to_memory(), or embed the file")
-    values = {"X": adata.X} | ({} if adata.raw is None else {"raw": adata.raw.X})
-    values |= {layer_name(name): matrix for name, matrix in adata.layers.items() if name is not None}
-    there = [name for name, matrix in values.items() if matrix is not None]
-    if counts not in there:
-        raise DataError(f"{dataset}: no {counts} (`counts`); {did_you_mean(counts, there)}")
-    matrix = values[counts]
+    found = {"X": adata.X, "raw": None if adata.raw is None else adata.raw.X}
+    found |= {_layer_name(name): matrix for name, matrix in adata.layers.items() if name is not None}
+    names = [name for name, matrix in found.items() if matrix is not None]
+    if counts not in names:
+        raise DataError(f"{dataset}: no {counts} (`counts`); {did_you_mean(counts, names)}")
+    matrix = found[counts]
     if not (sp.issparse(matrix) or isinstance(matrix, np.ndarray)):
         kind = f"{type(matrix).__module__}.{type(matrix).__name__}"
         raise DataError(f"{dataset}: {counts} is a {kind}; expected a numpy array or a scipy matrix")
-    obs, var = (
-        table.set_axis(text_index(table.index), axis=0)
-        for table in (adata.obs, (adata.raw if counts == "raw" else adata).var)
-    )
-    others = [name for name in there if name != counts]
+    tables = adata.obs, (adata.raw if counts == "raw" else adata).var
+    obs, var = (table.set_axis(text_index(table.index), axis=0) for table in tables)
+    others = [name for name in names if name != counts]
     return CountSource(Path(dataset), counts, MemoryMatrix(matrix), obs, var, others, option="argument `counts`")

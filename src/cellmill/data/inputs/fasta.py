@@ -18,11 +18,10 @@ import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.parts.tokens import RESIDUES
-from cellmill.data.inputs.reader import CountsReader, refuse_duplicates
-from cellmill.errors import DataError
-
-Record = tuple[str, str, bytes]
-"""Name, rest of the header, and sequence without white space."""
+from cellmill.data.inputs.matrices import StoredMatrix
+from cellmill.data.inputs.reader import refuse_duplicates
+from cellmill.data.inputs.source import CountSource
+from cellmill.errors import ConfigError, DataError
 
 _FIELD = re.compile(r"(?:^|\s)([^\W_]\w*)=(.*?)(?=\s[^\W_]\w*=|$)")  # `_index` is reserved in .h5ad
 _STOP = b"*"
@@ -35,61 +34,57 @@ for _column, _letter in enumerate(RESIDUES):
 _COLUMN[[ord("J"), ord("j")]] = RESIDUES.index("X")  # leucine or isoleucine, which models have no token for
 
 
-class FastaReader(CountsReader):
-    """Sequences of one FASTA file, with the interface of a reader of counts; `var` are the residues.
+def open_fasta(path: Path, file: Any, counts: str) -> CountSource:
+    """Open the sequences of a FASTA file. Headers are read once and kept; sequences are read again by each `parts`.
 
-    Headers are read once and kept; sequences are read again by each `rows`. Raises DataError when the file is missing,
-    damaged, empty, of nucleotides or no FASTA file, or when two records have the same name.
+    Raises DataError when the file is missing, damaged, empty, of nucleotides or no FASTA file, or when two records have
+    the same name.
     """
+    if counts != "X":
+        raise ConfigError(f"{path}: a FASTA file has no matrix {counts!r}; leave the dataset's `counts` empty")
+    names, headers, letters, n_letters = [], [], set[int](), 0
+    for name, header, sequence in _records(path):
+        names.append(name)
+        headers.append(header)
+        letters.update(sequence.upper())
+        n_letters += len(sequence)
+    if not names:
+        raise DataError(f"{path}: empty: no record")
+    if letters <= NUCLEOTIDES and n_letters > CHANCE:
+        raise DataError(f"{path}: has no other letter than A, C, G, T, U and N; expected proteins: translate it")
+    obs = _obs(names, headers)
+    refuse_duplicates(path, "record", obs.index, "rename one of them")
+    var = pd.DataFrame({"symbol": [*RESIDUES]}, index=pd.Index([*RESIDUES], name="gene_id"))
+    return CountSource(path, counts, FastaMatrix(path, len(names)), obs, var, ordered=True)
 
-    ordered = True
 
-    def __init__(self, path: Path):
-        self.path, self.counts = Path(path), "X"
-        names, headers, letters, n_letters = [], [], set[int](), 0
-        for name, header, sequence in _records(self.path):
-            names.append(name)
-            headers.append(header)
-            letters.update(sequence.upper())
-            n_letters += len(sequence)
-        if not names:
-            raise DataError(f"{path}: empty: no record")
-        if letters <= NUCLEOTIDES and n_letters > CHANCE:
-            raise DataError(f"{path}: has no other letter than A, C, G, T, U and N; expected proteins: translate it")
-        self.obs = _obs(names, headers)
-        self.matches: dict[tuple[str, ...], Any] = {}  # of `genes.match_columns`
-        refuse_duplicates(self.path, "record", self.obs.index, "rename one of them")
-        self.var_names = list(RESIDUES)
-        self.var = pd.DataFrame({"symbol": self.var_names}, index=pd.Index(self.var_names, name="gene_id"))
-        self.n_obs, self.n_vars = len(names), len(RESIDUES)
+class FastaMatrix(StoredMatrix):
+    """CSR of ones `(sequences, residues)`, uint32, in sequence order."""
 
-    def close(self) -> None:
-        """Do nothing: the file is open only while it is read."""
+    def __init__(self, path: Path, n_sequences: int):
+        self._path, self.shape = path, (n_sequences, len(RESIDUES))
 
-    def rows(self, block: int = 4096) -> Iterator[sp.csr_matrix]:
-        """All sequences in order, `block` at a time: CSR `(sequences, residues)`, uint32 ones, in sequence order.
-
-        Raises DataError at the first letter that is no residue, naming the record.
-        """
-        records = _records(self.path)
+    def parts(self, block: int) -> Iterator[sp.csr_matrix]:
+        """As `StoredMatrix.parts`. Raises DataError at the first letter that is no residue, naming the record."""
+        records = _records(self._path)
         while chosen := list(islice(records, block)):
             parts = [self._columns(name, sequence) for name, _, sequence in chosen]
             starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
             indices = np.concatenate(parts)
-            yield sp.csr_matrix((np.ones(len(indices), np.uint32), indices, starts), shape=(len(parts), self.n_vars))
+            yield sp.csr_matrix((np.ones(len(indices), np.uint32), indices, starts), shape=(len(parts), len(RESIDUES)))
 
     def _columns(self, name: str, sequence: bytes) -> np.ndarray:
         columns = _COLUMN[np.frombuffer(sequence.removesuffix(_STOP), np.uint8)]
         if len(wrong := np.flatnonzero(columns == _UNKNOWN)):
-            at = int(wrong[0])
             raise DataError(
-                f"{self.path}: record {name!r}: expected a residue ({RESIDUES}) at {at + 1:,}, got "
-                f"{chr(sequence[at])!r}; remove gaps, and stops inside a sequence"
+                f"{self._path}: record {name!r}: expected a residue ({RESIDUES}) at {wrong[0] + 1:,}, got "
+                f"{chr(sequence[wrong[0]])!r}; remove gaps, and stops inside a sequence"
             )
         return columns
 
 
-def _records(path: Path) -> Iterator[Record]:
+def _records(path: Path) -> Iterator[tuple[str, str, bytes]]:
+    """Name, rest of the header, and sequence without white space."""
     name: str | None = None
     header, lines = "", list[bytes]()
     for line in _lines(path):
@@ -131,5 +126,5 @@ def _obs(names: list[str], headers: list[str]) -> pd.DataFrame:
             fields["description"] = text
         for key, value in fields.items():
             columns.setdefault(key, [None] * len(names))[row] = value
-    made = {key: pd.Categorical(values) for key, values in columns.items()}
-    return pd.DataFrame(made, index=pd.Index(names, dtype=object))
+    categories = {key: pd.Categorical(values) for key, values in columns.items()}
+    return pd.DataFrame(categories, index=pd.Index(names, dtype=object))

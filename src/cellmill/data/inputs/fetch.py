@@ -2,7 +2,7 @@
 
     CACHE/0f3a…/cells.h5ad       the file, or the folder of a .zarr
     CACHE/0f3a…/fetched.json     written last: URL, SHA-256 and size
-    CACHE/0f3a…/claims/          who fetches it (`cellmill.runs.lock`): others wait, and take over from a dead one
+    CACHE/0f3a…/lock             held by the job that fetches: others wait
 
 A URL is taken for one file forever: nothing asks whether it has changed. `#sha256=HEX` behind it says which file is
 expected. Credentials come from the environment, as the protocol's package reads them; no message has them.
@@ -10,35 +10,32 @@ expected. Credentials come from the environment, as the protocol's package reads
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
 import shutil
-import time
+import tempfile
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 from urllib.parse import unquote, urldefrag, urlsplit
 
 import fsspec
-from fsspec.registry import known_implementations
 
 from cellmill.config.datasets import check_url, is_url, redacted
 from cellmill.data.inputs.h5 import one_line
 from cellmill.errors import ConfigError, DataError, UserError, did_you_mean
-from cellmill.files import atomic_path, digest, fsync, read_json, write_json
-from cellmill.runs.lock import Claim, Claimed, claim
+from cellmill.files import digest, read_json, sha256_file, write_json
 
 CACHE = "CELLMILL_CACHE"
 RECORD = ".fetched.json"
-_PIECE = 1 << 23  # bytes
 _TIMEOUT_S = 30.0  # without a byte
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az", "adl": "az"}
 _USUAL = ("s3", "gs", "az", "https", "http", "file", "ftp", "sftp", "hf")
-_SHA256 = re.compile(r"sha256=([0-9a-fA-F]{64})")
 
 
 @dataclass(frozen=True)
@@ -54,13 +51,6 @@ class Fetched:
         return {"url": self.url, "path": str(self.path), "sha256": self.sha256, "bytes": self.n_bytes}
 
 
-class _Ready(Exception):
-    """Another job has fetched it."""
-
-
-Opener = Callable[[], IO[bytes]]
-
-
 def fetch_url(url: str, cache: Path | None = None) -> Fetched:
     """The copy of `url` in `cache` (default: CELLMILL_CACHE, else ~/.cache/cellmill), fetched if it is not there.
 
@@ -69,11 +59,16 @@ def fetch_url(url: str, cache: Path | None = None) -> Fetched:
     """
     check_url(url)
     address, fragment = urldefrag(url)
+    match = re.fullmatch(r"sha256=([0-9a-fA-F]{64})", fragment)
+    if fragment and not match:
+        raise ConfigError(f"{redacted(url)}: expected #sha256= and 64 hexadecimal digits behind the URL, or nothing")
+    wanted = match[1].lower() if match else None
     folder = (cache or default_cache()) / digest(address)[:16]
-    while (found := _complete(folder, address)) is None:
-        with suppress(Claimed, _Ready):
-            _fetch_alone(address, folder, _wanted(url, fragment))
-    if (wanted := _wanted(url, fragment)) not in (None, found.sha256):
+    folder.mkdir(parents=True, exist_ok=True)
+    if (found := _complete(folder, address)) is None:
+        with _locked(folder):
+            found = _complete(folder, address) or _fetch(address, folder, wanted)
+    if wanted not in (None, found.sha256):
         raise DataError(
             f"{redacted(url)}: expected sha256 {wanted}, got {found.sha256} ({found.path}); if "
             f"the file has changed, remove {folder}"
@@ -97,12 +92,43 @@ def read_record(path: Path) -> Fetched:
         raise DataError(f"{path}: expected url, path, sha256 and bytes; delete it and run fetch again") from None
 
 
-def _wanted(url: str, fragment: str) -> str | None:
-    if not fragment:
-        return None
-    if match := _SHA256.fullmatch(fragment):
-        return match[1].lower()
-    raise ConfigError(f"{redacted(url)}: expected #sha256= and 64 hexadecimal digits behind the URL, or nothing")
+def origin_of(path: Path) -> dict[str, Any]:
+    """Name, SHA-256 and size of a local input, for reports; of a folder over its files by name."""
+    if path.is_file():
+        return {"file": path.name, "sha256": sha256_file(path), "bytes": path.stat().st_size}
+    whole, size = hashlib.sha256(), 0
+    for file in sorted(file for file in path.rglob("*") if file.is_file()):
+        whole.update(f"{sha256_file(file)}  {file.relative_to(path).as_posix()}\n".encode())
+        size += file.stat().st_size
+    return {"file": path.name, "sha256": whole.hexdigest(), "bytes": size}
+
+
+def local_input(given: Path | str, cache: Path | None = None) -> Path:
+    """Local path of an input: itself, the fetched copy of a URL, or the copy that a record of `fetch` names.
+
+    A copy that is gone is fetched again. Raises DataError if it is then another file than the record's.
+    """
+    if isinstance(given, str) and is_url(given):
+        return fetch_url(given, cache).path
+    path = Path(given)
+    if not path.name.endswith(RECORD):
+        return path
+    record = read_record(path)
+    if record.path.exists():
+        return record.path
+    again = fetch_url(record.url, cache)
+    if again.sha256 != record.sha256:
+        raise DataError(f"{redacted(record.url)}: is another file than when {path} was written; delete that and rerun")
+    return again.path
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Exclusive use of `folder`, which ends with the process; not where the file system has no locks."""
+    with open(folder / "lock", "w") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _complete(folder: Path, address: str) -> Fetched | None:
@@ -115,107 +141,50 @@ def _complete(folder: Path, address: str) -> Fetched | None:
     return Fetched(address, path.absolute(), found.sha256, found.n_bytes) if whole else None
 
 
-def _fetch_alone(address: str, folder: Path, wanted: str | None) -> None:
-    """Fetch while this job has the folder's claim. Raises _Ready or Claimed if another job fetches it."""
-
-    def wait(_: float) -> None:
-        if _complete(folder, address) is not None:
-            raise _Ready
-        time.sleep(0.2)
-
-    own = claim(folder, f"{os.uname().nodename} process {os.getpid()}", wait)
-    try:
-        if _complete(folder, address) is None:
-            for left in folder.glob(".*.incomplete*"):  # of a job that died
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
-            _download(address, folder, own, wanted)
-    finally:
-        own.release()
-
-
-def _download(address: str, folder: Path, own: Claim, wanted: str | None) -> None:
-    target = folder / _name(address)
-    with _remote_errors(address):
-        files = _remote_files(address)
-    if "" in files:
-        sha256, size = _copy(address, files[""], target, own, wanted)
-    else:
-        sha256, size = _copy_folder(address, files, target, own)
-    record = Fetched(address, target, sha256, size)
-    if wanted not in (None, sha256):
-        raise DataError(f"{redacted(address)}: expected sha256 {wanted}, got {sha256}")
-    write_json(folder / RECORD.removeprefix("."), record.to_json() | {"url": redacted(address)})
-
-
-def _copy(address: str, opener: Opener, target: Path, own: Claim, wanted: str | None = None) -> tuple[str, int]:
-    """SHA-256 and size of a file that is now at `target`. Raises DataError, and leaves nothing, if not `wanted`."""
-    sha256, size = hashlib.sha256(), 0
-    with atomic_path(target) as temporary, open(temporary, "wb") as local:
+def _fetch(address: str, folder: Path, wanted: str | None) -> Fetched:
+    name = PurePosixPath(unquote(urlsplit(address).path.rstrip("/"))).name or urlsplit(address).netloc
+    name = re.sub(r"[^\w.+-]", "_", name).lstrip(".")  # by which the format is recognised
+    target = folder / (name if name not in ("", "lock", RECORD.removeprefix(".")) else f"data-{name}")
+    for left in folder.glob(".incomplete-*"):  # of a job that died
+        shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=".incomplete-", dir=folder) as temporary:
+        copy = Path(temporary, target.name)
         with _remote_errors(address):
-            remote = opener()
-        with remote:
-            while piece := _read(address, remote):
-                own.renew()
-                local.write(piece)
-                sha256.update(piece)
-                size += len(piece)
-        if wanted not in (None, sha256.hexdigest()):
-            raise DataError(f"{redacted(address)}: expected sha256 {wanted}, got {sha256.hexdigest()}")
-        local.flush()
-    return sha256.hexdigest(), size
+            _download(address, copy)
+        origin = origin_of(copy)
+        if wanted not in (None, origin["sha256"]):
+            raise DataError(f"{redacted(address)}: expected sha256 {wanted}, got {origin['sha256']}")
+        if target.is_dir():
+            shutil.rmtree(target)
+        copy.rename(target)
+    found = Fetched(address, target.absolute(), origin["sha256"], origin["bytes"])
+    write_json(folder / RECORD.removeprefix("."), found.to_json() | {"url": redacted(address)})
+    return found
 
 
-def _copy_folder(address: str, files: dict[str, Opener], target: Path, own: Claim) -> tuple[str, int]:
-    """The same for a folder, whose name appears when it is whole."""
-    whole, size = hashlib.sha256(), 0
-    beside = target.with_name(f".{target.name}.incomplete")
-    for name, opener in sorted(files.items()):
-        file = beside / name
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise DataError(f"{redacted(address)}: has a file {name!r}, which is outside its folder")
-        sha256, n_bytes = _copy(address, opener, file, own)
-        whole.update(f"{sha256}  {name}\n".encode())
-        size += n_bytes
-    if target.exists():
-        shutil.rmtree(target)
-    beside.rename(target)
-    fsync(target.parent)
-    return whole.hexdigest(), size
-
-
-def _remote_files(address: str) -> dict[str, Opener]:
-    """Opener of each file by its name below the URL; a URL that is a file has one, named ''."""
+def _download(address: str, copy: Path) -> None:
     protocol = urlsplit(address).scheme.lower()
-    if protocol in ("http", "https"):
-        return {"": lambda: _open_http(address)}
-    if protocol not in known_implementations and protocol not in fsspec.available_protocols():
+    if protocol in ("http", "https"):  # fsspec's needs aiohttp
+        with urllib.request.urlopen(address, timeout=_TIMEOUT_S) as remote, open(copy, "wb") as local:
+            shutil.copyfileobj(remote, local, 1 << 20)
+            if remote.length:  # fewer bytes than announced
+                raise OSError(f"the connection ended {remote.length:,} bytes early")
+        return
+    if protocol not in fsspec.available_protocols():
         raise ConfigError(f"{redacted(address)}: unknown protocol {protocol!r}; {did_you_mean(protocol, _USUAL)}")
     system, root = fsspec.core.url_to_fs(address)
     if not system.isdir(root):
-        return {"": lambda: system.open(root, "rb")}
-    names = {path: path[len(root) :].strip("/") for path in system.find(root)}
-    if not names:
+        system.get_file(root, str(copy))
+        return
+    files = system.find(root)
+    names = [PurePosixPath(file[len(root) :].strip("/")) for file in files]
+    if not files:
         raise DataError(f"{redacted(address)}: no such file, or an empty folder")
-    return {name: lambda path=path: system.open(path, "rb") for path, name in names.items()}  # type: ignore[misc]
-
-
-def _open_http(address: str) -> IO[bytes]:
-    return urllib.request.urlopen(address, timeout=_TIMEOUT_S)
-
-
-def _read(address: str, remote: IO[bytes]) -> bytes:
-    with _remote_errors(address):
-        piece = remote.read(_PIECE)
-        if not piece and getattr(remote, "length", None):  # http: fewer bytes than announced
-            raise OSError(f"the connection ended {remote.length:,} bytes early")  # type: ignore[attr-defined]
-    return piece
-
-
-def _name(address: str) -> str:
-    """Name of the copy, by which its format is recognised."""
-    name = PurePosixPath(unquote(urlsplit(address).path.rstrip("/"))).name or urlsplit(address).netloc
-    name = re.sub(r"[^\w.+-]", "_", name).lstrip(".")
-    return name if name and name != RECORD.removeprefix(".") and name != "claims" else f"data-{name}"
+    if outside := [name for name in names if name.is_absolute() or ".." in name.parts]:
+        raise DataError(f"{redacted(address)}: has a file {str(outside[0])!r}, which is outside its folder")
+    for name in names:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+    system.get(files, [str(copy / name) for name in names])
 
 
 @contextmanager

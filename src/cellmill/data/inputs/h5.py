@@ -21,7 +21,7 @@ import scipy.sparse as sp
 from anndata.io import write_elem
 
 from cellmill.data.arrays import plain_text
-from cellmill.errors import ConfigError, DataError
+from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.files import atomic_path, named_errors
 
 ALIGNMENT = 4096  # bytes; for direct I/O and page-aligned preads
@@ -150,6 +150,19 @@ class _Disk(io.FileIO):
 def one_line(error: BaseException) -> str:
     """Message of `error` in one line of at most 300 characters."""
     return (" ".join(str(error).split()) or type(error).__name__)[:300]
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise DataError naming `path` for whatever a library raises on a damaged file."""
+    try:
+        yield
+    except UserError:
+        raise
+    except MemoryError:
+        raise DataError(f"{path}: damaged, or needs more memory than there is") from None
+    except Exception as error:  # h5py, zarr, codecs, numpy and pandas raise errors of many kinds
+        raise DataError(f"{path}: damaged: {one_line(error)}") from None
 
 
 def count_dtype(largest: int) -> np.dtype[Any]:

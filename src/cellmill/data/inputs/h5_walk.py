@@ -30,7 +30,7 @@ def check_walk(paths: Iterable[Path], limit_s: int = LIMIT_S) -> None:
 
     Whatever else is wrong with a file is left to its reader.
     """
-    files = {_identity(path): path for path in paths if _is_hdf5(path)}
+    files = {_identity(path): path for path in paths if is_hdf5(path)}
     new = {key: path for key, path in files.items() if key not in _known}
     if not new:
         return
@@ -47,7 +47,8 @@ def check_walk(paths: Iterable[Path], limit_s: int = LIMIT_S) -> None:
     _known.update(new)
 
 
-def _is_hdf5(path: Path) -> bool:
+def is_hdf5(path: Path) -> bool:
+    """True for a regular file that begins as HDF5."""
     try:
         if not path.is_file():
             return False

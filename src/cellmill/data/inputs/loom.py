@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from cellmill.data.inputs.matrices import DenseMatrix, is_array, native
-from cellmill.data.inputs.source import CountSource
+from cellmill.data.inputs.source import CountSource, DeclaredNames
 from cellmill.data.inputs.tenx import read_texts
 from cellmill.errors import DataError, did_you_mean
 
@@ -19,9 +19,13 @@ _GENES = ("Accession", "var_names", "Gene", "gene_ids", "gene")
 _SYMBOLS = ("Gene", "gene", "symbol")
 
 
-def is_loom(file: Any) -> bool:
+def is_loom(path: Path, file: Any) -> bool:
     """True if an open HDF5 file has a dense `matrix` and attributes of its rows and columns."""
-    return is_array(file.get("matrix")) and "row_attrs" in file and "col_attrs" in file
+    return file is not None and is_array(file.get("matrix")) and "row_attrs" in file and "col_attrs" in file
+
+
+def names_in_loom(path: Path, file: Any) -> DeclaredNames:
+    return DeclaredNames([*file["col_attrs"]], ["X", *sorted(file.get("layers", ()))])
 
 
 def open_loom(path: Path, file: Any, counts: str) -> CountSource:

@@ -8,16 +8,15 @@ the first column of features.tsv, their id; `var` has `symbol` and `feature_type
 
 import gzip
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import pandas as pd
-import scipy.sparse as sp
 
-from cellmill.data.inputs.matrices import MAX_LENGTH, RowBuckets
-from cellmill.data.inputs.source import CountSource, reading
+from cellmill.data.inputs.h5 import reading
+from cellmill.data.inputs.matrices import MAX_LENGTH, Pieces, StoredMatrix
+from cellmill.data.inputs.source import CountSource
 from cellmill.errors import ConfigError, DataError
 
 MATRIX = ("matrix.mtx", "matrix.mtx.gz")
@@ -26,49 +25,40 @@ _FIELDS = {"integer": np.int64, "real": np.float64}
 _LINE = 1 << 16  # bytes; longest line of a header
 
 
-def is_mtx(path: Path) -> bool:
+def is_mtx(path: Path, file: Any) -> bool:
     """True for a matrix.mtx[.gz], and for a folder with one."""
     return path.name.endswith(MATRIX) or (path.is_dir() and bool(_matrices_in(path)))
 
 
-def open_mtx(path: Path, counts: str) -> CountSource:
+def open_mtx(path: Path, file: Any, counts: str) -> CountSource:
     """Open a folder, or the matrix file of one."""
     if counts != "X":
         raise ConfigError(
             f"{path}: a Matrix Market folder has no matrix {counts!r}; leave the dataset's `counts` empty"
         )
-    file = _matrix_file(path)
-    prefix = file.name.removesuffix(".gz").removesuffix("matrix.mtx")
-    genes = _table(file.parent, prefix, ("features", "genes"))
-    cells = _table(file.parent, prefix, ("barcodes",))
+    files = _matrices_in(path) if path.is_dir() else [path]
+    if len(files) > 1:
+        found = ", ".join(file.name for file in files)
+        raise DataError(f"{path}: has {len(files)} matrices ({found}); name one of the files instead of the folder")
+    prefix = files[0].name.removesuffix(".gz").removesuffix("matrix.mtx")
+    genes = _table(files[0].parent, prefix, ("features", "genes"))
+    cells = _table(files[0].parent, prefix, ("barcodes",))
     names = [row[0] for row in genes]
     var = pd.DataFrame(index=pd.Index(names, dtype=object))
     for column, name in ((1, "symbol"), (2, "feature_types")):
         if all(len(row) > column for row in genes) and genes:
             var[name] = [row[column] for row in genes]
     obs = pd.DataFrame(index=pd.Index([row[0] for row in cells], dtype=object))
-    return CountSource(path, counts, MtxMatrix(file, len(cells), len(genes)), obs, var)
+    return CountSource(path, counts, MtxMatrix(files[0], len(cells), len(genes)), obs, var)
 
 
-class MtxMatrix:
-    """Coordinates in a text file, genes x cells; sorted by cell through a temporary file when it is first read."""
+class MtxMatrix(StoredMatrix):
+    """Coordinates in a text file, genes x cells; sorted by cell on disk."""
 
     def __init__(self, path: Path, n_obs: int, n_vars: int):
         self._path, self.shape = path, (n_obs, n_vars)
-        self._sorted: RowBuckets | None = None
         with _text(path) as text:
             self._dtype, self._n_values = self._header(text)
-
-    def blocks(self, block: int) -> Iterator[sp.csr_matrix]:
-        """As `StoredMatrix.blocks`."""
-        if self._sorted is None:
-            self._sorted = self._sort()
-        return self._sorted.blocks(block)
-
-    def close(self) -> None:
-        """Drop the temporary file."""
-        if self._sorted is not None:
-            self._sorted.close()
 
     def _header(self, text: IO[bytes]) -> tuple[type, int]:
         """dtype and number of the values; leaves `text` at the first of them."""
@@ -97,61 +87,31 @@ class MtxMatrix:
             )
         return _FIELDS[first[3]], sizes[2]
 
-    def _sort(self) -> RowBuckets:
-        buckets, n_values = RowBuckets(self.shape, np.dtype(self._dtype)), 0
-        try:
-            for piece in self._pieces():
-                genes, cells = (self._positions(piece[name].to_numpy(), size) for name, size in self._sides())
-                buckets.add(cells, genes, piece["value"].to_numpy())
-                n_values += len(piece)
-            if n_values != self._n_values:
-                raise DataError(
-                    f"{self._path}: truncated or damaged: {n_values:,} values of {self._n_values:,}; copy it again"
-                )
-        except BaseException:
-            buckets.close()
-            raise
-        return buckets
-
-    def _sides(self) -> tuple[tuple[str, int], ...]:
-        return ("gene", self.shape[1]), ("cell", self.shape[0])
-
-    def _positions(self, numbers: np.ndarray, size: int) -> np.ndarray:
-        if len(numbers) and (int(numbers.min()) < 1 or int(numbers.max()) > size):
-            raise DataError(f"{self._path}: damaged: an index is outside 1 to {size:,}")
-        return numbers - 1
-
-    def _pieces(self) -> Iterator[pd.DataFrame]:
-        types = {"gene": np.int64, "cell": np.int64, "value": self._dtype}
-        if not self._n_values:  # pandas has an error for it
+    def pieces(self) -> Pieces:
+        if not self._n_values:  # pandas has an error for no lines
             return
-        with _text(self._path) as text:
+        n_values, types = 0, {"gene": np.int64, "cell": np.int64, "value": self._dtype}
+        with _text(self._path) as text, reading(self._path), warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # more than three columns
             self._header(text)
-            with reading(self._path), warnings.catch_warnings():
-                warnings.simplefilter("error", pd.errors.ParserWarning)  # more than three columns
-                reader = pd.read_csv(
-                    text, sep=r"\s+", header=None, names=list(types), dtype=types, index_col=False,
-                    na_values=[], keep_default_na=False, chunksize=_PIECE,
-                )  # fmt: skip
-            while True:
-                with reading(self._path), warnings.catch_warnings():
-                    warnings.simplefilter("error", pd.errors.ParserWarning)
-                    piece = next(reader, None)
-                if piece is None:
-                    return
-                yield piece
+            lines = pd.read_csv(
+                text, sep=r"\s+", header=None, names=list(types), dtype=types, index_col=False,
+                na_values=[], keep_default_na=False, chunksize=_PIECE,
+            )  # fmt: skip
+            for piece in lines:
+                for name, size in (("gene", self.shape[1]), ("cell", self.shape[0])):
+                    if len(piece) and not 1 <= piece[name].min() <= piece[name].max() <= size:
+                        raise DataError(f"{self._path}: damaged: an index is outside 1 to {size:,}")
+                yield piece["cell"].to_numpy() - 1, piece["gene"].to_numpy() - 1, piece["value"].to_numpy()
+                n_values += len(piece)
+        if n_values != self._n_values:
+            raise DataError(
+                f"{self._path}: truncated or damaged: {n_values:,} values of {self._n_values:,}; copy it again"
+            )
 
 
 def _matrices_in(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.name.endswith(MATRIX) and not file.name.startswith("."))
-
-
-def _matrix_file(path: Path) -> Path:
-    files = _matrices_in(path) if path.is_dir() else [path]
-    if len(files) > 1:
-        names = ", ".join(file.name for file in files)
-        raise DataError(f"{path}: has {len(files)} matrices ({names}); name one of the files instead of the folder")
-    return files[0]
 
 
 def _table(folder: Path, prefix: str, names: tuple[str, ...]) -> list[list[str]]:

@@ -11,7 +11,7 @@ not an error.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -85,12 +85,12 @@ class CountsReader(AbstractContextManager["CountsReader"]):
     dataset: str | None = None  # its name, where the stem of `path` is another
     round_counts: bool = False  # set before `rows`: fractional values become the nearest whole number
 
-    def __init__(self, source: CountSource):
+    def __init__(self, source: CountSource, close: Callable[[], None] | None = None):
         self.path, self.counts, self.obs, self.var = source.path, source.counts, source.obs, source.var
         self.var_names: list[str] = list(self.var.index)
         self.n_obs, self.n_vars = len(self.obs), len(self.var)
         self.ordered, self.ranked = source.ordered, source.ranked
-        self._source = source
+        self._source, self._close = source, close or source.close
         self.matches: dict[tuple[str, ...], Any] = {}  # of `names.match_columns`, by the ids of the vocabulary
         self._rounded = RoundedCounts()
 
@@ -99,7 +99,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
 
     def close(self) -> None:
         """Close the file and drop temporary ones."""
-        self._source.close()
+        self._close()
 
     def obs_column(self, name: str, owner: str) -> pd.Series:
         """Column `name` of obs. Raises DataError, naming the option `owner` that asks for it, when it is missing."""

@@ -15,8 +15,9 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from cellmill.data.inputs.h5 import one_line
-from cellmill.data.inputs.source import CountSource, as_obs, reading
+from cellmill.data.inputs.h5 import one_line, reading
+from cellmill.data.inputs.matrices import StoredMatrix
+from cellmill.data.inputs.source import CountSource, as_obs
 from cellmill.errors import ConfigError, DataError, did_you_mean
 
 _MARK = "__tiledb_group.tdb"
@@ -27,12 +28,12 @@ _PUBLIC = "s3://cellxgene-census-public-us-west-2/"
 _PUBLIC_CONFIG = {"vfs.s3.region": "us-west-2", "vfs.s3.no_sign_request": "true"}
 
 
-def is_soma(path: Path) -> bool:
+def is_soma(path: Path, file: Any) -> bool:
     """True for a folder of TileDB."""
     return path.is_dir() and ((path / _MARK).exists() or (path / "__group").is_dir())
 
 
-def open_soma(path: Path, counts: str) -> CountSource:
+def open_soma(path: Path, file: Any, counts: str) -> CountSource:
     """Open all cells of the experiment in a local folder. Raises DataError."""
     return open_query(path.absolute().as_uri(), path, counts)
 
@@ -70,15 +71,14 @@ def open_query(uri: str, name: Path, counts: str, value_filter: str | None = Non
     return source
 
 
-class SomaMatrix:
+class SomaMatrix(StoredMatrix):
     """Sparse array of an experiment; `cells` and `genes` are the numbers of the rows and columns to read, ascending."""
 
     def __init__(self, name: Path, array: Any, cells: np.ndarray, genes: np.ndarray) -> None:
         self._name, self._array, self._cells, self._genes = name, array, cells, genes
         self.shape = (len(cells), len(genes))
 
-    def blocks(self, block: int) -> Iterator[sp.csr_matrix]:
-        """As `StoredMatrix.blocks`."""
+    def parts(self, block: int) -> Iterator[sp.csr_matrix]:
         for first in range(0, len(self._cells), block):
             cells = self._cells[first : first + block]
             with reading(self._name):
@@ -94,9 +94,6 @@ class SomaMatrix:
                 if (self._genes[np.minimum(at[1], len(self._genes) - 1)] != columns).any():
                     raise DataError(f"{self._name}: damaged: a count of a gene that var does not have")
                 yield sp.csr_matrix((values, (at[0], at[1])), shape=(len(cells), self.shape[1]))
-
-    def close(self) -> None:
-        """Do nothing: there are no temporary files."""
 
 
 def _tiledbsoma() -> Any:

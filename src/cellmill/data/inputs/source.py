@@ -1,41 +1,24 @@
-"""Contract of an input format: the names of cells and genes, and a matrix that is read in blocks of cells.
+"""Contract of an input format: names of cells and genes, and a matrix that is read in blocks of cells.
 
-A format is a function `open(path, counts) -> CountSource` in a module of its own, and a line in
-`cellmill.data.inputs.formats`. It reads values as they are stored; `CountsReader` checks that they are counts.
-pyarrow, of the extra `arrow`, is imported when a file needs it.
+A format is one module and one row in the table of `cellmill.data.inputs.formats`; an installed package adds a row by an
+entry point of the group `cellmill.input`. Values are read as stored; `CountsReader` checks that they are counts.
 """
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
+import h5py
 import numpy as np
 import pandas as pd
-import scipy.sparse as sp
 
-from cellmill.data.inputs.h5 import one_line
-from cellmill.errors import ConfigError, DataError, UserError
+from cellmill.data.inputs.matrices import MAX_LENGTH, StoredMatrix
+from cellmill.errors import ConfigError
 
-
-class StoredMatrix(Protocol):
-    """Matrix of cells x genes on disk."""
-
-    shape: tuple[int, int]
-
-    def blocks(self, block: int) -> Iterator[sp.csr_matrix]:
-        """All cells in order, `block` at a time (the last may be shorter): CSR `(cells, genes)` of any real dtype in
-        native byte order, int32 indices within the width, entries of a row in any order and possibly repeated.
-
-        May be called again. Holds a few blocks in memory. Raises DataError when the file is damaged.
-        """
-        ...
-
-    def close(self) -> None:
-        """Drop temporary files."""
-        ...
+_MOST_NAMES = 2_000_000  # names of cells that are compared before a run, 0.3 s per million
 
 
 @dataclass
@@ -59,38 +42,50 @@ class CountSource:
         self.close_file()
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Raise DataError naming `path` for whatever a library raises on a damaged file."""
+@dataclass(frozen=True)
+class DeclaredNames:
+    """Names of an open input. Arrays are read when needed, and count as unknown if they are damaged."""
+
+    columns: list[str]
+    counts: list[str]
+    nodes: dict[str, Any] = field(default_factory=dict)  # categories of columns
+    obs_names: Any = None
+
+    def categories_of(self, column: str) -> list[Any] | None:
+        """Categories of a column; None for text in full, whose values take as long as the stage, and in Zarr."""
+        return _values(self.nodes.get(column))
+
+    def repeated_name(self) -> tuple[str, int, int] | None:
+        """A name of several cells, their number, and the number of other such names; None if all differ, or in Zarr,
+        Loom and files of more than 2 million cells, whose names stage preprocess compares."""
+        names = _values(self.obs_names, kinds="OS", most=_MOST_NAMES)
+        if names is None or len({*names}) == len(names):
+            return None
+        repeated = [(name, n) for name, n in Counter(names).items() if n > 1]
+        return *repeated[0], len(repeated) - 1
+
+
+def _values(array: Any, kinds: str = "OSbiuf", most: int = MAX_LENGTH) -> list[Any] | None:
+    if isinstance(array, h5py.Group):  # text of pandas 3: values and a mask
+        array = array.get("values")
+    if not isinstance(array, h5py.Dataset) or array.shape is None or len(array.shape) != 1 or len(array) > most:
+        return None
+    if array.dtype.kind not in kinds or array.external or array.is_virtual:
+        return None
     try:
-        yield
-    except UserError:
-        raise
-    except MemoryError:
-        raise DataError(f"{path}: damaged, or needs more memory than there is") from None
-    except Exception as error:  # h5py, zarr, codecs, numpy and pandas raise errors of many kinds
-        raise DataError(f"{path}: damaged: {one_line(error)}") from None
+        return [value.decode(errors="replace") if isinstance(value, bytes) else value for value in array[:]]
+    except (OSError, ValueError):
+        return None
 
 
-def reblocked(parts: Iterable[sp.csr_matrix], block: int) -> Iterator[sp.csr_matrix]:
-    """Rows of `parts` in the same order, `block` at a time."""
-    held: list[sp.csr_matrix] = []
-    missing = block
-    for part in parts:
-        at = 0
-        while part.shape[0] - at >= missing:
-            held.append(part[at : at + missing])
-            yield _stacked(held)
-            held, at, missing = [], at + missing, block
-        if at < part.shape[0]:
-            held.append(part[at:])
-            missing -= part.shape[0] - at
-    if held:
-        yield _stacked(held)
+class Format(NamedTuple):
+    """One input format. `file` is the input opened by h5py if it is HDF5, else None; links in it may lead elsewhere."""
 
-
-def _stacked(parts: list[sp.csr_matrix]) -> sp.csr_matrix:
-    return parts[0] if len(parts) == 1 else sp.vstack(parts, format="csr")
+    name: str  # as messages and help texts list it
+    is_format: Callable[[Path, Any], bool]  # (path, file); by name or a few bytes
+    open: Callable[[Path, Any, str], CountSource]  # (path, file, counts), where counts is X, or another matrix
+    names: Callable[[Path, Any], DeclaredNames | None] = lambda path, file: None
+    """What the input says it has, in milliseconds; None if unknown before the data is read."""
 
 
 def import_arrow(name: str = "pyarrow") -> Any:
@@ -103,9 +98,9 @@ def import_arrow(name: str = "pyarrow") -> Any:
 
 def as_obs(frame: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     """Frame of cells `names`, with text, and what pandas has no type for, as categories of text."""
-    made: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for name, column in frame.items():
         plain = isinstance(column.dtype, np.dtype) and column.dtype.kind in "biuf"
         text = column.astype(object).where(column.isna(), column.astype(str))
-        made[str(name)] = column.to_numpy() if plain else pd.Categorical(text.where(text.notna(), None))
-    return pd.DataFrame(made, index=pd.Index(names, dtype=object))
+        columns[str(name)] = column.to_numpy() if plain else pd.Categorical(text.where(text.notna(), None))
+    return pd.DataFrame(columns, index=pd.Index(names, dtype=object))

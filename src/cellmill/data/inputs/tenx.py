@@ -12,16 +12,16 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from cellmill.data.inputs.matrices import MAX_LENGTH, WHOLE, CsrMatrix, is_array, require_kind
-from cellmill.data.inputs.source import CountSource, StoredMatrix
+from cellmill.data.inputs.matrices import MAX_LENGTH, WHOLE, SparseMatrix, StoredMatrix, is_array, require_kind
+from cellmill.data.inputs.source import CountSource
 from cellmill.errors import DataError, did_you_mean
 
 _V2 = ("barcodes", "genes", "gene_names", "data", "indices", "indptr", "shape")
 
 
-def is_tenx(file: Any) -> bool:
+def is_tenx(path: Path, file: Any) -> bool:
     """True if an open HDF5 file has the groups of version 3 or 2."""
-    return _is_v3(file) or bool(_genomes(file))
+    return file is not None and (_is_v3(file) or bool(_genomes(file)))
 
 
 def open_tenx(path: Path, file: Any, counts: str) -> CountSource:
@@ -29,19 +29,15 @@ def open_tenx(path: Path, file: Any, counts: str) -> CountSource:
     return _open_v3(path, file["matrix"], counts) if _is_v3(file) else _open_v2(path, file, counts)
 
 
-class GenesOf:
+class GenesOf(StoredMatrix):
     """Some genes of a matrix."""
 
     def __init__(self, matrix: StoredMatrix, columns: np.ndarray):
         self._matrix, self._columns = matrix, columns
         self.shape = (matrix.shape[0], len(columns))
 
-    def blocks(self, block: int) -> Iterator[sp.csr_matrix]:
-        """As `StoredMatrix.blocks`."""
+    def parts(self, block: int) -> Iterator[sp.csr_matrix]:
         return (part[:, self._columns] for part in self._matrix.blocks(block))
-
-    def close(self) -> None:
-        self._matrix.close()
 
 
 def _is_v3(file: Any) -> bool:
@@ -92,13 +88,13 @@ def _require_genome(path: Path, genome: str, known: list[str]) -> None:
         raise DataError(f"{path}: no matrix {genome!r} (the dataset's `counts`); {did_you_mean(genome, known)}")
 
 
-def _matrix_of(path: Path, group: Any) -> tuple[CsrMatrix, pd.DataFrame]:
+def _matrix_of(path: Path, group: Any) -> tuple[SparseMatrix, pd.DataFrame]:
     """Matrix and obs. The file's shape is genes x cells, so its columns are our rows."""
     shape = np.asarray(require_kind(path, "shape", group.get("shape"), WHOLE)[:2]).tolist()
     if len(shape) != 2 or not all(0 <= n <= MAX_LENGTH for n in shape):
         raise DataError(f"{path}: damaged: expected a shape of genes and cells, got {shape}")
     barcodes = read_texts(path, group.get("barcodes"), "barcodes", shape[1])
-    matrix = CsrMatrix(path, "matrix", group, (shape[1], shape[0]))
+    matrix = SparseMatrix(path, "matrix", group, (shape[1], shape[0]))
     return matrix, pd.DataFrame(index=pd.Index(barcodes, dtype=object))
 
 

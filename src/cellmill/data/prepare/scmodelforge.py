@@ -18,13 +18,13 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from cellmill.data.inputs.matrices import REAL, WHOLE, native, require_kind
-from cellmill.data.inputs.source import CountSource, as_obs, import_arrow, reading, reblocked
+from cellmill.data.inputs.h5 import reading
+from cellmill.data.inputs.matrices import REAL, WHOLE, StoredMatrix, native, require_kind
+from cellmill.data.inputs.source import CountSource, as_obs, import_arrow
 from cellmill.errors import DataError
 from cellmill.files import read_json
 
 _SPECIAL = 4  # tokens before the genes, in a vocabulary that is a list
-_ROWS = 1024  # cells read at once
 
 
 def open_shard_folder(folder: Path, genes: Path) -> CountSource:
@@ -40,19 +40,12 @@ def open_shard_folder(folder: Path, genes: Path) -> CountSource:
     return CountSource(folder, "X", matrix, obs, pd.DataFrame(index=pd.Index(names, dtype=object)))
 
 
-class PaddedShards:
+class PaddedShards(StoredMatrix):
     """Matrix of several shards, one after another, read through memory maps."""
 
     def __init__(self, folder: Path, sizes: list[int], row_of_index: np.ndarray, n_genes: int) -> None:
         self._folder, self._row, self.shape = folder, row_of_index, (sum(sizes), n_genes)
         self._shards = [self._open(number, n) for number, n in enumerate(sizes)]
-
-    def blocks(self, block: int) -> Iterator[sp.csr_matrix]:
-        """As `StoredMatrix.blocks`."""
-        return reblocked(self._parts(), block)
-
-    def close(self) -> None:
-        """Do nothing: there are no temporary files."""
 
     def _open(self, number: int, n: int) -> tuple[np.ndarray, ...]:
         kinds = {"X": REAL, "gene_indices": WHOLE, "n_genes": WHOLE}
@@ -70,18 +63,18 @@ class PaddedShards:
             raise DataError(f"{path.parent}: X and gene_indices differ in shape: {arrays[0].shape}, {arrays[1].shape}")
         return tuple(arrays)
 
-    def _parts(self) -> Iterator[sp.csr_matrix]:
+    def parts(self, block: int) -> Iterator[sp.csr_matrix]:
         for number, (values, indices, lengths) in enumerate(self._shards):
             where = _shard(self._folder, number)
-            for first in range(0, len(lengths), _ROWS):
+            for first in range(0, len(lengths), block):
                 with reading(where):
-                    n = np.asarray(lengths[first : first + _ROWS]).astype(np.int64)
+                    n = np.asarray(lengths[first : first + block]).astype(np.int64)
                     width = values.shape[1]
                     if len(n) and not 0 <= n.min() <= n.max() <= width:
                         raise DataError(f"{where}: n_genes is outside 0 to {width:,}: damaged")
                     is_own = np.arange(width) < n[:, None]
-                    found = np.asarray(indices[first : first + _ROWS])[is_own]
-                    data = native(values[first : first + _ROWS])[is_own]
+                    found = np.asarray(indices[first : first + block])[is_own]
+                    data = native(values[first : first + block])[is_own]
                 inside = (found >= 0) & (found < len(self._row))
                 rows = np.where(inside, self._row[np.where(inside, found, 0)], -1)
                 if (rows < 0).any():

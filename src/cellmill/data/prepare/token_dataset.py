@@ -16,8 +16,8 @@ import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.inputs.h5 import count_dtype, write_cells
-from cellmill.data.inputs.source import as_obs, import_arrow, reading
+from cellmill.data.inputs.h5 import count_dtype, reading, write_cells
+from cellmill.data.inputs.source import as_obs, import_arrow
 from cellmill.errors import DataError
 from cellmill.files import read_json, require_file
 
