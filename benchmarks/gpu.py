@@ -38,7 +38,7 @@ from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Train
 from cellmill.data.stream.batch import Batch
 from cellmill.models.attention import attention, attention_padded
-from cellmill.models.batch import TensorBatch, on_device, to_tensors
+from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.parallel import apply as compile_module
 from cellmill.parallel.apply import compile_blocks
@@ -125,7 +125,7 @@ def _attended(made, dtype, device, function) -> list[torch.Tensor]:
     return [x.detach().float() for x in (out, *gradients)]
 
 
-def draw(lengths: np.ndarray, step: int) -> TensorBatch:
+def draw(lengths: np.ndarray, step: int) -> Batch:
     """Cells of random genes and values; their lengths are what matters."""
     random = np.random.default_rng(step)
     genes = np.concatenate([random.permutation(N_GENES)[:n] + 2 for n in lengths]).astype(np.int32)

@@ -38,7 +38,7 @@ from cellmill.config.parts.objectives import MaskedGeneConfig
 from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Train
 from cellmill.data.stream.batch import Batch
-from cellmill.models.batch import TensorBatch, on_device, to_tensors
+from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.objectives.masked import mask
 from cellmill.parallel.mesh import build_mesh
@@ -64,7 +64,7 @@ SPEC = ModelSpec(
 )
 TRAIN = Train(steps=1, lr=1e-4)
 
-Work = Callable[[TensorBatch, int], float]
+Work = Callable[[Batch, int], float]
 """A whole step over a batch; its mean loss."""
 
 
@@ -110,7 +110,7 @@ def _packed(spec: ModelSpec, device: torch.device, precision: str) -> Work:
     parallel_model = ParallelModel(model.to(device), parallel, mesh)
     optimizer = build_optimizer(model, TRAIN)
 
-    def work(batch: TensorBatch, step: int) -> float:
+    def work(batch: Batch, step: int) -> float:
         prepared = on_device(model.prepare(batch, seed=0, step=step), device)
         loss = parallel_model.forward_backward([prepared], prepared.n_targets)
         clip_grad_norm(model, TRAIN.clip_norm, mesh.pp)
@@ -125,7 +125,7 @@ def padded(device: torch.device, precision: str) -> Work:
     """torch.nn.TransformerEncoder."""
     model = PaddedEncoder().to(device)
 
-    def loss(batch: TensorBatch, step: int) -> torch.Tensor:
+    def loss(batch: Batch, step: int) -> torch.Tensor:
         genes, values, inside, answers = pad(batch, step, device)
         logits = model(genes, values, inside)
         return F.cross_entropy(logits.flatten(0, 1).float(), answers.flatten(), ignore_index=NOT_ASKED)
@@ -148,21 +148,19 @@ def bert(device: torch.device, precision: str) -> Work:
     )
     model = BertForMaskedLM(config).to(device)
 
-    def loss(batch: TensorBatch, step: int) -> torch.Tensor:
+    def loss(batch: Batch, step: int) -> torch.Tensor:
         genes, _, inside, answers = pad(batch, step, device)
         return model(input_ids=genes, attention_mask=inside.long(), labels=answers).loss
 
     return _plain(model, loss, device, precision)
 
 
-def _plain(
-    model: nn.Module, loss: Callable[[TensorBatch, int], torch.Tensor], device: torch.device, precision: str
-) -> Work:
+def _plain(model: nn.Module, loss: Callable[[Batch, int], torch.Tensor], device: torch.device, precision: str) -> Work:
     """A step as it is written for any PyTorch model."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=TRAIN.lr, betas=(TRAIN.beta1, TRAIN.beta2), fused=True)
     model.train()
 
-    def work(batch: TensorBatch, step: int) -> float:
+    def work(batch: Batch, step: int) -> float:
         with torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext():
             value = loss(batch, step)
         value.backward()
@@ -174,9 +172,7 @@ def _plain(
     return work
 
 
-def pad(
-    batch: TensorBatch, step: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def pad(batch: Batch, step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Masked genes, values, which tokens are of a cell, and answers; (cells, longest) each."""
     prepared = mask(batch, True, SPEC.objective, seed=0, step=step)
     masked = torch.zeros(len(batch.genes), dtype=torch.bool).index_fill(0, prepared.targets, True)
@@ -194,7 +190,7 @@ def pad(
     return genes.to(device), values.to(device), inside.to(device), answers.to(device)
 
 
-def draw_batches(steps: int, longest: int = LONGEST, seed: int = 0) -> Iterator[TensorBatch]:
+def draw_batches(steps: int, longest: int = LONGEST, seed: int = 0) -> Iterator[Batch]:
     """Random cells; their lengths are what matters, and all are in proportion to the longest."""
     random = np.random.default_rng(seed)
     for _ in range(steps):
@@ -217,7 +213,7 @@ class Took:
     loss: float
 
 
-def timed(work: Work, batch: TensorBatch, step: int, device: torch.device) -> Took:
+def timed(work: Work, batch: Batch, step: int, device: torch.device) -> Took:
     """A step by the clock."""
     synchronize(device)
     began, cpu_began = time.perf_counter(), time.process_time()
@@ -259,7 +255,7 @@ def measure(
     return took, tokens, with_padding, profiles
 
 
-def profile(work: Work, batch: TensorBatch, step: int, device: torch.device) -> str:
+def profile(work: Work, batch: Batch, step: int, device: torch.device) -> str:
     """The operations that take most of a step of their own, as a table."""
     with torch.profiler.profile() as seen:
         work(batch, step)

@@ -21,7 +21,7 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.stream.batch import Batch, empty_batch, tokenized
 from cellmill.errors import ConfigError
 from cellmill.evaluate.task import read_gene_statistics
-from cellmill.models.batch import TensorBatch, padded, to_tensors, whole
+from cellmill.models.batch import EncoderBatch, padded, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors
 from cellmill.models.objective import GeneStatistics
@@ -59,7 +59,7 @@ def model_of(tokenizer: str = "continuous", objective: dict[str, Any] | None = N
     return model
 
 
-def batch_of(tokenizer: str = "continuous", lengths: tuple[int, ...] = (20, 31, 1, 40, 2)) -> TensorBatch:
+def batch_of(tokenizer: str = "continuous", lengths: tuple[int, ...] = (20, 31, 1, 40, 2)) -> Batch:
     """Random cells, the fourth of which is cut."""
     rng, tokens = np.random.default_rng(0), tokens_of(tokenizer)
     genes = np.concatenate([rng.permutation(N_GENES)[:n] for n in lengths]).astype(np.int32)
@@ -145,7 +145,7 @@ def test_a_cell_is_the_mean_of_its_states_or_the_last_one_which_knows_no_later_g
     mean, last, batch = model_of().eval(), model_of(pooling="last").eval(), batch_of()
     cut = batch_of(lengths=(20,))
     with torch.no_grad():
-        states = mean.states(whole(batch)).split(batch.lengths)
+        states = mean.states(EncoderBatch.prepared(batch)).split(batch.lengths)
         torch.testing.assert_close(mean.embed(batch), torch.stack([cell.mean(0) for cell in states]))
         torch.testing.assert_close(last.embed(batch), torch.stack([cell[-1] for cell in states]))
         shorter = replace(cut, genes=batch.genes[:20], values=batch.values[:20])

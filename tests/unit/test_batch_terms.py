@@ -16,7 +16,7 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.stream.batch import Batch, empty_batch, tokenized
 from cellmill.errors import ConfigError
-from cellmill.models.batch import TensorBatch, padded, to_tensors
+from cellmill.models.batch import padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, write_tensors
 from cellmill.parallel.materialize import materialize
@@ -60,18 +60,18 @@ def _cells() -> Batch:
     tokens = Tokens.model_validate({"max_tokens": 64})
     starts = np.concatenate([[0], np.cumsum(lengths)])
     numbers = np.array([[1, 3], [2, 1], [1, 2], [2, 2], [1, 1], [2, 3]], np.int32)
-    return tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(6) + 11, 64, numbers)
+    return tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(6) + 11, 64, levels=numbers)
 
 
-def _prepared(model: Any, batch: TensorBatch, length: int | None = None) -> Any:
+def _prepared(model: Any, batch: Batch, length: int | None = None) -> Any:
     view = model.view(batch, **KEYS)
     return model.prepare(view if length is None else padded(view, length), **KEYS)
 
 
 def _parts(model: Any, prepared: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Decoding loss, and cross-entropy of the adversary without reversal."""
-    vectors = model.cell_vectors(model.states(prepared), prepared)[prepared.cells]
-    numbers = prepared.levels[prepared.cells, 1]
+    vectors = model.cell_vectors(model.states(prepared), prepared)[prepared.target_cells]
+    numbers = prepared.levels[prepared.target_cells, 1]
     terms = model.batch_terms.weight - model.batch_terms.weight.mean(0)
     decoded = model.decoder(vectors) + terms[numbers - 1]
     cell = torch.repeat_interleave(torch.tensor(prepared.entries))
@@ -136,7 +136,9 @@ def test_neither_padding_nor_an_empty_batch_counts(family: str) -> None:
     torch.testing.assert_close(
         model(_prepared(model, batch, 300)), model(_prepared(model, batch)), rtol=1e-5, atol=1e-5
     )
-    loss = model(_prepared(model, to_tensors(empty_batch(np.dtype(np.float32), counted=True, columns=2))))
+    loss = model(
+        _prepared(model, to_tensors(empty_batch(np.dtype(np.float32), counted=True, levels=np.empty((0, 2), np.int32))))
+    )
     loss.backward()
     assert loss.item() == 0
     assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
@@ -189,7 +191,7 @@ def test_the_share_of_the_batch_is_that_of_an_analysis_of_variance() -> None:
     for cells in torch.arange(n).split(70):
         ends = torch.arange(len(cells) + 1, dtype=torch.int32)
         ones = torch.ones(len(cells))
-        batch = TensorBatch(ones.long(), ones, ends, cells, [1] * len(cells), levels=numbers[cells])
+        batch = Batch(ones.long(), ones, ends, cells, levels=numbers[cells])
         with monitor.watching([batch]):
             model.kept_vectors.append(torch.cat([z[cells], torch.full((3, width), 1e6)]))  # and cells of padding
     centered = (z - z.mean(0)).double()

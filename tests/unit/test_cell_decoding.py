@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.stream.batch import Batch, empty_batch, tokenized
-from cellmill.models.batch import TensorBatch, padded, to_tensors
+from cellmill.models.batch import padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors
 from cellmill.models.objective import GeneStatistics
@@ -51,7 +51,7 @@ def _cells(lengths: tuple[int, ...] = (20, 31, 1, 14, 2, 1)) -> Batch:
     return tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(len(lengths)) + 11, 64)
 
 
-def _prepared(model: Any, batch: TensorBatch, length: int | None = None) -> Any:
+def _prepared(model: Any, batch: Batch, length: int | None = None) -> Any:
     view = model.view(batch, **KEYS)
     return model.prepare(view if length is None else padded(view, length), **KEYS)
 
@@ -69,7 +69,7 @@ def test_loss_is_the_cross_entropy_of_the_hidden_profile(family: str, decoder_hi
     prepared = _prepared(model, to_tensors(_cells()))
     targets = _dense_targets(prepared)
     torch.testing.assert_close(targets.sum(1), torch.ones(len(targets)))
-    vectors = model.cell_vectors(model.states(prepared), prepared)[prepared.cells]
+    vectors = model.cell_vectors(model.states(prepared), prepared)[prepared.target_cells]
     logits = model.decoder(vectors) @ model.profile_genes.weight.T + model.profile_bias
     expected = -(targets * logits.log_softmax(1)).sum()
     loss = model(prepared)

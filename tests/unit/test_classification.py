@@ -64,7 +64,7 @@ def _batch() -> Any:
     starts = np.arange(len(LABELS) + 1, dtype=np.int64) * 4
     numbers = np.array([[1, label] for label in LABELS], np.int32)
     cells = np.arange(len(LABELS))
-    return to_tensors(tokenized(TOKENS.load()(TOKENS), genes, counts, starts, cells, None, numbers))
+    return to_tensors(tokenized(TOKENS.load()(TOKENS), genes, counts, starts, cells, None, levels=numbers))
 
 
 def test_the_loss_is_the_weighted_cross_entropy_of_labelled_cells_and_validation_has_no_weights() -> None:
@@ -187,7 +187,7 @@ def test_a_cell_without_genes_takes_no_part_though_it_has_tokens_of_its_own() ->
     batch = replace(batch, cu_seqlens=F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), lengths=lengths.tolist())
     view = model.view(batch, seed=0, step=0)
     assert min(view.lengths) > 0
-    assert model.prepare(view, seed=0, step=0).cells.tolist() == [0, 3, 5]
+    assert model.prepare(view, seed=0, step=0).target_cells.tolist() == [0, 3, 5]
     assert with_genes(with_ends(batch, 2)).tolist() == [True, False, True, True, True, True]
 
 

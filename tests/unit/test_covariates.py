@@ -15,7 +15,7 @@ from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.stream.batch import Batch, empty_batch, tokenized
 from cellmill.errors import ConfigError
-from cellmill.models.batch import TensorBatch, padded, to_tensors
+from cellmill.models.batch import padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.cell_encoder import CovariatePrefix
 from cellmill.models.export import initial_tensors
@@ -50,10 +50,10 @@ def _cells(n: int = 6) -> Batch:
     starts = np.concatenate([[0], np.cumsum(lengths)])
     numbers = np.stack([rng.integers(0, len(levels) + 1, n) for levels in LEVELS.values()], axis=1).astype(np.int32)
     tokens = _tokens()
-    return tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(n) + 11, 64, numbers)
+    return tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(n) + 11, 64, levels=numbers)
 
 
-def _prepared(model: Any, batch: TensorBatch, length: int | None = None) -> Any:
+def _prepared(model: Any, batch: Batch, length: int | None = None) -> Any:
     view = model.view(batch, **KEYS)
     return model.prepare(view if length is None else padded(view, length), **KEYS)
 
@@ -115,7 +115,7 @@ def test_no_objective_masks_them_and_padding_changes_no_loss(objective: str) -> 
         torch.testing.assert_close(prepared.center, cells / shown.clamp(min=1))
         assert len(plain.genes) == int((~prefix).sum())
     torch.testing.assert_close(model(_prepared(model, batch, 320)), model(prepared), rtol=1e-5, atol=1e-5)
-    none = to_tensors(empty_batch(np.dtype(np.float32), counted=True, columns=3))
+    none = to_tensors(empty_batch(np.dtype(np.float32), counted=True, levels=np.empty((0, 3), np.int32)))
     assert model(_prepared(model, none)).item() == 0
 
 

@@ -11,7 +11,7 @@ import torch
 
 from cellmill.config.load import check_options
 from cellmill.config.parts.objective import ObjectiveConfig
-from cellmill.models.batch import TensorBatch
+from cellmill.data.stream.batch import Batch
 from cellmill.train.validation import EmbeddingMonitor, advice
 
 WIDTH, N = 6, 200
@@ -42,7 +42,7 @@ def _figures(z: torch.Tensor, counts: torch.Tensor) -> dict[str, float]:
     for cells in torch.arange(len(z)).split(70):
         n = len(cells)
         ends = torch.arange(n + 1, dtype=torch.int32)
-        batch = TensorBatch(torch.full((n,), 2), torch.ones(n), ends, cells, [1] * n, counts[cells])
+        batch = Batch(torch.full((n,), 2), torch.ones(n), ends, cells, counts[cells])
         with monitor.watching([batch]):
             model.kept_vectors.append(torch.cat([z[cells], torch.full((3, WIDTH), 1e6)]))  # and cells of padding
         assert model.kept_vectors is None

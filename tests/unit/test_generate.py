@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from cellmill.cli import main
-from cellmill.models.batch import TensorBatch, whole
+from cellmill.data.stream.batch import Batch
+from cellmill.models.batch import EncoderBatch
 from cellmill.models.families.generation import (
     GeneratedCell,
     Sampling,
@@ -37,8 +38,8 @@ def state_after(model: Any, genes: list[int], values: torch.Tensor) -> torch.Ten
     if not genes:
         return model.start[None]  # type: ignore[no-any-return]
     n = len(genes)
-    batch = TensorBatch(torch.tensor(genes) + 2, values, torch.tensor([0, n]).int(), torch.tensor([0]), [n])
-    return model.states(whole(batch))[-1:]  # type: ignore[no-any-return]
+    batch = Batch(torch.tensor(genes) + 2, values, torch.tensor([0, n]).int(), torch.tensor([0]))
+    return model.states(EncoderBatch.prepared(batch))[-1:]  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -88,9 +89,9 @@ def test_greedy_genes_are_the_likeliest_of_one_full_forward_pass() -> None:
     n = len(cell.genes)
     assert n == 25
     genes = torch.tensor(cell.genes) + 2
-    batch = TensorBatch(genes, values, torch.tensor([0, n]).int(), torch.tensor([0]), [n])
+    batch = Batch(genes, values, torch.tensor([0, n]).int(), torch.tensor([0]))
     with torch.no_grad():
-        before = torch.cat([model.start[None], model.states(whole(batch))[:-1]])
+        before = torch.cat([model.start[None], model.states(EncoderBatch.prepared(batch))[:-1]])
         logits = before @ model.gene_embedding.weight.T + model.gene_bias
         predicted = model.objective.values(model, before, genes)
     logits[:, :2] = -torch.inf

@@ -17,9 +17,10 @@ import torch
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.genes.names import match_columns
 from cellmill.data.inputs.formats import open_counts
+from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.embed import load_for_inference, tokens_of
-from cellmill.models.batch import TensorBatch, whole
+from cellmill.models.batch import EncoderBatch
 from cellmill.models.published.files import read_numbers
 from cellmill.models.published.geneformer import import_geneformer
 from tests.unit.published import geneformer_folder, geneformer_medians, geneformer_tokens
@@ -35,14 +36,13 @@ def _cells() -> list[list[str]]:
     return [[GENES[i] for i in rng.permutation(len(GENES))[:n]] for n in (25, 7, 30)]
 
 
-def _batch(cells: list[list[str]], row: dict[str, int]) -> TensorBatch:
+def _batch(cells: list[list[str]], row: dict[str, int]) -> Batch:
     lengths = [len(cell) for cell in cells]
-    return TensorBatch(
+    return Batch(
         genes=torch.tensor([row[gene] + len(SPECIAL) for cell in cells for gene in cell]),
         values=torch.cat([torch.arange(n) for n in lengths]),
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
         cells=torch.arange(len(cells)),
-        lengths=lengths,
     )
 
 
@@ -52,8 +52,8 @@ def _imported(folder: Path, version: str, **options: Any) -> tuple[Any, Any]:
     return load_for_inference(folder / "model")[:2]
 
 
-def _ours(network: Any, batch: TensorBatch) -> dict[str, torch.Tensor]:
-    prepared = whole(network.with_ends(batch))
+def _ours(network: Any, batch: Batch) -> dict[str, torch.Tensor]:
+    prepared = EncoderBatch.prepared(network.with_ends(batch))
     with torch.no_grad():
         x = network.begin(prepared)
         layers = [network._blocks(x, prepared, number) for number in range(len(network.blocks) + 1)]

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.genes.tables import gene_symbols
+from cellmill.data.stream.batch import Batch
 from cellmill.errors import DataError
 from cellmill.evaluate.embed import load_for_inference
-from cellmill.models.batch import TensorBatch
 from cellmill.models.published.scgpt import import_scgpt
 from tests.unit.published import scgpt_folder
 
@@ -59,12 +59,11 @@ def test_the_vector_is_that_of_torchs_encoder(attention: str, tmp_path: Path) ->
     bins = [rng.randint(1, 51, len(cell)).tolist() for cell in cells]
     lengths = [len(cell) for cell in cells]
     rows = vocabulary.rows_of([IDS[name] for cell in cells for name in cell])
-    batch = TensorBatch(
+    batch = Batch(
         genes=torch.from_numpy(rows).long() + len(SPECIAL),
         values=torch.tensor([value for cell in bins for value in cell]),
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
         cells=torch.arange(3),
-        lengths=lengths,
     )
     with torch.inference_mode():
         found = network.embed(batch)

@@ -14,7 +14,7 @@ from cellmill.config.parts.objectives import MaskedGeneConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.stream.batch import Batch, empty_batch
-from cellmill.models.batch import TensorBatch, padded, to_tensors
+from cellmill.models.batch import padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors
 from cellmill.models.objectives.masked import MaskedBatch
@@ -80,7 +80,7 @@ def _some_cells(batch: Batch, chosen: list[int]) -> Batch:
     )
 
 
-def _tensors(tokenizer: str, **options: Any) -> TensorBatch:
+def _tensors(tokenizer: str, **options: Any) -> Batch:
     return to_tensors(_batch(tokenizer, **options), CPU)
 
 

@@ -16,10 +16,10 @@ from cellmill.config.parts.methods import MethodConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Train
-from cellmill.data.stream.batch import tokenized
+from cellmill.data.stream.batch import Batch, tokenized
 from cellmill.files import write_json
 from cellmill.finetune.method import Method, load_method, trained_names
-from cellmill.models.batch import TensorBatch, to_tensors
+from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors, write_tensors
 from cellmill.models.family import Model
@@ -59,13 +59,15 @@ def spec_of(family: str) -> ModelSpec:
     return ModelSpec(FamilyConfig.model_validate(options), objective, tokens, N_GENES, {"kind": ("a", "b")})
 
 
-def cells(tokens: Tokens) -> TensorBatch:
+def cells(tokens: Tokens) -> Batch:
     """Six labelled cells."""
     rng = np.random.default_rng(0)
     genes = np.concatenate([rng.permutation(N_GENES)[:n] for n in LENGTHS]).astype(np.int32)
     counts = rng.integers(1, 9, len(genes)).astype(np.int64)
     starts, levels = np.cumsum([0, *LENGTHS]), rng.integers(1, 3, (len(LENGTHS), 1)).astype(np.int32)
-    return to_tensors(tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(len(LENGTHS)), 64, levels))
+    return to_tensors(
+        tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(len(LENGTHS)), 64, levels=levels)
+    )
 
 
 def tensors_of(model: Model) -> dict[str, torch.Tensor]:

@@ -53,7 +53,7 @@ def test_the_loss_of_a_model_is_that_of_its_hidden_counts() -> None:
     model, batch = _model("profile", likelihood="nb"), to_tensors(_cells())
     prepared, view = _prepared(model, batch), model.view(batch, **KEYS)
     assert torch.equal(prepared.weights, view.profile_count.float())
-    vectors = model.decoder(model.cell_vectors(model.states(prepared), prepared)[prepared.cells])
+    vectors = model.decoder(model.cell_vectors(model.states(prepared), prepared)[prepared.target_cells])
     numbers = [vectors, model.profile_genes.weight, model.profile_bias, model.profile_dispersion]
     expected = nb_loss(*numbers, prepared.entries, prepared.starts, view.profile_gene, view.profile_count.float())
     assert torch.equal(model(prepared), expected)

@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.stream.batch import tokenized
-from cellmill.models.batch import TensorBatch, padded, to_tensors
+from cellmill.data.stream.batch import Batch, tokenized
+from cellmill.models.batch import padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.family import Model
 from cellmill.parallel.vocab_parallel import rows_at, segment_sum
@@ -43,13 +43,15 @@ class InOneOrder(TorchDispatchMode):
         assert where[:, added].unique(dim=1).shape[1] == added.sum(), "index_put adds to one place in any order"
 
 
-def _batch(tokens: Tokens) -> TensorBatch:
+def _batch(tokens: Tokens) -> Batch:
     rng = np.random.default_rng(0)
     genes = np.concatenate([rng.permutation(60)[:n] for n in LENGTHS]).astype(np.int32)
     counts = rng.integers(1, 9, len(genes)).astype(np.int64)
     levels = rng.integers(1, 3, (len(LENGTHS), 2)).astype(np.int32)
     starts = np.concatenate([[0], np.cumsum(LENGTHS)])
-    return to_tensors(tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(len(LENGTHS)), 64, levels))
+    return to_tensors(
+        tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(len(LENGTHS)), 64, levels=levels)
+    )
 
 
 def _step(model: Model, tokens: Tokens) -> None:

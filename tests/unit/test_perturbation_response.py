@@ -14,9 +14,9 @@ from scipy.stats import poisson
 from cellmill.config.load import check_options
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.tokens import SPECIAL, Tokens
-from cellmill.data.stream.batch import tokenized
+from cellmill.data.stream.batch import Batch, tokenized
 from cellmill.evaluate.tasks.changes import Profiles, expected_log_expression, predicted_changes, read_profiles
-from cellmill.models.batch import TensorBatch, padded, to_tensors
+from cellmill.models.batch import padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors
 from cellmill.parallel.materialize import materialize
@@ -44,13 +44,15 @@ def _model(levels: Any = LEVELS, **options: Any) -> Any:
     return model
 
 
-def _cells() -> TensorBatch:
+def _cells() -> Batch:
     """Seven cells; of the fifth the perturbation is missing, of the sixth the corpus does not have it."""
     rng, n = np.random.default_rng(0), 7
     genes = np.concatenate([rng.permutation(N_GENES)[:12] for _ in range(n)]).astype(np.int32)
     counts = rng.integers(1, 9, len(genes)).astype(np.uint8)
     numbers = np.array([[1, 1], [2, 2], [1, 3], [2, 4], [1, 5], [2, 0], [1, 2]], np.int32)
-    return to_tensors(tokenized(TOKENS.load()(TOKENS), genes, counts, np.arange(n + 1) * 12, np.arange(n), 64, numbers))
+    return to_tensors(
+        tokenized(TOKENS.load()(TOKENS), genes, counts, np.arange(n + 1) * 12, np.arange(n), 64, levels=numbers)
+    )
 
 
 @pytest.mark.parametrize("length", [None, 200])
@@ -58,14 +60,14 @@ def test_the_decoder_is_given_the_vector_and_the_response(length: int | None) ->
     model = _model()
     view = model.view(_cells(), **KEYS)
     prepared = model.prepare(view if length is None else padded(view, length), **KEYS)
-    assert prepared.cells.tolist() == [0, 1, 2, 3, 6]  # cells of unknown perturbation are no targets
+    assert prepared.target_cells.tolist() == [0, 1, 2, 3, 6]  # cells of unknown perturbation are no targets
     table, project = model.profile_genes.weight, model.response_genes
     of_genes = {0: table[5], 1: (table[5] + table[9]) / 2, 3: torch.zeros_like(table[5])}
     of_genes[6] = of_genes[1]
     vectors = model.cell_vectors(model.states(prepared), prepared)
     expected = torch.zeros(())
     entries = iter(torch.arange(len(prepared.weights)).split(prepared.entries))
-    for cell, rows in zip(prepared.cells.tolist(), entries):
+    for cell, rows in zip(prepared.target_cells.tolist(), entries):
         vector = vectors[cell]
         if cell in of_genes:  # the other one is a control
             vector = vector + project(of_genes[cell]) + model.response_terms.weight[prepared.levels[cell, 1] - 1]

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.stream.batch import tokenized
-from cellmill.models.batch import CLS, EOS, TensorBatch, padded, to_tensors, with_ends
+from cellmill.data.stream.batch import Batch, tokenized
+from cellmill.models.batch import CLS, EOS, padded, to_tensors, with_ends
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors
 from cellmill.parallel.materialize import materialize
@@ -46,7 +46,7 @@ def _model(family: str, ends: str, objective: str, more: dict[str, Any]) -> Any:
     return model.eval()
 
 
-def _batch(family: str) -> TensorBatch:
+def _batch(family: str) -> Batch:
     rng, lengths = np.random.default_rng(0), (20, 1, 25, 3)
     genes = np.concatenate([rng.permutation(N_GENES)[:n] for n in lengths]).astype(np.int32)
     counts = rng.integers(2, 90, len(genes)).astype(np.uint8)

@@ -15,7 +15,7 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.stream.batch import Batch, empty_batch, split_batch, tokenized
 from cellmill.errors import ConfigError
-from cellmill.models.batch import TensorBatch, padded, to_tensors
+from cellmill.models.batch import padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors
 from cellmill.models.objective import GeneStatistics
@@ -57,13 +57,13 @@ def _cells(lengths: tuple[int, ...] = (20, 31, 1, 14, 2, N_GENES)) -> Batch:
     return tokenized(TOKENS.load()(TOKENS), genes, counts, starts, np.arange(len(lengths)) + 11, 64)
 
 
-def _view(batch: TensorBatch, step: int = 4, **options: Any) -> AskedBatch:
+def _view(batch: Batch, step: int = 4, **options: Any) -> AskedBatch:
     view = build(_spec("profile", **options)).view(batch, seed=3, step=step)
     assert isinstance(view, AskedBatch)
     return view
 
 
-def _prepared(model: Any, batch: TensorBatch, length: int | None = None) -> Any:
+def _prepared(model: Any, batch: Batch, length: int | None = None) -> Any:
     view = model.view(batch, **KEYS)
     return model.prepare(view if length is None else padded(view, length), **KEYS)
 

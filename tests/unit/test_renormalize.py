@@ -11,8 +11,8 @@ import torch
 
 from cellmill.config.load import load_config
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.stream.batch import tokenized
-from cellmill.models.batch import TensorBatch, padded, to_tensors
+from cellmill.data.stream.batch import Batch, tokenized
+from cellmill.models.batch import padded, to_tensors
 from cellmill.models.objectives.masked import MaskedValue
 from tests.models import spec
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (20, 31, 1, 14, 2)
 
 
-def _prepared(renormalize: bool, louder: bool = False, tokenizer: str = "continuous") -> tuple[Any, TensorBatch]:
+def _prepared(renormalize: bool, louder: bool = False, tokenizer: str = "continuous") -> tuple[Any, Batch]:
     """A masked batch; with `louder`, one whose masked genes have ten times the counts."""
     tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 64})
     objective = MaskedValue(spec(60, tokens, objective="masked_value", renormalize=renormalize).objective, tokens)
@@ -29,7 +29,7 @@ def _prepared(renormalize: bool, louder: bool = False, tokenizer: str = "continu
     counts = rng.integers(1, 9, len(genes)).astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(LENGTHS)])
 
-    def prepare(counts: np.ndarray) -> tuple[Any, TensorBatch]:
+    def prepare(counts: np.ndarray) -> tuple[Any, Batch]:
         batch = tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(len(LENGTHS)), 64)
         tensors = padded(to_tensors(batch), 80)
         return objective.prepare(tensors, seed=3, step=4), tensors

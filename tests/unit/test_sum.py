@@ -18,7 +18,7 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.stream.batch import Batch, tokenized
 from cellmill.errors import ConfigError
-from cellmill.models.batch import TensorBatch, on_device, padded, to_tensors
+from cellmill.models.batch import on_device, padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors
 from cellmill.models.objective import GeneStatistics, Objective
@@ -51,7 +51,7 @@ def _cells(lengths: tuple[int, ...] = (20, 31, 1, 14, 2), seed: int = 0) -> Batc
     return tokenized(TOKENS.load()(TOKENS), genes, counts, starts, np.arange(len(lengths)) + 11, 64)
 
 
-def _prepared(model: Any, batch: TensorBatch) -> Any:
+def _prepared(model: Any, batch: Batch) -> Any:
     return model.prepare(padded(model.view(batch, **KEYS), 128), **KEYS)
 
 

@@ -58,7 +58,7 @@ def _cells(labels: tuple[int, ...], first: int = 0) -> Batch:
     counts = rng.integers(1, 9, len(genes)).astype(np.uint8)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     numbers = np.array([[1, label] for label in labels], np.int32)
-    return tokenized(TOKENS.load()(TOKENS), genes, counts, starts, np.arange(len(labels)) + first, 64, numbers)
+    return tokenized(TOKENS.load()(TOKENS), genes, counts, starts, np.arange(len(labels)) + first, 64, levels=numbers)
 
 
 def _prepared(model: Any, batch: Any, length: int | None = None) -> Any:
@@ -108,7 +108,7 @@ def test_gradients_of_micro_batches_are_those_of_the_whole_batch_at_once(family:
     model = _model(family, temperature=0.3)
     given = ((1, 2, 0, 1), (2, 2, 3), (1,), (0, 0))
     batches = [to_tensors(_cells(labels, 10 * at)) for at, labels in enumerate(given)]
-    batches.append(to_tensors(empty_batch(np.dtype(np.float32), columns=2)))
+    batches.append(to_tensors(empty_batch(np.dtype(np.float32), levels=np.empty((0, 2), np.int32))))
     prepared = [_prepared(model, batch, 200) for batch in batches]
     with torch.no_grad():
         rows = [model.objective.rows(model, model.states(part), part) for part in prepared]
@@ -118,7 +118,7 @@ def test_gradients_of_micro_batches_are_those_of_the_whole_batch_at_once(family:
     loss.backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
-    z = torch.cat([model.cell_vectors(model.states(part), part)[part.cells] for part in prepared])
+    z = torch.cat([model.cell_vectors(model.states(part), part)[part.target_cells] for part in prepared])
     expected = _reference(z, [label for labels in given for label in labels if label], 0.3)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     expected.backward()
@@ -136,7 +136,7 @@ def test_cells_of_unknown_label_take_no_part(family: str) -> None:
     for cell in (2, 5):
         louder[batch.cu_seqlens[cell] : batch.cu_seqlens[cell + 1]] += 5
     one, other = (_prepared(model, given) for given in (batch, replace(batch, values=louder)))
-    assert one.cells.tolist() == [0, 1, 3, 4]
+    assert one.target_cells.tolist() == [0, 1, 3, 4]
     assert one.labels.tolist() == [1, 2, 1, 2]
     assert torch.equal(model(one), model(other))
     known = replace(batch, levels=torch.tensor([[1, 1], [1, 2], [1, 3], [1, 1], [1, 2], [1, 3]]))
@@ -146,7 +146,7 @@ def test_cells_of_unknown_label_take_no_part(family: str) -> None:
 def test_cells_without_a_label_are_not_of_one_label(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LEVELS, "cell_type", ("a", "b", MISSING))
     prepared = _prepared(_model("profile"), to_tensors(_cells((1, 3, 2, 3, 1, 0)), torch.device("cpu")))
-    assert (prepared.cells.tolist(), prepared.labels.tolist()) == ([0, 2, 4], [1, 2, 1])
+    assert (prepared.target_cells.tolist(), prepared.labels.tolist()) == ([0, 2, 4], [1, 2, 1])
 
 
 def test_column_and_temperature_are_those_of_the_options() -> None:

@@ -8,10 +8,11 @@ An embedding made without most of the model's genes does not represent the whole
 of the genes missing, the cosine to the whole cell's vector is .97; with nine tenths missing, .81.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -100,13 +101,13 @@ def tokens_of(
     chosen: np.ndarray,
     totals: np.ndarray,
     counted: bool = False,
-    levels: np.ndarray | None = None,
+    per_cell: Mapping[str, np.ndarray | None] = MappingProxyType({}),
 ) -> Iterator[Batch]:
     """Tokens of the cells where `chosen` (bool, `(n_obs,)`) is True, one block of `rows` at a time.
 
     `Batch.cells` are indices of rows. Cells without a known gene are left out. Adds the counts on known genes
     and all counts of the chosen cells to `totals` (two int64). `counted` batches have the counts of their tokens;
-    `levels` are those of all rows, for batches with levels.
+    `per_cell` are rows of further fields, such as levels, of all cells of the file.
     """
     inverse, first = inverse_medians(vocabulary.medians), 0
     tokenizer = CellTokenizer(tokens, vocabulary.n_genes, variability=vocabulary.variability)
@@ -127,8 +128,7 @@ def tokens_of(
         starts = block.indptr.astype(np.int64)
         genes, counts = rank_order_rows(starts, block.indices, block.data, inverse)
         cells = cells[nonempty].astype(np.int64)
-        of_cells = None if levels is None else levels[cells]
-        yield tokenizer.batch(genes, counts, starts, cells, counted, of_cells)
+        yield tokenizer.batch(genes, counts, starts, cells, counted).with_rows(per_cell)
 
 
 def _sequences(tokenizer: CellTokenizer, raw: sp.csr_matrix, columns: GeneColumns, cells: np.ndarray) -> Batch:
@@ -151,9 +151,9 @@ def embed_cells(
     chosen = np.ones(reader.n_obs, dtype=bool) if chosen is None else chosen
     check_rows(tokens, reader, str(reader.path))
     columns, totals = match_columns(reader, vocabulary), np.zeros(2, np.int64)
-    levels = levels_of(reader, model)
+    per_cell = {"levels": levels_of(reader, model)}
     of_columns = np.zeros(reader.n_vars)
-    batches = tokens_of(_counted(reader, of_columns), columns, vocabulary, tokens, chosen, totals, levels=levels)
+    batches = tokens_of(_counted(reader, of_columns), columns, vocabulary, tokens, chosen, totals, per_cell=per_cell)
     embedded = embed_batches(batches, model, reader.n_obs, token_budget, precision)[chosen]
     if np.isnan(embedded).all():
         raise DataError(f"{reader.path}: no cell has a count on a gene that the model knows")

@@ -124,7 +124,7 @@ def attention(
     q, k, v
         (T, h, d).
     cu_seqlens, lengths
-        Cell boundaries and lengths, as in `TensorBatch`.
+        Cell boundaries and lengths, as in `Batch`.
     causal
         Attend only to the token itself and to earlier tokens of the cell.
 

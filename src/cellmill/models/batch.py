@@ -6,13 +6,12 @@ layouts count them.
 """
 
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
-from torch.nn import functional as F
 
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.data.stream.batch import Batch
+from cellmill.data.stream.batch import Batch, Per
 from cellmill.models.counter_rng import keyed_bits
 from cellmill.parallel.vocab_parallel import segment_sum
 
@@ -21,50 +20,22 @@ PAD_TOKEN, MASK_TOKEN = (SPECIAL.index(token) for token in ("<pad>", "<mask>"))
 PAD_CELL = 256  # tokens of one cell of padding: the cost of attention grows with the square of a cell's length
 
 
-@dataclass(frozen=True)
-class TensorBatch:
-    """Concatenated cells without padding; possibly none."""
-
-    genes: torch.Tensor
-    """(tokens,) int64 token ids."""
-    values: torch.Tensor
-    """(tokens,) float32 (continuous) or int64 (bins from 1; ranks in the cell from 0)."""
-    cu_seqlens: torch.Tensor
-    """(cells + 1,) int32: start of each cell, and end of the last."""
-    cells: torch.Tensor
-    """(cells,) int64: stable id of each cell."""
-    lengths: list[int]
-    """Tokens of each cell as Python integers: reading them never waits for a device."""
-    counts: torch.Tensor | None = None
-    """(tokens,) int64, where the objective needs them."""
-    levels: torch.Tensor | None = None
-    """(cells, columns) int64, where asked for: numbers of levels of obs columns, 0 for unknown ones."""
-    numbers: torch.Tensor | None = None
-    """(cells, columns) float64, where asked for: numbers of obs columns, NaN for missing ones."""
-    covariate_rows: torch.Tensor | None = None
-    """(tokens,) int64, where cells have tokens of obs columns (`models.cell_encoder`): row of its embedding, or 0."""
+AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 
-AnyBatch = TypeVar("AnyBatch", bound=TensorBatch)
+def to_tensors(batch: Batch, device: torch.device = CPU) -> Batch:
+    """Return `batch` as tensors on `device`: integers as int64, except `cu_seqlens`."""
+
+    def change(_: Per, array: Any) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if tensor.is_floating_point() else tensor.long()
+
+    cu_seqlens = torch.from_numpy(batch.cu_seqlens)
+    tensors: Batch = on_device(batch.map(change, cu_seqlens=cu_seqlens, lengths=batch.lengths), device)
+    return tensors
 
 
-def to_tensors(batch: Batch, device: torch.device = CPU) -> TensorBatch:
-    """Return `batch` as tensors on `device`."""
-    values = torch.from_numpy(batch.values)
-    tensors = TensorBatch(
-        genes=torch.from_numpy(batch.genes).long(),
-        values=values if values.is_floating_point() else values.long(),
-        cu_seqlens=torch.from_numpy(batch.cu_seqlens),
-        cells=torch.from_numpy(batch.cells),
-        lengths=(batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).tolist(),
-        counts=None if batch.counts is None else torch.from_numpy(batch.counts),
-        levels=None if batch.levels is None else torch.from_numpy(batch.levels).long(),
-        numbers=None if batch.numbers is None else torch.from_numpy(batch.numbers),
-    )
-    return on_device(tensors, device)
-
-
-def padded(batch: TensorBatch, tokens: int) -> TensorBatch:
+def padded(batch: AnyBatch, tokens: int) -> AnyBatch:
     """Pad `batch` to `tokens` with `<pad>` tokens, in cells of their own at the end.
 
     They attend only to each other and are never targets, so they change no loss and no gradient.
@@ -73,19 +44,12 @@ def padded(batch: TensorBatch, tokens: int) -> TensorBatch:
     if not more:
         return batch
     lengths = [PAD_CELL] * (more // PAD_CELL) + ([more % PAD_CELL] if more % PAD_CELL else [])
-    pad = batch.genes.new_full((more,), PAD_TOKEN)
-    ends = batch.cu_seqlens[-1] + torch.tensor(lengths, dtype=batch.cu_seqlens.dtype).cumsum(0)
-    return replace(
-        batch,
-        genes=torch.cat([batch.genes, pad]),
-        values=torch.cat([batch.values, batch.values.new_zeros(more)]),
+    ends = batch.cu_seqlens[-1] + torch.tensor(lengths).cumsum(0)
+    n = {"token": more, "cell": len(lengths)}
+    return batch.map(
+        lambda per, array: torch.cat([array, array.new_full((n[per.axis], *array.shape[1:]), per.pad)]),
         cu_seqlens=torch.cat([batch.cu_seqlens, ends.to(batch.cu_seqlens.dtype)]),
-        cells=torch.cat([batch.cells, batch.cells.new_full((len(lengths),), -1)]),
         lengths=[*batch.lengths, *lengths],
-        counts=None if batch.counts is None else torch.cat([batch.counts, batch.counts.new_zeros(more)]),
-        levels=None if batch.levels is None else F.pad(batch.levels, (0, 0, 0, len(lengths))),
-        numbers=None if batch.numbers is None else F.pad(batch.numbers, (0, 0, 0, len(lengths)), value=torch.nan),
-        covariate_rows=None if batch.covariate_rows is None else F.pad(batch.covariate_rows, (0, more)),
     )
 
 
@@ -98,16 +62,14 @@ def with_extra_tokens(batch: AnyBatch, before: int, after: int, token: int) -> A
     at = torch.arange(len(batch.genes), device=batch.genes.device) + more * cell + before
     cells = torch.arange(len(batch.cu_seqlens), device=batch.cu_seqlens.device, dtype=batch.cu_seqlens.dtype)
 
-    def spread(tensor: torch.Tensor, fill: int) -> torch.Tensor:
+    def spread(tensor: torch.Tensor, fill: float) -> torch.Tensor:
         return tensor.new_full((len(tensor) + more * len(batch.lengths),), fill).index_copy(0, at, tensor)
 
-    return replace(
-        batch,
+    return batch.map(
+        lambda per, array: spread(array, per.pad) if per.axis == "token" else array,
         genes=spread(batch.genes, token),
-        values=spread(batch.values, 0),
         cu_seqlens=batch.cu_seqlens + more * cells,
         lengths=[length + more for length in batch.lengths],
-        counts=None if batch.counts is None else spread(batch.counts, 0),
     )
 
 
@@ -132,7 +94,7 @@ def _copied(value: Any, device: torch.device, copies: dict[int, torch.Tensor]) -
     return value
 
 
-def with_genes(batch: TensorBatch) -> torch.Tensor:
+def with_genes(batch: Batch) -> torch.Tensor:
     """Return (cells,) bool: the cells with a gene, beside tokens of pooling, of obs columns and at their ends."""
     cell, _ = positions(batch)
     n_genes = torch.zeros(len(batch.lengths), dtype=torch.int64, device=cell.device)
@@ -140,7 +102,7 @@ def with_genes(batch: TensorBatch) -> torch.Tensor:
     return n_genes.scatter_reduce(0, cell, is_gene.long(), "amax") > 0
 
 
-def positions(batch: TensorBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def positions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (tokens,) int64 each: index of a token's cell in the batch, and the token's place in the cell."""
     counts = batch.cu_seqlens.diff().long()
     cell = torch.repeat_interleave(counts, output_size=len(batch.genes))
@@ -149,54 +111,45 @@ def positions(batch: TensorBatch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderBatch:
-    """Base of what objectives for encoders prepare."""
+class EncoderBatch(Batch):
+    """The tokens that an encoder is given, without counts and numbers: base of what objectives for encoders prepare.
 
-    genes: torch.Tensor
-    """(tokens,) int64; `<mask>` where the gene is hidden."""
-    values: torch.Tensor
-    """(tokens,); 0 where the value is hidden."""
+    `genes` are `<mask>` and `values` 0 where they are hidden.
+    """
+
     value_hidden: torch.Tensor
     """(tokens,) bool."""
     center: torch.Tensor
     """(cells,) float32: mean of a cell's visible continuous values; 0 for other tokenizers."""
     cell: torch.Tensor
     """(tokens,) int64: index of the token's cell in the batch."""
-    cu_seqlens: torch.Tensor
-    lengths: list[int]
     token_keys: torch.Tensor
     """(tokens,) int64: keys of the dropout."""
     cell_keys: torch.Tensor
     """(cells,) int64: keys of the dropout in layers whose rows are cells."""
-    levels: torch.Tensor | None = None
-    """(cells, columns) int64: as in the batch."""
-    covariate_rows: torch.Tensor | None = None
-    """(tokens,) int64: as in the batch."""
+
+    @classmethod
+    def prepared(cls, batch: Batch, keys: tuple[int, int] | None = None, **own: Any) -> Self:
+        """Return the batch with nothing hidden, unless fields in `own`, the subclass's among them, hide it.
+
+        `keys`, seed and step, key the dropout; None where there is no dropout, as in evaluation.
+        """
+        cell, place = positions(batch)
+        visible = torch.ones_like(place, dtype=torch.bool)
+        given = {f.name: getattr(batch, f.name) for f in fields(Batch)} | {
+            "counts": None,
+            "numbers": None,
+            "cell": cell,
+            "value_hidden": ~visible,
+            "token_keys": place if keys is None else keyed_bits(keyed_bits(batch.cells[cell], *keys, place), 1),
+            "cell_keys": batch.cells if keys is None else keyed_bits(batch.cells, *keys),
+        }
+        if "center" not in own:
+            given["center"] = center_of(batch, cell, visible)
+        return cls(**given | own)
 
 
-def whole(batch: TensorBatch, keys: tuple[int, int] | None = None) -> EncoderBatch:
-    """Return the batch with nothing hidden.
-
-    `keys`, seed and step, key the dropout; None where there is no dropout, as in evaluation.
-    """
-    cell, place = positions(batch)
-    visible = torch.ones_like(place, dtype=torch.bool)
-    return EncoderBatch(
-        genes=batch.genes,
-        values=batch.values,
-        value_hidden=~visible,
-        center=center_of(batch, cell, visible),
-        cell=cell,
-        cu_seqlens=batch.cu_seqlens,
-        lengths=batch.lengths,
-        token_keys=place if keys is None else keyed_bits(keyed_bits(batch.cells[cell], *keys, place), 1),
-        cell_keys=batch.cells if keys is None else keyed_bits(batch.cells, *keys),
-        levels=batch.levels,
-        covariate_rows=batch.covariate_rows,
-    )
-
-
-def center_of(batch: TensorBatch, cell: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+def center_of(batch: Batch, cell: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     """(cells,) float32: mean of the visible genes' values only, so that hidden ones cannot leak."""
     if not batch.values.is_floating_point():
         return torch.zeros(len(batch.lengths), device=cell.device)
@@ -209,7 +162,7 @@ CLS, EOS = -1, -2
 """Token ids; row -1 - id of `end_embedding`."""
 
 
-def with_ends(batch: TensorBatch, n_ends: int) -> TensorBatch:
+def with_ends(batch: Batch, n_ends: int) -> Batch:
     """Return the batch with <cls> (`n_ends` 1), or <cls> and <eos> (2), around each cell, with value and count 0."""
     if not n_ends:
         return batch

@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from cellmill.config.parts.tokens import Tokens
-from cellmill.models.batch import PAD_TOKEN, AnyBatch, EncoderBatch, TensorBatch, whole, with_extra_tokens
+from cellmill.data.stream.batch import Batch
+from cellmill.models.batch import PAD_TOKEN, AnyBatch, EncoderBatch, with_extra_tokens
 from cellmill.models.counter_rng import keyed_bits, threshold
 from cellmill.models.family import Model
 from cellmill.parallel.vocab_parallel import segment_sum
@@ -58,7 +59,7 @@ class CovariatePrefix:
         at = (more.cu_seqlens[:-1, None].long() + torch.arange(n_columns, device=device)).flatten()
         return replace(more, covariate_rows=torch.zeros_like(more.genes).index_copy(0, at, rows.flatten()))
 
-    def _numbers(self, batch: TensorBatch, keys: tuple[int, int] | None) -> torch.Tensor:
+    def _numbers(self, batch: Batch, keys: tuple[int, int] | None) -> torch.Tensor:
         """(C, K) int64: level of each cell in each column, 0 for unknown ones."""
         if batch.levels is None:
             return batch.cells.new_zeros(len(batch.cells), len(self.columns))
@@ -135,7 +136,7 @@ class CellEncoder(Model):
         self.plan = replace(self.plan, tensor={**self.plan.tensor, **self.objective.tensor}, finish=finish)
         self.gene_rows = self.gene_rows | self.objective.gene_rows
 
-    def view(self, batch: TensorBatch, *, seed: int, step: int) -> TensorBatch:
+    def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
         """Return the objective's view, with the tokens of obs columns."""
         view = super().view(batch, seed=seed, step=step)
         if self.covariate_prefix is None:
@@ -151,9 +152,10 @@ class CellEncoder(Model):
         self.keep_vectors(lambda: self.cell_vectors(states, prepared))
         return self.objective.loss(self, states, prepared)
 
-    def embed(self, batch: TensorBatch) -> torch.Tensor:
+    def embed(self, batch: Batch) -> torch.Tensor:
         """(cells, H) float32: the vectors of whole cells."""
-        prepared = whole(batch if self.covariate_prefix is None else self.covariate_prefix.before(batch))
+        batch = batch if self.covariate_prefix is None else self.covariate_prefix.before(batch)
+        prepared = EncoderBatch.prepared(batch)
         return self.cell_vectors(self.states(prepared), prepared)
 
     def states(self, prepared: EncoderBatch) -> torch.Tensor:

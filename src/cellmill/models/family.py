@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cellmill.models.batch import TensorBatch
+from cellmill.data.stream.batch import Batch
 from cellmill.models.initial import Fill, fill_part
 from cellmill.models.objective import Objective
 from cellmill.parallel.apply import Style
@@ -80,11 +80,11 @@ class Model(nn.Module):
         """Width of the cell embedding; H unless a family narrows it."""
         return self.width
 
-    def view(self, batch: TensorBatch, *, seed: int, step: int) -> TensorBatch:
+    def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
         """Return the tokens that the model is given, of a batch on the CPU: `Objective.view`."""
         return self.objective.view(batch, seed=seed, step=step)
 
-    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> Any:
+    def prepare(self, batch: Batch, *, seed: int, step: int) -> Any:
         """Draw masks and targets in a `view`: a pure function of (seed, step, cell, place), without parameters.
 
         The result has `lengths` (tokens of each cell, list[int]) and `n_targets` (int64 scalar, or (parts,)).
@@ -116,7 +116,7 @@ class Model(nn.Module):
         if self.kept_vectors is not None:
             self.kept_vectors.append(vectors().detach())
 
-    def embed(self, batch: TensorBatch) -> torch.Tensor:
+    def embed(self, batch: Batch) -> torch.Tensor:
         """Return one vector per cell with nothing masked, (cells, vector width) float32."""
         raise NotImplementedError
 

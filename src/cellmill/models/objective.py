@@ -15,7 +15,7 @@ import torch
 
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
-from cellmill.models.batch import TensorBatch
+from cellmill.data.stream.batch import Batch
 from cellmill.models.initial import Fill
 from cellmill.parallel.apply import Style
 from cellmill.runs.verdict import Verdict
@@ -95,15 +95,15 @@ class Objective:
         """Return the initial value of a parameter that `attach` set on the model; None for an unknown name."""
         return None
 
-    def view(self, batch: TensorBatch, *, seed: int, step: int) -> TensorBatch:
+    def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
         """Return the tokens that the model is given, all by default: the same cells, from a batch on the CPU.
 
         A pure function of (seed, step, cell, place in the cell). What `prepare` needs of the other tokens goes along
-        in a subclass of TensorBatch.
+        in a subclass of Batch.
         """
         return batch
 
-    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> Any:
+    def prepare(self, batch: Batch, *, seed: int, step: int) -> Any:
         """Draw masks and targets in a view: a pure function as `view`, without parameters."""
         raise NotImplementedError
 

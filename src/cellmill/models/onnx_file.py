@@ -17,9 +17,10 @@ from torch import nn
 
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import atomic_path
-from cellmill.models.batch import PAD_TOKEN, TensorBatch
+from cellmill.models.batch import PAD_TOKEN
 from cellmill.models.export import load_model, spec_of
 from cellmill.models.family import Model
 
@@ -121,7 +122,7 @@ def _difference(session: Any, model: Model, tokens: Tokens, vocabulary: Vocabula
     inside = genes != PAD_TOKEN
     lengths = inside.sum(1)
     ends = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
-    packed = TensorBatch(genes[inside], values[inside], ends, torch.arange(len(genes)), lengths.tolist())
+    packed = Batch(genes[inside], values[inside], ends, torch.arange(len(genes)), lengths=lengths.tolist())
     with torch.no_grad():
         expected = model.embed(packed).numpy()
     return float(np.abs(found - expected).max() / np.abs(expected).max())

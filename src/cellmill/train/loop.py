@@ -26,7 +26,7 @@ from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import UserError
 from cellmill.finetune.method import GroupRate, rates_line
 from cellmill.launch.signals import STOP_SIGNALS
-from cellmill.models.batch import TensorBatch, on_device, padded, to_tensors
+from cellmill.models.batch import on_device, padded, to_tensors
 from cellmill.models.family import Model
 from cellmill.models.objective import Objective
 from cellmill.parallel.mesh import Mesh, gather_json
@@ -236,7 +236,7 @@ class Trainer:
         self.watch.at(f"{waits_for} of step {self.progress.step + 1}")
         return record_function(name)
 
-    def _prepare(self, batches: list[TensorBatch], step: int) -> list[Any]:
+    def _prepare(self, batches: list[Batch], step: int) -> list[Any]:
         """Draw what is shown, pad it, draw masks on the CPU, where counting targets blocks nothing, and copy them."""
         keys = {"seed": self.train.seed, "step": step}
         views = [self.model.view(batch, **keys) for batch in batches]
@@ -247,7 +247,7 @@ class Trainer:
     def _with_shares(self, prepared: list[Any]) -> list[Any]:
         return with_shares(self.model, self.parallel_model, prepared, self.mesh, self.train.global_batch)
 
-    def _work(self, batches: list[TensorBatch]) -> tuple[int, int, float]:
+    def _work(self, batches: list[Batch]) -> tuple[int, int, float]:
         """Return cells, tokens and FLOPs of this rank's share of a step."""
         lengths = [length for batch in batches for length in batch.lengths]
         pairs = sum(length * length for length in lengths)

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.run import Train
+from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError, did_you_mean
-from cellmill.models.batch import TensorBatch
 from cellmill.models.family import Model
 from cellmill.models.objective import Objective
 from cellmill.parallel.mesh import Mesh
@@ -51,7 +51,7 @@ class EmbeddingMonitor:
         """Number of cells and sum of vectors of each level."""
 
     @contextmanager
-    def watching(self, batches: Sequence[TensorBatch]) -> Iterator[None]:
+    def watching(self, batches: Sequence[Batch]) -> Iterator[None]:
         """Add the cells of `batches`, whose losses are computed inside, one after another, in this order."""
         if self.last is None or not self.width:
             yield
@@ -65,7 +65,7 @@ class EmbeddingMonitor:
         for of_batch, batch in zip(vectors, batches):
             self._add(of_batch, batch)
 
-    def _add(self, vectors: torch.Tensor, batch: TensorBatch) -> None:
+    def _add(self, vectors: torch.Tensor, batch: Batch) -> None:
         """Add the first vectors (cells, width), one for each cell of `batch`; later ones are of padding."""
         z, d = vectors[: len(batch.lengths)].double().cpu(), _log_depth(batch)
         parts = (z.new_tensor([len(z)]), z.sum(0), (z.T @ z).flatten(), d @ z, d.sum()[None], (d @ d)[None])
@@ -144,7 +144,7 @@ def batch_figures(of_cells: torch.Tensor, of_levels: torch.Tensor, width: int) -
     return {"batch_r2": between / total} if total > 0 else {}
 
 
-def _log_depth(batch: TensorBatch) -> torch.Tensor:
+def _log_depth(batch: Batch) -> torch.Tensor:
     """(cells,) float64: log of each cell's counts, or of its detected genes where batches have no counts."""
     lengths = torch.tensor(batch.lengths, dtype=torch.int64)
     if batch.counts is None:

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from cellmill.config.parts.tokens import SPECIAL, Tokens
+from cellmill.data.stream.batch import Batch
 from cellmill.models.attention import attention
-from cellmill.models.batch import TensorBatch
 from cellmill.models.blocks import Entry
 from cellmill.models.family import Model, ParallelPlan
 from cellmill.models.initial import Fill
@@ -91,7 +91,7 @@ class ToyModel(Model):
         """The objective's summed loss."""
         return self.objective.loss(self, self.norm(x), prepared)
 
-    def embed(self, batch: TensorBatch) -> torch.Tensor:
+    def embed(self, batch: Batch) -> torch.Tensor:
         """(cells, H) float32: the state of a cell's last token."""
         prepared = causal_batch(batch, skip=0)
         ends = prepared.cu_seqlens[1:].long() - 1

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.models.batch import TensorBatch, positions
+from cellmill.data.stream.batch import Batch
+from cellmill.models.batch import positions
 from cellmill.models.initial import Fill, zeros
 from cellmill.models.objective import GeneStatistics, Objective
 from cellmill.parallel.likelihoods import token_loss
@@ -39,7 +40,7 @@ class CausalBatch:
     n_targets: torch.Tensor
 
 
-def causal_batch(batch: TensorBatch, skip: int) -> CausalBatch:
+def causal_batch(batch: Batch, skip: int) -> CausalBatch:
     """The batch with its next genes; nothing is random."""
     cell, place = positions(batch)
     follows = torch.zeros(len(cell), dtype=torch.bool, device=cell.device)
@@ -68,7 +69,7 @@ class NextGene(Objective):
         """Begin without a bias."""
         return zeros if name == "gene_bias" else None
 
-    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> CausalBatch:
+    def prepare(self, batch: Batch, *, seed: int, step: int) -> CausalBatch:
         """Find the next genes."""
         return causal_batch(batch, self.config.skip)
 

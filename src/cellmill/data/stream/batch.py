@@ -12,10 +12,11 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from math import nan
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 
@@ -43,16 +44,61 @@ def recycled_empty(size: int, dtype: np.dtype | type) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One micro-batch of one rank. It may be empty: no cells, no tokens, `cu_seqlens` [0]."""
+class Per:
+    """Axis of a field of a batch, and its entry in padding."""
 
-    genes: np.ndarray  # `(tokens,)` int32, token ids
-    values: np.ndarray  # `(tokens,)`, of the tokenizer's dtype
-    cu_seqlens: np.ndarray  # `(cells + 1,)` int32, offset of each cell's first token
-    cells: np.ndarray  # `(cells,)` int64, stable id of each cell: its index in the split's shards, or in the file
-    counts: np.ndarray | None = None  # `(tokens,)` int64, count of each token, where the objective needs it
-    levels: np.ndarray | None = None  # `(cells, columns)` int32, numbers of levels (`shards/obs.py`), where needed
-    numbers: np.ndarray | None = None  # `(cells, columns)` float64, numbers of obs columns, NaN if missing, likewise
+    axis: Literal["token", "cell"]
+    pad: float = 0
+
+
+Array = Any  # numpy arrays as read, torch tensors in training (`models.batch.to_tensors`)
+TOKEN, CELL = {"per": Per("token")}, {"per": Per("cell")}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank, without padding. It may be empty: no cells, no tokens, `cu_seqlens` [0].
+
+    Arrays per token or per cell are declared here alone: they are cut, padded, copied and shown to a model by `map`.
+    """
+
+    genes: Array = field(metadata=TOKEN)  # (tokens,) token ids: int32, int64 as tensors
+    values: Array = field(metadata=TOKEN)  # (tokens,) float32 (continuous), or integers: bins from 1, ranks from 0
+    cu_seqlens: Array  # (cells + 1,) int32, offset of each cell's first token, and of the end
+    cells: Array = field(metadata={"per": Per("cell", pad=-1)})  # (cells,) int64 stable ids: index in split or file
+    counts: Array | None = field(default=None, metadata=TOKEN)  # (tokens,) int64, if the objective needs them
+    levels: Array | None = field(default=None, metadata=CELL)  # (cells, columns) level codes of obs columns, 0 unknown
+    numbers: Array | None = field(default=None, metadata={"per": Per("cell", pad=nan)})  # (cells, columns) float64
+    covariate_rows: Array | None = field(default=None, metadata=TOKEN)  # (tokens,) int64 (`models.cell_encoder`), or 0
+    lengths: list[int] = field(default_factory=list)  # tokens of each cell: reading them never waits for a device
+
+    def __post_init__(self) -> None:
+        if not self.lengths:
+            object.__setattr__(self, "lengths", (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist())
+
+    def map(self, change: Callable[[Per, Array], Array], **others: Any) -> Self:
+        """Return the batch with every array changed, and with `others`: what `change` does not know."""
+        axes = {f.name: f.metadata["per"] for f in fields(self) if "per" in f.metadata}
+        arrays = {name: (per, getattr(self, name)) for name, per in axes.items() if name not in others}
+        changed = {name: change(per, array) for name, (per, array) in arrays.items() if array is not None}
+        return replace(self, **{"lengths": []} | changed | others)
+
+    def arrays(self, axis: Literal["token", "cell"]) -> dict[str, Array]:
+        """Present arrays of an axis, by field."""
+        names = [f.name for f in fields(self) if "per" in f.metadata and f.metadata["per"].axis == axis]
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def with_rows(self, per_cell: Mapping[str, Array | None]) -> Self:
+        """Return the batch with fields per cell: rows of arrays, by field, that `cells` index; none for None."""
+        return replace(self, **{name: rows[self.cells] for name, rows in per_cell.items() if rows is not None})
+
+    def cut(self, first: int, last: int) -> Self:
+        """Cells `first` to `last`."""
+        ends = self.cu_seqlens[first : last + 1]
+        spans = {"token": slice(int(ends[0]), int(ends[-1])), "cell": slice(first, last)}
+        return self.map(
+            lambda per, array: array[spans[per.axis]], cu_seqlens=ends - ends[0], lengths=self.lengths[first:last]
+        )
 
 
 class Tokenizer(Protocol):
@@ -119,22 +165,21 @@ def tokenized(
     starts: np.ndarray,
     cells: np.ndarray,
     max_counted: int | None,
-    levels: np.ndarray | None = None,
+    **per_cell: Any,
 ) -> Batch:
-    """Batch of `cells` as `tokenizer.tokenize` makes it; with counts of the first `max_counted` genes of each cell.
+    """Batch of `cells` by `tokenizer.tokenize`, with counts of the first `max_counted` genes of each cell.
 
-    `max_counted` is `max_tokens` where the objective needs counts, else None; `levels` are those of the cells.
+    `max_counted` is `max_tokens` where the objective needs counts, else None; `per_cell` are further fields.
     """
     tokens = tokenizer.tokenize(genes, counts, starts)
     kept = None if max_counted is None else Prefixes(starts, max_counted).copy(counts, np.int64)
-    return Batch(*tokens, cells, kept, levels)
+    return Batch(*tokens, cells, kept, **per_cell)
 
 
-def empty_batch(dtype: np.dtype, counted: bool = False, columns: int = 0) -> Batch:
-    """Batch of no cells, with values of `dtype`; `counted` batches have counts, and those with `columns` levels."""
-    none, levels = np.empty(0, np.int64), np.empty((0, columns), np.int32) if columns else None
-    ends = np.zeros(1, np.int32)
-    return Batch(np.empty(0, np.int32), np.empty(0, dtype), ends, none, none if counted else None, levels)
+def empty_batch(dtype: np.dtype, counted: bool = False, **per_cell: Any) -> Batch:
+    """Batch of no cells, with values of `dtype`, and with counts if `counted`."""
+    none, ends = np.empty(0, np.int64), np.zeros(1, np.int32)
+    return Batch(np.empty(0, np.int32), np.empty(0, dtype), ends, none, none if counted else None, **per_cell)
 
 
 def cut_batch(lengths: np.ndarray, token_budget: int) -> list[int]:
@@ -183,11 +228,4 @@ def cut_evenly(lengths: np.ndarray, most: int) -> list[int]:
 
 def split_batch(batch: Batch, token_budget: int) -> Iterator[Batch]:
     """Parts of `batch` in order, cut by `cut_batch`."""
-    cu = batch.cu_seqlens
-    for first, last in pairwise(cut_batch(np.diff(cu), token_budget)):
-        tokens = slice(cu[first], cu[last])
-        part = (cu[first : last + 1] - cu[first]).astype(np.int32)
-        counts = None if batch.counts is None else batch.counts[tokens]
-        levels = None if batch.levels is None else batch.levels[first:last]
-        numbers = None if batch.numbers is None else batch.numbers[first:last]
-        yield Batch(batch.genes[tokens], batch.values[tokens], part, batch.cells[first:last], counts, levels, numbers)
+    yield from (batch.cut(*span) for span in pairwise(cut_batch(np.diff(batch.cu_seqlens), token_budget)))

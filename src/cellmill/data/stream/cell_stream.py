@@ -9,7 +9,6 @@ import queue
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -117,8 +116,10 @@ class CellStream:
         self._budget, self._rank, self._world = token_budget, rank, world
         self._min_microbatches, self._microbatch_multiple = min_microbatches, microbatch_multiple
         self._tokenizer = CellTokenizer(tokens, opened.n_genes, seed if shuffle else 0, opened.variability)
-        self._numbers = read_level_numbers(opened, split, self.levels) if columns else None
-        self._obs_numbers = read_numbers(opened, split, number_columns) if number_columns else None
+        self._per_cell = {
+            "levels": read_level_numbers(opened, split, self.levels) if columns else None,
+            "numbers": read_numbers(opened, split, number_columns) if number_columns else None,
+        }
         lanes = list(range(rank, stream.lanes, world))
         self._counted = counted
         max_genes = self._tokenizer.max_genes(counted)
@@ -214,15 +215,10 @@ class CellStream:
             starts = step.starts[first : last + 1]
             nonzeros = slice(starts[0], starts[-1])
             counts = step.counts[nonzeros] if step.counts is not None else None
-            genes, cells = step.genes[nonzeros], step.cells[first:last]
-            levels = None if self._numbers is None else self._numbers[cells]
-            row = (genes, counts, starts - starts[0], cells)
-            batches.append(self._tokenizer.batch(*row, self._counted, levels, step.epoch))
-        empty = empty_batch(self._tokenizer.dtype, self._counted, len(self.levels))
-        batches += [empty] * (number - len(batches))
-        if self._obs_numbers is not None:
-            batches = [replace(batch, numbers=self._obs_numbers[batch.cells]) for batch in batches]
-        return batches
+            row = step.genes[nonzeros], counts, starts - starts[0], step.cells[first:last]
+            batches.append(self._tokenizer.batch(*row, self._counted, step.epoch))
+        batches += [empty_batch(self._tokenizer.dtype, self._counted)] * (number - len(batches))
+        return [batch.with_rows(self._per_cell) for batch in batches]
 
 
 def of_ranks(lengths: np.ndarray, n_cells: np.ndarray, world: int) -> tuple[np.ndarray, np.ndarray]:

@@ -27,7 +27,7 @@ import numpy as np
 from cellmill.config.parts.tokens import SPECIAL, BinnedTokens, Tokens
 from cellmill.data.arrays import scale_of_totals, scale_per_10k
 from cellmill.data.shards.plan import places, splitmix64
-from cellmill.data.stream.batch import Batch, Prefixes, Tokenizer, recycled_empty
+from cellmill.data.stream.batch import Batch, Prefixes, Tokenizer, recycled_empty, tokenized
 from cellmill.errors import ConfigError, DataError
 
 WHOLE = 2**31 - 1  # above the genes of any cell
@@ -92,17 +92,13 @@ class CellTokenizer:
         starts: np.ndarray,
         cells: np.ndarray,
         counted: bool = False,
-        levels: np.ndarray | None = None,
         epoch: int = 0,
     ) -> Batch:
-        """Batch of cells whose genes, (nonzeros,), are in rank order, as `Tokenizer.tokenize` takes them.
-
-        `counted` batches have the counts of their tokens; `levels` are those of the cells.
-        """
-        ids, values, cu_seqlens = self._tokenizer.tokenize(genes, counts, starts)
+        """Batch of cells whose genes, (nonzeros,), are in rank order; with the counts of its tokens if `counted`."""
         if not self._chooses:
-            kept = Prefixes(starts, self._tokens.max_tokens).copy(counts, np.int64) if counted else None
-            return Batch(ids, values, cu_seqlens, cells, kept, levels)
+            max_counted = self._tokens.max_tokens if counted else None
+            return tokenized(self._tokenizer, genes, counts, starts, cells, max_counted)
+        ids, values, _ = self._tokenizer.tokenize(genes, counts, starts)
         keys = self._cell_keys(genes, counts, starts, epoch)
         numbers = token_numbers(self._tokens, np.diff(starts), self._n_genes)
         kept = self._kept(genes, starts, numbers.detected, keys)
@@ -119,7 +115,7 @@ class CellTokenizer:
         of_value = places(ends) if self._tokens.value_kind == "place" else tokens_of(values, 0, self.dtype)
         of_count = tokens_of(counts, 0, np.int64) if counted else None
         of_gene = tokens_of(ids, zeros + len(SPECIAL), np.int32)
-        return Batch(of_gene, of_value.astype(self.dtype), ends.astype(np.int32), cells, of_count, levels)
+        return Batch(of_gene, of_value.astype(self.dtype), ends.astype(np.int32), cells, of_count)
 
     def _cell_keys(self, genes: np.ndarray, counts: np.ndarray, starts: np.ndarray, epoch: int) -> np.ndarray:
         """(cells,) uint64: keys of the draws of each cell, by its genes and counts in any order."""

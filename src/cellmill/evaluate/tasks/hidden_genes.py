@@ -34,7 +34,7 @@ from cellmill.data.stream.batch import Batch, split_batch
 from cellmill.evaluate.embed import embed_batches, inference, tokens_of
 from cellmill.evaluate.task import TOKEN_BUDGET, Context
 from cellmill.evaluate.tasks.changes import expected_log_expression
-from cellmill.models.batch import PAD_TOKEN, TensorBatch, center_of, to_tensors, whole, with_extra_tokens
+from cellmill.models.batch import PAD_TOKEN, center_of, positions, to_tensors, with_extra_tokens
 from cellmill.models.family import Model
 from cellmill.models.objectives.cell_decoding import CellDecoding
 from cellmill.models.objectives.masked import MaskedBatch, MaskedValue
@@ -104,11 +104,8 @@ def without(batch: Batch, tokens: np.ndarray) -> Batch:
         return batch
     ends = np.concatenate([[0], np.cumsum(kept)])[batch.cu_seqlens].astype(np.int32)
     filled = np.diff(ends) > 0
-    counts = None if batch.counts is None else batch.counts[kept]
-    levels = None if batch.levels is None else batch.levels[filled]
-    numbers = None if batch.numbers is None else batch.numbers[filled]
-    ends = np.concatenate([ends[:1], ends[1:][filled]])
-    return Batch(batch.genes[kept], batch.values[kept], ends, batch.cells[filled], counts, levels, numbers)
+    chosen = {"token": kept, "cell": filled}
+    return batch.map(lambda per, array: array[chosen[per.axis]], cu_seqlens=ends[np.concatenate([[True], filled])])
 
 
 CELLS = 256  # decoded at once
@@ -199,17 +196,19 @@ def _unmasked(network: Model, objective: MaskedValue, hidden: HiddenGenes) -> np
     return np.maximum(found, 0)
 
 
-def _asking(network: Model, batch: TensorBatch, asked: torch.Tensor) -> MaskedBatch:
+def _asking(network: Model, batch: Batch, asked: torch.Tensor) -> MaskedBatch:
     """The cells with the genes `asked`, (asked,) token ids that none has, behind their own; their values are hidden."""
     more = with_extra_tokens(batch, 0, len(asked), PAD_TOKEN)
     ends = more.cu_seqlens[1:, None].long()
     at = (ends - len(asked) + torch.arange(len(asked), device=ends.device)).flatten()
     genes = more.genes.index_copy(0, at, asked.repeat(len(batch.lengths)))
     view = network.view(replace(more, genes=genes), seed=0, step=0)  # with the family's own tokens
-    shown, hidden = whole(view), torch.isin(view.genes, asked)
+    hidden, (cell, _) = torch.isin(view.genes, asked), positions(view)
     targets = hidden.nonzero().flatten()
-    return MaskedBatch(
-        **vars(shown) | {"value_hidden": hidden, "center": center_of(view, shown.cell, ~hidden)},
+    return MaskedBatch.prepared(
+        view,
+        value_hidden=hidden,
+        center=center_of(view, cell, ~hidden),
         targets=targets,
         answers=view.values[targets],
         n_targets=torch.tensor(len(targets)),

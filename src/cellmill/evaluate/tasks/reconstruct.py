@@ -81,11 +81,10 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
     with inference(device, context.options.precision):
         keys, counted = {"seed": context.options.seed, "step": 0}, network.objective.config.needs_counts
         rows = reader.rows(ROW_BLOCK)
-        levels, named = levels_of(reader, network), network.objective.number_columns
+        named = network.objective.number_columns
         numbers = values_of_columns(reader.obs, named) if named else None
-        for block in tokens_of(rows, columns, model.vocabulary, model.tokens, mask, totals, counted, levels):
-            if numbers is not None:
-                block = replace(block, numbers=numbers[block.cells])
+        per_cell = {"levels": levels_of(reader, network), "numbers": numbers}
+        for block in tokens_of(rows, columns, model.vocabulary, model.tokens, mask, totals, counted, per_cell):
             for part in split_batch(block, TOKEN_BUDGET):
                 prepared = on_device(network.prepare(network.view(to_tensors(part), **keys), **keys), device)
                 batches.append([_array(tensor) for tensor in network.objective.observe(network, prepared)])

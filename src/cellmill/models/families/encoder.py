@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.families import AutoencoderConfig, EncoderConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
-from cellmill.models.batch import PAD_TOKEN, EncoderBatch, TensorBatch, with_extra_tokens
+from cellmill.data.stream.batch import Batch
+from cellmill.models.batch import PAD_TOKEN, EncoderBatch, with_extra_tokens
 from cellmill.models.blocks import Block, Entry
 from cellmill.models.cell_encoder import (
     CellEncoder,
@@ -96,11 +97,11 @@ class EncoderModel(CellEncoder):
         """Initialize the cell token like an embedding; attention pooling starts as the mean."""
         return {"cell_token": normal(STD), "pool_query": zeros}.get(name) or super().initial_value(name)
 
-    def view(self, batch: TensorBatch, *, seed: int, step: int) -> TensorBatch:
+    def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
         """Return the objective's view, with a token before each cell for pooling cls."""
         return self._with_cell_tokens(super().view(batch, seed=seed, step=step))
 
-    def embed(self, batch: TensorBatch) -> torch.Tensor:
+    def embed(self, batch: Batch) -> torch.Tensor:
         """(cells, H) float32: the vectors of whole cells."""
         return super().embed(self._with_cell_tokens(batch))
 
@@ -123,7 +124,7 @@ class EncoderModel(CellEncoder):
             x = block.padded(x, inside)
         return padded_state(self.norm(x), inside, self.pooling, getattr(self, "pool_query", None))
 
-    def _with_cell_tokens(self, batch: TensorBatch) -> TensorBatch:
+    def _with_cell_tokens(self, batch: Batch) -> Batch:
         """One token before each cell, without a gene: no target."""
         return with_extra_tokens(batch, 1, 0, PAD_TOKEN) if self.pooling == "cls" else batch
 

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from cellmill.config.parts.families import BertFamilyConfig, ScgptConfig
 from cellmill.config.parts.family import PostNormConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
-from cellmill.models.batch import EncoderBatch, TensorBatch, whole, with_ends
+from cellmill.data.stream.batch import Batch
+from cellmill.models.batch import EncoderBatch, with_ends
 from cellmill.models.blocks import Block, Entry
 from cellmill.models.cell_encoder import CellEncoder
 from cellmill.models.family import ParallelPlan
@@ -88,11 +89,11 @@ class PostNormEncoder(CellEncoder):
         self.blocks = nn.ModuleList(PostNormBlock(config, index) for index in range(config.layers))
         self.norm = Entry()  # each block ends with a norm
 
-    def view(self, batch: TensorBatch, *, seed: int, step: int) -> TensorBatch:
+    def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
         """Return the objective's view with <cls> and <eos>."""
         return self.with_ends(super().view(batch, seed=seed, step=step))
 
-    def with_ends(self, batch: TensorBatch) -> TensorBatch:
+    def with_ends(self, batch: Batch) -> Batch:
         """Return the batch with <cls> and <eos>, as the options say."""
         return with_ends(batch, self.config.n_ends)
 
@@ -116,9 +117,9 @@ class PostNormEncoder(CellEncoder):
         """(T, H) -> (T, H)."""
         return self._blocks(x, prepared, len(self.blocks))
 
-    def embed(self, batch: TensorBatch) -> torch.Tensor:
+    def embed(self, batch: Batch) -> torch.Tensor:
         """(cells, H) float32: the vectors of whole cells, from the block that `embed_layer` names."""
-        prepared = whole(self.with_ends(batch))
+        prepared = EncoderBatch.prepared(self.with_ends(batch))
         last = len(self.blocks) + self.config.embed_layer
         return self.cell_vectors(self._blocks(self.begin(prepared), prepared, last), prepared)
 

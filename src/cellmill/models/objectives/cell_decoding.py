@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import CellDecodingConfig, DenoiseConfig, PerturbationResponseConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
-from cellmill.data.stream.batch import Tokenizer
-from cellmill.models.batch import EncoderBatch, TensorBatch, whole
+from cellmill.data.stream.batch import Batch, Tokenizer
+from cellmill.models.batch import EncoderBatch
 from cellmill.models.initial import Fill, with_std, zeros
 from cellmill.models.objective import GeneStatistics, Objective, RowShare
 from cellmill.models.objectives.terms import Adversary, LevelTerms, vicreg
@@ -41,7 +41,7 @@ from cellmill.runs.verdict import Verdict, compare
 class DecodingBatch(EncoderBatch):
     """The shown tokens and the profiles to predict."""
 
-    cells: torch.Tensor
+    target_cells: torch.Tensor
     """(C,) int64: indices of the cells that have something to predict."""
     entries: list[int]
     """Entries of each of these cells."""
@@ -104,11 +104,11 @@ class CellDecoding(Objective):
         """Initialize the bias to zero, and log dispersions to those of variance mean + mean squared."""
         return zeros if name in ("profile_bias", "profile_dispersion") else None
 
-    def view(self, batch: TensorBatch, *, seed: int, step: int) -> ViewBatch:
+    def view(self, batch: Batch, *, seed: int, step: int) -> ViewBatch:
         """Return the shown part of each cell."""
         return draw_view(batch, self.tokenizer, self.config, seed=seed, step=step)
 
-    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> DecodingBatch:
+    def prepare(self, batch: Batch, *, seed: int, step: int) -> DecodingBatch:
         """Weigh the hidden genes of a view."""
         assert isinstance(batch, ViewBatch), "expected a view"
         entries = torch.bincount(batch.profile_cell, minlength=len(batch.lengths))
@@ -116,10 +116,10 @@ class CellDecoding(Objective):
         weights = batch.profile_count.double()
         if not self._is_nb:
             weights = self._shares(weights, batch.profile_cell, len(entries))
-        shown = whole(batch, (seed, step))
-        return DecodingBatch(
-            **vars(shown),
-            cells=cells,
+        return DecodingBatch.prepared(
+            batch,
+            (seed, step),
+            target_cells=cells,
             entries=entries[cells].tolist(),
             starts=F.pad(entries[cells].cumsum(0), (1, 0)),
             genes_hidden=batch.profile_gene,
@@ -177,7 +177,7 @@ class CellDecoding(Objective):
 
     def _vectors(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
         """(C, H)."""
-        return model.cell_vectors(states, prepared)[prepared.cells].to(states.dtype)
+        return model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
 
     def _decoded(self, model: Any, vectors: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
         """(C, D): last layer of the decoder."""
@@ -189,7 +189,7 @@ class CellDecoding(Objective):
     def _batch_of(self, prepared: DecodingBatch) -> torch.Tensor:
         """(C,) int64: number of each cell's batch."""
         assert prepared.levels is not None, "the batch has no levels"
-        return prepared.levels[prepared.cells, [*self.levels].index(self.config.batch_column or "")]
+        return prepared.levels[prepared.target_cells, [*self.levels].index(self.config.batch_column or "")]
 
     def observe(self, model: Any, prepared: DecodingBatch) -> tuple[torch.Tensor, ...]:
         """Return vocabulary row, log-probability and weight of each hidden gene, and its cell's share of all cells."""

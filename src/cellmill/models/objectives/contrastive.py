@@ -29,7 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cellmill.config.parts.objectives import SupervisedContrastiveConfig
 from cellmill.data.shards.index import MISSING
-from cellmill.models.batch import EncoderBatch, TensorBatch, whole, with_genes
+from cellmill.data.stream.batch import Batch
+from cellmill.models.batch import EncoderBatch, with_genes
 from cellmill.models.objective import GeneStatistics, Objective, RowShare
 from cellmill.runs.verdict import Verdict, compare
 
@@ -40,7 +41,7 @@ ANCHORS = 1024  # cells compared with all others at once
 class LabelledBatch(EncoderBatch):
     """Whole cells, and the labels of those that have one."""
 
-    cells: torch.Tensor
+    target_cells: torch.Tensor
     """(C,) int64: indices of the cells of known label with tokens."""
     labels: torch.Tensor
     """(C,) int64, from 1."""
@@ -61,14 +62,14 @@ class SupervisedContrastive(Objective):
         self.row_widths = (1 + model.vector_width,)
         return ()
 
-    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> LabelledBatch:
+    def prepare(self, batch: Batch, *, seed: int, step: int) -> LabelledBatch:
         """Find the cells with a label."""
         assert batch.levels is not None, "the batch has no levels"
         labels = batch.levels[:, [*self.levels].index(self.config.label_column)]
         known = labels <= sum(level != MISSING for level in self.levels[self.config.label_column])  # it is the last
         cells = ((labels > 0) & known & with_genes(batch)).nonzero().flatten()
-        of_labels: dict[str, Any] = {"cells": cells, "labels": labels[cells], "n_targets": torch.tensor(len(cells))}
-        return LabelledBatch(**vars(whole(batch, (seed, step))), **of_labels)
+        of_labels = {"target_cells": cells, "labels": labels[cells], "n_targets": torch.tensor(len(cells))}
+        return LabelledBatch.prepared(batch, (seed, step), **of_labels)
 
     def loss(self, model: Any, states: torch.Tensor, prepared: LabelledBatch) -> torch.Tensor:
         """Return the summed loss of the cells, a float32 scalar."""
@@ -80,7 +81,7 @@ class SupervisedContrastive(Objective):
 
     def rows(self, model: Any, states: torch.Tensor, prepared: LabelledBatch) -> tuple[torch.Tensor, ...]:
         """(C, 1 + H): label and vector of length 1."""
-        vectors = model.cell_vectors(states, prepared)[prepared.cells].float()
+        vectors = model.cell_vectors(states, prepared)[prepared.target_cells].float()
         return (torch.cat([prepared.labels[:, None].to(vectors), F.normalize(vectors, dim=1)], dim=1),)
 
     def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:

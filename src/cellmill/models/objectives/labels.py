@@ -27,7 +27,8 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import ClassificationConfig, RegressionConfig
 from cellmill.data.shards.index import MISSING
-from cellmill.models.batch import EncoderBatch, TensorBatch, whole, with_genes
+from cellmill.data.stream.batch import Batch
+from cellmill.models.batch import EncoderBatch, with_genes
 from cellmill.models.counter_rng import keyed_dropout, keyed_state
 from cellmill.models.initial import with_std
 from cellmill.models.objective import GeneStatistics, Objective, RowShare
@@ -82,7 +83,7 @@ class LabelHead(nn.Module):
 class LabelledCells(EncoderBatch):
     """Whole cells, and the labels of those that have one."""
 
-    cells: torch.Tensor
+    target_cells: torch.Tensor
     """(C,) int64: indices of the cells of known label with genes."""
     labels: torch.Tensor
     """(C,) int64, from 0."""
@@ -126,16 +127,15 @@ class Classification(Objective):
     def _head(self) -> str:
         return f"label_head{self.suffix}"
 
-    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> LabelledCells:
+    def prepare(self, batch: Batch, *, seed: int, step: int) -> LabelledCells:
         """Find the cells with a label."""
         assert batch.levels is not None, "the batch has no levels"
         labels = batch.levels[:, [*self.levels].index(self.config.label_column)] - 1
         known = (labels >= 0) & (labels < len(self._weights))
         cells = (known & with_genes(batch)).nonzero().flatten()
         weights = torch.tensor(self._weights if self.training else [1.0] * len(self._weights), device=labels.device)
-        of_labels: dict[str, Any] = {"cells": cells, "labels": labels[cells], "weights": weights[labels[cells]]}
-        keys = (seed, step)
-        return LabelledCells(**vars(whole(batch, keys)), **of_labels, n_targets=torch.tensor(len(cells)))
+        of_labels = {"target_cells": cells, "labels": labels[cells], "weights": weights[labels[cells]]}
+        return LabelledCells.prepared(batch, (seed, step), **of_labels, n_targets=torch.tensor(len(cells)))
 
     def loss(self, model: Any, states: torch.Tensor, prepared: LabelledCells) -> torch.Tensor:
         """Return the summed loss of the cells, a float32 scalar."""
@@ -151,10 +151,10 @@ class Classification(Objective):
         return logits[:, : len(self._weights)].float()
 
     def _logits(self, model: Any, states: torch.Tensor, prepared: LabelledCells) -> torch.Tensor:
-        vectors = model.cell_vectors(states, prepared)[prepared.cells].to(states.dtype)
+        vectors = model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
         if self.config.adversarial_scale:
             vectors = Reversed.apply(vectors, self.config.adversarial_scale)
-        logits: torch.Tensor = getattr(model, self._head)(vectors, prepared.cell_keys[prepared.cells])
+        logits: torch.Tensor = getattr(model, self._head)(vectors, prepared.cell_keys[prepared.target_cells])
         return logits[:, : len(self._weights)].float()
 
     def observe(self, model: Any, prepared: LabelledCells) -> tuple[torch.Tensor, ...]:
@@ -199,9 +199,9 @@ EPS = 1e-8  # added to variances of standardised numbers: equal predictions have
 class NumberedCells(EncoderBatch):
     """Whole cells, and the numbers of those that have one."""
 
-    cells: torch.Tensor
+    target_cells: torch.Tensor
     """(C,) int64: indices of the cells with a number and tokens."""
-    numbers: torch.Tensor
+    target_numbers: torch.Tensor
     """(C,) float32, standardised."""
     n_targets: torch.Tensor
     """C."""
@@ -228,29 +228,30 @@ class Regression(Objective):
     def _head(self) -> str:
         return f"number_head{self.suffix}"
 
-    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> NumberedCells:
+    def prepare(self, batch: Batch, *, seed: int, step: int) -> NumberedCells:
         """Find the cells with a number."""
         numbers = torch.full((len(batch.lengths),), torch.nan, dtype=torch.float64)
         if batch.numbers is not None:
             numbers = batch.numbers[:, self.number_columns.index(self.config.target_column)]
         cells = (numbers.isfinite() & with_genes(batch)).nonzero().flatten()
         own = (numbers[cells] - (self.config.target_mean or 0.0)) / (self.config.target_std or 1.0)
-        return NumberedCells(
-            **vars(whole(batch, (seed, step))), cells=cells, numbers=own.float(), n_targets=torch.tensor(len(cells))
+        n_targets = torch.tensor(len(cells))
+        return NumberedCells.prepared(
+            batch, (seed, step), target_cells=cells, target_numbers=own.float(), n_targets=n_targets
         )
 
     def loss(self, model: Any, states: torch.Tensor, prepared: NumberedCells) -> torch.Tensor:
         """Return the summed loss of the cells, a float32 scalar."""
         predicted = self._predicted(model, states, prepared)
         if self.kept_sums is not None:
-            x, y = predicted.double(), prepared.numbers.double()
+            x, y = predicted.double(), prepared.target_numbers.double()
             self.kept_sums.append(torch.stack([x.new_tensor(len(x)), *(s.sum() for s in (x, y, x * x, y * y, x * y))]))
         if self.config.loss == "pearson":
             rows = _rows(predicted, prepared)
             return anticorrelation(rows).float() if prepared.shares is None else prepared.shares[0].of(rows)
         if self.config.loss == "huber":
-            return F.huber_loss(predicted, prepared.numbers, reduction="sum", delta=self.config.huber_delta)
-        return F.mse_loss(predicted, prepared.numbers, reduction="sum")
+            return F.huber_loss(predicted, prepared.target_numbers, reduction="sum", delta=self.config.huber_delta)
+        return F.mse_loss(predicted, prepared.target_numbers, reduction="sum")
 
     def rows(self, model: Any, states: torch.Tensor, prepared: NumberedCells) -> tuple[torch.Tensor, ...]:
         """(C, 3): 1, prediction and number."""
@@ -272,13 +273,13 @@ class Regression(Objective):
         return predicted[:, 0].float() * (self.config.target_std or 1.0) + (self.config.target_mean or 0.0)
 
     def _predicted(self, model: Any, states: torch.Tensor, prepared: NumberedCells) -> torch.Tensor:
-        vectors = model.cell_vectors(states, prepared)[prepared.cells].to(states.dtype)
-        predicted: torch.Tensor = getattr(model, self._head)(vectors, prepared.cell_keys[prepared.cells])
+        vectors = model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
+        predicted: torch.Tensor = getattr(model, self._head)(vectors, prepared.cell_keys[prepared.target_cells])
         return predicted[:, 0].float()
 
     def observe(self, model: Any, prepared: NumberedCells) -> tuple[torch.Tensor, ...]:
         """Return the number of each cell and its prediction, standardised."""
-        return prepared.numbers, self._predicted(model, model.states(prepared), prepared)
+        return prepared.target_numbers, self._predicted(model, model.states(prepared), prepared)
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
         """Return figures of the cells, and a verdict against their own mean: R²."""
@@ -315,4 +316,4 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def _rows(predicted: torch.Tensor, prepared: NumberedCells) -> torch.Tensor:
-    return torch.stack([torch.ones_like(predicted), predicted, prepared.numbers], dim=1)
+    return torch.stack([torch.ones_like(predicted), predicted, prepared.target_numbers], dim=1)

@@ -33,8 +33,8 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import MaskedObjectiveConfig, MaskedValueConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
-from cellmill.data.stream.batch import Tokenizer
-from cellmill.models.batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, TensorBatch, center_of, positions
+from cellmill.data.stream.batch import Batch, Tokenizer
+from cellmill.models.batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, center_of, positions
 from cellmill.models.counter_rng import keyed_bits, threshold
 from cellmill.models.initial import STD, Fill, normal, zeros
 from cellmill.models.objective import GeneStatistics, Objective
@@ -87,7 +87,7 @@ class Fates:
 
 
 def mask(
-    batch: TensorBatch,
+    batch: Batch,
     hides_gene: bool,
     config: MaskedObjectiveConfig,
     seed: int,
@@ -112,7 +112,7 @@ def mask(
     seen = batch
     if tokenizer is not None:
         seen = replace(batch, values=visible_values(batch, cell, ~masked | fates.kept, tokenizer))
-    genes, values, hidden = seen.genes, seen.values, none
+    genes, values, hidden = batch.genes, seen.values, none
     if hides_gene:
         genes = genes.masked_fill(fates.hidden, MASK_TOKEN)
         if random_tokens is not None:
@@ -120,18 +120,13 @@ def mask(
             genes = torch.where(fates.random, others, genes)
     else:
         values, hidden = _with_random_values(values, fates, is_gene & ~masked, keys, cell)
-    return MaskedBatch(
+    return MaskedBatch.prepared(
+        batch,
+        (seed, step),
         genes=genes,
         values=values,
         value_hidden=hidden,
         center=center_of(seen, cell, torch.ones_like(masked) if hides_gene else ~masked),
-        cell=cell,
-        cu_seqlens=batch.cu_seqlens,
-        lengths=batch.lengths,
-        token_keys=keyed_bits(keys, 1),  # hashed again: dropout must not depend on the mask
-        cell_keys=keyed_bits(batch.cells, seed, step),
-        levels=batch.levels,
-        covariate_rows=batch.covariate_rows,
         targets=targets,
         answers=(batch.genes if hides_gene else batch.values)[targets],
         n_targets=torch.tensor(len(targets), device=keys.device),
@@ -178,7 +173,7 @@ class MaskedObjective(Objective):
         """Add the layer from states to predictions; return the names that it reads."""
         raise NotImplementedError
 
-    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> MaskedBatch:
+    def prepare(self, batch: Batch, *, seed: int, step: int) -> MaskedBatch:
         """Mask a fraction of the tokens."""
         random_tokens = self.n_tokens if self._splits and self.training else None
         return mask(batch, self.hides_gene, self.config, seed, step, self.tokenizer, random_tokens)

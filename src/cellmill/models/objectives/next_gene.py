@@ -25,7 +25,8 @@ from torch.nn import functional as F
 from cellmill.config.parts.objectives import NextGeneConfig
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import rank_buckets
-from cellmill.models.batch import PAD_TOKEN, EncoderBatch, TensorBatch, positions, whole
+from cellmill.data.stream.batch import Batch
+from cellmill.models.batch import PAD_TOKEN, EncoderBatch, positions
 from cellmill.models.initial import STD, Fill, normal, zeros
 from cellmill.models.objective import GeneStatistics, Objective
 from cellmill.parallel.cpu_matmul import Linear
@@ -70,14 +71,15 @@ class NextGene(Objective):
         """Initialize `start` like an embedding and the bias to zero."""
         return {"start": normal(STD), "gene_bias": zeros}.get(name)
 
-    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> NextGeneBatch:
+    def prepare(self, batch: Batch, *, seed: int, step: int) -> NextGeneBatch:
         """Choose every token and every known end as a target."""
         _, place = positions(batch)
         targets = (batch.genes != PAD_TOKEN).nonzero().flatten()
         lengths = batch.cu_seqlens.diff()
         last = batch.cu_seqlens[1:].long()[(lengths > 0) & (lengths < self.tokens.max_tokens)] - 1
-        return NextGeneBatch(
-            **vars(whole(batch, (seed, step))),
+        return NextGeneBatch.prepared(
+            batch,
+            (seed, step),
             targets=targets,
             first=place[targets] == 0,
             ends=last[batch.genes[last] != PAD_TOKEN],

@@ -21,7 +21,8 @@ import torch
 from cellmill.config.parts.objectives import PerturbationResponseConfig
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.shards.index import MISSING
-from cellmill.models.batch import PAD_TOKEN, TensorBatch
+from cellmill.data.stream.batch import Batch
+from cellmill.models.batch import PAD_TOKEN
 from cellmill.models.initial import with_std
 from cellmill.models.objectives.cell_decoding import CellDecoding, DecodingBatch
 from cellmill.models.objectives.terms import LevelTerms
@@ -59,7 +60,7 @@ class PerturbationResponse(CellDecoding):
         self._control = 1 + levels.index(self.config.control) if self.config.control in levels else 0
         return (*names, "response_genes", "response_terms")
 
-    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> ResponseBatch:
+    def prepare(self, batch: Batch, *, seed: int, step: int) -> ResponseBatch:
         """Weigh the hidden genes of a view of cells whose perturbation is known, and find the perturbed genes."""
         assert isinstance(batch, ViewBatch), "expected a view"
         assert batch.levels is not None, "the batch has no levels"
@@ -67,7 +68,7 @@ class PerturbationResponse(CellDecoding):
         known = ~torch.isin(numbers, torch.tensor([*self._excluded]))[batch.profile_cell]
         parts = {name: getattr(batch, name)[known] for name in ("profile_cell", "profile_gene", "profile_count")}
         prepared = super().prepare(replace(batch, **parts), seed=seed, step=step)
-        perturbation = numbers[prepared.cells]
+        perturbation = numbers[prepared.target_cells]
         return ResponseBatch(
             **vars(prepared),
             perturbation=torch.where(perturbation == self._control, 0, perturbation),

@@ -37,8 +37,8 @@ from torch import nn
 
 from cellmill.config.parts.objectives import QueryDecodingConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
-from cellmill.data.stream.batch import Tokenizer
-from cellmill.models.batch import EncoderBatch, TensorBatch, positions, whole
+from cellmill.data.stream.batch import Batch, Tokenizer
+from cellmill.models.batch import EncoderBatch, positions
 from cellmill.models.blocks import FeedForward
 from cellmill.models.counter_rng import keyed_bits
 from cellmill.models.initial import with_std
@@ -52,7 +52,7 @@ UNDETECTED = 4  # last key of the draws, after those of `views`
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskedBatch(TensorBatch):
+class AskedBatch(Batch):
     """The shown tokens, and the asked genes: the detected ones, then the others."""
 
     asked_cell: torch.Tensor
@@ -66,7 +66,7 @@ class AskedBatch(TensorBatch):
 
 
 def draw_asked(
-    batch: TensorBatch, tokenizer: Tokenizer, config: QueryDecodingConfig, n_genes: int, *, seed: int, step: int
+    batch: Batch, tokenizer: Tokenizer, config: QueryDecodingConfig, n_genes: int, *, seed: int, step: int
 ) -> AskedBatch:
     """Return the view of each cell of a batch with counts, on the CPU, over a vocabulary of `n_genes` genes."""
     assert batch.counts is not None, "the batch has no counts"
@@ -82,9 +82,7 @@ def draw_asked(
     weights = (n_hidden / n_asked.clamp(min=1))[cell[asked]], (share * free / n_drawn.clamp(min=1))[of]
     return AskedBatch(
         **tokens_of(CellCounts(cell, batch.genes, torch.where(hidden, 0, batch.counts)), len(batch.lengths), tokenizer),
-        cells=batch.cells,
-        levels=batch.levels,
-        numbers=batch.numbers,
+        **batch.arrays("cell"),
         asked_cell=torch.cat([cell[asked], of]),
         asked_gene=torch.cat([batch.genes[asked], gene]),
         asked_value=torch.cat([batch.values[asked], torch.zeros(len(of))]),
@@ -102,7 +100,7 @@ def _lowest(at: torch.Tensor, keys: torch.Tensor, cell: torch.Tensor, most: int)
 
 
 def _undetected(
-    batch: TensorBatch, n_drawn: torch.Tensor, free: torch.Tensor, n_genes: int, seed: int, step: int
+    batch: Batch, n_drawn: torch.Tensor, free: torch.Tensor, n_genes: int, seed: int, step: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cell and token id of `n_drawn` (cells,) draws, with replacement, of the `free` genes that a cell lacks.
 
@@ -160,15 +158,16 @@ class QueryDecoding(Objective):
         model.query_bias = with_std(nn.Embedding(n_tokens, 1), 0.0)
         return ("query_genes", "query_cell", "query_layers", "query_norm", "query_out", "query_bias")
 
-    def view(self, batch: TensorBatch, *, seed: int, step: int) -> AskedBatch:
+    def view(self, batch: Batch, *, seed: int, step: int) -> AskedBatch:
         """Return the visible genes of each cell, and the asked ones."""
         return draw_asked(batch, self.tokenizer, self.config, self.n_genes, seed=seed, step=step)
 
-    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> QueryBatch:
+    def prepare(self, batch: Batch, *, seed: int, step: int) -> QueryBatch:
         """Pair a view with its queries."""
         assert isinstance(batch, AskedBatch), "expected a view"
-        return QueryBatch(
-            **vars(whole(batch, (seed, step))),
+        return QueryBatch.prepared(
+            batch,
+            (seed, step),
             query_cell=batch.asked_cell,
             query_genes=batch.asked_gene,
             query_values=batch.asked_value,

@@ -18,8 +18,9 @@ import torch
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.objectives import SumConfig
 from cellmill.config.parts.tokens import Tokens
+from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError
-from cellmill.models.batch import EncoderBatch, TensorBatch
+from cellmill.models.batch import EncoderBatch
 from cellmill.models.initial import Fill
 from cellmill.models.objective import GeneStatistics, Objective, RowShare
 from cellmill.models.objectives.views import first_views
@@ -82,13 +83,13 @@ class Sum(Objective):
         values = (part.initial_value(name) for part in self.each.values())
         return next((value for value in values if value is not None), None)
 
-    def view(self, batch: TensorBatch, *, seed: int, step: int) -> TensorBatch:
+    def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
         """Return the view of the part that draws one."""
         for part in self.each.values():
             batch = part.view(batch, seed=seed, step=step)
         return batch
 
-    def prepare(self, batch: TensorBatch, *, seed: int, step: int) -> SumBatch:
+    def prepare(self, batch: Batch, *, seed: int, step: int) -> SumBatch:
         """Prepare every part; what the model is given is that of the part that hides tokens."""
         first, parts = first_views(batch), list(self.each.values())
         for part in parts:

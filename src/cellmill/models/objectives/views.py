@@ -29,15 +29,15 @@ from cellmill.config.parts.objectives import (
     PerturbationResponseConfig,
 )
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.data.stream.batch import Tokenizer
-from cellmill.models.batch import TensorBatch, positions
+from cellmill.data.stream.batch import Batch, Tokenizer
+from cellmill.models.batch import positions
 from cellmill.models.counter_rng import keyed_bits
 
 SHARE, HIDE, DROP_SHARE = 2, 3, 4  # last keys of the draws: of a cell's shares, and of what is hidden
 
 
 @dataclass(frozen=True, kw_only=True)
-class ViewBatch(TensorBatch):
+class ViewBatch(Batch):
     """The shown tokens, and the profile to predict: entries in the order of their cells."""
 
     profile_cell: torch.Tensor
@@ -51,7 +51,7 @@ class ViewBatch(TensorBatch):
 
 
 def draw_view(
-    batch: TensorBatch,
+    batch: Batch,
     tokenizer: Tokenizer,
     config: CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig,
     *,
@@ -73,19 +73,16 @@ def draw_view(
     predicted = batch.counts if config.target == "all" else hidden
     at = predicted.nonzero().flatten()
     n_cells = len(batch.lengths)
-    tokens, cells, levels, paired = CellCounts(cell, batch.genes, shown), batch.cells, batch.levels, 0
-    numbers = batch.numbers
+    tokens, per_cell, paired = CellCounts(cell, batch.genes, shown), batch.arrays("cell"), 0
     if config.view_loss is not None:
+        tokens, paired = _both(tokens, hidden, n_cells), n_cells
+        per_cell = {name: torch.cat([array, array]) for name, array in per_cell.items()}
         # ids of second views differ, and with them the keys of their dropout
-        tokens, cells, paired = _both(tokens, hidden, n_cells), torch.cat([cells, ~cells]), n_cells
-        levels = None if levels is None else torch.cat([levels, levels])
-        numbers = None if numbers is None else torch.cat([numbers, numbers])
+        per_cell["cells"] = torch.cat([batch.cells, ~batch.cells])
     return ViewBatch(
-        **tokens_of(tokens, len(cells), tokenizer),
-        cells=cells,
+        **tokens_of(tokens, n_cells + paired, tokenizer),
+        **per_cell,
         paired=paired,
-        levels=levels,
-        numbers=numbers,
         counts=tokens.count[tokens.count > 0],
         profile_cell=cell[at],
         profile_gene=batch.genes[at],
@@ -93,24 +90,11 @@ def draw_view(
     )
 
 
-def first_views(batch: TensorBatch) -> TensorBatch:
+def first_views(batch: Batch) -> Batch:
     """Return the cells of a batch without their second views and padding; the batch itself if it has none."""
     if not isinstance(batch, ViewBatch) or not batch.paired:
         return batch
-    cells, tokens = batch.paired, sum(batch.lengths[: batch.paired])
-    return replace(
-        batch,
-        genes=batch.genes[:tokens],
-        values=batch.values[:tokens],
-        cu_seqlens=batch.cu_seqlens[: cells + 1],
-        cells=batch.cells[:cells],
-        lengths=batch.lengths[:cells],
-        counts=None if batch.counts is None else batch.counts[:tokens],
-        levels=None if batch.levels is None else batch.levels[:cells],
-        numbers=None if batch.numbers is None else batch.numbers[:cells],
-        covariate_rows=None if batch.covariate_rows is None else batch.covariate_rows[:tokens],
-        paired=0,
-    )
+    return replace(batch.cut(0, batch.paired), paired=0)
 
 
 @dataclass(frozen=True)
@@ -134,7 +118,7 @@ def draw_share(cells: torch.Tensor, config: HiddenShareConfig, seed: int, step: 
     return low + (high - low) * uniform(keyed_bits(cells, seed, step, key))
 
 
-def visible_values(batch: TensorBatch, cell: torch.Tensor, visible: torch.Tensor, tokenizer: Tokenizer) -> torch.Tensor:
+def visible_values(batch: Batch, cell: torch.Tensor, visible: torch.Tensor, tokenizer: Tokenizer) -> torch.Tensor:
     """(tokens,): values of the `visible` tokens, (tokens,) bool, made from their counts alone; 0 elsewhere."""
     assert batch.counts is not None, "the batch has no counts"
     shown = batch.counts * visible
@@ -164,7 +148,7 @@ def uniform(bits: torch.Tensor) -> torch.Tensor:
     return (bits >> 10).double() * 2.0**-53
 
 
-def _thinned(batch: TensorBatch, left: torch.Tensor, share: torch.Tensor, seed: int, step: int) -> torch.Tensor:
+def _thinned(batch: Batch, left: torch.Tensor, share: torch.Tensor, seed: int, step: int) -> torch.Tensor:
     """(tokens,) int64: a binomial draw of each count in `left` with its cell's probability `share`, (cells,)."""
     counts, out = left.numpy(), np.empty(len(batch.genes), np.int64)
     states = keyed_bits(batch.cells, seed, step, HIDE).tolist()
