@@ -223,7 +223,7 @@ for name, given in streams.items():
     for batches in islice(stream, 20):
         for batch in batches:
             for key, value in sorted(vars(batch).items()):
-                if value is not None:
+                if hasattr(value, "dtype"):
                     digest.update(f"{key} {value.dtype} {value.shape}".encode() + value.tobytes())
     stream.close()
     found[name] = digest.hexdigest()[:16]
