@@ -19,7 +19,7 @@ from cellmill.data.shards.index import read_numbers
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import UserError
 from cellmill.evaluate.embed import embed_cells, load_for_inference
-from cellmill.planner.inputs import with_counts
+from cellmill.planner.inputs import fitted
 from tests.distributed import cases, conformance
 from tests.distributed.conftest import options
 
@@ -121,20 +121,20 @@ def test_numbers_are_standardised_on_training_cells(corpus: str) -> None:
     np.testing.assert_array_equal(read_numbers(manifest, "train", ["age"])[:, 0], ages)
     assert ages.isna().any()
 
-    def fitted(**objective: Any) -> Any:
-        tree = options() | {"objective": {"name": "regression"} | objective}
-        return with_counts(stored_options(tree, "test"), manifest).objective
+    def objective(**given: Any) -> Any:
+        tree = options() | {"objective": {"name": "regression"} | given}
+        return fitted(stored_options(tree, "test"), Path(corpus), manifest).objective
 
-    own = fitted(target_column="age")
+    own = objective(target_column="age")
     assert (own.target_mean, own.target_std) == pytest.approx((ages.mean(), ages.std(ddof=0)))
-    assert fitted(target_column="age", target_std=2.0).target_std == 2.0
+    assert objective(target_column="age", target_std=2.0).target_std == 2.0
     for column, message in {
         "one": "objective.target_column one: expected numbers that differ, got",
         "batch": "obs column 'batch' (objective.target_column) is text, such as 'batch",
         "agee": "no obs column 'agee'; did you mean 'age'?",
     }.items():
         with pytest.raises(UserError) as error:
-            fitted(target_column=column)
+            objective(target_column=column)
         assert message in str(error.value)
 
 

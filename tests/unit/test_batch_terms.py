@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from cellmill.config.parts.objective import Columns
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.stream.batch import Batch, empty_batch, tokenized
@@ -163,7 +164,7 @@ def test_an_adversary_without_a_batch_is_refused() -> None:
 
 
 def test_a_batch_that_all_cells_share_is_refused() -> None:
-    columns, objective = {"dataset": "objective.batch_column"}, SimpleNamespace(supervised_by=())
+    columns, objective = {"dataset": "objective.batch_column"}, SimpleNamespace(supervised_by=(), columns=Columns)
     options: Any = SimpleNamespace(read_columns=lambda: columns, objective=objective)
     with pytest.raises(
         ConfigError, match=r"objective\.batch_column dataset: all cells .* the same value; choose another"
@@ -172,7 +173,7 @@ def test_a_batch_that_all_cells_share_is_refused() -> None:
 
 
 def test_a_label_that_few_cells_share_is_refused() -> None:
-    objective = SimpleNamespace(supervised_by=("n_counts",), each=tuple)
+    objective = SimpleNamespace(supervised_by=("n_counts",), columns=Columns)
     options: Any = SimpleNamespace(read_columns=lambda: {"n_counts": "objective.label_column"}, objective=objective)
     levels = tuple(map(str, range(51)))
     check_levels(options, {"n_counts": levels[:50]}, 100)

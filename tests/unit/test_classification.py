@@ -37,7 +37,7 @@ from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, write_tensors
 from cellmill.models.family import Model
 from cellmill.parallel.materialize import materialize
-from cellmill.planner.inputs import check_levels, with_counts
+from cellmill.planner.inputs import check_levels, fitted
 from cellmill.stages import cells as predict
 from tests.models import config_json, spec
 from tests.unit.exported import export_model
@@ -151,7 +151,7 @@ def test_balanced_weights_are_numbers_of_the_training_cells_and_average_one(tmp_
     for objective in (given, {"name": "sum", "parts": {"classification": given | {"weight": 2.0}}}):
         sections = {name: {} for name in ("stream", "parallel")} | {"train": {"steps": 1}}
         sections |= {"model": {"family": "profile"}, "tokens": {"tokenizer": "continuous"}, "objective": objective}
-        options = with_counts(check_options(TrainOptions, sections, "test"), manifest)
+        options = fitted(check_options(TrainOptions, sections, "test"), tmp_path, manifest)
         (part,) = options.objective.each()
         weights: dict[str, float] = part.class_weights  # type: ignore[attr-defined]
         shards = [manifest.shard_path(shard) for shard in manifest.splits["train"].shards]

@@ -95,7 +95,7 @@ def _spec(family: str, objective: str) -> ModelSpec:
     given = {"name": objective.split()[0]} | OBJECTIVES[objective]
     tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 64}).fitted((0.0, 10.0))
     spec = ModelSpec(FamilyConfig.model_validate(options), ObjectiveConfig.model_validate(given), tokens, N_GENES, {})
-    columns = spec.objective.obs_columns()
+    columns = spec.objective.columns().levels
     return ModelSpec(spec.model, spec.objective, tokens, N_GENES, {name: LEVELS[name] for name in columns})
 
 

@@ -26,7 +26,7 @@ from cellmill.config.parts.tokens import SPECIAL
 from cellmill.config.workflow import expand
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.shards.manifest import Manifest
-from cellmill.planner.inputs import check_genes, check_weights, fitted, with_counts, with_named_genes
+from cellmill.planner.inputs import check_genes, check_weights, fitted
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 
@@ -173,8 +173,7 @@ class Runs:
 def _with_data(options: dict[str, Any], corpus: Path, init_from: Path | None) -> dict[str, Any]:
     """Options with what `train` takes from vocabulary, shards and first weights, which it checks."""
     vocabulary, shards = corpus / "vocabulary.tsv", Manifest.read(corpus / "shards" / "manifest.json")
-    parsed = with_counts(fitted(TrainOptions.model_validate(options), vocabulary), shards)
-    parsed = with_named_genes(parsed, vocabulary, shards)
+    parsed = fitted(TrainOptions.model_validate(options), vocabulary, shards)
     if init_from is not None:
         check_weights(parsed, init_from)
         check_genes(parsed, init_from, vocabulary)

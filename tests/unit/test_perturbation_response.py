@@ -20,7 +20,7 @@ from cellmill.models.batch import padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors
 from cellmill.parallel.materialize import materialize
-from cellmill.planner.inputs import with_named_genes
+from cellmill.planner.inputs import fitted
 from tests.models import spec
 from tests.unit.evaluated import make_context
 from tests.unit.exported import make_corpus
@@ -127,9 +127,9 @@ def test_a_training_finds_the_genes_that_levels_are_named_after(tmp_path: Path, 
     sections = {"objective": {"name": "perturbation_response", "perturbation_column": "guide", "control": "control"}}
     every = {name: {} for name in TrainOptions.model_fields} | {"train": {"steps": 1}} | sections
     options = check_options(TrainOptions, every, "test")
-    found = with_named_genes(options, Path(corpus["vocabulary"]), Shards())  # type: ignore[arg-type]
+    found = fitted(options, Path(corpus["vocabulary"]), Shards())  # type: ignore[arg-type]
     assert found.objective.perturbed_genes == {vocabulary.symbols[3]: [3 + len(SPECIAL)]}
-    assert with_named_genes(found, Path(corpus["vocabulary"]), Shards()) is found  # type: ignore[arg-type]
+    assert fitted(found, Path(corpus["vocabulary"]), Shards()) == found  # type: ignore[arg-type]
 
 
 def test_a_predicted_change_is_the_mean_over_the_controls_of_its_strata(tmp_path: Path, simulated: Path) -> None:

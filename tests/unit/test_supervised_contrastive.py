@@ -137,7 +137,7 @@ def test_cells_of_unknown_label_take_no_part(family: str) -> None:
         louder[batch.cu_seqlens[cell] : batch.cu_seqlens[cell + 1]] += 5
     one, other = (_prepared(model, given) for given in (batch, replace(batch, values=louder)))
     assert one.target_cells.tolist() == [0, 1, 3, 4]
-    assert one.labels.tolist() == [1, 2, 1, 2]
+    assert one.targets.tolist() == [0, 1, 0, 1]
     assert torch.equal(model(one), model(other))
     known = replace(batch, levels=torch.tensor([[1, 1], [1, 2], [1, 3], [1, 1], [1, 2], [1, 3]]))
     assert not torch.allclose(model(_prepared(model, known)), model(one))
@@ -146,7 +146,7 @@ def test_cells_of_unknown_label_take_no_part(family: str) -> None:
 def test_cells_without_a_label_are_not_of_one_label(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LEVELS, "cell_type", ("a", "b", MISSING))
     prepared = _prepared(_model("profile"), to_tensors(_cells((1, 3, 2, 3, 1, 0)), torch.device("cpu")))
-    assert (prepared.target_cells.tolist(), prepared.labels.tolist()) == ([0, 2, 4], [1, 2, 1])
+    assert (prepared.target_cells.tolist(), prepared.targets.tolist()) == ([0, 2, 4], [0, 1, 0])
 
 
 def test_column_and_temperature_are_those_of_the_options() -> None:

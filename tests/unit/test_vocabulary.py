@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anndata as ad
 import numpy as np
@@ -136,16 +136,17 @@ def test_damaged_quantiles_are_refused(simulated: Path, tmp_path: Path, line: st
 def test_bins_are_fitted_to_the_vocabulary_of_the_run_or_refused(simulated: Path, tmp_path: Path) -> None:
     tokens = {"tokenizer": "binned", "binning": "quantile_corpus", "bins": 4}
     others: dict[str, Any] = {"stream": {}, "model": {}, "parallel": {}, "train": {"steps": 1}}
-    options = TrainOptions.model_validate(others | {"tokens": tokens})
+    options, no_shards = TrainOptions.model_validate(others | {"tokens": tokens}), cast(Any, None)
     path = tmp_path / "vocabulary.tsv"
     build_vocabulary([simulated], VocabularyConfig(quantiles=True)).write(path)
     quantiles = Vocabulary.read(path).quantiles
     assert quantiles is not None
-    assert fitted(options, path).tokens.model_dump()["edges"] == quantiles[[250, 500, 750]].tolist()
-    assert fitted(fitted(options, path), path) == fitted(options, path)
+    assert fitted(options, path, no_shards).tokens.model_dump()["edges"] == quantiles[[250, 500, 750]].tolist()
+    once = fitted(options, path, no_shards)
+    assert fitted(once, path, no_shards) == once
     build_vocabulary([simulated]).write(path)
     with pytest.raises(DataError, match=r"has no quantiles, which tokens\.tokenizer binned is fitted to; set vocab"):
-        fitted(options, path)
+        fitted(options, path, no_shards)
 
 
 def test_cells_with_two_columns_of_a_gene_are_to_be_preprocessed(make_h5ad: Make) -> None:

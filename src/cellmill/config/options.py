@@ -39,11 +39,11 @@ class TrainOptions(Section):
     def obs_columns(self) -> dict[str, str]:
         """obs columns whose levels batches carry, in the order of the batches, and the option that names each."""
         covariates = dict.fromkeys(self.tokens.covariates, "tokens.covariates")
-        return dict(sorted((covariates | self.objective.obs_columns()).items()))
+        return dict(sorted((covariates | self.objective.columns().levels).items()))
 
     def number_columns(self) -> dict[str, str]:
         """obs columns whose numbers batches carry, in the order of the batches, and the option that names each."""
-        return dict(sorted(self.objective.number_columns().items()))
+        return dict(sorted(self.objective.columns().numbers.items()))
 
     def read_columns(self) -> dict[str, str]:
         """obs columns that the run depends on: the batch columns and `stream.weight_by`'s."""

@@ -68,7 +68,7 @@ class Objective:
 
     def __init__(self, config: ObjectiveConfig, tokens: Tokens) -> None:
         self.config, self.tokens = config, tokens
-        self.number_columns = sorted(config.number_columns())
+        self.number_columns = sorted(config.columns().numbers)
         """obs columns whose numbers batches carry, in their order; in a sum those of all parts."""
         self.suffix = ""
         """End of the names of its heads, where a sum has several parts of one objective."""

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,17 +29,62 @@ def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
         )
 
 
-def fitted(options: TrainOptions, vocabulary: Path) -> TrainOptions:
-    """Return the options with what the vocabulary has for the tokenizer. Raises DataError if it has not."""
-    if not options.tokens.needs_quantiles:
-        return options
-    quantiles = Vocabulary.read(vocabulary).quantiles
-    if quantiles is None:
-        raise DataError(
-            f"{vocabulary}: it has no quantiles, which tokens.tokenizer {options.tokens.tokenizer} is fitted to; set "
-            "vocabulary.quantiles to yes and make it again"
-        )
-    return options.model_copy(update={"tokens": options.tokens.fitted(quantiles.tolist())})
+@dataclass(frozen=True)
+class CorpusFacts:
+    """`Facts` of the training cells that a run reads, the first ones, and of the vocabulary."""
+
+    options: TrainOptions
+    vocabulary: Path
+    shards: Manifest
+
+    def _train_cells(self) -> slice:
+        return slice(self.options.stream.train_cells(self.shards.splits["train"].n_obs))
+
+    def cells_by_level(self, column: str) -> dict[str, int]:
+        """Number of training cells of each level."""
+        levels = self.shards.levels({column: "objective"})
+        numbers = read_level_numbers(self.shards, "train", levels)[self._train_cells()]
+        counts = np.bincount(numbers[:, 0], minlength=len(levels[column]) + 1)[1:].tolist()
+        return {level: n for level, n in zip(levels[column], counts) if level != MISSING}
+
+    def moments(self, column: str) -> tuple[float, float]:
+        """Mean and standard deviation of a column of numbers."""
+        self.shards.fingerprint_with((), [column])  # names a column that is not there
+        numbers = read_numbers(self.shards, "train", {column: self.options.number_columns()[column]})
+        known = numbers[self._train_cells(), 0]
+        known = known[np.isfinite(known)]
+        if not len(known) or not known.std():
+            raise ConfigError(
+                f"{self.options.number_columns()[column]} {column}: expected numbers that differ, got {len(known):,} "
+                f"training cells with {'the same' if len(known) else 'a'} number; choose another column"
+            )
+        return float(known.mean()), float(known.std())
+
+    def genes(self, column: str) -> dict[str, list[int]]:
+        """Token ids of the genes that each level is named after."""
+        # by name: tables of genes need pandas, which other launchers do without
+        find: Callable[..., dict[str, list[int]]] = importlib.import_module("cellmill.data.genes.names").perturbed_genes
+        levels = [level for level in self.shards.levels({column: "objective"})[column] if level != MISSING]
+        rows = find(levels, Vocabulary.read(self.vocabulary))
+        return {level: [row + len(SPECIAL) for row in found] for level, found in rows.items()}
+
+
+def fitted(options: TrainOptions, vocabulary: Path, shards: Manifest) -> TrainOptions:
+    """Return the options with what tokenizer and objective take from the vocabulary and the training cells.
+
+    Raises DataError if the vocabulary has no quantiles for the tokenizer.
+    """
+    tokens = options.tokens
+    if tokens.needs_quantiles:
+        quantiles = Vocabulary.read(vocabulary).quantiles
+        if quantiles is None:
+            raise DataError(
+                f"{vocabulary}: it has no quantiles, which tokens.tokenizer {tokens.tokenizer} is fitted to; set "
+                "vocabulary.quantiles to yes and make it again"
+            )
+        tokens = tokens.fitted(quantiles.tolist())
+    objective = options.objective.fit(CorpusFacts(options, vocabulary, shards))
+    return options.model_copy(update={"tokens": tokens, "objective": objective})
 
 
 def vectors_digest(options: TrainOptions, init_from: Path | None) -> str | None:
@@ -56,63 +102,8 @@ def vectors_digest(options: TrainOptions, init_from: Path | None) -> str | None:
     return sha256_file(Path(path))
 
 
-def with_counts(options: TrainOptions, shards: Manifest) -> TrainOptions:
-    """Return the options with what the objective takes from the training cells' labels and numbers."""
-    options = _standardised(options, shards)
-    columns = dict.fromkeys(options.objective.counted_columns(), "objective")
-    if not columns:
-        return options
-    levels = shards.levels(columns)
-    numbers = read_level_numbers(shards, "train", levels)[: _n_cells(options, shards)]
-    cells = {}
-    for at, (name, known) in enumerate(levels.items()):
-        counts = np.bincount(numbers[:, at], minlength=len(known) + 1)[1:].tolist()
-        cells[name] = {level: n for level, n in zip(known, counts) if level != MISSING}
-    return options.model_copy(update={"objective": options.objective.fitted(cells)})
-
-
-def with_named_genes(options: TrainOptions, vocabulary: Path, shards: Manifest) -> TrainOptions:
-    """Return the options with the tokens of genes that levels of the objective's columns are named after."""
-    columns = dict.fromkeys(options.objective.gene_columns(), "objective")
-    if not columns:
-        return options
-    # by name: tables of genes need pandas, which other launchers do without
-    find: Callable[..., dict[str, list[int]]] = importlib.import_module("cellmill.data.genes.names").perturbed_genes
-    known, tokens = Vocabulary.read(vocabulary), {}
-    for name, levels in shards.levels(columns).items():
-        rows = find([level for level in levels if level != MISSING], known)
-        tokens[name] = {level: [row + len(SPECIAL) for row in of_level] for level, of_level in rows.items()}
-    return options.model_copy(update={"objective": options.objective.with_genes(tokens)})
-
-
-def _n_cells(options: TrainOptions, shards: Manifest) -> int:
-    """Return the number of training cells that the run reads, the first ones."""
-    return options.stream.train_cells(shards.splits["train"].n_obs)
-
-
-def _standardised(options: TrainOptions, shards: Manifest) -> TrainOptions:
-    """Return the options with mean and standard deviation of the numbers that the objective predicts."""
-    columns = options.number_columns()
-    if not columns:
-        return options
-    shards.fingerprint_with((), columns)  # names a column that is not there
-    moments = {}
-    for name, numbers in zip(columns, read_numbers(shards, "train", columns)[: _n_cells(options, shards)].T):
-        known = numbers[np.isfinite(numbers)]
-        if not len(known) or not known.std():
-            raise ConfigError(
-                f"{columns[name]} {name}: expected numbers that differ, got {len(known):,} training cells with "
-                f"{'the same' if len(known) else 'a'} number; choose another column"
-            )
-        moments[name] = (float(known.mean()), float(known.std()))
-    return options.model_copy(update={"objective": options.objective.standardised(moments)})
-
-
 def check_levels(options: TrainOptions, levels: Mapping[str, Sequence[str]], train_cells: int) -> None:
-    """Raise ConfigError for a column in which all cells of the corpus are alike, or a label that few cells share.
-
-    So for a level that an option names, and no cell of the corpus has.
-    """
+    """Raise ConfigError for a column with a single level, a label that few cells share, or a named level of no cell."""
     for name, option in options.read_columns().items():
         is_label = name in options.objective.supervised_by
         n = len(levels[name]) - (is_label and MISSING in levels[name])
@@ -126,13 +117,12 @@ def check_levels(options: TrainOptions, levels: Mapping[str, Sequence[str]], tra
                 f"{option} {name}: {n:,} values for {train_cells:,} training cells, so most cells have no other of "
                 "their value; choose a column of labels"
             )
-    for part in options.objective.each():
-        for name, (option, named) in part.named_levels().items():
-            known = [level for level in levels[name] if level != MISSING]
-            if unknown := [level for level in named if level not in known]:
-                raise ConfigError(
-                    f"{option}: no cell of the corpus has {name} {unknown[0]!r}; {did_you_mean(unknown[0], known)}"
-                )
+    for option, name, named in options.objective.columns().named:
+        known = [level for level in levels[name] if level != MISSING]
+        if unknown := [level for level in named if level not in known]:
+            raise ConfigError(
+                f"{option}: no cell of the corpus has {name} {unknown[0]!r}; {did_you_mean(unknown[0], known)}"
+            )
 
 
 def check_genes(options: TrainOptions, init_from: Path, vocabulary: Path) -> None:

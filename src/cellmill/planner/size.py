@@ -273,7 +273,7 @@ def _sample(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
     counted = spec.tokens.max_tokens if spec.objective.needs_counts else None
     known = np.array([len(levels) for levels in spec.levels.values()], np.int32)
     per_cell: dict[str, Any] = {"levels": np.arange(cells, dtype=np.int32)[:, None] % known + 1} if spec.levels else {}
-    if columns := len(spec.objective.number_columns()):
+    if columns := len(spec.objective.columns().numbers):
         per_cell["numbers"] = np.zeros((cells, columns))
     return tokenized(tokenizer, genes, counts, starts, np.arange(cells, dtype=np.int64), counted, **per_cell)
 

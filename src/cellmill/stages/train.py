@@ -34,8 +34,6 @@ from cellmill.planner.inputs import (
     check_weights,
     fitted,
     vectors_digest,
-    with_counts,
-    with_named_genes,
 )
 from cellmill.runs.branch import begin_branch
 from cellmill.runs.cost import accounted, write_cost
@@ -68,7 +66,7 @@ def train(
     fingerprint = shards.fingerprint_with(columns, options.number_columns())
     check_nodes(options, machine.node_counts, machine.nproc_per_node, n_cells)
     check_vocabulary(vocabulary, shards)
-    options = with_named_genes(with_counts(fitted(options, vocabulary), shards), vocabulary, shards)
+    options = fitted(options, vocabulary, shards)
     if init_from is not None:
         check_weights(options, init_from)
         check_genes(options, init_from, vocabulary)

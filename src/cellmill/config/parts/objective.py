@@ -1,12 +1,41 @@
-"""The torch-free half of an objective: its options, and the tokens and families that it suits."""
+"""The torch-free half of an objective (`models/objective.py`): its options, and what they read and suit."""
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Self
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol, Self
 
 from pydantic import Field
 
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.plugin import Plugin
+
+
+@dataclass(frozen=True)
+class Columns:
+    """obs columns that batches carry for an objective, with the option that names each."""
+
+    levels: dict[str, str] = field(default_factory=dict)
+    """Columns of `Batch.levels`."""
+    numbers: dict[str, str] = field(default_factory=dict)
+    """Columns of `Batch.numbers`."""
+    named: Sequence[tuple[str, str, Sequence[str]]] = ()
+    """(option, column, levels that the option names): each level must exist."""
+
+    def __or__(self, other: Self) -> "Columns":
+        return Columns({**self.levels, **other.levels}, {**self.numbers, **other.numbers}, (*self.named, *other.named))
+
+
+class Facts(Protocol):
+    """What options can take from a corpus when a training starts; files are read on each call."""
+
+    def cells_by_level(self, column: str) -> Mapping[str, int]:
+        """Number of training cells of each level, without cells of no value."""
+
+    def moments(self, column: str) -> tuple[float, float]:
+        """Mean and standard deviation of a column of numbers. Raises ConfigError if its numbers do not vary."""
+
+    def genes(self, column: str) -> Mapping[str, Sequence[int]]:
+        """Token ids of the genes that each level is named after, none for a level without a known gene."""
 
 
 class ObjectiveConfig(Plugin):
@@ -31,42 +60,18 @@ class ObjectiveConfig(Plugin):
         """Return this objective, or the parts of a sum."""
         return [self]
 
-    def obs_columns(self) -> dict[str, str]:
-        """obs columns whose levels batches carry for it, and the option that names each."""
-        return {}
+    def columns(self) -> Columns:
+        """Return the obs columns that batches carry for it."""
+        return Columns()
 
-    def number_columns(self) -> dict[str, str]:
-        """obs columns whose numbers batches carry for it, and the option that names each."""
-        return {}
-
-    def standardised(self, moments: Mapping[str, tuple[float, float]]) -> Self:
-        """Return the options with what they take from the training cells: mean and standard deviation by column."""
+    def fit(self, facts: Facts) -> Self:
+        """Return the options with what they take from the corpus, as numbers that the run stores."""
         return self
 
     @property
     def supervised_by(self) -> tuple[str, ...]:
         """obs columns whose labels the loss reads: a run that has any is named supervised in cards and tables."""
         return ()
-
-    def counted_columns(self) -> tuple[str, ...]:
-        """obs columns whose training cells are counted by level for `fitted`, when a training starts."""
-        return ()
-
-    def fitted(self, cells: Mapping[str, Mapping[str, int]]) -> Self:
-        """Return the options with what they take from the training cells: their number by column and level."""
-        return self
-
-    def gene_columns(self) -> tuple[str, ...]:
-        """obs columns whose levels are named after genes that `with_genes` is to be given."""
-        return ()
-
-    def with_genes(self, tokens: Mapping[str, Mapping[str, Sequence[int]]]) -> Self:
-        """Return the options with token ids of genes by column and level, none for levels without a known gene."""
-        return self
-
-    def named_levels(self) -> dict[str, tuple[str, list[str]]]:
-        """Option that names levels of a column, and these levels, by column: each must be there."""
-        return {}
 
     def warnings(self, option: str = "objective") -> list[str]:
         """Return what `plan` warns of, one line each; `option` is where the options are."""

@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from cellmill.config import plugin
-from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.objective import Columns, Facts, ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.plugin import Plugin, by_name
 
@@ -177,25 +177,40 @@ class NextGeneConfig(ObjectiveConfig):
 
 
 BALANCED = "balanced"
+ENCODING = ("profile", "encoder", "autoencoder", "autoregressive", "bert", "scgpt", "hf")
+"""Families with cell vectors that heads can read."""
 
 
-class ClassificationConfig(ObjectiveConfig):
+class LabelConfig(ObjectiveConfig):
+    """Options of objectives that read a label of each cell."""
+
+    hides_tokens: ClassVar[bool] = False
+
+    label_column: str = Field(
+        description="obs column of the label. Cells without a label are ignored; test cells are in no shard that a "
+        "training reads."
+    )
+
+    @property
+    def supervised_by(self) -> tuple[str, ...]:
+        """The label."""
+        return (self.label_column,)
+
+    def columns(self) -> Columns:
+        """The label."""
+        return Columns(levels={self.label_column: "objective.label_column"})
+
+
+class ClassificationConfig(LabelConfig):
     """Cell labels predicted from the cell embedding."""
 
     implementation: ClassVar[str] = "cellmill.models.objectives.labels:Classification"
-    hides_tokens: ClassVar[bool] = False
-    families: ClassVar[tuple[str, ...]] = (
-        *("profile", "encoder", "autoencoder", "autoregressive", "bert", "scgpt", "hf"),
-    )
+    families: ClassVar[tuple[str, ...]] = ENCODING
 
     name: Literal["classification"] = Field(
         "classification",
         description="Predict the label of a cell from its embedding; `cellmill predict` then labels other cells. Model "
         "cards and tables mark the run as supervised.",
-    )
-    label_column: str = Field(
-        description="obs column of the label. Cells without a label are ignored; test cells are in no shard that a "
-        "training reads."
     )
     class_weights: Literal["balanced"] | dict[str, float] | None = Field(
         None,
@@ -230,43 +245,30 @@ class ClassificationConfig(ObjectiveConfig):
         """The label, unless the model hides it."""
         return () if self.adversarial_scale else (self.label_column,)
 
-    def obs_columns(self) -> dict[str, str]:
-        """The label."""
-        return {self.label_column: "objective.label_column"}
-
-    def named_levels(self) -> dict[str, tuple[str, list[str]]]:
-        """Labels of given weights."""
+    def columns(self) -> Columns:
+        """The label, and labels with given weights."""
         given = self.class_weights if isinstance(self.class_weights, dict) else {}
-        return {self.label_column: ("objective.class_weights", list(given))}
+        named = ("objective.class_weights", self.label_column, list(given))
+        return Columns({self.label_column: "objective.label_column"}, named=[named])
 
-    def counted_columns(self) -> tuple[str, ...]:
-        """The label, for balanced weights."""
-        return (self.label_column,) if self.class_weights == BALANCED else ()
-
-    def fitted(self, cells: Mapping[str, Mapping[str, int]]) -> Self:
+    def fit(self, facts: Facts) -> Self:
         """Return the options with the numbers that `balanced` stands for."""
         if self.class_weights != BALANCED:
             return self
-        counts = {label: n for label, n in cells[self.label_column].items() if n}
-        total = sum(counts.values())
-        weights = {label: total / (len(counts) * n) for label, n in counts.items()}
+        counts = {label: n for label, n in facts.cells_by_level(self.label_column).items() if n}
+        weights = {label: sum(counts.values()) / (len(counts) * n) for label, n in counts.items()}
         return self.model_copy(update={"class_weights": weights})
 
 
-class SupervisedContrastiveConfig(ObjectiveConfig):
+class SupervisedContrastiveConfig(LabelConfig):
     """Supervised contrastive embeddings: cells of one label close together, and far from other labels."""
 
     implementation: ClassVar[str] = "cellmill.models.objectives.contrastive:SupervisedContrastive"
-    hides_tokens: ClassVar[bool] = False
 
     name: Literal["supervised_contrastive"] = Field(
         "supervised_contrastive",
         description="Supervised contrastive loss: separate cells of one label from all others of the global batch, by "
         "their embeddings (Khosla et al. 2020). Model cards and tables mark the run as supervised.",
-    )
-    label_column: str = Field(
-        description="obs column of the label. Cells without a known label are ignored; test cells are in no shard "
-        "that a training reads."
     )
     temperature: float = Field(
         0.1,
@@ -274,24 +276,13 @@ class SupervisedContrastiveConfig(ObjectiveConfig):
         description="Temperature, which divides cosine similarities; lower values give the nearest cells more weight.",
     )
 
-    @property
-    def supervised_by(self) -> tuple[str, ...]:
-        """The label."""
-        return (self.label_column,)
-
-    def obs_columns(self) -> dict[str, str]:
-        """The label."""
-        return {self.label_column: "objective.label_column"}
-
 
 class RegressionConfig(ObjectiveConfig):
     """A number per cell, predicted from the cell embedding."""
 
     implementation: ClassVar[str] = "cellmill.models.objectives.labels:Regression"
     hides_tokens: ClassVar[bool] = False
-    families: ClassVar[tuple[str, ...]] = (
-        *("profile", "encoder", "autoencoder", "autoregressive", "bert", "scgpt", "hf"),
-    )
+    families: ClassVar[tuple[str, ...]] = ENCODING
 
     name: Literal["regression"] = Field(
         "regression",
@@ -330,16 +321,14 @@ class RegressionConfig(ObjectiveConfig):
         """The number."""
         return (self.target_column,)
 
-    def number_columns(self) -> dict[str, str]:
+    def columns(self) -> Columns:
         """The number."""
-        return {self.target_column: "objective.target_column"}
+        return Columns(numbers={self.target_column: "objective.target_column"})
 
-    def standardised(self, moments: Mapping[str, tuple[float, float]]) -> Self:
+    def fit(self, facts: Facts) -> Self:
         """Return the options with the mean and the standard deviation that are not given."""
-        mean, std = moments[self.target_column]
-        given = {"target_mean": self.target_mean, "target_std": self.target_std}
-        found = {"target_mean": mean, "target_std": std}
-        return self.model_copy(update={key: found[key] for key, value in given.items() if value is None})
+        found = dict(zip(("target_mean", "target_std"), facts.moments(self.target_column)))
+        return self.model_copy(update={key: value for key, value in found.items() if getattr(self, key) is None})
 
 
 SUM = "sum"
@@ -420,40 +409,18 @@ class SumConfig(ObjectiveConfig):
         """Return the parts."""
         return list(self.parts.values())
 
-    def obs_columns(self) -> dict[str, str]:
+    def columns(self) -> Columns:
         """Columns of every part."""
-        return {column: option for part in self.each() for column, option in part.obs_columns().items()}
+        return reduce(or_, (part.columns() for part in self.each()))
 
-    def number_columns(self) -> dict[str, str]:
-        """Columns of every part."""
-        return {column: option for part in self.each() for column, option in part.number_columns().items()}
-
-    def standardised(self, moments: Mapping[str, tuple[float, float]]) -> Self:
-        """Return the options with every part standardised."""
-        return self.model_copy(
-            update={"parts": {name: part.standardised(moments) for name, part in self.parts.items()}}
-        )
+    def fit(self, facts: Facts) -> Self:
+        """Return the options with every part fitted."""
+        return self.model_copy(update={"parts": {name: part.fit(facts) for name, part in self.parts.items()}})
 
     @property
     def supervised_by(self) -> tuple[str, ...]:
         """Labels that any part reads."""
         return tuple(dict.fromkeys(column for part in self.each() for column in part.supervised_by))
-
-    def counted_columns(self) -> tuple[str, ...]:
-        """Columns of every part."""
-        return tuple(dict.fromkeys(column for part in self.each() for column in part.counted_columns()))
-
-    def fitted(self, cells: Mapping[str, Mapping[str, int]]) -> Self:
-        """Return the options with every part fitted."""
-        return self.model_copy(update={"parts": {name: part.fitted(cells) for name, part in self.parts.items()}})
-
-    def gene_columns(self) -> tuple[str, ...]:
-        """Columns of every part."""
-        return tuple(dict.fromkeys(column for part in self.each() for column in part.gene_columns()))
-
-    def with_genes(self, tokens: Mapping[str, Mapping[str, Sequence[int]]]) -> Self:
-        """Return the options with the genes of every part."""
-        return self.model_copy(update={"parts": {name: part.with_genes(tokens) for name, part in self.parts.items()}})
 
     def warnings(self, option: str = "objective") -> list[str]:
         """Return the warnings of every part."""
@@ -539,9 +506,24 @@ class DecodingConfig(HiddenShareConfig):
             raise ValueError("batch_adversary requires batch_column; set it, or batch_adversary to null")
         return self
 
-    def obs_columns(self) -> dict[str, str]:
+    def columns(self) -> Columns:
         """The batch."""
-        return {} if self.batch_column is None else {self.batch_column: "objective.batch_column"}
+        return Columns({} if self.batch_column is None else {self.batch_column: "objective.batch_column"})
+
+    def check_tokens(self, tokens: Tokens) -> None:
+        """Refuse sequences, which have no counts, and to thin places: their order is that of the whole counts."""
+        if tokens.sequences:
+            raise ValueError(
+                f"objective {self.name} needs counts, which sequences do not have; set objective.name to masked_gene"
+            )
+        view = getattr(self, "view", "")  # an option, or fixed
+        if view != "drop" and tokens.value_kind == "place":
+            chosen = "view" in type(self).model_fields
+            raise ValueError(
+                f"objective{f'.view {view}' if chosen else f' {self.name}'} needs values made from counts, which "
+                f"tokens.tokenizer {tokens.tokenizer} does not have; choose binned or continuous"
+                f"{', or view drop' if chosen else ''}"
+            )
 
 
 class CellDecodingConfig(DecodingConfig):
@@ -558,15 +540,6 @@ class CellDecodingConfig(DecodingConfig):
     )
     target: Literal["hidden", "all"] = Field("hidden", description="Predict the hidden part, or the whole cell.")
 
-    def check_tokens(self, tokens: Tokens) -> None:
-        """Refuse sequences, which have no counts, and to thin places: their order is that of the whole counts."""
-        refuse_sequences(self.name, tokens)
-        if self.view != "drop" and tokens.value_kind == "place":
-            raise ValueError(
-                f"objective.view {self.view} needs values made from counts, which tokens.tokenizer {tokens.tokenizer} "
-                "does not have; choose binned or continuous, or view drop"
-            )
-
 
 class DenoiseConfig(DecodingConfig):
     """Predict a whole cell from binomial draws of its counts: cell_decoding with view thin and target all."""
@@ -575,23 +548,6 @@ class DenoiseConfig(DecodingConfig):
     target: ClassVar[Literal["all"]] = "all"
 
     name: Literal["denoise"] = Field("denoise", description="Predict a whole cell from its thinned counts.")
-
-    def check_tokens(self, tokens: Tokens) -> None:
-        """Refuse tokens whose values are places, which cannot be made from thinned counts."""
-        refuse_sequences(self.name, tokens)
-        if tokens.value_kind == "place":
-            raise ValueError(
-                f"objective denoise needs values made from counts, which tokens.tokenizer {tokens.tokenizer} does not "
-                "have; choose binned or continuous"
-            )
-
-
-def refuse_sequences(name: str, tokens: Tokens) -> None:
-    """Raise ValueError for tokens of sequences."""
-    if tokens.sequences:
-        raise ValueError(
-            f"objective {name} needs counts, which sequences do not have; set objective.name to masked_gene"
-        )
 
 
 class PerturbationResponseConfig(DecodingConfig):
@@ -634,32 +590,16 @@ class PerturbationResponseConfig(DecodingConfig):
         """The perturbation."""
         return (self.perturbation_column,)
 
-    def obs_columns(self) -> dict[str, str]:
-        """The perturbation and the batch."""
-        return {self.perturbation_column: "objective.perturbation_column"} | super().obs_columns()
+    def columns(self) -> Columns:
+        """The perturbation, whose control must exist, and the batch."""
+        named = ("objective.control", self.perturbation_column, [self.control])
+        return Columns({self.perturbation_column: "objective.perturbation_column"}, named=[named]) | super().columns()
 
-    def named_levels(self) -> dict[str, tuple[str, list[str]]]:
-        """The control."""
-        return {self.perturbation_column: ("objective.control", [self.control])}
-
-    def gene_columns(self) -> tuple[str, ...]:
-        """The perturbation, unless its genes are given."""
-        return () if self.perturbed_genes is not None else (self.perturbation_column,)
-
-    def with_genes(self, tokens: Mapping[str, Mapping[str, Sequence[int]]]) -> Self:
+    def fit(self, facts: Facts) -> Self:
         """Return the options with the genes of each perturbation that has any."""
         if self.perturbed_genes is not None:
             return self
-        found = {
-            level: list(of) for level, of in tokens[self.perturbation_column].items() if of and level != self.control
-        }
-        return self.model_copy(update={"perturbed_genes": found})
-
-    def check_tokens(self, tokens: Tokens) -> None:
-        """Refuse sequences, and tokens whose values are places, which cannot be made from thinned counts."""
-        refuse_sequences(self.name, tokens)
-        if tokens.value_kind == "place":
-            raise ValueError(
-                f"objective {self.name} needs values made from counts, which tokens.tokenizer {tokens.tokenizer} does "
-                "not have; choose binned or continuous"
-            )
+        genes = facts.genes(self.perturbation_column).items()
+        return self.model_copy(
+            update={"perturbed_genes": {level: list(ids) for level, ids in genes if ids and level != self.control}}
+        )

@@ -19,7 +19,6 @@ Legend: C cells with a label, H width of a cell's vector, S slots of a global ba
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,31 +27,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from cellmill.config.parts.objectives import SupervisedContrastiveConfig
-from cellmill.data.shards.index import MISSING
-from cellmill.data.stream.batch import Batch
-from cellmill.models.batch import EncoderBatch, with_genes
-from cellmill.models.objective import GeneStatistics, Objective, RowShare
+from cellmill.models.objective import GeneStatistics
+from cellmill.models.objectives.labels import LabelObjective, TargetBatch
 from cellmill.runs.verdict import Verdict, compare
 
 ANCHORS = 1024  # cells compared with all others at once
 
 
-@dataclass(frozen=True, kw_only=True)
-class LabelledBatch(EncoderBatch):
-    """Whole cells, and the labels of those that have one."""
-
-    target_cells: torch.Tensor
-    """(C,) int64: indices of the cells of known label with tokens."""
-    labels: torch.Tensor
-    """(C,) int64, from 1."""
-    n_targets: torch.Tensor
-    """C."""
-    shares: tuple[RowShare, ...] | None = None
-    """Share in the loss of the global batch; without it, the own cells are all."""
-
-
-class SupervisedContrastive(Objective):
-    """See the module; needs a model with `cell_vectors`."""
+class SupervisedContrastive(LabelObjective):
+    """See the module."""
 
     config: SupervisedContrastiveConfig
     validates_rows = True
@@ -62,16 +45,7 @@ class SupervisedContrastive(Objective):
         self.row_widths = (1 + model.vector_width,)
         return ()
 
-    def prepare(self, batch: Batch, *, seed: int, step: int) -> LabelledBatch:
-        """Find the cells with a label."""
-        assert batch.levels is not None, "the batch has no levels"
-        labels = batch.levels[:, [*self.levels].index(self.config.label_column)]
-        known = labels <= sum(level != MISSING for level in self.levels[self.config.label_column])  # it is the last
-        cells = ((labels > 0) & known & with_genes(batch)).nonzero().flatten()
-        of_labels = {"target_cells": cells, "labels": labels[cells], "n_targets": torch.tensor(len(cells))}
-        return LabelledBatch.prepared(batch, (seed, step), **of_labels)
-
-    def loss(self, model: Any, states: torch.Tensor, prepared: LabelledBatch) -> torch.Tensor:
+    def loss(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
         """Return the summed loss of the cells, a float32 scalar."""
         (rows,) = self.rows(model, states, prepared)
         if prepared.shares is None:
@@ -79,24 +53,19 @@ class SupervisedContrastive(Objective):
         (share,) = prepared.shares
         return share.of(rows)
 
-    def rows(self, model: Any, states: torch.Tensor, prepared: LabelledBatch) -> tuple[torch.Tensor, ...]:
-        """(C, 1 + H): label and vector of length 1."""
-        vectors = model.cell_vectors(states, prepared)[prepared.target_cells].float()
-        return (torch.cat([prepared.labels[:, None].to(vectors), F.normalize(vectors, dim=1)], dim=1),)
+    def rows(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> tuple[torch.Tensor, ...]:
+        """(C, 1 + H): label from 1 and vector of length 1."""
+        vectors = self.target_vectors(model, states, prepared).float()
+        return (torch.cat([prepared.targets[:, None].to(vectors) + 1, F.normalize(vectors, dim=1)], dim=1),)
 
     def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the summed loss of all cells."""
         return tuple(contrast(table, self.config.temperature) for table in tables)
 
-    def observe(self, model: Any, prepared: LabelledBatch) -> tuple[torch.Tensor, ...]:
-        """Return the label and the vector of each cell."""
+    def observe(self, model: Any, prepared: TargetBatch) -> tuple[torch.Tensor, ...]:
+        """Return the label, from 1, and the vector of each cell."""
         (rows,) = self.rows(model, model.states(prepared), prepared)
-        return prepared.labels, rows[:, 1:]
-
-    def judged_labels(self) -> dict[str, list[str]]:
-        """Return the labels of the corpus."""
-        column = self.config.label_column
-        return {column: [level for level in self.levels[column] if level != MISSING]}
+        return prepared.targets + 1, rows[:, 1:]
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
         """Return the loss among all observed cells, and a verdict against vectors that are all alike."""

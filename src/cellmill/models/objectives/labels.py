@@ -16,7 +16,7 @@ width of a cell's vector, S cells of a global batch with a number.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from scipy.special import softmax
 from torch import nn
 from torch.nn import functional as F
 
-from cellmill.config.parts.objectives import ClassificationConfig, RegressionConfig
+from cellmill.config.parts.objectives import ClassificationConfig, LabelConfig, RegressionConfig
 from cellmill.data.shards.index import MISSING
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, with_genes
@@ -80,21 +80,64 @@ class LabelHead(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelledCells(EncoderBatch):
-    """Whole cells, and the labels of those that have one."""
+class TargetBatch(EncoderBatch):
+    """Whole cells, and the label or the number of those that have one."""
 
     target_cells: torch.Tensor
-    """(C,) int64: indices of the cells of known label with genes."""
-    labels: torch.Tensor
-    """(C,) int64, from 0."""
-    weights: torch.Tensor
-    """(C,) float32: factors of the loss."""
+    """(C,) int64: indices of the cells with a target and genes."""
+    targets: torch.Tensor
+    """(C,): labels, int64 from 0, or standardised numbers, float32."""
     n_targets: torch.Tensor
     """C."""
+    weights: torch.Tensor | None = None
+    """(C,) float32: factors of the loss of labels."""
+    shares: tuple[RowShare, ...] | None = None
+    """Share in the loss of the global batch, if it couples cells; without it, the batch's own cells are all."""
 
 
-class Classification(Objective):
-    """See the module; needs a model with `cell_vectors`."""
+class CellObjective(Objective):
+    """Base of objectives with one target per cell; they define `find_targets` and need a model with `cell_vectors`."""
+
+    def find_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the target of each cell, (cells,), and which of them are known, (cells,) bool."""
+        raise NotImplementedError
+
+    def prepare(self, batch: Batch, *, seed: int, step: int) -> TargetBatch:
+        """Find the cells with a target."""
+        targets, known = self.find_targets(batch)
+        cells = (known & with_genes(batch)).nonzero().flatten()
+        given = {"target_cells": cells, "targets": targets[cells], "n_targets": torch.tensor(len(cells))}
+        return TargetBatch.prepared(batch, (seed, step), **given)
+
+    def target_vectors(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
+        """(C, H): vectors of the cells with a target."""
+        vectors: torch.Tensor = model.cell_vectors(states, prepared)[prepared.target_cells]
+        return vectors
+
+
+class LabelObjective(CellObjective):
+    """Base of objectives whose targets are labels."""
+
+    config: LabelConfig
+
+    @property
+    def labels(self) -> list[str]:
+        """The K labels, in the order of their codes: all levels but the last one, of cells without a value."""
+        return [level for level in self.levels[self.config.label_column] if level != MISSING]
+
+    def find_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the label of each cell, from 0."""
+        assert batch.levels is not None, "the batch has no levels"
+        labels = batch.levels[:, [*self.levels].index(self.config.label_column)] - 1
+        return labels, (labels >= 0) & (labels < len(self.labels))
+
+    def judged_labels(self) -> dict[str, list[str]]:
+        """Return the labels."""
+        return {self.config.label_column: self.labels}
+
+
+class Classification(LabelObjective):
+    """See the module."""
 
     config: ClassificationConfig
     figure_names = ("accuracy",)
@@ -103,67 +146,50 @@ class Classification(Objective):
     temperature: float | None = None
     """Fitted temperature of an exported head, with which `judge` measures calibration; set by `evaluate`."""
 
+    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        """Add `label_head`."""
+        config, levels, head = self.config, len(self.levels[self.config.label_column]), f"label_head{self.suffix}"
+        setattr(model, head, LabelHead(model.vector_width, config.head_hidden, levels, config.head_dropout))
+        rows = (f"{head}.out.weight", f"{head}.out.bias")
+        model.level_rows = {**model.level_rows, **dict.fromkeys(rows, config.label_column)}
+        given = config.class_weights if isinstance(config.class_weights, dict) else {}
+        self._weights = [given.get(label, 1.0) for label in self.labels]
+        return (head,)
+
+    def prepare(self, batch: Batch, *, seed: int, step: int) -> TargetBatch:
+        """Find the cells with a label, and their weights in training."""
+        prepared = super().prepare(batch, seed=seed, step=step)
+        weights = torch.tensor(self._weights if self.training else [1.0] * len(self._weights))
+        return replace(prepared, weights=weights.to(prepared.targets.device)[prepared.targets])
+
+    def loss(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
+        """Return the summed loss of the cells, a float32 scalar."""
+        logits = self._predicted(model, states, prepared)
+        assert prepared.weights is not None
+        if self.kept_sums is not None:
+            right = (logits.argmax(1) == prepared.targets).sum()
+            self.kept_sums.append(torch.stack([right, right.new_tensor(len(logits))]).double())
+        return (F.cross_entropy(logits, prepared.targets, reduction="none") * prepared.weights).sum()
+
     def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
         """Return the share of cells whose likeliest label is theirs."""
         right, n = sums
         return {"accuracy": right / n} if n else {}
 
-    @property
-    def labels(self) -> list[str]:
-        """The K labels, in the order of the head's rows."""
-        return labels_of(self.levels[self.config.label_column])
-
-    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        """Add `label_head`."""
-        config, levels = self.config, len(self.levels[self.config.label_column])
-        setattr(model, self._head, LabelHead(model.vector_width, config.head_hidden, levels, config.head_dropout))
-        rows = (f"{self._head}.out.weight", f"{self._head}.out.bias")
-        model.level_rows = {**model.level_rows, **dict.fromkeys(rows, config.label_column)}
-        given = config.class_weights if isinstance(config.class_weights, dict) else {}
-        self._weights = [given.get(label, 1.0) for label in self.labels]
-        return (self._head,)
-
-    @property
-    def _head(self) -> str:
-        return f"label_head{self.suffix}"
-
-    def prepare(self, batch: Batch, *, seed: int, step: int) -> LabelledCells:
-        """Find the cells with a label."""
-        assert batch.levels is not None, "the batch has no levels"
-        labels = batch.levels[:, [*self.levels].index(self.config.label_column)] - 1
-        known = (labels >= 0) & (labels < len(self._weights))
-        cells = (known & with_genes(batch)).nonzero().flatten()
-        weights = torch.tensor(self._weights if self.training else [1.0] * len(self._weights), device=labels.device)
-        of_labels = {"target_cells": cells, "labels": labels[cells], "weights": weights[labels[cells]]}
-        return LabelledCells.prepared(batch, (seed, step), **of_labels, n_targets=torch.tensor(len(cells)))
-
-    def loss(self, model: Any, states: torch.Tensor, prepared: LabelledCells) -> torch.Tensor:
-        """Return the summed loss of the cells, a float32 scalar."""
-        logits = self._logits(model, states, prepared)
-        if self.kept_sums is not None:
-            right = (logits.argmax(1) == prepared.labels).sum()
-            self.kept_sums.append(torch.stack([right, right.new_tensor(len(logits))]).double())
-        return (F.cross_entropy(logits, prepared.labels, reduction="none") * prepared.weights).sum()
-
-    def logits(self, model: Any, vectors: torch.Tensor) -> torch.Tensor:
-        """(C, H) -> (C, K) float32: logits of the labels of cells with these vectors, without dropout."""
-        logits: torch.Tensor = getattr(model, self._head)(vectors)
+    def logits(self, model: Any, vectors: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
+        """(C, H) -> (C, K) float32: logits of cells with these vectors, with dropout if `keys` (C,) are given."""
+        logits: torch.Tensor = getattr(model, f"label_head{self.suffix}")(vectors, keys)
         return logits[:, : len(self._weights)].float()
 
-    def _logits(self, model: Any, states: torch.Tensor, prepared: LabelledCells) -> torch.Tensor:
-        vectors = model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
+    def _predicted(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
+        vectors = self.target_vectors(model, states, prepared).to(states.dtype)
         if self.config.adversarial_scale:
             vectors = Reversed.apply(vectors, self.config.adversarial_scale)
-        logits: torch.Tensor = getattr(model, self._head)(vectors, prepared.cell_keys[prepared.target_cells])
-        return logits[:, : len(self._weights)].float()
+        return self.logits(model, vectors, prepared.cell_keys[prepared.target_cells])
 
-    def observe(self, model: Any, prepared: LabelledCells) -> tuple[torch.Tensor, ...]:
+    def observe(self, model: Any, prepared: TargetBatch) -> tuple[torch.Tensor, ...]:
         """Return the label and the logits of each cell."""
-        return prepared.labels, self._logits(model, model.states(prepared), prepared)
-
-    def judged_labels(self) -> dict[str, list[str]]:
-        """Return the labels of the head."""
-        return {self.config.label_column: self.labels}
+        return prepared.targets, self._predicted(model, model.states(prepared), prepared)
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
         """Return figures of the cells, and a verdict against the labels' own frequencies."""
@@ -187,30 +213,11 @@ class Classification(Objective):
         return figures, [compare(name, "the frequencies of labels", "nats", loss - by_frequency, lower_is_better=True)]
 
 
-def labels_of(levels: Sequence[str]) -> list[str]:
-    """Return the levels that are labels: all but the one of cells without a value, which is the last."""
-    return [level for level in levels if level != MISSING]
-
-
 EPS = 1e-8  # added to variances of standardised numbers: equal predictions have correlation 0 and a finite gradient
 
 
-@dataclass(frozen=True, kw_only=True)
-class NumberedCells(EncoderBatch):
-    """Whole cells, and the numbers of those that have one."""
-
-    target_cells: torch.Tensor
-    """(C,) int64: indices of the cells with a number and tokens."""
-    target_numbers: torch.Tensor
-    """(C,) float32, standardised."""
-    n_targets: torch.Tensor
-    """C."""
-    shares: tuple[RowShare, ...] | None = None
-    """Share in the loss pearson of the global batch; without it, the own cells are all."""
-
-
-class Regression(Objective):
-    """See the module; needs a model with `cell_vectors`."""
+class Regression(CellObjective):
+    """See the module."""
 
     config: RegressionConfig
     figure_names = ("pearson",)
@@ -218,44 +225,41 @@ class Regression(Objective):
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         """Add `number_head`."""
-        config = self.config
-        setattr(model, self._head, LabelHead(model.vector_width, config.number_hidden, 1, config.number_dropout))
+        config, head = self.config, f"number_head{self.suffix}"
+        setattr(model, head, LabelHead(model.vector_width, config.number_hidden, 1, config.number_dropout))
         self.row_widths = (3,) if config.loss == "pearson" else ()
         self.validates_rows = bool(self.row_widths)
-        return (self._head,)
+        return (head,)
 
     @property
-    def _head(self) -> str:
-        return f"number_head{self.suffix}"
+    def _scale(self) -> tuple[float, float]:
+        """Standard deviation and mean of the column."""
+        return self.config.target_std or 1.0, self.config.target_mean or 0.0
 
-    def prepare(self, batch: Batch, *, seed: int, step: int) -> NumberedCells:
-        """Find the cells with a number."""
+    def find_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the standardised number of each cell."""
         numbers = torch.full((len(batch.lengths),), torch.nan, dtype=torch.float64)
         if batch.numbers is not None:
             numbers = batch.numbers[:, self.number_columns.index(self.config.target_column)]
-        cells = (numbers.isfinite() & with_genes(batch)).nonzero().flatten()
-        own = (numbers[cells] - (self.config.target_mean or 0.0)) / (self.config.target_std or 1.0)
-        n_targets = torch.tensor(len(cells))
-        return NumberedCells.prepared(
-            batch, (seed, step), target_cells=cells, target_numbers=own.float(), n_targets=n_targets
-        )
+        std, mean = self._scale
+        return ((numbers - mean) / std).float(), numbers.isfinite()
 
-    def loss(self, model: Any, states: torch.Tensor, prepared: NumberedCells) -> torch.Tensor:
+    def loss(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
         """Return the summed loss of the cells, a float32 scalar."""
-        predicted = self._predicted(model, states, prepared)
+        predicted, targets = self._predicted(model, states, prepared), prepared.targets
         if self.kept_sums is not None:
-            x, y = predicted.double(), prepared.target_numbers.double()
+            x, y = predicted.double(), targets.double()
             self.kept_sums.append(torch.stack([x.new_tensor(len(x)), *(s.sum() for s in (x, y, x * x, y * y, x * y))]))
         if self.config.loss == "pearson":
-            rows = _rows(predicted, prepared)
+            rows = _rows(predicted, targets)
             return anticorrelation(rows).float() if prepared.shares is None else prepared.shares[0].of(rows)
         if self.config.loss == "huber":
-            return F.huber_loss(predicted, prepared.target_numbers, reduction="sum", delta=self.config.huber_delta)
-        return F.mse_loss(predicted, prepared.target_numbers, reduction="sum")
+            return F.huber_loss(predicted, targets, reduction="sum", delta=self.config.huber_delta)
+        return F.mse_loss(predicted, targets, reduction="sum")
 
-    def rows(self, model: Any, states: torch.Tensor, prepared: NumberedCells) -> tuple[torch.Tensor, ...]:
+    def rows(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> tuple[torch.Tensor, ...]:
         """(C, 3): 1, prediction and number."""
-        return (_rows(self._predicted(model, states, prepared), prepared),)
+        return (_rows(self._predicted(model, states, prepared), prepared.targets),)
 
     def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the summed loss pearson of all cells."""
@@ -267,19 +271,22 @@ class Regression(Objective):
         variances = (n * xx - x * x) * (n * yy - y * y)
         return {"pearson": (n * xy - x * y) / variances**0.5} if variances > 0 else {}
 
-    def values(self, model: Any, vectors: torch.Tensor) -> torch.Tensor:
-        """(C, H) -> (C,) float32: predicted numbers of cells with these vectors, in the unit of the column."""
-        predicted: torch.Tensor = getattr(model, self._head)(vectors)
-        return predicted[:, 0].float() * (self.config.target_std or 1.0) + (self.config.target_mean or 0.0)
-
-    def _predicted(self, model: Any, states: torch.Tensor, prepared: NumberedCells) -> torch.Tensor:
-        vectors = model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
-        predicted: torch.Tensor = getattr(model, self._head)(vectors, prepared.cell_keys[prepared.target_cells])
+    def _head(self, model: Any, vectors: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
+        predicted: torch.Tensor = getattr(model, f"number_head{self.suffix}")(vectors, keys)
         return predicted[:, 0].float()
 
-    def observe(self, model: Any, prepared: NumberedCells) -> tuple[torch.Tensor, ...]:
+    def values(self, model: Any, vectors: torch.Tensor) -> torch.Tensor:
+        """(C, H) -> (C,) float32: predicted numbers of cells with these vectors, in the unit of the column."""
+        std, mean = self._scale
+        return self._head(model, vectors) * std + mean
+
+    def _predicted(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
+        vectors = self.target_vectors(model, states, prepared).to(states.dtype)
+        return self._head(model, vectors, prepared.cell_keys[prepared.target_cells])
+
+    def observe(self, model: Any, prepared: TargetBatch) -> tuple[torch.Tensor, ...]:
         """Return the number of each cell and its prediction, standardised."""
-        return prepared.target_numbers, self._predicted(model, model.states(prepared), prepared)
+        return prepared.targets, self._predicted(model, model.states(prepared), prepared)
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
         """Return figures of the cells, and a verdict against their own mean: R²."""
@@ -287,7 +294,7 @@ class Regression(Objective):
         if len(numbers) < 2 or not numbers.std() or not predicted.std():
             return {"n_targets": len(numbers)}, []
         r2 = float(1 - np.square(numbers - predicted).mean() / numbers.var())
-        std, name = self.config.target_std or 1.0, f"regression of {self.config.target_column}"
+        std, name = self._scale[0], f"regression of {self.config.target_column}"
         figures = {"n_targets": len(numbers), "pearson": float(np.corrcoef(numbers, predicted)[0, 1])}
         figures["spearman"] = float(np.corrcoef(_ranks(numbers), _ranks(predicted))[0, 1])
         if self.config.loss == "pearson":
@@ -296,6 +303,10 @@ class Regression(Objective):
         figures |= {"r2": r2, "mean_absolute_error": float(np.abs(errors).mean())}
         figures["root_mean_squared_error"] = float(np.square(errors).mean() ** 0.5)
         return figures, [compare(name, "the mean of the cells", "R²", r2)]
+
+
+def _rows(predicted: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return torch.stack([torch.ones_like(predicted), predicted, targets], dim=1)
 
 
 def anticorrelation(table: torch.Tensor) -> torch.Tensor:
@@ -313,7 +324,3 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     _, at, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks: np.ndarray = (counts.cumsum() - (counts - 1) / 2)[at]
     return ranks
-
-
-def _rows(predicted: torch.Tensor, prepared: NumberedCells) -> torch.Tensor:
-    return torch.stack([torch.ones_like(predicted), predicted, prepared.target_numbers], dim=1)
