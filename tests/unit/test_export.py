@@ -154,7 +154,7 @@ def test_a_config_json_that_lacks_a_key_is_refused(exported: Path, key: str) -> 
     config = json.loads(path.read_text())
     del config[key]
     path.write_text(json.dumps(config))
-    assert _error(exported) == f"{path}: {key} is missing; {REMEDY}"
+    assert _error(exported) == f"{path}: {key}: is missing; {REMEDY}"
 
 
 def test_initial_values_depend_on_name_and_seed_and_on_no_order() -> None:

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cellmill.config.datasets import check_name
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.family import WEIGHTS_FORMAT, FamilyConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.plugin import Plugin
-from cellmill.config.section import Section, error_line, explain, unknown_key
+from cellmill.config.section import Section, error_line, explain, shown, unknown_key
 from cellmill.config.workflow import Workflow, entries_of, expand, keys_of, sections_of
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import read_json, refuse_special
@@ -267,9 +267,19 @@ def _as_written(where: list[str], tree: dict[str, Any]) -> list[str]:
     return where
 
 
-TEXTS = ("family", "vocabulary_digest", "weights_sha256")
-"""Keys that hold a string."""
-SECTIONS = ("model", "tokens", "objective")
+class ModelFile(BaseModel):
+    """Keys of config.json of an exported model that are read; it has others beside them."""
+
+    model_config = ConfigDict(strict=True)
+
+    family: str
+    vocabulary_digest: str
+    weights_sha256: str
+    model: dict[str, Any]
+    tokens: dict[str, Any]
+    objective: dict[str, Any]
+    levels: dict[str, list[str]] = {}
+    supervised_by: list[str] = []
 
 
 def unusable(path: Path, problem: str) -> DataError:
@@ -277,32 +287,13 @@ def unusable(path: Path, problem: str) -> DataError:
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
-    """Return the contents, with every option under its present name. Raises DataError naming what is wrong."""
+    """Return the contents of config.json of a model. Raises DataError naming what is wrong."""
     config = read_json(path)
     version = config.get("format") if isinstance(config, dict) else None
     if version != WEIGHTS_FORMAT:
-        raise unusable(path, f"expected a model of format {WEIGHTS_FORMAT}, got {_shown(version)}")
-    if missing := [key for key in (*TEXTS, "model", "tokens") if key not in config]:
-        raise unusable(path, f"{missing[0]} is missing")
-    if wrong := [key for key in TEXTS if not isinstance(config[key], str)]:
-        raise unusable(path, f"{wrong[0]}: expected a string, got {_shown(config[wrong[0]])}")
-    if wrong := [key for key in SECTIONS if not isinstance(config.get(key), dict)]:
-        raise unusable(path, f"{wrong[0]}: expected a mapping, got {_shown(config.get(wrong[0]))}")
-    levels = config.get("levels", {})
-    if not isinstance(levels, dict) or not all(map(_is_texts, levels.values())):
-        raise unusable(path, f"levels: expected lists of strings by column, got {_shown(levels)}")
-    if not _is_texts(config.get("supervised_by", [])):
-        raise unusable(path, f"supervised_by: expected a list of strings, got {_shown(config['supervised_by'])}")
-    return config
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
-
-
-def _shown(value: Any) -> str:
-    """A value in at most 80 characters."""
+        raise unusable(path, f"expected a model of format {WEIGHTS_FORMAT}, got {shown(version)}")
     try:
-        return repr(value)[:80]
-    except RecursionError:
-        return f"a {type(value).__name__} nested too deeply"
+        ModelFile.model_validate(config)
+    except ValidationError as error:
+        raise unusable(path, error_line(*explain(error, ModelFile))) from None
+    return dict(config)

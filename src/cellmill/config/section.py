@@ -76,11 +76,11 @@ def explain(error: ValidationError, model: type[BaseModel]) -> tuple[list[str], 
         return where, "is missing"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] != "value_error" and not isinstance(first["input"], dict):
-        message += f", got {_shown(first['input'])}{value_here(first['input'], message)}"
+        message += f", got {shown(first['input'])}{value_here(first['input'], message)}"
     return where, message[0].lower() + message[1:]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value in at most 100 characters: a cell of a table may have many thousands."""
     try:
         text = repr(value)
