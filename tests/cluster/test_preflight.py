@@ -93,13 +93,10 @@ def test_an_available_machine_is_tried_on_its_nodes_and_is_go(rig: Rig, project:
         r"ok  commands: sbatch, srun, squeue, scancel",
         r"\?   accounting: none \(sacct: .*\): the cost of a run is computed from its own files",
         r"ok  partition: gpu-h100 is up",
-        r"ok  time limit: gpu-h100 allows 60 min, requested: 30",
+        r"ok  time limit: partition gpu-h100 \(sinfo\) allows 60 min, requested: 30",
         r"ok  nodes: 2 of the 2 nodes of gpu-h100 are up, requested: 2",
         r"\?   GPUs: nodes of gpu-h100 have 2 x h100, but none is requested; set-resources: train: gpus_per_node: "
         r"h100:2, if the runs are to use them",
-        r"ok  memory: 2 nodes of gpu-h100 have 8000 MB, requested: 3000",
-        r"ok  CPUs: 2 nodes of gpu-h100 have 8, requested: 4",
-        r"ok  constraint: 2 nodes of gpu-h100 are h100, requested: 2",
         r"ok  start: SLURM expects \d{4}-\d\d-\d\d \d\d:\d\d:\d\d on node\[3-4\]",
         r"ok  run tiny: fits 4 processes: 2 replicas of 2 shards, cells not counted yet",
         r"\?   genes of sim: none\.h5ad does not exist yet",
@@ -134,13 +131,10 @@ def test_a_request_the_cluster_cannot_meet_is_reported_without_queueing(rig: Rig
     lines = lines_of(start(rig, project, too_much), 2)
     refusals = [line for line in lines if line.startswith("no ")]
     assert refusals == [
-        "no  time limit: gpu-a100 allows 60 min, requested: 300; set-resources: train: runtime: 60",
+        "no  time limit: partition gpu-a100 (sinfo) allows 60 min, requested: 300; set-resources: train: runtime: 60",
         "no  nodes: 2 of the 2 nodes of gpu-a100 are up, requested: 4; set-resources: train: nodes: 2, or another "
         "slurm_partition",
     ]
-    # the controller's own words
-    said = "?   start: sbatch refuses the job too: allocation failure: "
-    assert f"{said}Requested node configuration is not available" in lines
     assert "?   job: not tried: the profile has to change first" in lines
     assert lines[-1] == "cellmill preflight: no go: 2 reasons"
     lines = lines_of(start(rig, project, on_two_nodes(slurm_partition="gpu", gpus_per_node="h100:2")), 2)
@@ -149,13 +143,20 @@ def test_a_request_the_cluster_cannot_meet_is_reported_without_queueing(rig: Rig
     assert lines[-1] == "cellmill preflight: no go: 1 reason"
     lines = lines_of(start(rig, project, on_two_nodes(gpus_per_node="h100:2", mem_mb=9000)), 2)
     assert (
-        "no  GPUs: nodes of gpu-a100 have 2 x a100, requested: 2 x h100 on each of 2: 0 nodes have enough; "
+        "no  GPUs: nodes of gpu-a100 have 2 x a100, requested: 2 x h100 on each of 2: 0 have enough; "
         "set-resources: train: gpus_per_node, or another slurm_partition"
     ) in lines
-    # what sinfo does not tell, sbatch does
-    lines = lines_of(start(rig, project, on_two_nodes(reservation="nobodys")), 2)
-    refused = "no  start: sbatch refuses the job: .*[Rr]eservation.*; change set-resources: train"
-    assert [line for line in lines if re.fullmatch(refused, line)], "\n".join(lines)
+    # the controller's own words
+    for changes, refused in (
+        (
+            {"mem_mb": 9000},
+            r"9000 MB, 4 CPUs: .*; set-resources: train: mem_mb: 8000 at most, cpus_per_task: 8 at most",
+        ),
+        ({"reservation": "nobodys"}, r"4 CPUs: .*[Rr]eservation.*; set-resources: train: reservation"),
+    ):
+        lines = lines_of(start(rig, project, on_two_nodes(**changes)), 2)
+        pattern = rf"no  start: sbatch refuses gpu-a100, 2 nodes, 30 min, (3000 MB, )?{refused}"
+        assert [line for line in lines if re.fullmatch(pattern, line)], "\n".join(lines)
     assert not rig.squeue()
     assert not (project / "results" / "preflight" / "one").exists()
 
@@ -174,7 +175,7 @@ def test_a_new_profile_is_go_and_has_the_partitions_figures(rig: Rig, project: P
     ]
     # the rig's GPUs are files, so only their request can be checked
     lines = cellmill("preflight", "--profile", "one", "--config", "config.yaml", "--no-job")
-    assert "ok  GPUs: 2 nodes of gpu-h100 have them, requested: 1 x h100 on each of 1" in lines
+    assert "ok  GPUs: nodes of gpu-h100 have 2 x h100, requested: 1 x h100 on each of 1: 2 have enough" in lines
     cellmill("profiles", "new", "two", "--gpus", "0")
     lines = cellmill("preflight", "--profile", "two", "--config", "config.yaml")
     assert "ok  partition: cpu is up" in lines
@@ -253,9 +254,6 @@ def test_accounts_and_accounting_are_those_of_slurmdbd(rig_with_accounting: Rig,
     rig = rig_with_accounting
     lines = lines_of(start(rig, project, on_two_nodes(slurm_account="lab", qos="normal"), "--no-job"), 0)
     assert "ok  accounting: sacct answers" in lines
-    assert "ok  account: lab is one of yours" in lines
-    assert "ok  qos: normal is one of yours" in lines
+    assert [line for line in lines if line.startswith("ok  start: SLURM expects ")]
     # nobody enforces associations here: sbatch takes any name
-    lines = lines_of(start(rig, project, on_two_nodes(slurm_account="lba", qos="gold"), "--no-job"), 0)
-    assert [line for line in lines if line.startswith("?   account: lba is not one of yours: there are lab")]
-    assert "?   qos: gold is not one of yours: there are normal; set-resources: train: qos" in lines
+    lines_of(start(rig, project, on_two_nodes(slurm_account="lba", qos="gold"), "--no-job"), 0)

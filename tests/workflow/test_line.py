@@ -568,7 +568,7 @@ def test_runs_of_one_sweep_name_their_machines(project: Project) -> None:
     refused = project.snakemake(*dry, profile=None)
     assert (refused.returncode, refused.stdout.splitlines()[-1]) == (
         1,
-        "cellmill: run tiny: machine: no machine 'h10' in machine/config.yaml; did you mean 'h100'?",
+        "cellmill: run tiny: no machine 'h10' in machine/config.yaml; did you mean 'h100'?",
     )
 
 

@@ -18,7 +18,7 @@ from cellmill.config.machine import Machine
 from cellmill.errors import ConfigError, UserError
 from cellmill.files import digest, write_json
 from cellmill.launch.queue import StageWatch, reasons_of_failed
-from cellmill.preflight.profile import CommandMachines, machines_of_command
+from cellmill.preflight.profile import Profile, machines_of_command
 from cellmill.runs.branch import check_branches
 
 # find the cellmill of this Python even if its environment is not activated
@@ -39,7 +39,7 @@ try:
     swept = pipeline.swept()  # values by axis of each run of each sweep
     # Defaults of the rules train and plan, so that `--set-resources train:nodes=2`, which replaces the profile's
     # set-resources, changes that one value and not the launcher.
-    machines = machines_of_command(sys.argv[1:]) if workflow.is_main_process else CommandMachines()
+    machines = machines_of_command(sys.argv[1:]) if workflow.is_main_process else Profile()
     if workflow.is_main_process:
         # imports h5py, which jobs of a cluster do without
         importlib.import_module("cellmill.data.prepare.check").check_datasets(pipeline)
@@ -176,8 +176,8 @@ def fits_processes(wildcards, resources):
     given = {name: getattr(resources, name) for name in ("nodes", "nproc_per_node")}
     given["launcher"] = getattr(resources, "launcher", "slurm")  # plan has none, and takes a range of nodes
     try:
-        if workflow.is_main_process:
-            machines.check(run.machine)
+        if workflow.is_main_process and machines.trains and run.machine:
+            machines.machine(run.machine)
         machine = check_options(Machine, given, "the profile's set-resources")
         check_nodes(run, machine.node_counts, machine.nproc_per_node)
     except ConfigError as error:

@@ -18,7 +18,7 @@ from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 from cellmill.planner.devices import DEVICES, assumption, known_device, sizes_of
 from cellmill.preflight.checks import gpus_text
-from cellmill.preflight.site import Node, Partition, SlurmFacts, up
+from cellmill.preflight.site import Node, Partition, SlurmFacts
 
 DAY_MIN = 1440
 _SLICE = re.compile(r"\d+g\.\d+gb")  # a part of a GPU (MIG); processes on several cannot form one training
@@ -67,7 +67,7 @@ def choose_training(facts: SlurmFacts, request: Request) -> tuple[Offer, str]:
     else:
         among = facts.usable()
     offers = [offer for partition in among for offer in _offers(facts, partition, request)]
-    has_gpus = any(node.gpus for partition in among for node in up(partition))
+    has_gpus = any(node.gpus for partition in among for node in partition.up)
     offers = [offer for offer in offers if offer.gpus or request.gpus == 0 or not has_gpus]
     if not offers:
         there = "; ".join(sorted(f"{partition.name}: {_contents(facts, partition)}" for partition in among))
@@ -88,14 +88,14 @@ def choose_training(facts: SlurmFacts, request: Request) -> tuple[Offer, str]:
 def choose_for_stages(facts: SlurmFacts, training: Partition) -> tuple[Partition, str]:
     """The partition of stages that need no GPU, and the reason."""
     usable = facts.usable()
-    without = [partition for partition in usable if not any(node.gpus for node in up(partition))]
-    mixed = [partition for partition in usable if not all(node.gpus for node in up(partition))]
+    without = [partition for partition in usable if not any(node.gpus for node in partition.up)]
+    mixed = [partition for partition in usable if not all(node.gpus for node in partition.up)]
     pool, reason = (without, "without GPUs") if without else (mixed, "has nodes without GPUs")
     if not pool:  # the default is where the site wants jobs that ask for nothing
         default = next((partition for partition in usable if partition.default), None)
         where = f"{'as train' if default is None else 'the default'}: all nodes that are up have GPUs"
         return default or training, where
-    best = min(pool, key=lambda p: (not p.default, -_limit(p), -len(up(p)), p.name))
+    best = min(pool, key=lambda p: (not p.default, -_limit(p), -len(p.up), p.name))
     return best, f"the default, {reason}" if best.default else reason
 
 
@@ -110,8 +110,8 @@ def _named(facts: SlurmFacts, name: str) -> Partition:
 
 def _offers(facts: SlurmFacts, partition: Partition, request: Request) -> Iterator[Offer]:
     """At most one offer for each type of GPU: as many on each node as enough nodes have."""
-    nodes, number = up(partition), request.most_nodes
-    if number > (facts.rules_of(partition).max_nodes or number):
+    nodes, number = partition.up, request.most_nodes
+    if number > (partition.max_nodes or number):
         return
     kinds = sorted({kind for node in nodes for kind in node.gpus})
     if (not request.gpus and not kinds) or request.gpus == 0:
@@ -151,9 +151,9 @@ def _limit(partition: Partition) -> int:
 
 def _contents(facts: SlurmFacts, partition: Partition) -> str:
     """Nodes of a partition that are up, by their GPUs."""
-    kinds = Counter(gpus_text(node.gpus) or "no GPU" for node in up(partition))
+    kinds = Counter(gpus_text(node.gpus) or "no GPU" for node in partition.up)
     listed = ", ".join(f"{number} {'node' if number == 1 else 'nodes'} with {kind}" for kind, number in kinds.items())
-    most = facts.rules_of(partition).max_nodes
+    most = partition.max_nodes
     return f"{listed or 'no node that is up'}{f', at most {most} in a job' if most else ''}"
 
 
@@ -289,7 +289,7 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> ProfileValu
     account = _account(facts, request, offer.partition)
     qos = Reasoned(request.qos, "--qos") if request.qos else _qos(facts, offer.partition, account.value)
     stages_qos = qos if partition.name == offer.partition.name else _qos(facts, partition, account.value)
-    stages = _place(facts, partition, up(partition), account.value, stages_qos.value)
+    stages = _place(facts, partition, partition.up, account.value, stages_qos.value)
     vectors = _place(facts, offer.partition, offer.nodes, account.value, qos.value) if offer.gpus else stages
     status, device = _status_command(facts), _device(offer)
     machine, why = _machine(facts, request, offer, account.value, qos.value)
@@ -375,14 +375,14 @@ def _gpus_there(offer: Offer) -> str:
 
 def _cpus(facts: SlurmFacts, offer: Offer) -> Reasoned:
     """The smallest node's CPUs, or the share of them that goes with the GPUs."""
-    shares = [facts.cpus(offer.partition, node) * _gpus_frac(offer, node) for node in offer.nodes]
+    shares = [offer.partition.cpus(node) * _gpus_frac(offer, node) for node in offer.nodes]
     why = f"{'all' if _is_whole(offer) else 'the share of its GPUs'} of the smallest node (sinfo, scontrol)"
     return Reasoned(str(max(1, int(min(shares)))), why)
 
 
 def _memory(facts: SlurmFacts, offer: Offer) -> Reasoned:
     """All memory of a node, or the share of the smallest that goes with the GPUs."""
-    usable = [facts.memory_mb(offer.partition, node) for node in offer.nodes]
+    usable = [offer.partition.memory_mb(node) for node in offer.nodes]
     if not all(usable):
         return Reasoned("0", "SLURM does not manage memory here (sinfo)")
     if not _is_whole(offer):
@@ -410,13 +410,13 @@ def _gres_only(facts: SlurmFacts) -> str:
 
 def _place(facts: SlurmFacts, partition: Partition, nodes: list[Node], account: str, qos: str) -> Place:
     """The partition with the most that a job of one node may request there."""
-    memory = [facts.memory_mb(partition, node) for node in nodes]
+    memory = [partition.memory_mb(node) for node in nodes]
     return Place(
         partition=partition.name,
         qos=qos,
         limit_min=facts.limit(partition, account, qos)[0],
         mem_mb=max(memory) if all(memory) else 0,
-        cpus=max(facts.cpus(partition, node) for node in nodes),
+        cpus=max(partition.cpus(node) for node in nodes),
     )
 
 
@@ -449,7 +449,7 @@ def _account(facts: SlurmFacts, request: Request, partition: Partition) -> Reaso
         return Reasoned(request.account, "--account")
     if not facts.accounts:
         return Reasoned("", "not needed: sacctmgr knows none of yours")
-    accepted = facts.rules_of(partition).accounts
+    accepted = partition.accounts
     mine = sorted(name for name in facts.accounts if accepted is None or name in accepted)
     if facts.default_account in mine:
         return Reasoned(facts.default_account, "your default account (sacctmgr)")
@@ -461,8 +461,8 @@ def _account(facts: SlurmFacts, request: Request, partition: Partition) -> Reaso
 
 def _qos(facts: SlurmFacts, partition: Partition, account: str) -> Reasoned:
     """A QOS of this user, if the partition does not accept every one."""
-    accepted = facts.rules_of(partition).qos
-    mine = facts.accounts[account] if account in facts.accounts else set().union(*facts.accounts.values())
+    accepted = partition.qos
+    mine = facts.qos_of(account)
     both = sorted(mine & accepted, key=lambda name: (name != "normal", name)) if accepted is not None else []
     return (
         Reasoned(both[0], f"one of yours that partition {partition.name} accepts (scontrol)") if both else Reasoned("")

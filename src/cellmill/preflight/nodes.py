@@ -27,7 +27,7 @@ from cellmill.launch.job import Job
 from cellmill.launch.queue import expand
 from cellmill.launch.submit import End, StillQueued, run_once
 from cellmill.planner.devices import DEVICES, known_device, sizes_of
-from cellmill.preflight.checks import TRAIN, Check, doubt, gpu_request, judged, no, ok
+from cellmill.preflight.checks import TRAIN, Check, doubt, judged, no, ok
 from cellmill.runs.jobs import GONE
 from cellmill.runs.lock import locked
 
@@ -164,7 +164,7 @@ def judge_gpus(machine: Machine, device: str, nodes: list[dict[str, Any]]) -> Ch
     """Verdict on GPUs, of which each process needs one if any were requested or any are visible."""
     if machine.device == "cpu":
         return ok("GPUs", "device: cpu: processes compute on CPU cores")
-    if not gpu_request(machine)[1] and not any(node["gpus"] for node in nodes):
+    if not machine.gpus and not any(node["gpus"] for node in nodes):
         return ok("GPUs", "none requested and none visible: processes compute on CPU cores")
     for node in nodes:
         if len(node["gpus"]) >= machine.nproc_per_node:

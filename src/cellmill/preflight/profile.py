@@ -13,8 +13,8 @@ Options of a command replace a profile's whole entry: `--set-resources train:nod
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,40 +38,53 @@ _EITHER = {"gres": "gpus_per_node", "gpus_per_node": "gres"}  # a machine that s
 
 @dataclass(frozen=True)
 class Profile:
-    """Resources that a profile gives the rules train and plan."""
+    """Resources that a profile, or a command with its profiles, gives the rules train and plan."""
 
-    name: str
-    path: Path
+    name: str = "profile"
+    path: Path = Path("the profile")
     """Its file."""
-    train: dict[str, Any]
-    plan: dict[str, Any]
-    unread: list[str]
-    """Keys of `default-resources` that a training needs too, but that do not reach it."""
+    train: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
     over: Path | None = None
     """The file of profiles/default, which Snakemake loads unasked and which wins key by key."""
     named: dict[str, Rules] = field(default_factory=dict)
     """Keys of each named machine that differ from those of train and plan."""
     options: dict[str, Any] = field(default_factory=dict)
     """Every option of Snakemake in it; mappings are lists of assignments."""
+    trains: bool = True
+    """False for a command that starts no training, such as --report, and needs no profile."""
+
+    def resources(self, machine: str | None, rule: str) -> dict[str, Any]:
+        """Keys of a rule that the named machine changes; none for no name or an unknown one."""
+        return self.named.get(machine or "", {}).get(rule, {})
+
+    def keys(self, rule: str) -> set[str]:
+        """Every key of a rule that a named machine changes."""
+        return {key for rules in self.named.values() for key in rules[rule]}
 
     def machine(self, name: str = "") -> Machine:
         """The machine of a training, or the one called `name`. Raises ConfigError naming the key that is wrong."""
-        return check_machine(self.train | self._named(name)["train"], str(self.path), name)
+        if name and name not in self.named:
+            here = f"it has none; set-resources: {of_machine('train', name)} adds it"
+            hint = did_you_mean(name, list(self.named)) if self.named else here
+            raise ConfigError(f"no machine {name!r} in {self.path}; {hint}")
+        return check_machine(self.train | self.resources(name, "train"), str(self.path), of_machine("train", name))
 
     def device(self, name: str = "") -> str:
-        """The plan's device."""
-        return str((self.plan | self._named(name)["plan"]).get("device", "cpu"))
+        """The plan's device, or that of the machine called `name`."""
+        return str((self.plan | self.resources(name, "plan")).get("device", "cpu"))
 
-    def _named(self, name: str) -> Rules:
-        if name and name not in self.named:
-            raise ConfigError(unknown_machine(name, self.named, str(self.path)))
-        return self.named.get(name, {"train": {}, "plan": {}})
+    @property
+    def unread(self) -> list[str]:
+        """Keys of `default-resources` that a training needs too, but that do not reach it."""
+        defaults = {entry.partition("=")[0] for entry in entries_of(self.options, "default-resources", self.path)}
+        return [name for name in _OF_A_SITE if name in defaults and name not in self.train]
 
 
-def check_machine(resources: dict[str, Any], source: str, name: str = "", rule: str = "train") -> Machine:
+def check_machine(resources: dict[str, Any], source: str, rule: str) -> Machine:
     """The machine that resources of a rule describe. Raises ConfigError naming the key in `source` that is wrong."""
     options = {key: value for key, value in resources.items() if key not in _OF_SNAKEMAKE}
-    machine: Machine = check_options(Machine, options, f"{source}: set-resources: {of_machine(rule, name)}")
+    machine: Machine = check_options(Machine, options, f"{source}: set-resources: {rule}")
     return machine
 
 
@@ -80,21 +93,15 @@ def of_machine(rule: str, name: str) -> str:
     return f"{rule}.{name}" if name else rule
 
 
-def unknown_machine(name: str, known: Iterable[str], source: str) -> str:
-    """Error of a machine that `source` does not have."""
-    known = list(known)
-    hint = did_you_mean(name, known) if known else f"it has none; set-resources: {of_machine('train', name)} adds it"
-    return f"no machine {name!r} in {source}; {hint}"
-
-
 def find_profile(name: str) -> Path:
-    """The file of a profile: in ./profiles, or where Snakemake looks. Raises ConfigError naming the places."""
-    path = _file_at(Path("profiles") / name) if Path(name).name == name else None
+    """The file of a profile: in ./profiles, or where Snakemake looks. Raises ConfigError naming the folders."""
+    here = Path("profiles") / name
+    path = snakemake_finds(str(here)) if Path(name).name == name and here.exists() else None
     path = path or snakemake_finds(name)
     if path is None:
         dirs = get_appdirs()
-        places = [Path("profiles"), Path.cwd(), Path(dirs.user_config_dir), Path(dirs.site_config_dir)]
-        listed = ", ".join(str(place / name) for place in places)
+        folders = [Path("profiles"), Path.cwd(), Path(dirs.user_config_dir), Path(dirs.site_config_dir)]
+        listed = ", ".join(str(folder / name) for folder in folders)
         raise ConfigError(f"no profile {name!r}: none of {listed} is a profile or has a config.yaml")
     return path
 
@@ -107,8 +114,8 @@ def snakemake_finds(name: str) -> Path | None:
 
 def workflow_profile(name: str) -> Path | None:
     """The file that `snakemake --workflow-profile NAME` reads: at that path, or in ./profiles; None without one."""
-    places = (Path(name), Path("profiles") / name)
-    return next((snakemake_finds(str(place)) for place in places if place.exists()), None)
+    paths = (Path(name), Path("profiles") / name)
+    return next((snakemake_finds(str(path)) for path in paths if path.exists()), None)
 
 
 def read_profile(name: str) -> Profile:
@@ -125,21 +132,18 @@ def read_profile(name: str) -> Profile:
         if not colon:
             raise ConfigError(f"{path}: set-resources: expected rule:resource=value, got {entry!r}")
         if rule.partition(".")[0] in ("train", "plan"):
-            evaluated = _evaluate(assignment, 1 if threads is None else threads.value, f"{path}: set-resources: {rule}")
-            if twice := entries[rule].keys() & evaluated:
-                raise ConfigError(f"{path}: set-resources: {rule}: {twice.pop()} is given twice, in two units")
-            entries[rule] |= evaluated
-    rules = {rule: entries.pop(rule, {}) for rule in ("train", "plan")}
-    defaults = {entry.partition("=")[0] for entry in entries_of(options, "default-resources", path)}
-    unread = [name for name in _OF_A_SITE if name in defaults and name not in rules["train"]]
+            where = f"{path}: set-resources: {rule}"
+            values = _checked(assignment, 1 if threads is None else threads.value, where)
+            if twice := entries[rule].keys() & values:
+                raise ConfigError(f"{where}: {twice.pop()} is given twice, in two units")
+            entries[rule] |= values
+    entries_of(options, "default-resources", path)  # a mapping too
     in_folder = re.fullmatch(r"(profile|config)(\.v\d+\+)?\.yaml", path.name)
     own = re.sub(r"[^A-Za-z0-9_.-]", "", path.parent.name if in_folder else path.stem)
-    return Profile(
-        own or "profile", path, **rules, unread=unread, over=over, named=named_machines(entries), options=options
-    )
+    return Profile(own or "profile", path, entries["train"], entries["plan"], over, named_machines(entries), options)
 
 
-def named_machines(entries: Rules) -> dict[str, Rules]:
+def named_machines(entries: Mapping[str, dict[str, Any]]) -> dict[str, Rules]:
     """Keys of each named machine from the entries `train.NAME` and `plan.NAME` of `set-resources`."""
     named: dict[str, Rules] = defaultdict(lambda: {"train": {}, "plan": {}})
     for entry, resources in entries.items():
@@ -148,10 +152,6 @@ def named_machines(entries: Rules) -> dict[str, Rules]:
             unset = {other: "" for key, other in _EITHER.items() if key in resources and other not in resources}
             named[name][rule] |= resources | unset
     return dict(named)
-
-
-def _file_at(place: Path) -> Path | None:
-    return snakemake_finds(str(place)) if place.exists() else None
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -169,22 +169,45 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def entries_of(options: dict[str, Any], key: str, path: Path, rule: str = "") -> list[str]:
-    """Assignments of an option that is a mapping; with `rule` those of that rule. Raises ConfigError if it is none."""
+    """Assignments of an option that is a mapping; of one `rule` if given. Raises ConfigError for another value."""
     entries = options.get(key) or []
     if not isinstance(entries, list):
         raise ConfigError(f"{path}: {key}: expected a mapping, got {entries!r}")
     return [str(entry) for entry in entries if not rule or str(entry).startswith(f"{rule}:")]
 
 
-def _evaluate(assignment: str, threads: int, where: str) -> dict[str, Any]:
-    """The resource of an assignment `name=value`, by its name without a unit, as Snakemake gives it to a rule."""
+def assigned(assignment: str) -> dict[str, Any]:
+    """Snakemake's resource of a text `name=value`, by its name without a unit."""
+    return dict(parse_set_resources([f"rule:{assignment}"])["rule"])
+
+
+def evaluate(resources: Mapping[str, Any], **known: Any) -> dict[str, Any]:
+    """Resources as Snakemake gives them to a rule: `known` has threads, attempt and input if they are not 1, 1 and [].
+
+    Raises whatever an expression raises.
+    """
+    usual = {"wildcards": {}, "input": [], "attempt": 1, "threads": 1, "rulename": "", "async_run": None}
+    return {name: resource.evaluate(**usual | known).value for name, resource in resources.items()}
+
+
+def _checked(assignment: str, threads: int, where: str) -> dict[str, Any]:
+    """The resource of an assignment. Raises ConfigError with advice on a value that Snakemake reads differently."""
     key, _, text = assignment.partition("=")
-    known = {"wildcards": {}, "input": [], "attempt": 1, "threads": threads, "rulename": "", "async_run": None}
     try:
-        resources = parse_set_resources([f"rule:{assignment}"])["rule"]
-        values = {name: resource.evaluate(**known).value for name, resource in resources.items()}
+        values = evaluate(assigned(assignment), threads=threads)
     except Exception:  # whatever the expression raises
-        raise ConfigError(f"{where}: {key}: {_remedy(key, text)}") from None
+        if re.fullmatch(r"-\d+", text):
+            advice = f"{text} is negative"
+        elif key == "runtime":
+            advice = f"expected a time such as 90 (minutes) or 2h, got {text!r}"
+        elif key in ("mem", "disk"):
+            advice = f"expected a size such as 16000 (MB) or 16G, got {text!r}"
+        elif key.endswith(("_mb", "_mib")):
+            quoted = text.strip("'")
+            advice = f"expected a number without quotes, got {quoted!r}; `mem: 16G` takes a unit"
+        else:
+            advice = f"Snakemake reads {text!r} as Python; write \"'{text}'\", in both quotes, for a text"
+        raise ConfigError(f"{where}: {key}: {advice}") from None
     for value in values.values():
         if isinstance(value, int) and value < 0:
             raise ConfigError(
@@ -193,85 +216,36 @@ def _evaluate(assignment: str, threads: int, where: str) -> dict[str, Any]:
     return values
 
 
-def _remedy(key: str, text: str) -> str:
-    """Advice on a value that Snakemake cannot take."""
-    if re.fullmatch(r"-\d+", text):
-        return f"{text} is negative"
-    if key == "runtime":
-        return f"expected a time such as 90 (minutes) or 2h, got {text!r}"
-    if key in ("mem", "disk"):
-        return f"expected a size such as 16000 (MB) or 16G, got {text!r}"
-    if key.endswith(("_mb", "_mib")):
-        quoted = text.strip("'")
-        return f"expected a number without quotes, got {quoted!r}; `mem: 16G` takes a unit"
-    return f"Snakemake reads {text!r} as Python; write \"'{text}'\", in both quotes, for a text"
-
-
-@dataclass(frozen=True)
-class CommandMachines:
-    """Resources of the rules train and plan, and those of machines that runs name."""
-
-    train: dict[str, Any] = field(default_factory=dict)
-    plan: dict[str, Any] = field(default_factory=dict)
-    named: dict[str, Rules] = field(default_factory=dict)
-    """Keys of each named machine that differ."""
-    source: str = "the profile"
-    """The profile's file, for messages."""
-    trains: bool = True
-    """False for a command that starts no training, such as --report, and needs no profile."""
-
-    def resources(self, machine: str | None, rule: str) -> dict[str, Any]:
-        """Options of a rule that the machine of a run changes; none for a run that names none, or an unknown one."""
-        return self.named.get(machine or "", {}).get(rule, {})
-
-    def keys(self, rule: str) -> set[str]:
-        """Every resource of a rule that a named machine changes."""
-        return {key for rules in self.named.values() for key in rules[rule]}
-
-    def check(self, machine: str | None) -> None:
-        """Raises ConfigError for a machine that there is not, or that is none."""
-        if machine is None or not self.trains:
-            return
-        if machine not in self.named:
-            raise ConfigError(f"machine: {unknown_machine(machine, self.named, self.source)}")
-        check_machine(self.train | self.named[machine]["train"], self.source, machine)
-
-
-def machines_of_command(arguments: Sequence[str]) -> CommandMachines:
+def machines_of_command(arguments: Sequence[str]) -> Profile:
     """Machines of a command line (without `snakemake`).
 
     Of several profiles the last one that sets resources counts, as in Snakemake; what the command sets for train holds
     for every machine. Raises ConfigError naming the file and what is wrong.
     """
     options, _ = get_argument_parser().parse_known_args(list(arguments))
-    profile = _last_profile([name for name in options.profile or [] if name != "none"], options.workflow_profile)
-    typed = {rule: _evaluated(resources) for rule, resources in dict(options.set_resources or {}).items()}
-    named = dict(profile.named) if profile else {}
-    for name, rules in named_machines(typed).items():
-        before = named.get(name, {"train": {}, "plan": {}})
-        named[name] = {rule: before[rule] | rules[rule] for rule in before}
-    fixed = {rule: typed.get(rule, {}).keys() for rule in ("train", "plan")}
-    return CommandMachines(
-        train={name: value for name, value in profile.train.items() if name in Machine.model_fields} if profile else {},
-        plan=profile.plan if profile else {},
-        named={
-            name: {rule: {k: v for k, v in keys.items() if k not in fixed[rule]} for rule, keys in rules.items()}
-            for name, rules in named.items()
-        },
-        source=str(profile.path) if profile else "the profile",
-        trains=options.report is None,
-    )
-
-
-def _last_profile(names: list[str], of_workflow: str | None) -> Profile | None:
-    """The last profile that sets resources of train or plan."""
-    last = of_workflow or "default"
-    paths = [*map(snakemake_finds, names), None if last == "none" else workflow_profile(last)]
+    last = options.workflow_profile or "default"
+    paths = [snakemake_finds(name) for name in options.profile or [] if name != "none"]
+    paths.append(None if last == "none" else workflow_profile(last))
     profiles = [read_profile(str(path)) for path in paths if path is not None]
-    return next((profile for profile in reversed(profiles) if profile.train or profile.plan or profile.named), None)
-
-
-def _evaluated(resources: Any) -> dict[str, Any]:
-    """Resources of a rule on the command line, as Snakemake evaluates them for one thread."""
-    known: dict[str, Any] = {"wildcards": {}, "input": [], "attempt": 1, "threads": 1, "rulename": ""}
-    return {name: resource.evaluate(**known, async_run=None).value for name, resource in resources.items()}
+    setting = [profile for profile in profiles if profile.train or profile.plan or profile.named]
+    profile = setting[-1] if setting else Profile()
+    typed = {
+        rule: evaluate(resources)
+        for rule, resources in (options.set_resources or {}).items()
+        if rule.partition(".")[0] in ("train", "plan")
+    }
+    added = Profile(named=named_machines(typed))
+    named = {
+        name: {
+            rule: {
+                key: value
+                for source in (profile, added)
+                for key, value in source.resources(name, rule).items()
+                if key not in typed.get(rule, {})
+            }
+            for rule in ("train", "plan")
+        }
+        for name in (*profile.named, *added.named)
+    }
+    train = {name: value for name, value in profile.train.items() if name in Machine.model_fields}
+    return replace(profile, train=train, named=named, trains=options.report is None)

@@ -1,4 +1,4 @@
-"""Resources of a SLURM site: partitions and nodes, accounts, an estimated start. Queues nothing.
+"""A SLURM site as SLURM's commands describe it: partitions and nodes, accounts, an estimated start. Queues nothing.
 
 Every value reaches SLURM's commands as one argument of a list. An answer that cannot be parsed is a CommandError;
 nothing is concluded from it.
@@ -10,7 +10,9 @@ import os
 import re
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 from cellmill.config.machine import Machine, flags, gpus_in
 from cellmill.errors import UserError
@@ -18,6 +20,7 @@ from cellmill.launch.submit import TRANSIENT, sbatch_options, submitting
 from cellmill.runs.jobs import CommandError, ask, call, seconds
 
 _DOWN = {"down", "drain", "drained", "draining", "fail", "failing", "future", "maint", "unknown", "error", "blocked"}
+_NODE = re.compile(r"([^|]*)\|([^|]*?)(\*?)\|([^|]*)\|([^|]*)\|([^|]*)\|(\d+)\+?\|(\d+)\+?\|([^|]*)\|(.*)")
 
 
 class Refused(Exception):
@@ -33,6 +36,7 @@ class Node:
     gpus: dict[str, int]
     """Number of GPUs by type; "" for GPUs without one."""
     cpus: int
+    """Without cores reserved for the system."""
     memory_mb: int
     features: frozenset[str]
 
@@ -49,19 +53,14 @@ class Node:
 
 @dataclass(frozen=True)
 class Partition:
+    """A partition and its limits; None for none."""
+
     name: str
     default: bool
     state: str
     """up, or another of sinfo's states."""
     limit_min: int | None
-    """Time limit; None for none."""
     nodes: list[Node]
-
-
-@dataclass(frozen=True)
-class Rules:
-    """Limits of a partition that sinfo does not print; None for none."""
-
     max_nodes: int | None = None
     max_cpus: int | None = None
     """Per node."""
@@ -79,89 +78,190 @@ class Rules:
     reserved: bool = False
     """Hidden, or for root or reservations only."""
 
+    @property
+    def up(self) -> list[Node]:
+        """Nodes that are up."""
+        return [node for node in self.nodes if node.up]
 
-def ask_partitions() -> dict[str, Partition]:
-    """Every partition visible to this user, by name. Raises CommandError."""
-    answer = ask(["sinfo", "-h", "-a", "-N", "-o", "%N|%P|%a|%l|%T|%c|%m|%G|%f"])
-    known: dict[str, Partition] = {}
-    for line in answer.splitlines():
-        cells = [cell.strip() for cell in line.split("|", 8)]
-        if len(cells) != 9 or not re.fullmatch(r"\d+\+?", cells[5]) or not re.fullmatch(r"\d+\+?", cells[6]):
+    def cpus(self, node: Node) -> int:
+        """CPUs that a job may request of a node."""
+        return min(node.cpus, self.max_cpus or node.cpus)
+
+    def memory_mb(self, node: Node) -> int:
+        """Memory that a job may request of a node; 0 if SLURM does not manage memory."""
+        by_cpu = self.max_mem_per_cpu_mb and self.max_mem_per_cpu_mb * self.cpus(node)
+        # an unset RealMemory is 1
+        return 0 if node.memory_mb <= 1 else min(filter(None, (node.memory_mb, self.max_mem_mb, by_cpu)))
+
+
+@dataclass(frozen=True)
+class SlurmFacts:
+    """SLURM's answers."""
+
+    partitions: dict[str, Partition]
+    configuration: dict[str, str]
+    """SLURM's own, by key: SelectType, MinJobAge …"""
+    no_accounting: str = ""
+    """The reason, if sacct has nothing to read."""
+    accounts: dict[str, set[str]] = field(default_factory=dict)
+    """QOS of each account of this user."""
+    default_account: str = ""
+    qos_min: dict[str, int] = field(default_factory=dict)
+    """Minutes that a job may take in each QOS that has such a limit."""
+    groups: frozenset[str] = frozenset()
+    """Unix groups of this user."""
+
+    def usable(self) -> list[Partition]:
+        """Partitions that are up, have a node that is up, and accept this user."""
+        return [part for part in self.partitions.values() if part.state == "up" and part.up and self._accepts(part)]
+
+    def _accepts(self, partition: Partition) -> bool:
+        lists = (
+            (partition.accounts, set(self.accounts)),
+            (partition.qos, self.qos_of("")),
+            (partition.groups, set(self.groups)),
+        )
+        return not partition.reserved and all(not mine or allowed is None or allowed & mine for allowed, mine in lists)
+
+    def qos_of(self, account: str) -> set[str]:
+        """QOS of an account of this user; of all of them for an unknown one."""
+        return self.accounts[account] if account in self.accounts else set().union(*self.accounts.values())
+
+    def limit(self, partition: Partition, account: str, qos: str) -> tuple[int | None, str]:
+        """Minutes that a job may take, None for no limit, and where that is from.
+
+        Without a named QOS it is known only to a user whose account has one.
+        """
+        named = {qos} if qos else self.accounts.get(account, set())
+        applying = {partition.own_qos} | (named if len(named) == 1 else set())
+        limits = {f"partition {partition.name} (sinfo)": partition.limit_min}
+        limits |= {f"QOS {name} (sacctmgr)": self.qos_min.get(name) for name in applying}
+        source = min(limits, key=lambda name: limits[name] or sys.maxsize)
+        return limits[source], source
+
+
+def ask_slurm() -> SlurmFacts:
+    """SLURM's answers. Raises UserError in one line if a command is missing or the controller does not answer."""
+    try:
+        listed = ask(["sinfo", "-h", "-a", "-N", "-o", "%N|%P|%a|%l|%T|%c|%m|%G|%f"])
+        rules, nodes = _records("partition", "PartitionName"), _records("node", "NodeName")
+        pairs = (line.partition("=") for line in ask(["scontrol", "show", "config"]).splitlines())
+        configuration = {key.strip(): value.strip() for key, equals, value in pairs if equals}
+        partitions = _partitions(listed, rules, nodes, configuration)
+    except CommandError as error:
+        missing = str(error).endswith("not on PATH")
+        remedy = "run this on a login node of the cluster" if missing else "try again when SLURM's controller answers"
+        raise UserError(f"{error}; {remedy}") from None
+    if not partitions:
+        raise UserError("sinfo lists no partition; expected at least one")
+    try:
+        ask(["sacct", "-n", "-X", "-P", "-S", "now", "-o", "JobID"])
+        no_accounting = ""
+    except CommandError as error:
+        no_accounting = str(error)
+    accounts: dict[str, set[str]] = defaultdict(set)
+    default, qos_min = "", {}
+    user = getpass.getuser()
+    try:
+        for account, _, qos in _sacctmgr(3, "assoc", f"user={user}", "format=Account,Partition,QOS"):
+            accounts[account] |= set(qos.split(",")) - {""}
+        default = next(
+            (name for (name,) in _sacctmgr(1, "user", user, "format=DefaultAccount") if name != "(null)"), ""
+        )
+        rows = _sacctmgr(2, "qos", "format=Name,MaxWall")
+        qos_min = {name: limit for name, text in rows if (limit := minutes(text or "UNLIMITED")) is not None}
+    except CommandError:  # without them a profile names no account
+        accounts.clear()
+    return SlurmFacts(
+        partitions,
+        configuration,
+        no_accounting,
+        {name: qos for name, qos in accounts.items() if name},
+        default,
+        qos_min,
+        frozenset(_groups()),
+    )
+
+
+def _partitions(
+    sinfo: str, rules: dict[str, dict[str, str]], nodes: dict[str, dict[str, str]], configuration: dict[str, str]
+) -> dict[str, Partition]:
+    """Partitions by name, with the limits that sinfo does not print. Raises CommandError for a line that is not one."""
+    partitions: dict[str, Partition] = {}
+    for line in sinfo.splitlines():
+        if (match := _NODE.fullmatch(line.strip())) is None:
             raise CommandError(f"sinfo answered {line.strip()[:80]!r}")
-        name = cells[1].removesuffix("*")
-        node = Node(
-            name=cells[0],
-            state=cells[4],
-            gpus=gpus_in(cells[7]),
-            cpus=int(cells[5].rstrip("+")),
-            memory_mb=int(cells[6].rstrip("+")),
-            features=frozenset(cells[8].split(",")) - {"(null)", ""},
+        host, name, default, state, time_limit, node_state, cpus, memory, gres, features = match.groups()
+        if name not in partitions:
+            rule = rules.get(name, {})
+            # the cluster's limits of memory hold where the partition sets none
+            set_here = any(limit(rule.get(key)) for key in ("MaxMemPerNode", "MaxMemPerCPU"))
+            memory_rule = rule if set_here else configuration
+            partitions[name] = Partition(
+                name,
+                default == "*",
+                state,
+                minutes(time_limit),
+                [],
+                max_nodes=limit(rule.get("MaxNodes")),
+                max_cpus=limit(rule.get("MaxCPUsPerNode")),
+                max_mem_mb=limit(memory_rule.get("MaxMemPerNode")),
+                max_mem_per_cpu_mb=limit(memory_rule.get("MaxMemPerCPU")),
+                accounts=_names(rule.get("AllowAccounts")),
+                qos=_names(rule.get("AllowQos")),
+                groups=_names(rule.get("AllowGroups")),
+                own_qos=",".join(_names(rule.get("QoS")) or ()),
+                reserved="YES" in (rule.get("Hidden"), rule.get("RootOnly"), rule.get("ReqResv")),
+            )
+        known = nodes.get(host, {})
+        usable = limit(known.get("CPUEfctv") or known.get("CPUTot")) or int(cpus)
+        partitions[name].nodes.append(
+            Node(
+                host,
+                node_state,
+                gpus_in(gres),
+                min(int(cpus), usable),
+                int(memory),
+                frozenset(features.split(",")) - {"(null)", ""},
+            )
         )
-        partition = Partition(name, cells[1].endswith("*"), cells[2], minutes(cells[3]), [])
-        known.setdefault(name, partition).nodes.append(node)
-    return known
+    return partitions
 
 
-def partition_rules() -> dict[str, Rules]:
-    """Limits of every partition by its name. Raises CommandError."""
-    known = {}
-    for fields in _records(["scontrol", "-a", "-o", "show", "partition"], "PartitionName"):
-        known[fields["PartitionName"]] = Rules(
-            max_nodes=limit(fields.get("MaxNodes")),
-            max_cpus=limit(fields.get("MaxCPUsPerNode")),
-            max_mem_mb=limit(fields.get("MaxMemPerNode")),
-            max_mem_per_cpu_mb=limit(fields.get("MaxMemPerCPU")),
-            accounts=_names(fields.get("AllowAccounts")),
-            qos=_names(fields.get("AllowQos")),
-            groups=_names(fields.get("AllowGroups")),
-            own_qos=",".join(_names(fields.get("QoS")) or ()),
-            reserved="YES" in (fields.get("Hidden"), fields.get("RootOnly"), fields.get("ReqResv")),
-        )
-    return known
+def _records(kind: str, key: str) -> dict[str, dict[str, str]]:
+    """The fields of each line of `scontrol -o show KIND` by name; of a value (Reason, OS) only its first word."""
+    lines = [line for line in ask(["scontrol", "-a", "-o", "show", kind]).splitlines() if line.strip()]
+    records = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
+    if any(key not in fields for fields in records):
+        raise CommandError(f"scontrol answered {' '.join(lines)[:80]!r}")
+    return {fields[key]: fields for fields in records}
 
 
-def usable_cpus() -> dict[str, int]:
-    """CPUs of each node that jobs may use: without cores reserved for the system. Raises CommandError."""
-    nodes = _records(["scontrol", "-a", "-o", "show", "node"], "NodeName")
-    return {node["NodeName"]: int(node.get("CPUEfctv") or node.get("CPUTot") or 0) for node in nodes}
-
-
-def ask_configuration() -> dict[str, str]:
-    """SLURM's configuration by key: SelectType, MinJobAge … Raises CommandError."""
-    pairs = (line.partition("=") for line in ask(["scontrol", "show", "config"]).splitlines())
-    return {key.strip(): value.strip() for key, equals, value in pairs if equals}
-
-
-def default_account() -> str:
-    """Account that SLURM charges if none is named; empty if accounting has none. Raises CommandError."""
-    answer = ask(["sacctmgr", "-n", "-P", "show", "user", getpass.getuser(), "format=DefaultAccount"])
-    return next((line.strip() for line in answer.splitlines() if line.strip() not in ("", "(null)")), "")
-
-
-def qos_limits() -> dict[str, int]:
-    """Minutes that a job may take in each QOS that has such a limit. Raises CommandError."""
-    answer = ask(["sacctmgr", "-n", "-P", "show", "qos", "format=Name,MaxWall"])
-    rows = (line.partition("|") for line in answer.splitlines() if line.strip())
-    limits = {name: minutes(text.strip() or "UNLIMITED") for name, _, text in rows}
-    return {name: limit for name, limit in limits.items() if limit is not None}
-
-
-def associations() -> dict[str, set[str]]:
-    """The QOS of each account that this user may charge; empty if accounting has none. Raises CommandError."""
-    fields = "format=Account,Partition,QOS"
-    answer = ask(["sacctmgr", "-n", "-P", "show", "assoc", f"user={getpass.getuser()}", fields])
-    rows = [line.split("|") for line in answer.splitlines() if line.strip()]
-    if any(len(row) != 3 for row in rows):
+def _sacctmgr(columns: int, *what: str) -> list[list[str]]:
+    """Rows of `sacctmgr show`. Raises CommandError for a row of another number of columns."""
+    answer = ask(["sacctmgr", "-n", "-P", "show", *what])
+    rows = [[cell.strip() for cell in line.split("|")] for line in answer.splitlines() if line.strip()]
+    if any(len(row) != columns for row in rows):
         raise CommandError(f"sacctmgr answered {answer.strip()[:80]!r}")
-    known: dict[str, set[str]] = defaultdict(set)
-    for account, _, qos in rows:
-        known[account] |= set(qos.split(",")) - {""}
-    return known
+    return rows
 
 
-def accounting() -> None:
-    """Raises CommandError if sacct has no accounting to read."""
-    ask(["sacct", "-n", "-X", "-P", "-S", "now", "-o", "JobID"])
+def _groups() -> Iterator[str]:
+    """Names of this user's Unix groups; those without a name are left out."""
+    for number in {os.getgid(), *os.getgroups()}:
+        with suppress(KeyError):
+            yield grp.getgrgid(number).gr_name
+
+
+def limit(text: str | None) -> int | None:
+    """The number of a limit; None for UNLIMITED, N/A, (null), 0 or none."""
+    match = re.match(r"\d+", text or "")
+    return int(match[0]) or None if match else None
+
+
+def _names(text: str | None) -> frozenset[str] | None:
+    """The names of a list; None if it allows all."""
+    return None if text in (None, "ALL", "N/A", "(null)") else frozenset(text.split(","))
 
 
 def estimate(machine: Machine) -> str:
@@ -191,139 +291,3 @@ def minutes(text: str) -> int | None:
     if limit_s is None:
         raise CommandError(f"sinfo: expected a time limit, got {text[:40]!r}")
     return int(limit_s) // 60
-
-
-def _records(command: list[str], key: str) -> list[dict[str, str]]:
-    """The fields of each line of `scontrol -o show …`; words after a value's first (Reason, OS) are left out."""
-    lines = [line for line in ask(command).splitlines() if line.strip()]
-    records = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
-    if any(key not in fields for fields in records):
-        raise CommandError(f"scontrol answered {' '.join(lines)[:80]!r}")
-    return records
-
-
-def limit(text: str | None) -> int | None:
-    """The number of a limit; None for UNLIMITED, N/A, (null), 0 or none."""
-    match = re.match(r"\d+", text or "")
-    return int(match[0]) or None if match else None
-
-
-def _names(text: str | None) -> frozenset[str] | None:
-    """The names of a list; None if it allows all."""
-    return None if text in (None, "ALL", "N/A", "(null)") else frozenset(text.split(","))
-
-
-@dataclass(frozen=True)
-class SlurmFacts:
-    """SLURM's answers."""
-
-    partitions: dict[str, Partition]
-    rules: dict[str, Rules]
-    configuration: dict[str, str]
-    no_accounting: str = ""
-    """The reason, if sacct has nothing to read."""
-    accounts: dict[str, set[str]] = field(default_factory=dict)
-    """QOS of each account of this user."""
-    default_account: str = ""
-    qos_min: dict[str, int] = field(default_factory=dict)
-    """Minutes that a job may take in each QOS that has such a limit."""
-    groups: frozenset[str] = frozenset()
-    """Unix groups of this user."""
-
-    def rules_of(self, partition: Partition) -> Rules:
-        return self.rules.get(partition.name, Rules())
-
-    def usable(self) -> list[Partition]:
-        """Partitions that are up, have a node that is up, and accept this user."""
-        return [p for p in self.partitions.values() if p.state == "up" and up(p) and self._accepts(self.rules_of(p))]
-
-    def _accepts(self, rules: Rules) -> bool:
-        qos = set().union(*self.accounts.values())
-        lists = ((rules.accounts, set(self.accounts)), (rules.qos, qos), (rules.groups, set(self.groups)))
-        return not rules.reserved and all(not mine or allowed is None or allowed & mine for allowed, mine in lists)
-
-    def limit(self, partition: Partition, account: str, qos: str) -> tuple[int | None, str]:
-        """Minutes that a job may take, None for no limit, and where that is from.
-
-        Without a named QOS it is known only to a user whose account has one.
-        """
-        named = {qos} if qos else self.accounts.get(account, set())
-        applying = {self.rules_of(partition).own_qos} | (named if len(named) == 1 else set())
-        limits = {f"partition {partition.name} (sinfo)": partition.limit_min}
-        limits |= {f"QOS {name} (sacctmgr)": self.qos_min.get(name) for name in applying}
-        source = min(limits, key=lambda name: limits[name] or sys.maxsize)
-        return limits[source], source
-
-    def memory_mb(self, partition: Partition, node: Node) -> int:
-        """Memory that a job may request of a node; 0 if SLURM does not manage memory."""
-        rules = self.rules_of(partition)
-        by_cpu = rules.max_mem_per_cpu_mb and rules.max_mem_per_cpu_mb * self.cpus(partition, node)
-        # an unset RealMemory is 1
-        return 0 if node.memory_mb <= 1 else min(filter(None, (node.memory_mb, rules.max_mem_mb, by_cpu)))
-
-    def cpus(self, partition: Partition, node: Node) -> int:
-        """CPUs that a job may request of a node."""
-        return min(filter(None, (node.cpus, self.rules_of(partition).max_cpus)))
-
-
-def up(partition: Partition) -> list[Node]:
-    """Nodes of a partition that are up."""
-    return [node for node in partition.nodes if node.up]
-
-
-def ask_slurm() -> SlurmFacts:
-    """SLURM's answers. Raises UserError in one line if a command is missing or the controller does not answer."""
-    try:
-        partitions, rules = ask_partitions(), partition_rules()
-        cpus, configuration = usable_cpus(), ask_configuration()
-    except CommandError as error:
-        missing = str(error).endswith("not on PATH")
-        remedy = "run this on a login node of the cluster" if missing else "try again when SLURM's controller answers"
-        raise UserError(f"{error}; {remedy}") from None
-    if not partitions:
-        raise UserError("sinfo lists no partition; expected at least one")
-    try:
-        accounting()
-        no_accounting = ""
-    except CommandError as error:
-        no_accounting = str(error)
-    try:
-        accounts, default = associations(), default_account()
-        qos_min = qos_limits()
-    except CommandError:
-        accounts, default, qos_min = {}, "", {}
-    return SlurmFacts(
-        partitions={name: _with_cpus(partition, cpus) for name, partition in partitions.items()},
-        rules={name: _with_defaults(limits, configuration) for name, limits in rules.items()},
-        configuration=configuration,
-        no_accounting=no_accounting,
-        accounts={name: qos for name, qos in accounts.items() if name},
-        default_account=default,
-        qos_min=qos_min,
-        groups=frozenset(_groups()),
-    )
-
-
-def _with_cpus(partition: Partition, usable: dict[str, int]) -> Partition:
-    """`partition` without the CPUs that are reserved for the system."""
-    nodes = [replace(node, cpus=min(node.cpus, usable.get(node.name) or node.cpus)) for node in partition.nodes]
-    return replace(partition, nodes=nodes)
-
-
-def _with_defaults(rules: Rules, configuration: dict[str, str]) -> Rules:
-    """`rules` with the cluster's limits of memory where the partition sets none."""
-    if rules.max_mem_mb or rules.max_mem_per_cpu_mb:
-        return rules
-    per_node, per_cpu = (limit(configuration.get(f"MaxMemPer{what}")) for what in ("Node", "CPU"))
-    return replace(rules, max_mem_mb=per_node, max_mem_per_cpu_mb=per_cpu)
-
-
-def _groups() -> list[str]:
-    """Names of this user's Unix groups; those without a name are left out."""
-    names = []
-    for number in {os.getgid(), *os.getgroups()}:
-        try:
-            names.append(grp.getgrgid(number).gr_name)
-        except KeyError:
-            continue
-    return names
