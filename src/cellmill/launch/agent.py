@@ -61,31 +61,30 @@ class ClosedRendezvous(RendezvousHandler):
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        _allow_many_connections()
-        _name_interface(self.rendezvous)
-        if self.rendezvous.node == 0:
+        node = self.rendezvous
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # each process of the job takes several descriptors on the first node; the usual soft limit is 1,024
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        # gloo listens at the address of the node's name, which some installers make 127.0.1.1, out of reach of others
+        if node.host != LOOPBACK and node.nodes > 1 and (interface := interface_between_nodes(node.host)):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if node.node == 0:
             store, gate = self._closed_store()
-            port = Relay(self.rendezvous, gate).start()
+            port = Relay(node, gate).start()
         else:
-            port = Relay(self.rendezvous, None).start()
+            port = Relay(node, None).start()
             store = TCPStore(LOOPBACK, port, is_master=False, timeout=TIMEOUT)
-        place = self.rendezvous
-        store.set(f"{NODES}/{place.node}", node_name())
+        store.set(f"{NODES}/{node.node}", node_name())
         address = RendezvousStoreInfo(LOOPBACK, port)
-        return RendezvousInfo(PrefixStore(self._run_id, store), place.node, place.nodes, address)
+        return RendezvousInfo(PrefixStore(self._run_id, store), node.node, node.nodes, address)
 
     def _closed_store(self) -> tuple[TCPStore, Gate]:
         """A new store; another one if a stranger came in before it was closed."""
         for left in reversed(range(_STORES)):
             self._listener = socket.create_server((LOOPBACK, 0), backlog=1024)
-            gate = Gate(self._listener)
+            gate, listener = Gate(self._listener), os.dup(self._listener.fileno())
             store = TCPStore(
-                LOOPBACK,
-                gate.port,
-                is_master=True,
-                timeout=TIMEOUT,
-                wait_for_workers=False,
-                master_listen_fd=os.dup(self._listener.fileno()),
+                LOOPBACK, gate.port, is_master=True, timeout=TIMEOUT, wait_for_workers=False, master_listen_fd=listener
             )
             try:
                 gate.close()
@@ -109,23 +108,6 @@ class ClosedRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
-
-
-def _allow_many_connections() -> None:
-    """Each process of the job takes several file descriptors on the first node; the usual soft limit is 1,024."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _name_interface(place: Rendezvous) -> None:
-    """Name the interface between the nodes to gloo where this node's own name resolves to its loopback.
-
-    gloo listens at the address of the node's name: others cannot connect to 127.0.1.1, which some installers write.
-    """
-    if place.host == LOOPBACK or place.nodes == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    if interface := interface_between_nodes(place.host):
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def interface_between_nodes(first: str) -> str | None:

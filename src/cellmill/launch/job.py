@@ -90,8 +90,11 @@ class Restarts:
         job = self.job
         if self.done == job.max_restarts or Path(job.error_file).exists():
             return False
-        step, before = self._step(), self._from
-        self._from = step
+        try:  # the step that the latest start resumed from, by its rank 0
+            step = int(read_json(Path(job.state_file))["step"])
+        except (DataError, KeyError, TypeError):
+            step = 0
+        before, self._from = self._from, step
         if step == before:
             print(f"a process was lost again without a new checkpoint after step {step}: not started again", flush=True)
             return False
@@ -103,13 +106,6 @@ class Restarts:
             flush=True,
         )
         return True
-
-    def _step(self) -> int:
-        """Step that the latest start resumed from, by its rank 0."""
-        try:
-            return int(read_json(Path(self.job.state_file))["step"])
-        except (DataError, KeyError, TypeError):
-            return 0
 
 
 def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None) -> int:
@@ -125,8 +121,8 @@ def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None
         Called each second; what it raises ends the processes.
     """
     agents: list[subprocess.Popen[bytes]] = []
-    signals = 0
-    restarts = Restarts(job)
+    signals, restarts = 0, Restarts(job)
+    environment = agent_environment(job.nodes * job.nproc_per_node, job.nodes * job.cores, job.error_file)
 
     def forward(number: int, frame: object) -> None:
         nonlocal signals
@@ -146,10 +142,9 @@ def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None
                 signal_all(children(agent.pid), signal.SIGTERM)
 
     def start(place: Rendezvous) -> subprocess.Popen[bytes]:
-        threads = agent_environment(job.nodes * job.nproc_per_node, job.nodes * job.cores, job.error_file)
         return subprocess.Popen(
             job.command(),
-            env=threads | place.environment(),
+            env=environment | place.environment(),
             pass_fds=(keep_open,),
             start_new_session=True,
             preexec_fn=lambda: die_with_parent(signal.SIGTERM),
@@ -160,7 +155,8 @@ def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None
             while True:
                 agents.clear()
                 secret = secrets.token_hex(32)
-                agents += [start(Rendezvous(secret, node, job.nodes, LOOPBACK)) for node in range(job.nodes)]
+                for node in range(job.nodes):  # one by one: a signal reaches those that have been started
+                    agents.append(start(Rendezvous(secret, node, job.nodes, LOOPBACK)))
                 code = wait_for(agents, each_second)
                 if not code or signals or not restarts.again(code):
                     break

@@ -43,41 +43,6 @@ QUOTA = re.compile(r"(?:Assoc|QOS)\w*SubmitJobs?\w*Limit")
 _VARIABLES = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "array": "ARRAY_INX"}  # not named as the option is
 
 
-class Unreachable(Exception):
-    """sbatch got no answer; the job may have been accepted or not."""
-
-
-class QuotaFull(Exception):
-    """SLURM takes no further job of this user until others have ended."""
-
-
-def submit(job: Job, machine: Machine, folder: Path, name: str) -> str:
-    """Submit `job` with its files in `folder`; return its job id.
-
-    Raises Unreachable if SLURM gave no answer, QuotaFull if it takes no job at present, UserError if it refuses.
-    """
-    path = str(folder.resolve())
-    if "%" in path or "\\" in path:
-        raise UserError(f"{path}: SLURM interprets % and \\ in the path of a log; use a folder without them")
-    task = NodeTask.of(job, machine, folder).write()
-    try:
-        with submitting(machine):
-            return str(_executor(machine, folder, name).submit(run_task, str(task)).job_id)
-    except BlockingIOError:
-        raise Unreachable(NO_PROCESS) from None
-    except (FailedJobError, FailedSubmissionError) as error:
-        lines = [line.strip() for line in str(error).splitlines()]
-        errors = [line for line in lines if line.startswith("sbatch:") or "error" in line.lower()]
-        complaint = " ".join(errors or lines)[:400].replace("sbatch: error: ", "")
-        if TRANSIENT.search(complaint):
-            raise Unreachable(complaint) from None
-        if quota := QUOTA.search(complaint):
-            raise QuotaFull(quota[0]) from None
-        raise UserError(
-            f"sbatch refused the job: {complaint}; the request is in the profile, set-resources: train"
-        ) from None
-
-
 @contextmanager
 def submitting(machine: Machine) -> Iterator[None]:
     """The environment for sbatch: of SLURM_* only the cluster, since srun in the job would read the others.
@@ -160,6 +125,13 @@ def _setup(machine: Machine) -> list[str]:
     return lines
 
 
+def _complaint(error: Exception) -> str:
+    """sbatch's message in one line."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    errors = [line for line in lines if line.startswith("sbatch:") or "error" in line.lower()]
+    return " ".join(errors or lines)[:400].replace("sbatch: error: ", "")
+
+
 @dataclass
 class SlurmJobs:
     """Submits and finds the jobs of `jobs`. One process at a time: the caller holds the folder's lock."""
@@ -211,29 +183,38 @@ class SlurmJobs:
         Waits for SLURM; raises UserError if it refuses. The folder of a submission without an answer stays: its job may
         be accepted late, and then ends at once if another one has claimed the run.
         """
-        deadline, warned = time.monotonic() + self.patience_s, set[str]()
+        deadline, warned = time.monotonic() + self.patience_s, set[bool]()
+        path = str(self.jobs.path.resolve())
+        if "%" in path or "\\" in path:
+            raise UserError(f"{path}: SLURM interprets % and \\ in the path of a log; use a folder without them")
         while (accepted := self.find()) is None:
             folder, name = self.jobs.new()
+            task = NodeTask.of(job(folder), self.machine, folder).write()
             try:
-                with blocked():  # submitted and recorded, or neither
-                    job_id = submit(job(folder), self.machine, folder, name)
-                    record = JobRecord.of(self.machine, folder, job_id, name).write()
+                with blocked(), submitting(self.machine):  # submitted and recorded, or neither
+                    submitted = _executor(self.machine, folder, name).submit(run_task, str(task))
+                    record = JobRecord.of(self.machine, folder, str(submitted.job_id), name).write()
                 say(f"submitted job {record.job_id}; its log: {record.log}")
                 return record
-            except UserError:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
-            except QuotaFull as full:
-                shutil.rmtree(folder, ignore_errors=True)
-                deadline, kind = time.monotonic() + self.patience_s, "quota"
-                line = f"sbatch: {full}: SLURM accepts no further job of yours until others have ended; waiting"
-            except Unreachable as error:
+            except (BlockingIOError, FailedJobError, FailedSubmissionError) as error:
+                unreachable = isinstance(error, BlockingIOError)
+                complaint = NO_PROCESS if unreachable else _complaint(error)
+            unreachable, quota = unreachable or bool(TRANSIENT.search(complaint)), QUOTA.search(complaint)
+            if unreachable:
                 if time.monotonic() > deadline:
-                    raise UserError(f"sbatch could not reach SLURM within {self.patience_s:.0f} s: {error}") from None
-                kind, line = "no answer", f"warning: sbatch: {error}; trying again"
-            if kind not in warned:
+                    raise UserError(f"sbatch could not reach SLURM within {self.patience_s:.0f} s: {complaint}")
+                line = f"warning: sbatch: {complaint}; trying again"
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+                if quota is None:
+                    raise UserError(
+                        f"sbatch refused the job: {complaint}; the request is in the profile, set-resources: train"
+                    )
+                deadline = time.monotonic() + self.patience_s
+                line = f"sbatch: {quota[0]}: SLURM accepts no further job of yours until others have ended; waiting"
+            if unreachable not in warned:
                 say(line)
-                warned.add(kind)
+                warned.add(unreachable)
             self.pause(min(10.0, 5 * self.machine.poll_s))
         say(f"job {accepted.job_id} of this run is alive; its log: {accepted.log}")
         return accepted

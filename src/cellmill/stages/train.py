@@ -70,26 +70,25 @@ def train(
     if init_from is not None:
         check_weights(options, init_from)
         check_genes(options, init_from, vocabulary)
-    vectors = vectors_digest(options, init_from)
+    weights = None if init_from is None else sha256_file(init_from / "model.safetensors")
+    record: dict[str, Any] = {
+        "options": options.model_dump(mode="json"),
+        "identity": identity(options, weights, vectors_digest(options, init_from)),
+        "fingerprint": fingerprint,
+        "manifest": str(manifest),
+        "vocabulary": str(vocabulary),
+        "init_from": None if init_from is None else str(init_from),
+        "supervised_by": supervised_by(options.objective, init_from),
+        "nodes": machine.nodes,
+        "nproc_per_node": machine.nproc_per_node,
+        "environment": environment(),
+    }
     folder = TrainFolder(out)
     steps = options.train.total_steps(epoch_of(options, n_cells).steps_per_epoch)
     with folder.locked(follows=machine.launcher == "slurm") as lock:
-        record: dict[str, Any] = {
-            "options": options.model_dump(mode="json"),
-            "identity": identity(
-                options, None if init_from is None else sha256_file(init_from / "model.safetensors"), vectors
-            ),
-            "fingerprint": fingerprint,
-            "manifest": str(manifest),
-            "vocabulary": str(vocabulary),
-            "init_from": None if init_from is None else str(init_from),
-            "supervised_by": supervised_by(options.objective, init_from),
-            "nodes": machine.nodes,
-            "nproc_per_node": machine.nproc_per_node,
-            "environment": environment(),
-        }
-        launcher = _slurm_launcher(folder, machine)
-        if launcher is None or not _is_living(launcher, folder, record):
+        had_jobs = (folder.path / "jobs").exists() and shutil.which("squeue") is not None
+        launcher = SlurmLauncher(folder, machine) if machine.launcher == "slurm" or had_jobs else None
+        if launcher is None or not _is_living(launcher, record):
             if is_done(folder, Wanted(record["identity"], fingerprint, steps), restart):
                 write_cost(folder.path, show=False)  # its launcher may have been killed before it could
                 print(f"{out}: this run is already done", flush=True)
@@ -127,41 +126,36 @@ def _job(folder: TrainFolder, machine: Machine, error_folder: Path) -> Job:
     )
 
 
-def _slurm_launcher(folder: TrainFolder, machine: Machine) -> SlurmLauncher | None:
-    """A launcher, if jobs are to be submitted or have been before."""
-    had_jobs = (folder.path / "jobs").exists() and shutil.which("squeue") is not None
-    if machine.launcher != "slurm" and not had_jobs:
-        return None
-    return SlurmLauncher(folder, machine)
-
-
-def _is_living(launcher: SlurmLauncher, folder: TrainFolder, record: dict[str, Any]) -> bool:
+def _is_living(launcher: SlurmLauncher, record: dict[str, Any]) -> bool:
     """True if a job of this run is queued or running. Raises UserError if this command may not follow it."""
-    job = launcher.living()
+    job, path, kind = launcher.living(), launcher.folder.path, launcher.machine.launcher
     if job is None:
         return False
-    if launcher.machine.launcher == "allocation" and os.environ.get("SLURM_JOB_ID") == job.job_id:
+    if kind == "allocation" and os.environ.get("SLURM_JOB_ID") == job.job_id:
         return False  # the allocation outlives the training in it, which has ended, or the lock would be held
-    if launcher.machine.launcher != "slurm":
+    if kind != "slurm":
         if launcher.is_gone(job):  # without accounting, no other word comes of a job that nobody followed
             return False
         raise UserError(
-            f"{folder.path}: job {job.job_id} of this run is {job.state.lower()}; follow it with launcher slurm, or "
+            f"{path}: job {job.job_id} of this run is {job.state.lower()}; follow it with launcher slurm, or "
             f"end it with `scancel {job.job_id}`"
         )
-    before = read_json(folder.path / "run.json")
-    if changes := changed_keys(before, record["identity"], str(folder.path / "run.json")):
+    before = read_json(path / "run.json")
+    if changes := changed_keys(before, record["identity"], str(path / "run.json")):
         raise UserError(
-            f"{folder.path}: job {job.job_id} is training with another configuration "
+            f"{path}: job {job.job_id} is training with another configuration "
             f"({'; '.join(f'{key} {change}' for key, change in changes.items())}); end it "
             f"with `scancel {job.job_id}`, or change the configuration back"
         )
-    check_data(str(folder.path), before["fingerprint"], record["fingerprint"])
+    check_data(str(path), before["fingerprint"], record["fingerprint"])
     return True
 
 
 def _run_here(folder: TrainFolder, machine: Machine, lock: int) -> None:
-    """Train on this machine, or in the allocation this process is in."""
+    """Train on this machine, or in the allocation this process is in, until the run is done.
+
+    Raises Stopped if it was stopped and saved, UserError if a process failed.
+    """
     watch = FolderWatch(folder.path)
     with tempfile.TemporaryDirectory(prefix="cellmill-") as scratch:  # the run's own disk may be full
         if machine.launcher == "allocation":
@@ -170,34 +164,8 @@ def _run_here(folder: TrainFolder, machine: Machine, lock: int) -> None:
             files = Path(scratch)
             code = run_local(_job(folder, machine, files), keep_open=lock, check=watch.check)
         watch.wait()
-        _check_end(folder, code, files / "error.txt")
-
-
-def environment() -> dict[str, str]:
-    """Versions that a run's numbers may depend on."""
-    versions = {"cellmill": __version__, "python": platform.python_version(), "machine": platform.machine()}
-    for package in ("torch", "numpy", "anndata", "h5py"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions | code_version()
-
-
-def code_version() -> dict[str, str]:
-    """`commit` of the folder this process is in, `-dirty` with changes of tracked files; empty outside of git."""
-    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return {"commit": done.stdout.strip()}
-
-
-def _check_end(folder: TrainFolder, code: int, error: Path) -> None:
-    """Raises Stopped or UserError by how the processes ended; returns if the run is done."""
-    if error.exists():
-        raise UserError(error.read_text(encoding="utf-8").strip())
+        if (error := files / "error.txt").exists():
+            raise UserError(error.read_text(encoding="utf-8").strip())
     state_file = folder.path / "state.json"
     state = read_json(state_file) if state_file.exists() else {"state": "starting", "step": 0}
     if code == 0 and state["state"] == "done":
@@ -209,3 +177,19 @@ def _check_end(folder: TrainFolder, code: int, error: Path) -> None:
         f"a process of {folder.path} ended with {ended} after step {state['step']}; its error is above; "
         "run the same command to go on from the last checkpoint"
     )
+
+
+def environment() -> dict[str, str]:
+    """Versions that a run's numbers may depend on; `commit` of the folder this process is in, `-dirty` with changes."""
+    versions = {"cellmill": __version__, "python": platform.python_version(), "machine": platform.machine()}
+    for package in ("torch", "numpy", "anndata", "h5py"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):  # outside of git
+        return versions
+    return versions | {"commit": done.stdout.strip()}
