@@ -18,7 +18,7 @@ import pytest
 from cellmill.cli import main
 from cellmill.launch.follow import JobFollower, Tail
 from cellmill.launch.queue import Queue
-from cellmill.runs.jobs import JobState
+from cellmill.runs.jobs import JobRecord, JobState
 from tests.unit.test_status import RUNNING, checkpoint, command, hold, holders, job, results, run_of, squeue
 
 __all__ = ["holders", "results"]
@@ -51,6 +51,21 @@ class Command:
         """Exit code, output and error."""
         error = self.process.communicate(timeout=300)[1]
         return self.process.returncode, self.file.read_text(), error
+
+
+class Listing:
+    """A squeue that lists one job, whose state can be changed while commands run."""
+
+    def __init__(self, results: Path, record: JobRecord) -> None:
+        self.file, self.record = results.parent / "answer", record
+        command(results, "squeue", f"/bin/cat {self.file}")
+
+    def shows(self, state: str, reason: str = "None") -> None:
+        self.file.write_text(self.line(state, reason) + "\n")
+
+    def line(self, state: str, reason: str = "None") -> str:
+        nodes = "node1" if state == "RUNNING" else ""
+        return f"{self.record.job_id}|{state}|{reason}|{nodes}|{self.record.name}"
 
 
 def local_log(results: Path, name: str, text: str) -> Path:
@@ -120,17 +135,15 @@ def test_a_local_training_is_followed_until_its_lock_is_free(
 def test_a_job_is_followed_to_its_end_and_says_how_it_ended(results: Path) -> None:
     train = run_of(results, "one", state=RUNNING)
     record = job(train)
-    answer = results.parent / "answer"
-    answer.write_text(f"41|PENDING|Priority||{record.name}\n")
-    command(results, "squeue", f"/bin/cat {answer}")
+    (queue := Listing(results, record)).shows("PENDING", "Priority")
     attached = Command(results, "attach", "one")
     attached.wait_for("PENDING")
-    answer.write_text(f"41|RUNNING|None|node1|{record.name}\n")
+    queue.shows("RUNNING")
     record.log.write_text("step 1/2\nstep 2/2\n")
     before = (record.path / "job.json").read_bytes()
     attached.wait_for("step 2/2")
     (train / "state.json").write_text(json.dumps(RUNNING | {"state": "done"}))
-    answer.write_text(f"41|COMPLETED|None||{record.name}\n")
+    queue.shows("COMPLETED")
     code, printed, told = attached.end()
     assert printed == (
         f"following job 41, its log: {record.log}; Ctrl-C ends only the following\njob 41: PENDING (Priority)\n"
@@ -156,14 +169,12 @@ def test_the_end_of_a_failed_job_is_one_line_and_an_exit_code(
     train = run_of(results, "one", state=RUNNING)
     checkpoint(train, 100)
     record = job(train)
-    answer = results.parent / "answer"
-    answer.write_text(f"41|RUNNING|None|node1|{record.name}\n")
-    command(results, "squeue", f"/bin/cat {answer}")
+    (queue := Listing(results, record)).shows("RUNNING")
     attached = Command(results, "attach", "one")
     attached.wait_for("job 41: RUNNING")
     if error:
         (record.path / "error.txt").write_text(error)
-    answer.write_text(f"41|{word}|None||{record.name}\n")
+    queue.shows(word)
     ended, _, told = attached.end()
     assert (ended, told) == (code, f"cellmill attach: {line}\n")
 
@@ -223,10 +234,8 @@ def test_a_job_is_cancelled_and_its_end_waited_for(results: Path, capsys: pytest
     train = run_of(results, "one", state=RUNNING)
     checkpoint(train, 100)
     record = job(train, state="RUNNING")
-    answer = results.parent / "answer"
-    answer.write_text(f"41|RUNNING|None|node1|{record.name}\n")
-    command(results, "squeue", f"/bin/cat {answer}")
-    ending = f"(/bin/sleep 1.5; echo '41|CANCELLED|None||{record.name}' > {answer}) > /dev/null 2>&1 &"
+    (queue := Listing(results, record)).shows("RUNNING")
+    ending = f"(/bin/sleep 1.5; echo '{queue.line('CANCELLED')}' > {queue.file}) > /dev/null 2>&1 &"
     command(results, "scancel", f'echo "$@" >> {results.parent}/scancelled; {ending}')
     assert main(["cancel", "one", "--results", str(results)]) == 0
     assert capsys.readouterr().out == (
@@ -243,10 +252,8 @@ def test_a_job_is_cancelled_and_its_end_waited_for(results: Path, capsys: pytest
 def test_a_job_that_was_not_recorded_is_cancelled_too(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = job(run_of(results, "one"))
     (record.path / "job.json").unlink()
-    answer = results.parent / "answer"
-    answer.write_text(f"41|PENDING|Priority||{record.name}\n")
-    command(results, "squeue", f"/bin/cat {answer}")
-    command(results, "scancel", f": > {answer}")
+    (queue := Listing(results, record)).shows("PENDING", "Priority")
+    command(results, "scancel", f": > {queue.file}")
     assert main(["cancel", "one", "--results", str(results)]) == 0
     assert "cancelled job 41; saved at step 0" in capsys.readouterr().out
     assert not (record.path / "job.json").exists()

@@ -14,7 +14,9 @@ from cellmill.config import check_options
 from cellmill.config.machine import Machine
 from cellmill.errors import ConfigError
 from cellmill.launch.job import Job
-from cellmill.launch.submit import submit
+from cellmill.launch.queue import Queue
+from cellmill.launch.submit import SlurmJobs
+from cellmill.runs.jobs import Jobs
 
 HOSTILE = "a;b $(touch made) `touch made` 'c\" \\"
 
@@ -25,6 +27,7 @@ def test_no_value_but_setup_becomes_a_command_of_the_batch_script(
     for name, script in {
         "sbatch": f'cp "$1" {tmp_path}/script; echo Submitted batch job 7',
         "srun": f'printf "%s\\n" "$@" > {tmp_path}/words',
+        "squeue": "",
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
@@ -37,8 +40,8 @@ def test_no_value_but_setup_becomes_a_command_of_the_batch_script(
         "srun_options": "b=`touch;made`",
     }
     machine = check_options(Machine, options, "profile")
-    (tmp_path / "job").mkdir()
-    assert submit(Job("a.module", [], 1, 1), machine, tmp_path / "job", "name") == "7"
+    jobs = SlurmJobs(Jobs(tmp_path / "train"), Queue(1), machine)
+    assert jobs.submit(lambda folder: Job("a.module", [], 1, 1)).job_id == "7"
     load = subprocess.run(
         ["bash", "-c", f'module() {{ printf "%s\\n" "$@"; }}; . {tmp_path}/script'],
         cwd=tmp_path, capture_output=True, text=True, check=True,

@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +27,25 @@ from cellmill.runs.folder import TrainFolder
 from cellmill.runs.jobs import JobRecord, Jobs
 from cellmill.runs.lock import FolderWatch, claim
 
-SUBMITTED = [0, "Submitted batch job 7\n", ""]
-NONE: list[Any] = [0, "", ""]
+Answer = list[Any]
+NONE: Answer = [0, "", ""]
 
 
-def listed(state: str, reason: str = "None", job: int = 7) -> list[Any]:
+def submitted(job: int = 7) -> Answer:
+    return [0, f"Submitted batch job {job}\n", ""]
+
+
+def listed(state: str, reason: str = "None", job: int = 7) -> Answer:
     return [0, f"{job}|{state}|{reason}|node1|{{name}}\n", ""]
 
 
 class Scripted:
     """A launcher, a scripted SLURM, and scripted states of a run."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **machine: Any) -> None:
-        self.fake, self.train = folder / "fake", folder / "runs" / "a" / "train"
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], **machine: Any
+    ) -> None:
+        self.fake, self.train, self.capsys = folder / "fake", folder / "runs" / "a" / "train", capsys
         (self.fake / "bin").mkdir(parents=True)
         self.train.mkdir(parents=True)
         for name in ("sbatch", "squeue", "sacct", "scancel", "srun"):
@@ -50,14 +56,23 @@ class Scripted:
         monkeypatch.setattr("cellmill.launch.follow.GONE_S", 0.3)
         self.machine = Machine(launcher="slurm", poll_s=0.05, **machine)
         self.states, self.steps = ["running"], [0]
+        self.first = self.train / "jobs" / "001"
 
-    def answers(self, **answers: list[list[Any]]) -> None:
+    def answers(self, **answers: list[Answer]) -> None:
         (self.fake / "answers.json").write_text(
             json.dumps({"sacct": [[1, "", "Slurm accounting storage is disabled"]], **answers})
         )
 
-    def run(self) -> None:
+    def hook(self, program: str, code: str) -> None:
+        """Run this Python code in each call of a command, before it answers."""
+        path = self.fake / "bin" / program
+        path.write_text(path.read_text().replace("print(out", f"{code}\nprint(out", 1))
+
+    def run(self, *after: Answer, before: Sequence[Answer] = (NONE, NONE), **answers: list[Answer]) -> str:
+        """Train with these answers of squeue before and after the first submission; return what is printed."""
+        self.answers(squeue=[*before, *after], **({"sbatch": [submitted()]} | answers))
         self.launcher().run(lambda folder: Job("some.module", [str(folder)], 1, 1))
+        return self.capsys.readouterr().out
 
     def launcher(self) -> SlurmLauncher:
         """A launcher to which the run's folder shows the scripted states and saved steps, one at each look."""
@@ -75,132 +90,102 @@ class Scripted:
 
 
 @pytest.fixture
-def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripted]:
-    scripted = Scripted(tmp_path, monkeypatch)
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Scripted]:
+    scripted = Scripted(tmp_path, monkeypatch, capsys)
     yield scripted
     early = scripted.fake / "too_early"
     assert not early.exists(), early.read_text()
+
+
+@pytest.fixture
+def done(scripted: Scripted) -> Scripted:
+    """The same, whose run is done after its first job."""
+    scripted.states = ["done"]
+    return scripted
 
 
 @pytest.mark.parametrize(
     "said",
     [
         "Batch job submission failed: Invalid account or account/partition combination specified",
-        "Batch job submission failed: Requested node configuration is not available",
         "Batch job submission failed: Job violates accounting/QOS policy (job submit limit)",
     ],
 )
 def test_a_rejected_job_quotes_sbatch_and_is_tried_once(scripted: Scripted, said: str) -> None:
-    scripted.answers(squeue=[NONE], sbatch=[[1, "", f"sbatch: error: {said}\n"]])
     with pytest.raises(UserError, match=re.escape(f"sbatch refused the job: {said}; the request is in the profile")):
-        scripted.run()
+        scripted.run(before=[NONE], sbatch=[[1, "", f"sbatch: error: {said}\n"]])
     assert len(scripted.calls("sbatch")) == 1
     assert list((scripted.train / "jobs").iterdir()) == []
 
 
 @pytest.mark.parametrize("limit", ["AssocMaxSubmitJobLimit", "QOSMaxSubmitJobPerUserLimit", "AssocGrpSubmitJobsLimit"])
-def test_a_full_quota_of_jobs_is_waited_out_and_said_once(
-    scripted: Scripted, capsys: pytest.CaptureFixture[str], limit: str
-) -> None:
+def test_a_full_quota_of_jobs_is_waited_out_and_said_once(done: Scripted, limit: str) -> None:
     said = "Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size and/or time)"
     full = [1, "", f"sbatch: error: {limit}\nsbatch: error: {said}\n"]
-    scripted.answers(squeue=[NONE, NONE, NONE, NONE, listed("COMPLETED")], sbatch=[full, full, SUBMITTED])
-    scripted.states = ["done"]
-    scripted.run()
-    printed = capsys.readouterr().out
+    printed = done.run(listed("COMPLETED"), before=[NONE] * 4, sbatch=[full, full, submitted()])
     line = f"sbatch: {limit}: SLURM accepts no further job of yours until others have ended; waiting\n"
     assert printed.startswith(f"{line}submitted job 7;")
     assert printed.count(limit) == 1
-    assert [path.name for path in (scripted.train / "jobs").iterdir()] == ["001"]
+    assert [path.name for path in (done.train / "jobs").iterdir()] == ["001"]
 
 
 @pytest.mark.parametrize("reason", ["JobHeldUser", "job requeued in held state", "job_requeued_in_held_state"])
-def test_a_held_job_is_waited_for_and_says_how_it_is_released(
-    scripted: Scripted, capsys: pytest.CaptureFixture[str], reason: str
-) -> None:
+def test_a_held_job_is_waited_for_and_says_how_it_is_released(done: Scripted, reason: str) -> None:
     held = listed("PENDING", reason)
-    scripted.answers(squeue=[NONE, NONE, held, held, listed("RUNNING"), listed("COMPLETED")], sbatch=[SUBMITTED])
-    scripted.states = ["done"]
-    scripted.run()
-    printed = capsys.readouterr().out
+    printed = done.run(held, held, listed("RUNNING"), listed("COMPLETED"))
     assert f"job 7: PENDING ({reason}): held: `scontrol release 7` releases it\n" in printed
     assert printed.count(reason) == 1
     assert printed.endswith("job 7: RUNNING on node1\njob 7: COMPLETED\n")
 
 
-def test_a_job_that_vanishes_is_followed_by_another_if_the_run_is_not_done(
-    scripted: Scripted, capsys: pytest.CaptureFixture[str]
-) -> None:
-    again = [0, "Submitted batch job 8\n", ""]
-    scripted.answers(
-        squeue=[NONE, NONE, listed("RUNNING"), NONE, NONE, NONE, NONE, NONE, listed("COMPLETED", job=8)],
-        sbatch=[SUBMITTED, again],
-    )
+def test_a_job_that_vanishes_is_followed_by_another_if_the_run_is_not_done(scripted: Scripted) -> None:
     scripted.states, scripted.steps = ["running", "done"], [0, 5]
-    scripted.run()
-    printed = capsys.readouterr().out
+    printed = scripted.run(
+        listed("RUNNING"), *[NONE] * 5, listed("COMPLETED", job=8), sbatch=[submitted(), submitted(8)]
+    )
     assert "job 7 ended with GONE; going on from step 5 with another job\n" in printed
     assert len(scripted.calls("sbatch")) == 2
 
 
 def test_jobs_that_vanish_again_and_again_are_given_up(scripted: Scripted) -> None:
-    scripted.answers(squeue=[NONE], sbatch=[SUBMITTED])
     with pytest.raises(
         UserError, match=r"^3 jobs in a row ended without a new checkpoint; job 7 ended with GONE; if the jobs"
     ):
-        scripted.run()
+        scripted.run(before=[NONE])
     assert len(scripted.calls("sbatch")) == 3
 
 
-LEAVE = """
-import glob
-for job in glob.glob("JOBS/*"):
-    Path(job, "7_0_log.out").touch()
-    Path(job, "connection.txt").write_text("rank 3 on node1: all_reduce failed: closed")
-"""
+def leaving(scripted: Scripted, file: str, text: str) -> None:
+    """Let each submitted job leave this file beside its log."""
+    jobs = str(scripted.train / "jobs")
+    code = f"for job in Path({jobs!r}).glob('*'):\n    (job / '7_0_log.out').touch()\n"
+    scripted.hook("sbatch", f"{code}    (job / {file!r}).write_text({text!r})")
 
 
-def test_a_failed_collective_is_the_reason_if_no_process_knew_more(
-    scripted: Scripted, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sbatch = scripted.fake / "bin" / "sbatch"
-    leave = LEAVE.replace("JOBS", str(scripted.train / "jobs"))
-    sbatch.write_text(sbatch.read_text().replace("print(out", f"{leave}print(out"))
-    scripted.answers(squeue=[NONE, NONE, *[listed("FAILED"), NONE, NONE] * 3], sbatch=[SUBMITTED])
+def test_a_failed_collective_is_the_reason_if_no_process_knew_more(scripted: Scripted) -> None:
+    leaving(scripted, "connection.txt", "rank 3 on node1: all_reduce failed: closed")
     with pytest.raises(UserError, match=r"^3 jobs in a row ended without a new checkpoint; job 7 ended .*: closed$"):
-        scripted.run()
+        scripted.run(*[listed("FAILED"), NONE, NONE] * 3)
     line = "job 7 ended with FAILED: rank 3 on node1: all_reduce failed: closed; going on from step 0 with another job"
-    assert capsys.readouterr().out.count(f"{line}\n") == 2
-
-
-def leaving(scripted: Scripted, log: str) -> None:
-    """Let each submitted job have this log."""
-    sbatch, jobs = scripted.fake / "bin" / "sbatch", str(scripted.train / "jobs")
-    leave = f"import glob\nfor job in glob.glob({jobs!r} + '/*'):\n    Path(job, '7_0_log.out').write_text({log!r})\n"
-    sbatch.write_text(sbatch.read_text().replace("print(out", f"{leave}print(out"))
+    assert scripted.capsys.readouterr().out.count(f"{line}\n") == 2
 
 
 @pytest.mark.parametrize("holder", ["6", "7"])
 def test_a_start_refused_by_a_living_one_is_followed_by_one_job_once_that_has_ended(
-    scripted: Scripted, capsys: pytest.CaptureFixture[str], holder: str
+    scripted: Scripted, holder: str
 ) -> None:
     own, scripted.machine = claim(scripted.train, holder), scripted.machine.model_copy(update={"max_jobs": 2})
     folder, name = Jobs(scripted.train).new()
     JobRecord.of(scripted.machine, folder, holder, name).now("FAILED", ended=True)
     (folder / "attempt-000.json").write_text(json.dumps({"hosts": ["node3"]}))
-    first = "an earlier start of job 7" if holder == "7" else "job 6"
-    leaving(
-        scripted,
-        f"{BEGINS}\n{first} is training in {scripted.train}; {'this start' if holder == '7' else 'job 7'} ends\n",
-    )
-    again = [0, "Submitted batch job 8\n", ""]
-    waits = [*[NONE] * 8, [0, "", "released"]]
+    first, last = ("an earlier start of job 7", "this start") if holder == "7" else ("job 6", "job 7")
+    leaving(scripted, "7_0_log.out", f"{BEGINS}\n{first} is training in {scripted.train}; {last} ends\n")
     scripted.answers(
-        squeue=[NONE, NONE, listed("FAILED"), *waits, NONE, listed("COMPLETED", job=8)], sbatch=[SUBMITTED, again]
+        squeue=[NONE, NONE, listed("FAILED"), *[NONE] * 8, [0, "", "released"], NONE, listed("COMPLETED", job=8)],
+        sbatch=[submitted(), submitted(8)],
     )
-    squeue = scripted.fake / "bin" / "squeue"
-    release = f'if err == \'released\':\n    Path({str(own.file)!r}).write_text(\'{{"job": "6", "released": true}}\')\n'
-    squeue.write_text(squeue.read_text().replace("print(out", f"{release}print(out", 1))
+    release = json.dumps({"job": "6", "released": True})
+    scripted.hook("squeue", f"if err == 'released':\n    Path({str(own.file)!r}).write_text({release!r})")
     calls, launcher = scripted.fake / "calls", scripted.launcher()
     state = lambda: "done" if calls.read_text().count("sbatch") == 2 else "running"  # noqa: E731
     launcher.folder.state = state  # type: ignore[method-assign]
@@ -209,40 +194,32 @@ def test_a_start_refused_by_a_living_one_is_followed_by_one_job_once_that_has_en
         f"job {holder} still trains on node3, which SLURM may have lost; another job is submitted once it has ended; "
         f"to let it save and end, run there: `pkill -f {scripted.train}`\n"
     )
-    assert capsys.readouterr().out.count(line) == 1
+    assert scripted.capsys.readouterr().out.count(line) == 1
     lines = calls.read_text().splitlines()
     second = [number for number, call in enumerate(lines) if call.startswith("sbatch")][1]
     assert second > 9, "it did not wait"
 
 
-def test_a_job_that_sacct_alone_calls_running_and_that_is_silent_is_taken_for_ended(
-    scripted: Scripted, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_sacct_alone_calls_running_and_that_is_silent_is_taken_for_ended(scripted: Scripted) -> None:
     own = claim(scripted.train, "7")
     os.utime(own.file, (time.time() - 100, time.time() - 100))
-    scripted.answers(
-        squeue=[NONE, NONE, listed("RUNNING"), *[NONE] * 50],
-        sbatch=[SUBMITTED, [1, "", "sbatch: error: enough\n"]],
-        sacct=[[0, "RUNNING\n", ""]],
-    )
+    refused = [1, "", "sbatch: error: enough\n"]
     with pytest.raises(UserError, match="enough"):
-        scripted.run()
+        scripted.run(listed("RUNNING"), *[NONE] * 50, sbatch=[submitted(), refused], sacct=[[0, "RUNNING\n", ""]])
     assert (
         "job 7: squeue no longer lists it and it gives no sign of life, though sacct says RUNNING: taken for ended "
         "(`sacctmgr show runawayjobs` lets an administrator correct sacct)\njob 7: GONE\n"
         "job 7 ended with GONE; going on from step 0 with another job\n"
-    ) in capsys.readouterr().out
+    ) in scripted.capsys.readouterr().out
 
 
 def test_a_time_limit_below_the_start_up_is_said_after_one_job(scripted: Scripted) -> None:
-    scripted.answers(squeue=[NONE, NONE, listed("RUNNING"), listed("TIMEOUT")], sbatch=[SUBMITTED])
     scripted.machine = scripted.machine.model_copy(update={"runtime": 5})
     with pytest.raises(UserError) as error:
-        scripted.run()
-    log = scripted.train / "jobs" / "001" / "7_0_log.out"
+        scripted.run(listed("RUNNING"), listed("TIMEOUT"))
     assert str(error.value) == (
         "start-up took 300 s of the limit's 300 s, and no step was made: raise runtime to at least 12 (min) in the "
-        f"profile (job 7, log: {log})"
+        f"profile (job 7, log: {scripted.first / '7_0_log.out'})"
     )
     assert len(scripted.calls("sbatch")) == 1
 
@@ -251,63 +228,59 @@ def test_a_time_limit_below_the_start_up_is_said_after_one_job(scripted: Scripte
     "line", ["ModuleNotFoundError: No module named 'anndata'", "/env/bin/python: No module named submitit.core"]
 )
 def test_a_module_that_cannot_be_imported_on_a_node_ends_the_run_after_one_job(scripted: Scripted, line: str) -> None:
-    leaving(scripted, f"Traceback (most recent call last):\n{line}\nsrun: error: node1: task 0: Exited with code 1\n")
-    scripted.answers(squeue=[NONE, NONE, listed("FAILED")], sbatch=[SUBMITTED])
+    log = f"Traceback (most recent call last):\n{line}\nsrun: error: node1: task 0: Exited with code 1\n"
+    leaving(scripted, "7_0_log.out", log)
     with pytest.raises(UserError, match=f"^{line}; check modules, setup and container in the profile"):
-        scripted.run()
+        scripted.run(listed("FAILED"))
     assert len(scripted.calls("sbatch")) == 1
 
 
-def test_a_broken_torch_on_a_node_is_one_line_with_the_node_and_its_python(
-    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scripted.answers(squeue=[NONE, NONE, listed("COMPLETED")], sbatch=[SUBMITTED])
-    scripted.states = ["done"]
-    scripted.run()
-    (scripted.fake / "torch").mkdir()
-    (scripted.fake / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.99:\\ncannot open')")
-    folder = scripted.train / "jobs" / "001"
+def task_of_submitit(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the task of a job in `folder` as srun does in the job's script."""
     slurm = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}
-    slurm |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SUBMITIT_EXECUTOR": "slurm", "PYTHONPATH": str(scripted.fake)}
+    slurm |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SUBMITIT_EXECUTOR": "slurm"} | environment
     words = [sys.executable, "-m", "submitit.core._submit", str(folder)]
-    done = subprocess.run(words, env=os.environ | slurm, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "Traceback" not in done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "torchrun ended with exit code 1"
-    assert (folder / "error.txt").read_text() == (
+    return subprocess.run(words, env=os.environ | slurm, capture_output=True, text=True)
+
+
+def test_a_broken_torch_on_a_node_is_one_line_with_the_node_and_its_python(done: Scripted) -> None:
+    done.run(listed("COMPLETED"))
+    (done.fake / "torch").mkdir()
+    (done.fake / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.99:\\ncannot open')")
+    ended = task_of_submitit(done.first, PYTHONPATH=os.pathsep.join([str(done.fake), os.environ.get("PYTHONPATH", "")]))
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stdout + ended.stderr
+    assert ended.stdout.splitlines()[-1] == "torchrun ended with exit code 1"
+    assert (done.first / "error.txt").read_text() == (
         f"{os.uname().nodename}: {sys.executable} cannot import torch: ImportError: libcudart.so.99: cannot open; "
         "check modules, setup and container in the profile, and PYTHONPATH"
     )
 
 
-def test_a_job_for_another_machine_is_followed_with_a_warning(
-    scripted: Scripted, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scripted.states = ["done"]
+def recorded(scripted: Scripted) -> JobRecord:
+    """Job 7, recorded as running and known to squeue by its name."""
     folder, name = Jobs(scripted.train).new()
-    JobRecord.of(scripted.machine, folder, "7", name).now("RUNNING")
     (scripted.fake / "name").write_text(name)
-    scripted.answers(squeue=[listed("RUNNING"), listed("RUNNING"), listed("COMPLETED")])
-    scripted.machine = scripted.machine.model_copy(update={"nodes": "4", "slurm_partition": "gpu"})
-    scripted.run()
+    return JobRecord.of(scripted.machine, folder, "7", name).now("RUNNING")
+
+
+def test_a_job_for_another_machine_is_followed_with_a_warning(done: Scripted) -> None:
+    recorded(done)
+    done.machine = done.machine.model_copy(update={"nodes": "4", "slurm_partition": "gpu"})
     assert (
         "warning: the job was submitted for another machine than the profile's (slurm_partition none -> gpu, "
         "nodes 1 -> 4); to change it, interrupt, which saves and cancels the job, and run the same command again\n"
-    ) in capsys.readouterr().out
+    ) in done.run(listed("COMPLETED"), before=[listed("RUNNING")] * 2)
 
 
 def test_a_requeued_job_that_the_queue_forgets_for_a_moment_is_not_followed_by_another(
-    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+    done: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claim(scripted.train, "7").release()  # by its first start
+    claim(done.train, "7").release()  # by its first start
     monkeypatch.setattr("cellmill.launch.follow.GONE_S", 60)
     waits = listed("PENDING", "BeginTime")
-    scripted.answers(
-        squeue=[NONE, NONE, waits, *[NONE] * 6, waits, listed("RUNNING"), listed("COMPLETED")], sbatch=[SUBMITTED]
-    )
-    scripted.states = ["done"]
-    scripted.run()
-    assert len(scripted.calls("sbatch")) == 1
+    done.run(waits, *[NONE] * 6, waits, listed("RUNNING"), listed("COMPLETED"))
+    assert len(done.calls("sbatch")) == 1
 
 
 def test_a_job_may_save_though_the_queue_does_not_answer_when_it_is_cancelled(scripted: Scripted) -> None:
@@ -318,9 +291,7 @@ def test_a_job_may_save_though_the_queue_does_not_answer_when_it_is_cancelled(sc
 
 
 def test_another_launcher_may_go_on_once_nothing_is_known_of_a_job(scripted: Scripted) -> None:
-    folder, name = Jobs(scripted.train).new()
-    record = JobRecord.of(scripted.machine, folder, "7", name).now("RUNNING")
-    (scripted.fake / "name").write_text(name)
+    record = recorded(scripted)
     scripted.machine = scripted.machine.model_copy(update={"launcher": "local"})
     launcher = scripted.launcher()
     scripted.answers(squeue=[NONE, NONE, listed("RUNNING")])
@@ -334,22 +305,16 @@ def test_another_launcher_may_go_on_once_nothing_is_known_of_a_job(scripted: Scr
 
 @pytest.mark.parametrize("first", [[], [NONE, NONE]], ids=["listed", "not listed at first"])
 def test_the_allocation_of_a_launcher_that_was_killed_is_neither_followed_nor_cancelled(
-    scripted: Scripted, capsys: pytest.CaptureFixture[str], first: list[Any]
+    scripted: Scripted, first: list[Answer]
 ) -> None:
-    folder, name = Jobs(scripted.train).new()
-    JobRecord.of(scripted.machine, folder, "7", name).now("RUNNING")  # as launcher allocation leaves it
+    name = recorded(scripted).name  # as launcher allocation leaves it
     salloc = [0, "7|RUNNING|None|node1|interactive\n", ""]
-    done = [0, f"{salloc[1]}8|COMPLETED|None|node1|{{name}}\n", ""]
-    scripted.answers(
-        squeue=[*first, salloc, salloc, salloc, done, salloc],
-        sbatch=[[0, "Submitted batch job 8\n", ""]],
-        scancel=[NONE],
-    )
+    ended = [0, f"{salloc[1]}8|COMPLETED|None|node1|{{name}}\n", ""]
     scripted.states = ["running", "done"] if first else ["done"]
-    scripted.run()
-    assert "job 7: RUNNING" not in capsys.readouterr().out
+    printed = scripted.run(salloc, salloc, salloc, ended, salloc, before=first, sbatch=[submitted(8)], scancel=[NONE])
+    assert "job 7: RUNNING" not in printed
     assert len(scripted.calls("sbatch")) == 1
-    left = JobFollower("7", name, queue_module.Queue(0), Tail(folder / "log"))
+    left = JobFollower("7", name, queue_module.Queue(0), Tail(scripted.first / "log"))
     left.cancel()  # such as by Ctrl-C just then
     assert scripted.calls("scancel") == [f"scancel --name={name} 7"]
     assert [record.job_id for record in Jobs(scripted.train).all() if record.ended_at is None] == []
@@ -357,25 +322,24 @@ def test_the_allocation_of_a_launcher_that_was_killed_is_neither_followed_nor_ca
 
 @pytest.mark.parametrize("all_results", [False, True])
 def test_a_deleted_folder_is_named_its_job_cancelled_and_nothing_made_again(
-    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], all_results: bool
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, all_results: bool
 ) -> None:
     monkeypatch.setattr("cellmill.runs.lock.SURE_S", 0.3)
     monkeypatch.setattr("cellmill.launch.follow.TICK_S", 0.05)
     folder = scripted.train.parents[1] if all_results else scripted.train.parent
-    squeue = scripted.fake / "bin" / "squeue"
-    delete = f"import shutil\nif 'RUNNING' in out:\n    shutil.rmtree({str(folder)!r}, ignore_errors=True)\nprint(out"
-    squeue.write_text(squeue.read_text().replace("print(out", delete, 1))
-    waits = [listed("PENDING", "Priority")]
-    scripted.answers(
-        squeue=[NONE, NONE, *waits, *[listed("RUNNING")] * 4, *[listed("PENDING")] * 30, listed("CANCELLED")],
-        sbatch=[SUBMITTED],
-        scancel=[NONE],
-    )
+    delete = f"import shutil\nif 'RUNNING' in out:\n    shutil.rmtree({str(folder)!r}, ignore_errors=True)"
+    scripted.hook("squeue", delete)
     (scripted.train / "lock").touch()
     with pytest.raises(UserError) as error:
-        scripted.run()
-    told = f"{scripted.train}: the run's folder was deleted; job 7, which can save nothing, was cancelled"
-    assert str(error.value) == told
+        scripted.run(
+            listed("PENDING", "Priority"),
+            *[listed("RUNNING")] * 4,
+            *[listed("PENDING")] * 30,
+            listed("CANCELLED"),
+            scancel=[NONE],
+        )
+    deleted = f"{scripted.train}: the run's folder was deleted; job 7, which can save nothing, was cancelled"
+    assert str(error.value) == deleted
     assert scripted.calls("scancel") == [f"scancel --name={(scripted.fake / 'name').read_text()} 7"]
     assert not folder.exists()
     assert len(scripted.calls("sbatch")) == 1
@@ -399,9 +363,8 @@ def test_a_file_system_that_is_away_is_no_deleted_folder(tmp_path: Path, monkeyp
 
 
 def test_accounting_is_asked_when_the_queue_has_forgotten_a_job(scripted: Scripted) -> None:
-    scripted.answers(squeue=[NONE], sbatch=[SUBMITTED], sacct=[[0, "CANCELLED by 0\n", ""]])
     with pytest.raises(Stopped, match="job 7 was cancelled by somebody else; run the same command to go on"):
-        scripted.run()
+        scripted.run(before=[NONE], sacct=[[0, "CANCELLED by 0\n", ""]])
 
 
 @pytest.mark.parametrize(
@@ -414,71 +377,53 @@ def test_accounting_is_asked_when_the_queue_has_forgotten_a_job(scripted: Script
     ],
 )
 def test_an_unusable_answer_is_waited_out_and_never_taken_for_the_end_of_a_job(
-    scripted: Scripted,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    nonsense: list[Any],
-    shown: str,
+    done: Scripted, monkeypatch: pytest.MonkeyPatch, nonsense: Answer, shown: str
 ) -> None:
-    if isinstance(nonsense[0], dict):
-        monkeypatch.setattr("cellmill.runs.jobs.ANSWER_WITHIN_S", 5)
+    monkeypatch.setattr("cellmill.runs.jobs.ANSWER_WITHIN_S", 5)
     early = not isinstance(nonsense[0], dict) and "{name}" not in nonsense[1]
-    before = [nonsense] if early else []
-    scripted.answers(
-        squeue=[*before, NONE, NONE, listed("RUNNING"), nonsense, nonsense, listed("RUNNING"), listed("COMPLETED")],
-        sbatch=[SUBMITTED],
-    )
-    scripted.states = ["done"]
-    scripted.run()
-    printed = capsys.readouterr().out
+    before = [nonsense, NONE, NONE] if early else [NONE, NONE]
+    printed = done.run(listed("RUNNING"), nonsense, nonsense, listed("RUNNING"), listed("COMPLETED"), before=before)
     assert f"warning: no usable answer from squeue ({shown}" in printed
     assert "squeue answers again\n" in printed
-    assert len(scripted.calls("sbatch")) == 1
+    assert len(done.calls("sbatch")) == 1
 
 
-def test_sbatch_without_an_answer_is_tried_again_unless_the_job_exists(
-    scripted: Scripted, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sbatch_without_an_answer_is_tried_again_unless_the_job_exists(done: Scripted) -> None:
     lost = [1, "", "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation\n"]
-    scripted.answers(
-        squeue=[NONE, NONE, NONE, listed("RUNNING"), listed("RUNNING"), listed("COMPLETED")],
-        sbatch=[lost, [0, "what?\n", ""], SUBMITTED],
+    running = listed("RUNNING")
+    printed = done.run(
+        running, running, listed("COMPLETED"), before=[NONE] * 3, sbatch=[lost, [0, "what?\n", ""], submitted()]
     )
-    scripted.states = ["done"]
-    scripted.run()
-    printed = capsys.readouterr().out
-    assert len(scripted.calls("sbatch")) == 2, "the second answer was lost, the job was not"
+    assert len(done.calls("sbatch")) == 2, "the second answer was lost, the job was not"
     assert "Socket timed out on send/recv operation; trying again\n" in printed
     assert "job 7 was submitted but not recorded: adopted by its name\n" in printed
+    adopted = done.train / "jobs" / "002"
+    assert [path.name for path in adopted.glob("*.pkl")] == ["7_submitted.pkl"], "as submitit looks for it on the node"
 
 
-def test_the_answer_of_sbatch_is_told_from_a_wrapper_s_lines(scripted: Scripted) -> None:
+def test_the_answer_of_sbatch_is_told_from_a_wrapper_s_lines(done: Scripted) -> None:
     said = "note: job 50 of yours is still held\nSubmitted batch job 7\nSubmitted batch job limit: 500 left\n"
-    scripted.answers(squeue=[NONE, NONE, listed("COMPLETED")], sbatch=[[0, said, ""]])
-    scripted.states = ["done"]
-    scripted.run()
-    assert json.loads((scripted.train / "jobs" / "001" / "job.json").read_text())["job_id"] == "7"
+    done.run(listed("COMPLETED"), sbatch=[[0, said, ""]])
+    assert json.loads((done.first / "job.json").read_text())["job_id"] == "7"
 
 
 def test_a_job_that_lives_is_not_followed_by_another_though_the_queue_forgets_it(
-    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    done: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = claim(scripted.train, "7")
+    own = claim(done.train, "7")
     monkeypatch.setattr("cellmill.launch.follow.GONE_S", 0)
-    scripted.answers(squeue=[NONE, NONE, listed("RUNNING"), *[NONE] * 20, listed("COMPLETED")], sbatch=[SUBMITTED])
-    scripted.states = ["done"]
-    scripted.run()
-    assert len(scripted.calls("sbatch")) == 1
-    assert "GONE" not in capsys.readouterr().out
+    assert "GONE" not in done.run(listed("RUNNING"), *[NONE] * 20, listed("COMPLETED"))
+    assert len(done.calls("sbatch")) == 1
     own.release()
 
 
 def test_the_batch_script_requests_the_profile_s_machine_and_quotes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scripted = Scripted(
         tmp_path / "it's a folder",
         monkeypatch,
+        capsys,
         nodes="2-4",
         nproc_per_node=8,
         slurm_partition="gpu,gpu-long",
@@ -495,10 +440,9 @@ def test_the_batch_script_requests_the_profile_s_machine_and_quotes_it(
         srun_options="mpi=none overcommit",
         save_within_s=300,
     )
-    scripted.answers(squeue=[NONE, NONE, listed("COMPLETED")], sbatch=[SUBMITTED])
     scripted.states = ["done"]
-    scripted.run()
-    folder = str(scripted.train / "jobs" / "001").replace("'", "'\"'\"'")
+    scripted.run(listed("COMPLETED"))
+    folder = str(scripted.first).replace("'", "'\"'\"'")
     script = (scripted.fake / "script.sh").read_text()
     name = (scripted.fake / "name").read_text()
     assert re.fullmatch(r"a\.[0-9a-f]{12}\.001", name)
@@ -541,40 +485,26 @@ srun --unbuffered --output '{folder}/%j_%t_log.out' --ntasks-per-node=1 --cpus-p
 --mpi=none --overcommit {python[1]} -u -m submitit.core._submit '{folder}'
 """
     )
-    for path in (scripted.train / "jobs", scripted.train / "jobs" / "001"):
+    for path in (scripted.train / "jobs", scripted.first):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
-def test_submitit_names_its_files_and_begins_its_log_as_the_launcher_relies_on(
-    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Private parts of submitit, for which its version is bounded: the pickle's name before and after sbatch's answer,
-    and the first line of the log."""
-    sbatch = scripted.fake / "bin" / "sbatch"
-    listing = (
-        f"print(*os.listdir({str(scripted.train / 'jobs' / '001')!r}), file=open({str(scripted.fake / 'seen')!r}, 'w'))"
-    )
-    sbatch.write_text(sbatch.read_text().replace("sys.exit(code)", f"{listing}\nsys.exit(code)"))
-    scripted.answers(squeue=[NONE, NONE, listed("COMPLETED")], sbatch=[SUBMITTED])
-    scripted.states = ["done"]
-    scripted.run()
-    folder = scripted.train / "jobs" / "001"
-    assert re.search(r"(^| )[0-9a-f]{32}\.pkl( |$)", (scripted.fake / "seen").read_text().strip())
-    assert [path.name for path in folder.glob("*.pkl")] == ["7_submitted.pkl"]
-    task = json.loads((folder / "task.json").read_text()) | {"module": "this", "arguments": []}
-    (folder / "task.json").write_text(json.dumps(task))
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}
-    slurm |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SUBMITIT_EXECUTOR": "slurm"}
-    words = [sys.executable, "-m", "submitit.core._submit", str(folder)]
-    done = subprocess.run(words, env=os.environ | slurm, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Beautiful is better than ugly." in done.stdout
-    assert BEGINS in (done.stdout + done.stderr).splitlines()[0]
-    assert json.loads((folder / "attempt-000.json").read_text())["exit_code"] == 0
+def test_submitit_names_its_files_and_begins_its_log_as_the_launcher_relies_on(done: Scripted) -> None:
+    """Private parts of submitit, for which its version is bounded: the pickle's name before sbatch's answer, and the
+    first line of the log."""
+    done.hook("sbatch", f"print(*os.listdir({str(done.first)!r}), file=open({str(done.fake / 'seen')!r}, 'w'))")
+    done.run(listed("COMPLETED"))
+    assert re.search(r"(^| )[0-9a-f]{32}\.pkl( |$)", (done.fake / "seen").read_text().strip())
+    task = json.loads((done.first / "task.json").read_text()) | {"module": "this", "arguments": []}
+    (done.first / "task.json").write_text(json.dumps(task))
+    ended = task_of_submitit(done.first)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "Beautiful is better than ugly." in ended.stdout
+    assert BEGINS in (ended.stdout + ended.stderr).splitlines()[0]
+    assert json.loads((done.first / "attempt-000.json").read_text())["exit_code"] == 0
 
 
-def test_without_slurm_the_launcher_says_where_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted = Scripted(tmp_path, monkeypatch)
+def test_without_slurm_the_launcher_says_where_to_run(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(
         UserError, match=r"^sbatch is not on PATH: run this on a login node of the cluster, or set launcher"
@@ -582,16 +512,17 @@ def test_without_slurm_the_launcher_says_where_to_run(tmp_path: Path, monkeypatc
         scripted.run()
 
 
-def test_a_folder_whose_name_slurm_would_interpret_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted = Scripted(tmp_path / "100%jobs", monkeypatch)
-    scripted.answers(squeue=[NONE])
+def test_a_folder_whose_name_slurm_would_interpret_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted = Scripted(tmp_path / "100%jobs", monkeypatch, capsys)
     with pytest.raises(UserError, match=r"SLURM interprets % and .+ in the path of a log; use a folder without them"):
         scripted.run()
 
 
 @pytest.mark.parametrize("answer", [listed("RUNNING"), [1, "", "slurm_load_jobs error: Unable to contact slurm"]])
 def test_squeue_is_called_once_in_a_poll_interval_without_a_lock_or_a_file(
-    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, answer: list[Any]
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, answer: Answer
 ) -> None:
     (temporary := scripted.fake / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
@@ -604,34 +535,15 @@ def test_squeue_is_called_once_in_a_poll_interval_without_a_lock_or_a_file(
     assert list(temporary.iterdir()) == []
 
 
-def test_a_task_that_cannot_be_launched_ends_the_job_instead_of_letting_the_others_wait(
-    scripted: Scripted, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = scripted.train / "jobs" / "001" / "7_0_log.out"
-    failed = "srun: error: task 1 launch failed: Slurmd could not connect IO\n"
-    begins = "submitit INFO - Starting with JobEnvironment(job_id=7)\n"
-    scripted.answers(
-        squeue=[
-            NONE,
-            NONE,
-            listed("RUNNING"),
-            listed("RUNNING"),
-            listed("CANCELLED"),
-            NONE,
-            listed("COMPLETED", job=8),
-        ],
-        sbatch=[SUBMITTED, [0, "Submitted batch job 8\n", ""]],
-        scancel=[[0, "", ""]],
-    )
+def test_a_task_that_cannot_be_launched_ends_the_job_instead_of_letting_the_others_wait(scripted: Scripted) -> None:
+    failed = "srun: error: task 1 launch failed: Slurmd could not connect IO"
+    leaving(scripted, "7_0_log.out", f"submitit INFO - Starting with JobEnvironment(job_id=7)\n{failed}\n")
     scripted.states, scripted.steps = ["running", "done"], [0, 5]
-    submitted = scripted.fake / "bin" / "sbatch"
-    writes = f"open({str(log)!r}, 'w').write({begins + failed!r})"
-    submitted.write_text(submitted.read_text().replace("sys.exit(code)", f"{writes}\nsys.exit(code)"))
-    scripted.run()
-    printed = capsys.readouterr().out
-    assert (
-        "srun: error: task 1 launch failed: Slurmd could not connect IO: the other tasks would wait for it" in printed
+    running, ended = listed("RUNNING"), listed("COMPLETED", job=8)
+    printed = scripted.run(
+        running, running, listed("CANCELLED"), NONE, ended, sbatch=[submitted(), submitted(8)], scancel=[NONE]
     )
+    assert f"{failed}: the other tasks would wait for it" in printed
     assert len(scripted.calls("scancel")) == 1
     assert "job 7 ended with LAUNCH_FAILED; going on from step 5 with another job\n" in printed
 
@@ -671,23 +583,20 @@ subprocess.run(["bash", "-c", setup], env={"SLURMD_NODENAME": "node1"}, stdout=o
 """
 
 
-def test_a_module_that_cannot_be_loaded_is_the_error_and_not_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scripted = Scripted(tmp_path, monkeypatch, modules="cuda/99")
-    log, sbatch = scripted.train / "jobs" / "001" / "7_0_log.out", scripted.fake / "bin" / "sbatch"
-    sbatch.write_text(sbatch.read_text().replace("print(out", f"{RUN_SETUP.replace('LOG', str(log))}print(out"))
-    scripted.answers(squeue=[NONE, NONE, listed("RUNNING"), listed("FAILED")], sbatch=[SUBMITTED])
+def test_a_module_that_cannot_be_loaded_is_the_error_and_not_tried_again(scripted: Scripted) -> None:
+    scripted.machine = scripted.machine.model_copy(update={"modules": "cuda/99"})
+    log = scripted.first / "7_0_log.out"
+    scripted.hook("sbatch", RUN_SETUP.replace("LOG", str(log)))
     with pytest.raises(UserError) as error:
-        scripted.run()
+        scripted.run(listed("RUNNING"), listed("FAILED"))
     assert str(error.value) == (
         f"`module load cuda/99` failed on node1; change modules in the profile (job 7, log: {log})"
     )
 
 
 def noting(file: Path) -> str:
-    """Python code that writes its environment to `file`, then imports on."""
-    return f"import os\nopen({str(file)!r}, 'a').write(str(dict(os.environ)))\nimport fcntl"
+    """Python code that writes its environment to `file`."""
+    return f"open({str(file)!r}, 'a').write(str(dict(os.environ)))"
 
 
 def test_filters_of_slurm_commands_in_the_environment_hide_no_job(
@@ -698,11 +607,9 @@ def test_filters_of_slurm_commands_in_the_environment_hide_no_job(
     monkeypatch.setenv("LOGNAME", "somebody")
     seen = scripted.fake / "seen"
     for program in ("squeue", "scancel"):
-        path = scripted.fake / "bin" / program
-        text = path.read_text()
-        path.write_text(text.replace("import fcntl", noting(seen), 1))
+        scripted.hook(program, noting(seen))
     (scripted.fake / "name").write_text("a")
-    scripted.answers(squeue=[listed("RUNNING")], scancel=[[0, "", ""]])
+    scripted.answers(squeue=[listed("RUNNING")], scancel=[NONE])
     queue = queue_module.Queue(poll_s=1)
     assert queue.state("7", "a").name == "RUNNING"
     queue.cancel("7", "a")
@@ -719,16 +626,12 @@ def test_arrays_heterogeneous_jobs_and_states_of_other_jobs_are_passed_over() ->
     ]
 
 
-def test_a_job_is_submitted_to_the_cluster_that_is_queried(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_submitted_to_the_cluster_that_is_queried(done: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CONF", "/etc/other/slurm.conf")
     monkeypatch.setenv("SLURM_JOB_ID", "99")
-    seen = scripted.fake / "seen"
-    path = scripted.fake / "bin" / "sbatch"
-    text = path.read_text()
-    path.write_text(text.replace("import fcntl", noting(seen), 1))
-    scripted.answers(squeue=[NONE, NONE, listed("COMPLETED")], sbatch=[SUBMITTED])
-    scripted.states = ["done"]
-    scripted.run()
+    seen = done.fake / "seen"
+    done.hook("sbatch", noting(seen))
+    done.run(listed("COMPLETED"))
     assert "'SLURM_CONF': '/etc/other/slurm.conf'" in seen.read_text()
     assert "SLURM_JOB_ID" not in seen.read_text()
     assert os.environ["SLURM_JOB_ID"] == "99"

@@ -53,23 +53,23 @@ def test_status_names_the_stages_of_this_workflow_that_wait(
 
 
 def test_a_reason_is_told_once_and_again_when_it_comes_back(tmp_path: Path) -> None:
-    told: list[str] = []
-    watch = StageWatch(tmp_path, told.append)
+    said: list[str] = []
+    watch = StageWatch(tmp_path, said.append)
 
     def jobs(*waiting: tuple[str, str]) -> list[StageJob]:
         return [StageJob(job_id, "embed", JobState("PENDING", why), "30:00", "1") for job_id, why in waiting]
 
     watch.look(jobs(("7", "Priority")))
-    assert told == [], "a job that has just been submitted"
+    assert said == [], "a job that has just been submitted"
     watch.look(jobs(("7", "Priority"), ("8", "Priority")))
-    assert told == ["stage embed: job 7: PENDING (Priority)"]
+    assert said == ["stage embed: job 7: PENDING (Priority)"]
     watch.look(jobs(("7", "Priority"), ("8", "Priority")))
     watch.look(jobs(("7", "Priority"), ("8", "AssocGrpGRES")))
-    assert told[1:] == ["stage embed: job 8: PENDING (AssocGrpGRES)"]
+    assert said[1:] == ["stage embed: job 8: PENDING (AssocGrpGRES)"]
     watch.look([])
     watch.look(jobs(("9", "Priority")))
     watch.look(jobs(("9", "Priority")))
-    assert told[2:] == ["stage embed: job 9: PENDING (Priority)"]
+    assert said[2:] == ["stage embed: job 9: PENDING (Priority)"]
     many = jobs(*((str(number), "Resources") for number in range(20, 29)))
     assert waiting_lines(many) == ["stage embed: 9 jobs (20, 21, 22, 23, 24, …): PENDING (Resources)"]
 

@@ -161,6 +161,17 @@ def test_without_an_answer_from_squeue_the_record_is_shown(results: Path, capsys
     assert "(squeue answered '<html>503</html>')" in status(results, capsys)
 
 
+def test_a_job_that_can_never_start_is_named_with_the_key_to_change(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = job(run_of(results, "one"))
+    squeue(results, f"41|PENDING|PartitionTimeLimit||{record.name}")
+    assert status(results, capsys).splitlines()[2:] == [
+        "one: job 41: PENDING (PartitionTimeLimit): runtime 60 min is more than the partition allows: lower it in the "
+        "profile"
+    ]
+
+
 def test_the_state_of_a_job_that_ended_unfollowed_is_queried(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = job(run_of(results, "one", state=RUNNING), state="RUNNING")
     squeue(results, f"41|TIMEOUT|TimeLimit||{record.name}")
@@ -224,40 +235,32 @@ def test_one_damaged_run_hides_no_other(results: Path, capsys: pytest.CaptureFix
         ("..", "'..': no such run in {runs}; there are: one, two"),
     ],
 )
-@pytest.mark.parametrize("stage", ["status", "attach", "cancel", "logs"])
 def test_an_unknown_run_is_answered_with_the_existing_ones(
-    results: Path, capsys: pytest.CaptureFixture[str], stage: str, name: str, message: str
+    results: Path, capsys: pytest.CaptureFixture[str], name: str, message: str
 ) -> None:
     run_of(results, "one")
     run_of(results, "two")
-    assert main([stage, name, "--results", str(results)]) == 2
     said = message.replace("{runs}", str(results / "runs"))
-    assert capsys.readouterr().err == f"cellmill {stage}: {said}\n"
+    for stage in ("status", "attach", "cancel", "logs"):
+        assert main([stage, name, "--results", str(results)]) == 2
+        assert capsys.readouterr().err == f"cellmill {stage}: {said}\n"
 
 
-def test_a_wrong_results_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--results", str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err == (
-        f"cellmill status: {tmp_path}/none/runs: no such folder; set --results to the results folder of a workflow\n"
-    )
-
-
-def test_an_empty_results_folder_has_no_run_yet(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert status(results, capsys) == f"{results}/runs: no run yet\n"
-
-
-@pytest.mark.parametrize("stage", ["status", "attach", "cancel", "logs"])
-def test_before_the_first_run_a_workflow_has_no_run_yet(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: str
+def test_a_wrong_results_folder_is_named_and_one_without_a_run_is_not_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "workflow").mkdir()
-    results = tmp_path / "results"
-    code = main([stage, *(["one"] if stage != "status" else []), "--results", str(results)])
-    said = capsys.readouterr()
-    if stage == "status":
-        assert (code, said.out) == (0, f"{results}/runs: no run yet\n")
-    else:
-        assert (code, said.err) == (2, f"cellmill {stage}: 'one': no such run in {results}/runs; no run yet\n")
+    for path in ("none", "results"):  # before the first run a workflow has no such folder
+        results = tmp_path / path
+        said = [
+            (main([*words, "--results", str(results)]), *capsys.readouterr()) for words in (["status"], ["logs", "one"])
+        ]
+        if path == "none":
+            end = f"{results}/runs: no such folder; set --results to the results folder of a workflow\n"
+            assert said == [(2, "", f"cellmill {stage}: {end}") for stage in ("status", "logs")]
+            (tmp_path / "workflow").mkdir()
+        else:
+            unknown = f"cellmill logs: 'one': no such run in {results}/runs; no run yet\n"
+            assert said == [(0, f"{results}/runs: no run yet\n", ""), (2, "", unknown)]
 
 
 def test_the_commands_load_nothing_heavy() -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -19,10 +18,11 @@ from cellmill.config.load import stored_options
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import write_json
 from cellmill.runs.folder import TrainFolder
-from cellmill.runs.identity import changed_keys, check_data, identity
+from cellmill.runs.identity import changed_keys, identity
 from cellmill.runs.lock import locked
 from cellmill.runs.progress import cut_back, read_lines
 from cellmill.track.tracker import JsonlTracker
+from tests.unit.test_status import HOLD
 
 
 def save(folder: TrainFolder, step: int, best_step: int | None, keep: int = 2) -> None:
@@ -68,19 +68,23 @@ def steps(folder: TrainFolder) -> list[int]:
     return [checkpoint.step for checkpoint in folder.checkpoints()]
 
 
-def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saved", "kept", "best"),
+    [
+        ([(1, 1), (2, 2), (3, 2), (4, 2), (5, 2)], [2, 4, 5], 2),
+        ([(1, 1), (2, 1), (3, 3)], [1, 2, 3], 3),  # step 2 may be resumed from, and 1 is its best
+        ([(1, None), (2, None)], [1, 2], 2),
+    ],
+    ids=["newest and best", "best of an older one", "no validation"],
+)
+def test_the_newest_and_the_best_checkpoints_are_kept(
+    tmp_path: Path, saved: list[tuple[int, int | None]], kept: list[int], best: int
+) -> None:
     folder = TrainFolder(tmp_path)
-    for step, best in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 2)):
-        save(folder, step, best)
-    assert steps(folder) == [2, 4, 5]
-    assert folder.best().step == 2
-
-
-def test_the_best_step_of_an_older_checkpoint_is_kept_for_its_resume(tmp_path: Path) -> None:
-    folder = TrainFolder(tmp_path)
-    for step, best in ((1, 1), (2, 1), (3, 3)):
-        save(folder, step, best)
-    assert steps(folder) == [1, 2, 3]
+    for step, best_step in saved:
+        save(folder, step, best_step)
+    shutil.copytree(folder.checkpoints()[0].path, tmp_path / "checkpoints" / "step-00000009-backup")  # does not count
+    assert (steps(folder), folder.best().step) == (kept, best)
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_never_outlives_an_undamaged_one(tmp_path: Path) -> None:
@@ -104,20 +108,6 @@ def test_an_invalid_manifest_is_damage(tmp_path: Path, text: str) -> None:
     (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").write_text(text)
     with pytest.raises(DataError, match=r"manifest\.json: not a checkpoint's manifest"):
         folder.newest_whole()
-
-
-def test_a_copy_beside_the_checkpoints_is_ignored(tmp_path: Path) -> None:
-    folder = TrainFolder(tmp_path)
-    save(folder, 1, 1)
-    shutil.copytree(tmp_path / "checkpoints" / "step-00000001", tmp_path / "checkpoints" / "step-00000001-backup")
-    assert steps(folder) == [1]
-
-
-def test_without_validation_the_newest_is_the_best(tmp_path: Path) -> None:
-    folder = TrainFolder(tmp_path)
-    save(folder, 1, None)
-    save(folder, 2, None)
-    assert folder.best().step == 2
 
 
 def test_a_missing_best_checkpoint_is_an_error_with_a_remedy(tmp_path: Path) -> None:
@@ -148,24 +138,15 @@ def test_the_files_of_an_earlier_configuration_are_moved_not_deleted(tmp_path: P
     assert (tmp_path / "superseded-001" / "checkpoints" / "step-00000003" / "tensors").read_bytes() == bytes([0, 1, 2])
 
 
-def _hold(path: str, ready: multiprocessing.synchronize.Event, done: multiprocessing.synchronize.Event) -> None:
-    with TrainFolder(Path(path)).locked():
-        ready.set()
-        done.wait(300)
-
-
 def test_two_trainings_do_not_share_a_folder(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    ready, done = context.Event(), context.Event()
-    holder = context.Process(target=_hold, args=(str(tmp_path), ready, done))
-    holder.start()
-    assert ready.wait(300)
-    where = re.escape(str(tmp_path))
-    expected = rf"{where}: another training is running here \(process {holder.pid} of .+ on .+\); stop it"
-    with pytest.raises(DataError, match=expected), TrainFolder(tmp_path).locked(wait_s=0.3):
-        pass
-    done.set()
-    holder.join()
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "locked\n"
+        where = re.escape(str(tmp_path))
+        expected = rf"{where}: another training is running here \(process {holder.pid} of .+ on .+\); stop it"
+        with pytest.raises(DataError, match=expected), TrainFolder(tmp_path).locked(wait_s=0.3):
+            pass
+        holder.kill()
     with TrainFolder(tmp_path).locked(wait_s=60):
         pass
 
@@ -227,11 +208,6 @@ def test_stored_options_that_this_version_cannot_read_are_named_with_their_file(
     resolved = stored_options(TREE, "then").model_dump(mode="json")
     with pytest.raises(ConfigError, match=r"^state\.json: train: unknown key 'momentum'"):
         changes(resolved | {"train": resolved["train"] | {"momentum": 0.9}})
-
-
-def test_changed_data_are_refused_with_both_fingerprints() -> None:
-    with pytest.raises(ConfigError, match="run: its checkpoints were trained on data aaaa, the shards are now bbbb; "):
-        check_data("run", "aaaa", "bbbb")
 
 
 def test_another_user_s_run_is_refused_with_its_owner_s_name() -> None:
