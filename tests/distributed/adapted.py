@@ -15,7 +15,7 @@ def tuned(corpus: str, options: dict[str, Any], folder: str, steps: int, load: b
     made, lines = cases.trainer(corpus, options, folder, steps)
     before = _parameters(made.model)
     if load:
-        cases.go_on(made, folder)
+        made.resume()
     made.run()
     made.train_stream.close()
     names = {id(parameter): plain_name(name) for name, parameter in made.model.named_parameters()}

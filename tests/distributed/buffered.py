@@ -89,7 +89,7 @@ def curve_and_buffers(
         for name, tensor in named_tensors(made.model, persistent=True):
             if name in before:
                 tensor.zero_()
-        cases.go_on(made, folder)
+        made.resume()
     made.run()
     made.train_stream.close()
     return [[line["loss"], line["grad_norm"]] for line in lines.lines if "loss" in line], before, buffers_of(made.model)

@@ -26,9 +26,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import UserError
-from cellmill.finetune.method import group_rates, load_method
 from cellmill.models.batch import to_tensors
-from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import load_model
 from cellmill.parallel import apply, chunked_loss, likelihoods
 from cellmill.parallel.materialize import named_tensors, plain_name
@@ -38,11 +36,9 @@ from cellmill.parallel.vocab_parallel import embed_tokens
 from cellmill.planner.size import ModelSize, PartSize
 from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import Checkpoints
+from cellmill.train.failure import HangWatch
 from cellmill.train.loop import StopFlag, Trainer
-from cellmill.train.optimizer import Unfreezing, WeightAverage, build_optimizer
-from cellmill.train.telemetry import Meter
-from cellmill.train.validation import Progress
-from cellmill.train.worker import batch_column, build_model, build_step_model, build_streams, open_profile
+from cellmill.train.worker import build_model, build_trainer
 
 DEVICE = torch.device("cpu")
 NO_PART = PartSize(0, 0)
@@ -72,78 +68,39 @@ class _NoSignal(StopFlag):
 
 
 def trainer(
-    corpus: str, options: dict[str, Any], folder: str, steps: int, init_from: str | None = None
+    corpus: str, options: dict[str, Any], folder: str, steps: int, init_from: str | None = None, load: bool = False
 ) -> tuple[Trainer, Lines]:
-    """Return a trainer over the shards in `corpus`, in the layout of `options`; `init_from` is an exported model."""
-    parsed = TrainOptions.model_validate(options)
-    vocabulary = Vocabulary.read(Path(corpus) / "vocabulary.tsv")
+    """Return a trainer over the shards in `corpus`, in the layout of `options`.
+
+    `init_from` is an exported model; with `load` it continues from the newest checkpoint in `folder`.
+    """
+    parsed, manifest = TrainOptions.model_validate(options), Manifest.read(Path(corpus) / "shards" / "manifest.json")
     mesh = build_mesh(parsed.parallel, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "cpu")
-    manifest = Manifest.read(Path(corpus) / "shards" / "manifest.json")
-    levels = manifest.levels(parsed.obs_columns())
-    model = build_model(parsed, vocabulary, init_from, mesh, DEVICE, levels)
-    train_stream, val_stream = build_streams(parsed, manifest.path, mesh)
-    lines = Lines()
-    method = load_method(parsed.finetune)
-    rates = group_rates(method, build(ModelSpec.of(parsed, vocabulary.n_genes, levels), method.transform))
-    decay = parsed.train.ema_decay
-    average = None if decay is None else WeightAverage(model, decay)
-    made = Trainer(
-        model=model,
-        parallel_model=build_step_model(model, parsed.parallel, mesh),
-        optimizer=build_optimizer(model, parsed.train, parsed.parallel.cpu_offload, method.group),
-        mesh=mesh,
-        device=DEVICE,
-        train=parsed.train,
-        steps=steps,
-        size=NO_SIZE,
-        train_stream=train_stream,
-        val_stream=val_stream,
-        checkpoints=Checkpoints(
-            TrainFolder(Path(folder)), parsed.train.keep_checkpoints, average, parsed.train.keep_steps
-        ),
-        trackers=[lines],
-        meter=Meter(None, dist.get_world_size()),
-        stop=_NoSignal(),
-        progress=Progress(),
-        saved_with={
-            "identity": {"weights_format": WEIGHTS_FORMAT},
-            "fingerprint": train_stream.fingerprint,
-            "vocabulary_digest": vocabulary.digest,
-            "options": parsed.model_dump(mode="json"),
-            "init_from": init_from,
-            **({"levels": levels} if levels else {}),
-        },
-        batch_column=batch_column(parsed, manifest),
-        unfreezing=Unfreezing(model, method.first_step),
-        rates=rates,
-        average=average,
-    )
+    record = {
+        "identity": {"weights_format": WEIGHTS_FORMAT},
+        "fingerprint": manifest.fingerprint_with(parsed.read_columns(), parsed.number_columns()),
+        "options": parsed.model_dump(mode="json"),
+        "init_from": init_from,
+        "vocabulary": f"{corpus}/vocabulary.tsv",
+        "manifest": str(manifest.path),
+    }
+    made = build_trainer(TrainFolder(Path(folder)), record, parsed, mesh, _NoSignal(), HangWatch(), size=NO_SIZE)
+    made.steps, lines = steps, Lines()
+    made.trackers = [lines]
+    if load:
+        made.resume()
     return made, lines
-
-
-def go_on(made: Trainer, folder: str) -> None:
-    """Load the newest checkpoint in `folder` into a trainer."""
-    checkpoint, _ = made.checkpoints.newest_whole()
-    assert checkpoint is not None
-    made.checkpoints.load(checkpoint, made.model, made.optimizer)
-    made.progress = Progress(**checkpoint.state()["progress"])
-    epoch, step = divmod(made.progress.step, made.train_stream.steps_per_epoch)
-    made.train_stream.load_state_dict(made.train_stream.state_dict() | {"epoch": epoch, "step": step})
 
 
 def logged(corpus: str, options: dict[str, Any], folder: str, steps: int, load: bool = False) -> list[dict[str, float]]:
     """Every logged line of a training, without what depends on the machine; with `load`, going on in `folder`."""
-    made, lines = trainer(corpus, options, folder, steps)
-    if load:
-        go_on(made, folder)
+    made, lines = trainer(corpus, options, folder, steps, load=load)
     return _logged(made, lines)
 
 
 def _logged(made: Trainer, lines: Lines) -> list[dict[str, float]]:
     made.run()
-    for stream in (made.train_stream, made.val_stream):
-        if stream is not None:
-            stream.close()
+    made.close()
     kept = ("step", "loss", "grad_norm", "lr", "cells", "tokens")
     parts = ("loss_", "lr_", "val_")  # the name of an objective's part, or of a figure
     return [{key: line[key] for key in line if key in kept or key.startswith(parts)} for line in lines.lines]
@@ -173,13 +130,9 @@ def gathered() -> list[Any]:
 
 def curve(corpus: str, options: dict[str, Any], folder: str, steps: int, load: bool = False) -> list[list[float]]:
     """[loss, gradient norm] of each step; with `load`, going on from the newest checkpoint in `folder`."""
-    made, lines = trainer(corpus, options, folder, steps)
-    if load:
-        go_on(made, folder)
+    made, lines = trainer(corpus, options, folder, steps, load=load)
     made.run()
-    made.train_stream.close()
-    if made.val_stream is not None:
-        made.val_stream.close()
+    made.close()
     dist.barrier()
     return [[line["loss"], line["grad_norm"]] for line in lines.lines if "loss" in line]
 
@@ -202,11 +155,8 @@ def profiled(corpus: str, options: dict[str, Any], folder: str, steps: int, firs
     """As `curve`, with steps `first` to `last` recorded in `folder`/profile."""
     options = options | {"train": options["train"] | {"profile_steps": [first, last]}}
     made, lines = trainer(corpus, options, folder, steps)
-    made.profile = open_profile(TrainFolder(Path(folder)), made.train, DEVICE)
     made.run()
-    assert made.profile is not None
-    made.profile.close()
-    made.train_stream.close()
+    made.close()
     return [[line["loss"], line["grad_norm"]] for line in lines.lines if "loss" in line]
 
 
@@ -265,7 +215,7 @@ def held(corpus: str, options: dict[str, Any]) -> dict[str, float]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         made.parallel_model(prepared).backward()
-    made.train_stream.close()
+    made.close()
     return {
         "parameters": sum(tensor.numel() for tensor in own.values()),
         "activations_per_token": sum(storage.nbytes() for storage in kept.values()) / 4 / len(prepared.genes),
@@ -286,9 +236,7 @@ def all_parameters_after(corpus: str, options: dict[str, Any], folder: str, step
     """The same as pairs: a rank may have two copies of a tied parameter."""
     made, _ = trainer(corpus, options, folder, steps)
     made.run()
-    made.train_stream.close()
-    if made.val_stream is not None:
-        made.val_stream.close()
+    made.close()
     return [(plain_name(name), full(p).numpy().tobytes()) for name, p in made.model.named_parameters()]
 
 
@@ -312,9 +260,7 @@ def spoiled(
     corpus: str, options: dict[str, Any], folder: str, steps: int, bad: list[int], load: bool = False
 ) -> dict[str, Any]:
     """A run in which data-parallel rank 1, or 0 if it is the only one, gets infinite values in the steps `bad`."""
-    made, lines = trainer(corpus, options, folder, steps)
-    if load:
-        go_on(made, folder)
+    made, lines = trainer(corpus, options, folder, steps, load=load)
     mesh = made.mesh
     made.train_stream = _Spoiled(made.train_stream, bad, mesh.dp_rank == min(1, mesh.dp_world - 1))  # type: ignore[assignment]
     error = ""
@@ -323,9 +269,7 @@ def spoiled(
     except UserError as ended:
         error = str(ended)
     made.checkpoints.wait()
-    made.train_stream.close()
-    if made.val_stream is not None:
-        made.val_stream.close()
+    made.close()
     dist.barrier()
     timed = ("cells_per_s", "tokens_per_s", "data_wait_frac", "left_s", "peak_resident_gb", "resident_gb")
     counted = {key: value for key, value in vars(made.progress).items() if key != "wall_s"}
@@ -348,8 +292,7 @@ def spoiled_validation(corpus: str, options: dict[str, Any], folder: str, steps:
     assert made.val_stream is not None
     made.val_stream = _Spoiled(made.val_stream, list(range(1000)), here=True)  # type: ignore[assignment]
     done = made.run()
-    made.train_stream.close()
-    made.val_stream.close()
+    made.close()
     return {"done": done, "lines": lines.lines, "progress": vars(made.progress)}
 
 
@@ -395,7 +338,7 @@ def overflow(
 
     made.parallel_model.forward_backward, made.optimizer.step = overflowing, watched  # type: ignore[method-assign, assignment]
     made.run()
-    made.train_stream.close()
+    made.close()
     found = [line for line in lines.lines if "loss_scale" in line]
     return [[line.get("loss"), line.get("grad_norm"), line["loss_scale"], did] for line, did in zip(found, changed)]
 

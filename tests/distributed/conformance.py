@@ -260,14 +260,12 @@ def trained(
         made, lines = cases.trainer(corpus, options, folder, steps)
         first = digests(made.model)
         if load:
-            cases.go_on(made, folder)
+            made.resume()
         made.run()
         last = digests(made.model)
     finally:
         attention.LONG, cpu_matmul.LARGE = kept
-        for stream in (made.train_stream, made.val_stream):
-            if stream is not None:
-                stream.close()
+        made.close()
     names = ("step", "loss", "grad_norm", "lr", "cells", "tokens", *MEASURED)
     parts = ("loss_", "lr_", "val_")  # the name of an objective's part, or of a metric
     logged = [{key: line[key] for key in line if key in names or key.startswith(parts)} for line in lines.lines]

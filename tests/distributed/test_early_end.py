@@ -69,7 +69,7 @@ def test_a_validation_that_a_stop_left_out_is_in_the_checkpoint_of_its_step(
     for going_on in (False, True):
         made, _ = cases.trainer(corpus, _run(val_every_steps=2), str(tmp_path), 9)
         if going_on:
-            cases.go_on(made, str(tmp_path))
+            made.resume()
         made.stop.received = "SIGTERM"  # asked to stop in its first step, and stopped after the second
         assert not made.run()
         for stream in (made.train_stream, made.val_stream):

@@ -142,6 +142,16 @@ class PipelineStages(nn.Module):
         return part.prepare(batch, seed=seed, step=step)
 
 
+def any_part(model: nn.Module) -> Any:
+    """Return a part of the model that this rank holds: each has the plan and the objective."""
+    return model.parts[0] if isinstance(model, PipelineStages) else model
+
+
+def last_part(model: nn.Module) -> Any:
+    """Return the part that computes the loss; None on other ranks of a pipeline."""
+    return model.last if isinstance(model, PipelineStages) else model
+
+
 def keep_stage(model: nn.Module, stage: int, stages: int) -> None:
     """Remove from the whole `model` what other stages hold. In place, on the meta device."""
     plan: Any = model.plan

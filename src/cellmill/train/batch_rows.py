@@ -21,7 +21,7 @@ import torch
 from cellmill.models.family import Model
 from cellmill.models.objective import Objective, RowShare
 from cellmill.parallel.mesh import Mesh
-from cellmill.parallel.stages import PipelineStages
+from cellmill.parallel.stages import PipelineStages, last_part
 from cellmill.parallel.step import StepModel
 
 Rows = tuple[torch.Tensor, ...]
@@ -72,7 +72,7 @@ def shares_of(
 
 def _kept_rows(model: Model | PipelineStages, parallel_model: StepModel, prepared: list[Any]) -> list[Rows]:
     """Rows of each micro-batch; none but on the last pipeline stage."""
-    last: Any = model.last if isinstance(model, PipelineStages) else model
+    last = last_part(model)
     kept: list[Rows] = []
     if last is not None:
         last.kept_rows = kept

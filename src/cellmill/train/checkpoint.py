@@ -8,7 +8,6 @@ location of each part of each tensor as columns of numbers, from which a rank pi
 """
 
 import json
-import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,16 +36,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from cellmill.config.plugin import in_one_line
-from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import DataError
 from cellmill.files import read_json, sha256_file, write_json, write_text
 from cellmill.parallel.apply import reshard
 from cellmill.parallel.materialize import named_tensors
 from cellmill.parallel.mesh import gather_json
 from cellmill.runs.folder import DIGEST, Checkpoint, TrainFolder
-from cellmill.runs.progress import cut_back, status
 from cellmill.train.optimizer import WeightAverage, state_of
-from cellmill.train.validation import Progress
 
 INDEX = "index.json"
 
@@ -356,42 +352,3 @@ def _reason(error: BaseException) -> str:
     if failures:
         error = next(iter(failures.values()))[0]
     return " ".join(str(error).split())[:300] or type(error).__name__
-
-
-def resume(
-    folder: TrainFolder,
-    checkpoints: Checkpoints,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    stream: CellStream,
-) -> Progress:
-    """Load the newest undamaged checkpoint, if any, and set stream and metrics back to its step.
-
-    Collective: every rank.
-    """
-    checkpoint, damaged = checkpoints.newest_whole()
-    if dist.get_rank() == 0:
-        for line in damaged:
-            print(f"warning: {line}; going on from the one before it", file=sys.stderr, flush=True)
-        if damaged and checkpoint is not None:
-            folder.set_damaged_aside(checkpoint.step)
-    progress = Progress()
-    if checkpoint is not None:
-        checkpoints.load(checkpoint, model, optimizer)
-        progress = Progress(**checkpoint.state()["progress"])
-    epoch, step = divmod(progress.step, stream.steps_per_epoch)
-    stream.load_state_dict(stream.state_dict() | {"epoch": epoch, "step": step})
-    if dist.get_rank() == 0:
-        cut_back(folder.metrics, progress.step)
-        print(f"going on from step {progress.step}" if progress.step else "starting at step 0", flush=True)
-    dist.barrier()
-    return progress
-
-
-def write_state(folder: TrainFolder, name: str, progress: Progress, saved_with: dict[str, Any]) -> None:
-    """Write state.json on rank 0, and status.json when the run is done."""
-    if dist.get_rank() == 0:
-        value = status(name, {"progress": vars(progress), **saved_with})
-        write_json(folder.path / "state.json", value)
-        if name == "done":
-            write_json(folder.path / "status.json", value)

@@ -8,10 +8,11 @@ loop never waits for a GPU. A stop signal only sets a flag; all ranks save toget
 
 import math
 import signal
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, cast
 
@@ -20,27 +21,33 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from cellmill.config.run import Train, learning_rate
+from cellmill.config.options import TrainOptions
+from cellmill.config.run import learning_rate
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import UserError
-from cellmill.finetune.method import GroupRate, rates_line
+from cellmill.files import write_json
+from cellmill.finetune.method import group_rates, load_method, rates_line
 from cellmill.launch.signals import STOP_SIGNALS
 from cellmill.models.batch import on_device, padded, to_tensors
+from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 from cellmill.models.objective import Objective
 from cellmill.parallel.mesh import Mesh, gather_json
 from cellmill.parallel.stages import PipelineStages
-from cellmill.parallel.step import StepModel, clip_grad_norm
+from cellmill.parallel.step import build_step_model, clip_grad_norm
+from cellmill.planner.devices import peak_flops
 from cellmill.planner.size import ModelSize
+from cellmill.runs.folder import TrainFolder
+from cellmill.runs.progress import cut_back, status
 from cellmill.track.tracker import Tracker
 from cellmill.train.batch_rows import with_shares
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.failure import HangWatch
-from cellmill.train.optimizer import Unfreezing, WeightAverage
+from cellmill.train.optimizer import Unfreezing, WeightAverage, build_optimizer
 from cellmill.train.step_guard import AsyncScalars, LossScale, Suspects, name_cells, step_if, to_device
 from cellmill.train.telemetry import Meter, StepProfile, TimeLeft, gpu_line, memory_line, own_gpu, own_memory
-from cellmill.train.validation import VAL_LOSS, EmbeddingMonitor, Progress, ValidationFigures
+from cellmill.train.validation import VAL_LOSS, EmbeddingMonitor, Progress, ValidationFigures, check_best_metric
 
 
 class LossParts:
@@ -108,37 +115,100 @@ class StepReport:
     """Ids of this rank's cells."""
 
 
-@dataclass
 class Trainer:
-    """A training and its parts. Collective: every rank makes one and calls `run`."""
+    """A training and its parts. Collective: every rank makes one, and calls `resume` and `run`.
 
-    model: Model | PipelineStages
-    parallel_model: StepModel
-    optimizer: torch.optim.Optimizer
-    mesh: Mesh
-    device: torch.device
-    train: Train
-    steps: int
-    size: ModelSize
-    train_stream: CellStream
-    val_stream: CellStream | None
-    checkpoints: Checkpoints
-    trackers: list[Tracker]
-    meter: Meter
-    stop: StopFlag
-    progress: Progress
-    saved_with: dict[str, Any]
-    """Identity and fingerprint, saved in every checkpoint."""
-    watch: HangWatch = field(default_factory=HangWatch)
-    profile: StepProfile | None = None
-    batch_column: str | None = None
-    """Column of the levels of validation cells whose share of the embedding is logged."""
-    unfreezing: Unfreezing | None = None
-    """Parameters that begin to train after the first step."""
-    rates: Mapping[str, GroupRate] = field(default_factory=dict)
-    """Learning rates of parts of the model, to log."""
-    average: WeightAverage | None = None
-    """Average of the weights, which validation takes."""
+    Parameters
+    ----------
+    options, folder, mesh
+        Options and folder of the run, and its mesh.
+    model
+        What this rank holds, after `materialize`.
+    spec, size
+        The whole model, and its sizes, for FLOPs in the log.
+    streams
+        Training cells and validation cells.
+    saved_with
+        Identity and fingerprint, saved in every checkpoint.
+    batch_column
+        Column of the levels of validation cells whose share of the embedding is logged.
+    stop, watch
+        Of this process.
+    """
+
+    def __init__(
+        self,
+        options: TrainOptions,
+        folder: TrainFolder,
+        mesh: Mesh,
+        model: Model | PipelineStages,
+        spec: ModelSpec,
+        size: ModelSize,
+        streams: tuple[CellStream, CellStream | None],
+        saved_with: dict[str, Any],
+        batch_column: str | None,
+        stop: StopFlag,
+        watch: HangWatch,
+    ) -> None:
+        train, device, method = options.train, mesh.device, load_method(options.finetune)
+        check_best_metric(model.objective, train.best_metric)
+        self.train, self.folder, self.mesh, self.device, self.model = train, folder, mesh, device, model
+        self.size, self.batch_column, self.stop, self.watch = size, batch_column, stop, watch
+        self.train_stream, self.val_stream = streams
+        self.steps = train.total_steps(self.train_stream.steps_per_epoch)
+        self.saved_with = saved_with | {"steps": self.steps, "world_size": dist.get_world_size()}
+        self.saved_with |= {"levels": spec.levels} if spec.levels else {}
+        self.rates = group_rates(method, build(spec, method.transform))
+        self.parallel_model = build_step_model(model, options.parallel, mesh)
+        self.optimizer = build_optimizer(model, train, options.parallel.cpu_offload, method.group)
+        self.unfreezing = Unfreezing(model, method.first_step)
+        self.average = None if train.ema_decay is None else WeightAverage(model, train.ema_decay)
+        self.checkpoints = Checkpoints(folder, train.keep_checkpoints, self.average, train.keep_steps)
+        watch.saving = self.checkpoints.is_writing
+        peak = peak_flops(torch.cuda.get_device_name(device), options.parallel) if device.type == "cuda" else None
+        self.meter = Meter(peak, dist.get_world_size())
+        self.profile: StepProfile | None = None
+        if train.profile_steps is not None:
+            first, last = train.profile_steps
+            self.profile = StepProfile(folder.path / "profile", first, last, dist.get_rank(), device)
+        self.loss_parts = LossParts(model.objective, device)
+        self.progress = Progress()
+        self.trackers: list[Tracker] = []
+
+    def resume(self) -> None:
+        """Load the newest undamaged checkpoint, if any, and set stream and metrics back to its step."""
+        checkpoint, damaged = self.checkpoints.newest_whole()
+        if dist.get_rank() == 0:
+            for line in damaged:
+                print(f"warning: {line}; going on from the one before it", file=sys.stderr, flush=True)
+            if damaged and checkpoint is not None:
+                self.folder.set_damaged_aside(checkpoint.step)
+        if checkpoint is not None:
+            self.checkpoints.load(checkpoint, self.model, self.optimizer)
+            self.progress = Progress(**checkpoint.state()["progress"])
+        epoch, step = divmod(self.progress.step, self.train_stream.steps_per_epoch)
+        self.train_stream.load_state_dict(self.train_stream.state_dict() | {"epoch": epoch, "step": step})
+        if dist.get_rank() == 0:
+            cut_back(self.folder.metrics, self.progress.step)
+            began = f"going on from step {self.progress.step}" if self.progress.step else "starting at step 0"
+            print(began, flush=True)
+        dist.barrier()
+
+    def write_state(self, name: str) -> None:
+        """Write state.json on rank 0, and status.json when the run is done."""
+        if dist.get_rank() == 0:
+            value = status(name, {"progress": vars(self.progress), **self.saved_with})
+            write_json(self.folder.path / "state.json", value)
+            if name == "done":
+                write_json(self.folder.path / "status.json", value)
+
+    def close(self) -> None:
+        """Close the profile and the streams."""
+        if self.profile is not None:
+            self.profile.close()
+        for stream in (self.train_stream, self.val_stream):
+            if stream is not None:
+                stream.close()
 
     def run(self) -> bool:
         """Train to the last step, or until patience is over.
@@ -195,8 +265,7 @@ class Trainer:
             loss = self.loss_parts.total(losses)
             if scale is not None:
                 scale.unscale(self.model)
-            if self.unfreezing is not None:
-                self.unfreezing.drop_gradients(self.model, step)
+            self.unfreezing.drop_gradients(self.model, step)
         with self._part("clip", "the gradient norm"):
             norm = clip_grad_norm(self.model, self.train.clip_norm, self.mesh.pp)
         with self._part("report", "the sum of losses"):
@@ -218,11 +287,6 @@ class Trainer:
         self.progress.step += 1
         cells = [batch.cells for batch in read]
         return StepReport(step + 1, scalars, lr, waited_s, time.perf_counter(), loss, cells)
-
-    @cached_property
-    def loss_parts(self) -> LossParts:
-        """Parts of the objective's loss."""
-        return LossParts(self.model.objective, self.device)
 
     @cached_property
     def _scale(self) -> LossScale | None:

@@ -28,7 +28,7 @@ from cellmill.models.blocks import is_linear
 from cellmill.parallel.apply import reshard
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import mesh_of
-from cellmill.parallel.stages import PipelineStages
+from cellmill.parallel.stages import any_part
 from cellmill.parallel.torch_private import move_all
 
 
@@ -57,8 +57,8 @@ def build_optimizer(
     """
     config, decayed, matrices = train.optimizer, decayed_parameters(model), set[str]()
     if config.matrix_state_names is not None:
-        part: Any = model.parts[0] if isinstance(model, PipelineStages) else model
-        matrices = {name for name in decayed if plain_name(name).startswith(f"{part.plan.blocks}.")}
+        blocks = any_part(model).plan.blocks
+        matrices = {name for name in decayed if plain_name(name).startswith(f"{blocks}.")}
     # one group for each mesh: the fused step takes no list of tensors on different meshes
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from cellmill.errors import ConfigError, did_you_mean
 from cellmill.models.family import Model
 from cellmill.models.objective import Objective
 from cellmill.parallel.mesh import Mesh
-from cellmill.parallel.stages import PipelineStages
+from cellmill.parallel.stages import PipelineStages, any_part, last_part
 from cellmill.runs.progress import COLLAPSED
 
 FIGURES = ("effective_rank", "depth_r2", "batch_r2")
@@ -40,9 +39,8 @@ class EmbeddingMonitor:
         levels: Mapping[str, Sequence[str]] = MappingProxyType({}),
         batch_column: str | None = None,
     ) -> None:
-        part: Any = model.parts[0] if isinstance(model, PipelineStages) else model
-        self.last: Any = model.last if isinstance(model, PipelineStages) else model
-        self.model = part
+        self.model, self.last = any_part(model), last_part(model)
+        part = self.model
         self.width: int = part.vector_width if part.vector_width <= MAX_WIDTH else 0
         self.column = None if batch_column is None else [*levels].index(batch_column)
         n_levels = 0 if batch_column is None else len(levels[batch_column])
@@ -215,9 +213,8 @@ class ValidationFigures:
     """Figures of one validation. Every rank of the training has one."""
 
     def __init__(self, model: Model | PipelineStages) -> None:
-        part: Any = model.parts[0] if isinstance(model, PipelineStages) else model
-        last: Any = model.last if isinstance(model, PipelineStages) else model
-        self.leaves: dict[str, Objective] = part.objective.leaves()
+        last = last_part(model)
+        self.leaves: dict[str, Objective] = any_part(model).objective.leaves()
         self.kept: dict[str, Objective] = {} if last is None else last.objective.leaves()
         self.sums = {
             name: torch.zeros(leaf.n_sums, dtype=torch.float64) for name, leaf in self.leaves.items() if leaf.n_sums

@@ -4,7 +4,6 @@ Started by torchrun with the folder of the run, whose run.json has everything el
 device that the profile asks for (`Machine.wanted_device`).
 """
 
-import importlib
 import os
 import sys
 import traceback
@@ -23,7 +22,6 @@ from torch.distributed.rendezvous import rendezvous
 from cellmill.config.load import stored_options
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Parallel, min_microbatches
-from cellmill.config.run import Train
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.shards.index import DATASET
 from cellmill.data.shards.local_copies import LocalCopies
@@ -31,7 +29,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import UserError
 from cellmill.files import read_json
-from cellmill.finetune.method import check_trains, group_rates, load_method, trained_names
+from cellmill.finetune.method import check_trains, load_method, trained_names
 from cellmill.launch.signals import die_with_parent
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors, mean_gene_rows
@@ -41,19 +39,13 @@ from cellmill.parallel.apply import parallelize
 from cellmill.parallel.materialize import materialize, plain_name
 from cellmill.parallel.mesh import Mesh, build_mesh, set_tf32
 from cellmill.parallel.stages import PipelineStages, stages_of
-from cellmill.parallel.step import ParallelModel, StepModel
 from cellmill.parallel.torch_private import set_group_timeouts
-from cellmill.planner.devices import peak_flops
-from cellmill.planner.size import measure
+from cellmill.planner.size import ModelSize, measure
 from cellmill.runs.folder import TrainFolder
-from cellmill.track.tracker import ConsoleTracker, JsonlTracker, Tracker
-from cellmill.train.checkpoint import Checkpoints, resume, write_state
+from cellmill.track.tracker import ConsoleTracker, JsonlTracker
 from cellmill.train.failure import START_FACTOR, HangWatch, give_up, leave_reason
 from cellmill.train.loop import StopFlag, Trainer
-from cellmill.train.optimizer import Unfreezing, WeightAverage, build_optimizer
 from cellmill.train.staging import Staging, agree, verify_shards
-from cellmill.train.telemetry import Meter, StepProfile
-from cellmill.train.validation import check_best_metric
 
 DUMP_S = 60.0  # longest wait for NCCL's record of a timeout
 
@@ -62,92 +54,82 @@ Levels = Mapping[str, Sequence[str]]
 
 def main(path: Path, error_file: Path, wanted_device: str) -> None:
     """Train in the folder of the run, `path`. Collective: every process that torchrun started."""
-    stop = StopFlag()
-    folder = TrainFolder(path)
-    record = read_json(folder.path / "run.json")
+    stop, watch = StopFlag(), HangWatch()
+    record = read_json(path / "run.json")
     options = stored_options(record["options"], "run.json")
-    watch = HangWatch()
     watch.start(options.train.timeout_s, partial(give_up, error_file))
     device = _join(options.parallel, options.train.timeout_s, wanted_device)
     watch.joined()
     mesh = build_mesh(options.parallel, int(os.environ["LOCAL_WORLD_SIZE"]), device.type)
-    vocabulary = Vocabulary.read(Path(record["vocabulary"]))
-    manifest = Manifest.read(Path(record["manifest"]))
-    levels = manifest.levels(options.obs_columns())
-    verify_shards(manifest, device)
-    model = build_model(options, vocabulary, record["init_from"], mesh, device, levels)
-    part: Any = model.parts[0] if isinstance(model, PipelineStages) else model
-    check_best_metric(part.objective, options.train.best_metric)
-    parallel_model = build_step_model(model, options.parallel, mesh)
-    method = load_method(options.finetune)
-    rates = group_rates(method, build(ModelSpec.of(options, vocabulary.n_genes, levels), method.transform))
-    optimizer = build_optimizer(model, options.train, options.parallel.cpu_offload, method.group)
+    verify_shards(Manifest.read(Path(record["manifest"])), device)
     staging = Staging(options.stream, mesh)
-    train_stream, val_stream = build_streams(options, Path(record["manifest"]), mesh, staging.copies)
-    steps = options.train.total_steps(train_stream.steps_per_epoch)
-
-    decay = options.train.ema_decay
-    average = None if decay is None else WeightAverage(model, decay)
-    checkpoints = Checkpoints(folder, options.train.keep_checkpoints, average, options.train.keep_steps)
-    watch.saving = checkpoints.is_writing
+    trainer = build_trainer(TrainFolder(path), record, options, mesh, stop, watch, staging.copies)
     set_group_timeouts(_timeout(options.train.timeout_s))
-    progress = resume(folder, checkpoints, model, optimizer, train_stream)
-    staging.start([train_stream, val_stream], progress.step, steps)
-    saved_with = {
-        "identity": record["identity"],
-        "fingerprint": record["fingerprint"],
-        "vocabulary_digest": vocabulary.digest,
-        "options": record["options"],
-        "init_from": record["init_from"],
-        "supervised_by": record.get("supervised_by", []),
-        "steps": steps,
-        "world_size": dist.get_world_size(),
-    }
-    if levels:
-        saved_with["levels"] = levels
-    trainer = Trainer(
-        model=model,
-        parallel_model=parallel_model,
-        optimizer=optimizer,
-        mesh=mesh,
-        device=device,
-        train=options.train,
-        steps=steps,
-        size=measure(ModelSpec.of(options, vocabulary.n_genes, levels), finetune=options.finetune),
-        train_stream=train_stream,
-        val_stream=val_stream,
-        checkpoints=checkpoints,
-        trackers=open_trackers(folder, saved_with, progress.step),
-        meter=Meter(_peak(device, options.parallel), dist.get_world_size()),
-        stop=stop,
-        progress=progress,
-        saved_with=saved_with,
-        watch=watch,
-        profile=open_profile(folder, options.train, device),
-        batch_column=batch_column(options, manifest),
-        unfreezing=Unfreezing(model, method.first_step),
-        rates=rates,
-        average=average,
-    )
-    write_state(folder, "running", progress, saved_with)
+    trainer.resume()
+    staging.start([trainer.train_stream, trainer.val_stream], trainer.progress.step, trainer.steps)
+    if dist.get_rank() == 0:  # other trackers follow metrics.jsonl
+        trainer.trackers = [JsonlTracker(trainer.folder.metrics), ConsoleTracker()]
+    for tracker in trainer.trackers:
+        tracker.start({"run": path.resolve().parent.name, **trainer.saved_with}, trainer.progress.step)
+    trainer.write_state("running")
     try:
-        done = trainer.run()
+        ended = "done" if trainer.run() else "stopped"
     except BaseException:
         for tracker in trainer.trackers:
             with suppress(OSError):  # a full disk, again
                 tracker.finish("failed")
         raise
-    if trainer.profile is not None:
-        trainer.profile.close()
-    for stream in (train_stream, val_stream):
-        if stream is not None:
-            stream.close()
-    write_state(folder, "done" if done else "stopped", progress, saved_with)
+    trainer.close()
+    trainer.write_state(ended)
     for tracker in trainer.trackers:
-        tracker.finish("done" if done else "stopped")
+        tracker.finish(ended)
     dist.barrier()  # no rank leaves while another still needs it
     staging.close()
     watch.close()
+
+
+def build_trainer(
+    folder: TrainFolder,
+    record: dict[str, Any],
+    options: TrainOptions,
+    mesh: Mesh,
+    stop: StopFlag,
+    watch: HangWatch,
+    copies: LocalCopies | None = None,
+    size: ModelSize | None = None,
+) -> Trainer:
+    """Return the trainer of the run whose run.json has the content `record`. Collective: every rank.
+
+    Parameters
+    ----------
+    copies
+        Local copies of shards, made while the run trains.
+    size
+        Sizes of the whole model; None measures it.
+    """
+    vocabulary, manifest = Vocabulary.read(Path(record["vocabulary"])), Manifest.read(Path(record["manifest"]))
+    levels = manifest.levels(options.obs_columns())
+    spec = ModelSpec.of(options, vocabulary.n_genes, levels)
+    return Trainer(
+        options,
+        folder,
+        mesh,
+        build_model(options, vocabulary, record["init_from"], mesh, mesh.device, levels),
+        spec,
+        measure(spec, finetune=options.finetune) if size is None else size,
+        build_streams(options, manifest, mesh, copies),
+        {
+            "identity": record["identity"],
+            "fingerprint": record["fingerprint"],
+            "vocabulary_digest": vocabulary.digest,
+            "options": record["options"],
+            "init_from": record["init_from"],
+            "supervised_by": record.get("supervised_by", []),
+        },
+        batch_column(options, manifest),
+        stop,
+        watch,
+    )
 
 
 def _join(parallel: Parallel, timeout_s: float, wanted_device: str) -> torch.device:
@@ -229,17 +211,8 @@ def _build_part(spec: ModelSpec, options: TrainOptions, stage: int, mesh: Mesh) 
     return model
 
 
-def build_step_model(model: Model | PipelineStages, parallel: Parallel, mesh: Mesh) -> StepModel:
-    """Return the step of the laid-out model."""
-    if isinstance(model, PipelineStages):
-        # torch's pipelining imports its compiler: a fifth of the CPU time in which a process starts
-        step: StepModel = importlib.import_module("cellmill.parallel.pipeline").PipelineModel(model, parallel, mesh)
-        return step
-    return ParallelModel(model, parallel, mesh)
-
-
 def build_streams(
-    options: TrainOptions, manifest: Path, mesh: Mesh, copies: LocalCopies | None = None
+    options: TrainOptions, manifest: Manifest, mesh: Mesh, copies: LocalCopies | None = None
 ) -> tuple[CellStream, CellStream | None]:
     """Return the endless stream of training cells, and that of validation cells, None if there are none."""
     shared: dict[str, Any] = {
@@ -256,15 +229,15 @@ def build_streams(
         "copies": copies,
         "number_columns": options.number_columns(),
     }
-    columns, opened = options.obs_columns(), Manifest.read(manifest)
-    train = CellStream(manifest, "train", columns=columns, **shared)
-    if opened.splits["val"].n_obs == 0:
+    columns = options.obs_columns()
+    train = CellStream(manifest.path, "train", columns=columns, **shared)
+    if manifest.splits["val"].n_obs == 0:
         return train, None
-    monitored = batch_column(options, opened)
+    monitored = batch_column(options, manifest)
     if monitored is not None and monitored not in columns:
         columns |= {monitored: "validation"}
     val_cells = options.train.val_cells
-    return train, CellStream(manifest, "val", shuffle=False, max_cells=val_cells, columns=columns, **shared)
+    return train, CellStream(manifest.path, "val", shuffle=False, max_cells=val_cells, columns=columns, **shared)
 
 
 def batch_column(options: TrainOptions, manifest: Manifest) -> str | None:
@@ -273,28 +246,6 @@ def batch_column(options: TrainOptions, manifest: Manifest) -> str | None:
     given = next((name for name in objective.columns().levels if name not in objective.supervised_by), None)
     several = len(manifest.obs_levels.get(DATASET, {}).get("levels", ())) > 1
     return given or (DATASET if several else None)
-
-
-def open_trackers(folder: TrainFolder, saved_with: dict[str, Any], resume_step: int) -> list[Tracker]:
-    """Start rank 0's metrics.jsonl and console, which other ranks have none of; others follow metrics.jsonl."""
-    if dist.get_rank() != 0:
-        return []
-    trackers: list[Tracker] = [JsonlTracker(folder.metrics), ConsoleTracker()]
-    for tracker in trackers:
-        tracker.start({"run": folder.path.resolve().parent.name, **saved_with}, resume_step)
-    return trackers
-
-
-def open_profile(folder: TrainFolder, train: Train, device: torch.device) -> StepProfile | None:
-    """Return the profiler of train.profile_steps."""
-    if train.profile_steps is None:
-        return None
-    first, last = train.profile_steps
-    return StepProfile(folder.path / "profile", first, last, dist.get_rank(), device)
-
-
-def _peak(device: torch.device, parallel: Parallel) -> float | None:
-    return peak_flops(torch.cuda.get_device_name(device), parallel) if device.type == "cuda" else None
 
 
 if __name__ == "__main__":
