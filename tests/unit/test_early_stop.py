@@ -42,12 +42,6 @@ def test_the_best_step_and_the_end_follow_from_the_values_also_when_resumed_at_e
     assert (found, ended) == (best, over)
 
 
-def test_a_checkpoint_of_before_keeps_its_best_validation_loss() -> None:
-    progress = Progress(step=9, val_loss=2.0, best_val_loss=1.0, best_step=3)
-    assert not progress.judge(2.0, Train.model_validate({"steps": 99}))
-    assert (progress.best_step, progress.best_val_loss) == (3, 1.0)
-
-
 def test_a_metric_that_no_validation_logs_is_refused() -> None:
     objective = model_on_cpu(
         9, None, objective="classification", label_column="a", levels={"a": ("x", "y")}, hidden=8, heads=1, layers=1

@@ -17,9 +17,9 @@ Robinson & Smyth 2008 (this parametrisation); Lopez et al. 2018 (scVI: mean as l
 Legend: N targets or cells, H hidden, V local rows of the table.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -64,109 +64,82 @@ def profile_loss(
     return chunked_loss(states, table, bias, _Profiles(entries, starts, genes, weights))
 
 
-class _Asked(Protocol):
-    """Targets of a chunk, and their terms of its logits' gradient (n, V)."""
-
-    def picked(self, logits: torch.Tensor) -> torch.Tensor:
-        """(n,): the logit of each target, or the expected one."""
-        ...
-
-    def subtract_from(self, probabilities: torch.Tensor) -> None:
-        """Turn probabilities (n, V) into the gradient of the logits, in place."""
-        ...
-
-
-class _Targets:
-    """Targets of a cross-entropy."""
+class _Answers:
+    """One token for each target."""
 
     first_row = 0
 
-    def of(self, start: int, logits: torch.Tensor) -> _Asked:
-        """Return the targets from `start` on whose float32 `logits` (n, V) are given."""
-        raise NotImplementedError
+    def __init__(self, answers: torch.Tensor) -> None:
+        self.answers = answers
 
     def loss(
         self, start: int, logits: torch.Tensor, vectors: tuple[torch.Tensor, ...], group: dist.ProcessGroup | None
     ) -> tuple[torch.Tensor, tuple[()]]:
         """See `chunked_loss.Targets`."""
-        return _loss_and_gradient(logits, self.of(start, logits), group), ()
-
-
-class _Answers(_Targets):
-    """One token for each target."""
-
-    def __init__(self, answers: torch.Tensor) -> None:
-        self.answers = answers
-
-    def of(self, start: int, logits: torch.Tensor) -> "_Rows":
         answers, rows = self.answers[start : start + len(logits)] - self.first_row, logits.shape[1]
-        return _Rows(answers.clamp(0, max(rows - 1, 0)), (answers >= 0) & (answers < rows))
+        inside, row = (answers >= 0) & (answers < rows), answers.clamp(0, max(rows - 1, 0))[:, None]
+
+        def subtract() -> None:
+            logits.scatter_(1, row, logits.gather(1, row) - inside.to(logits.dtype)[:, None])
+
+        return _cross_entropy(logits, lambda: logits.gather(1, row)[:, 0] * inside, subtract, group), ()
 
 
-class _Rows:
-    """Rows (n,) of this rank's table that a chunk's targets ask for, and whether they are this rank's at all."""
-
-    def __init__(self, rows: torch.Tensor, inside: torch.Tensor) -> None:
-        self.rows, self.inside = rows[:, None], inside
-
-    def picked(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits.gather(1, self.rows)[:, 0] * self.inside
-
-    def subtract_from(self, probabilities: torch.Tensor) -> None:
-        less = probabilities.gather(1, self.rows) - self.inside.to(probabilities.dtype)[:, None]
-        probabilities.scatter_(1, self.rows, less)
-
-
-class _Profiles(_Targets):
+class _Profiles:
     """A sparse distribution for each target."""
+
+    first_row = 0
 
     def __init__(self, entries: list[int], starts: torch.Tensor, genes: torch.Tensor, weights: torch.Tensor) -> None:
         self.starts, self.genes, self.weights = starts, genes, weights
         self.ends = [0, *accumulate(entries)]
 
-    def of(self, start: int, logits: torch.Tensor) -> "_Distribution":
+    def loss(
+        self, start: int, logits: torch.Tensor, vectors: tuple[torch.Tensor, ...], group: dist.ProcessGroup | None
+    ) -> tuple[torch.Tensor, tuple[()]]:
+        """See `chunked_loss.Targets`."""
         n, rows = logits.shape
-        if not rows:
-            return _Distribution(logits)
-        own = slice(self.ends[start], self.ends[start + n])
-        lengths = self.starts[start : start + n + 1].diff()
-        target = torch.repeat_interleave(lengths, output_size=own.stop - own.start)
-        genes = self.genes[own] - self.first_row
-        inside = (genes >= 0) & (genes < rows)
         # dense, so that sums have one order on every device; entries of other ranks add 0 to a row of this one
         dense = torch.zeros_like(logits)
-        dense.index_put_((target, genes.clamp(0, rows - 1)), self.weights[own] * inside, accumulate=True)
-        return _Distribution(dense)
+        if rows:
+            chunk = slice(self.ends[start], self.ends[start + n])
+            lengths = self.starts[start : start + n + 1].diff()
+            target = torch.repeat_interleave(lengths, output_size=chunk.stop - chunk.start)
+            genes = self.genes[chunk] - self.first_row
+            inside = (genes >= 0) & (genes < rows)
+            dense.index_put_((target, genes.clamp(0, rows - 1)), self.weights[chunk] * inside, accumulate=True)
+        return _cross_entropy(logits, lambda: (logits * dense).sum(1), lambda: logits.sub_(dense), group), ()
 
 
-class _Distribution:
-    """Probabilities (n, V) that a chunk's targets ask for."""
+def _cross_entropy(
+    logits: torch.Tensor,
+    picked: Callable[[], torch.Tensor],
+    subtract: Callable[[], object],
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    """Return the summed loss of float32 `logits` (n, V), which become its gradient in place.
 
-    def __init__(self, dense: torch.Tensor) -> None:
-        self.dense = dense
-
-    def picked(self, logits: torch.Tensor) -> torch.Tensor:
-        return (logits * self.dense).sum(1)
-
-    def subtract_from(self, probabilities: torch.Tensor) -> None:
-        probabilities.sub_(self.dense)
-
-
-def _loss_and_gradient(logits: torch.Tensor, targets: _Asked, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return the summed loss of float32 `logits` (n, V), which become its gradient in place."""
-    count, rows = logits.shape
-    maximum = logits.amax(1) if rows else logits.new_full((count,), -torch.inf)
-    if group is not None:
-        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
-    logits.sub_(maximum[:, None])
-    correct = targets.picked(logits) if rows else torch.zeros_like(maximum)
+    `picked` returns (n,), the logit of each target or the expected one; `subtract` takes the targets' own probabilities
+    from `logits`, which by then are the model's.
+    """
+    rows = logits.shape[1]
+    _subtract_maximum(logits, group)
+    correct = picked() if rows else logits.new_zeros(len(logits))
     sums = torch.stack([logits.exp_().sum(1), correct])
     if group is not None:
         dist.all_reduce(sums, group=group)
     logits.div_(sums[0][:, None])
     if rows:
-        targets.subtract_from(logits)
+        subtract()
     return (sums[0].log() - sums[1]).sum()
+
+
+def _subtract_maximum(logits: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Subtract each target's maximum over the rows of all ranks, in place."""
+    maximum = logits.amax(1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
+    if group is not None:
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+    logits.sub_(maximum[:, None])
 
 
 def nb_loss(
@@ -199,16 +172,12 @@ def nb_loss(
 class _Entries:
     """The counts of a chunk's cells; those of other ranks' rows are 0, in a row of this rank."""
 
-    cell: torch.Tensor
-    """(entries,) int64, ascending."""
-    starts: torch.Tensor
-    """(n + 1,) int64: first entry of each cell."""
+    cell: torch.Tensor  # (entries,) int64, ascending
+    starts: torch.Tensor  # (n + 1,) int64: first entry of each cell
     row: torch.Tensor
     count: torch.Tensor
-    inside: torch.Tensor
-    """(entries,) float32: 1 for entries of this rank's rows, else 0."""
-    sums: torch.Tensor
-    """(n,) float32: the sum of each cell's counts over all rows."""
+    inside: torch.Tensor  # (entries,) float32: 1 for entries of this rank's rows, else 0
+    sums: torch.Tensor  # (n,) float32: the sum of each cell's counts over all rows
 
 
 class _Counts:
@@ -224,19 +193,15 @@ class _Counts:
         self, start: int, logits: torch.Tensor, vectors: tuple[torch.Tensor, ...], group: dist.ProcessGroup | None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """See `chunked_loss.Targets`."""
-        (dispersion,) = vectors
-        loss, gradient = _loss_and_gradients(logits, dispersion.float().exp(), self.of(start, *logits.shape), group)
+        n, n_rows = logits.shape
+        chunk = slice(self.ends[start], self.ends[start + n])
+        rows, counts = self.genes[chunk] - self.first_row, self.counts[chunk]
+        starts = self.starts[start : start + n + 1] - chunk.start
+        cell = torch.repeat_interleave(starts.diff(), output_size=chunk.stop - chunk.start)
+        inside, sums = ((rows >= 0) & (rows < n_rows)).float(), segment_sum(counts, cell, starts)
+        targets = _Entries(cell, starts, rows.clamp(0, max(n_rows - 1, 0)), counts * inside, inside, sums)
+        loss, gradient = _loss_and_gradients(logits, vectors[0].float().exp(), targets, group)
         return loss, (gradient,)
-
-    def of(self, start: int, n: int, n_rows: int) -> _Entries:
-        """Return the counts of `n` cells from `start` on, for a table of `n_rows` > 0 rows, or none."""
-        own = slice(self.ends[start], self.ends[start + n])
-        rows, counts = self.genes[own] - self.first_row, self.counts[own]
-        starts = self.starts[start : start + n + 1] - own.start
-        cell = torch.repeat_interleave(starts.diff(), output_size=own.stop - own.start)
-        inside = ((rows >= 0) & (rows < n_rows)).float()
-        sums = segment_sum(counts, cell, starts)
-        return _Entries(cell, starts, rows.clamp(0, max(n_rows - 1, 0)), counts * inside, inside, sums)
 
 
 def _loss_and_gradients(
@@ -247,10 +212,7 @@ def _loss_and_gradients(
     The logits become their own gradient in place.
     """
     n, n_rows = logits.shape
-    maximum = logits.amax(1) if n_rows else logits.new_full((n,), -torch.inf)
-    if group is not None:
-        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
-    logits.sub_(maximum[:, None])
+    _subtract_maximum(logits, group)
     normalizer = logits.exp().sum(1)
     if group is not None:
         dist.all_reduce(normalizer, group=group)
@@ -258,9 +220,9 @@ def _loss_and_gradients(
     sums, of_inverse = logits.new_zeros(2, n), torch.zeros_like(inverse)
     probabilities = logits.exp()
     if n_rows:
-        sums[0], of_mean, of_inverse = _of_rows(logits, probabilities, inverse, targets)
-        sums[1] = of_mean.sum(1)
-        logits.copy_(of_mean)
+        sums[0], to_mean, of_inverse = _of_rows(logits, probabilities, inverse, targets)
+        sums[1] = to_mean.sum(1)
+        logits.copy_(to_mean)
     if group is not None:
         dist.all_reduce(sums, group=group)
     logits.sub_(probabilities.mul_(sums[1][:, None]))

@@ -12,6 +12,7 @@ from first to last: on one thread of a CPU they equal torch's operations bit by 
 Legend: T tokens or rows, C cells, N targets or indices, H hidden, V rows of the table.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,15 +25,11 @@ def embed_tokens(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """(T,) int64 and (V, H) -> (T, H), replicated."""
     if not isinstance(table, DTensor):
         return F.embedding(tokens, table)
-    own = table.to_local()
-    rows = tokens - first_row(table)
-    inside = (rows >= 0) & (rows < len(own))
-    if len(own):
-        embedded = F.embedding(rows.clamp(0, len(own) - 1), own) * inside[:, None]
-    else:  # fewer table rows than ranks
-        embedded = own.new_zeros(len(tokens), own.shape[1]) + own.sum()
-    part = DTensor.from_local(embedded, table.device_mesh, [Partial()])
-    return part.redistribute(placements=[Replicate()]).to_local()
+
+    def looked_up(rows: torch.Tensor, inside: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        return F.embedding(rows, own) * inside[:, None]
+
+    return _over_ranks(tokens, table, len(tokens), looked_up)
 
 
 def embed_bags(
@@ -47,14 +44,28 @@ def embed_bags(
     """
     if not isinstance(table, DTensor):
         return _sum_bags(tokens, values, cu_seqlens, table)
+
+    def summed(rows: torch.Tensor, inside: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        return _sum_bags(rows, values * inside, cu_seqlens, own)
+
+    return _over_ranks(tokens, table, len(cu_seqlens) - 1, summed)
+
+
+def _over_ranks(
+    tokens: torch.Tensor,
+    table: DTensor,
+    n: int,
+    read: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Sum (n, H) over the ranks of a sharded table, each reading its own rows: `read(rows, inside, own)`."""
     own = table.to_local()
     rows = tokens - first_row(table)
     inside = (rows >= 0) & (rows < len(own))
     if len(own):
-        summed = _sum_bags(rows.clamp(0, len(own) - 1), values * inside, cu_seqlens, own)
+        found = read(rows.clamp(0, len(own) - 1), inside, own)
     else:  # fewer table rows than ranks
-        summed = own.new_zeros(len(cu_seqlens) - 1, own.shape[1]) + own.sum()
-    part = DTensor.from_local(summed, table.device_mesh, [Partial()])
+        found = own.new_zeros(n, own.shape[1]) + own.sum()
+    part = DTensor.from_local(found, table.device_mesh, [Partial()])
     return part.redistribute(placements=[Replicate()]).to_local()
 
 

@@ -49,7 +49,7 @@ INDEX = "index.json"
 
 @dataclass(frozen=True)
 class Stored:
-    """Place of a part of a tensor, with the attributes that DCP's reader asks for."""
+    """Position of a part of a tensor, with the attributes that DCP's reader expects."""
 
     relative_path: str
     offset: int
@@ -80,11 +80,7 @@ def write_index(folder: Path, metadata: Metadata) -> None:
 def read_index(folder: Path, tensors: Mapping[str, Any] | None) -> Metadata:
     """Return the index of a checkpoint as DCP has it. Raises DataError if it is missing or damaged.
 
-    Parameters
-    ----------
-    tensors
-        The tensors to be loaded, in mappings of any depth: the rest of the checkpoint, and parts of other ranks, are
-        left out. None for all.
+    Only what `tensors`, in mappings of any depth, need is kept, without parts of other ranks; everything if None.
     """
     path = folder / INDEX
     if not path.exists():
@@ -103,30 +99,26 @@ def read_index(folder: Path, tensors: Mapping[str, Any] | None) -> Metadata:
     return metadata
 
 
-def _add(metadata: Metadata, name: str, of: dict[str, Any], files: list[str], tensor: torch.Tensor | None) -> None:
+def _add(metadata: Metadata, name: str, entry: dict[str, Any], files: list[str], tensor: torch.Tensor | None) -> None:
     """Add the parts of a tensor that overlap what this rank has of it; all if `tensor` is None."""
-    dtype, n = getattr(torch, of["dtype"]), len(of["file"])
+    dtype, n = getattr(torch, entry["dtype"]), len(entry["file"])
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{of['dtype']!r} is no type of numbers")
-    offsets, sizes = (np.array(of[key], np.int64).reshape(n, len(of["size"])) for key in ("offsets", "sizes"))
-    overlaps = np.ones(n, bool) if tensor is None else np.zeros(n, bool)
-    for first, length in [] if tensor is None else _own(tensor):
-        overlaps |= ((offsets < np.add(first, length)) & (offsets + sizes > first)).all(1)
+        raise ValueError(f"{entry['dtype']!r} is not a type of numbers")
+    offsets, sizes = (np.array(entry[key], np.int64).reshape(n, len(entry["size"])) for key in ("offsets", "sizes"))
+    overlaps: Any = np.full(n, tensor is None)
+    if isinstance(tensor, DTensor):
+        for part in tensor.__create_chunk_list__():  # what DCP's planner will request
+            overlaps |= ((offsets < np.add(part.offsets, part.sizes)) & (offsets + sizes > part.offsets)).all(1)
+    elif tensor is not None:
+        overlaps = ((offsets < tensor.shape) & (offsets + sizes > 0)).all(1)
     parts = []
     for row in np.flatnonzero(overlaps).tolist():
-        at = torch.Size(offsets[row].tolist())
-        parts.append(ChunkStorageMetadata(at, torch.Size(sizes[row].tolist())))
-        place = Stored(files[of["file"][row]], int(of["start"][row]), int(of["bytes"][row]))
-        metadata.storage_data[MetadataIndex(name, at)] = place
-    size = torch.Size(of["size"])
+        offset = torch.Size(offsets[row].tolist())
+        parts.append(ChunkStorageMetadata(offset, torch.Size(sizes[row].tolist())))
+        stored = Stored(files[entry["file"][row]], int(entry["start"][row]), int(entry["bytes"][row]))
+        metadata.storage_data[MetadataIndex(name, offset)] = stored
+    size = torch.Size(entry["size"])
     metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(dtype), size, parts)
-
-
-def _own(tensor: torch.Tensor) -> list[tuple[list[int], list[int]]]:
-    """Offsets and sizes of what this rank has of a tensor, as DCP's planner asks for them."""
-    if not isinstance(tensor, DTensor):
-        return [([0] * tensor.ndim, list(tensor.shape))]
-    return [(list(part.offsets), list(part.sizes)) for part in tensor.__create_chunk_list__()]
 
 
 def _flat(tensors: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -138,13 +130,7 @@ def _flat(tensors: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, t
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """Reader of a checkpoint folder that reads its index, once, in place of DCP's pickled metadata.
-
-    Parameters
-    ----------
-    tensors
-        The tensors to be loaded: of the index only what they need is kept. None for all of it.
-    """
+    """Reader of a checkpoint folder that reads its index, once, in place of DCP's pickled metadata (`read_index`)."""
 
     _metadata: Metadata | None = None
 
@@ -163,10 +149,7 @@ class CheckpointReader(dcp.FileSystemReader):
 
 
 def load_tensors(path: Path, tensors: dict[str, Any]) -> None:
-    """Fill `tensors`, of DTensors this rank's parts, from the checkpoint in the folder `path`.
-
-    No communication: each rank plans its own reads. Raises DataError when it cannot be read.
-    """
+    """Fill `tensors`, of DTensors this rank's parts, from a checkpoint's folder. No communication. Raises DataError."""
     reader = CheckpointReader(path, tensors)
     reader.read_metadata()  # its error is clearer than DCP's
     try:
@@ -178,10 +161,7 @@ def load_tensors(path: Path, tensors: dict[str, Any]) -> None:
 
 
 class _DigestingWriter(dcp.FileSystemWriter):
-    """Writer of a rank's files that leaves the SHA-256 of each beside it: no rank has to read another's to hash it.
-
-    Rank 0 writes the index.
-    """
+    """Writer of a rank's files and their SHA-256: no rank has to read another's to hash it. Rank 0 writes the index."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Write this rank's files and their digests."""
@@ -202,14 +182,10 @@ class Checkpoints:
 
     Parameters
     ----------
-    folder
-        Folder of the run.
-    keep
-        Number of newest checkpoints to keep, besides the best.
+    keep, keep_steps
+        Number of newest checkpoints to keep, and the steps of others to keep, besides the best.
     average
         Average of the weights, to save and load with them.
-    keep_steps
-        Steps whose checkpoints are kept too.
     """
 
     def __init__(
@@ -249,8 +225,16 @@ class Checkpoints:
             async_stager=self._staging,
         )
         self._writing = cast(Future[Any], saving)  # other stagers return two futures
+
+        def finish() -> None:
+            try:
+                saving.result()  # type: ignore[union-attr]
+                self.folder.finish(path, self.keep, self.keep_steps)
+            except BaseException as error:  # raised later by the main thread
+                self._error = self._error or error
+
         if dist.get_rank() == 0:
-            self._finishing = threading.Thread(target=self._finish, args=(path, saving), name="checkpoint")
+            self._finishing = threading.Thread(target=finish, name="checkpoint")
             self._finishing.start()
         self.saved_step = step
 
@@ -303,26 +287,22 @@ class Checkpoints:
             problem = str(error)
         if problems := [line for line in gather_json(problem, torch.device("cpu"), self._group) if line]:
             raise DataError(problems[0])
-        _fill_tied_copies(model, optimizer)
+        loaded = dict(named_tensors(model, persistent=True))
+        for name, tensor in named_tensors(model, persistent=True):
+            # two pipeline stages of this rank have it, and it was loaded into one of them
+            if (source := loaded[name]) is not tensor:
+                tensor.detach().copy_(source.detach())
+                for key, value in optimizer.state.get(source, {}).items():
+                    state_of(optimizer, tensor)[key].copy_(value)
         if self.average is not None:
             self.average.fill_tied_copies()
         self.saved_step = checkpoint.step
-
-    def _finish(self, path: Path, writing: Future[Any]) -> None:
-        try:
-            writing.result()
-            self.folder.finish(path, self.keep, self.keep_steps)
-        except BaseException as error:  # raised later by the main thread
-            self._error = self._error or error
 
 
 def tensors_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None = None
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the tensors of a checkpoint, not copied: parameters, persistent buffers, optimizer states, the average.
-
-    States that do not exist yet are made as zeros. Other optimizer options (lr, betas) come from the configuration.
-    """
+    """Return the tensors of a checkpoint, not copied: parameters, persistent buffers, optimizer states, the average."""
     reshard(model)
     own = dict(named_tensors(model, persistent=True))
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -334,17 +314,6 @@ def tensors_of(
     }
     tensors = {"model": {name: tensor.detach() for name, tensor in own.items()}, "optimizer": states}
     return tensors if average is None else tensors | {"average": average.tensors()}
-
-
-def _fill_tied_copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Copy tensors that two pipeline stages of this rank have, and that were loaded into one of them, to the other."""
-    loaded = dict(named_tensors(model, persistent=True))
-    with torch.no_grad():
-        for name, tensor in named_tensors(model, persistent=True):
-            if (source := loaded[name]) is not tensor:
-                tensor.copy_(source)
-                for key, value in optimizer.state.get(source, {}).items():
-                    state_of(optimizer, tensor)[key].copy_(value)
 
 
 def _reason(error: BaseException) -> str:

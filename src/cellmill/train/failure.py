@@ -37,52 +37,19 @@ LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe
 
 
 def error_line(error: BaseException, folder: Path) -> str | None:
-    """Return one line that tells the user what went wrong; None when another rank may have failed first."""
+    """Return one line that says what went wrong; None when another rank may have failed first."""
     if isinstance(error, UserError):
         return str(error)
     text = " ".join(str(error).split())
     if isinstance(error, MemoryError) and _collective(error):  # std::bad_alloc of a backend that read garbage
-        return process_group_line(error)
+        return _process_group_line(error)
     if is_out_of_memory(error):
         return f"{_who()}: out of memory ({text[:120].rstrip('.') or type(error).__name__}); {_advice(error, folder)}"
     if isinstance(error, OSError) and not isinstance(error, ConnectionError):
         return f"{error.filename or folder}: {error.strerror or error}"
-    if is_lost_device(error) or isinstance(error, ConnectionError | dist.DistError) or LOST_PEER.search(text):
+    if _is_lost_device(error) or isinstance(error, ConnectionError | dist.DistError) or LOST_PEER.search(text):
         return None  # a peer or its node is lost, and says why itself if it could
     return f"{_who()}: {type(error).__name__}: {text[:300]}; its traceback is in the log"
-
-
-def is_lost_device(error: BaseException) -> bool:
-    """True for failures of an accelerator itself (ECC, a driver's Xid, illegal address, device unavailable)."""
-    text = str(error)
-    failed = isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and "CUDA error: " in text)
-    return failed and not is_out_of_memory(error) and PROGRAM.search(text) is None
-
-
-def device_line(error: BaseException) -> str:
-    """Return the line about a lost device. CUDA's advice on debugging follows its first line."""
-    text = str(error).partition("\n")[0][:200]
-    rank = os.environ.get("LOCAL_RANK", "?")
-    return (
-        f"{_who()}: its GPU {rank} failed ({text}); if it happens again on this node, leave it out "
-        "(sbatch_options: exclude=NODE in the profile)"
-    )
-
-
-def process_group_line(error: BaseException) -> str:
-    """Return the line about a collective that failed: rank, collective, message and the settings of the network."""
-    text = " ".join(str(error).split())[:200] or type(error).__name__
-    names = sorted(name for name in os.environ if name.startswith(("NCCL_", "GLOO_")))
-    settings = ", ".join(f"{name}={os.environ[name]}" for name in names)
-    return (
-        f"{_who()}: {_collective(error) or 'a collective'} failed: {text} ({settings or 'no setting of the network'})"
-    )
-
-
-def _collective(error: BaseException) -> str | None:
-    """Return the name of torch.distributed's function that raised the error; None if none did."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return next((frame.name for frame in reversed(frames) if frame.filename == distributed_c10d.__file__), None)
 
 
 def leave_reason(error_file: Path, error: BaseException, folder: Path) -> None:
@@ -91,28 +58,53 @@ def leave_reason(error_file: Path, error: BaseException, folder: Path) -> None:
     An error that the end of another rank may have caused goes to a file of its own, the first one alone: it counts if
     no rank says more.
     """
-    line = error_line(error, folder)
-    if line is not None:
-        leave_line(error_file, line)
-    elif is_lost_device(error):  # the cause of what other ranks may have written before
-        leave_line(error_file.with_name(CONNECTION), device_line(error))
-    elif not (connection := error_file.with_name(CONNECTION)).exists():
-        leave_line(connection, process_group_line(error))
+    connection = error_file.with_name(CONNECTION)
+    if (line := error_line(error, folder)) is not None:
+        _leave_line(error_file, line)
+    elif _is_lost_device(error):  # the cause of what other ranks may have written before
+        first = str(error).partition("\n")[0][:200]  # CUDA's advice on debugging follows
+        _leave_line(
+            connection,
+            f"{_who()}: its GPU {os.environ.get('LOCAL_RANK', '?')} failed ({first}); if it happens again on this "
+            "node, leave it out (sbatch_options: exclude=NODE in the profile)",
+        )
+    elif not connection.exists():
+        _leave_line(connection, _process_group_line(error))
 
 
 def give_up(error_file: Path, line: str) -> None:
     """End this process from a thread, while the main thread is in a call that does not return."""
-    leave_line(error_file, line)
+    _leave_line(error_file, line)
     os._exit(1)
 
 
-def leave_line(error_file: Path, line: str) -> None:
-    """Write the line for the launcher, or to stderr where that fails."""
+def _leave_line(error_file: Path, line: str) -> None:
     try:
         write_text(error_file, line)
     except OSError:  # the shared folder may be full; the log is left
         print(line, file=sys.stderr)
     sys.stderr.flush()
+
+
+def _is_lost_device(error: BaseException) -> bool:
+    """True for failures of an accelerator itself (ECC, a driver's Xid, illegal address, device unavailable)."""
+    text = str(error)
+    failed = isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and "CUDA error: " in text)
+    return failed and not is_out_of_memory(error) and PROGRAM.search(text) is None
+
+
+def _process_group_line(error: BaseException) -> str:
+    """Return the line about a collective that failed: rank, collective, message and the settings of the network."""
+    text = " ".join(str(error).split())[:200] or type(error).__name__
+    names = sorted(name for name in os.environ if name.startswith(("NCCL_", "GLOO_")))
+    settings = ", ".join(f"{name}={os.environ[name]}" for name in names) or "no setting of the network"
+    return f"{_who()}: {_collective(error) or 'a collective'} failed: {text} ({settings})"
+
+
+def _collective(error: BaseException) -> str | None:
+    """Return the name of torch.distributed's function that raised the error; None if none did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.name for frame in reversed(frames) if frame.filename == distributed_c10d.__file__), None)
 
 
 def _who() -> str:
@@ -137,14 +129,11 @@ STORE_TIMEOUT_S = 60.0
 class Position:
     """Position of one rank."""
 
-    passed: int
-    """Number of positions passed."""
+    passed: int  # number of positions passed
     what: str
-    tick: int
-    """Of its thread; it stands still where the process is stopped or its node is lost."""
+    tick: int  # of its thread: it stands still while the process is stopped or its node is lost
     host: str
-    saving: bool = False
-    """Whether a checkpoint is being written, for which there is no timeout."""
+    saving: bool = False  # a checkpoint is being written, for which there is no timeout
 
 
 class HangWatch:
@@ -190,6 +179,11 @@ class HangWatch:
         store, host = dist.PrefixStore("watch", agent), node_name()
         passed, stalled, tick = -1, 0, 0
         earlier: list[Position | None] = []
+
+        def positions() -> list[Position | None]:
+            keys = [str(rank) for rank in range(world)]
+            return [Position(**json.loads(store.get(key))) if store.check([key]) else None for key in keys]
+
         try:
             while not self._closing.wait(timeout_s / TICKS):
                 tick += 1
@@ -201,9 +195,9 @@ class HangWatch:
                 if not self._has_joined:
                     limit = round(TICKS * max(1.0, JOIN_S / timeout_s))
                 if stalled == limit // 2:
-                    earlier = _positions(store, world)
+                    earlier = positions()
                 if stalled > limit:
-                    now = _positions(store, world)
+                    now = positions()
                     if any(position is not None and position.saving for position in now):
                         stalled = 0
                         continue
@@ -228,7 +222,7 @@ def hang_line(
         Nodes of ranks that never published a position, by rank, where known.
     """
     known = {rank: position for rank, position in enumerate(now) if position is not None}
-    furthest, hindmost = (of(known.values(), key=lambda position: position.passed) for of in (max, min))
+    furthest, hindmost = (most(known.values(), key=lambda position: position.passed) for most in (max, min))
     silent = [
         rank for rank, (a, b) in enumerate(zip(earlier, now)) if b is None or (a is not None and a.tick == b.tick)
     ]
@@ -246,11 +240,6 @@ def hang_line(
         do, be = "do", "are"
     state = f"{do} not respond" if silent else f"{be} stuck at {hindmost.what}"
     return f"{who} {state}; the other ranks have waited {waited} at {furthest.what}"
-
-
-def _positions(store: dist.Store, world: int) -> list[Position | None]:
-    keys = [str(rank) for rank in range(world)]
-    return [Position(**json.loads(store.get(key))) if store.check([key]) else None for key in keys]
 
 
 def _hosts(agent: dist.Store, now: list[Position | None], local_world: int) -> dict[int, str]:

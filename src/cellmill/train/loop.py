@@ -46,8 +46,8 @@ from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.failure import HangWatch
 from cellmill.train.optimizer import Unfreezing, WeightAverage, build_optimizer
 from cellmill.train.step_guard import AsyncScalars, LossScale, Suspects, name_cells, step_if, to_device
-from cellmill.train.telemetry import Meter, StepProfile, TimeLeft, gpu_line, memory_line, own_gpu, own_memory
-from cellmill.train.validation import VAL_LOSS, EmbeddingMonitor, Progress, ValidationFigures, check_best_metric
+from cellmill.train.telemetry import Meter, StepProfile, TimeLeft, local_readings, readings_line
+from cellmill.train.validation import VAL_LOSS, EmbeddingMonitor, ObjectiveMonitor, Progress, check_best_metric
 
 
 class LossParts:
@@ -70,8 +70,8 @@ class LossParts:
         """Return the weighted sum of mean losses, () or (parts,)."""
         return (losses * self.weights).sum()
 
-    def of(self, losses: torch.Tensor) -> torch.Tensor:
-        """(parts,): the losses to log beside their total; none of one loss."""
+    def logged(self, losses: torch.Tensor) -> torch.Tensor:
+        """(parts,): the losses to log beside their total; empty for one loss."""
         return losses.reshape(-1)[: len(self.names)]
 
     def line(self, prefix: str, losses: Sequence[float]) -> dict[str, float]:
@@ -99,20 +99,17 @@ class StepReport:
     """Global scalars of a step, being copied from the device.
 
     `scalars` are [gradient norm, loss scale of the next step or 0, loss, ranks whose gradient norm is not finite, ranks
-    asked to stop, checkpoint due, cells, tokens, FLOPs], summed over ranks from the loss on, followed by the losses of
-    an objective's parts, and where the step is logged the memory of each rank, and readings of its GPU.
+    that got a stop signal, checkpoint due, cells, tokens, FLOPs], summed over ranks from the loss on, followed by the
+    losses of an objective's parts, and in a logged step `local_readings`.
     """
 
     step: int
     scalars: AsyncScalars
     lr: float
     waited_s: float
-    ended: float
-    """Time of its last call, so that rates do not depend on when the report is read."""
-    own_loss: torch.Tensor
-    """This rank's share of the loss."""
-    cells: list[np.ndarray]
-    """Ids of this rank's cells."""
+    ended: float  # time of its last call, so that rates do not depend on when the report is read
+    local_loss: torch.Tensor  # this rank's share of the loss
+    cells: list[np.ndarray]  # ids of this rank's cells
 
 
 class Trainer:
@@ -259,7 +256,7 @@ class Trainer:
             targets = self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum(0)).clamp(min=1)
         with self._part("forward_backward", "the gradient reduction"):
             scale = self._scale
-            prepared = self._with_shares(prepared)
+            prepared = with_shares(self.model, self.parallel_model, prepared, self.mesh, self.train.global_batch)
             factor = self.loss_parts.weights * (1.0 if scale is None else scale.value)
             losses = self.parallel_model.forward_backward(prepared, targets, factor)
             loss = self.loss_parts.total(losses)
@@ -269,13 +266,15 @@ class Trainer:
         with self._part("clip", "the gradient norm"):
             norm = clip_grad_norm(self.model, self.train.clip_norm, self.mesh.pp)
         with self._part("report", "the sum of losses"):
-            own = [self.stop.received is not None, self._due(), *self._work(micro_batches)]
-            memory, gpu = np.empty(0), np.empty(0)
-            if self._is_logged(step + 1):
-                memory, gpu = own_memory(self.mesh), own_gpu(self.mesh)
+            every = self.train.checkpoint_every_min
+            due = every is not None and self.mesh.dp_rank == 0 and began - self._saved_at > 60 * every
+            lengths = [length for batch in micro_batches for length in batch.lengths]
+            flops = self.size.flops(sum(lengths), sum(length * length for length in lengths), len(lengths))
+            local = [self.stop.received is not None, due, len(lengths), sum(lengths), flops]
+            readings = local_readings(self.mesh) if self._is_logged(step + 1) else np.empty(0)
             checked = torch.stack([loss, (~norm.isfinite()).to(loss)])
-            numbers = [checked, to_device(own, self.device), self.loss_parts.of(losses)]
-            values = self.mesh.sum(torch.cat([*numbers, to_device(np.concatenate([memory, gpu]), self.device)]))
+            numbers = [checked, to_device(local, self.device), self.loss_parts.logged(losses)]
+            values = self.mesh.sum(torch.cat([*numbers, to_device(readings, self.device)]))
         with record_function("optimizer"):
             applied = values[0].isfinite() & (values[1] == 0)
             step_if(applied, self.optimizer, self.train.optimizer.fused)
@@ -308,29 +307,16 @@ class Trainer:
         drawn = (self.model.prepare(padded(view, length), **keys) for view, length in zip(views, lengths))
         return [on_device(prepared, self.device) for prepared in drawn]
 
-    def _with_shares(self, prepared: list[Any]) -> list[Any]:
-        return with_shares(self.model, self.parallel_model, prepared, self.mesh, self.train.global_batch)
-
-    def _work(self, batches: list[Batch]) -> tuple[int, int, float]:
-        """Return cells, tokens and FLOPs of this rank's share of a step."""
-        lengths = [length for batch in batches for length in batch.lengths]
-        pairs = sum(length * length for length in lengths)
-        return len(lengths), sum(lengths), self.size.flops(sum(lengths), pairs, len(lengths))
-
     def _is_logged(self, step: int) -> bool:
         return step % self.train.log_every_steps == 0 or step in (1, self.steps)
 
     def _is_saved(self, step: int) -> bool:
         return step % self.train.checkpoint_every_steps == 0 or step in self.train.keep_steps
 
-    def _due(self) -> bool:
-        every = self.train.checkpoint_every_min
-        return every is not None and self.mesh.dp_rank == 0 and time.perf_counter() - self._saved_at > 60 * every
-
     def _read(self, report: StepReport) -> tuple[bool, bool]:
         """Check and log a step. Returns whether to stop and whether a checkpoint is due."""
         norm, scale, loss, bad_norms, stop, due, cells, tokens, flops, *rest = report.scalars.read()
-        losses, memory = rest[: len(self.loss_parts.names)], rest[len(self.loss_parts.names) :]
+        losses, readings = rest[: len(self.loss_parts.names)], rest[len(self.loss_parts.names) :]
         scaled = {"loss_scale": scale} if self._scale is not None else {}
         self.progress.cells += round(cells)
         self.meter.cells += round(cells)
@@ -346,8 +332,7 @@ class Trainer:
             line |= rates_line(self.rates, report.lr, report.step - 1)
             line |= self.loss_parts.line("loss", losses) | {"skipped_steps": self.progress.skipped_steps} | scaled
             line |= self.meter.read(report.ended) | self._left.line(report.step, report.ended)
-            ranks = 2 * dist.get_world_size()
-            self._log(line | memory_line(self.device.type, memory[:ranks]) | gpu_line(memory[ranks:]))
+            self._log(line | readings_line(self.device.type, readings, dist.get_world_size()))
         return stop > 0, due > 0
 
     def _skipped(self, report: StepReport, loss: float, norm: float, scaled: dict[str, float]) -> None:
@@ -360,7 +345,8 @@ class Trainer:
         progress.skipped_in_a_row += 1
         if progress.skipped_in_a_row < self.train.max_bad_steps:
             return
-        mine = Suspects(self.mesh.dp_rank, math.isfinite(report.own_loss.item()), np.concatenate(report.cells).tolist())
+        finite = math.isfinite(report.local_loss.item())
+        mine = Suspects(self.mesh.dp_rank, finite, np.concatenate(report.cells).tolist())
         raise UserError(
             f"{what} at step {report.step}, the last of {progress.skipped_in_a_row} bad steps in a row "
             f"(train.max_bad_steps {self.train.max_bad_steps}): lower train.lr ({self.train.lr:g}) or raise "
@@ -396,19 +382,19 @@ class Trainer:
         """Log the mean loss over validation cells, with the same masks each time. Returns whether it is the best."""
         assert stream is not None
         monitor = EmbeddingMonitor(self.model, stream.levels, self.batch_column)
-        figures = ValidationFigures(self.model)
-        with nullcontext() if self.average is None else self.average.in_model(), figures.watching():
+        objective = ObjectiveMonitor(self.model)
+        with nullcontext() if self.average is None else self.average.in_model(), objective.watching():
             totals = self._validation_sums(stream, monitor)
         loss_sum, targets = self.mesh.sum(totals)
         losses = loss_sum / self.loss_parts.targets(targets)
         loss, self.progress.val_step = self.loss_parts.total(losses).item(), self.progress.step
-        if not math.isfinite(loss):  # may be float16 overflow alone; training goes on
+        if not math.isfinite(loss):  # may be float16 overflow alone: training continues
             self.progress.val_loss = None
             self._log({"step": self.progress.step, "skipped": f"validation loss {loss:g}"})
             return False
         self.progress.val_loss = loss
         parts = self.loss_parts.line("val_loss", losses.reshape(-1).tolist())
-        line = {VAL_LOSS: loss} | parts | figures.line(self.mesh) | monitor.line(self.mesh)
+        line = {VAL_LOSS: loss} | parts | objective.line(self.mesh) | monitor.line(self.mesh)
         self._log({"step": self.progress.step} | line)
         return self._is_best(line)
 
@@ -416,7 +402,7 @@ class Trainer:
         """Return whether a validation is the best; say so where the run ends by it. Collective: every rank."""
         metric, train, progress = self.train.best_metric, self.train, self.progress
         value = line.get(metric)
-        if metric != VAL_LOSS:  # of some figures each rank computes eigenvalues: all take those of rank 0
+        if metric != VAL_LOSS:  # each rank computes eigenvalues of its own: all take rank 0's
             value = gather_json(value, self.device)[0]
         if value is None or not math.isfinite(value):
             if dist.get_rank() == 0:
@@ -436,7 +422,7 @@ class Trainer:
             batches = [to_tensors(batch) for batch in micro_batches]
             prepared = self._prepare(batches, VALIDATION)
             if self.model.objective.validates_rows:
-                prepared = self._with_shares(prepared)
+                prepared = with_shares(self.model, self.parallel_model, prepared, self.mesh, self.train.global_batch)
             with monitor.watching(batches):
                 loss_sum = self.parallel_model.loss(prepared)
             totals = totals + torch.stack([loss_sum, torch.stack([p.n_targets for p in prepared]).sum(0).double()])

@@ -75,17 +75,18 @@ class _Shared:
         mine = [index for index, owner in enumerate(self.owner) if owner == own]
         theirs = sorted(range(len(shards)), key=self.owner.__getitem__)  # by owner: the order of what is sent
         sent = [sum(shards[i].numel() for i in theirs if self.owner[i] == rank) for rank in range(ranks)]
-        kept = [sum(_numel(self.blocks[i][rank]) for i in mine) for rank in range(ranks)]
+        order = [(rank, i) for rank in range(ranks) for i in mine]
+        numel = {(rank, i): (b - a) * (d - c) for rank, i in order for a, b, c, d in [self.blocks[i][rank]]}
+        kept = [sum(numel[rank, i] for i in mine) for rank in range(ranks)]
         packed = torch.cat([shards[i].flatten() for i in theirs])
         gathered = packed.new_empty(sum(kept))
         dist.all_to_all_single(gathered, packed, kept, sent, group=self.group)
         whole = {i: packed.new_empty(self.matrices[i].shape) for i in mine}
-        parts = gathered.split([_numel(self.blocks[i][rank]) for rank in range(ranks) for i in mine])
-        for (rank, i), part in zip(((rank, i) for rank in range(ranks) for i in mine), parts):
+        for (rank, i), part in zip(order, gathered.split(list(numel.values()))):
             view = _cut(whole[i], self.blocks[i][rank])
             view.copy_(part.view_as(view))
         whole = {i: orthogonalised(matrix) for i, matrix in whole.items()}
-        cut = [_cut(whole[i], self.blocks[i][rank]).flatten() for rank in range(ranks) for i in mine]
+        cut = [_cut(whole[i], self.blocks[i][rank]).flatten() for rank, i in order]
         updates = torch.empty_like(packed)
         dist.all_to_all_single(updates, torch.cat([gathered.new_empty(0), *cut]), sent, kept, group=self.group)
         returned = dict(zip(theirs, updates.split([shards[i].numel() for i in theirs])))
@@ -177,10 +178,6 @@ def _block(matrix: torch.Tensor) -> Block:
 
 def _cut(matrix: torch.Tensor, block: Block) -> torch.Tensor:
     return matrix[block[0] : block[1], block[2] : block[3]]
-
-
-def _numel(block: Block) -> int:
-    return (block[1] - block[0]) * (block[3] - block[2])
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,14 +32,9 @@ class _Host:
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov & Hutter 2019) whose state is that of `torch.optim.AdamW`, but on the CPU.
+    """AdamW (Loshchilov & Hutter 2019) with the state of `torch.optim.AdamW` on the CPU.
 
-    Takes float32 parameters, plain or DTensors on any mesh. No communication.
-
-    Parameters
-    ----------
-    groups
-        Groups of materialized parameters, each with its `weight_decay`.
+    Takes groups of materialized float32 parameters, plain or DTensors on any mesh. No communication.
     """
 
     found_inf: torch.Tensor | None = None
@@ -57,7 +52,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 "exp_avg_sq": torch.zeros_like(host),
             }
             if _needs_copy(_local(parameter)):
-                self._hosts[parameter] = _Host(_pinned_like(_local(host)), _pinned_like(_local(host)))
+                pin = torch.accelerator.is_available()
+                weights, gradient = (torch.empty_like(_local(host), pin_memory=pin) for _ in range(2))
+                self._hosts[parameter] = _Host(weights, gradient)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -126,7 +123,3 @@ def _version_of(parameter: torch.Tensor) -> tuple[int, int]:
 def _needs_copy(shard: torch.Tensor) -> bool:
     """Return True if the CPU needs a copy of the shard to work on."""
     return shard.device.type != "cpu"
-
-
-def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, pin_memory=torch.accelerator.is_available())

@@ -34,8 +34,7 @@ _END_S = 60  # for removing the copies
 class Staging:
     """The folder of copies of this node, and on the first rank of a node the process that fills it.
 
-    Attributes: `copies`, for the streams of this rank; None if `stage_to` is null, or names a variable that the node
-    does not have.
+    `copies` are for the streams of this rank; None if `stage_to` is null or names a variable that the node lacks.
     """
 
     def __init__(self, options: Stream, mesh: Mesh):
@@ -75,8 +74,8 @@ class Staging:
         first = self._node * len(names) // self._n_nodes
         ordered = {name: shards[name] for name in names[first:] + names[:first]}
         limit = None if self._limit_gb is None else self._limit_gb * 1e9
-        command = [sys.executable, "-m", "cellmill.data.shards.local_copies"]
         try:
+            command = [sys.executable, "-m", "cellmill.data.shards.local_copies"]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
             assert self._process.stdin is not None
             self._process.stdin.write(CopyTask(str(self.copies.folder), ordered, limit).line())
@@ -86,8 +85,7 @@ class Staging:
 
     def close(self) -> None:
         """Remove the copies. Every rank's streams are closed."""
-        process = self._process
-        if process is None or self.copies is None:
+        if (process := self._process) is None or self.copies is None:
             return
         if (code := process.poll()) is not None:
             warn(f"stream.stage_to: the process that copies shards ended with exit code {code} before the training")
@@ -102,11 +100,6 @@ def verify_shards(manifest: Manifest, device: torch.device) -> None:
     """Hash the shards whose size or time is not as in verified.json beside the manifest, and write that file.
 
     Collective: every rank, each with an equal part of the shards. Raises DataError naming a damaged shard.
-
-    Parameters
-    ----------
-    device
-        A device that the default process group communicates on.
     """
     own = files_of_training(manifest)[dist.get_rank() :: dist.get_world_size()]
     unknown = unverified(manifest, own)
@@ -127,17 +120,8 @@ class NodeGpus:
     host: str
     gpus: int
     torch: str
-    cuda: str | None
-    """Version that torch was built for; None in a build without CUDA."""
-    driver: str | None
-    """Of NVIDIA; None without one, or if there is no need to know."""
-
-    @classmethod
-    def here(cls, expected: int) -> NodeGpus:
-        """Report of this node; the driver, which takes a second, only if it shows fewer GPUs than expected."""
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        driver = driver_version() if gpus < expected else None
-        return cls(node_name(), gpus, str(torch.__version__), torch.version.cuda, driver)
+    cuda: str | None  # version that torch was built for; None in a build without CUDA
+    driver: str | None  # NVIDIA's; None without one, or if nobody needs it
 
     def __str__(self) -> str:
         build = f"torch {self.torch} {f'for CUDA {self.cuda}' if self.cuda else 'built without CUDA'}"
@@ -170,7 +154,10 @@ def agree(wanted: str, store: dist.Store) -> torch.device:
     if wanted == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of what looks for GPUs later, too; CUDA has not started yet
     if local_rank == 0:
-        store.set(f"{_NODES}{rank // local_world}", json.dumps(asdict(NodeGpus.here(local_world))))
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        driver = driver_version() if gpus < local_world else None  # takes a second
+        seen = NodeGpus(node_name(), gpus, str(torch.__version__), torch.version.cuda, driver)
+        store.set(f"{_NODES}{rank // local_world}", json.dumps(asdict(seen)))
     if rank == 0:
         count = int(os.environ["WORLD_SIZE"]) // local_world
         nodes = [NodeGpus(**json.loads(store.get(f"{_NODES}{node}"))) for node in range(count)]
@@ -186,7 +173,7 @@ def agree(wanted: str, store: dist.Store) -> torch.device:
 
 
 def driver_version() -> str | None:
-    """Version of the NVIDIA driver; None without one."""
+    """Return the version of the NVIDIA driver; None without one."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)

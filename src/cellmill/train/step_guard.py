@@ -27,16 +27,9 @@ SHOWN = 4  # cells named in the error; the log has all of them
 
 
 def step_if(applied: torch.Tensor, optimizer: torch.optim.Optimizer, fused: bool = True) -> None:
-    """Step `optimizer` where `applied` is true; otherwise leave parameters and state as they are, bit for bit.
+    """Step `optimizer` where the bool scalar `applied` is true; otherwise leave parameters and state bit for bit.
 
-    Parameters
-    ----------
-    applied
-        Bool scalar. The host waits for it where it is on a device and the parameters are not.
-    optimizer
-        One without parameters is not stepped.
-    fused
-        `OptimizerConfig.fused`; if false, the host waits.
+    The host waits unless the optimizer is `fused` (`OptimizerConfig.fused`) and its parameters are where `applied` is.
     """
     first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
     if first is None:
@@ -63,7 +56,6 @@ class LossScale:
 
     def __init__(self, device: torch.device, value: float | None = None, good_steps: int = 0) -> None:
         self.value = torch.tensor(INITIAL_SCALE if value is None else value, dtype=torch.float32, device=device)
-        """float32 scalar."""
         self.good_steps = torch.tensor(good_steps, dtype=torch.int32, device=device)
 
     def unscale(self, model: nn.Module) -> None:
@@ -72,18 +64,16 @@ class LossScale:
         shards: dict[torch.device, list[torch.Tensor]] = {}
         for parameter in model.parameters():
             if parameter.grad is not None:
-                shard = _shard(parameter.grad)
+                # scaling shards, or the parts of a partial sum, scales the whole
+                shard = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+                shard = shard.trigger_wait() if isinstance(shard, AsyncCollectiveTensor) else shard
                 shards.setdefault(shard.device, []).append(shard)
         for device, group in shards.items():
             scale_all(group, inverse.to(device))
 
     def adapt(self, applied: torch.Tensor) -> torch.Tensor:
-        """Update the scale after a step; `applied` is a bool scalar, equal on all ranks.
-
-        Returns a copy of the scale of the next step.
-        """
-        overflowed = (~applied).to(self.value)
-        update_loss_scale(self.value, self.good_steps, overflowed, GROWTH_STEPS)
+        """Update the scale after a step (`applied`: bool scalar, equal on all ranks); return a copy of the next one."""
+        update_loss_scale(self.value, self.good_steps, (~applied).to(self.value), GROWTH_STEPS)
         return self.value.clone()
 
     def read(self) -> tuple[float, int]:
@@ -91,34 +81,25 @@ class LossScale:
         return float(self.value), int(self.good_steps)
 
 
-def _shard(gradient: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard: scaling shards, or the parts of a partial sum, scales the whole."""
-    own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return own.trigger_wait() if isinstance(own, AsyncCollectiveTensor) else own
-
-
 @dataclass(frozen=True)
 class Suspects:
-    """Cells that one rank read in a step, and whether its own loss was finite."""
+    """Ids of the cells that one rank read in a step, and whether its own loss was finite."""
 
     dp_rank: int
     finite: bool
     cells: list[int]
-    """Their ids."""
 
 
 def name_cells(mine: Suspects, device: torch.device, names: Callable[[np.ndarray], Sequence[str]]) -> str:
     """Return the cells of a bad step by rank: of ranks whose own loss was not finite, or of all if each was finite.
 
-    Prints all cells of this rank. Collective: every rank.
-
-    Parameters
-    ----------
-    device
-        This rank's device.
-    names
-        Maps cell ids to names.
+    Prints all cells of this rank; `names` maps cell ids to names. Collective: every rank.
     """
+
+    def some(cells: list[int]) -> str:
+        more = f" and {len(cells) - SHOWN} more cells (see the log)" if len(cells) > SHOWN else ""
+        return ", ".join(names(np.array(cells[:SHOWN]))) + more if cells else "no cells"
+
     known = [(rank, Suspects(**fields)) for rank, fields in enumerate(gather_json(asdict(mine), device))]
     bad = {suspects.dp_rank for _, suspects in known if not suspects.finite} or {s.dp_rank for _, s in known}
     first = {suspects.dp_rank: rank for rank, suspects in reversed(known)}  # model-parallel peers read the same cells
@@ -126,22 +107,14 @@ def name_cells(mine: Suspects, device: torch.device, names: Callable[[np.ndarray
     if first[mine.dp_rank] == rank and mine.dp_rank in bad:
         print(f"rank {rank} had the cells {', '.join(names(np.array(mine.cells)))}", flush=True)
     return "; ".join(
-        f"rank {rank} had {_some(suspects.cells, names)}"
+        f"rank {rank} had {some(suspects.cells)}"
         for rank, suspects in known
         if suspects.dp_rank in bad and first[suspects.dp_rank] == rank
     )
 
 
-def _some(cells: list[int], names: Callable[[np.ndarray], Sequence[str]]) -> str:
-    more = f" and {len(cells) - SHOWN} more cells (see the log)" if len(cells) > SHOWN else ""
-    return ", ".join(names(np.array(cells[:SHOWN]))) + more if len(cells) else "no cells"
-
-
 class AsyncScalars:
-    """Non-blocking copy of device scalars to the host.
-
-    The copy is queued on the current stream when this is made, so `read` does not wait for work that is queued later.
-    """
+    """Copy of device scalars to the host, queued when created: `read` does not wait for work that is queued later."""
 
     def __init__(self, scalars: torch.Tensor) -> None:
         self._host, self._copied = scalars, None

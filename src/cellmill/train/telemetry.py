@@ -1,18 +1,15 @@
 """Throughput, memory and GPU readings of each rank for metrics.jsonl, and profiler traces of chosen steps.
 
 Memory of tensors on a GPU (`allocated_gb`) is not comparable with memory of the whole process on a CPU (`resident_gb`),
-hence the two keys. Each has its peak, and each is a list with one number per rank.
-
-GPU use, memory (of all processes) and power are read as nvidia-smi shows them, through NVML by torch, which needs the
-package nvidia-ml-py (`cellmill[nvml]`). Without it, or where NVML does not answer (as on a MIG slice), the keys are
-left out.
+hence the two keys. GPU use, memory (of all processes) and power are read through NVML by torch, which needs the package
+nvidia-ml-py (`cellmill[nvml]`). Without it, or where NVML does not answer (as on a MIG slice), the keys are left out.
 """
 
 import resource
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,21 +96,42 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     return max(peak, current), current
 
 
-def own_memory(mesh: Mesh) -> np.ndarray:
-    """Return (2 * ranks,) float64, bytes: peak and current memory of this rank at its position, zeros elsewhere.
+UNKNOWN = -1.0
+GPU_KEYS = {"gpu_busy_frac": 1e-2, "gpu_used_gb": 1e-9, "gpu_power_w": 1e-3}
+"""Keys of metrics.jsonl, and their units in NVML's: per cent, bytes, mW."""
 
-    Meant for `mesh.sum`, after which every rank has all; scaled, since the sum counts model-parallel peers once.
+
+def gpu_readings(device: torch.device) -> list[float]:
+    """Return the readings of GPU_KEYS in NVML's units; UNKNOWN if NVML does not answer."""
+    found = []
+    for reader in (torch.cuda.utilization, torch.cuda.device_memory_used, torch.cuda.power_draw):
+        try:
+            found.append(float(reader(device)))
+        except Exception:  # no package, no driver, or an error of NVML's own types; nothing of it matters to a training
+            found.append(UNKNOWN)
+    return found
+
+
+def local_readings(mesh: Mesh) -> np.ndarray:
+    """Return (readings * ranks,) float64: memory and GPU readings of this rank at its index, zeros elsewhere.
+
+    For `mesh.sum`, after which every rank has all; scaled, since the sum counts model-parallel peers once.
     """
-    of_ranks = np.zeros((dist.get_world_size(), 2))
-    of_ranks[dist.get_rank()] = memory_bytes(mesh.device)
-    return mesh.model_parallel_size * of_ranks.ravel()
+    own = [*memory_bytes(mesh.device), *(gpu_readings(mesh.device) if mesh.device.type == "cuda" else [])]
+    by_rank = np.zeros((dist.get_world_size(), len(own)))
+    by_rank[dist.get_rank()] = own
+    return mesh.model_parallel_size * by_rank.ravel()
 
 
-def memory_line(device_type: str, of_ranks: list[float]) -> dict[str, list[float]]:
-    """Return the memory keys of metrics.jsonl from the summed `own_memory`, rounded to a MB."""
+def readings_line(device_type: str, by_rank: list[float], ranks: int) -> dict[str, list[float]]:
+    """Return keys of metrics.jsonl, a number for each rank, from the summed `local_readings`; of a GPU those known."""
+    columns = np.array(by_rank).reshape(ranks, -1).T
     name = "allocated" if device_type == "cuda" else "resident"
-    peaks, currents = (np.array(of_ranks).reshape(-1, 2).T / 1e9).round(3).tolist()
-    return {f"peak_{name}_gb": peaks, f"{name}_gb": currents}
+    line = dict(zip((f"peak_{name}_gb", f"{name}_gb"), (columns[:2] / 1e9).round(3).tolist()))
+    for (key, unit), column in zip(GPU_KEYS.items(), columns[2:]):
+        if (column >= 0).all():
+            line[key] = (unit * column).round(3).tolist()
+    return line
 
 
 class StepProfile:
@@ -134,7 +152,12 @@ class StepProfile:
     def of(self, step: int) -> Iterator[None]:
         """Wrap optimizer step `step`."""
         if self.rank < PROFILED_RANKS and self.first <= step <= self.last and self._running is None:
-            self._begin()
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if self.cuda:
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+                record_memory(100_000)
+            self._running = torch.profiler.profile(activities=activities, record_shapes=True)
+            self._running.start()
         yield
         if step == self.last:
             self.close()
@@ -150,49 +173,3 @@ class StepProfile:
         if self.cuda:
             write_memory_record(str(self.folder / f"rank-{self.rank}.memory.pickle"))
             record_memory(None)
-
-    def _begin(self) -> None:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self.cuda:
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-            record_memory(100_000)
-        self._running = torch.profiler.profile(activities=activities, record_shapes=True)
-        self._running.start()
-
-
-UNKNOWN = -1.0
-KEYS = {"gpu_busy_frac": 1e-2, "gpu_used_gb": 1e-9, "gpu_power_w": 1e-3}
-"""Keys of metrics.jsonl, and their units in those of NVML: per cent, bytes, mW."""
-
-
-def gpu_readings(device: torch.device) -> list[float]:
-    """Return the readings of KEYS in NVML's units; UNKNOWN for those that cannot be had."""
-    readers: tuple[Callable[[torch.device], int], ...]
-    readers = (torch.cuda.utilization, torch.cuda.device_memory_used, torch.cuda.power_draw)
-    return [_read(reader, device) for reader in readers]
-
-
-def _read(reader: Callable[[torch.device], int], device: torch.device) -> float:
-    try:
-        return float(reader(device))
-    except Exception:  # no package, no driver, or an error of NVML's own types; nothing of it matters to a training
-        return UNKNOWN
-
-
-def own_gpu(mesh: Mesh) -> np.ndarray:
-    """Return (3 * ranks,) float64: readings of this rank's GPU at its position, zeros elsewhere; empty on CPUs.
-
-    Meant for `mesh.sum`, scaled as `telemetry.own_memory` is.
-    """
-    if mesh.device.type != "cuda":
-        return np.empty(0)
-    of_ranks = np.zeros((dist.get_world_size(), len(KEYS)))
-    of_ranks[dist.get_rank()] = gpu_readings(mesh.device)
-    return mesh.model_parallel_size * of_ranks.ravel()
-
-
-def gpu_line(of_ranks: list[float]) -> dict[str, list[float]]:
-    """Return keys of metrics.jsonl, a number for each rank, from the summed `own_gpu`; those that all ranks have."""
-    columns = np.array(of_ranks).reshape(-1, len(KEYS)).T
-    known = {key: (unit * column).round(3) for (key, unit), column in zip(KEYS.items(), columns) if (column >= 0).all()}
-    return {key: column.tolist() for key, column in known.items() if column.size}

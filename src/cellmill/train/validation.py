@@ -26,12 +26,11 @@ from cellmill.parallel.mesh import Mesh
 from cellmill.parallel.stages import PipelineStages, any_part, last_part
 from cellmill.runs.progress import COLLAPSED
 
-FIGURES = ("effective_rank", "depth_r2", "batch_r2")
 MAX_WIDTH = 2048  # the sums have width^2 numbers
 
 
 class EmbeddingMonitor:
-    """Figures of one validation. Every rank of the training has one."""
+    """Metrics of the embedding in one validation. Every rank of the training has one."""
 
     def __init__(
         self,
@@ -40,8 +39,7 @@ class EmbeddingMonitor:
         batch_column: str | None = None,
     ) -> None:
         self.model, self.last = any_part(model), last_part(model)
-        part = self.model
-        self.width: int = part.vector_width if part.vector_width <= MAX_WIDTH else 0
+        self.width: int = self.model.vector_width if self.model.vector_width <= MAX_WIDTH else 0
         self.column = None if batch_column is None else [*levels].index(batch_column)
         n_levels = 0 if batch_column is None else len(levels[batch_column])
         self.sums = torch.zeros(self.width * (self.width + 2) + 3, dtype=torch.float64)
@@ -60,17 +58,14 @@ class EmbeddingMonitor:
             yield
         finally:
             self.last.kept_vectors = None
-        for of_batch, batch in zip(vectors, batches):
-            self._add(of_batch, batch)
-
-    def _add(self, vectors: torch.Tensor, batch: Batch) -> None:
-        """Add the first vectors (cells, width), one for each cell of `batch`; later ones are of padding."""
-        z, d = vectors[: len(batch.lengths)].double().cpu(), _log_depth(batch)
-        parts = (z.new_tensor([len(z)]), z.sum(0), (z.T @ z).flatten(), d @ z, d.sum()[None], (d @ d)[None])
-        self.sums += torch.cat(parts)
-        if self.column is not None and batch.levels is not None:
-            counted = torch.cat([torch.ones(len(z), 1, dtype=torch.float64), z], dim=1)
-            self.by_level.index_add_(0, batch.levels[:, self.column] - 1, counted)
+        for kept, batch in zip(vectors, batches):
+            # (cells, width); vectors after those of the batch's cells are of padding
+            z, d = kept[: len(batch.lengths)].double().cpu(), _log_depth(batch)
+            parts = (z.new_tensor([len(z)]), z.sum(0), (z.T @ z).flatten(), d @ z, d.sum()[None], (d @ d)[None])
+            self.sums += torch.cat(parts)
+            if self.column is not None and batch.levels is not None:
+                counted = torch.cat([torch.ones(len(z), 1, dtype=torch.float64), z], dim=1)
+                self.by_level.index_add_(0, batch.levels[:, self.column] - 1, counted)
 
     def line(self, mesh: Mesh) -> dict[str, float]:
         """Return the metrics for metrics.jsonl that can be computed. Collective: every rank.
@@ -79,8 +74,8 @@ class EmbeddingMonitor:
         """
         # the last pipeline stage alone has vectors, and `Mesh.sum` divides by the number of stages
         sums = torch.cat([self.sums, self.by_level.flatten()]).to(mesh.device) * mesh.pp.size()
-        of_cells, of_levels = mesh.sum(sums).cpu().split([self.sums.numel(), self.by_level.numel()])
-        line = embedding_figures(of_cells, self.width) | batch_figures(of_cells, of_levels, self.width)
+        cells, levels = mesh.sum(sums).cpu().split([self.sums.numel(), self.by_level.numel()])
+        line = _embedding_metrics(cells, self.width) | _batch_metrics(cells, levels, self.width)
         if line.get("effective_rank", COLLAPSED) < COLLAPSED and dist.get_rank() == 0:
             print(
                 f"warning: the embedding of validation cells has effective rank {line['effective_rank']:.2f}: it has "
@@ -102,8 +97,8 @@ def advice(objective: ObjectiveConfig) -> str:
     return "lower train.lr" if "cell_decoding" in parts else "lower train.lr, or choose objective cell_decoding"
 
 
-def embedding_figures(sums: torch.Tensor, width: int) -> dict[str, float]:
-    """Return figures of the sums over all ranks; none for fewer than two cells.
+def _embedding_metrics(sums: torch.Tensor, width: int) -> dict[str, float]:
+    """Return metrics from the sums over all ranks; none for fewer than two cells.
 
     effective_rank
         Exponential of the entropy of the covariance's eigenvalues: the number of directions, 1 to `width`.
@@ -127,17 +122,16 @@ def embedding_figures(sums: torch.Tensor, width: int) -> dict[str, float]:
     return line
 
 
-def batch_figures(of_cells: torch.Tensor, of_levels: torch.Tensor, width: int) -> dict[str, float]:
-    """Return figures of the batch from sums over all ranks; none without batches or variance.
+def _batch_metrics(cells: torch.Tensor, levels: torch.Tensor, width: int) -> dict[str, float]:
+    """Return batch_r2 from sums over all ranks, if there are batches and variance.
 
-    batch_r2
-        Share of the embedding's variance that the batch explains: sum of squares between batches over the total.
+    It is the share of the embedding's variance that the batch explains: sum of squares between batches over the total.
     """
-    if not len(of_levels) or not width or of_cells[0] < 2:
+    if not len(levels) or not width or cells[0] < 2:
         return {}
-    n, sums = of_levels.view(-1, width + 1).split([1, width], dim=1)
-    center = of_cells[1 : width + 1] / of_cells[0]
-    total = float(of_cells[width + 1 :][: width * width].view(width, width).trace() - of_cells[0] * center @ center)
+    n, sums = levels.view(-1, width + 1).split([1, width], dim=1)
+    center = cells[1 : width + 1] / cells[0]
+    total = float(cells[width + 1 :][: width * width].view(width, width).trace() - cells[0] * center @ center)
     between = float((n * (sums / n.clamp(min=1) - center).square()).sum())
     return {"batch_r2": between / total} if total > 0 else {}
 
@@ -163,36 +157,25 @@ class Progress:
     wall_s: float = 0.0
     train_loss: float | None = None
     val_loss: float | None = None
-    best_val_loss: float | None = None
-    """Validation loss at `best_step`."""
+    best_val_loss: float | None = None  # at `best_step`
     best_step: int | None = None
     val_step: int | None = None
-    skipped_steps: int = 0
-    """Steps whose loss or gradient norm was not finite."""
-    skipped_in_a_row: int = 0
-    """Without steps skipped because the loss scale was too large."""
+    skipped_steps: int = 0  # with a loss or gradient norm that was not finite
+    skipped_in_a_row: int = 0  # without steps skipped because the loss scale was too large
     loss_scale: float | None = None
-    good_steps: int = 0
-    """Applied steps since the loss scale last changed."""
-    best_value: float | None = None
-    """`train.best_metric` at `best_step`; None in checkpoints of before, whose metric was the validation loss."""
-    patience_value: float | None = None
-    """Value that a validation has to better by more than `train.early_stop_min_delta` to count as an improvement."""
-    stale_validations: int = 0
-    """Validations since the last improvement."""
+    good_steps: int = 0  # applied since the loss scale last changed
+    best_value: float | None = None  # `train.best_metric` at `best_step`
+    patience_value: float | None = None  # to be bettered by more than `train.early_stop_min_delta`
+    stale_validations: int = 0  # since the last improvement
 
     def judge(self, value: float, train: Train) -> bool:
-        """Take `train.best_metric` of the validation after this step; return whether it is the best so far.
-
-        A run that resumes gets the same answers: they depend on nothing else.
-        """
+        """Take `train.best_metric` of the validation after this step; return whether it is the best so far."""
         sign = 1 if train.best_mode == "min" else -1
-        best = self.best_value = self.best_val_loss if self.best_value is None else self.best_value
         if self.patience_value is None or sign * (self.patience_value - value) > train.early_stop_min_delta:
             self.patience_value, self.stale_validations = value, 0
         else:
             self.stale_validations += 1
-        if best is not None and sign * value >= sign * best:
+        if self.best_value is not None and sign * value >= sign * self.best_value:
             return False
         self.best_value, self.best_val_loss, self.best_step = value, self.val_loss, self.step
         return True
@@ -209,27 +192,25 @@ class Progress:
         )
 
 
-class ValidationFigures:
-    """Figures of one validation. Every rank of the training has one."""
+class ObjectiveMonitor:
+    """Metrics of the objective in one validation. Every rank of the training has one."""
 
     def __init__(self, model: Model | PipelineStages) -> None:
-        last = last_part(model)
-        self.leaves: dict[str, Objective] = any_part(model).objective.leaves()
-        self.kept: dict[str, Objective] = {} if last is None else last.objective.leaves()
-        self.sums = {
-            name: torch.zeros(leaf.n_sums, dtype=torch.float64) for name, leaf in self.leaves.items() if leaf.n_sums
-        }
+        last, leaves = last_part(model), any_part(model).objective.leaves()
+        self.leaves: dict[str, Objective] = {name: leaf for name, leaf in leaves.items() if leaf.n_sums}
+        self.sums = {name: torch.zeros(leaf.n_sums, dtype=torch.float64) for name, leaf in self.leaves.items()}
+        kept = {} if last is None else last.objective.leaves()
+        self.watched: dict[str, Objective] = {name: leaf for name, leaf in kept.items() if name in self.sums}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Add the cells whose losses are computed inside."""
-        watched = {name: leaf for name, leaf in self.kept.items() if name in self.sums}
-        for leaf in watched.values():
+        for leaf in self.watched.values():
             leaf.kept_sums = []
         try:
             yield
         finally:
-            for name, leaf in watched.items():
+            for name, leaf in self.watched.items():
                 for sums in leaf.kept_sums or ():
                     self.sums[name] += sums.double().cpu()
                 leaf.kept_sums = None
@@ -240,21 +221,21 @@ class ValidationFigures:
         for name, own in self.sums.items():
             # the last pipeline stage alone has sums, and `Mesh.sum` divides by the number of stages
             sums = mesh.sum(own.to(mesh.device) * mesh.pp.size()).tolist()
-            figures = self.leaves[name].validation_figures(sums)
-            line |= {_name(figure, name): value for figure, value in figures.items()}
+            metrics = self.leaves[name].validation_figures(sums)
+            line |= {_name(metric, name): value for metric, value in metrics.items()}
         return line
 
 
 def check_best_metric(objective: Objective, metric: str) -> None:
     """Raise ConfigError unless validation logs the metric of `train.best_metric`."""
     known = [VAL_LOSS, *(f"{VAL_LOSS}_{name}" for name in objective.parts)]
-    known += [_name(figure, name) for name, leaf in objective.leaves().items() for figure in leaf.figure_names]
-    known += FIGURES
+    known += [_name(metric, name) for name, leaf in objective.leaves().items() for metric in leaf.figure_names]
+    known += ("effective_rank", "depth_r2", "batch_r2")
     if metric not in known:
         raise ConfigError(
             f"train.best_metric {metric}: validation of this objective does not log it; {did_you_mean(metric, known)}"
         )
 
 
-def _name(figure: str, part: str) -> str:
-    return f"val_{figure}_{part}" if part else f"val_{figure}"
+def _name(metric: str, part: str) -> str:
+    return f"val_{metric}_{part}" if part else f"val_{metric}"
