@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from cellmill.config.run import Train
 from cellmill.errors import DataError
 from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import CheckpointReader, Checkpoints, load_tensors
+from cellmill.train.optimizer import build_optimizer
 from tests.distributed import cases
 from tests.distributed.conformance import LAYOUTS
 from tests.distributed.conftest import options
@@ -89,7 +91,7 @@ def test_the_index_is_read_once_and_no_pickle(alone: None, half: Path, monkeypat
         monkeypatch.setattr(Path, name, lambda path, read=read, **k: reads.append(path) or read(path, **k))
     model, checkpoint = torch.nn.Linear(1, 1), TrainFolder(half).checkpoints()[0]
     with pytest.raises(DataError, match=r"step-00000004: cannot be loaded \(.*Missing key"):
-        Checkpoints(TrainFolder(half), 1).load(checkpoint, model, torch.optim.AdamW(model.parameters()))
+        Checkpoints(TrainFolder(half), 1).load(checkpoint, model, build_optimizer(model, Train(steps=1)))
     assert [path.name for path in reads] == ["index.json"]
 
 

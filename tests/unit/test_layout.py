@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cellmill.config.checks import check_batch, check_lanes, check_nodes, check_together
+from cellmill.config.checks import check_nodes, check_together
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Layout, Parallel, layout
 from cellmill.config.parts.families import EncoderConfig
@@ -172,28 +172,23 @@ def _check(model: FamilyConfig, parallel: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lanes", "batch", "dp", "message"),
+    ("batch", "processes", "message"),
     [
+        (48, 6, "stream.lanes 8 is not a multiple of 6 processes; set 4 in the profile, or stream.lanes 6"),
         (
-            8,
-            48,
-            6,
-            "stream.lanes 8 is not a multiple of 6 processes; set 4 in the profile, or stream.lanes 6",
-        ),
-        (
-            8,
             32,
             3,
             "stream.lanes 8 is not a multiple of 3 processes; set 2 in the profile, or stream.lanes 3 "
             "with train.global_batch 33",
         ),
+        (30, 1, "train.global_batch: expected a multiple of stream.lanes 8, got 30; set 32"),
     ],
 )
-def test_lanes_that_processes_cannot_share_are_refused(lanes: int, batch: int, dp: int, message: str) -> None:
+def test_lanes_that_a_batch_or_processes_cannot_share_are_refused(batch: int, processes: int, message: str) -> None:
+    sections = {name: {} for name in TrainOptions.model_fields} | {"train": {"steps": 1, "global_batch": batch}}
     with pytest.raises(ConfigError) as error:
-        check_lanes(lanes, batch, dp)
+        check_nodes(TrainOptions.model_validate(sections), range(1, 2), processes)
     assert str(error.value) == message
-    check_lanes(lanes, batch, 4)
 
 
 def test_lanes_for_a_range_of_nodes_serve_all_of_it() -> None:
@@ -209,12 +204,6 @@ def test_lanes_for_a_range_of_nodes_serve_all_of_it() -> None:
     check_nodes(options, range(2, 5), 2)
     with pytest.raises(ConfigError, match=r"; set stream.lanes 120 with train.global_batch 120$"):
         check_nodes(options, range(2, 6), 2)
-
-
-def test_a_batch_that_lanes_cannot_share_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError) as error:
-        check_batch(30, 8)
-    assert str(error.value) == "train.global_batch: expected a multiple of stream.lanes 8, got 30; set 32"
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_full_shard_divides_weights_and_moments_by_the_processes() -> None:
         memory = _memory(world, sharding_strategy="FULL_SHARD")
         share = -(-SIZE.parameters // world)
         assert (memory.parameters, memory.optimizer) == (4 * share, 8 * share)
-        assert memory.gathered == 4 * (SIZE.outside_parameters + 2 * SIZE.block.parameters)
+        assert memory.gathered == 4 * (SIZE.parameters - (SIZE.blocks - 2) * SIZE.block.parameters)
         ended = _memory(world, tokens=SHORT, sharding_strategy="FULL_SHARD")
         assert ended.gradients >= 4 * share
         assert ended.communication > 0

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from cellmill.config.checks import check_rows
 from cellmill.config.options import EmbedOptions, PreprocessOptions
 from cellmill.config.parts.tokens import RESIDUES, SPECIAL, Tokens
 from cellmill.config.run import Stream
@@ -163,7 +164,7 @@ def test_shards_and_batches_have_the_sequences_in_their_order(tmp_path: Path) ->
     assert list(batch.values[:40]) == list(range(40))
     cells = Tokens.model_validate({"tokenizer": "rank"})
     with pytest.raises(ConfigError, match=r"it has sequences, tokens\.tokenizer is rank; set sequence"):
-        CellStream(corpus["manifest"], "test", cells, Stream(lanes=1), **given | {"token_budget": 4096})
+        check_rows(cells, manifest, "shards")
     assert manifest.ordered
     assert open_rows(tmp_path / "shards" / "test-00000.h5ad", OpenFiles()).dtype == np.uint16
 

@@ -228,19 +228,6 @@ def test_validation_is_one_epoch_in_a_fixed_order_of_the_first_cells(manifest: M
     everything.close()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"world": 3}, "stream.lanes 8 is not a multiple of 3 processes"),
-        ({"global_batch": 12}, "train.global_batch: expected a multiple of stream.lanes 8, got 12"),
-        ({"token_budget": 11}, "tokens.max_tokens 12 exceeds train.token_budget 11"),
-    ],
-)
-def test_sizes_that_do_not_divide_are_refused(manifest: Manifest, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        stream_of(manifest, **changes)
-
-
 def test_a_split_without_cells_is_named(manifest: Manifest) -> None:
     with pytest.raises(DataError, match="no cells in the val split"):
         CellStream(

@@ -15,12 +15,12 @@ MEMORY = [2e9, 1e9]
 def test_without_a_gpu_or_its_package_nothing_is_logged_and_nothing_raised() -> None:
     assert gpu_readings(torch.device("cuda", 0)) == [UNKNOWN] * 3
     memory = {"peak_allocated_gb": [2.0, 2.0], "allocated_gb": [1.0, 1.0]}
-    assert readings_line("cuda", (MEMORY + [UNKNOWN] * 3) * 2, 2) == memory
+    assert readings_line("cuda", [*MEMORY, *[UNKNOWN] * 3] * 2, 2) == memory
     assert readings_line("cpu", MEMORY, 1) == {"peak_resident_gb": [2.0], "resident_gb": [1.0]}
 
 
 def test_a_line_has_a_number_for_each_rank_and_only_what_all_ranks_know() -> None:
-    first, second = MEMORY + [87.0, 70e9, 650_432.0], MEMORY + [3.0, 1.5e9, UNKNOWN]
+    first, second = [*MEMORY, 87.0, 70e9, 650_432.0], [*MEMORY, 3.0, 1.5e9, UNKNOWN]
     two, one = readings_line("cuda", first + second, 2), readings_line("cuda", first, 1)
     assert (two["gpu_busy_frac"], two["gpu_used_gb"], "gpu_power_w" in two) == ([0.87, 0.03], [70.0, 1.5], False)
     assert (one["gpu_busy_frac"], one["gpu_used_gb"], one["gpu_power_w"]) == ([0.87], [70.0], [650.432])

@@ -1,7 +1,7 @@
-"""Checks across sections, and of a run against the processes it gets. Torch-free.
+"""Checks across sections, of a run against the processes it gets, and of a tokenizer against the cells. Torch-free.
 
-One function per rule: `snakemake -n` calls them through `RunConfig` and `check_run`, the planner and the data stream
-call them again with what they were given. All raise ConfigError.
+`snakemake -n` and each stage that takes options call them once; behind them the options are asserted. All raise
+ConfigError.
 """
 
 import math
@@ -50,17 +50,24 @@ def check_together(options: TrainOptions) -> None:
             f"stream.train_frac {options.stream.train_frac:g} cannot be combined with stream.weight_by; set train_frac "
             "to 1, or weight_by to null"
         )
-    check_budget(options.tokens.max_tokens, options.train.token_budget)
-    check_batch(options.train.global_batch, options.stream.lanes)
-
-
-def check_run(options: TrainOptions, nodes: int, nproc_per_node: int, train_cells: int | None = None) -> None:
-    """Refuse what `check_together` refuses, and processes that layout, lanes or cells do not divide over."""
-    check_nodes(options, range(nodes, nodes + 1), nproc_per_node, train_cells)
+    if options.tokens.max_tokens > options.train.token_budget:
+        raise ConfigError(
+            f"tokens.max_tokens {options.tokens.max_tokens} exceeds train.token_budget {options.train.token_budget}: "
+            "one cell would not fit; raise the budget or lower max_tokens"
+        )
+    batch, lanes = options.train.global_batch, options.stream.lanes
+    if batch % lanes:
+        raise ConfigError(
+            f"train.global_batch: expected a multiple of stream.lanes {lanes}, got {batch}; set "
+            f"{max(1, round(batch / lanes)) * lanes}"
+        )
 
 
 def check_nodes(options: TrainOptions, node_counts: range, nproc_per_node: int, train_cells: int | None = None) -> None:
-    """`check_run` for each of several numbers of nodes; of lanes that not all can share, name a number for all."""
+    """Refuse what `check_together` refuses, and processes that layout, lanes or cells do not divide over.
+
+    Of lanes that not all of several numbers of nodes can share, name a number for all.
+    """
     check_together(options)
     layouts = [layout(options.parallel, nodes * nproc_per_node, nproc_per_node) for nodes in node_counts]
     groups, lanes, batch = [sizes.dp for sizes in layouts], options.stream.lanes, options.train.global_batch
@@ -73,35 +80,11 @@ def check_nodes(options: TrainOptions, node_counts: range, nproc_per_node: int, 
     for sizes in layouts:
         if train_cells is not None and train_cells < sizes.dp:
             raise ConfigError(f"{sizes.dp_text} for {train_cells} training cells; set fewer processes in the profile")
-        check_lanes(lanes, batch, sizes.dp, sizes.dp_text)
-
-
-def check_budget(max_tokens: int, token_budget: int) -> None:
-    """Refuse a token budget smaller than the longest cell."""
-    if max_tokens > token_budget:
-        raise ConfigError(
-            f"tokens.max_tokens {max_tokens} exceeds train.token_budget {token_budget}: one cell would not fit; "
-            "raise the budget or lower max_tokens"
-        )
-
-
-def check_batch(global_batch: int, lanes: int) -> None:
-    """Refuse a global batch that is not an equal share of cells from each lane."""
-    if global_batch % lanes:
-        raise ConfigError(
-            f"train.global_batch: expected a multiple of stream.lanes {lanes}, got {global_batch}; "
-            f"set {max(1, round(global_batch / lanes)) * lanes}"
-        )
-
-
-def check_lanes(lanes: int, global_batch: int, dp: int, processes: str = "") -> None:
-    """Refuse lanes that `dp` data-parallel processes (or groups, as `processes` says) cannot share evenly."""
-    if lanes % dp == 0:
-        return
-    raise ConfigError(
-        f"stream.lanes {lanes} is not a multiple of {processes or f'{dp} processes'}; "
-        f"set {nearest(dp, divisors(lanes))} in the profile, or {_lanes_for(lanes, global_batch, dp)}"
-    )
+        if lanes % sizes.dp:
+            raise ConfigError(
+                f"stream.lanes {lanes} is not a multiple of {sizes.dp_text}; set {nearest(sizes.dp, divisors(lanes))} "
+                f"in the profile, or {_lanes_for(lanes, batch, sizes.dp)}"
+            )
 
 
 def _lanes_for(lanes: int, global_batch: int, dp: int) -> str:

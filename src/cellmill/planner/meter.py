@@ -23,8 +23,6 @@ from cellmill.parallel.torch_private import (
 )
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "allreduce_")
-
-
 IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm}
 """Operations without a formula of their own in torch's registry."""
 
@@ -43,13 +41,11 @@ class Allocation:
 class Window:
     """Operations between two points in time."""
 
-    allocations: list[Allocation]
-    """All of the meter, not only those of the window."""
+    allocations: list[Allocation]  # of the meter, not only those of the window
     start: int
     end: int = 0
     flops: int = 0
-    reduced_bytes: int = 0
-    """Bytes of the full tensors of all collectives."""
+    reduced_bytes: int = 0  # of the full tensors of all collectives
 
     def live_bytes(self) -> int:
         """Bytes allocated in the window and alive at its end."""
@@ -120,16 +116,12 @@ class OperationMeter(TorchDispatchMode):
                 window.reduced_bytes += max(tensor.nbytes for tensor in tensors)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
-                self._allocated(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                if self._known.get(key := storage_key(storage)) is None:
+                    self._known[key] = storage
+                    self.allocations.append(Allocation(key, storage.nbytes(), self.time))
+                    weakref.finalize(storage, self._freed, self.allocations[-1])
         return out
-
-    def _allocated(self, storage: torch.UntypedStorage) -> None:
-        if self._known.get(storage_key(storage)) is not None:
-            return
-        self._known[storage_key(storage)] = storage
-        allocation = Allocation(storage_key(storage), storage.nbytes(), self.time)
-        self.allocations.append(allocation)
-        weakref.finalize(storage, self._freed, allocation)
 
     def _freed(self, allocation: Allocation) -> None:
         self.time += 1

@@ -1,9 +1,9 @@
 """Search for layouts that fit: check a run, find the first change that makes it fit, and rank layouts by speed.
 
+A plan that does not fit and a process that ran out of memory get the first change that helps, of one list (`_changes`).
 `plan --suggest` tries ddp and the sharding strategies, tp inside a node with sequence parallelism, pipelines, and
 recomputation. The rest of the configuration stays, including precision, compile and cpu_offload. `stream.lanes` is
-raised where more ranks read cells than there are lanes. A process that ran out of memory gets a message with its
-planned memory by part and the first change that helps.
+raised where more ranks read cells than there are lanes.
 """
 
 import errno
@@ -16,14 +16,14 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
-from cellmill.config.checks import check_run
+from cellmill.config.checks import check_nodes
 from cellmill.config.load import stored_options
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions, TrainOptions
@@ -153,7 +153,7 @@ def _pipelines(options: PlanOptions, hardware: Hardware) -> list[int]:
 
 def _offloads(options: PlanOptions, hardware: Hardware) -> list[str]:
     """Values of cpu_offload that move more to host memory, if the device has memory of its own."""
-    if hardware.device == "cpu" or options.parallel.cpu_offload == "full":
+    if hardware.device == "cpu" or options.parallel.cpu_offload == "full" or not options.train.optimizer.offloaded:
         return []
     optimizer = ["optimizer"] if options.parallel.cpu_offload is None else []
     return optimizer + (["full"] if hardware.layout(options.parallel).dp > 1 else [])
@@ -177,7 +177,6 @@ class Suggestion:
     options: PlanOptions
     cost: Cost
 
-    @property
     def rank(self) -> tuple[float, ...]:
         """Sort key, smaller is better: hours within SIMILAR, bytes to other nodes and inside the node, axes, memory."""
         parallel, sent, hours = self.options.parallel, link_bytes(self.cost.traffic), self.cost.hours
@@ -204,7 +203,7 @@ def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -
         try:
             changed = _enough_lanes(options.model_copy(update={"parallel": parallel}), hardware)
             check_precision(parallel, device, known)
-            check_run(changed, hardware.nodes, hardware.nproc_per_node, cells.n)
+            check_nodes(changed, range(hardware.nodes, hardware.nodes + 1), hardware.nproc_per_node, cells.n)
         except ConfigError as error:
             kind = re.sub(r"\d+", "", str(error))
             refused[examples.setdefault(kind, str(error))] += 1
@@ -214,14 +213,13 @@ def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -
             too_large.append(memory.total)
         else:
             fitting.append(Suggestion(changed, cost(changed, cells, hardware, known, memory)))
-    fitting.sort(key=lambda suggestion: suggestion.rank)
-    return Suggestions(fitting, too_large, refused)
+    return Suggestions(sorted(fitting, key=Suggestion.rank), too_large, refused)
 
 
 def layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
     """Layouts worth trying, without duplicates that come to the same."""
     kept, seen = options.parallel.model_dump(include={"precision", "compile", "cpu_offload"}), set()
-    for changes in _other_layouts(options, hardware):
+    for changes in _axes(options, hardware):
         parallel = Parallel.model_validate(kept | changes)
         try:
             sizes = hardware.layout(parallel)
@@ -237,19 +235,17 @@ def layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
             yield parallel
 
 
-def _other_layouts(options: PlanOptions, hardware: Hardware) -> Iterator[dict[str, Any]]:
-    blocks = min(options.model.pp_sizes().values(), default=1)
-    strategies: list[dict[str, Any]] = [{"strategy": "ddp"}]
+def _axes(options: PlanOptions, hardware: Hardware) -> Iterator[dict[str, Any]]:
+    largest = min(MAX_PIPELINE, *options.model.pp_sizes().values()) if options.model.pp_sizes() else 1
+    strategies = [{"strategy": "ddp"}]
     strategies += [{"sharding_strategy": name} for name in ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP")]
+    recomputed = (None, "full") if options.parallel.compile else (None, "selective", "full")
     for tp in divisors(hardware.nproc_per_node) if options.model.tp_sizes() else [1]:
-        for pp in divisors(hardware.world // tp):
-            if pp > min(blocks, MAX_PIPELINE):
-                break
-            for schedule in ("1F1B", "Interleaved1F1B") if pp > 1 else ("1F1B",):
-                for recompute in (None, "full") if options.parallel.compile else (None, "selective", "full"):
-                    for strategy in strategies:
-                        axes = {"tp": tp, "sequence_parallel": tp > 1, "pp": pp, "schedule": schedule}
-                        yield {**strategy, **axes, "activation_checkpointing": recompute}
+        for pp in (pp for pp in divisors(hardware.world // tp) if pp <= largest):
+            schedules = ("1F1B", "Interleaved1F1B") if pp > 1 else ("1F1B",)
+            for schedule, recompute, strategy in product(schedules, recomputed, strategies):
+                axes = {"tp": tp, "sequence_parallel": tp > 1, "pp": pp, "schedule": schedule}
+                yield strategy | axes | {"activation_checkpointing": recompute}
 
 
 def _enough_lanes(options: PlanOptions, hardware: Hardware) -> PlanOptions:
@@ -266,7 +262,7 @@ def table(suggestions: Suggestions, options: PlanOptions, machine: Machine, devi
     nodes, nproc = machine.node_counts[0], machine.nproc_per_node
     lines = [f"{nodes:,} nodes x {nproc} {device}; memory per process, bytes sent per process and step", ""]
     head = ROW.format("memory", "hours", "MFU", "intra-node", "inter-node", "layout")
-    lines.append(head if suggestions.fitting else "no layout fits")
+    lines += [head if suggestions.fitting else "no layout fits"]
     for suggestion in suggestions.fitting[:SHOWN]:
         estimate, parallel = suggestion.cost, suggestion.options.parallel
         sent = link_bytes(estimate.traffic)

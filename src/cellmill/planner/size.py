@@ -7,8 +7,6 @@ Tensors on the meta device take no memory, and torch's "fake" process group send
 """
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,16 +43,11 @@ class PartSize:
     """Sizes of the part before the blocks, of one block, or of the part after them. Elements and FLOPs, not bytes."""
 
     parameters: int
-    trained: int
-    """Parameters with a gradient and optimizer state."""
-    flops_per_token: float = 0.0
-    """Forward and backward; a block's without its attention."""
-    activations_per_token: float = 0.0
-    """Kept from the forward for the backward pass; a block's with its input."""
-    sums_per_token: float = 0.0
-    """Reduced over tensor-parallel ranks, without sequence parallelism: for a block in each of both passes."""
-    flops_per_cell: float = 0.0
-    """Beside those per token: blocks whose rows are cells, heads of the cell embedding."""
+    trained: int  # parameters with a gradient and optimizer state
+    flops_per_token: float = 0.0  # forward and backward; a block's without its attention
+    activations_per_token: float = 0.0  # kept for the backward pass; a block's with its input
+    sums_per_token: float = 0.0  # reduced over tp without sequence parallelism; for a block in each of both passes
+    flops_per_cell: float = 0.0  # beside those per token: blocks whose rows are cells, heads of the cell embedding
 
 
 @dataclass(frozen=True)
@@ -65,30 +58,19 @@ class ModelSize:
     begin: PartSize
     block: PartSize
     finish: PartSize
-    tied: PartSize
-    """Parameters that are in both `begin` and `finish`."""
-    buffers: int
-    """Elements of all buffers."""
-    width: float
-    """Elements per token that pass from block to block."""
-    pair_flops: float
-    """Forward and backward FLOPs of one block's attention per (query, key) pair of a cell."""
-    selective_per_token: float
-    """`block.activations_per_token` with selective activation checkpointing."""
-    working_per_token: float
-    """Peak of a block's backward pass above its kept activations."""
+    tied: PartSize  # parameters that are in both `begin` and `finish`
+    buffers: int  # elements of all buffers
+    width: float  # elements per token that pass from block to block
+    pair_flops: float  # forward and backward of one block's attention per (query, key) pair of a cell
+    selective_per_token: float  # `block.activations_per_token` with selective activation checkpointing
+    working_per_token: float  # peak of a block's backward pass above its kept activations
     workspace: tuple[tuple[int, float], ...]
     """(tokens of a micro-batch, peak elements of `finish` above `finish.activations_per_token`), mostly logits."""
 
     @property
     def parameters(self) -> int:
-        """All parameters."""
-        return self.blocks * self.block.parameters + self.outside_parameters
-
-    @property
-    def outside_parameters(self) -> int:
-        """Parameters outside the blocks."""
-        return self.begin.parameters + self.finish.parameters - self.tied.parameters
+        outside = self.begin.parameters + self.finish.parameters - self.tied.parameters
+        return self.blocks * self.block.parameters + outside
 
     @property
     def flops_per_token(self) -> float:
@@ -101,14 +83,10 @@ class ModelSize:
         """Forward and backward FLOPs of all blocks' attention per (query, key) pair of a cell."""
         return self.blocks * self.pair_flops
 
-    @property
-    def flops_per_cell(self) -> float:
-        """Forward and backward FLOPs of one cell, beside those of its tokens and pairs."""
-        return self.blocks * self.block.flops_per_cell + self.finish.flops_per_cell
-
     def flops(self, tokens: float, pairs: float, cells: float) -> float:
         """Forward and backward FLOPs of `cells` cells with these (query, key) pairs in total."""
-        return self.flops_per_token * tokens + self.flops_per_token_pair * pairs + self.flops_per_cell * cells
+        per_cell = self.blocks * self.block.flops_per_cell + self.finish.flops_per_cell
+        return self.flops_per_token * tokens + self.flops_per_token_pair * pairs + per_cell * cells
 
     def workspace_of(self, tokens: float) -> float:
         """Return the peak elements of `finish` above its kept activations, for a micro-batch of `tokens` tokens."""
@@ -130,32 +108,24 @@ def measure(
     With tp > 1 this process must have no default process group: a fake one is created and destroyed.
     """
     key = (repr((spec, finetune)), tp, sequence_parallel)
-    spec = replace(spec, tokens=spec.tokens.fitted(ANY_QUANTILES))
-    if key not in _measured:
-        # lifetimes must not depend on when Python collects reference cycles, of which DTensor creates some
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            method = load_method(finetune or MethodConfig.model_validate({}))
-            with _fake_group(tp):
-                _measured[key] = _measure(spec, method, tp, sequence_parallel)
-        finally:
-            if collects:
-                gc.enable()
-    return _measured[key]
-
-
-@contextmanager
-def _fake_group(tp: int) -> Iterator[None]:
-    if tp == 1:
-        yield
-        return
-    assert not dist.is_initialized(), "sizes under tensor parallelism are measured in a process without a group"
-    dist.init_process_group("fake", rank=0, world_size=tp, store=FakeStore())
+    if key in _measured:
+        return _measured[key]
+    # lifetimes must not depend on when Python collects reference cycles, of which DTensor creates some
+    collects = gc.isenabled()
+    gc.disable()
+    if tp > 1:
+        assert not dist.is_initialized(), "sizes under tensor parallelism are measured in a process without a group"
+        dist.init_process_group("fake", rank=0, world_size=tp, store=FakeStore())
     try:
-        yield
+        spec = replace(spec, tokens=spec.tokens.fitted(ANY_QUANTILES))
+        method = load_method(finetune or MethodConfig.model_validate({}))
+        _measured[key] = _measure(spec, method, tp, sequence_parallel)
     finally:
-        dist.destroy_process_group()
+        if tp > 1:
+            dist.destroy_process_group()
+        if collects:
+            gc.enable()
+    return _measured[key]
 
 
 def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> ModelSize:
@@ -190,9 +160,7 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
     counts, blocks = _parts(full), len(list(full.get_submodule(full.plan.blocks).children()))
 
     def part(name: str, flops_per_token: float, kept: float, reduced_bytes: int, cell_flops: float = 0.0) -> PartSize:
-        parameters, trained = counts[name]
-        sums = reduced_bytes / FLOAT32 / reduced.tokens
-        return PartSize(parameters, trained, flops_per_token, kept, sums, cell_flops)
+        return PartSize(*counts[name], flops_per_token, kept, reduced_bytes / FLOAT32 / reduced.tokens, cell_flops)
 
     counts["blocks"] = [count // max(blocks, 1) for count in counts["blocks"]]
     # rows of the global batch take a forward pass of their own, without heads
@@ -299,7 +267,8 @@ class _Passes:
             self.working = self._per_token(backward.peak_bytes(_gradients(model)))
             x = torch.empty_like(left, requires_grad=True)
             with meter.window() as self.finish:
-                _scalar(model.finish(x, prepared)).backward()
+                loss = model.finish(x, prepared)
+                (loss.sum() if loss.ndim else loss).backward()
         model.zero_grad(set_to_none=True)
 
     def _per_token(self, n_bytes: int) -> float:
@@ -314,18 +283,14 @@ class _Finish:
         x = torch.empty_like(model.begin(prepared), requires_grad=True)
         with OperationMeter() as meter:
             with meter.window() as forward:
-                loss = _scalar(model.finish(x, prepared))
+                loss = model.finish(x, prepared)
+                loss = loss.sum() if loss.ndim else loss
             with meter.window() as backward:
                 loss.backward()
         self.kept = (forward.live_bytes() + x.nbytes) / FLOAT32
         above = forward.live_bytes() + backward.peak_bytes(_gradients(model))
         self.peak = (max(forward.peak_bytes(), above) + x.nbytes) / FLOAT32
         model.zero_grad(set_to_none=True)
-
-
-def _scalar(loss: torch.Tensor) -> torch.Tensor:
-    """The loss, or the sum of its parts."""
-    return loss.sum() if loss.ndim else loss
 
 
 def _prepared(model: Model, batch: Batch, multiple: int) -> Any:

@@ -1,6 +1,7 @@
 """A plan as the content of plan.json and as a printed table."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +14,7 @@ from cellmill.planner.work import Cells
 
 LARGE_FRAC = 0.2  # validation above this fraction of the hours gets a hint
 UNKNOWN = "unknown: no speed is known for this device"
+DEFAULT_BATCH, DEFAULT_LR = (float(Train.model_fields[name].default) for name in ("global_batch", "lr"))
 
 
 def describe(options: PlanOptions, cells: Cells, hardware: Hardware, cost: Cost) -> dict[str, Any]:
@@ -66,80 +68,66 @@ def describe(options: PlanOptions, cells: Cells, hardware: Hardware, cost: Cost)
 
 
 def scaled_lr(train: Train) -> list[float] | None:
-    """The default `lr` scaled from the default `global_batch` to that of the run: by the square root of their ratio, as
-    for Adam (Malladi et al. 2022), and in proportion, as for SGD (Goyal et al. 2017). None with the
-    default batch, or with an `lr` of the run's own.
+    """The default `lr` scaled from the default `global_batch` to the run's: by the square root of their ratio, as for
+    Adam (Malladi et al. 2022), and in proportion, as for SGD (Goyal et al. 2017). None with the default batch or
+    another `lr`.
     """
-    ratio = train.global_batch / default_of("global_batch")
-    if train.lr != default_of("lr") or ratio == 1:
-        return None
-    return [train.lr * math.sqrt(ratio), train.lr * ratio]
-
-
-def default_of(option: str) -> float:
-    return float(Train.model_fields[option].default)
+    ratio = train.global_batch / DEFAULT_BATCH
+    return None if train.lr != DEFAULT_LR or ratio == 1 else [train.lr * math.sqrt(ratio), train.lr * ratio]
 
 
 def table(plan: dict[str, Any]) -> str:
-    """Return a plan as lines of text."""
+    """Return a plan, the content of plan.json, as lines of text."""
+    return "\n".join(f"{name:<12}{text}" for name, text in _rows(plan) if text)
+
+
+def _rows(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
     memory, sizes, link, step = plan["memory"], plan["layout"], plan["communication"]["link_bytes"], plan["step"]
-    parts = ", ".join(f"{name} {amount(n)}" for name, n in memory["parts_bytes"].items() if n)
-    host = f"; {amount(memory['host_bytes'])} of host memory" if memory["host_bytes"] else ""
-    if memory["staging_bytes"]:
-        host += f"; {amount(memory['staging_bytes'])} of pinned host memory for checkpoints"
+    yield "parameters", f"{plan['parameters']:,} over {plan['n_genes']:,} genes"
     cut = ""
     if plan["cut_cells_frac"]:
         cut = f" of {plan['genes_per_cell']:,.0f} genes: tokens.max_tokens cuts {plan['cut_cells_frac']:.0%} of cells"
-    rows = {
-        "parameters": f"{plan['parameters']:,} over {plan['n_genes']:,} genes",
-        "cells": f"{plan['cells']:,} for training, {plan['tokens_per_cell']:,.0f} tokens each{cut}",
-        "steps": f"{plan['steps']:,} ({plan['steps_per_epoch']:,} per epoch), {plan['tokens']:,.0f} tokens in total",
-        "step": f"{plan['tokens_per_step']:,.0f} tokens in {plan['micro_batches_per_step']:.1f} micro-batches per "
-        f"process, {plan['flops_per_step']:.3g} FLOPs",
-        "processes": f"{plan['world_size']} x {plan['device']}, {layout_words(sizes)}, {sizes['precision']}",
-        "memory": f"{amount(memory['total_bytes'])} of {amount(memory['limit_bytes'])} per process: {parts}{host}",
-        **({"assumed": assumed} if (assumed := _assumed(plan)) else {}),
-        "micro-batch": f"at most {plan['micro_batch_tokens']:,} tokens; {plan['largest_micro_batch']:,} would fit "
-        "(train.token_budget)",
-        "traffic": f"{amount(link['intra_node'])} inside the node and {amount(link['inter_node'])} to other nodes, per "
-        "process and step",
-        "step time": UNKNOWN,
-        "hours": UNKNOWN,
-    }
-    if step is not None:
-        rows["step time"] = (
-            f"{step['step_s']:.3g} s: compute {step['compute_s']:.3g}, exposed communication "
-            f"{step['communication_s']:.3g}, idle in the pipeline {step['idle_s']:.3g}"
-        )
-        rows["hours"] = (
-            f"{plan['hours']:,.3g}, {plan['gpu_hours']:,.3g} GPU hours at {plan['mfu']:.0%} of the peak "
-            f"(compute alone at {plan['mfu_frac']:.0%})"
-        )
+    yield "cells", f"{plan['cells']:,} for training, {plan['tokens_per_cell']:,.0f} tokens each{cut}"
+    yield "steps", f"{plan['steps']:,} ({plan['steps_per_epoch']:,} per epoch), {plan['tokens']:,.0f} tokens in total"
+    micro_batches = (
+        f"{plan['micro_batches_per_step']:.1f} micro-batches per process, {plan['flops_per_step']:.3g} FLOPs"
+    )
+    yield "step", f"{plan['tokens_per_step']:,.0f} tokens in {micro_batches}"
+    yield "processes", f"{plan['world_size']} x {plan['device']}, {layout_words(sizes)}, {sizes['precision']}"
+    parts = ", ".join(f"{name} {amount(n)}" for name, n in memory["parts_bytes"].items() if n)
+    parts += f"; {amount(memory['host_bytes'])} of host memory" if memory["host_bytes"] else ""
+    if memory["staging_bytes"]:
+        parts += f"; {amount(memory['staging_bytes'])} of pinned host memory for checkpoints"
+    yield "memory", f"{amount(memory['total_bytes'])} of {amount(memory['limit_bytes'])} per process: {parts}"
+    memory_gb = device_named(plan["device"]).memory_gb
+    if memory_gb is not None and memory["device_bytes"] == round(memory_gb * GB):  # not the plan's own
+        yield "assumed", assumption(plan["device"])
+    largest = f"{plan['largest_micro_batch']:,} would fit (train.token_budget)"
+    yield "micro-batch", f"at most {plan['micro_batch_tokens']:,} tokens; {largest}"
+    inside, between = amount(link["intra_node"]), amount(link["inter_node"])
+    yield "traffic", f"{inside} inside the node and {between} to other nodes, per process and step"
+    if step is None:
+        yield from (("step time", UNKNOWN), ("hours", UNKNOWN))
+    else:
+        exposed = f"exposed communication {step['communication_s']:.3g}, idle in the pipeline {step['idle_s']:.3g}"
+        yield "step time", f"{step['step_s']:.3g} s: compute {step['compute_s']:.3g}, {exposed}"
+        peak = f"{plan['mfu']:.0%} of the peak (compute alone at {plan['mfu_frac']:.0%})"
+        yield "hours", f"{plan['hours']:,.3g}, {plan['gpu_hours']:,.3g} GPU hours at {peak}"
         if sizes["cpu_offload"] is not None:
-            rows["not counted"] = "copies between host and device of cpu_offload, and AdamW on the host"
+            yield "not counted", "copies between host and device of cpu_offload, and AdamW on the host"
     if plan["validations"]:
-        rows["validation"] = f"{plan['validations']:,} times {plan['val_cells']:,} cells"
-        if plan["validation_frac"] is not None:
-            rows["validation"] += f", {plan['validation_frac']:.0%} of the hours"
-            if plan["validation_frac"] > LARGE_FRAC:
-                rows["validation"] += ": lower train.val_cells or raise train.val_every_steps"
-    lines = [*rows.items(), *(("warning", line) for line in plan["warnings"])]
+        share, hint = plan["validation_frac"], ""
+        if share is not None:
+            hint = f", {share:.0%} of the hours"
+            hint += ": lower train.val_cells or raise train.val_every_steps" if share > LARGE_FRAC else ""
+        yield "validation", f"{plan['validations']:,} times {plan['val_cells']:,} cells{hint}"
+    yield from (("warning", line) for line in plan["warnings"])
     if plan["scaled_lr"] is not None:
         root, linear = plan["scaled_lr"]
-        hint = (
-            f"train.lr {default_of('lr'):g} is the default, for train.global_batch {default_of('global_batch'):g}; "
-            f"scaled to {plan['global_batch']:,} it is {root:.2g} "
-            f"(square root, usual for AdamW) or {linear:.2g} (linear)"
+        yield (
+            "hint",
+            f"train.lr {DEFAULT_LR:g} is the default, for train.global_batch {DEFAULT_BATCH:g}; scaled to "
+            f"{plan['global_batch']:,} it is {root:.2g} (square root, usual for AdamW) or {linear:.2g} (linear)",
         )
-        lines.append(("hint", hint))
     if plan["warmup_steps"] >= plan["steps"]:
-        late = f"train.warmup_steps {plan['warmup_steps']} leaves no step at the peak learning rate"
-        lines.append(("warning", late))
-    return "\n".join(f"{name:<12}{value}" for name, value in lines)
-
-
-def _assumed(plan: dict[str, Any]) -> str:
-    """Return the memory that is assumed of a device that is made with others too, unless the plan was given one."""
-    memory_gb = device_named(plan["device"]).memory_gb
-    is_its_own = memory_gb is not None and plan["memory"]["device_bytes"] == round(memory_gb * GB)
-    return assumption(plan["device"]) if is_its_own else ""
+        yield "warning", f"train.warmup_steps {plan['warmup_steps']} leaves no step at the peak learning rate"

@@ -72,10 +72,7 @@ class Work:
 
 def detected_genes(manifest: Manifest) -> np.ndarray:
     """Return (cells,) int64: detected genes of each training cell, in the order of the shards."""
-    lengths = []
-    for shard in open_shards(manifest, "train"):
-        lengths.append(np.diff(shard.indptr).astype(np.int64))
-    return np.concatenate(lengths)
+    return np.concatenate([np.diff(shard.indptr).astype(np.int64) for shard in open_shards(manifest, "train")])
 
 
 def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
@@ -85,9 +82,8 @@ def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
     steps = train.total_steps(epoch.steps_per_epoch)
     epochs, rest = divmod(steps, epoch.steps_per_epoch)
     multiple = parallel.tp if parallel.sequence_parallel else 1
-    micro_batches, micro_tokens, padding = _counted(
-        cells, epoch.most_cells, train.token_budget, sizes.dp, min_microbatches(parallel), parallel.pp, multiple
-    )
+    cut = (epoch.most_cells, train.token_budget, sizes.dp, min_microbatches(parallel), parallel.pp, multiple)
+    micro_batches, micro_tokens, padding = _counted(cells, *cut)
     if parallel.pp > 1:
         micro_tokens = pipeline_tokens(micro_tokens, multiple)
     return Work(
@@ -153,9 +149,7 @@ SHARD_BYTES = 1.9e6  # of each file beside its cells: obs of 1,024 cells, var of
 INDEX_BYTES_PER_CELL = 24  # offsets and hashes, beside the manifest
 RSS_MB = {"preprocess": 530, "vocabulary": 440, "divide": 310, "shard_part": 250, "shard": 250}
 RSS_BYTES_PER_VALUE = 16  # of the cells of one shard: genes, counts, and both again in their order
-RSS_BYTES_PER_CELL = (
-    150  # of the corpus in `divide`; estimated, not measured, of obs of one file in stages that open it
-)
+RSS_BYTES_PER_CELL = 150  # of the corpus in `divide`; estimated for obs of one file in stages that open it
 OFFSET_BYTES_PER_CELL = 16  # of the corpus in `shard_part`: offsets of rows, and of their chunks
 
 
@@ -165,15 +159,11 @@ class StageCost:
 
     stage: str
     jobs: int
-    hours: float
-    """Of the longest job, one core."""
-    cpu_hours: float
-    """Of all jobs."""
-    rss_gb: float
-    """Of a job."""
+    hours: float  # of the longest job, one core
+    cpu_hours: float  # of all jobs
+    rss_gb: float  # of a job
     files: int
-    gigabytes: float
-    """Written, and kept after the corpus is made."""
+    gigabytes: float  # written and kept
 
 
 def corpus_cost(cells: list[int], genes_per_cell: float, preprocess: Preprocess, shard: Shard) -> list[StageCost]:

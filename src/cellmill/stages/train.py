@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cellmill import __version__
-from cellmill.config.checks import check_nodes
+from cellmill.config.checks import check_nodes, check_rows
 from cellmill.config.load import read_model_config
 from cellmill.config.machine import Machine
 from cellmill.config.options import TrainOptions
@@ -62,6 +62,7 @@ def train(
     shards = Manifest.read(manifest)
     columns = options.read_columns()
     n_cells = options.stream.train_cells(shards.splits["train"].n_obs)
+    check_rows(options.tokens, shards, str(manifest), options.objective.needs_counts)
     check_levels(options, shards.levels(columns), n_cells)
     fingerprint = shards.fingerprint_with(columns, options.number_columns())
     check_nodes(options, machine.node_counts, machine.nproc_per_node, n_cells)

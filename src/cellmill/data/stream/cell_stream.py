@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cellmill.config.checks import check_batch, check_budget, check_lanes, check_rows
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream as StreamOptions
 from cellmill.data.shards.index import read_level_numbers, read_numbers
@@ -82,11 +81,11 @@ class CellStream:
         number_columns: Mapping[str, str] = MappingProxyType({}),
         copies: LocalCopies | None = None,
     ):
-        check_lanes(stream.lanes, global_batch, world)
-        check_batch(global_batch, stream.lanes)
-        check_budget(tokens.max_tokens, token_budget)
+        assert stream.lanes % world == 0, f"{stream.lanes} lanes for {world} ranks"
+        assert global_batch % stream.lanes == 0, f"{global_batch} cells in {stream.lanes} lanes"
+        assert tokens.max_tokens <= token_budget, f"{tokens.max_tokens} tokens in {token_budget}"
         opened = Manifest.read(manifest)
-        check_rows(tokens, opened, str(manifest), counted)
+        assert tokens.sequences == (opened.ordered and not opened.ranked), f"{manifest}: not for {tokens.tokenizer}"
         entry = opened.entry(split)
         self._shards = open_shards(
             opened, split, copies
