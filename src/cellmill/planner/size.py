@@ -160,7 +160,8 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
     counts, blocks = _parts(full), len(list(full.get_submodule(full.plan.blocks).children()))
 
     def part(name: str, flops_per_token: float, kept: float, reduced_bytes: int, cell_flops: float = 0.0) -> PartSize:
-        return PartSize(*counts[name], flops_per_token, kept, reduced_bytes / FLOAT32 / reduced.tokens, cell_flops)
+        sums = reduced_bytes / FLOAT32 / reduced.tokens
+        return PartSize(counts[name][0], counts[name][1], flops_per_token, kept, sums, cell_flops)
 
     counts["blocks"] = [count // max(blocks, 1) for count in counts["blocks"]]
     # rows of the global batch take a forward pass of their own, without heads
