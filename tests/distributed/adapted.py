@@ -17,12 +17,12 @@ def tuned(corpus: str, options: dict[str, Any], folder: str, steps: int, load: b
     if load:
         made.resume()
     made.run()
-    made.train_stream.close()
+    made.close()
     names = {id(parameter): plain_name(name) for name, parameter in made.model.named_parameters()}
     groups = [({names[id(p)] for p in g["params"]}, g["weight_decay"], g["lr"]) for g in made.optimizer.param_groups]
     return {
         "rates": [{key: line[key] for key in line if key.startswith("lr_")} for line in lines.lines if "loss" in line],
-        "curve": [[line["loss"], line["grad_norm"]] for line in lines.lines if "loss" in line],
+        "curve": cases.losses_and_norms(lines),
         "before": before,
         "after": _parameters(made.model),
         "groups": groups,

@@ -91,8 +91,8 @@ def curve_and_buffers(
                 tensor.zero_()
         made.resume()
     made.run()
-    made.train_stream.close()
-    return [[line["loss"], line["grad_norm"]] for line in lines.lines if "loss" in line], before, buffers_of(made.model)
+    made.close()
+    return cases.losses_and_norms(lines), before, buffers_of(made.model)
 
 
 def checkpointed(folder: str) -> set[str]:

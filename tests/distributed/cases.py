@@ -92,18 +92,25 @@ def trainer(
     return made, lines
 
 
+LOGGED = ("step", "loss", "grad_norm", "lr", "cells", "tokens")
+
+
+def of_training(lines: Lines, more: tuple[str, ...] = ()) -> list[dict[str, float]]:
+    """The lines without what depends on the machine."""
+    parts = ("loss_", "lr_", "val_")  # the name of an objective's part, or of a metric
+    return [{k: v for k, v in line.items() if k in LOGGED + more or k.startswith(parts)} for line in lines.lines]
+
+
+def losses_and_norms(lines: Lines) -> list[list[float]]:
+    return [[line["loss"], line["grad_norm"]] for line in lines.lines if "loss" in line]
+
+
 def logged(corpus: str, options: dict[str, Any], folder: str, steps: int, load: bool = False) -> list[dict[str, float]]:
-    """Every logged line of a training, without what depends on the machine; with `load`, going on in `folder`."""
+    """Every logged line of a training; with `load` from the newest checkpoint in `folder` on."""
     made, lines = trainer(corpus, options, folder, steps, load=load)
-    return _logged(made, lines)
-
-
-def _logged(made: Trainer, lines: Lines) -> list[dict[str, float]]:
     made.run()
     made.close()
-    kept = ("step", "loss", "grad_norm", "lr", "cells", "tokens")
-    parts = ("loss_", "lr_", "val_")  # the name of an objective's part, or of a figure
-    return [{key: line[key] for key in line if key in kept or key.startswith(parts)} for line in lines.lines]
+    return of_training(lines)
 
 
 def begun_and_logged(
@@ -112,7 +119,9 @@ def begun_and_logged(
     """Every parameter before the first step, and the lines of `logged`."""
     made, lines = trainer(corpus, options, folder, steps, init_from)
     first = {plain_name(name): full(p).numpy().copy() for name, p in made.model.named_parameters()}
-    return first, _logged(made, lines)
+    made.run()
+    made.close()
+    return first, of_training(lines)
 
 
 def newest(folder: str) -> tuple[int, list[str]]:
@@ -129,12 +138,12 @@ def gathered() -> list[Any]:
 
 
 def curve(corpus: str, options: dict[str, Any], folder: str, steps: int, load: bool = False) -> list[list[float]]:
-    """[loss, gradient norm] of each step; with `load`, going on from the newest checkpoint in `folder`."""
+    """[loss, gradient norm] of each step; with `load` from the newest checkpoint in `folder` on."""
     made, lines = trainer(corpus, options, folder, steps, load=load)
     made.run()
     made.close()
     dist.barrier()
-    return [[line["loss"], line["grad_norm"]] for line in lines.lines if "loss" in line]
+    return losses_and_norms(lines)
 
 
 def curve_compiled(
@@ -149,15 +158,6 @@ def curve_compiled(
     finally:
         apply.BACKEND = kept
     return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def profiled(corpus: str, options: dict[str, Any], folder: str, steps: int, first: int, last: int) -> list[list[float]]:
-    """As `curve`, with steps `first` to `last` recorded in `folder`/profile."""
-    options = options | {"train": options["train"] | {"profile_steps": [first, last]}}
-    made, lines = trainer(corpus, options, folder, steps)
-    made.run()
-    made.close()
-    return [[line["loss"], line["grad_norm"]] for line in lines.lines if "loss" in line]
 
 
 def initial_parameters(corpus: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -225,19 +225,6 @@ def held(corpus: str, options: dict[str, Any]) -> dict[str, float]:
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor of a plain tensor or a DTensor. Collective."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def parameters_after(corpus: str, options: dict[str, Any], folder: str, steps: int) -> dict[str, bytes]:
-    """Every full parameter after `steps` steps, as this rank sees it."""
-    return dict(all_parameters_after(corpus, options, folder, steps))
-
-
-def all_parameters_after(corpus: str, options: dict[str, Any], folder: str, steps: int) -> list[tuple[str, bytes]]:
-    """The same as pairs: a rank may have two copies of a tied parameter."""
-    made, _ = trainer(corpus, options, folder, steps)
-    made.run()
-    made.close()
-    return [(plain_name(name), full(p).numpy().tobytes()) for name, p in made.model.named_parameters()]
 
 
 class _Spoiled:

@@ -266,10 +266,7 @@ def trained(
     finally:
         attention.LONG, cpu_matmul.LARGE = kept
         made.close()
-    names = ("step", "loss", "grad_norm", "lr", "cells", "tokens", *MEASURED)
-    parts = ("loss_", "lr_", "val_")  # the name of an objective's part, or of a metric
-    logged = [{key: line[key] for key in line if key in names or key.startswith(parts)} for line in lines.lines]
-    return {"first": first, "last": last, "lines": logged}
+    return {"first": first, "last": last, "lines": cases.of_training(lines, MEASURED)}
 
 
 MEASURED = ("effective_rank", "depth_r2", "batch_r2")

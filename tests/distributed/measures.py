@@ -31,7 +31,7 @@ def allocated(corpus: str, options: dict[str, Any]) -> dict[str, int]:
         for batch in batches:
             with record_function("step"):
                 made._step(iter([batch]))
-    made.train_stream.close()
+    made.close()
     events = profiler.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     live = np.cumsum([0] + [n_bytes for _, n_bytes in changes])
@@ -49,9 +49,7 @@ def logged_memory(corpus: str, options: dict[str, Any], folder: str) -> tuple[li
     """Lines of two steps, and this process's peak after them, GB."""
     made, lines = trainer(corpus, options, folder, 2)
     made.run()
-    made.train_stream.close()
-    if made.val_stream is not None:
-        made.val_stream.close()
+    made.close()
     return [line for line in lines.lines if "loss" in line], memory_bytes(DEVICE)[0] / 1e9
 
 
@@ -63,7 +61,7 @@ def collectives(corpus: str, options: dict[str, Any]) -> dict[str, Any]:
     batch = next(batches)
     with _Counter() as counter:
         made._step(iter([batch]))
-    made.train_stream.close()
+    made.close()
     lengths = made.parallel_model.padded_lengths([len(micro_batch.genes) for micro_batch in batch])
     return {"seen": counter.seen, "tokens": sum(lengths), "micro_batches": len(batch)}
 

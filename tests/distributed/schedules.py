@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from cellmill.parallel.pipeline import PipelineModel
-from tests.distributed.cases import trainer
+from tests.distributed import cases
 
 
 def counted(corpus: str, options: dict[str, Any], folder: str, steps: int) -> dict[str, Any]:
     """[loss, gradient norm] of each step, schedules that torch made, and each step's micro-batches and tokens."""
-    made, lines = trainer(corpus, options, folder, steps)
+    made, lines = cases.trainer(corpus, options, folder, steps)
     model = made.parallel_model
     assert isinstance(model, PipelineModel)
     new, use = model.schedules._make, model.schedules.of
@@ -20,8 +20,5 @@ def counted(corpus: str, options: dict[str, Any], folder: str, steps: int) -> di
     model.schedules.of = lambda *key: used.append(key) or use(*key)  # type: ignore[method-assign, func-returns-value]
     made.run()
     with_buffers = sum(next(kept._received(), None) is not None for kept in model.schedules._made.values())
-    made.train_stream.close()
-    if made.val_stream is not None:
-        made.val_stream.close()
-    curve = [[line["loss"], line["grad_norm"]] for line in lines.lines if "loss" in line]
-    return {"curve": curve, "built": built, "used": used, "with_buffers": with_buffers}
+    made.close()
+    return {"curve": cases.losses_and_norms(lines), "built": built, "used": used, "with_buffers": with_buffers}

@@ -67,14 +67,10 @@ def test_a_validation_that_a_stop_left_out_is_in_the_checkpoint_of_its_step(
 ) -> None:
     saved = []
     for going_on in (False, True):
-        made, _ = cases.trainer(corpus, _run(val_every_steps=2), str(tmp_path), 9)
-        if going_on:
-            made.resume()
+        made, _ = cases.trainer(corpus, _run(val_every_steps=2), str(tmp_path), 9, load=going_on)
         made.stop.received = "SIGTERM"  # asked to stop in its first step, and stopped after the second
         assert not made.run()
-        for stream in (made.train_stream, made.val_stream):
-            assert stream is not None
-            stream.close()
+        made.close()
         states = [checkpoint.state()["progress"] for checkpoint in TrainFolder(tmp_path).checkpoints()]
         saved.append([(state["step"], state["val_step"]) for state in states])
     assert saved == [[(2, None)], [(2, 2), (4, 2)]]

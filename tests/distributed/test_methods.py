@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cellmill.config.run import Train
 from cellmill.errors import ConfigError
 from cellmill.train.muon import Muon
 from tests.distributed import adapted, cases
@@ -223,7 +224,7 @@ def test_a_run_that_unfreezes_goes_on_where_it_stopped(
 def test_muon_leaves_a_matrix_without_a_gradient_as_it_is() -> None:
     matrices = [torch.nn.Parameter(torch.eye(3)) for _ in range(2)]
     matrices[0].grad = torch.ones(3, 3)
-    Muon([{"params": matrices, "weight_decay": 0.5, "matrices": True}], 0.1, (0.9, 0.95)).step()
+    Muon([{"params": matrices, "weight_decay": 0.5, "matrices": True}], Train(steps=1, lr=0.1)).step()
     assert torch.equal(matrices[1], torch.eye(3))
     assert not torch.equal(matrices[0], torch.eye(3))
 

@@ -65,24 +65,3 @@ def test_a_resumed_pipeline_is_bitwise_the_uninterrupted_run(pool: Pool, corpus:
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000008")
     resumed = pool.run("curve", corpus=corpus, options=staged, folder=str(tmp_path), steps=8, load=True)
     assert resumed[0] == whole[0][4:]
-
-
-@pytest.mark.full
-def test_an_epoch_that_leaves_a_process_without_cells_does_not_hang(pool: Pool, corpus: str, tmp_path: Path) -> None:
-    uneven = options(PIPELINES["pp 2, 1F1B x FULL_SHARD"], model={"layers": 8}, train={"global_batch": 12})
-    curves = pool.run("curve", corpus=corpus, options=uneven, folder=str(tmp_path), steps=32)
-    assert np.isfinite(curves[0]).all()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", ["pp 4, 1F1B", "pp 2, 1F1B x FULL_SHARD", "pp 2, ZBV x SHARD_GRAD_OP"])
-def test_copies_of_a_tied_parameter_stay_equal(pool: Pool, corpus: str, tmp_path: Path, layout: str) -> None:
-    staged = options(PIPELINES[layout], model=GENES)
-    found = pool.run("all_parameters_after", corpus=corpus, options=staged, folder=str(tmp_path), steps=20)
-    values: dict[str, set[bytes]] = {}
-    for rank in found:
-        for name, content in rank:
-            values.setdefault(name, set()).add(content)
-    assert {name for name, contents in values.items() if len(contents) > 1} == set()
-    tables = [name for rank in found for name, _ in rank if name == "gene_embedding.weight"]
-    assert len(tables) == {"pp 4, 1F1B": 2, "pp 2, 1F1B x FULL_SHARD": 4, "pp 2, ZBV x SHARD_GRAD_OP": 4}[layout]

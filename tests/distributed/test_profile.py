@@ -19,7 +19,7 @@ PARTS = {"data", "prepare", "forward_backward", "clip", "optimizer"}
 def test_a_trace_has_the_named_parts_of_each_requested_step(
     alone: None, corpus: str, tmp_path: Path, last: int, recorded: int
 ) -> None:
-    first = cases.profiled(corpus, options(), str(tmp_path), steps=4, first=2, last=last)
+    first = cases.curve(corpus, options(train={"profile_steps": [2, last]}), str(tmp_path), steps=4)
     assert first == cases.curve(corpus, options(), str(tmp_path / "plain"), steps=4)
     with gzip.open(tmp_path / "profile" / "rank-0.trace.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
