@@ -16,7 +16,7 @@ import scipy.sparse as sp
 from cellmill.cli import main
 from cellmill.config import load_config
 from cellmill.config.corpus import Preprocess
-from cellmill.config.datasets import Dataset, ObsColumns, parse_filter
+from cellmill.config.datasets import Dataset, ObsColumns, filter_columns
 from cellmill.data.inputs.formats import declared_names, open_counts
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.prepare.check import check_datasets
@@ -73,32 +73,14 @@ def test_a_filter_keeps_the_cells_that_pandas_query_keeps(raw: Path, obs: pd.Dat
     assert list(obs.index[keep]) == list(wanted)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "@pd.io.common.os.system('touch /tmp/x')",
-        "age.__class__.__init__.__globals__['sys']",
-        "__import__('os').system('true')",
-        "assay.str.contains('10x')",
-        "age[0] == 1",
-        "age == (lambda: 1)()",
-        "age == [x for x in age]",
-        "age ** 2 == 4",
-        "(x := age) == 1",
-        "assay == f'{age}'",
-        "assay == '`'",
-        "1 == 1 if age else 2 == 2",
-        "age; lane",
-        "(" * 5_000 + "age" + ")" * 5_000 + " == 1",
-        "not " * 5_000 + "age",
-        "",
-    ],
-)
-def test_a_filter_that_is_more_than_comparisons_is_refused_in_one_line(text: str) -> None:
-    with pytest.raises(ValueError, match=r"expected|nested too deeply") as caught:
-        parse_filter(text)
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 400
+def test_the_columns_of_a_filter_are_known_without_pandas() -> None:
+    assert filter_columns("""`in text` & (assay == "a `b` c" or lane in [1, 2]) and assay != lane""") == [
+        "in text",
+        "assay",
+        "lane",
+    ]
+    with pytest.raises(ValueError, match=r"^cannot be read \(.+\); expected a condition such as is_primary_data and"):
+        filter_columns("age ==")
 
 
 WRONG: dict[str, tuple[dict[str, str], str]] = {
@@ -117,7 +99,7 @@ WRONG: dict[str, tuple[dict[str, str], str]] = {
         "filter \"assay == '10x 3 v3'\" keeps none of 40 cells: "
         "assay is \"10x 3' v2\", \"10x 3' v3\", 'Smart-seq2 & co'",
     ),
-    "no condition": ({"filter": "age"}, "filter 'age' is no condition: age is int64; compare it with a value"),
+    "no condition": ({"filter": "age"}, "filter 'age' is not a condition: age is int64; compare it with a value"),
     "types": ({"filter": "guide > 3"}, "filter 'guide > 3': "),
     "a control": (
         {"perturbation": "guide", "control": "nt"},

@@ -61,7 +61,7 @@ TABLES = {
         f"{ROW}{'a' * 300}\tb\n",
         "line 2: dataset: expected a name of at most 100 characters, got 300: aaa",
     ),
-    "a filter": ("dataset\tpath\tfilter\na\tb\tx.y\n", "line 2: filter: has 'x.y'; expected comparisons"),
+    "a filter": ("dataset\tpath\tfilter\na\tb\tx ==\n", "line 2: filter: cannot be read (invalid syntax); expected a"),
     "a number": ("dataset\tpath\tmin_genes\na\tb\tmany\n", "line 2: min_genes: input should be a valid integer"),
 }
 

@@ -2,13 +2,6 @@
 
 A row is one line: a quote that is not closed on its line, which the csv module would continue through the rows below,
 is an error, so that no row can vanish. The csv module is used instead of pandas, which takes a second to import.
-
-Filters are conditions on obs columns in the language of `pandas.DataFrame.query`, checked without pandas: comparisons
-of columns with texts, numbers and lists, joined by and, or, not. Nothing else passes: no attribute, call, index or `@`,
-with which pandas would run a user's text as Python. pandas gets the condition rewritten, with columns as c0, c1, ...
-(`data/prepare/obs.py`).
-
-A label map is a tab-separated file with the columns `from` and `to`, which renames labels of a dataset.
 """
 
 import ast
@@ -26,6 +19,24 @@ from cellmill.config.corpus import INPUTS, RESERVED, ROLES, Preprocess
 from cellmill.config.section import Section, error_line, explain
 from cellmill.errors import ConfigError, did_you_mean
 from cellmill.files import special_kind
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"  # name of a corpus, run or dataset, which is part of a path
+MAX_NAME = 100  # characters; names of a corpus and a dataset are in one file name, whose limit is 255
+
+
+def check_name(name: str) -> str:
+    """Return the name of a corpus, run or dataset. Raises ValueError for one that no path or option can have."""
+    if len(name) > MAX_NAME:
+        raise ValueError(f"expected a name of at most {MAX_NAME} characters, got {len(name)}: {name[:20]}...")
+    if not re.fullmatch(NAME, name):
+        wrong = next((character for character in name if not re.fullmatch(r"[A-Za-z0-9_.-]", character)), name[:1])
+        fault = "names a folder" if "/" in name or name in ("", ".", "..") else f"has {wrong!r}"
+        where = " at its beginning" if wrong in ("_", ".", "-") and not fault.startswith("names") else ""
+        raise ValueError(f"{name!r} {fault}{where}; use letters, digits, '_', '.' and '-'")
+    if not isinstance(read := yaml.safe_load(name), str):
+        read = "nothing" if read is None else f"{read}"
+        raise ValueError(f"the name {name} is {read} in YAML, so no option could give it; add a letter to it")
+    return name
 
 
 class ObsColumns(Section):
@@ -76,7 +87,7 @@ class ObsColumns(Section):
     @classmethod
     def _filter_is_a_condition(cls, value: str | None) -> str | None:
         if value is not None:
-            parse_filter(value)
+            filter_columns(value)
         return value
 
     @model_validator(mode="after")
@@ -128,11 +139,11 @@ class ObsColumns(Section):
         return next((role for role in ("perturbation", "condition") if role in self.roles), None)
 
     @property
-    def asked_for(self) -> dict[str, str]:
-        """Every obs column of the file that is named, and the columns of the table that name it."""
+    def read_columns(self) -> dict[str, str]:
+        """Every obs column of the file that the row names, and the columns of the table that name it."""
         read = [(name, "label") for name in self.labels] + [(column, role) for role, column in self.roles.items()]
         if self.filter is not None:
-            read += [(name, "filter") for name in parse_filter(self.filter).columns]
+            read += [(name, "filter") for name in filter_columns(self.filter)]
         return {name: ", ".join(owner for other, owner in read if other == name) for name, _ in read}
 
 
@@ -166,10 +177,7 @@ class Dataset(ObsColumns):
     source: str | None = Field(None, description="Source of the data, for the report.")
     licence: str | None = Field(None, description="Licence of the data, for the report.")
 
-    @field_validator("dataset")
-    @classmethod
-    def _name_is_usable(cls, value: str) -> str:
-        return check_name(value)
+    _name_is_usable = field_validator("dataset")(check_name)
 
     @field_validator("path")
     @classmethod
@@ -199,25 +207,6 @@ def read_datasets(table: Path) -> dict[str, Dataset]:
     if not datasets:
         raise ConfigError(f"{table}: no datasets; add a row per .h5ad file")
     return datasets
-
-
-NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"  # name of a corpus, run or dataset, which is part of a path
-MAX_NAME = 100  # characters; names of a corpus and a dataset are in one file name, whose limit is 255
-
-
-def check_name(name: str) -> str:
-    """Return the name of a corpus, run or dataset. Raises ValueError for one that no path or option can have."""
-    if len(name) > MAX_NAME:
-        raise ValueError(f"expected a name of at most {MAX_NAME} characters, got {len(name)}: {name[:20]}...")
-    if not re.fullmatch(NAME, name):
-        wrong = next((character for character in name if not re.fullmatch(r"[A-Za-z0-9_.-]", character)), name[:1])
-        fault = "names a folder" if "/" in name or name in ("", ".", "..") else f"has {wrong!r}"
-        where = " at its beginning" if wrong in ("_", ".", "-") and not fault.startswith("names") else ""
-        raise ValueError(f"{name!r} {fault}{where}; use letters, digits, '_', '.' and '-'")
-    if not isinstance(read := yaml.safe_load(name), str):
-        read = "nothing" if read is None else f"{read}"
-        raise ValueError(f"the name {name} is {read} in YAML, so no option could give it; add a letter to it")
-    return name
 
 
 def read_rows(
@@ -306,92 +295,26 @@ def check_url(url: str) -> None:
         raise ConfigError(f"{redacted(url)}: chains protocols with '::'; expected one, as in s3://bucket/cells.h5ad")
 
 
-_PARTS = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|`([^`]+)`|([&|])""")
-_PLACEHOLDER = "__column_{}"
-_OPERATORS = {"&": " and ", "|": " or "}  # as pandas reads them
-EXAMPLE = """is_primary_data and assay == "10x 3' v3" """.strip()
+_QUOTED = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|`([^`]+)`""")  # text, or a name in backticks
 
 
-class ObsFilter(NamedTuple):
-    """A condition on the columns c0, c1, ..."""
-
-    expression: str
-    columns: tuple[str, ...]  # obs columns, in the order of their numbers
-
-
-def parse_filter(text: str) -> ObsFilter:
-    """The condition of a filter. Raises ValueError for anything but comparisons of obs columns."""
-    quoted: list[str] = []
+def filter_columns(condition: str) -> list[str]:
+    """obs columns that a filter names, in order. Raises ValueError for text that is no expression."""
+    quoted: dict[str, str] = {}
 
     def plain(match: re.Match[str]) -> str:
-        if match[1]:
-            return match[1]
-        if match[3]:
-            return _OPERATORS[match[3]]
-        quoted.append(match[2])
-        return _PLACEHOLDER.format(len(quoted) - 1)
+        if match[2]:
+            quoted[name := f"__column_{len(quoted)}"] = match[2]
+        return name if match[2] else match[1]
 
     try:
-        tree = ast.parse(_PARTS.sub(plain, text).strip(), mode="eval").body
-        columns: dict[str, int] = {}
-        names = {_PLACEHOLDER.format(i): name for i, name in enumerate(quoted)}
-        condition = _condition(tree, names, columns)
-        return ObsFilter(ast.unparse(condition), tuple(columns))
+        tree = ast.parse(_QUOTED.sub(plain, condition).strip(), mode="eval")
     except SyntaxError as error:
-        raise ValueError(f"cannot be read ({error.msg}); expected a condition such as {EXAMPLE}") from None
-    except (RecursionError, MemoryError):
-        raise ValueError("is nested too deeply; shorten it") from None
-
-
-def _condition(node: ast.expr, names: dict[str, str], columns: dict[str, int]) -> ast.expr:
-    """The same condition over c0, c1, ...; adds its columns to `columns`."""
-    if isinstance(node, ast.BoolOp):
-        return ast.BoolOp(node.op, [_condition(value, names, columns) for value in node.values])
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.Invert):
-        return ast.UnaryOp(ast.Not(), _condition(node.operand, names, columns))
-    if isinstance(node, ast.Compare):
-        sides = [_side(side, names, columns) for side in (node.left, *node.comparators)]
-        for operator, left, right in zip(node.ops, sides, sides[1:]):
-            if isinstance(operator, ast.In | ast.NotIn) and not (
-                isinstance(left, ast.Name) and isinstance(right, ast.List)
-            ):
-                raise ValueError("expected a column before `in` and a list of values after it")
-        return ast.Compare(sides[0], node.ops, sides[1:])
-    if isinstance(node, ast.Name):
-        return _column(node, names, columns)
-    raise _not_allowed(node)
-
-
-def _side(node: ast.expr, names: dict[str, str], columns: dict[str, int]) -> ast.expr:
-    if isinstance(node, ast.Name):
-        return _column(node, names, columns)
-    if isinstance(node, ast.List | ast.Tuple):
-        return ast.List([_value(value) for value in node.elts], ast.Load())
-    return _value(node)
-
-
-def _column(node: ast.Name, names: dict[str, str], columns: dict[str, int]) -> ast.expr:
-    number = columns.setdefault(names.get(node.id, node.id), len(columns))
-    return ast.Name(f"c{number}", ast.Load())
-
-
-def _value(node: ast.expr) -> ast.expr:
-    sign = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
-    plain = node.operand if isinstance(node, ast.UnaryOp) and sign else node
-    if not isinstance(plain, ast.Constant) or not isinstance(plain.value, str | int | float):
-        raise _not_allowed(node)
-    if isinstance(plain.value, str):
-        if sign or "`" in plain.value:
-            raise _not_allowed(node)
-        return plain
-    return node
-
-
-def _not_allowed(node: ast.expr) -> ValueError:
-    return ValueError(
-        f"has {ast.unparse(node)[:60]!r}; expected comparisons of obs columns with texts, numbers and lists, joined by "
-        f"and, or, not, such as {EXAMPLE}"
-    )
+        example = """is_primary_data and assay == "10x 3' v3" """.strip()
+        raise ValueError(f"cannot be read ({error.msg}); expected a condition such as {example}") from None
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    names.sort(key=lambda node: (node.lineno, node.col_offset))
+    return list(dict.fromkeys(quoted.get(node.id, node.id) for node in names))
 
 
 class MappedLabel(NamedTuple):

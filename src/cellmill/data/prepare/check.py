@@ -62,7 +62,7 @@ def _check_names(names: DeclaredNames, table: str, dataset: Dataset, corpus: Cor
         raise DataError(
             f"{where} has no matrix {dataset.counts!r} (counts); {did_you_mean(dataset.counts, names.counts)}"
         )
-    for column, owner in dataset.asked_for.items():
+    for column, owner in dataset.read_columns.items():
         if column not in known:
             raise DataError(f"{where} has no obs column {column!r} ({owner}); {did_you_mean(column, known)}")
     kept = corpus.preprocess.keep_obs

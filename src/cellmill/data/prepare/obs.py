@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from cellmill.config.corpus import IS_CONTROL, ORGANISM
-from cellmill.config.datasets import MappedLabel, ObsColumns, parse_filter, read_label_map
+from cellmill.config.datasets import MappedLabel, ObsColumns, filter_columns, read_label_map
 from cellmill.data.arrays import text_values
 from cellmill.data.inputs.h5 import one_line
 from cellmill.data.inputs.reader import CountsReader
@@ -120,7 +120,7 @@ def choose_obs(
     """
     for name in keep_obs or ():
         reader.obs_column(name, "preprocess.keep_obs")
-    for name, owner in columns.asked_for.items():
+    for name, owner in columns.read_columns.items():
         reader.obs_column(name, f"the dataset's {owner}")
     keep = _kept_cells(reader, columns.filter)
     mapped = {
@@ -139,22 +139,17 @@ def choose_obs(
 def _kept_cells(reader: CountsReader, condition: str | None) -> np.ndarray:
     if condition is None:
         return np.ones(reader.n_obs, bool)
-    parsed = parse_filter(condition)
-    frame = pd.DataFrame({f"c{i}": _comparable(reader.obs[name]) for i, name in enumerate(parsed.columns)})
+    names = filter_columns(condition)
+    kinds = ", ".join(f"{name} is {reader.obs[name].dtype}" for name in names)
     try:
-        # the condition is written anew by `parse_filter`, and engine `python` is pandas' own evaluator
-        keep = frame.eval(parsed.expression, engine="python", local_dict={}, global_dict={})
-    # NotImplementedError: pandas has comparisons that it does not evaluate
-    except (TypeError, ValueError, NotImplementedError) as error:
-        kinds = ", ".join(f"{name} is {reader.obs[name].dtype}" for name in parsed.columns)
+        frame = pd.DataFrame({name: _comparable(reader.obs[name]) for name in names})
+        keep = frame.eval(condition.strip(), engine="python", local_dict={}, global_dict={})
+    except Exception as error:  # pandas raises errors of many kinds for what it does not compare
         raise DataError(f"{reader.path}: filter {condition!r}: {one_line(error)}; {kinds}") from None
     if not isinstance(keep, pd.Series) or keep.dtype.kind != "b":
-        raise DataError(
-            f"{reader.path}: filter {condition!r} is no condition: {parsed.columns[0]} is "
-            f"{reader.obs[parsed.columns[0]].dtype}; compare it with a value"
-        )
+        raise DataError(f"{reader.path}: filter {condition!r} is not a condition: {kinds}; compare it with a value")
     if not keep.any():
-        values = "; ".join(f"{name} is {_examples(reader.obs[name])}" for name in parsed.columns)
+        values = "; ".join(f"{name} is {_examples(reader.obs[name])}" for name in names)
         raise DataError(f"{reader.path}: filter {condition!r} keeps none of {reader.n_obs:,} cells: {values}")
     return keep.to_numpy(bool, na_value=False)
 
