@@ -1,12 +1,11 @@
 """Checks before anything runs: the files, packages and obs columns that the configuration names.
 
-Only names are read, and the categories of a control's column. Inputs whose names cannot be read without their data
-(`declared_names`) and inputs that do not exist yet are left to stage preprocess, which repeats all checks before it
-reads counts. Files are checked here because Snakemake accepts an output whose input is missing, without a message: a
-mistyped path would keep the results of the file named before.
+Only names are read, and the categories of a control's column. Other inputs, and those that do not exist yet, are left
+to stage preprocess, which repeats all checks before it reads counts. Files are checked here because Snakemake accepts
+an output whose input is missing, without a message: a mistyped path would keep the results of the file named before.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,15 +25,15 @@ def check_datasets(pipeline: Workflow) -> None:
     tables = {name: pipeline.datasets(name) for name in pipeline.corpora}
     check_walk(Path(table[dataset].path) for name, table in tables.items() for dataset in read_by_runs(pipeline, name))
     for name, corpus in pipeline.corpora.items():
-        table = tables[name]
         columns: dict[str, set[str]] = {}
         for dataset in read_by_runs(pipeline, name):
-            for label_map in map(Path, table[dataset].label_maps.values()):
+            row = tables[name][dataset]
+            for label_map in map(Path, row.label_maps.values()):
                 if label_map.is_file():  # a missing one is named once rules are known that may make it
                     read_label_map(label_map)
-            with declared_names(Path(table[dataset].path)) as names:
+            with declared_names(Path(row.path)) as names:
                 if names is not None:  # otherwise stage preprocess checks it
-                    columns[dataset] = _check_names(names, corpus.table, table[dataset], corpus)
+                    columns[dataset] = _check_names(names, corpus.table, row, corpus)
         trained = [columns[dataset] for dataset in pipeline.trained_on(name) if dataset in columns]
         if len(trained) == len(pipeline.trained_on(name)):
             _check_options(pipeline, name, trained)
@@ -49,7 +48,7 @@ def read_by_runs(pipeline: Workflow, corpus: str) -> list[str]:
 
 def _check_names(names: DeclaredNames, table: str, dataset: Dataset, corpus: CorpusConfig) -> set[str]:
     """Check one input, and return the obs columns that its preprocessed cells will have."""
-    path, known = Path(dataset.path), names.columns
+    path, known, kept = Path(dataset.path), names.columns, corpus.preprocess.keep_obs
     where = f"{table}: dataset {dataset.dataset}: {path}"
     if (repeated := names.repeated_name()) is not None:
         name, n, others = repeated
@@ -62,35 +61,31 @@ def _check_names(names: DeclaredNames, table: str, dataset: Dataset, corpus: Cor
         raise DataError(
             f"{where} has no matrix {dataset.counts!r} (counts); {did_you_mean(dataset.counts, names.counts)}"
         )
-    for column, owner in dataset.read_columns.items():
+    named = [(where + " has", column, owner) for column, owner in dataset.read_columns.items()]
+    for start, column, owner in [*named, *((f"{path}:", column, "preprocess.keep_obs") for column in kept or ())]:
         if column not in known:
-            raise DataError(f"{where} has no obs column {column!r} ({owner}); {did_you_mean(column, known)}")
-    kept = corpus.preprocess.keep_obs
-    for column in kept or ():
-        if column not in known:
-            raise DataError(f"{path}: no obs column {column!r} (preprocess.keep_obs); {did_you_mean(column, known)}")
+            raise DataError(f"{start} no obs column {column!r} ({owner}); {did_you_mean(column, known)}")
     if dataset.control is not None and dataset.controlled is not None:
-        _check_control(where, names, dataset.roles[dataset.controlled], dataset.control)
+        column = dataset.roles[dataset.controlled]
+        values = [str(value) for value in names.categories_of(column) or ()]
+        if values and dataset.control not in values:
+            raise DataError(
+                f"{where} has no {dataset.control!r} (control) in obs column {column!r}; "
+                f"{did_you_mean(dataset.control, values)}"
+            )
     labels = dict(zip(dataset.label_names, dataset.labels))
     for name, label_map in dataset.label_maps.items():
         if Path(label_map).is_file() and (categories := names.categories_of(labels[name])) is not None:
             check_labels(Path(label_map), map(text_of, categories), path, labels[name])
-    made = {*dataset.roles, *({IS_CONTROL} if dataset.control else ())}
-    made |= {ORGANISM} if corpus.preprocess.organism_column else set()
-    own = {*known} if kept is None else {*kept}
-    renamed = {f"{role}_original" for role in made & own if dataset.roles.get(role) != role}
-    renamed |= {
-        f"{name}_original" for name in labels.keys() & own if labels[name] != name or name in dataset.label_maps
+    new = {
+        *dataset.roles,
+        *([IS_CONTROL] if dataset.control else []),
+        *([ORGANISM] if corpus.preprocess.organism_column else []),
     }
-    return own | made | renamed | labels.keys()
-
-
-def _check_control(where: str, names: DeclaredNames, column: str, control: str) -> None:
-    categories = names.categories_of(column)
-    if categories is not None and control not in (values := [str(value) for value in categories]):
-        raise DataError(
-            f"{where} has no {control!r} (control) in obs column {column!r}; {did_you_mean(control, values)}"
-        )
+    own = {*known} if kept is None else {*kept}
+    renamed = {role for role in new & own if dataset.roles.get(role) != role}
+    renamed |= {name for name in labels.keys() & own if labels[name] != name or name in dataset.label_maps}
+    return own | new | labels.keys() | {f"{name}_original" for name in renamed}
 
 
 def _check_options(pipeline: Workflow, name: str, columns: list[set[str]]) -> None:
@@ -103,17 +98,13 @@ def _check_options(pipeline: Workflow, name: str, columns: list[set[str]]) -> No
             f"{did_you_mean(split_by, sorted(every))}"
         )
     for run, options in pipeline.runs.items():
-        if options.corpus == name:
-            _check_run(f"runs.{run}", options.obs_columns() | options.number_columns(), some)
-
-
-def _check_run(run: str, read: dict[str, str], known: Iterable[str]) -> None:
-    for column, option in read.items():
-        if column not in known:
-            raise ConfigError(
-                f"{run}.{option}: no dataset of its corpus has an obs column {column!r}; "
-                f"{did_you_mean(column, sorted(known))}"
-            )
+        read = options.obs_columns() | options.number_columns() if options.corpus == name else {}
+        for column, option in read.items():
+            if column not in some:
+                raise ConfigError(
+                    f"runs.{run}.{option}: no dataset of its corpus has an obs column {column!r}; "
+                    f"{did_you_mean(column, sorted(some))}"
+                )
 
 
 CELLS = "results/corpora/{corpus}/cells/{dataset}.h5ad"
@@ -126,25 +117,17 @@ def check_inputs(pipeline: Workflow, is_made: Callable[[str], bool] = lambda pat
     Returns a line on datasets that are gone since their cells were made, which is fine, or None. Raises ConfigError or
     DataError for a file that is missing, a FIFO, a socket or a device, or a package that is not installed.
     """
-    _check_packages(pipeline)
-    for option, text in _files_of_options(pipeline):
-        if not is_made(text) and not Path(text).is_file():
-            kind = special_kind(Path(text)) or ("folder" if Path(text).is_dir() else None)
-            raise ConfigError(
-                f"{option}: {text}: " + ("no such file" if kind is None else f"expected a file, got a {kind}")
-            )
-    gone = [cells for name in pipeline.corpora for cells in _gone(pipeline, name, is_made)]
-    if not gone:
-        return None
-    more = f" and {len(gone) - _SHOWN} more" if len(gone) > _SHOWN else ""
-    return f"used as they are, since their inputs are gone: {', '.join(gone[:_SHOWN])}{more}"
-
-
-def _check_packages(pipeline: Workflow) -> None:
-    """Raise ConfigError for a package that a stage of the workflow imports and that this Python does not have."""
     for option, module, extra in _packages(pipeline):
         if find_spec(module) is None:
             raise ConfigError(f"{option} requires {module}, which is missing: pip install 'cellmill[{extra}]'")
+    for option, text in _files_of_options(pipeline):
+        if not is_made(text) and not Path(text).is_file():
+            kind = special_kind(Path(text)) or ("folder" if Path(text).is_dir() else None)
+            fault = "no such file" if kind is None else f"expected a file, got a {kind}"
+            raise ConfigError(f"{option}: {text}: {fault}")
+    gone = [cells for name in pipeline.corpora for cells in _gone(pipeline, name, is_made)]
+    more = f" and {len(gone) - _SHOWN} more" if len(gone) > _SHOWN else ""
+    return f"used as they are, since their inputs are gone: {', '.join(gone[:_SHOWN])}{more}" if gone else None
 
 
 def _packages(pipeline: Workflow) -> Iterator[tuple[str, str, str]]:
@@ -165,15 +148,13 @@ def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:
         for dataset in read_by_runs(pipeline, name):
             for label_map in table[dataset].label_maps.values():
                 yield f"{corpus.table}: dataset {dataset}: label_map", label_map
-        for section, key in (("preprocess", "orthologs"), ("vocabulary", "genes")):
-            if (path := getattr(getattr(corpus, section), key)) is not None:
-                yield f"corpora.{name}.{section}.{key}", path
+        options = {"preprocess.orthologs": corpus.preprocess.orthologs, "vocabulary.genes": corpus.vocabulary.genes}
+        yield from ((f"corpora.{name}.{key}", path) for key, path in options.items() if path is not None)
     for name, run in pipeline.runs.items():
         if (path := getattr(run.model, "gene_vectors", None)) is not None:
             yield f"runs.{name}.model.gene_vectors", path
         for task in run.evaluate.tasks.values():
-            for option, path in task.paths().items():
-                yield f"runs.{name}.evaluate.tasks.{task.name}.{option}", path
+            yield from ((f"runs.{name}.evaluate.tasks.{task.name}.{key}", path) for key, path in task.paths().items())
         for external, model in run.evaluate.external.items():
             yield from ((f"runs.{name}.evaluate.external.{external}.files", path) for path in model.files)
         parent = run.init_from
@@ -182,27 +163,23 @@ def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:
 
 
 def _gone(pipeline: Workflow, corpus: str, is_made: Callable[[str], bool]) -> Iterator[str]:
-    """Preprocessed cells of the datasets whose input is missing. Raises DataError if there are none, or not of it."""
+    """Preprocessed cells of datasets whose input is missing. Raises DataError without such cells, or for others'."""
     table = pipeline.datasets(corpus)
     for name in read_by_runs(pipeline, corpus):
-        text = table[name].path
+        path, cells = Path(text := table[name].path), Path(CELLS.format(corpus=corpus, dataset=name))
         where = f"{pipeline.corpora[corpus].table}: dataset {name}: {text}"
         if is_url(text) or is_made(text):
             continue
-        if (kind := special_kind(Path(text))) is not None:  # opening a FIFO would wait without end
+        if (kind := special_kind(path)) is not None:  # opening a FIFO would wait without end
             raise DataError(f"{where}: expected a file or folder, got a {kind}")
-        cells = Path(CELLS.format(corpus=corpus, dataset=name))
-        if Path(text).exists():
+        if path.exists():
             continue
         if not cells.exists():  # Snakemake names it only if no later output stands, such as the report of other runs
             command = source if (source := table[name].source or "").startswith("cellmill ") else None
             advice = f"make it: {command}" if command else "correct the path, or put the file there"
             raise DataError(f"{where}: no such file; {advice}")
-        made_of = (
-            read_json(cells.with_suffix(".json"))["source"]["file"] if cells.with_suffix(".json").exists() else None
-        )
-        if made_of != Path(text).name:
-            raise DataError(
-                f"{where}: no such file, and {cells} is of {made_of}; correct the path, or delete the cells"
-            )
+        report = cells.with_suffix(".json")
+        origin = read_json(report)["source"]["file"] if report.exists() else None
+        if origin != path.name:
+            raise DataError(f"{where}: no such file, and {cells} is of {origin}; correct the path, or delete the cells")
         yield str(cells)

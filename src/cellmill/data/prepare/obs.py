@@ -35,9 +35,7 @@ class MappedLabels:
     def column(self) -> pd.Categorical:
         """(cells,): labels after the map."""
         texts = [self.by_label[label].to if label in self.by_label else label for label in self.before]
-        names = sorted({text for text in texts if text is not None})
-        table = np.array([*(-1 if text is None else names.index(text) for text in texts), -1], np.int64)
-        return pd.Categorical.from_codes(table[self.codes], categories=names)
+        return pd.Categorical(np.array([*texts, None], object)[self.codes])
 
     def report(self, cells: np.ndarray) -> dict[str, Any]:
         """Number of the cells `cells`, bool, by label: of renamed ones, of others, and of those made missing."""
@@ -50,15 +48,6 @@ class MappedLabels:
             "kept": {label: n for label, n in counts.items() if label not in self.by_label},
             "made_missing": {label: counts[label] for label in gone},
         }
-
-
-def map_labels(column: pd.Series, label_map: Path, file: Path) -> MappedLabels:
-    """Rename the labels of an obs column of `file`. Raises ConfigError or DataError naming the map and the line."""
-    by_label = read_label_map(label_map)
-    codes, values = pd.factorize(column)
-    texts = [text_of(value) for value in values]
-    check_labels(label_map, texts, file, str(column.name), by_label)
-    return MappedLabels(codes, texts, by_label)
 
 
 def check_labels(
@@ -123,17 +112,17 @@ def choose_obs(
     for name, owner in columns.read_columns.items():
         reader.obs_column(name, f"the dataset's {owner}")
     keep = _kept_cells(reader, columns.filter)
-    mapped = {
-        name: map_labels(reader.obs[label], Path(columns.label_maps[name]), reader.path)
-        for label, name in zip(columns.labels, columns.label_names)
-        if name in columns.label_maps
-    }
-    labels = {name: label for label, name in zip(columns.labels, columns.label_names)}
-    made = {name: reader.obs[label] for name, label in labels.items() if name != label}
-    made |= {name: pd.Series(own.column, index=reader.obs.index) for name, own in mapped.items()}
-    as_they_are = [name for name in labels if name not in made]
-    names = [*reader.obs.columns] if keep_obs is None else list(dict.fromkeys([*keep_obs, *as_they_are]))
-    return ObsChoice(keep, _with_roles(reader, names, columns, keep, organism, made), mapped)
+    labels, mapped = dict(zip(columns.label_names, columns.labels)), {}
+    for name, path in columns.label_maps.items():
+        codes, values = pd.factorize(reader.obs[labels[name]])
+        texts, by_label = [text_of(value) for value in values], read_label_map(Path(path))
+        check_labels(Path(path), texts, reader.path, labels[name], by_label)
+        mapped[name] = MappedLabels(codes, texts, by_label)
+    renamed = {name: reader.obs[label] for name, label in labels.items() if name != label}
+    renamed |= {name: pd.Series(label.column, index=reader.obs.index) for name, label in mapped.items()}
+    unchanged = [name for name in labels if name not in renamed]
+    names = [*reader.obs.columns] if keep_obs is None else list(dict.fromkeys([*keep_obs, *unchanged]))
+    return ObsChoice(keep, _with_roles(reader, names, columns, keep, organism, renamed), mapped)
 
 
 def _kept_cells(reader: CountsReader, condition: str | None) -> np.ndarray:
@@ -155,7 +144,7 @@ def _kept_cells(reader: CountsReader, condition: str | None) -> np.ndarray:
 
 
 def _comparable(column: pd.Series) -> pd.Series:
-    """Categories of numbers or booleans as such: they have no order, and join with no condition."""
+    """Categories of numbers or booleans as plain values, which have an order and join with conditions."""
     if isinstance(column.dtype, pd.CategoricalDtype) and not column.isna().any():
         values = column.cat.categories.dtype
         return column.astype(values) if pd.api.types.is_numeric_dtype(values) else column
@@ -170,28 +159,25 @@ def _with_roles(
     organism: str | None,
     labels: dict[str, pd.Series],
 ) -> pd.DataFrame:
-    """obs with roles and `labels`, those that are renamed, under their names."""
-    made = {role: reader.obs[column] for role, column in columns.roles.items()}
+    """obs with roles, and with `labels` that are renamed, under their names."""
+    new = {role: reader.obs[column] for role, column in columns.roles.items()}
     if organism is not None:
-        made[ORGANISM] = pd.Series(pd.Categorical([organism] * reader.n_obs), index=reader.obs.index)
-    if "dose" in made:
-        made["dose"] = _numbers(reader, made["dose"])
-    if columns.control is not None:
-        assert columns.controlled is not None
-        made[IS_CONTROL] = _is_control(reader, made[columns.controlled], columns.control, keep)
-    frame = reader.obs[names].copy()
-    taken = {role: f"{role}_original" for role in made if role in names and columns.roles.get(role) != role}
-    if both := [name for name in columns.label_names if name in taken or (name in made and name in labels)]:
+        new[ORGANISM] = pd.Series(pd.Categorical([organism] * reader.n_obs), index=reader.obs.index)
+    if "dose" in new:
+        new["dose"] = _numbers(reader, new["dose"])
+    if columns.control is not None and columns.controlled is not None:
+        new[IS_CONTROL] = _is_control(reader, new[columns.controlled], columns.control, keep)
+    taken = [role for role in new if role in names and columns.roles.get(role) != role]
+    if both := [name for name in columns.label_names if name in taken or (name in new and name in labels)]:
         raise DataError(
             f"{reader.path}: label {both[0]!r} is also a role, which the table gives to "
             f"{columns.roles.get(both[0])!r}; rename one of the columns, or set label_name"
         )
-    made |= labels
-    taken |= {name: f"{name}_original" for name in labels if name in names}
-    for role, name in taken.items():
-        if name in frame:
+    renamed = {name: f"{name}_original" for name in [*taken, *(name for name in labels if name in names)]}
+    for role, name in renamed.items():
+        if name in names:
             raise DataError(f"{reader.path}: obs has {role!r} and {name!r}, and the table makes {role!r}; rename one")
-    return frame.rename(columns=taken).assign(**made)
+    return reader.obs[names].rename(columns=renamed).assign(**new, **labels)
 
 
 def _numbers(reader: CountsReader, column: pd.Series) -> pd.Series:

@@ -7,10 +7,10 @@ those with an Ensembl id.
 """
 
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class RowSpill:
         self._column = count_dtype(n_columns - 1)  # two bytes, which take half of the time to write, for most inputs
         out.parent.mkdir(parents=True, exist_ok=True)
         self._file = tempfile.TemporaryFile(prefix="cellmill-", dir=out.parent)  # noqa: SIM115 - closed by close()
+        self.close = self._file.close
 
     def add(self, block: sp.csr_matrix) -> None:
         """Append rows, of unsigned counts and int32 indices."""
@@ -56,24 +57,16 @@ class RowSpill:
         with named_errors(self._out):
             self._file.seek(0)  # writes what is buffered
         for indptr, dtype in self._blocks:
-            indices, counts = self._read(indptr[-1], self._column).astype(np.int32), self._read(indptr[-1], dtype)
-            yield sp.csr_matrix((counts, indices, indptr), shape=(len(indptr) - 1, self._n_columns))
-
-    def close(self) -> None:
-        """Drop the temporary file."""
-        self._file.close()
-
-    def _read(self, size: int, dtype: np.dtype) -> np.ndarray:
-        return np.frombuffer(self._file.read(int(size) * dtype.itemsize), dtype)
+            columns, counts = (
+                np.frombuffer(self._file.read(int(indptr[-1]) * kind.itemsize), kind) for kind in (self._column, dtype)
+            )
+            yield sp.csr_matrix((counts, columns.astype(np.int32), indptr), shape=(len(indptr) - 1, self._n_columns))
 
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 BINS = 40  # of each histogram in the report
 DROPPED = ("filter", "no counts", "min_genes", "min_counts", "max_mito_frac", "no gene left")
-"""Reasons to drop a cell; the first that holds counts. The last: min_cells dropped all its genes.
-
-Figures of the cells before QC are of those that the dataset's filter keeps.
-"""
+"""Reasons to drop a cell; the first that holds counts. The last: min_cells dropped all its genes."""
 
 
 @dataclass(frozen=True)
@@ -127,39 +120,30 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
     if not names:
         raise DataError(f"{reader.path}: no genes: no var['feature_types'] is 'Gene Expression'")
     _check_coverage(reader.path, options, mapped.coverage, names, var)
-    unnamed = [int(row) for row, gene in zip(rows, mapped.gene_ids) if not gene]
+    unnamed = [row for row, gene in zip(rows, mapped.gene_ids) if not gene]
     if options.reference_organism is not None:
-        mapped = _on_reference(reader.path, mapped, options)
-    index: dict[str, int] = {}
-    target = np.full(reader.n_vars, -1, np.int32)
-    first, carriers = [], defaultdict(list)
-    for i, (row, gene) in enumerate(zip(rows, mapped.gene_ids)):
-        if not gene:
-            continue
-        if gene not in index:
-            index[gene] = len(index)
-            first.append(i)
-        carriers[gene].append(names[i])
-        target[row] = index[gene]
-    ids = list(index)
-    order = np.array(sorted(range(len(ids)), key=ids.__getitem__), np.int32)
-    place = np.append(np.argsort(order), -1).astype(np.int32)  # the last for those without an id
-    first = np.array(first, np.int64)[order].tolist()
+        mapped = _on_reference(reader.path, mapped, options.reference_organism, options)
+    carriers: dict[str, list[int]] = {}  # entries by id
+    for i, gene in enumerate(mapped.gene_ids):
+        if gene:
+            carriers.setdefault(gene, []).append(i)
+    gene_ids, target = sorted(carriers), np.full(reader.n_vars, -1, np.int32)
+    for number, gene in enumerate(gene_ids):
+        target[rows[carriers[gene]]] = number
+    first = [carriers[gene][0] for gene in gene_ids]
     return Genes(
-        gene_ids=[ids[gene] for gene in order],
+        gene_ids=gene_ids,
         symbols=[mapped.symbols[i] for i in first],
         is_mito=mapped.is_mito[first],
-        target=place[target],
+        target=target,
         coverage=mapped.coverage,
         rows=rows,
         unnamed=np.array(unnamed, np.int64),
-        summed={gene: rows for gene, rows in carriers.items() if len(rows) > 1},
+        summed={gene: [names[i] for i in found] for gene, found in carriers.items() if len(found) > 1},
     )
 
 
-def _on_reference(path: Path, mapped: MappedGenes, options: Preprocess) -> MappedGenes:
-    reference = options.reference_organism
-    assert reference is not None
+def _on_reference(path: Path, mapped: MappedGenes, reference: str, options: Preprocess) -> MappedGenes:
     if options.organism is None:
         raise _no_organism(path, f"reference_organism {reference}")
     mapped = map_orthologs(mapped, reference, None if options.orthologs is None else Path(options.orthologs))
@@ -201,37 +185,33 @@ class _Cells:
     reason: np.ndarray  # index into DROPPED, -1 for a kept cell
     detected: np.ndarray  # number of kept cells in which each gene is detected
     largest: int  # largest count of a kept cell
-    of_columns: np.ndarray  # counts of each var row, of all cells; float64, exact below 2^53
+    column_sums: np.ndarray  # counts of each var row, of all cells; float64, exact below 2^53
+
+    def tally(self) -> dict[str, int]:
+        """Number of dropped cells by reason."""
+        return {name: int((self.reason == number).sum()) for number, name in enumerate(DROPPED)}
 
 
 def _measure(reader: CountsReader, genes: Genes, options: Preprocess, keep: np.ndarray, passing: RowSpill) -> _Cells:
     """Measure every cell; add the rows of those that pass to `passing`."""
     size, n = len(genes.gene_ids), reader.n_obs
-    cells = _Cells(
-        np.zeros(n, np.int64),
-        np.zeros(n, np.int64),
-        np.zeros(n),
-        np.full(n, -1, np.int8),
-        np.zeros(size, np.int64),
-        0,
-        np.zeros(reader.n_vars),
-    )
+    n_genes, n_counts, detected = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(size, np.int64)
+    cells = _Cells(n_genes, n_counts, np.zeros(n), np.full(n, -1, np.int8), detected, 0, np.zeros(reader.n_vars))
     first = 0
     for raw in reader.rows(options.row_block):
         block = select_columns(raw, genes.target, size, f"{reader.path}: columns of one gene")
         rows = slice(first, first + block.shape[0])
-        cells.of_columns += np.bincount(raw.indices, weights=raw.data, minlength=reader.n_vars)
-        n_genes, n_counts = np.diff(block.indptr), row_sums(block)
+        cells.column_sums += np.bincount(raw.indices, weights=raw.data, minlength=reader.n_vars)
+        cells.n_genes[rows], cells.n_counts[rows] = np.diff(block.indptr), row_sums(block)
         mito = np.flatnonzero(genes.is_mito[block.indices])
         cell = np.searchsorted(block.indptr, mito, side="right") - 1
-        of_mito = np.bincount(cell, weights=block.data[mito], minlength=block.shape[0])
-        cells.n_genes[rows], cells.n_counts[rows] = n_genes, n_counts
-        cells.mito_frac[rows] = of_mito / np.maximum(n_counts, 1)
+        mito_counts = np.bincount(cell, weights=block.data[mito], minlength=block.shape[0])
+        cells.mito_frac[rows] = mito_counts / np.maximum(n_counts[rows], 1)
         checks = (
             ~keep[rows],
-            n_counts == 0,
-            n_genes < options.min_genes,
-            n_counts < options.min_counts,
+            n_counts[rows] == 0,
+            n_genes[rows] < options.min_genes,
+            n_counts[rows] < options.min_counts,
             cells.mito_frac[rows] > options.max_mito_frac,
         )
         cells.reason[rows] = np.select(checks, np.arange(len(checks)), -1)
@@ -256,15 +236,10 @@ def _kept_rows(passing: RowSpill, keep_gene: np.ndarray, cells: _Cells) -> Itera
         yield select_rows(block, filled)
 
 
-def _tally(cells: _Cells) -> dict[str, int]:
-    return {name: int((cells.reason == number).sum()) for number, name in enumerate(DROPPED)}
-
-
 def _nothing_left(cells: _Cells, keep_gene: np.ndarray, options: Preprocess) -> str:
-    tally = _tally(cells)
+    tally = cells.tally()
     n = len(cells.reason) - tally.pop("filter")
-    if (cells.reason < 0).any():
-        kept = int((cells.reason < 0).sum())
+    if kept := int((cells.reason < 0).sum()):
         return (
             f"none of {len(keep_gene):,} genes is left after QC: none is detected in {options.min_cells} of the "
             f"{kept:,} cells that pass; lower preprocess.min_cells"
@@ -286,23 +261,27 @@ def _report(
     measures = {name: values[unfiltered] for name, values in measures.items()}
     kept = cells.reason[unfiltered] < 0
     coverage = genes.coverage
-    without = coverage.n_with_id - coverage.orthologs
+    lost, total = cells.column_sums[genes.unnamed], float(cells.column_sums[genes.rows].sum())
+    most_lost = genes.unnamed[np.argsort(-lost, kind="stable")][:LOST_NAMES]
     return {
-        "cells": {"in": reader.n_obs, "out": int(kept.sum()), "dropped": _tally(cells)},
+        "cells": {"in": reader.n_obs, "out": int(kept.sum()), "dropped": cells.tally()},
         "genes": {
             "in": reader.n_vars,
             "out": int(keep_gene.sum()),
             "dropped": {
                 "not gene expression": reader.n_vars - len(genes.rows),
                 "no Ensembl id": coverage.ambiguous + coverage.unmapped,
-                **({"no ortholog": without} if coverage.reference is not None else {}),
+                **({"no ortholog": coverage.n_with_id - coverage.orthologs} if coverage.reference is not None else {}),
                 "summed into another": int((genes.target >= 0).sum()) - len(genes.gene_ids),
                 "min_cells": int((~keep_gene).sum()),
             },
         },
         "coverage": coverage.as_json()
-        | {"summed": dict(list(genes.summed.items())[:10])}
-        | _lost_counts(reader.var_names, genes, cells.of_columns),
+        | {
+            "summed": dict(islice(genes.summed.items(), 10)),
+            "counts_frac": 1 - float(lost.sum()) / max(total, 1),
+            "lost_names": [reader.var_names[row] for row in most_lost],
+        },
         "nnz": int(cells.detected[keep_gene].sum()),
         "dtype": count_dtype(cells.largest).name,
         "quantiles": {
@@ -316,13 +295,6 @@ def _report(
         "histograms": {name: histogram(values, kept, name != "mito_frac") for name, values in measures.items()},
         "options": options.model_dump(mode="json"),
     }
-
-
-def _lost_counts(names: list[str], genes: Genes, of_columns: np.ndarray) -> dict[str, Any]:
-    """Share of the counts on genes with an Ensembl id, and the names without one that have most of the others."""
-    lost, total = of_columns[genes.unnamed], float(of_columns[genes.rows].sum())
-    largest = [names[row] for row in genes.unnamed[np.argsort(-lost, kind="stable")][:LOST_NAMES]]
-    return {"counts_frac": 1 - float(lost.sum()) / max(total, 1), "lost_names": largest}
 
 
 def histogram(values: np.ndarray, kept: np.ndarray, logarithmic: bool) -> dict[str, list[float] | list[int]]:

@@ -49,11 +49,28 @@ def preprocess_sequences(
     if not kept.any():
         what = "cells" if reader.ranked else "sequences"
         raise DataError(f"{reader.path}: none of {reader.n_obs:,} {what} is left: {dropped}; lower {names[2]}")
-    nnz = int(lengths[kept].sum())
-    blocks = _kept_rows(reader, kept, options.row_block)
-    dtype, ranked = count_dtype(1), reader.ranked
-    write_cells(out, chosen.kept(kept), reader.var, blocks, nnz, dtype, True, options.compression, ranked)
-    return _report(reader, options, lengths, kept, dropped) | chosen.label_report(kept)
+
+    def kept_rows() -> Iterator[sp.csr_matrix]:
+        first = 0
+        for block in reader.rows(options.row_block):
+            yield block[np.flatnonzero(kept[first : first + block.shape[0]])]
+            first += block.shape[0]
+
+    nnz, dtype, ranked = int(lengths[kept].sum()), count_dtype(1), reader.ranked
+    write_cells(out, chosen.kept(kept), reader.var, kept_rows(), nnz, dtype, True, options.compression, ranked)
+    n, measure = reader.n_vars, "n_genes" if ranked else "n_residues"
+    quantiles = {"before": np.quantile(lengths, QUANTILES), "after": np.quantile(lengths[kept], QUANTILES)}
+    report = {
+        "cells": {"in": reader.n_obs, "out": int(kept.sum()), "dropped": dropped},
+        "genes": {"in": n, "out": n, "dropped": {}},
+        "coverage": {"frac": 1.0, "n_genes": n},
+        "nnz": nnz,
+        "dtype": dtype.name,
+        "quantiles": {measure: {name: q.tolist() for name, q in quantiles.items()}, "at": list(QUANTILES)},
+        "histograms": {measure: histogram(lengths, kept, logarithmic=True)},
+        "options": options.model_dump(mode="json"),
+    }
+    return report | chosen.label_report(kept)
 
 
 def _measure(reader: CountsReader, options: Preprocess, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -72,34 +89,6 @@ def _measure(reader: CountsReader, options: Preprocess, keep: np.ndarray) -> tup
     return np.array(lengths, np.int64), np.array(reasons, np.int8)
 
 
-def _kept_rows(reader: CountsReader, kept: np.ndarray, row_block: int) -> Iterator[sp.csr_matrix]:
-    first = 0
-    for block in reader.rows(row_block):
-        yield block[np.flatnonzero(kept[first : first + block.shape[0]])]
-        first += block.shape[0]
-
-
-def _report(
-    reader: CountsReader, options: Preprocess, lengths: np.ndarray, kept: np.ndarray, dropped: dict[str, int]
-) -> dict[str, Any]:
-    n, measure = reader.n_vars, "n_genes" if reader.ranked else "n_residues"
-    quantiles = {name: np.quantile(part, QUANTILES).tolist() for name, part in _sides(lengths, kept)}
-    return {
-        "cells": {"in": reader.n_obs, "out": int(kept.sum()), "dropped": dropped},
-        "genes": {"in": n, "out": n, "dropped": {}},
-        "coverage": {"frac": 1.0, "n_genes": n},
-        "nnz": int(lengths[kept].sum()),
-        "dtype": count_dtype(1).name,
-        "quantiles": {measure: quantiles, "at": list(QUANTILES)},
-        "histograms": {measure: histogram(lengths, kept, logarithmic=True)},
-        "options": options.model_dump(mode="json"),
-    }
-
-
-def _sides(values: np.ndarray, kept: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    return [("before", values), ("after", values[kept])]
-
-
 def sequence_vocabulary(paths: list[Path]) -> Vocabulary:
     """All residues, also those in no sequence, with the number of sequences that have each. Medians are 1.
 
@@ -109,12 +98,12 @@ def sequence_vocabulary(paths: list[Path]) -> Vocabulary:
     symbols, medians, ranked = [""], np.ones(0, np.float32), False
     for path in paths:
         with open_counts(path) as reader:
-            own = reader.var.get("median", pd.Series(1.0, reader.var.index)).to_numpy(np.float32)
+            its_medians = reader.var.get("median", pd.Series(1.0, reader.var.index)).to_numpy(np.float32)
             if not n_cells.size:
                 n_cells, residues = np.zeros(reader.n_vars, np.int64), reader.var_names
-                symbols, medians = [str(name) for name in reader.var.get("symbol", reader.var.index)], own
+                symbols, medians = [str(name) for name in reader.var.get("symbol", reader.var.index)], its_medians
             ranked |= reader.ranked
-            if ranked and (reader.var_names != residues or not np.array_equal(own, medians)):
+            if ranked and (reader.var_names != residues or not np.array_equal(its_medians, medians)):
                 raise DataError(f"{path}: its genes or medians are not those of {paths[0]}; convert both alike")
             if reader.var_names != residues:
                 raise DataError(f"{path}: expected residues {''.join(residues)}, got {''.join(reader.var_names)}")

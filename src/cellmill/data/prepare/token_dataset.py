@@ -43,7 +43,6 @@ def convert_tokens(folder: Path, tokens: Mapping[str, int], genes: Vocabulary, o
     write_cells(out, dataset.obs, var, blocks, n_values, count_dtype(1), ordered=True, ranked=True)
     left_out = f"; columns left out: {', '.join(dataset.left_out)}" if dataset.left_out else ""
     each = n_values / max(1, len(dataset.obs))
-    each = n_values / max(1, len(dataset.obs))
     return (
         f"{out}: {len(dataset.obs):,} cells, {each:,.0f} genes each in rank order, without counts: for "
         f"tokens.tokenizer rank and the objectives masked_gene and next_gene{left_out}"
