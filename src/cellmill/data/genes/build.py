@@ -17,8 +17,7 @@ from cellmill.data.arrays import TARGET_SUM, counts_per_10k
 from cellmill.data.genes.selection import (
     Moments,
     allowed_genes,
-    highest,
-    places_by_score,
+    by_score,
     standardised_dispersion,
     standardised_variance,
     variance_trend,
@@ -113,14 +112,13 @@ def build_vocabulary(paths: Iterable[Path], options: VocabularyConfig | None = N
         scores = _standardised_variance(paths, gene_ids, keep, moments)
     elif measured:
         scores = standardised_dispersion(moments.at(keep))
-    variability = scores if options.variability else None
     if options.max_genes is not None:
-        chosen = highest(n_cells[keep].astype(float) if options.select == "detected" else scores, options.max_genes)
-        keep, variability = keep[chosen], None if variability is None else variability[chosen]
+        chosen = np.sort(by_score(n_cells[keep] if options.select == "detected" else scores)[: options.max_genes])
+        keep, scores = keep[chosen], scores[chosen]
     ids = [gene_ids[row] for row in keep]
     fitted = medians.quantiles(keep) if options.quantiles else None
-    places = None if variability is None else places_by_score(variability)
-    return Vocabulary(ids, [symbols[gene] for gene in ids], n_cells[keep], medians.medians()[keep], fitted, places)
+    ranks = np.argsort(by_score(scores)).astype(np.int32) if options.variability else None
+    return Vocabulary(ids, [symbols[gene] for gene in ids], n_cells[keep], medians.medians()[keep], fitted, ranks)
 
 
 def _blocks(paths: list[Path], gene_ids: list[str]) -> Iterator[tuple[np.ndarray, sp.csr_matrix]]:
@@ -184,7 +182,7 @@ def _union(paths: list[Path]) -> dict[str, str]:
     return symbols
 
 
-def _share(own: set[str], other: set[str]) -> bool:
-    """True if two datasets should have genes in common: unless `preprocess.organism_column` says of both that not."""
-    both = own | other
-    return not (own and other and both <= set(ORGANISMS) and own.isdisjoint(other))
+def _share(organisms: set[str], others: set[str]) -> bool:
+    """True if two datasets should have genes in common: `preprocess.organism_column` may say that they do not."""
+    known = organisms and others and organisms | others <= set(ORGANISMS)
+    return not (known and organisms.isdisjoint(others))

@@ -93,14 +93,13 @@ def map_genes(var_names: Sequence[str], var: pd.DataFrame, organism: str | None)
 
     A gene is looked up by its name if that is an id (a version such as `.12` is cut), by an id in a column of `var`
     (`ID_COLUMNS`), by an id beside a symbol in its name, then by its name as a current symbol, a previous symbol, an
-    alias. Several genes may get the same
-    id. If `organism` is None, names are used as ids.
+    alias. Several genes may get the same id. If `organism` is None, names are used as ids.
     """
     names = [str(name) for name in var_names]
     own = _column(var, SYMBOL_COLUMNS)
     if organism is None:
         symbols = [symbol or name for name, symbol in zip(names, own or names)]
-        return MappedGenes(names, symbols, _is_mito(symbols), Coverage(None, len(names), id=len(names)))
+        return MappedGenes(names, symbols, _mitochondrial(symbols), Coverage(None, len(names), id=len(names)))
     table = gene_table(organism)
     columns = [values for column in ID_COLUMNS if (values := _column(var, (column,))) is not None]
     gene_ids, symbols, unknown = [], [], []
@@ -112,7 +111,7 @@ def map_genes(var_names: Sequence[str], var: pd.DataFrame, organism: str | None)
         gene_ids.append(gene)
         symbols.append(table.symbols.get(gene) or (own[row] if own else "") or gene or name)
     coverage = Coverage(organism=organism, n_genes=len(names), examples=tuple(unknown[:_EXAMPLES]), **tally)
-    return MappedGenes(gene_ids, symbols, _is_mito(symbols), coverage)
+    return MappedGenes(gene_ids, symbols, _mitochondrial(symbols), coverage)
 
 
 def map_measured(var_names: Sequence[str], var: pd.DataFrame, organism: str | None) -> tuple[np.ndarray, MappedGenes]:
@@ -181,29 +180,30 @@ def _readings(
     reader: CountsReader, vocabulary: Vocabulary, measured: np.ndarray
 ) -> Iterator[tuple[np.ndarray, list[str]]]:
     """Columns and their ids: as names of an organism of the vocabulary, as they are, as of another one's orthologs."""
-    known = [o for o in ORGANISMS if any(gene.startswith(PREFIXES[o]) for gene in vocabulary.gene_ids)]
+    known = _organisms(vocabulary)
     for organism in known:
         rows, mapped = map_measured(reader.var_names, reader.var, organism)
         yield rows, mapped.gene_ids
     yield measured, [reader.var_names[row] for row in measured]
-    if len(known) == 1:
-        for organism in ORGANISMS:
-            if organism not in known:
-                rows, mapped = map_measured(reader.var_names, reader.var, organism)
-                yield rows, map_orthologs(mapped, known[0]).gene_ids
+    for organism in ORGANISMS if len(known) == 1 else ():
+        if organism not in known:
+            rows, mapped = map_measured(reader.var_names, reader.var, organism)
+            yield rows, map_orthologs(mapped, known[0]).gene_ids
+
+
+def _organisms(vocabulary: Vocabulary) -> list[str]:
+    return [o for o in ORGANISMS if any(gene.startswith(PREFIXES[o]) for gene in vocabulary.gene_ids)]
 
 
 def _match_residues(reader: CountsReader, vocabulary: Vocabulary) -> np.ndarray:
     rows = vocabulary.rows_of(reader.var_names)
     if (rows < 0).any():
         missing = reader.var_names[int((rows < 0).argmax())]
-        if reader.ranked:
-            raise DataError(
-                f"{reader.path}: it has genes in rank order, and the model does not know {missing!r}; use a model of "
-                "the same token dictionary"
-            )
         raise DataError(
-            f"{reader.path}: it has sequences, and the model knows no residue {missing!r}: its first gene is "
+            f"{reader.path}: it has genes in rank order, and the model does not know {missing!r}; use a model of the "
+            "same token dictionary"
+            if reader.ranked
+            else f"{reader.path}: it has sequences, and the model knows no residue {missing!r}: its first gene is "
             f"{vocabulary.gene_ids[0]!r}; use a model of sequences"
         )
     return rows
@@ -244,6 +244,10 @@ def _look_up(name: str, columns: Iterable[str], table: GeneTable, organism: str)
     return "", "unmapped"
 
 
+def _mitochondrial(symbols: list[str]) -> np.ndarray:
+    return np.array([symbol.startswith(("MT-", "mt-")) for symbol in symbols], dtype=bool)
+
+
 def _column(var: pd.DataFrame, names: Sequence[str]) -> list[str] | None:
     for name in names:
         if name in var.columns:
@@ -251,27 +255,17 @@ def _column(var: pd.DataFrame, names: Sequence[str]) -> list[str] | None:
     return None
 
 
-def _is_mito(symbols: list[str]) -> np.ndarray:
-    return np.array([symbol.startswith(("MT-", "mt-")) for symbol in symbols], dtype=bool)
-
-
 def rows_of_names(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, int]:
     """Row of each name's gene; -1 for one that is not in the vocabulary.
 
     A name is looked up as an id, as a symbol of the vocabulary, then in the packaged tables of its organisms.
     """
-    asked = sorted({*names})
+    unique = sorted({*names})
     by_symbol = {symbol: row for row, symbol in enumerate(vocabulary.symbols)}
-    organisms = [o for o in ORGANISMS if any(gene.startswith(PREFIXES[o]) for gene in vocabulary.gene_ids)]
-    rows: dict[str, int] = dict(zip(asked, vocabulary.rows_of(asked).tolist()))
-    for name in asked:
-        if rows[name] < 0:
-            rows[name] = by_symbol.get(name, -1)
-    for organism in organisms:
-        ids = map_genes(asked, pd.DataFrame(index=asked), organism).gene_ids
-        for name, row in zip(asked, vocabulary.rows_of(ids).tolist()):
-            rows[name] = row if rows[name] < 0 else rows[name]
-    return rows
+    readings = [vocabulary.rows_of(unique).tolist(), [by_symbol.get(name, -1) for name in unique]]
+    for organism in _organisms(vocabulary):
+        readings.append(vocabulary.rows_of(map_genes(unique, pd.DataFrame(index=unique), organism).gene_ids).tolist())
+    return {name: next((row for row in rows if row >= 0), -1) for name, *rows in zip(unique, *readings)}
 
 
 SEPARATOR = "+"

@@ -8,7 +8,7 @@ of variance over mean, with large counts clipped: that takes a second pass over 
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import pandas as pd
@@ -16,7 +16,7 @@ import pandas as pd
 from cellmill.config.corpus import VocabularyConfig
 from cellmill.config.plugin import import_object
 from cellmill.data.genes.names import map_genes
-from cellmill.data.genes.tables import ORGANISMS, gene_table, organism_of
+from cellmill.data.genes.tables import gene_table, organism_of
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import refuse_special
 
@@ -27,15 +27,33 @@ def allowed_genes(gene_ids: list[str], options: VocabularyConfig) -> np.ndarray:
     if options.genes is not None:
         allowed &= _listed(gene_ids, Path(options.genes))
     if options.protein_coding:
-        allowed &= _protein_coding(gene_ids)
+        organisms = [organism_of(gene) for gene in gene_ids]
+        if None in organisms:
+            raise DataError(
+                f"vocabulary.protein_coding requires Ensembl ids, got gene {gene_ids[organisms.index(None)]!r}; set "
+                "preprocess.organism, or protein_coding to no"
+            )
+        coding = [gene in gene_table(str(organism)).protein_coding for gene, organism in zip(gene_ids, organisms)]
+        if not any(coding):
+            raise DataError(f"no gene is left for the vocabulary: none of {len(gene_ids):,} is protein coding")
+        allowed &= coding
     if not allowed.any():
         raise DataError("no gene is left for the vocabulary: none in vocabulary.genes is protein coding")
     return allowed
 
 
 def _listed(gene_ids: list[str], path: Path) -> np.ndarray:
-    names = _read(path)
-    organisms = [organism for organism in ORGANISMS if any(organism_of(gene) == organism for gene in gene_ids)]
+    refuse_special(path)
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise ConfigError(f"vocabulary.genes: {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"vocabulary.genes: {path}: not UTF-8 text") from None
+    names = list(dict.fromkeys(name for line in lines if (name := line.strip())))
+    if not names:
+        raise ConfigError(f"vocabulary.genes: {path}: empty; list one gene a line")
+    organisms = sorted({organism for gene in gene_ids if (organism := organism_of(gene))})
     tables = [map_genes(names, pd.DataFrame(index=names), organism).gene_ids for organism in organisms]
     wanted = {*names, *(gene for table in tables for gene in table if gene)}
     allowed = np.array([gene in wanted for gene in gene_ids])
@@ -49,33 +67,6 @@ def _listed(gene_ids: list[str], path: Path) -> np.ndarray:
     if absent:
         print(f"{path}: {len(absent):,} of {len(names):,} genes are not in the corpus, such as {', '.join(absent[:3])}")
     return allowed
-
-
-def _read(path: Path) -> list[str]:
-    refuse_special(path)
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise ConfigError(f"vocabulary.genes: {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"vocabulary.genes: {path}: not UTF-8 text") from None
-    if names := list(dict.fromkeys(name for line in lines if (name := line.strip()))):
-        return names
-    raise ConfigError(f"vocabulary.genes: {path}: empty; list one gene a line")
-
-
-def _protein_coding(gene_ids: list[str]) -> np.ndarray:
-    organisms = [organism_of(gene) for gene in gene_ids]
-    if None in organisms:
-        other = gene_ids[organisms.index(None)]
-        raise DataError(
-            f"vocabulary.protein_coding requires Ensembl ids, got gene {other!r}; set preprocess.organism, or "
-            "protein_coding to no"
-        )
-    allowed = [gene in gene_table(str(organism)).protein_coding for gene, organism in zip(gene_ids, organisms)]
-    if not any(allowed):
-        raise DataError(f"no gene is left for the vocabulary: none of {len(gene_ids):,} is protein coding")
-    return np.array(allowed)
 
 
 _MEAN_BINS = 20
@@ -135,9 +126,15 @@ class Trend:
 
 def variance_trend(counts: Moments, span: float = 0.3) -> Trend:
     """Fit the curve, a local regression of degree 2, to moments of counts. Raises ConfigError without scikit-misc."""
-    expected = np.zeros(len(counts.sums))
-    varies = counts.variance > 0
-    model = _loess()(np.log10(counts.mean[varies]), np.log10(counts.variance[varies]), span=span, degree=2)
+    try:
+        loess = import_object(_LOESS)
+    except ImportError:
+        raise ConfigError(
+            "vocabulary.select seurat_v3 requires scikit-misc, which is not installed; run `pip install "
+            "'cellmill[hvg]'`, or choose seurat or detected"
+        ) from None
+    expected, varies = np.zeros(len(counts.sums)), counts.variance > 0
+    model = loess(np.log10(counts.mean[varies]), np.log10(counts.variance[varies]), span=span, degree=2)
     model.fit()
     expected[varies] = model.outputs.fitted_values
     deviation = np.sqrt(10**expected)
@@ -150,27 +147,6 @@ def standardised_variance(counts: Moments, clipped: Moments, trend: Trend) -> np
     return (n * mean**2 + clipped.squares - 2 * clipped.sums * mean) / ((n - 1) * trend.deviation**2)
 
 
-def highest(scores: np.ndarray, n: int) -> np.ndarray:
-    """Places of the `n` highest scores, ascending; of equal ones the first, and NaN last."""
-    return np.sort(_descending(scores)[:n])
-
-
-def places_by_score(scores: np.ndarray) -> np.ndarray:
-    """Place of each gene from 0, the highest score; of equal scores the first gene's first, and NaN last; int32."""
-    places = np.empty(len(scores), np.int32)
-    places[_descending(scores)] = np.arange(len(scores), dtype=np.int32)
-    return places
-
-
-def _descending(scores: np.ndarray) -> np.ndarray:
+def by_score(scores: np.ndarray) -> np.ndarray:
+    """Genes by score, the highest first; of equal scores the first gene first, and NaN last."""
     return np.argsort(-np.nan_to_num(scores, nan=-np.inf, posinf=np.inf), kind="stable")
-
-
-def _loess() -> Any:
-    try:
-        return import_object(_LOESS)
-    except ImportError:
-        raise ConfigError(
-            "vocabulary.select seurat_v3 requires scikit-misc, which is not installed; run `pip install "
-            "'cellmill[hvg]'`, or choose seurat or detected"
-        ) from None

@@ -9,7 +9,7 @@ two terms.
 import gzip
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -86,13 +86,7 @@ _ID = re.compile(r"CL:\d{7}")
 
 
 class CellOntology:
-    """Terms and their is_a edges.
-
-    Parameters
-    ----------
-    parents
-        Ids of the direct superclasses of each term, by id.
-    """
+    """Terms and their is_a edges. `parents` are the ids of the direct superclasses of each term, by id."""
 
     def __init__(self, parents: Mapping[str, tuple[str, ...]]) -> None:
         self._parents = parents
@@ -161,26 +155,18 @@ def orthologs(organism: str, reference: str, table: Path | None = None) -> dict[
             f"{path}: expected a header with the columns {organism} and {reference}, of Ensembl ids; {missing[0]} is "
             "not there (preprocess.orthologs)"
         )
-    places = [header.index(name) for name in (organism, reference)]
-    pairs: set[tuple[str, str]] = set()
+    columns = {kind: header.index(kind) for kind in (organism, reference)}
+    pairs: set[tuple[str, ...]] = set()
     for number, line in enumerate(lines, start=2):
-        cells = line.split("\t")
-        if not line.strip() or not all(place < len(cells) and cells[place].strip() for place in places):
+        cells = [cell.strip() for cell in line.split("\t")]
+        names = {kind: cells[column] for kind, column in columns.items() if column < len(cells) and cells[column]}
+        if len(names) < 2:
             continue  # a gene without an ortholog, as BioMart lists it
-        names = [cells[place].strip() for place in places]
-        ids = [gene_id(name, kind) for name, kind in zip(names, (organism, reference))]
-        if not all(ids):
-            wrong = ids.index("")
-            kind = (organism, reference)[wrong]
-            raise DataError(
-                f"{path}, line {number}: expected an Ensembl id of {kind} ({PREFIXES[kind]}...), got "
-                f"{names[wrong][:40]!r}"
-            )
-        pairs.add((ids[0], ids[1]))
-    return _one_to_one(path, pairs)
-
-
-def _one_to_one(path: Path, pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+        for kind, name in names.items():
+            if not gene_id(name, kind):
+                wanted = f"an Ensembl id of {kind} ({PREFIXES[kind]}...)"
+                raise DataError(f"{path}, line {number}: expected {wanted}, got {name[:40]!r}")
+        pairs.add(tuple(gene_id(name, kind) for kind, name in names.items()))
     ours, theirs = Counter(own for own, _ in pairs), Counter(other for _, other in pairs)
     kept = {own: other for own, other in pairs if ours[own] == theirs[other] == 1}
     if not kept:

@@ -12,10 +12,11 @@ that begins with `#variability` has the place of each gene by its variability, f
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -92,29 +93,35 @@ class Vocabulary:
             raise DataError(f"{path}: not a vocabulary: not UTF-8 text") from None
         if lines.pop() != "" or not lines or tuple(lines[0].split("\t")) != COLUMNS:
             raise DataError(f"{path}: not a complete vocabulary: expected columns {', '.join(COLUMNS)}")
-        quantiles = _quantiles(path, lines.pop()) if lines[-1].startswith(QUANTILES) else None
-        variability = _places(path, lines) if lines[-1].startswith(VARIABILITY) else None
-        gene_ids, symbols, n_cells, medians = [], [], [], []
+        quantiles: Any = None
+        variability = None
+        if lines[-1].startswith(QUANTILES):
+            with suppress(ValueError):
+                quantiles = np.array(lines.pop().split("\t")[1:], np.float32)
+            ascending = quantiles is not None and np.isfinite(quantiles).all() and (np.diff(quantiles) >= 0).all()
+            if not ascending or len(quantiles) < 2:
+                raise DataError(f"{path}, last line: expected {QUANTILES} and at least two ascending numbers")
+        if lines[-1].startswith(VARIABILITY):
+            try:
+                variability = as_places(lines.pop().split("\t")[1:], len(lines) - 1 - len(SPECIAL))
+            except ValueError:
+                fault = f"expected {VARIABILITY} and a place for each gene"
+                raise DataError(f"{path}, line {len(lines) + 1}: {fault}") from None
+        rows = []
         for token, line in enumerate(lines[1:]):
-            cells = line.split("\t")
             special = token < len(SPECIAL)
             try:
-                number, gene, symbol, count, median = cells
-                if int(number) != token or (special and gene != SPECIAL[token]):
+                number, gene, symbol, count, median = line.split("\t")
+                if int(number) != token or (special and gene != SPECIAL[token]) or not 0 <= int(count or 0) < 2**63:
                     raise ValueError
-                if not special:
-                    if not 0 <= int(count) < 2**63:
-                        raise ValueError
-                    gene_ids.append(gene)
-                    symbols.append(symbol)
-                    n_cells.append(int(count))
-                    medians.append(np.float32(median))
+                rows += [] if special else [(gene, symbol, int(count), np.float32(median))]
             except ValueError:
                 fields = SPECIAL[token] if special else "gene id, symbol, n_cells, median"
                 raise DataError(f"{path}, line {token + 2}: expected token {token}: {fields}") from None
+        gene_ids, symbols, n_cells, medians = map(list, zip(*rows)) if rows else ([], [], [], [])
         numbers = np.array(n_cells, np.int64), np.array(medians, np.float32)
         vocabulary = cls(gene_ids, symbols, *numbers, quantiles, variability)
-        if len(lines) - 1 <= len(SPECIAL) or len(vocabulary._rows) != len(gene_ids):
+        if not rows or len(vocabulary._rows) != len(rows):
             raise DataError(f"{path}: not a vocabulary: no genes, or a duplicate")
         if not (np.isfinite(vocabulary.medians) & (vocabulary.medians > 0)).all():
             raise DataError(f"{path}: not a vocabulary: a median is not a positive number")
@@ -140,29 +147,9 @@ def _text_of(number: np.float32) -> str:
     return np.format_float_positional(number, unique=True, trim="-")
 
 
-def _quantiles(path: Path, line: str) -> np.ndarray:
-    """Quantiles of the last line. Raises DataError."""
-    try:
-        quantiles = np.array(line.split("\t")[1:], np.float32)
-    except ValueError:
-        quantiles = np.empty(0, np.float32)
-    if len(quantiles) < 2 or not np.isfinite(quantiles).all() or (np.diff(quantiles) < 0).any():
-        raise DataError(f"{path}, last line: expected {QUANTILES} and at least two ascending numbers")
-    return quantiles
-
-
-def _places(path: Path, lines: list[str]) -> np.ndarray:
-    """Places by variability, of the last of `lines`, which is taken out. Raises DataError."""
-    line, n_genes = lines.pop(), len(lines) - 1 - len(SPECIAL)
-    try:
-        return as_places(line.split("\t")[1:], n_genes)
-    except ValueError:
-        raise DataError(f"{path}, line {len(lines) + 1}: expected {VARIABILITY} and a place for each gene") from None
-
-
 def as_places(numbers: Sequence[str | int], n_genes: int) -> np.ndarray:
-    """Places from 0 of `n_genes` genes, int32. Raises ValueError unless each occurs once."""
-    places = np.array([int(number) for number in numbers if len(str(number)) < 10], np.int32)
-    if len(numbers) != n_genes or not np.array_equal(np.sort(places), np.arange(n_genes)):
+    """Ranks from 0 of `n_genes` genes, int32. Raises ValueError unless each occurs once."""
+    ranks = np.array([int(number) for number in numbers if len(str(number)) < 10], np.int32)
+    if len(numbers) != n_genes or not np.array_equal(np.sort(ranks), np.arange(n_genes)):
         raise ValueError(f"expected the places 0 to {n_genes - 1:,}, each once")
-    return places
+    return ranks
